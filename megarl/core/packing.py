@@ -79,7 +79,7 @@ def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray],
         _check_shapes(rollout)
     loss_mask = np.concatenate([r.loss_mask for r in rollouts])
     logprobs = np.concatenate([r.rollout_logprobs for r in rollouts])
-    bounds = np.cumsum([0, *(rollout.num_tokens for rollout in rollouts)])
+    bounds = np.cumsum([0, *(len(rollout.tokens) for rollout in rollouts)])
     _check_values(rollouts, loss_mask, logprobs, bounds)
     routed_experts, routed_mask = _pack_routes(rollouts) if routes else (None, _pack_masks(rollouts))
     kept_ids, kept_offsets = pack_kept(rollouts)
@@ -88,7 +88,7 @@ def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray],
         cu_seqlens=torch.from_numpy(bounds),
         loss_mask=_tensor(loss_mask, np.bool_),
         rollout_logprobs=_tensor(logprobs, np.float32),
-        advantages=_per_token(advantages, rollouts),
+        advantages=_per_token(advantages, rollouts, bounds),
         routed_experts=routed_experts,
         routed_mask=routed_mask,
         weight_versions=_concatenate([r.weight_versions for r in rollouts], np.int32),
@@ -97,11 +97,10 @@ def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray],
     )
 
 
-def _per_token(advantages: Values | Sequence[np.ndarray], rollouts: Sequence[Rollout]) -> Tensor:
+def _per_token(advantages: Values | Sequence[np.ndarray], rollouts: Sequence[Rollout], bounds: np.ndarray) -> Tensor:
     """float32 [T]."""
     if len(advantages) != len(rollouts):
         raise ValueError(f"advantages are [{len(advantages)}], expected [{len(rollouts)}], one per rollout")
-    lengths = [rollout.num_tokens for rollout in rollouts]
     if isinstance(advantages[0], np.ndarray):
         columns = [np.asarray(column) for column in advantages]
         for rollout, column in zip(rollouts, columns, strict=True):
@@ -112,9 +111,9 @@ def _per_token(advantages: Values | Sequence[np.ndarray], rollouts: Sequence[Rol
         of_sequence = torch.as_tensor(advantages, dtype=torch.float32, device="cpu").numpy()
         if of_sequence.ndim != 1:
             raise ValueError(f"advantages are {list(of_sequence.shape)}, expected [{len(rollouts)}], one per rollout")
-        values = np.repeat(of_sequence, lengths)
+        values = np.repeat(of_sequence, np.diff(bounds))
     if (bad := np.flatnonzero(~np.isfinite(values))).size:
-        owner = rollouts[np.searchsorted(np.cumsum(lengths), bad[0], "right")]
+        owner = rollouts[np.searchsorted(bounds, bad[0], "right") - 1]
         raise NumericsError(f"{owner.label}: the advantage is {values[bad[0]]}, expected a finite number")
     return _tensor(values, np.float32)
 
@@ -194,6 +193,8 @@ def _place(
 
 
 def _fewest_bins(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    if sum(lengths) <= max_tokens:
+        return [[*range(len(lengths))]]
     order, low = _longest_first(lengths), _least_bins(lengths, max_tokens)
     if found := _place(lengths, order, low, max_tokens):
         return found

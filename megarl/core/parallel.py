@@ -38,9 +38,9 @@ def zigzag_indices(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     """
     _check_rank(cp_size, cp_rank, "cp")
     check_cu_seqlens(cu_seqlens, int(cu_seqlens[-1]))
-    starts, lengths = cu_seqlens[:-1].long(), segment_lengths(cu_seqlens)
     if cp_size == 1:
         return torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
+    starts, lengths = cu_seqlens[:-1].long(), segment_lengths(cu_seqlens)
     odd = (lengths % (2 * cp_size) != 0).nonzero()
     if odd.numel():
         sequence = int(odd[0])

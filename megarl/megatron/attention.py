@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -46,7 +47,8 @@ class PackedSequences(PackedSeqParams):
         ``cu_seqlens`` is on the host, so that nothing is read from ``device``, where the model takes the results.
         """
         bounds = to_device(cu_seqlens.to(torch.int32), device)
-        longest = int(cu_seqlens.diff().max())
+        buckets = length_buckets(cu_seqlens)
+        longest = max((bucket.size(1) for bucket in buckets), default=0)
         return PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=bounds,
@@ -55,19 +57,17 @@ class PackedSequences(PackedSeqParams):
             cu_seqlens_kv_padded=bounds if cp_size > 1 else None,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            length_buckets=tuple(to_device(bucket, device) for bucket in length_buckets(cu_seqlens)),
+            length_buckets=tuple(to_device(bucket, device) for bucket in buckets),
             from_ranks=to_device(zigzag_inverse(cu_seqlens, cp_size), device) if cp_size > 1 else None,
         )
 
 
 def length_buckets(cu_seqlens: Tensor) -> tuple[Tensor, ...]:
     """Token positions of all sequences of one length, int64 [n, length], for each distinct length."""
-    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-    return tuple(
-        starts[lengths == length, None] + torch.arange(length, device=starts.device)
-        for length in torch.unique(lengths).tolist()
-        if length
-    )
+    bounds = cu_seqlens.cpu().numpy()
+    starts, lengths = bounds[:-1, None], np.diff(bounds)
+    found = (starts[lengths == length] + np.arange(length) for length in sorted(set(lengths.tolist())) if length)
+    return tuple(to_device(torch.from_numpy(bucket), cu_seqlens.device) for bucket in found)
 
 
 class PackedAttention(torch.nn.Module):

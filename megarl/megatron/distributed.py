@@ -229,12 +229,10 @@ def largest(value: int, group: dist.ProcessGroup) -> int:
 
 def fail_together(failure: MegarlError | None, what: str) -> None:
     """Raise on every rank if ``what`` failed on one, so that no rank waits for another; a collective call."""
-    failed = torch.tensor(int(failure is not None))
-    if dist.get_world_size() > 1:
-        dist.all_reduce(failed, group=over_gloo())
+    others = int(all_sum(torch.tensor(int(failure is not None)), over_gloo())) if dist.get_world_size() > 1 else 0
     if failure is not None:
         raise failure
-    if others := int(failed):
+    if others:
         error = RolloutError(f"{what} failed on {others} other ranks; their messages say why")
         error.second_hand = True
         raise error
@@ -301,6 +299,13 @@ def _agree_on_layout(mine: Layout | None) -> Layout:
     if highest == lowest:
         _LAYOUTS[highest] = layout
     return layout
+
+
+def all_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The tensor, which becomes the sum over a group's ranks."""
+    if group.size() > 1:
+        dist.all_reduce(tensor, group=group)
+    return tensor
 
 
 def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

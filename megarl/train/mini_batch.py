@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.config import Config
@@ -15,6 +14,7 @@ from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import Denominators, TokenColumns
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import AgreementError, TraceError
+from megarl.megatron.distributed import all_sum
 from megarl.megatron.passes import forward
 from megarl.megatron.passes.micro_batches import MicroBatch, split_micro_batches
 from megarl.megatron.replay import MicroRoutes
@@ -119,19 +119,18 @@ def make_rollout(tokens: np.ndarray, loss_mask: np.ndarray | None = None) -> Rol
 
 def over_ranks(local: Denominators) -> Denominators:
     """The sum over data-parallel ranks."""
-    own = torch.tensor([local.num_tokens, local.num_sequences])
-    counts = to_device(own, torch.cuda.current_device())
-    dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+    own = to_device(torch.tensor([local.num_tokens, local.num_sequences]), torch.cuda.current_device())
+    counts = all_sum(own, parallel_state.get_data_parallel_group())
     return Denominators(*counts.tolist())
 
 
 def check_missing_rows(batch: TrainBatch, limit: float) -> None:
     """TraceError if a larger share of the tokens than ``limit`` has no recorded route."""
     assert batch.routed_mask is not None
-    missing = ~batch.routed_mask
+    missing = ~batch.routed_mask.numpy()
     # Engines have no row for the last token: they never processed it. Nothing is predicted from it either.
-    missing[batch.cu_seqlens[1:] - 1] = False
-    share = float(missing.double().mean())
+    missing[batch.cu_seqlens[1:].numpy() - 1] = False
+    share = np.count_nonzero(missing) / len(missing)
     if share > limit:
         raise TraceError(
             f"{share:.1%} of the tokens have no recorded route, more than train.max_missing_rows = {limit:.1%}; "

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.config import Config
@@ -90,7 +89,8 @@ class TrainStep:
         batch = distributed.run_together("the check of rollouts", check_and_pack)
         micro_batches = split(config, batch)
         denominators = Denominators.of(batch.loss_mask, batch.cu_seqlens, batch.rollout_logprobs)
-        gaps = np.array([[rollout.group, rollout.sample, *[0.0] * 7] for rollout in rollouts])
+        gaps = np.zeros((len(rollouts), 9))
+        gaps[:, :2] = [(rollout.group, rollout.sample) for rollout in rollouts]
         bypassed = config.train.old_logprobs == "rollout"
         mini = MiniBatch(
             micro_batches, over_ranks(denominators), gaps, old_updates=self._updates, old_is_rollout=bypassed
@@ -202,7 +202,8 @@ class TrainStep:
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
         columns = [mini.columns(index, micro.batch, logprobs[index]) for index, micro in enumerate(mini.micro_batches)]
-        return gather_facts(self.objective, columns, _sum_over_ranks)
+        group = parallel_state.get_data_parallel_group()
+        return gather_facts(self.objective, columns, partial(distributed.all_sum, group=group))
 
     def _current_logprobs(self, mini: MiniBatch) -> list[torch.Tensor]:
         """log pi_theta as the next update will find it; as ``MiniBatch.old_logprobs``, and these if nothing moved."""
@@ -258,7 +259,10 @@ class TrainStep:
         compared = mini.rollout_routes if first_pass else None
         if mini.routes is not None:
             observe, min_agreement = first_pass and self.keeps_native_routes, None if first_pass else 0.0
-            return replay.replay(mini.routes, observe, compared, min_agreement)
+            routes = Recording(
+                mini.routes
+            )  # not checked again: the routers' own choice, or rows that passed ``prepare``
+            return replay.replay(routes, observe, routes if compared is mini.routes else compared, min_agreement)
         if not first_pass:
             return nullcontext(Recording())
         return replay.record(keep=self.config.train.replay == "r2" or self.keeps_native_routes, compared=compared)
@@ -303,11 +307,6 @@ class TrainStep:
             mini.metrics = merge([mini.metrics, stats])
         for micro, of_micro in zip(mini.micro_batches, shared, strict=True):
             mini.gaps[list(micro.sequences), 5:] = count_flips(of_micro[..., -1], shape.topk, micro.batch)
-
-
-def _sum_over_ranks(sums: torch.Tensor) -> torch.Tensor:
-    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-    return sums
 
 
 def collect(parts: Sequence[dict[str, Stat]]) -> dict[str, Stat] | None:

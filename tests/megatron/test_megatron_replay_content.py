@@ -16,7 +16,7 @@ from tiny_world import join
 from torch.utils.checkpoint import checkpoint
 
 from megarl.errors import ReplayError
-from megarl.megatron.replay import MicroRoutes, RoutingReplay
+from megarl.megatron.replay import MicroRoutes, Recording, RoutingReplay
 from megarl.megatron.replay.agreement import LEAST_JUDGED, MOST_SAMPLED, check_agreement, sample_rows
 from megarl.megatron.versions import RELEASE, unwrap
 
@@ -337,6 +337,9 @@ def test_what_a_block_is_given_is_checked_before_it_opens(loop: Loop) -> None:
     for entry, message in wrong:
         with pytest.raises(ReplayError, match=f"micro-batch 1.*{message}"), loop.replay.replay([one, entry]):
             pytest.fail("the block must not open")
+    recording = Recording([MicroRoutes(beyond)])  # experts of a recording are not checked
+    with pytest.raises(ReplayError, match="0 forward passes used the routes of 1"), loop.replay.replay(recording):
+        pass
     loop.replayed([MicroRoutes(beyond, half), *loop.bare[1:]])
     for dtype in (torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64):
         loop.replayed([MicroRoutes(one.experts.to(dtype)), *loop.bare[1:]])

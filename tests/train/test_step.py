@@ -39,7 +39,7 @@ from megarl.core.metrics import finalize
 from megarl.core.types import Rollout
 from megarl.data.tiny import write_tiny_model
 from megarl.errors import ConfigError, NumericsError, ReplayError, RolloutError, TraceError
-from megarl.megatron.replay import rollout_routes
+from megarl.megatron.replay import checks, rollout_routes
 from megarl.train.step import TrainStep
 
 
@@ -163,6 +163,19 @@ def _with_missing_rows(rollouts: list[Rollout], per_sequence: int) -> list[Rollo
         experts = np.where(present[:, None, None], rollout.routed_experts, 0).astype(np.uint8)
         made.append(replace(rollout, routed_mask=present, routed_experts=experts))
     return made
+
+
+@pytest.mark.parametrize("replay", ["r2", "r3"])
+def test_the_passes_do_not_check_experts_again(world: World, replay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the routers' own choice, or were checked with the rollouts."""
+    checked: list[Any] = []
+    monkeypatch.setattr(checks, "_check_experts", lambda *given: checked.append(given))
+    with training(world.settings(train__replay=replay)) as step:
+        minis = prepare(step, world.rollouts(), fixed_advantages())
+        look(step, minis, old_pass=True)
+        for mini in minis:
+            step.update(mini)
+    assert checked == []
 
 
 def test_too_many_missing_rows_are_an_error_before_anything_moves(world: World) -> None:

@@ -52,7 +52,8 @@ class RoutingTrace:
                 f"{self.label}: present is {present.dtype} {list(present.shape)}, expected bool [{len(experts)}]"
             )
         if present is not None and not present.all():
-            experts = np.where(present[:, None, None], experts, 0)
+            experts = experts.copy()
+            experts[~present] = 0
         self._check_range(experts)
         narrow = experts.astype(narrow_dtype(self.num_experts), order="C")
         self._check_duplicates(narrow, present)
@@ -83,7 +84,7 @@ class RoutingTrace:
 
     def _check_duplicates(self, experts: np.ndarray, present: np.ndarray | None) -> None:
         _, num_layers, top_k = experts.shape
-        recorded = experts if present is None else experts[present]
+        recorded = experts if present is None else experts.compress(present, 0)
         doubled = find_doubled(recorded.reshape(len(recorded) * num_layers, top_k))
         if not len(doubled):
             return

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
@@ -17,7 +18,6 @@ from torch import Tensor
 from megarl.core.devices import to_device
 from megarl.core.packing import partition, select, spread, take_segments
 from megarl.core.parallel import find_padded_positions, held_tokens, pad_cu_seqlens, zigzag_indices
-from megarl.core.ratios import segment_lengths
 from megarl.core.types import TrainBatch
 from megarl.errors import ConfigError
 from megarl.megatron.attention import PackedSequences
@@ -67,8 +67,9 @@ def split_micro_batches(
     many slots as the longest one, because pipelines and all-gather dispatchers exchange no shapes. ``multiple_of``: the
     interleaved schedule needs a multiple of the pipeline size.
     """
-    max_tokens *= parallel_state.get_context_parallel_world_size()
-    lengths = _padded_lengths(batch)
+    max_tokens *= (cp := parallel_state.get_context_parallel_world_size())
+    multiple = _sequence_multiple(cp)
+    lengths = (-(-np.diff(batch.cu_seqlens.numpy()) // multiple) * multiple).tolist()
     group = parallel_state.get_data_parallel_group()
     bins, failure = [], None
     try:
@@ -89,12 +90,8 @@ def split_micro_batches(
         slots = [largest(max(slots), group)] * len(slots)
     elif parallel_state.get_pipeline_model_parallel_world_size() > 1:
         slots = [max(slots)] * len(slots)
-    return [micro_batch(select(batch, indices), size, indices) for indices, size in zip(bins, slots, strict=True)]
-
-
-def _padded_lengths(batch: TrainBatch) -> list[int]:
-    multiple = _sequence_multiple(parallel_state.get_context_parallel_world_size())
-    return segment_lengths(pad_cu_seqlens(batch.cu_seqlens, multiple)).tolist()
+    parts = [batch] if len(bins) == 1 else [select(batch, indices) for indices in bins]
+    return [micro_batch(*each) for each in zip(parts, slots, bins, strict=True)]
 
 
 def _sequence_multiple(cp: int) -> int:
@@ -111,8 +108,10 @@ def _slots_for(num_tokens: int) -> int:
 
 def _lay_out(cu_seqlens: Tensor, num_slots: int, cp: int) -> tuple[Tensor, Tensor]:
     """(cu_seqlens of the padded sequences, padding at the end being one more; slot of each token int64 [T])."""
-    padded = pad_cu_seqlens(cu_seqlens, _sequence_multiple(cp))
-    slots = find_padded_positions(cu_seqlens, padded)
+    padded, slots = cu_seqlens, torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
+    if cp > 1:
+        padded = pad_cu_seqlens(cu_seqlens, _sequence_multiple(cp))
+        slots = find_padded_positions(cu_seqlens, padded)
     if num_slots > int(padded[-1]):
         padded = torch.cat([padded, padded.new_tensor([num_slots])])
     return padded, slots
@@ -123,24 +122,23 @@ def micro_batch(batch: TrainBatch, num_slots: int, sequences: Sequence[int] = ()
     cp, cp_rank = cp_position()
     padded, slots = _lay_out(batch.cu_seqlens, num_slots, cp)
     held = zigzag_indices(padded, cp, cp_rank)
-    input_ids, labels = batch.tokens.new_zeros(num_slots), batch.tokens.new_zeros(num_slots)
-    input_ids[slots] = batch.tokens
-    labels[slots[:-1]] = batch.tokens[1:]
-    is_padding = torch.ones(num_slots, dtype=torch.bool)
-    is_padding[slots] = False
-    is_first = torch.zeros(batch.num_tokens, dtype=torch.bool)
-    is_first[batch.cu_seqlens[:-1]] = True
+    # Short columns: a call of torch takes several times as long as one of numpy.
+    place, tokens, own = slots.numpy(), batch.tokens.numpy(), held.numpy()
+    input_ids, labels = np.zeros((2, num_slots), np.int64)
+    input_ids[place], labels[place[:-1]] = tokens, tokens[1:]
+    is_padding, is_first = np.ones(num_slots, bool), np.zeros(len(tokens), bool)
+    is_padding[place], is_first[batch.cu_seqlens[:-1].numpy()] = False, True
     device = torch.cuda.current_device()
-    kept = _kept_sets(batch, slots, is_first, num_slots, held)
+    kept = _kept_sets(batch, slots, torch.from_numpy(is_first), num_slots, held)
     return MicroBatch(
         batch=batch,
         num_slots=num_slots,
         slots=to_device(slots, device),
-        is_first=to_device(is_first, device),
+        is_first=to_device(torch.from_numpy(is_first), device),
         held=to_device(held, device),
-        input_ids=to_device(input_ids[held][None], device),
-        labels=to_device(labels[held], device),
-        padding_mask=to_device(is_padding[held][None], device) if bool(is_padding.any()) else None,
+        input_ids=to_device(torch.from_numpy(input_ids[own][None]), device),
+        labels=to_device(torch.from_numpy(labels[own]), device),
+        padding_mask=to_device(torch.from_numpy(is_padding[own][None]), device) if num_slots > len(tokens) else None,
         packing=PackedSequences.of(padded, cp, device),
         kept=None if kept is None else (to_device(kept[0], device), kept[1]),
         sequences=tuple(sequences),

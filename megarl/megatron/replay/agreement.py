@@ -32,11 +32,10 @@ LEAST_FOR_CHANCE = 64  # sampled rows of a layer that are needed to measure its 
 
 def sample_rows(routes: MicroRoutes) -> torch.Tensor:
     """Up to MOST_SAMPLED present rows, evenly spaced; int64, on the host."""
-    num_rows = routes.experts.size(0)
-    present = torch.arange(num_rows) if routes.present is None else routes.present.nonzero()[:, 0]
-    if len(present) <= MOST_SAMPLED:
-        return present
-    return present[torch.arange(MOST_SAMPLED) * len(present) // MOST_SAMPLED]
+    present = np.arange(len(routes.experts)) if routes.present is None else np.flatnonzero(routes.present.numpy())
+    if len(present) > MOST_SAMPLED:
+        present = present[np.arange(MOST_SAMPLED) * len(present) // MOST_SAMPLED]
+    return torch.from_numpy(present)
 
 
 def _mistakes(num_rows: int) -> Iterator[tuple[str, np.ndarray]]:
@@ -71,17 +70,17 @@ def check_tokens(routes: Sequence[MicroRoutes], seen: Mapping[int, torch.Tensor]
             )
     got = _to_host([seen[micro] for micro in compared])
     carried = _to_host([ids for micro in compared if (ids := routes[micro].token_ids) is not None])
-    given: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    for micro, ids in zip(compared, carried, strict=True):
+    for micro, found, ids in zip(compared, got, carried, strict=True):
         mask = routes[micro].present
-        given[micro] = ids, np.ones(len(ids), bool) if mask is None else mask.numpy()
-    for micro, found in zip(compared, got, strict=True):
-        ids, present = given[micro]
-        wrong = np.flatnonzero((ids != found) & present)
-        if len(wrong):
+        differs = ids != found if mask is None else (ids != found) & mask.numpy()
+        if differs.any():
+            masks = (routes[one].present for one in compared)
+            known = [np.ones(len(one), bool) if m is None else m.numpy() for one, m in zip(carried, masks, strict=True)]
+            given = dict(zip(compared, zip(carried, known, strict=True), strict=True))
+            rows, wrong = int(given[micro][1].sum()), np.flatnonzero(differs)
             raise ReplayError(
-                f"micro-batch {micro}: {len(wrong)} of {int(present.sum())} routes are of other tokens than the model "
-                f"gets (row {wrong[0]}: token {ids[wrong[0]]}, expected {found[wrong[0]]}). "
+                f"micro-batch {micro}: {len(wrong)} of {rows} routes are of other tokens than the model gets "
+                f"(row {wrong[0]}: token {ids[wrong[0]]}, expected {found[wrong[0]]}). "
                 f"{_explain_tokens(micro, found, given)}"
             )
     return len(compared)
@@ -115,10 +114,14 @@ def check_agreement(
     """
     chosen = _to_host(own)
     replayed = _to_host([_rows_of(given, rows) for given, rows in zip(routes, sampled, strict=True)])
-    found = [_agreement(a, b) for a, b in zip(chosen, replayed, strict=True)]
+    given = np.concatenate(replayed)
+    shift = len(given) // 3 + 1
+    compared = np.concatenate([given, given[-shift:], given[:-shift]])  # then with rows of other tokens
+    all_rows, of_others = _agreement(np.concatenate(chosen), compared.reshape(2, *given.shape))
+    bounds = itertools.accumulate(map(len, chosen), initial=0)
+    found = [all_rows[first:last] for first, last in itertools.pairwise(bounds)]
     shares = np.array([one.mean(0) if len(one) else np.full(len(layers), np.nan) for one in found])
-    chance = _chance(chosen, replayed, num_experts)
-    all_rows = np.concatenate(found)
+    chance = _chance(of_others, given.shape[2] / num_experts)
     if not len(all_rows) or chance.min() >= 1.0:  # chance is 1 if all experts are chosen
         return shares
     least, overall = min_agreement, float(chance.mean())
@@ -140,18 +143,16 @@ def check_agreement(
     return shares
 
 
-def _chance(chosen: Sequence[np.ndarray], replayed: Sequence[np.ndarray], num_experts: int) -> np.ndarray:
-    """float64 [L]: the agreement of rows [S, L, K] of different tokens, by layer."""
-    least = chosen[0].shape[2] / num_experts
-    own, given = np.concatenate(chosen), np.concatenate(replayed)
-    if len(own) < LEAST_FOR_CHANCE:
-        return np.full(own.shape[1], least)
-    measured = _agreement(own, np.roll(given, len(given) // 3 + 1, 0)).mean(0)
-    return measured.clip(least, max(least, MOST_CHANCE))
+def _chance(measured: np.ndarray, least: float) -> np.ndarray:
+    """float64 [L]: chance by layer; ``measured`` [S, L] is the agreement of rows of different tokens."""
+    is_known = len(measured) >= LEAST_FOR_CHANCE
+    return measured.mean(0).clip(least, max(least, MOST_CHANCE)) if is_known else np.full(measured.shape[1], least)
 
 
 def _to_host(parts: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    """All parts [S, ...] as int32, in one transfer."""
+    """All parts [S, ...]; from a device as int32, in one transfer."""
+    if not any(part.is_cuda for part in parts):
+        return [part.numpy() for part in parts]
     joined = torch.cat([part.to(parts[0].device, torch.int32) for part in parts]).cpu()
     return [part.numpy() for part in joined.split([len(part) for part in parts])]
 
@@ -161,10 +162,10 @@ def _rows_of(routes: MicroRoutes, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _agreement(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """float64 [S, L]: the share of experts that rows [S, L, K], each without duplicates, have in common."""
+    """float64 [..., S, L]: the share of experts that rows [S, L, K] and [..., S, L, K] have in common; none twice."""
     # Slot by slot: few large operations.
-    a, b = (np.ascontiguousarray(np.moveaxis(one, -1, 0)) for one in (left, right))
-    shared = np.zeros(left.shape[:-1], np.int32)
+    a, b = (np.ascontiguousarray(one.transpose(-1, *range(one.ndim - 1))) for one in (left, right))
+    shared = np.zeros(right.shape[:-1], np.int32)
     for one, other in itertools.product(a, b):
         shared += one == other
     return shared / left.shape[-1]
@@ -189,7 +190,7 @@ class _Trial:
     routes: Sequence[MicroRoutes]
     sampled: Sequence[torch.Tensor]
     chosen: Sequence[np.ndarray]
-    """int32 [S, L, K] per micro-batch: what the routers chose in the sampled rows."""
+    """Integers [S, L, K] per micro-batch: what the routers chose in the sampled rows."""
     layers: Sequence[int]
     chance: float
     min_agreement: float

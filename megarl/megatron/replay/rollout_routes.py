@@ -90,8 +90,7 @@ class Placement:
     def _rows_of(self, piece: Piece) -> np.ndarray:
         bounds = np.concatenate([[0], np.cumsum(piece.lengths)])
         tokens = router_tokens(torch.from_numpy(bounds), piece.num_slots, self.tp, self.cp).numpy()
-        names = np.repeat(piece.sequences << 32, piece.lengths)
-        ids = names + np.arange(bounds[-1]) - np.repeat(bounds[:-1], piece.lengths)
+        ids = np.repeat((piece.sequences << 32) - bounds[:-1], piece.lengths) + np.arange(bounds[-1])
         return np.where(tokens >= 0, ids[tokens], -1) if len(ids) else np.full(len(tokens), -1)
 
 
@@ -108,18 +107,20 @@ def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.P
     else:  # as tensors: no pickled object travels in a step
         everywhere = ([Placement.decode(d) for d in gather_bytes(p.encode(), group)] for p in (have, want))
         has, wants = ([(theirs, theirs.rows()) for theirs in placements] for placements in everywhere)
+    given = [_find_common(have, mine, *other) for other in wants]
+    taken = given if group.size() == 1 else [_find_common(*other, want, wanted) for other in has]
     parcels = []
-    for theirs, their_rows in wants:
-        columns, _, sent = _find_common(have, mine, theirs, their_rows)
+    for (theirs, _), (columns, _, sent) in zip(wants, given, strict=True):
         layers = [have.layers.index(theirs.layers[column]) for column in columns]
         part = rows.index_select(0, sent)
         parcels.append((part if layers == [*range(rows.size(1))] else part[:, layers]).flatten())
     result = rows.new_zeros(len(wanted), len(want.layers), rows.size(2))
     filled = np.zeros((len(wanted), len(want.layers)), bool)
-    slots = [_find_common(theirs, their_rows, want, wanted)[:2] for theirs, their_rows in has]
-    sizes = [len(columns) * len(at) * rows.size(2) for columns, at in slots]
-    for (columns, at), parcel in zip(slots, _all_to_all(parcels, sizes, group), strict=True):
+    sizes = [len(columns) * len(at) * rows.size(2) for columns, at, _ in taken]
+    for (columns, at, _), parcel in zip(taken, _all_to_all(parcels, sizes, group), strict=True):
         part = parcel.view(len(at), len(columns), rows.size(2))
+        if part.shape == result.shape:  # all of them, in their order
+            return _by_layer(part)
         if len(columns) == len(want.layers):
             result.index_copy_(0, at, part)
             filled[at.numpy()] = True
@@ -155,7 +156,7 @@ def _find_common(
     if not columns or mine.isdisjoint(theirs):  # a cheap test that most pairs of ranks fail
         return [], nothing, nothing
     order = np.argsort(rows, kind="stable")
-    place = order[np.searchsorted(rows, wanted, sorter=order).clip(max=len(rows) - 1)]
+    place = order[np.searchsorted(rows[order], wanted).clip(max=len(rows) - 1)]
     at = np.flatnonzero((rows[place] == wanted) & (wanted >= 0))
     return columns, torch.from_numpy(at), torch.from_numpy(place[at])
 
@@ -174,30 +175,29 @@ def _all_to_all(parcels: Sequence[torch.Tensor], sizes: Sequence[int], group: di
 def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape) -> None:
     """TraceError naming the first rollout whose routes cannot be of this model. Called before a step."""
     expected = (len(shape.moe_layers), shape.topk)
-    held: list[tuple[np.ndarray, np.ndarray, str]] = []
-    for rollout in rollouts:
-        experts, present = rollout.routed_experts, rollout.routed_mask
-        label = rollout.label
+    held: list[tuple[np.ndarray, np.ndarray]] = []
+    for r in rollouts:
+        experts, present = r.routed_experts, r.routed_mask
         if experts is None:
             if present is not None:
                 continue  # its routes are on another rank, which checks them
-            raise TraceError(f"{label}: no routed experts, but replay needs them: was the engine asked for routes?")
-        fits = present is None or present.shape == experts.shape[:1]
-        if not fits or experts.ndim != 3 or experts.shape[1:] != expected:
-            RoutingTrace(experts, shape.num_experts, present, label)
+            raise TraceError(f"{r.label}: no routed experts, but replay needs them: was the engine asked for routes?")
+        if experts.shape[1:] != expected or (present is not None and present.shape != experts.shape[:1]):
+            RoutingTrace(experts, shape.num_experts, present, r.label)
             raise TraceError(
-                f"{label}: routes of {experts.shape[1]} layers and top-{experts.shape[2]}, but the model "
+                f"{r.label}: routes of {experts.shape[1]} layers and top-{experts.shape[2]}, but the model "
                 f"has {expected[0]} MoE layers and top-{expected[1]}: engine and trainer run different models"
             )
-        held.append((experts, np.ones(len(experts), bool) if present is None else present, label))
+        held.append((experts, np.ones(len(experts), bool) if present is None else present))
     if not held:
         return
     try:  # all at once: most of the cost of a short response is not its rows
-        together = (np.concatenate(column) for column in zip(*(each[:2] for each in held), strict=True))
-        RoutingTrace(next(together), shape.num_experts, next(together))
+        traces, masks = map(np.concatenate, zip(*held, strict=True))
+        RoutingTrace(traces, shape.num_experts, masks)
     except (TraceError, ValueError):
-        for experts, present, label in held:
-            RoutingTrace(experts, shape.num_experts, present, label)
+        for r in rollouts:
+            if r.routed_experts is not None:
+                RoutingTrace(r.routed_experts, shape.num_experts, r.routed_mask, r.label)
         raise
 
 
@@ -211,8 +211,8 @@ def deliver_routes(
     here = {index: r.routed_experts for index, r in enumerate(rollouts) if r.routed_experts is not None}
     dtype = narrow_dtype(shape.num_experts, signed=True)
     empty = np.empty((0, len(shape.moe_layers), shape.topk), dtype)
-    held = np.concatenate([empty, *(trace.astype(dtype, copy=False) for trace in here.values())])
-    have = Placement.of_sequences(list(here), [len(trace) for trace in here.values()], shape.moe_layers)
+    held = np.concatenate([empty, *here.values()], dtype=dtype, casting="unsafe")
+    have = Placement.of_sequences([*here], [*map(len, here.values())], shape.moe_layers)
     want = Placement.of_micro_batches(micro_batches, layers)
     received = exchange(have, torch.from_numpy(held), want, model_group()).split(want.rows_by_piece())
     return [
