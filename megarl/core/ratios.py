@@ -53,11 +53,9 @@ def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor, bound: float
     """Return ``clamp(numerator - denominator, -bound, bound)`` where mask, else 0.
 
     numerator, denominator: log-probabilities [T]; mask: bool [T]; result: [T] in fp32 (fp64 if an input is).
-    Masked entries are replaced before the subtraction: -inf minus -inf on a padding token would be NaN.
+    -inf minus -inf on a padding token is NaN, which the mask leaves out.
     """
-    zero = torch.zeros((), device=numerator.device)
-    difference = torch.where(mask, widen(numerator), zero) - torch.where(mask, widen(denominator), zero)
-    return difference.clamp(-bound, bound)
+    return torch.where(mask, widen(numerator) - widen(denominator), 0.0).clamp(-bound, bound)
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
@@ -98,11 +96,11 @@ def segment_ids(cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
 
 
 def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return [N], the sum of values [T] over each sequence; 0 for an empty one. Bool and integer sums are int64."""
+    """Return [N, ...], the sum of values [T, ...] over each sequence; 0 for an empty one. Bool sums are int64."""
     if not values.is_floating_point():  # exact as a difference of running sums
         return torch.nn.functional.pad(values.cumsum(0), (1, 0))[cu_seqlens.long()].diff()
-    total = torch.zeros(cu_seqlens.numel() - 1, dtype=values.dtype, device=values.device)
-    return total.index_add(0, segment_ids(cu_seqlens, values.numel()), values)
+    total = values.new_zeros(cu_seqlens.numel() - 1, *values.shape[1:])
+    return total.index_add(0, segment_ids(cu_seqlens, len(values)), values)
 
 
 def segment_expand(values: Tensor, cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:

@@ -229,12 +229,14 @@ def largest(value: int, group: dist.ProcessGroup) -> int:
 
 def fail_together(failure: MegarlError | None, what: str) -> None:
     """Raise on every rank if ``what`` failed on one, so that no rank waits for another; a collective call."""
-    failed = torch.tensor(int(failure is not None))
+    others = 0
     if dist.get_world_size() > 1:
+        failed = torch.tensor(int(failure is not None))
         dist.all_reduce(failed, group=over_gloo())
+        others = int(failed)
     if failure is not None:
         raise failure
-    if others := int(failed):
+    if others:
         error = RolloutError(f"{what} failed on {others} other ranks; their messages say why")
         error.second_hand = True
         raise error

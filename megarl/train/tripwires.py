@@ -119,7 +119,8 @@ def _gather(minis: Sequence[MiniBatch]) -> tuple[int, np.ndarray]:
     # One rank of a copy speaks for all of them, so that they agree to the last bit.
     gaps = torch.from_numpy(mine if distributed.holds_outputs() else np.zeros_like(mine))
     gaps = gaps.to(torch.cuda.current_device())
-    dist.all_reduce(gaps, group=distributed.model_group())
+    if distributed.model_group().size() > 1:
+        dist.all_reduce(gaps, group=distributed.model_group())
     copies = distributed.all_gather(gaps, parallel_state.get_data_parallel_group())
     return distributed.dp_rank() * len(mine), copies.flatten(0, 1).cpu().numpy()
 
