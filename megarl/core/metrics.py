@@ -100,10 +100,10 @@ class Stat:
     @classmethod
     def summary(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
         """Mean, population standard deviation, minimum and maximum over the mask."""
-        selected, count = _select(values, mask)
-        sums = torch.stack([count, selected.sum(), torch.dot(selected.flatten(), selected.flatten())])
-        smallest = _inside(values, mask, math.inf).amin().double()
-        return cls("summary", sums, torch.stack([_largest(values, mask), -smallest]))
+        selected, count = _select(values.flatten(), None if mask is None else mask.flatten())
+        sums = torch.stack([count, selected.sum(), torch.dot(selected, selected)])
+        wide = values.detach().double()
+        return cls("summary", sums, _inside(torch.stack([wide, -wide]), mask, -math.inf).flatten(1).amax(1))
 
     @classmethod
     def ratio(cls, log_ratio: Tensor, mask: Tensor) -> Stat:
@@ -120,11 +120,11 @@ class Stat:
         summary = cls.summary(values, mask)
         stride = -(-values.numel() // MOST_IN_HISTOGRAM) or 1
         # Edges never change, so the host need not wait for their copy.
-        bins = torch.bucketize(
-            sorted_by.detach()[::stride].double().contiguous(), edges.to(values.device, non_blocking=True)
-        )
-        counts = torch.zeros(edges.numel() + 1, dtype=torch.float64, device=values.device)
-        counts.index_add_(0, bins, mask[::stride].double(), alpha=stride)
+        if stride > 1:
+            sorted_by, mask = sorted_by[::stride].contiguous(), mask[::stride]
+        bins = torch.bucketize(sorted_by.detach().double(), edges.to(values.device, non_blocking=True))
+        counts = summary.sums.new_zeros(edges.numel() + 1)
+        counts.index_add_(0, bins, mask.double(), alpha=stride)
         return cls(kind, torch.cat([summary.sums, counts]), summary.maxima)
 
     @classmethod
@@ -260,7 +260,7 @@ def _inside(values: Values, mask: Values | None, other: float) -> Tensor:
     given = torch.as_tensor(values).detach()
     given = given if given.is_floating_point() else given.double()
     if not given.numel():
-        return given.new_full((1,), other)
+        return given.new_full((*given.shape[:-1], 1), other)
     return given if mask is None else torch.where(torch.as_tensor(mask), given, other)
 
 

@@ -60,15 +60,21 @@ def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor, bound: float
 
 def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
     """Raise ValueError unless cu_seqlens is an integer [N+1] that rises from 0 to num_tokens; reads a device once."""
-    if bool(is_wrong_cu_seqlens(cu_seqlens, num_tokens)):
+    _check_integers(cu_seqlens)
+    bounds = cu_seqlens.numpy(force=True)  # a tenth of what torch takes
+    if bounds[0] != 0 or bounds[-1] != num_tokens or (bounds[1:] < bounds[:-1]).any():
         raise cu_seqlens_error(cu_seqlens, num_tokens)
 
 
 def is_wrong_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Return bool [], False if cu_seqlens rises from 0 to num_tokens. ValueError if it is no integer [N+1]."""
+    _check_integers(cu_seqlens)
+    return (cu_seqlens[0] != 0) | (cu_seqlens[-1] != num_tokens) | (segment_lengths(cu_seqlens) < 0).any()
+
+
+def _check_integers(cu_seqlens: Tensor) -> None:
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
         raise ValueError(f"cu_seqlens must be an integer tensor [N+1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
-    return (cu_seqlens[0] != 0) | (cu_seqlens[-1] != num_tokens) | (segment_lengths(cu_seqlens) < 0).any()
 
 
 def cu_seqlens_error(cu_seqlens: Tensor, num_tokens: int) -> ValueError:
@@ -96,11 +102,11 @@ def segment_ids(cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
 
 
 def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return [N, ...], the sum of values [T, ...] over each sequence; 0 for an empty one. Bool sums are int64."""
+    """Return [..., N], the sum of values [..., T] over each sequence; 0 for an empty one. Bool sums are int64."""
     if not values.is_floating_point():  # exact as a difference of running sums
-        return torch.nn.functional.pad(values.cumsum(0), (1, 0))[cu_seqlens.long()].diff()
-    total = values.new_zeros(cu_seqlens.numel() - 1, *values.shape[1:])
-    return total.index_add(0, segment_ids(cu_seqlens, len(values)), values)
+        return torch.nn.functional.pad(values.cumsum(-1), (1, 0))[..., cu_seqlens.long()].diff()
+    total = values.new_zeros(*values.shape[:-1], cu_seqlens.numel() - 1)
+    return total.index_add(-1, segment_ids(cu_seqlens, values.size(-1)), values)
 
 
 def segment_expand(values: Tensor, cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:

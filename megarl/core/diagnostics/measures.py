@@ -52,13 +52,14 @@ def mismatch_metrics(
         "rollout/extreme_2": log_rho.abs() > math.log(2),
     }
     means = Stat.means(columns, count)
-    sequence_log_rho = segment_sum(log_rho, cu_seqlens).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    sequence_log_rho, tokens = segment_sum(torch.stack([log_rho, keep.double()]), cu_seqlens)
+    chi2 = (2 * sequence_log_rho.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).exp() - 1
     return {
         **means,
         "rollout/ratio": ratio,
         "rollout/ppl_ratio": replace(means["rollout/k1"], kind="exp_mean"),
         "rollout/chi2_token": replace(means["rollout/k1"], sums=torch.stack([squares - count, count])),
-        "rollout/chi2_sequence": Stat.mean((2 * sequence_log_rho).exp() - 1, segment_sum(keep, cu_seqlens) > 0),
+        **Stat.means({"rollout/chi2_sequence": chi2}, torch.count_nonzero(tokens)),
         "rollout/ess": Stat.ess_of(ratio),
     }
 
@@ -83,9 +84,10 @@ def surrogate_metrics(
     keep = usable_mask(loss_mask, mu) & ~(torch.isneginf(theta) | torch.isneginf(old))
     factors = log_ratio(torch.stack([theta, old, theta]), torch.stack([old, mu, mu]), keep)
     log_weight = factors[2]
-    log_product, first_order = segment_sum(torch.stack([log_weight, log_weight.expm1()], 1), cu_seqlens).unbind(1)
+    of_tokens = torch.stack([log_weight, log_weight.expm1(), keep.double()])
+    log_product, first_order, tokens = segment_sum(of_tokens, cu_seqlens)
     overflows = log_product > math.log(torch.finfo(torch.float32).max)
-    counted = (segment_sum(keep, cu_seqlens) > 0) & ~overflows
+    counted = (tokens > 0) & ~overflows
     log_product = torch.where(counted, log_product, 0.0)
     # prod (1 + d) - 1 and each d by expm1: nothing is lost where ratios are near 1.
     error = (torch.expm1(log_product) - first_order).abs()

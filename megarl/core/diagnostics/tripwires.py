@@ -40,9 +40,9 @@ def count_k3(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, 
     keep = usable_mask(loss_mask, rollout_logprobs)
     log_rho = log_ratio(old_logprobs, rollout_logprobs, keep).detach().double()
     k3 = (torch.expm1(log_rho) - log_rho).clamp(max=1.0)
-    ids, none = segment_ids(cu_seqlens, k3.numel()), k3.new_zeros(cu_seqlens.numel() - 1)
-    total = none.index_add(0, ids, k3)
-    return torch.stack([none.scatter_reduce(0, ids, k3, "amax"), total, segment_sum(keep, cu_seqlens).double()], 1)
+    total, tokens = segment_sum(torch.stack([k3, keep.double()]), cu_seqlens)
+    largest = torch.zeros_like(total).scatter_reduce(0, segment_ids(cu_seqlens, k3.numel()), k3, "amax")
+    return torch.stack([largest, total, tokens], 1)
 
 
 def count_flips(shared: np.ndarray, topk: int, batch: TrainBatch) -> np.ndarray:
