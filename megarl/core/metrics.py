@@ -119,10 +119,10 @@ class Stat:
     def _with_histogram(cls, kind: Kind, values: Tensor, sorted_by: Tensor, mask: Tensor, edges: Tensor) -> Stat:
         summary = cls.summary(values, mask)
         stride = -(-values.numel() // MOST_IN_HISTOGRAM) or 1
-        # Edges never change, so the host need not wait for their copy.
         if stride > 1:
-            sorted_by, mask = sorted_by[::stride].contiguous(), mask[::stride]
-        bins = torch.bucketize(sorted_by.detach().double(), edges.to(values.device, non_blocking=True))
+            sorted_by, mask = sorted_by[::stride], mask[::stride]
+        # Edges never change, so the host need not wait for their copy.
+        bins = torch.bucketize(sorted_by.detach().double().contiguous(), edges.to(values.device, non_blocking=True))
         counts = summary.sums.new_zeros(edges.numel() + 1)
         counts.index_add_(0, bins, mask.double(), alpha=stride)
         return cls(kind, torch.cat([summary.sums, counts]), summary.maxima)

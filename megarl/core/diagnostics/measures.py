@@ -92,13 +92,13 @@ def surrogate_metrics(
     # prod (1 + d) - 1 and each d by expm1: nothing is lost where ratios are near 1.
     error = (torch.expm1(log_product) - first_order).abs()
     gap = Stat.ratio(factors[1], keep)
-    is_extreme = dict(zip(("ratio/extreme_2", "gap/extreme_2"), factors[:2].abs() > math.log(2), strict=True))
+    staleness_is_extreme, gap_is_extreme, _ = factors.abs() > math.log(2)
     return {
         "first_order/error": Stat.spread(error, counted),
         "first_order/product": Stat.ratio(log_product, counted),
         "first_order/overflow": Stat.total(overflows.sum()),
         "gap/ratio": gap,
-        **Stat.means(is_extreme, gap.sums[0]),
+        **Stat.means({"gap/extreme_2": gap_is_extreme, "ratio/extreme_2": staleness_is_extreme}, gap.sums[0]),
     }
 
 
