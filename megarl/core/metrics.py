@@ -204,10 +204,13 @@ def unflatten(sums: Tensor, maxima: Tensor, layout: Layout) -> dict[str, Stat]:
 
 def to_host(statistics: Mapping[str, Stat]) -> dict[str, Stat]:
     """Return the statistics on the host, after one transfer from their device."""
-    away = {name: stat for name, stat in statistics.items() if stat.sums.device.type != "cpu"}
-    parts = [part for stat in away.values() for part in (stat.sums, stat.maxima)]
-    moved = iter(torch.cat(parts).cpu().split([part.numel() for part in parts]) if parts else ())
-    return {**statistics, **{name: Stat(stat.kind, next(moved), next(moved)) for name, stat in away.items()}}
+    parts = [part for stat in statistics.values() for part in (stat.sums, stat.maxima)]
+    away = [part for part in parts if part.device.type != "cpu"]
+    if not away:
+        return dict(statistics)
+    moved = iter(torch.cat(away).cpu().split([part.numel() for part in away]))
+    found = iter([part if part.device.type == "cpu" else next(moved) for part in parts])
+    return {name: replace(stat, sums=next(found), maxima=next(found)) for name, stat in statistics.items()}
 
 
 def finalize(statistics: Mapping[str, Stat]) -> dict[str, float]:
