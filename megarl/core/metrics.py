@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Literal
 
 import numpy as np
@@ -32,6 +33,7 @@ HISTOGRAM_EDGES = torch.cat([-_EDGES.flip(0), _EDGES])
 good to 7.5 % from 1e-4 to 20, and anything nearer to 0 counts as exactly 0."""
 SPREAD_EDGES = torch.logspace(-12, 12, 385, dtype=torch.float64)
 """Float64 [385], edges of the histogram of values from 0 up: good to 7.5 % from 1e-12, below which all counts as 0."""
+_HISTOGRAM_EDGES, _SPREAD_EDGES = HISTOGRAM_EDGES.tolist(), SPREAD_EDGES.tolist()
 _LARGEST_EXPONENT = math.log(sys.float_info.max)
 MOST_IN_HISTOGRAM = 1 << 16
 """Larger batches put every second entry, every third and so on into a histogram, with as much weight."""
@@ -62,6 +64,23 @@ class Stat:
         return cls("mean", torch.stack(_sum(values, mask)), _vector(device=torch.as_tensor(values).device))
 
     @classmethod
+    def means(cls, columns: Mapping[str, Tensor], count: Tensor) -> dict[str, Stat]:
+        """The ``mean`` of several columns [T], each 0 outside of one mask with ``count`` entries; in one reduction."""
+        sums = torch.stack([column.detach().double() for column in columns.values()]).sum(1)
+        pairs = torch.stack([sums, count.double().expand_as(sums)], 1)
+        return cls._means(columns, pairs)
+
+    @classmethod
+    def means_of(cls, sums: Mapping[str, tuple[float, float]]) -> dict[str, Stat]:
+        """The ``mean`` of entries on the host, given their sum and how many they are."""
+        return cls._means(sums, torch.tensor(list(sums.values()), dtype=torch.float64))
+
+    @classmethod
+    def _means(cls, names: Iterable[str], pairs: Tensor) -> dict[str, Stat]:
+        none = _vector(device=pairs.device)
+        return {name: cls("mean", pair, none) for name, pair in zip(names, pairs.unbind(), strict=True)}
+
+    @classmethod
     def exp_mean(cls, values: Values, mask: Values | None = None) -> Stat:
         """``exp(mean(values))``: a geometric mean of exp(values), such as a perplexity."""
         return replace(cls.mean(values, mask), kind="exp_mean")
@@ -73,12 +92,18 @@ class Stat:
         return cls("max", _vector(device=largest.device), largest.reshape(1))
 
     @classmethod
+    def maxima_of(cls, numbers: Mapping[str, float]) -> dict[str, Stat]:
+        """The ``max`` of single numbers of the host."""
+        found, none = torch.tensor([[value] for value in numbers.values()], dtype=torch.float64), _vector()
+        return {name: cls("max", none, value) for name, value in zip(numbers, found.unbind(), strict=True)}
+
+    @classmethod
     def summary(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
         """Mean, population standard deviation, minimum and maximum over the mask."""
-        selected, count = _select(values, mask)
-        sums = torch.stack([count, selected.sum(), torch.dot(selected.flatten(), selected.flatten())])
-        smallest = _inside(values, mask, math.inf).amin().double()
-        return cls("summary", sums, torch.stack([_largest(values, mask), -smallest]))
+        selected, count = _select(values.flatten(), None if mask is None else mask.flatten())
+        sums = torch.stack([count, selected.sum(), torch.dot(selected, selected)])
+        wide = values.detach().double()
+        return cls("summary", sums, _inside(torch.stack([wide, -wide]), mask, -math.inf).flatten(1).amax(1))
 
     @classmethod
     def ratio(cls, log_ratio: Tensor, mask: Tensor) -> Stat:
@@ -94,12 +119,12 @@ class Stat:
     def _with_histogram(cls, kind: Kind, values: Tensor, sorted_by: Tensor, mask: Tensor, edges: Tensor) -> Stat:
         summary = cls.summary(values, mask)
         stride = -(-values.numel() // MOST_IN_HISTOGRAM) or 1
+        if stride > 1:
+            sorted_by, mask = sorted_by[::stride], mask[::stride]
         # Edges never change, so the host need not wait for their copy.
-        bins = torch.bucketize(
-            sorted_by.detach()[::stride].double().contiguous(), edges.to(values.device, non_blocking=True)
-        )
-        counts = torch.zeros(edges.numel() + 1, dtype=torch.float64, device=values.device)
-        counts.index_add_(0, bins, mask[::stride].double(), alpha=stride)
+        bins = torch.bucketize(sorted_by.detach().double().contiguous(), edges.to(values.device, non_blocking=True))
+        counts = summary.sums.new_zeros(edges.numel() + 1)
+        counts.index_add_(0, bins, mask.double(), alpha=stride)
         return cls(kind, torch.cat([summary.sums, counts]), summary.maxima)
 
     @classmethod
@@ -109,8 +134,8 @@ class Stat:
 
     @classmethod
     def ess_of(cls, summary: Stat) -> Stat:
-        """``ess`` of the weights that a summary is of."""
-        return cls("ess", summary.sums, _vector(device=summary.sums.device))
+        """``ess`` of the weights that a "summary" or "ratio" is of."""
+        return cls("ess", summary.sums[:3], _vector(device=summary.sums.device))
 
     def merge(self, other: Stat) -> Stat:
         """Return the statistic of both sets of observations together."""
@@ -181,7 +206,9 @@ def to_host(statistics: Mapping[str, Stat]) -> dict[str, Stat]:
     """Return the statistics on the host, after one transfer from their device."""
     parts = [part for stat in statistics.values() for part in (stat.sums, stat.maxima)]
     away = [part for part in parts if part.device.type != "cpu"]
-    moved = iter(torch.cat(away).cpu().split([part.numel() for part in away]) if away else ())
+    if not away:
+        return dict(statistics)
+    moved = iter(torch.cat(away).cpu().split([part.numel() for part in away]))
     found = iter([part if part.device.type == "cpu" else next(moved) for part in parts])
     return {name: replace(stat, sums=next(found), maxima=next(found)) for name, stat in statistics.items()}
 
@@ -214,7 +241,7 @@ def _select(values: Values, mask: Values | None) -> tuple[Tensor, Tensor]:
     if mask is None:
         return wide, torch.full((), float(wide.numel()), dtype=torch.float64, device=wide.device)
     chosen = torch.as_tensor(mask)
-    return torch.where(chosen, wide, 0.0), chosen.sum().double()
+    return torch.where(chosen, wide, 0.0), torch.count_nonzero(chosen).double()
 
 
 def _sum(values: Values, mask: Values | None) -> list[Tensor]:
@@ -222,7 +249,7 @@ def _sum(values: Values, mask: Values | None) -> list[Tensor]:
     given = torch.as_tensor(values)
     if given.dtype == torch.bool and mask is not None:
         chosen = torch.as_tensor(mask)
-        return [(given & chosen).sum().double(), chosen.sum().double()]
+        return [torch.count_nonzero(given & chosen).double(), torch.count_nonzero(chosen).double()]
     selected, count = _select(values, mask)
     return [selected.sum(), count]
 
@@ -236,7 +263,7 @@ def _inside(values: Values, mask: Values | None, other: float) -> Tensor:
     given = torch.as_tensor(values).detach()
     given = given if given.is_floating_point() else given.double()
     if not given.numel():
-        return given.new_full((1,), other)
+        return given.new_full((*given.shape[:-1], 1), other)
     return given if mask is None else torch.where(torch.as_tensor(mask), given, other)
 
 
@@ -257,12 +284,12 @@ def _exp(values: dict[str, float]) -> dict[str, float]:
     return {name: math.inf if value > _LARGEST_EXPONENT else math.exp(value) for name, value in values.items()}
 
 
-def _quantiles(counts: list[float], all_edges: Tensor) -> dict[str, float]:
+def _quantiles(counts: list[float], edges: list[float]) -> dict[str, float]:
     """Return the middle of the first bin at which the cumulative share reaches each level; nothing of no counts."""
-    edges, cumulative = all_edges.tolist(), np.cumsum(counts)
+    cumulative = list(accumulate(counts))
     found: dict[str, float] = {}
     for suffix, level in QUANTILES.items() if cumulative[-1] else ():
-        index = int(np.searchsorted(cumulative, level * cumulative[-1]))
+        index = bisect_left(cumulative, level * cumulative[-1])
         if 0 < index < len(edges):
             low, high = edges[index - 1], edges[index]
             found[suffix] = 0.0 if low < 0 < high else math.copysign(math.sqrt(low * high), low)
@@ -283,7 +310,7 @@ _FINALIZERS: Mapping[Kind, Callable[[list[float], list[float]], dict[str, float]
     "exp_mean": lambda sums, _: _exp(_mean(sums)),
     "max": lambda _, maxima: {"": maxima[0]} if maxima[0] != -math.inf else {},
     "summary": _summary,
-    "ratio": lambda sums, maxima: _summary(sums, maxima) | _exp(_quantiles(sums[3:], HISTOGRAM_EDGES)),
-    "spread": lambda sums, maxima: _summary(sums, maxima) | _quantiles(sums[3:], SPREAD_EDGES),
+    "ratio": lambda sums, maxima: _summary(sums, maxima) | _exp(_quantiles(sums[3:], _HISTOGRAM_EDGES)),
+    "spread": lambda sums, maxima: _summary(sums, maxima) | _quantiles(sums[3:], _SPREAD_EDGES),
     "ess": lambda sums, _: _ess(sums),
 }

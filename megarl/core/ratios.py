@@ -53,27 +53,31 @@ def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor, bound: float
     """Return ``clamp(numerator - denominator, -bound, bound)`` where mask, else 0.
 
     numerator, denominator: log-probabilities [T]; mask: bool [T]; result: [T] in fp32 (fp64 if an input is).
-    Masked entries are replaced before the subtraction: -inf minus -inf on a padding token would be NaN.
+    -inf minus -inf on a padding token is NaN, which the mask leaves out.
     """
-    zero = torch.zeros((), device=numerator.device)
-    difference = torch.where(mask, widen(numerator), zero) - torch.where(mask, widen(denominator), zero)
-    return difference.clamp(-bound, bound)
+    return torch.where(mask, widen(numerator) - widen(denominator), 0.0).clamp(-bound, bound)
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
     """Raise ValueError unless cu_seqlens is an integer [N+1] that rises from 0 to num_tokens; reads a device once."""
-    if bool(is_wrong_cu_seqlens(cu_seqlens, num_tokens)):
+    _check_integers(cu_seqlens)
+    bounds = cu_seqlens.numpy(force=True)  # a tenth of what torch takes
+    if bounds[0] != 0 or bounds[-1] != num_tokens or (bounds[1:] < bounds[:-1]).any():
         raise cu_seqlens_error(cu_seqlens, num_tokens)
 
 
 def is_wrong_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Return bool [], False if cu_seqlens rises from 0 to num_tokens. ValueError if it is no integer [N+1]."""
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
-        raise ValueError(f"cu_seqlens must be an integer tensor [N+1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
+    _check_integers(cu_seqlens)
     if cu_seqlens.is_cpu:  # numpy, because calls of torch take longer than so few numbers
         bounds = cu_seqlens.numpy()
         return torch.tensor(bool(bounds[0] != 0 or bounds[-1] != num_tokens or (bounds[1:] < bounds[:-1]).any()))
     return (cu_seqlens[0] != 0) | (cu_seqlens[-1] != num_tokens) | (segment_lengths(cu_seqlens) < 0).any()
+
+
+def _check_integers(cu_seqlens: Tensor) -> None:
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
+        raise ValueError(f"cu_seqlens must be an integer tensor [N+1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
 
 
 def cu_seqlens_error(cu_seqlens: Tensor, num_tokens: int) -> ValueError:
@@ -101,11 +105,11 @@ def segment_ids(cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
 
 
 def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return [N], the sum of values [T] over each sequence; 0 for an empty one. Bool and integer sums are int64."""
+    """Return [..., N], the sum of values [..., T] over each sequence; 0 for an empty one. Bool sums are int64."""
     if not values.is_floating_point():  # exact as a difference of running sums
-        return torch.nn.functional.pad(values.cumsum(0), (1, 0))[cu_seqlens.long()].diff()
-    total = torch.zeros(cu_seqlens.numel() - 1, dtype=values.dtype, device=values.device)
-    return total.index_add(0, segment_ids(cu_seqlens, values.numel()), values)
+        return torch.nn.functional.pad(values.cumsum(-1), (1, 0))[..., cu_seqlens.long()].diff()
+    total = values.new_zeros(*values.shape[:-1], cu_seqlens.numel() - 1)
+    return total.index_add(-1, segment_ids(cu_seqlens, values.size(-1)), values)
 
 
 def segment_expand(values: Tensor, cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:

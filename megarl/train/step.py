@@ -146,7 +146,7 @@ class TrainStep:
             outputs = self._backward(mini, compare_with=native)
         norm, lr = self.policy.optimizer_step(more_follow=bool(following))
         self._updates += 1
-        alike = {"grad_norm": Stat.mean(torch.tensor([norm])), "lr": Stat.mean(torch.tensor([lr], dtype=torch.float64))}
+        alike = Stat.means_of({"grad_norm": (norm, 1.0), "lr": (lr, 1.0)})
         return merge([alike, flips, *mini.replay_bias(outputs, native or ()), *(output.metrics for output in outputs)])
 
     def _route_natively(self, mini: MiniBatch) -> tuple[list[forward.MicroOutput] | None, dict[str, Stat]]:
@@ -302,8 +302,9 @@ class TrainStep:
             mini.native_routes = own if layers else mini.rollout_routes
         both = (seen.shared, seen.native_shared)[: 1 + replayed]
         shared = gather_shared(both, mini.micro_batches, layers)
+        together = np.concatenate(shared)
         for prefix, column in (("router", 0), ("router/native", -1)):
-            stats = Disagreement.of(np.concatenate(shared)[..., column], shape.topk).stats(prefix)
+            stats = Disagreement.of(together[..., column], shape.topk).stats(prefix)
             mini.metrics = merge([mini.metrics, stats])
         for micro, of_micro in zip(mini.micro_batches, shared, strict=True):
             mini.gaps[list(micro.sequences), 5:] = count_flips(of_micro[..., -1], shape.topk, micro.batch)

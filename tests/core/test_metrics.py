@@ -172,3 +172,23 @@ def test_flat_columns_of_several_ranks_add_up_to_their_merge():
     assert unflatten(*flatten({}, ()), ()) == {}
     with pytest.raises(ValueError, match="two uses of one name"):
         join_layouts([layout_of({"a": Stat.total(1.0)}), layout_of({"a": Stat.max([1.0])})])
+
+
+def test_means_of_columns_are_the_means_over_their_mask() -> None:
+    mask = torch.tensor([True, False, True])
+    columns = {"a": torch.tensor([1.0, 0.0, 2.0]), "b": torch.tensor([True, False, False])}
+    found = Stat.means(columns, torch.count_nonzero(mask))
+    assert finalize(found) == {name: finalize({name: Stat.mean(c, mask)})[name] for name, c in columns.items()}
+    assert finalize(Stat.means(columns, torch.tensor(0))) == {}
+
+
+def test_numbers_of_the_host_make_statistics() -> None:
+    means = Stat.means_of({"share": (3.0, 4.0), "nothing": (0.0, 0.0)})
+    maxima = Stat.maxima_of({"low": -1.0, "high": 2.5})
+    assert finalize(means | maxima) == {"share": 0.75, "low": -1.0, "high": 2.5}
+    assert finalize(merge([means, means, maxima, Stat.maxima_of({"low": 1.0})])) == {
+        "share": 0.75,
+        "low": 1.0,
+        "high": 2.5,
+    }
+    assert Stat.means_of({}) == Stat.maxima_of({}) == {}

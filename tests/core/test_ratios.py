@@ -89,3 +89,9 @@ def test_sums_of_negative_values_are_exact_too():
     values = torch.cat([torch.full((60_000,), -20 * math.pi, dtype=torch.float64), quiet])
     total = segment_total(values, torch.tensor([0, 60_000, 60_007]))[1].item()
     assert total == pytest.approx(math.fsum(quiet.tolist()), rel=3e-16)
+
+
+def test_rows_are_summed_like_each_alone() -> None:
+    values, bounds = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([0, 2, 2, 3])
+    assert segment_sum(values, bounds).tolist() == [[3.0, 0.0, 3.0], [9.0, 0.0, 6.0]]
+    assert segment_sum(values > 2, bounds).tolist() == [[0, 0, 1], [2, 0, 1]]

@@ -3,8 +3,8 @@
 Here rho = pi_old / mu is the mismatch between the training engine and the engine that sampled.
 """
 
-import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -44,17 +44,23 @@ def mismatch_metrics(
     """
     keep = usable_mask(loss_mask, rollout_logprobs) & ~torch.isneginf(old_logprobs)
     log_rho = log_ratio(old_logprobs, rollout_logprobs, keep).detach().double()
-    rho = log_rho.exp()
-    sequence_log_rho = segment_sum(log_rho, cu_seqlens).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio = Stat.ratio(log_rho, keep)
+    count, _, squares = ratio.sums[:3]
+    columns = {
+        "rollout/k1": -log_rho,
+        "rollout/k3": torch.expm1(log_rho) - log_rho,
+        "rollout/extreme_2": log_rho.abs() > math.log(2),
+    }
+    means = Stat.means(columns, count)
+    sequence_log_rho, tokens = segment_sum(torch.stack([log_rho, keep.double()]), cu_seqlens)
+    chi2 = (2 * sequence_log_rho.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).exp() - 1
     return {
-        "rollout/k1": Stat.mean(-log_rho, keep),
-        "rollout/k3": Stat.mean(torch.expm1(log_rho) - log_rho, keep),
-        "rollout/ratio": Stat.ratio(log_rho, keep),
-        "rollout/ppl_ratio": Stat.exp_mean(-log_rho, keep),
-        "rollout/chi2_token": Stat.mean(rho.square() - 1, keep),
-        "rollout/chi2_sequence": Stat.mean((2 * sequence_log_rho).exp() - 1, segment_sum(keep, cu_seqlens) > 0),
-        "rollout/extreme_2": Stat.mean(log_rho.abs() > math.log(2), keep),
-        "rollout/ess": Stat.ess(rho, keep),
+        **means,
+        "rollout/ratio": ratio,
+        "rollout/ppl_ratio": replace(means["rollout/k1"], kind="exp_mean"),
+        "rollout/chi2_token": replace(means["rollout/k1"], sums=torch.stack([squares - count, count])),
+        **Stat.means({"rollout/chi2_sequence": chi2}, torch.count_nonzero(tokens)),
+        "rollout/ess": Stat.ess_of(ratio),
     }
 
 
@@ -74,23 +80,25 @@ def surrogate_metrics(
       pi_theta / pi_old, is the metric ``ratio`` of ``coefficients``
     - ``gap/extreme_2``, ``ratio/extreme_2``: share of tokens at which a factor is above 2 or below 1/2
     """
-    policies = torch.stack([logprobs.detach().double(), old_logprobs.double(), rollout_logprobs.double()])
-    keep = loss_mask & ~torch.isneginf(policies).any(0)
-    staleness, gap = (log_ratio(*pair, keep) for pair in itertools.pairwise(policies))
-    log_weight = log_ratio(policies[0], policies[2], keep)
-    log_product = segment_sum(log_weight, cu_seqlens)
+    theta, old, mu = (column.detach().double() for column in (logprobs, old_logprobs, rollout_logprobs))
+    keep = usable_mask(loss_mask, mu) & ~(torch.isneginf(theta) | torch.isneginf(old))
+    factors = log_ratio(torch.stack([theta, old, theta]), torch.stack([old, mu, mu]), keep)
+    log_weight = factors[2]
+    of_tokens = torch.stack([log_weight, log_weight.expm1(), keep.double()])
+    log_product, first_order, tokens = segment_sum(of_tokens, cu_seqlens)
     overflows = log_product > math.log(torch.finfo(torch.float32).max)
-    counted = (segment_sum(keep, cu_seqlens) > 0) & ~overflows
+    counted = (tokens > 0) & ~overflows
     log_product = torch.where(counted, log_product, 0.0)
     # prod (1 + d) - 1 and each d by expm1: nothing is lost where ratios are near 1.
-    error = (torch.expm1(log_product) - segment_sum(torch.expm1(log_weight), cu_seqlens)).abs()
+    error = (torch.expm1(log_product) - first_order).abs()
+    gap = Stat.ratio(factors[1], keep)
+    staleness_is_extreme, gap_is_extreme, _ = factors.abs() > math.log(2)
     return {
         "first_order/error": Stat.spread(error, counted),
         "first_order/product": Stat.ratio(log_product, counted),
         "first_order/overflow": Stat.total(overflows.sum()),
-        "gap/ratio": Stat.ratio(gap, keep),
-        "gap/extreme_2": Stat.mean(gap.abs() > math.log(2), keep),
-        "ratio/extreme_2": Stat.mean(staleness.abs() > math.log(2), keep),
+        "gap/ratio": gap,
+        **Stat.means({"gap/extreme_2": gap_is_extreme, "ratio/extreme_2": staleness_is_extreme}, gap.sums[0]),
     }
 
 

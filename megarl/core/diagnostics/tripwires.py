@@ -11,7 +11,9 @@ Few tokens prove little: each mean also counts FEW tokens that agree. The counts
 group, sample, largest k3, k3, tokens, flips, rows, flips and rows of generated tokens.
 """
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -38,7 +40,7 @@ def count_k3(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, 
     keep = usable_mask(loss_mask, rollout_logprobs)
     log_rho = log_ratio(old_logprobs, rollout_logprobs, keep).detach().double()
     k3 = (torch.expm1(log_rho) - log_rho).clamp(max=1.0)
-    total, tokens = segment_sum(k3, cu_seqlens), segment_sum(keep, cu_seqlens).double()
+    total, tokens = segment_sum(torch.stack([k3, keep.double()]), cu_seqlens)
     largest = torch.zeros_like(total).scatter_reduce(0, segment_ids(cu_seqlens, k3.numel()), k3, "amax")
     return torch.stack([largest, total, tokens], 1)
 
@@ -50,9 +52,10 @@ def count_flips(shared: np.ndarray, topk: int, batch: TrainBatch) -> np.ndarray:
     """
     present = batch.routed_mask
     assert present is not None
-    ids, generated = segment_ids(batch.cu_seqlens)[present].numpy(), batch.loss_mask[present].numpy()
-    flips = (shared < topk).mean(1)
-    weights = (flips, np.ones(len(ids)), flips * generated, generated)
+    ids = np.repeat(np.arange(batch.num_sequences), np.diff(batch.cu_seqlens.numpy()))[present.numpy()]
+    generated = batch.loss_mask.numpy()[present.numpy()]
+    flips = (np.asfortranarray(shared) < topk).mean(1)  # by layer, as in Disagreement
+    weights = (flips, None, flips * generated, generated)
     return np.stack([np.bincount(ids, weight, batch.num_sequences) for weight in weights], 1)
 
 
@@ -84,7 +87,7 @@ class Verdict:
         rest = judged & ~over.any(1)
         return cls(gaps, limits, figures, judged, over | (rest[:, None] & (_pool(gaps[rest]) > limits)))
 
-    @property
+    @cached_property
     def dropped(self) -> np.ndarray:
         """bool [S]."""
         return np.asarray(self.over.any(1))
@@ -111,9 +114,9 @@ class Verdict:
         names = ("dropped", "dropped_fraction", "k3_max", "native_flip_max", "k3_limit", "native_flip_limit")
         k3, flip = self.figures[self.judged].max(0, initial=0.0)
         flip = flip if self.gaps[:, 6].any() else np.nan  # no routes were compared
-        values = (self.dropped.sum(), self.share, k3, flip, *self.limits)
-        found = zip(names, torch.tensor(values, dtype=torch.float64).unbind(), strict=True)
-        return {f"tripwires/{name}": Stat.max(value) for name, value in found if value.isfinite()}
+        values = map(float, (self.dropped.sum(), self.share, k3, flip, *self.limits))
+        found = zip(names, values, strict=True)
+        return Stat.maxima_of({f"tripwires/{name}": value for name, value in found if math.isfinite(value)})
 
     def describe(self, replayed: bool) -> str:
         """One line: the figures of the step beside their limits, how many sequences are dropped, and the likely cause.

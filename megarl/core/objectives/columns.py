@@ -5,10 +5,11 @@ Functions of the user that stand for a part of an objective get copies, and what
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -132,6 +133,10 @@ class Denominators:
     def __add__(self, other: Denominators) -> Denominators:
         return Denominators(self.num_tokens + other.num_tokens, self.num_sequences + other.num_sequences)
 
+    def __le__(self, other: Denominators) -> bool:
+        """Whether neither number is larger."""
+        return self.num_tokens <= other.num_tokens and self.num_sequences <= other.num_sequences
+
 
 def count_loss_tokens(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Return int64 [2] on the device of the mask: the ``Denominators`` of a packed batch. Any cu_seqlens is safe."""
@@ -171,25 +176,23 @@ def prepare(columns: TokenColumns, denominators: Denominators | None = None) -> 
     log-probability in another column: NaN, +inf, or more than ``LOGPROB_TOLERANCE``. ValueError for wrong cu_seqlens,
     and if the global denominators are smaller than this part's own.
     """
-    state, num_tokens = token_state(columns), columns.logprobs.numel()
-    refused = {
-        name: columns.loss_mask & ~(torch.isfinite(column) if name == "advantages" else is_logprob(column))
-        for name, column in columns.float_columns().items()
-    }
-    counts = count_loss_tokens(state.usable, columns.cu_seqlens)
-    limits = counts if denominators is None else (denominators.num_tokens, denominators.num_sequences)
-    too_many = [count > limit for count, limit in zip(counts, limits, strict=True)]
-    wrong_bounds = is_wrong_cu_seqlens(columns.cu_seqlens, num_tokens)
+    state, bounds = token_state(columns), columns.cu_seqlens
+    floats = {name: column.detach() for name, column in columns.float_columns().items()}
+    # NaN where the advantage is not finite, or where a log-probability is NaN; else the largest of these, or 0.
+    largest = functools.reduce(torch.maximum, floats.values(), floats.pop("advantages") * 0)
+    flags = [(columns.loss_mask & ~is_logprob(largest)).any()]
+    if bounds.is_cuda:  # else they were checked when the columns were made
+        flags.append(is_wrong_cu_seqlens(bounds, largest.numel()))
     # One transfer to the host for all checks; what it was is asked only when something is wrong.
-    if not bool(torch.stack([wrong_bounds, *too_many, *(bad.any() for bad in refused.values())]).any()):
-        return state
-    if bool(wrong_bounds):
-        raise cu_seqlens_error(columns.cu_seqlens, num_tokens)
-    for name, bad in refused.items():
-        if bool(bad.any()):
-            raise _value_error(name, columns.float_columns()[name], bad)
-    local = Denominators(*counts.tolist())
-    raise ValueError(f"the global denominators {denominators} are smaller than this part's own {local}")
+    found = torch.cat([count_loss_tokens(state.usable, bounds), torch.stack(flags)]).tolist()
+    if any(found[3:]):
+        raise cu_seqlens_error(bounds, largest.numel())
+    if found[2]:
+        _refuse_values(columns)
+    local = Denominators(*found[:2])
+    if denominators is not None and not local <= denominators:
+        raise ValueError(f"the global denominators {denominators} are smaller than this part's own {local}")
+    return state
 
 
 def token_state(columns: TokenColumns) -> TokenState:
@@ -220,14 +223,18 @@ def split_state(state: TokenState, most: int) -> list[TokenState]:
     return parts
 
 
-def _value_error(name: str, column: Tensor, bad: Tensor) -> NumericsError:
-    if name != "advantages":
-        return logprob_error(name, column, bad)
-    token = int(bad.nonzero()[0])
-    return NumericsError(
-        f"advantages is {column[token].item()} at token {token} of the packed batch ({int(bad.sum())} such loss "
-        "tokens), expected a finite number: look at the pass that computed this column"
-    )
+def _refuse_values(columns: TokenColumns) -> NoReturn:
+    for name, column in columns.float_columns().items():
+        bad = columns.loss_mask & ~(torch.isfinite(column) if name == "advantages" else is_logprob(column))
+        if name != "advantages" and bool(bad.any()):
+            raise logprob_error(name, column, bad)
+        if bool(bad.any()):
+            token = int(bad.nonzero()[0])
+            raise NumericsError(
+                f"advantages is {column[token].item()} at token {token} of the packed batch ({int(bad.sum())} such "
+                "loss tokens), expected a finite number: look at the pass that computed this column"
+            )
+    raise AssertionError("called without such a value")
 
 
 def copy_columns(source: TokenColumns | TokenState, loss_mask: Tensor) -> TokenColumns:

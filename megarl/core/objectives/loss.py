@@ -130,11 +130,10 @@ def state_coefficients(
     values = torch.where(trusted.inside, values * scale, 0.0)
     if objective.prefix_grad:
         values = ratio_gradient(objective.factors[0].scope, values, state.keep, state.cu_seqlens)
-    metrics = {
-        "loss_tokens": Stat.total(state.usable.sum()),
-        "logprobs/invalid": Stat.total((loss_mask & ~state.usable).sum()),
-        "logprobs/dropped": Stat.total((state.usable & ~state.keep).sum()),
-    }
+    usable = torch.count_nonzero(state.usable)
+    counts = torch.stack([usable, torch.count_nonzero(loss_mask) - usable, usable - ratios.count])
+    names = ("loss_tokens", "logprobs/invalid", "logprobs/dropped")
+    metrics = {name: Stat.total(count) for name, count in zip(names, counts.double().unbind(), strict=True)}
     if detailed:
         metrics |= {"ratio": Stat.ratio(ratios.log("theta_old"), state.keep), **weight_metrics, **trust_metrics}
     for penalty in objective.penalties:

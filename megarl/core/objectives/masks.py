@@ -56,8 +56,8 @@ def find_trusted(
             part = bad & (state.advantages > 0) if name == "high" else bad
             part = bad & (state.advantages < 0) if name == "low" else part
             dropped[name] = dropped[name] | part if name in dropped else part
-    if detailed:
-        metrics |= {f"clip/{name}": Stat.mean(bad, keep) for name, bad in dropped.items()}
+    if detailed and dropped:
+        metrics |= Stat.means({f"clip/{name}": bad for name, bad in dropped.items()}, ratios.count)
     return Trusted(inside, counted, in_responses), metrics
 
 

@@ -1,5 +1,6 @@
 """The ratios of two policies over the tokens of a scope, each computed once."""
 
+import torch
 from torch import Tensor
 
 from megarl.core.choices.parts import Policies, Scope
@@ -14,6 +15,8 @@ class PolicyRatios:
         self._state = state
         self._found: dict[tuple[str, ...], Tensor] = {}
         self._positions: Tensor | None = None
+        self.count = torch.count_nonzero(state.keep)
+        """int64 [], tokens that train."""
 
     @property
     def positions(self) -> Tensor:

@@ -51,7 +51,7 @@ def importance_weight(
     if detailed:
         weight = torch.ones_like(state.logprobs) if values is None else values
         nowhere = torch.zeros_like(state.keep) if truncated is None else truncated
-        metrics["tis/truncated"] = Stat.mean(nowhere, state.keep)
+        metrics |= Stat.means({"tis/truncated": nowhere}, ratios.count)
         metrics["tis/weight"] = Stat.summary(weight, state.keep)
         metrics["tis/ess"] = Stat.ess_of(metrics["tis/weight"])
     return values, metrics

@@ -74,7 +74,7 @@ class Disagreement:
     @classmethod
     def of(cls, shared: np.ndarray, top_k: int) -> Disagreement:
         """Count from ``shared`` [T, L], the number of experts |A and B| that two traces share per token and layer."""
-        differs = shared < top_k
+        differs = np.asfortranarray(shared) < top_k  # stored by layer, over whose tokens numpy counts much faster
         return cls(
             num_tokens=len(shared),
             top_k=top_k,
@@ -85,16 +85,18 @@ class Disagreement:
 
     def stats(self, prefix: str = "router") -> dict[str, Stat]:
         """Return the same as mergeable metrics: ``router/flip`` ... and ``router/flip/layer_00`` ... by layer."""
+        from megarl.core.metrics import Stat  # it needs torch, and files of traces are compared where that is not there
+
         tokens, flips = float(self.num_tokens), float(self.flips.sum())
         pairs = tokens * len(self.flips)
-        stats = {
-            f"{prefix}/flip": _share(flips, pairs),
-            f"{prefix}/overlap": _share(float(self.shared_experts), pairs * self.top_k),
-            f"{prefix}/token_any": _share(float(self.tokens_differing), tokens),
-            f"{prefix}/layers_per_token": _share(flips, tokens),
+        shares = {
+            "flip": (flips, pairs),
+            "overlap": (self.shared_experts, pairs * self.top_k),
+            "token_any": (self.tokens_differing, tokens),
+            "layers_per_token": (flips, tokens),
         }
-        by_layer = {f"{prefix}/flip/layer_{i:02d}": _share(float(count), tokens) for i, count in enumerate(self.flips)}
-        return stats | by_layer
+        by_layer = {f"flip/layer_{i:02d}": (count, tokens) for i, count in enumerate(self.flips.tolist())}
+        return Stat.means_of({f"{prefix}/{name}": share for name, share in (shares | by_layer).items()})
 
     def _require_tokens(self) -> int:
         if not self.num_tokens:
@@ -127,11 +129,3 @@ def shared_experts(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     # Neither row has duplicates, so an expert stands twice in the joined row exactly if both rows hold it.
     joined = np.sort(np.concatenate([left, right], axis=2), axis=2)
     return (joined[:, :, 1:] == joined[:, :, :-1]).sum(axis=2)
-
-
-def _share(count: float, out_of: float) -> Stat:
-    import torch  # files of traces are compared where it is not installed
-
-    from megarl.core.metrics import Stat
-
-    return Stat("mean", torch.tensor([count, out_of], dtype=torch.float64), torch.empty(0, dtype=torch.float64))

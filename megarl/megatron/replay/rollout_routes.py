@@ -256,7 +256,7 @@ def reshard(
 def gather_shared(
     counts: Sequence[Sequence[torch.Tensor]], micro_batches: Sequence[MicroBatch], layers: Sequence[int]
 ) -> list[np.ndarray]:
-    """How many experts sets of routes share: per micro-batch int64 [T', L, C], of the T' tokens with a rollout row.
+    """How many experts sets of routes share: per micro-batch uint8 [T', L, C], of the T' tokens with a rollout row.
 
     ``counts``: C times the uint8 [T_local, L_local] of all micro-batches, of this rank's tokens and ``layers``
     (``Recording.shared``). Without rollout routes, T' is T. A collective call: a stage without MoE layers takes part
@@ -274,9 +274,10 @@ def gather_shared(
     on_host = torch.cat(by_token).cpu().split([micro.batch.num_tokens for micro in micro_batches])
     masks = (micro.batch.routed_mask for micro in micro_batches)
     found = [
-        (share if mask is None else share[mask]).numpy().astype(np.int64)
+        share.numpy() if mask is None else share.numpy().compress(mask.numpy(), 0)
         for share, mask in zip(on_host, masks, strict=True)
     ]
     stages = gather_objects((layers, found), parallel_state.get_pipeline_model_parallel_group())
     order = np.argsort([layer for of_stage, _ in stages for layer in of_stage])
-    return [np.concatenate(parts, 1)[:, order] for parts in zip(*(counts for _, counts in stages), strict=True)]
+    of_stages = zip(*(counts for _, counts in stages), strict=True)
+    return [np.concatenate(parts, 1).take(order, 1) for parts in of_stages]
