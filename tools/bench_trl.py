@@ -29,8 +29,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -99,23 +99,19 @@ class _Clock:
         self.spent: dict[str, float] = {}
         self._inner = [0.0]
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        started = time.thread_time()
-        self._inner.append(0.0)
-        try:
-            yield
-        finally:
-            seconds = time.thread_time() - started
-            self.spent[name] = self.spent.get(name, 0.0) + seconds - self._inner.pop()
-            self._inner[-1] += seconds
-
     def watch(self, owner: Any, function: str, name: str | Callable[..., str]) -> None:
         original = getattr(owner, function)
 
         def timed(*arguments: Any, **named: Any) -> Any:
-            with self.phase(name if isinstance(name, str) else name(*arguments)):
+            phase = name if isinstance(name, str) else name(*arguments)
+            self._inner.append(0.0)
+            started = time.thread_time()
+            try:
                 return original(*arguments, **named)
+            finally:
+                seconds = time.thread_time() - started
+                self.spent[phase] = self.spent.get(phase, 0.0) + seconds - self._inner.pop()
+                self._inner[-1] += seconds
 
         setattr(owner, function, timed)
 
