@@ -84,13 +84,16 @@ def test_recorder_proves_one_row_per_token(tmp_path: Path) -> None:
     ids = torch.arange(2, 8).view(2, 3)
     with torch.no_grad(), recorder.recording():
         model(ids)
-    assert recorder.take(2, 3).shape == (2, 3, 3, 2)
-    with pytest.raises(TraceError, match="one row per token"):  # taken already
-        recorder.take(2, 3)
+        recorder.end_pass(6)
+        with pytest.raises(TraceError, match="routed None, expected .*one row per token"):  # ended already
+            recorder.end_pass(6)
+        model(ids[:, :1])
+        recorder.end_pass(2)
+    assert recorder.take().shape == (8, 3, 2)
     with torch.no_grad(), recorder.recording():
         model(ids)
-    with pytest.raises(TraceError, match="one row per token"):
-        recorder.take(2, 4)
+        with pytest.raises(TraceError, match=r"routed \(6, 2\), expected \[8, top-k\]: one row per token"):
+            recorder.end_pass(8)
     with torch.no_grad(), recorder.recording():
         model(ids)
         with pytest.raises(TraceError, match="twice"):
@@ -98,7 +101,25 @@ def test_recorder_proves_one_row_per_token(tmp_path: Path) -> None:
     with torch.no_grad():
         model(ids)
         model(ids)  # not recording: not counted
-    with recorder.recording():
-        pass  # nothing of them is left
-    with pytest.raises(TraceError):
-        recorder.take(2, 3)
+    with recorder.recording(), pytest.raises(TraceError, match="routed None"):  # nothing of them is left
+        recorder.end_pass(6)
+
+
+def test_recorded_rows_do_not_depend_on_when_they_leave_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save(MIXTRAL, tmp_path)
+    recorder = RouteRecorder(model)
+
+    def record() -> np.ndarray:
+        with torch.no_grad(), recorder.recording():
+            for length in (3, 1, 2):
+                model(torch.arange(2, 2 + 2 * length).view(2, length))
+                recorder.end_pass(2 * length)
+        return recorder.take()
+
+    whole = record()
+    assert whole.shape == (12, 3, 2)
+    assert len(np.unique(whole)) > 1
+    monkeypatch.setattr("megarl.rollout.local.recorder._ROWS_ON_DEVICE", 8)  # the third pass is sent with ``take``
+    assert np.array_equal(record(), whole)

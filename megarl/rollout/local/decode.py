@@ -33,16 +33,16 @@ class _Reader:
         self._mask: torch.Tensor | None = None
         self._positions = torch.empty(0)
 
-    def read_prompts(self, ids: np.ndarray, mask: np.ndarray) -> tuple[torch.Tensor, np.ndarray | None]:
-        """Logits [U, V] after each left-padded prompt, and experts [U, P, L, K]; ids: int64 [U, P], mask: bool."""
+    def read_prompts(self, ids: np.ndarray, mask: np.ndarray) -> torch.Tensor:
+        """Logits [U, V] after each left-padded prompt; ids: int64 [U, P], mask: bool."""
         positions = np.maximum(mask.cumsum(axis=1) - 1, 0)
         device = self._model.device
         # Without padding the model needs no mask, and its attention is faster for it.
         self._mask = None if mask.all() else torch.from_numpy(mask).to(device)
         return self._forward(torch.from_numpy(ids).to(device), torch.from_numpy(positions).to(device))
 
-    def read_tokens(self, tokens: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
-        """Logits [B, V] after one more token per row, and its experts [B, 1, L, K]."""
+    def read_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [B, V] after one more token per row."""
         if self._mask is not None:
             self._mask = torch.nn.functional.pad(self._mask, (0, 1), value=True)
         return self._forward(tokens[:, None], self._positions + 1)
@@ -54,7 +54,7 @@ class _Reader:
         if self._mask is not None:
             self._mask = self._mask[rows]
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         self._positions = positions[:, -1:]
         model: Any = self._model
         output = model(
@@ -65,7 +65,9 @@ class _Reader:
             use_cache=True,
             logits_to_keep=1,
         )
-        return output.logits[:, -1], None if self._recorder is None else self._recorder.take(*ids.shape)
+        if self._recorder is not None:
+            self._recorder.end_pass(ids.numel())
+        return output.logits[:, -1]
 
 
 @torch.inference_mode()
@@ -87,7 +89,7 @@ def decode(
     reader = _Reader(model, recorder, cache)
     prompts, prompt_of_request = _distinct([request.prompt_tokens for request in requests])
     ids, mask = _pad_left(prompts)
-    logits, prompt_routes = reader.read_prompts(ids, mask)
+    logits = reader.read_prompts(ids, mask)
     if len(prompts) != len(requests):
         expand = torch.from_numpy(prompt_of_request).to(logits.device)
         reader.select(expand)
@@ -98,15 +100,15 @@ def decode(
     is_stop[list(params.stop_token_ids)] = True
     num_kept, kept_steps = np.zeros(len(requests), dtype=np.int64), []  # ids of the sets so far; counts, ids of a step
     owners, places = mask[prompt_of_request].nonzero()
-    at = prompt_of_request[owners], places
-    steps = [[owners, ids[at]] if prompt_routes is None else [owners, ids[at], prompt_routes[at]]]
-    """Of the tokens of all prompts, then of each step: their requests, the tokens, and their experts if recorded."""
+    read_as = prompt_of_request[owners] * ids.shape[1] + places  # the row of each token where equal prompts are one
+    steps = [(owners, ids.ravel()[read_as])]
+    """Of the tokens of all prompts, then of each step: their requests, and the tokens."""
     logprobs = [logits.new_zeros(len(owners))]
     alive = np.arange(len(requests))  # the request of each row
     for step in range(int(limits.max())):
         tokens, logprobs_of_step, kept = _sample(logits, params, noise, step, alive)
         drawn = tokens.cpu().numpy()
-        steps.append([alive, drawn])
+        steps.append((alive, drawn))
         logprobs.append(logprobs_of_step)
         if kept is not None:
             kept_steps.append((kept.sum(dim=-1).cpu().numpy(), kept.nonzero()[:, 1].int().cpu().numpy()))
@@ -118,9 +120,7 @@ def decode(
         if on_finish is not None and num_finished:
             on_finish(num_finished)
         if recorder is not None:
-            logits, routes = reader.read_tokens(tokens)
-            assert routes is not None
-            steps[-1].append(routes[:, 0])
+            logits = reader.read_tokens(tokens)
         if num_finished:
             alive = alive[staying]
             if not alive.size:
@@ -129,10 +129,13 @@ def decode(
             reader.select(stay)
             tokens, logits = tokens[stay], logits[stay]
         if recorder is None:
-            logits, _ = reader.read_tokens(tokens)
+            logits = reader.read_tokens(tokens)
 
     columns = [np.concatenate(column) for column in zip(*steps, strict=True)]
-    columns.insert(2, torch.cat(logprobs).float().cpu().numpy())
+    columns.append(torch.cat(logprobs).float().cpu().numpy())
+    if recorder is not None:
+        routes, drawn_as = recorder.take(), np.arange(ids.size, ids.size + len(columns[0]) - len(owners))
+        columns.append(routes[np.concatenate([read_as, drawn_as])])
     return _cut_into_rollouts(requests, columns, len(owners), kept_steps, is_stop, version)
 
 

@@ -13,6 +13,9 @@ from torch import nn
 from megarl.core.routing.trace import narrow_dtype
 from megarl.errors import TraceError
 
+_ROWS_ON_DEVICE = 4096
+"""Rows of each layer after which ids leave the device; the few rows of a decoding step would each cost a transfer."""
+
 
 class RouteRecorder:
     """Records the expert ids that each MoE layer of a transformers model is called with.
@@ -24,10 +27,11 @@ class RouteRecorder:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(name, module) for name, module in model.named_modules() if _num_experts(module)]
-        self._seen: dict[int, torch.Tensor] = {}
+        self._sent: list[np.ndarray] = []  # [L, rows, K] each
+        self._begin()
         num_experts = max((_num_experts(module) for _, module in self._modules), default=0)
         self._dtype = narrow_dtype(num_experts)
-        self._sent: torch.dtype = getattr(torch, narrow_dtype(num_experts, signed=True).__name__)
+        self._narrow: torch.dtype = getattr(torch, narrow_dtype(num_experts, signed=True).__name__)
 
     @property
     def num_layers(self) -> int:
@@ -36,8 +40,9 @@ class RouteRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Records the forward passes that run inside, to be taken one by one; outside of it the model has no hooks."""
-        self._seen.clear()
+        """Records the forward passes that run inside; outside of it the model has no hooks."""
+        self._sent = []
+        self._begin()
         handles = [
             module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
             for layer, (_, module) in enumerate(self._modules)
@@ -48,26 +53,40 @@ class RouteRecorder:
             for handle in handles:
                 handle.remove()
 
-    def take(self, batch: int, length: int) -> np.ndarray:
-        """Returns what was recorded, uint8 (E <= 256) or uint16 [batch, length, L, K], and forgets it.
+    def end_pass(self, num_tokens: int) -> None:
+        """Ends a forward pass; TraceError if a layer did not see exactly one row per token of its input."""
+        for (name, _), seen in zip(self._modules, self._seen, strict=True):
+            shape = tuple(seen[-1].shape) if len(seen) > self._num_passes else None
+            if shape is None or len(shape) != 2 or shape[0] != num_tokens:
+                raise TraceError(f"{name} routed {shape}, expected [{num_tokens}, top-k]: one row per token")
+        self._num_passes += 1
+        self._num_rows += num_tokens
+        if self._num_rows >= _ROWS_ON_DEVICE:
+            self._send()
 
-        Raises TraceError if a layer did not see exactly one row per token of the [batch, length] input.
-        """
-        for layer, (name, _) in enumerate(self._modules):
-            found = self._seen.get(layer)
-            if found is None or found.dim() != 2 or len(found) != batch * length:
-                shape = None if found is None else tuple(found.shape)
-                raise TraceError(f"{name} routed {shape}, expected [{batch * length}, top-k]: one row per token")
-        stacked = torch.stack([self._seen[layer] for layer in range(self.num_layers)], dim=1)
-        self._seen.clear()
-        routes = stacked.to(self._sent).cpu().numpy().view(self._dtype)
-        return routes.reshape(batch, length, *routes.shape[1:])
+    def take(self) -> np.ndarray:
+        """Returns the rows of all passes, one after the other: uint8 (E <= 256) or uint16 [rows, L, K]; once."""
+        if self._num_rows:
+            self._send()
+        parts, self._sent = self._sent, []
+        return np.concatenate(parts, axis=1).transpose(1, 0, 2)
+
+    def _send(self) -> None:
+        """Moves to the host what is on the device."""
+        rows = torch.cat([ids for seen in self._seen for ids in seen]).to(self._narrow).cpu().numpy()
+        self._sent.append(rows.view(self._dtype).reshape(self.num_layers, self._num_rows, -1))
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing is on the device."""
+        self._seen: list[list[torch.Tensor]] = [[] for _ in self._modules]  # by layer, pass after pass
+        self._num_passes = self._num_rows = 0
 
     def _hook(self, layer: int) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if layer in self._seen:
+            if len(self._seen[layer]) > self._num_passes:
                 raise TraceError(f"{self._modules[layer][0]} ran twice in one forward pass")
-            self._seen[layer] = args[1] if len(args) > 1 else kwargs["top_k_index"]
+            self._seen[layer].append(args[1] if len(args) > 1 else kwargs["top_k_index"])
 
         return record
 
