@@ -82,6 +82,10 @@ def test_draw_never_leaves_the_support_when_the_sum_is_not_one() -> None:
     logprobs[0, 1] = math.log(0.999999)
     for u in (0.0, 0.5, np.nextafter(1.0, 0.0)):
         assert draw(logprobs, torch.tensor([u], dtype=torch.float64)).tolist() == [1]
+    totals = np.concatenate([[0.5, 1.0, 2.0], np.nextafter([0.5, 1.0, 2.0], 0.0), np.nextafter([0.5, 1.0, 2.0], 3.0)])
+    totals = torch.from_numpy(np.concatenate([totals, np.linspace(0.5, 2.0, 1001)]))
+    logprobs = torch.stack([totals, torch.zeros_like(totals)], 1).log()  # float64; the second has probability 0
+    assert not draw(logprobs, torch.full_like(totals, np.nextafter(1.0, 0.0))).any()
 
 
 def test_noise_is_a_function_of_seed_and_step() -> None:

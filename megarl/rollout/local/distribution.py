@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,9 +27,8 @@ def sampling_logprobs(logits: torch.Tensor, temperature: float, top_p: float) ->
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     logprobs = torch.log_softmax(wide if temperature == 1.0 else wide / temperature, dim=-1)
-    is_bad = logprobs[:, 0].isnan()  # the sum of a bad row is NaN, and with it all its log-probabilities
-    if is_bad.any():
-        bad = int(is_bad.sum())
+    if math.isnan(logprobs[:, 0].sum()):  # the sum of a bad row is NaN, and with it all its log-probabilities
+        bad = int(logprobs[:, 0].isnan().sum())
         raise NumericsError(
             f"logits of {bad} of {len(logits)} sequences are not finite while sampling: look at the weights that were "
             "sent to the engine"
@@ -50,9 +50,8 @@ def draw(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     probability 0 is never drawn.
     """
     cdf = logprobs.double().exp().cumsum(dim=-1)
-    total = cdf[:, -1:]
-    below_total = torch.nextafter(total, torch.zeros_like(total))  # u * total may round up to total
-    target = torch.minimum(uniforms[:, None] * total, below_total)
+    # Less than the total: u <= 1 - 2**-53 takes away at least half of the distance to the next smaller number.
+    target = uniforms[:, None] * cdf[:, -1:]
     return torch.searchsorted(cdf, target, right=True)[:, 0]
 
 
