@@ -98,6 +98,11 @@ class Stat:
         return {name: cls("max", none, value) for name, value in zip(numbers, found.unbind(), strict=True)}
 
     @classmethod
+    def totals_of(cls, numbers: Mapping[str, float]) -> dict[str, Stat]:
+        """The ``total`` of numbers of the host, one each."""
+        return {name: cls("total", each.maxima, each.sums) for name, each in cls.maxima_of(numbers).items()}
+
+    @classmethod
     def summary(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
         """Mean, population standard deviation, minimum and maximum over the mask."""
         selected, count = _select(values.flatten(), None if mask is None else mask.flatten())

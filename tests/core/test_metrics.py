@@ -191,4 +191,6 @@ def test_numbers_of_the_host_make_statistics() -> None:
         "low": 1.0,
         "high": 2.5,
     }
-    assert Stat.means_of({}) == Stat.maxima_of({}) == {}
+    totals = Stat.totals_of({"count": 3, "sum": -0.5})
+    assert finalize(merge([totals, totals])) == {"count": 6.0, "sum": -1.0}
+    assert Stat.means_of({}) == Stat.maxima_of({}) == Stat.totals_of({}) == {}

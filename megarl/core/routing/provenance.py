@@ -40,22 +40,19 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
     versions = np.concatenate([rollout.weight_versions for rollout in rollouts])
     starts = np.cumsum([0, *(rollout.num_tokens for rollout in rollouts[:-1])])
     mixed = np.minimum.reduceat(versions, starts) != np.maximum.reduceat(versions, starts)
-    shares = {"rollout/mixed_versions_fraction": mixed}
+    ages = trainer_version - versions[np.concatenate([rollout.loss_mask for rollout in rollouts])]
+    columns = {"rollout/mixed_versions_fraction": mixed, "rollout/staleness_mean": ages}
     if any(rollout.routed_mask is not None for rollout in rollouts):
         sources = np.concatenate([row_sources(rollout) for rollout in rollouts])
         differ = np.concatenate([row_versions(rollout) for rollout in rollouts]) != versions
-        shares |= {
+        columns |= {
             "rollout/missing_rows_fraction": sources == RowSource.MISSING,
             "routes/captured_fraction": sources == RowSource.CAPTURED,
             "routes/native_fraction": sources == RowSource.NATIVE,
             "routes/stale_rows_fraction": differ & (sources != RowSource.MISSING),
         }
-    ages = trainer_version - versions[np.concatenate([rollout.loss_mask for rollout in rollouts])]
-    return {
-        **{name: Stat.mean(share) for name, share in shares.items()},
-        "rollout/staleness_mean": Stat.mean(ages),
-        "rollout/staleness_max": Stat.max(ages),
-    }
+    means = Stat.means_of({name: (int(column.sum()), len(column)) for name, column in columns.items()})
+    return means | {"rollout/staleness_max": Stat.max(ages)}
 
 
 def refuse_mixed_versions(rollouts: Sequence[Rollout]) -> None:

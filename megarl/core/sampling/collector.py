@@ -253,13 +253,13 @@ class Collector:
         index_of = {pool.prompt: index for index, pool in enumerate(ended)}
         places = [index_of[pool.prompt] for pool in placed]
         chosen = self._choose(rows, tried, places, classes)
-        asked = np.array([pool.num_asked for pool in ended], np.int64)
+        asked = [pool.num_asked for pool in ended]
         numbers = np.array([pool.prompt for pool in ended], np.int64)
         per_prompt = {
-            "samples_per_prompt": asked,
-            "rounds": np.array([len(pool.asked) for pool in ended]),
-            "contrast_fraction": np.bincount(varying, minlength=len(ended)) > 0,
-            "resolved_fraction": np.array([self.rule.resolved(*of_class) for of_class in classes]),
+            "samples_per_prompt": sum(asked),
+            "rounds": sum(len(pool.asked) for pool in ended),
+            "contrast_fraction": len(set(varying.tolist())),
+            "resolved_fraction": sum(self.rule.resolved(*of_class) for of_class in classes),
         }
         totals = {
             "samples": sum(pool.num_asked for pool in self._pools),
@@ -269,7 +269,7 @@ class Collector:
             "replaced_prompts": self._front - len(placed),
             "missing_prompts": self._num_prompts - len(placed),
         }
-        means = {f"sampling/{name}": Stat.mean(values) for name, values in per_prompt.items()}
+        means = Stat.means_of({f"sampling/{name}": (total, len(ended)) for name, total in per_prompt.items()})
         return Selection(
             prompts=numbers[rows.pool[chosen]],
             samples=rows.sample[chosen],
@@ -277,7 +277,7 @@ class Collector:
             pools=placed,
             rule=self.rule,
             drawn=np.array([numbers, asked, judged, positives]),
-            metrics=means | {f"sampling/{name}": Stat.total(float(value)) for name, value in totals.items()},
+            metrics=means | Stat.totals_of({f"sampling/{name}": total for name, total in totals.items()}),
         )
 
     def _take(self, pool: Pool, rewards: Mapping[int, float | None]) -> list[Ask]:
@@ -318,7 +318,7 @@ class Collector:
         """int64 [N]: the rows that train, of the placed pools."""
         size = self.rule.train_size
         if size is None:
-            return np.flatnonzero(np.isin(rows.pool, places))
+            return np.flatnonzero(np.bincount(places, minlength=len(classes))[rows.pool])
         chosen = [np.zeros(0, np.int64)]
         begun_as = (index for index, pool in enumerate(tried) if pool.fits)
         for index, place in zip(begun_as, places, strict=True):

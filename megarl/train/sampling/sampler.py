@@ -296,4 +296,4 @@ class Sampler:
         self._spent = self._spent + np.array([len(table.rows), table.column("tokens").sum()])
         samples, tokens = self._spent.tolist()
         costs = {"samples": samples, "tokens": tokens, "updates": (step + 1) * self.config.train.mini_batches}
-        return {f"cost/{name}": Stat.mean(cost) for name, cost in costs.items()}
+        return Stat.means_of({f"cost/{name}": (cost, 1) for name, cost in costs.items()})

@@ -84,27 +84,27 @@ class SampleTable:
 
         environment: include the metrics of episodes. threshold: larger rewards count in the pass rate.
         """
-        judged = self.is_judged
-        rewards = self.column("reward")[judged]
-        found = {
-            "reward/mean": Stat.mean(rewards),
-            "reward/pass_rate": Stat.mean(rewards > threshold),
-            "reward/error_fraction": Stat.mean(~judged & (self.column("episode_failed") == 0)),
-            "reward/late_fraction": Stat.mean(self.column("late_reward")),
-            "response/length_mean": Stat.mean(self.column("generated")),
-            "response/length_max": Stat.max(self.column("generated")),
-            "response/truncated_fraction": Stat.mean(self.column("cut")),
+        judged, drawn = self.is_judged, len(self.rows)
+        passed = judged & (self.column("reward") > threshold)
+        failed = ~judged & (self.column("episode_failed") == 0)
+        names = (*_COLUMNS, *(f"reward/component/{name}" for name in self.components))
+        sums = dict(zip(names, self.rows.sum(axis=0).tolist(), strict=True))  # rewards are 0 where there is none
+        means = {
+            "reward/mean": (sums["reward"], sums["judged"]),
+            "reward/pass_rate": (np.count_nonzero(passed), sums["judged"]),
+            "reward/error_fraction": (np.count_nonzero(failed), drawn),
+            "reward/late_fraction": (sums["late_reward"], drawn),
+            "response/length_mean": (sums["generated"], drawn),
+            "response/truncated_fraction": (sums["cut"], drawn),
+            **{name: (sums[name], sums["judged"]) for name in names[len(_COLUMNS) :]},
         }
-        rows = self.rows[judged]
-        for index, name in enumerate(self.components, len(_COLUMNS)):
-            found[f"reward/component/{name}"] = Stat.mean(rows[:, index])
         if environment:
-            found |= {
-                "episode/turns_mean": Stat.mean(self.column("turns")),
-                "episode/environment_tokens_mean": Stat.mean(self.column("appended")),
-                "episode/failed_fraction": Stat.mean(self.column("episode_failed")),
+            means |= {
+                "episode/turns_mean": (sums["turns"], drawn),
+                "episode/environment_tokens_mean": (sums["appended"], drawn),
+                "episode/failed_fraction": (sums["episode_failed"], drawn),
             }
-        return found
+        return Stat.means_of(means) | {"response/length_max": Stat.max(self.column("generated"))}
 
 
 def _facts(key: Key, sample: Sample) -> tuple[float, ...]:
@@ -144,11 +144,11 @@ def sampling_metrics(
     places = len(table.rows) if config.sampling.fixed else len(trains)
     found = table.metrics(config.environment.function is not None, config.reward.threshold) | {
         "prompts/effective_ratio": effective_prompt_ratio(selection.rewards, selection.prompts),
-        "rollout/trains_fraction": Stat.mean(np.arange(places) < int(trains.sum())),
+        **Stat.means_of({"rollout/trains_fraction": (int(trains.sum()), places)}),
     }
     if distributed.dp_rank() == 0:  # these are sums, and equal on all ranks: count them once
-        found |= selection.metrics | {"sampling/tokens": Stat.total(float(table.column("tokens").sum()))}
-        found["sampling/redraws"] = Stat.total(float(redraws))
+        totals = {"sampling/tokens": table.column("tokens").sum(), "sampling/redraws": redraws}
+        found |= selection.metrics | Stat.totals_of(totals)
     return found
 
 
