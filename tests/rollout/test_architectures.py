@@ -85,7 +85,7 @@ def test_recorder_proves_one_row_per_token(tmp_path: Path) -> None:
     with torch.no_grad(), recorder.recording():
         model(ids)
         recorder.end_pass(6)
-        with pytest.raises(TraceError, match="routed None, expected .*one row per token"):  # ended already
+        with pytest.raises(TraceError, match="routed None, expected"):  # ended already
             recorder.end_pass(6)
         model(ids[:, :1])
         recorder.end_pass(2)

@@ -27,7 +27,6 @@ class RouteRecorder:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(name, module) for name, module in model.named_modules() if _num_experts(module)]
-        self._sent: list[np.ndarray] = []  # [L, rows, K] each
         self._begin()
         num_experts = max((_num_experts(module) for _, module in self._modules), default=0)
         self._dtype = narrow_dtype(num_experts)
@@ -41,7 +40,6 @@ class RouteRecorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Records the forward passes that run inside; outside of it the model has no hooks."""
-        self._sent = []
         self._begin()
         handles = [
             module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
@@ -68,17 +66,18 @@ class RouteRecorder:
         """Returns the rows of all passes, one after the other: uint8 (E <= 256) or uint16 [rows, L, K]; once."""
         if self._num_rows:
             self._send()
-        parts, self._sent = self._sent, []
-        return np.concatenate(parts, axis=1).transpose(1, 0, 2)
+        routes = np.concatenate(self._sent, axis=1)
+        self._begin()
+        return routes.transpose(1, 0, 2)
 
     def _send(self) -> None:
         """Moves to the host what is on the device."""
         rows = torch.cat([ids for seen in self._seen for ids in seen]).to(self._narrow).cpu().numpy()
-        self._sent.append(rows.view(self._dtype).reshape(self.num_layers, self._num_rows, -1))
-        self._begin()
+        self._begin(*self._sent, rows.view(self._dtype).reshape(self.num_layers, self._num_rows, -1))
 
-    def _begin(self) -> None:
-        """Nothing is on the device."""
+    def _begin(self, *sent: np.ndarray) -> None:
+        """Holds the rows that were sent, [L, rows, K] each, and nothing on the device."""
+        self._sent = sent
         self._seen: list[list[torch.Tensor]] = [[] for _ in self._modules]  # by layer, pass after pass
         self._num_passes = self._num_rows = 0
 
