@@ -11,6 +11,7 @@ the end.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,8 @@ def decode(
         reader.select(expand)
         logits = logits[expand]
 
-    noise = Noise([request.seed for request in requests], int(limits.max()))
+    first_limit, last_limit = int(limits.min()), int(limits.max())
+    noise = Noise([request.seed for request in requests], last_limit)
     is_stop = np.zeros(logits.shape[-1], dtype=bool)
     is_stop[list(params.stop_token_ids)] = True
     num_kept, kept_steps = np.zeros(len(requests), dtype=np.int64), []  # ids of the sets so far; counts, ids of a step
@@ -105,7 +107,7 @@ def decode(
     """Of the tokens of all prompts, then of each step: their requests, and the tokens."""
     logprobs = [logits.new_zeros(len(owners))]
     alive = np.arange(len(requests))  # the request of each row
-    for step in range(int(limits.max())):
+    for step in range(last_limit):
         tokens, logprobs_of_step, kept = _sample(logits, params, noise, step, alive)
         drawn = tokens.cpu().numpy()
         steps.append((alive, drawn))
@@ -115,13 +117,16 @@ def decode(
             num_kept[alive] += kept_steps[-1][0]
             if (most := num_kept.max()) > params.max_kept_ids:
                 raise too_many_kept(requests[num_kept.argmax()], most, params.max_kept_ids, step + 1)
-        staying = (~is_stop[drawn] & (limits[alive] > step + 1)).nonzero()[0]
-        num_finished = len(alive) - len(staying)
+        is_finished = is_stop[drawn]
+        if step + 1 >= first_limit:
+            is_finished |= limits[alive] <= step + 1
+        num_finished = np.count_nonzero(is_finished)
         if on_finish is not None and num_finished:
             on_finish(num_finished)
         if recorder is not None:
             logits = reader.read_tokens(tokens)
         if num_finished:
+            staying = np.flatnonzero(~is_finished)
             alive = alive[staying]
             if not alive.size:
                 break
@@ -156,7 +161,7 @@ def _cut_into_rollouts(
     order, ends = np.argsort(owners, kind="stable"), np.bincount(owners).cumsum()
     tokens, logprobs, *routes = (np.take(column, order, axis=0) for column in columns[1:])
     tokens = tokens.astype(np.int32)
-    kept_counts, kept_ids = None, [None] * len(requests)
+    kept_counts, kept_ids = None, (empty := [None] * len(requests))
     if kept_steps:
         counts, ids = (np.concatenate(column) for column in zip(*kept_steps, strict=True))
         kept_counts = np.append(np.zeros(num_read, np.int32), counts)[order].astype(np.int32)
@@ -164,13 +169,12 @@ def _cut_into_rollouts(
         kept_ids = np.split(ids, kept_counts.cumsum()[ends[:-1] - 1])
     generated, versions = order >= num_read, np.full(len(order), version, np.int32)
     experts = [*routes, np.ones(len(order), bool)] if routes else [None, None]
-    slices = [*map(slice, [0, *ends[:-1].tolist()], ends.tolist())]
+    bounds = [0, *ends.tolist()]
     whole = [tokens, generated, logprobs, *experts, versions, kept_counts]
-    views = [[None] * len(slices) if column is None else [column[part] for part in slices] for column in whole]
+    views = [empty if column is None else [column[i:j] for i, j in pairwise(bounds)] for column in whole]
     reasons = ["stop" if is_last else "length" for is_last in is_stop[tokens[ends - 1]].tolist()]
     groups, samples = [request.group for request in requests], [request.sample for request in requests]
     *first, counts = views
-    empty = [None] * len(slices)
     return [*map(Rollout, groups, samples, *first, reasons, empty, empty, counts, kept_ids)]
 
 

@@ -12,6 +12,7 @@ from megarl.errors import NumericsError, RolloutError
 
 _PHILOX_MULTIPLIERS = np.array([0xD2E7470EE14C6C93, 0xCA5A826395121157], np.uint64)[:, None, None]
 _PHILOX_STEPS = np.array([0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B], np.uint64)[:, None, None]
+_HALF, _LOW_HALF = np.uint64(32), np.uint64(2**32 - 1)
 
 
 def sampling_logprobs(logits: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
@@ -90,18 +91,17 @@ def _philox(keys: np.ndarray, first_block: int, num_blocks: int) -> np.ndarray:
     even = np.zeros((2, num_blocks, keys.shape[2]), np.uint64)  # words 0 and 2 of the counters; numpy counts from 1
     even[0] = np.arange(first_block + 1, first_block + num_blocks + 1, dtype=np.uint64)[:, None]
     odd, factors = np.zeros_like(even), np.broadcast_to(_PHILOX_MULTIPLIERS, even.shape).copy()  # copied: twice as fast
+    halves = factors & _LOW_HALF, factors >> _HALF
     for _ in range(10):
-        high = _high_product(even, factors)
+        high = _high_product(even, *halves)
         even, odd = high[::-1] ^ odd ^ keys, (even * factors)[::-1]
         keys = keys + _PHILOX_STEPS
     words = np.stack([even[0], odd[0], even[1], odd[1]], axis=1).reshape(-1, keys.shape[2])
     return (words >> np.uint64(11)) * 2.0**-53
 
 
-def _high_product(values: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """The upper 64 of the 128 bits of each product of uint64."""
-    half, mask = np.uint64(32), np.uint64(2**32 - 1)
-    low, high, factor_low, factor_high = values & mask, values >> half, factors & mask, factors >> half
-    across = low * factor_high
-    middle = (low * factor_low >> half) + (across & mask) + high * factor_low
-    return high * factor_high + (across >> half) + (middle >> half)
+def _high_product(values: np.ndarray, factor_low: np.ndarray, factor_high: np.ndarray) -> np.ndarray:
+    """The upper 64 of the 128 bits of each product of uint64 with a factor, given in halves of 32 bits."""
+    low, high = values & _LOW_HALF, values >> _HALF
+    middle = low * factor_high + (low * factor_low >> _HALF)  # less than 2**64
+    return high * factor_high + (middle >> _HALF) + ((middle & _LOW_HALF) + high * factor_low >> _HALF)
