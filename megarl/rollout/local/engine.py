@@ -90,6 +90,8 @@ class LocalEngine(Engine):
         if fp8_activations:
             hold_in_fp32(self._model, self._views)
             self._views = checkpoint_views(self._model)
+        names = list(self._views)[:: -(-len(self._views) // PROVED_TENSORS)]
+        self._proved = {name: _some_of(self._views[name]) for name in names}
         self._shapes = {name: tuple(view.shape) for name, view in self._views.items()}
         self._arithmetic = FP8Products(self._views, dtype) if fp8_activations else nullcontext()
         self._cache = FP8Cache if fp8_kv_cache else DynamicCache
@@ -126,15 +128,14 @@ class LocalEngine(Engine):
         self._require_open()
         self._missing = "the last weight update failed"
         Intake(self._shapes, version, self._form, BUCKET_BYTES).write(tensors, self._views)
-        proved = list(self._views)[:: -(-len(self._views) // PROVED_TENSORS)]
-        self._sent = {name: _some_of(self._views[name]).clone() for name in proved}
+        self._sent = {name: some.clone() for name, some in self._proved.items()}
         self._version = version
         self._missing = None
 
     def prove_weights(self) -> bool:
         """See ``Engine.prove_weights``. WeightSyncError if some numbers of some tensors are not those that arrived."""
         for name, sent in self._sent.items():
-            if not torch.equal(_some_of(self._views[name]), sent):
+            if not torch.equal(self._proved[name], sent):
                 raise WeightSyncError(
                     f"{name} in the local engine is not what was sent as version {self._version}: something in this "
                     "process has written into the engine's model, and its responses cannot be trained"
@@ -183,7 +184,7 @@ class LocalEngine(Engine):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._views = {}
+            self._views = self._proved = {}
             del self._model, self._recorder
 
     def _require_open(self) -> None:
@@ -192,8 +193,8 @@ class LocalEngine(Engine):
 
 
 def _some_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns up to 5 numbers per dimension, flat."""
-    return tensor[tuple(slice(None, None, -(-size // 5)) for size in tensor.shape)].flatten()
+    """Returns a view of up to 5 numbers per dimension."""
+    return tensor[tuple(slice(None, None, -(-size // 5)) for size in tensor.shape)]
 
 
 class BatchSession(Session):
