@@ -44,7 +44,8 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
     columns = {"rollout/mixed_versions_fraction": mixed, "rollout/staleness_mean": ages}
     if any(rollout.routed_mask is not None for rollout in rollouts):
         sources = np.concatenate([row_sources(rollout) for rollout in rollouts])
-        differ = np.concatenate([row_versions(rollout) for rollout in rollouts]) != versions
+        has_own = any(rollout.route_versions is not None for rollout in rollouts)
+        differ = (np.concatenate([*map(row_versions, rollouts)]) if has_own else versions) != versions
         columns |= {
             "rollout/missing_rows_fraction": sources == RowSource.MISSING,
             "routes/captured_fraction": sources == RowSource.CAPTURED,

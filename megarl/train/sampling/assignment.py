@@ -57,7 +57,7 @@ class SequenceAssignment:
         shares = split_sequences(num_prompts * rule.num_samples, mini_batches, at.copy, at.copies)
         self._own = [[divmod(sequence, rule.num_samples) for sequence in share] for share in shares]
         keys = [key for share in self._own for key in share]
-        self._mine = [keys[i] for i in np.array_split(np.arange(len(keys)), at.ranks)[at.rank]]
+        self._mine = [keys[i] for i in np.array_split(np.arange(len(keys)), at.ranks)[at.rank].tolist()]
 
     def asker(self) -> Asker:
         """Return what asks for the samples that this rank draws."""

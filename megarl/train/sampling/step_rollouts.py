@@ -189,7 +189,7 @@ class CopyShare:
 
         They keep their place in the batch, but count in no denominator.
         """
-        counts = np.append(trains, False)
+        counts = [*trains.tolist(), False]
         return [
             [
                 r if counts[row] else replace(r, loss_mask=np.zeros_like(r.loss_mask))
