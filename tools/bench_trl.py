@@ -4,7 +4,8 @@
 
 megarl and TRL train the same model on the same prompts, from the same cold start, with one process and one thread each:
 32 prompts x 8 responses of at most 10 tokens, two optimizer steps, fp32, one micro-batch each. The processes take
-turns, step by step, so that other load on the machine affects both. Costs are CPU seconds of a process.
+turns, step by step, so that other load on the machine affects both. Costs are CPU seconds of a process. Phases are
+those of its main thread; what other threads do is overhead.
 
 - megarl is the quickstart's configuration on one rank: R3, weights rounded through FP8, tripwires, all metrics, the log
   of each step, and signs of life, which a thread of its own writes. It computes old log-probabilities for the second

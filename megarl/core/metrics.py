@@ -81,11 +81,6 @@ class Stat:
         return {name: cls("mean", pair, none) for name, pair in zip(names, pairs.unbind(), strict=True)}
 
     @classmethod
-    def exp_mean(cls, values: Values, mask: Values | None = None) -> Stat:
-        """``exp(mean(values))``: a geometric mean of exp(values), such as a perplexity."""
-        return replace(cls.mean(values, mask), kind="exp_mean")
-
-    @classmethod
     def max(cls, values: Values, mask: Values | None = None) -> Stat:
         """Largest value over the mask."""
         largest = _largest(values, mask)
@@ -105,10 +100,11 @@ class Stat:
     @classmethod
     def summary(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
         """Mean, population standard deviation, minimum and maximum over the mask."""
-        selected, count = _select(values.flatten(), None if mask is None else mask.flatten())
+        values, mask = values.flatten(), None if mask is None else mask.flatten()
+        selected, count = _select(values, mask)
         sums = torch.stack([count, selected.sum(), torch.dot(selected, selected)])
         wide = values.detach().double()
-        return cls("summary", sums, _inside(torch.stack([wide, -wide]), mask, -math.inf).flatten(1).amax(1))
+        return cls("summary", sums, _inside(torch.stack([wide, -wide]), mask, -math.inf).amax(1))
 
     @classmethod
     def ratio(cls, log_ratio: Tensor, mask: Tensor) -> Stat:
@@ -133,13 +129,9 @@ class Stat:
         return cls(kind, torch.cat([summary.sums, counts]), summary.maxima)
 
     @classmethod
-    def ess(cls, weights: Tensor, mask: Tensor | None = None) -> Stat:
-        """Effective sample size ``(sum w)^2 / sum w^2`` and, as ``_fraction``, its share of the number of entries."""
-        return cls.ess_of(cls.summary(weights, mask))
-
-    @classmethod
     def ess_of(cls, summary: Stat) -> Stat:
-        """``ess`` of the weights that a "summary" or "ratio" is of."""
+        """Effective sample size ``(sum w)^2 / sum w^2`` of the weights that a "summary" or "ratio" is of, and, as
+        ``_fraction``, its share of their number."""
         return cls("ess", summary.sums[:3], _vector(device=summary.sums.device))
 
     def merge(self, other: Stat) -> Stat:
@@ -261,7 +253,8 @@ def _sum(values: Values, mask: Values | None) -> list[Tensor]:
 
 def _largest(values: Values, mask: Values | None) -> Tensor:
     """The largest entry in float64; -inf of nothing, which is what a later maximum needs."""
-    return _inside(values, mask, -math.inf).amax().double()
+    flat = torch.as_tensor(values).flatten()
+    return _inside(flat, None if mask is None else torch.as_tensor(mask).flatten(), -math.inf).amax().double()
 
 
 def _inside(values: Values, mask: Values | None, other: float) -> Tensor:

@@ -112,7 +112,9 @@ class Rollout:
     @property
     def prompt_length(self) -> int:
         """Tokens before the first generated one; all of them if nothing was generated."""
-        first = self.loss_mask.tobytes().find(1)  # a third of argmax's time for short sequences
+        first = (
+            self.loss_mask.astype(bool, copy=False).tobytes().find(1)
+        )  # a third of argmax's time for short sequences
         return len(self.tokens) if first < 0 else first
 
     @property

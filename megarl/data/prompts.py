@@ -310,8 +310,11 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: boo
 def decode_all(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[np.ndarray]) -> list[str]:
     """Return the text of each of several responses, int32 [R], without special tokens."""
     ids = [sequence.tolist() for sequence in sequences]
-    kind, plain = type(tokenizer), PreTrainedTokenizerFast
-    if kind._decode is plain._decode and kind.decode is plain.decode and not tokenizer.clean_up_tokenization_spaces:
+    is_plain = isinstance(tokenizer, PreTrainedTokenizerFast) and not tokenizer.clean_up_tokenization_spaces
+    if is_plain and all(
+        getattr(getattr(tokenizer, name), "__func__", None) is getattr(PreTrainedTokenizerFast, name)
+        for name in ("decode", "_decode")
+    ):
         backend: Any = tokenizer.backend_tokenizer  # in a quarter of the time that the tokenizer's own call takes
         return backend.decode_batch(ids, skip_special_tokens=True)
     return [tokenizer.decode(sequence, skip_special_tokens=True) for sequence in ids]

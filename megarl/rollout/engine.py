@@ -108,9 +108,6 @@ sampling."""
 class Engine(Protocol):
     """Samples responses, and takes new weights from the trainer."""
 
-    in_batches: bool = False
-    """Whether ``converse`` samples only once all episodes wait, so that ``generate`` costs less than many episodes."""
-
     @property
     def weight_version(self) -> int:
         """Version of the weights that the next token is sampled with; -1 before the first update."""

@@ -151,7 +151,8 @@ class Draw:
 
     def run(self, engine: Engine, params: SamplingParams, on_finish: OnFinish = None) -> dict[Key, Sample]:
         """Draw all samples: in rounds without episodes where the engine samples in batches and nothing is awaited."""
-        if not (getattr(engine, "in_batches", False) and self._player.is_instant):  # a user's engine need not have it
+        # Asked of its own class: one that changes or wraps such an engine may have a ``converse`` that must be called.
+        if not (vars(type(engine)).get("in_batches") and self._player.is_instant):
             engine.converse(self.begin, params, on_finish)
             return self.samples
         asks = self._asker.start()

@@ -48,7 +48,9 @@ class StepProgress:
         self._stream = stream if stream is not None else sys.stdout
         # Asked of the stream itself: rich would also believe FORCE_COLOR and write control characters into a file.
         self._terminal = self._stream.isatty() and os.environ.get("TERM") not in (None, "dumb", "unknown")
-        self._console = Console(file=self._stream, force_terminal=self._terminal, highlight=False, markup=False)
+        self._console = Console(
+            file=self._stream, force_terminal=self._terminal, highlight=False, markup=False, emoji=False
+        )
 
     def line(self, text: str) -> None:
         """Print a line of its own, above a bar if there is one."""

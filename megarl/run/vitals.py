@@ -4,8 +4,8 @@
     <run>/ranks/<rank>.json  step and phase of each rank, touched every few seconds
     <run>/ranks/<rank>.stacks.txt  stacks of all threads of a rank without progress for log.hang_s
 
-A thread of each rank writes them, within half a second of a new phase: no step waits for the file system. It also ends
-the rank if torchrun is gone, because then nothing else would.
+A thread of each rank writes them with every beat, and after a new phase within a quarter of one: no step waits for the
+file system. It also ends the rank if torchrun is gone, because then nothing else would.
 """
 
 import faulthandler
@@ -91,6 +91,7 @@ class Vitals:
         self._thread = threading.Thread(target=self._watch, name="vitals", daemon=True)
         self._file_lock = threading.Lock()
         self.status = RunStatus(steps=steps, ranks=ranks)
+        self._written = self._place
 
     def __enter__(self) -> Self:
         self._write()
@@ -121,7 +122,7 @@ class Vitals:
         self._write()
 
     def finish_step(self, done: int) -> None:
-        """A step has ended; update speed and remaining time, which are written with the next phase or sign."""
+        """A step has ended; update speed and remaining time, which the thread writes."""
         status = self.status
         self._ends.append(time.monotonic())
         status.step = done
@@ -136,6 +137,10 @@ class Vitals:
             self.status.error_kind = type(error).__name__
         self._write()
 
+    @property
+    def _place(self) -> tuple[int, str, float]:
+        return self.status.step, self.status.phase, self.status.phase_since
+
     def _enter(self, name: str) -> None:
         self.status.phase, self.status.phase_since = name, time.time()
         self.mark_progress()
@@ -144,7 +149,7 @@ class Vitals:
         beaten = time.monotonic()
         while not self._ended.wait(self._beat_s / 4):  # a new phase is written sooner than the next sign is due
             is_due = time.monotonic() - beaten >= self._beat_s
-            if is_due or self.status.phase_since > self.status.updated:
+            if is_due or self._written != self._place:
                 self._write()
             if not is_due:
                 continue
@@ -195,6 +200,7 @@ class Vitals:
     def _write(self) -> None:
         """Write both files. They need not be durable: they describe this moment only."""
         self.status.updated = time.time()
+        self._written = self._place  # read before what is written, so that no change is lost
         with self._file_lock:
             try:
                 rank_file(self._folder, self._rank).parent.mkdir(parents=True, exist_ok=True)

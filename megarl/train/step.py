@@ -259,9 +259,7 @@ class TrainStep:
         compared = mini.rollout_routes if first_pass else None
         if mini.routes is not None:
             observe, min_agreement = first_pass and self.keeps_native_routes, None if first_pass else 0.0
-            routes = Recording(
-                mini.routes
-            )  # not checked again: the routers' own choice, or rows that passed ``prepare``
+            routes = Recording(mini.routes)  # not checked again: the routers' own, or rows that passed ``prepare``
             return replay.replay(routes, observe, routes if compared is mini.routes else compared, min_agreement)
         if not first_pass:
             return nullcontext(Recording())

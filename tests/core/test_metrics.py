@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,12 +24,12 @@ from megarl.errors import NumericsError
 
 BUILDERS = {
     "mean": Stat.mean,
-    "exp_mean": Stat.exp_mean,
+    "exp_mean": lambda values, mask: replace(Stat.mean(values, mask), kind="exp_mean"),
     "max": Stat.max,
     "summary": Stat.summary,
     "ratio": Stat.ratio,
     "spread": lambda values, mask: Stat.spread(values.abs(), mask),
-    "ess": lambda values, mask: Stat.ess(values.exp(), mask),
+    "ess": lambda values, mask: Stat.ess_of(Stat.summary(values.exp(), mask)),
     "count": lambda values, mask: Stat.total(mask.sum()),
 }
 entries = st.lists(st.tuples(st.floats(-3, 3), st.booleans()), max_size=8)
@@ -43,7 +44,8 @@ def every_stat(values: list[tuple[float, bool]]) -> dict[str, Stat]:
 def test_hand_computed():
     values = torch.tensor([1.0, 1, 1, 7, 1000])
     mask = torch.tensor([True, True, True, True, False])
-    numbers = finalize({"m": Stat.mean(values, mask), "e": Stat.ess(values, mask), "s": Stat.summary(values, mask)})
+    summary = Stat.summary(values, mask)
+    numbers = finalize({"m": Stat.mean(values, mask), "e": Stat.ess_of(summary), "s": summary})
     assert numbers["m"] == 2.5
     assert numbers["e"] == pytest.approx(1.9230769230769231, abs=1e-12)
     assert numbers["e/fraction"] == pytest.approx(0.4807692307692308, abs=1e-12)
@@ -108,8 +110,8 @@ def test_a_metric_that_is_not_finite_is_an_error():
 
 
 def test_a_geometric_mean_beyond_all_floats_is_infinite():
-    assert Stat.exp_mean([709.0]).values()[""] == math.exp(709)
-    assert Stat.exp_mean([710.0]).values()[""] == math.inf
+    assert replace(Stat.mean([709.0]), kind="exp_mean").values()[""] == math.exp(709)
+    assert replace(Stat.mean([710.0]), kind="exp_mean").values()[""] == math.inf
     with pytest.raises(NumericsError, match="ppl"):
         finalize({"ppl": Stat.exp_mean([1e9])})
 

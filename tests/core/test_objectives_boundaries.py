@@ -35,6 +35,7 @@ from megarl.core.objectives.loss import PART_TOKENS, state_coefficients
 from megarl.core.objectives.masks import FLOOR, find_trusted, measure
 from megarl.core.objectives.policy_ratios import PolicyRatios
 from megarl.core.objectives.weights import adaptive_power, gate_values, importance_weight, kl_penalty
+from megarl.core.ratios import LOGPROB_TOLERANCE
 from megarl.errors import NumericsError
 
 PLAIN = Objective("group_mean", "token-mean")
@@ -58,6 +59,17 @@ def columns_of(theta, old=0.0, mu=0.0, advantages=1.0, mask=None, cu_seqlens=Non
         torch.tensor([0, len(theta)] if cu_seqlens is None else cu_seqlens),
         None if ref is None else column(ref),
     )
+
+
+def test_the_largest_log_probability_may_lie_beside_wider_columns():
+    """In fp32 the tolerance is a little more than in fp64."""
+    wide = columns_of([29.0])
+    narrow = dataclasses.replace(wide, rollout_logprobs=torch.tensor([LOGPROB_TOLERANCE]))
+    assert narrow.rollout_logprobs.dtype == torch.float32
+    assert prepare(narrow).keep.tolist() == [True]
+    for above in (1.0011e-3, math.nan):
+        with pytest.raises(NumericsError, match="rollout_logprobs"):
+            prepare(dataclasses.replace(narrow, rollout_logprobs=torch.tensor([above])))
 
 
 def replaced(**changes: Any) -> Objective:

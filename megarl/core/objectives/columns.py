@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -223,7 +223,7 @@ def split_state(state: TokenState, most: int) -> list[TokenState]:
     return parts
 
 
-def _refuse_values(columns: TokenColumns) -> NoReturn:
+def _refuse_values(columns: TokenColumns) -> None:
     for name, column in columns.float_columns().items():
         bad = columns.loss_mask & ~(torch.isfinite(column) if name == "advantages" else is_logprob(column))
         if name != "advantages" and bool(bad.any()):
@@ -234,7 +234,6 @@ def _refuse_values(columns: TokenColumns) -> NoReturn:
                 f"advantages is {column[token].item()} at token {token} of the packed batch ({int(bad.sum())} such "
                 "loss tokens), expected a finite number: look at the pass that computed this column"
             )
-    raise AssertionError("called without such a value")
 
 
 def copy_columns(source: TokenColumns | TokenState, loss_mask: Tensor) -> TokenColumns:
