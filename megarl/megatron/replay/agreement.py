@@ -151,7 +151,7 @@ def _chance(measured: np.ndarray, least: float) -> np.ndarray:
 
 def _to_host(parts: Sequence[torch.Tensor]) -> list[np.ndarray]:
     """All parts [S, ...]; from a device as int32, in one transfer."""
-    if not any(part.is_cuda for part in parts):
+    if all(part.is_cpu for part in parts):
         return [part.numpy() for part in parts]
     joined = torch.cat([part.to(parts[0].device, torch.int32) for part in parts]).cpu()
     return [part.numpy() for part in joined.split([len(part) for part in parts])]
