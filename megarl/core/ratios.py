@@ -99,9 +99,7 @@ def segment_lengths(cu_seqlens: Tensor) -> Tensor:
 
 def segment_ids(cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
     """Return int64 [T], the index of the sequence of each token; given T, the host does not wait for the device."""
-    lengths = segment_lengths(cu_seqlens)
-    ids = torch.arange(lengths.numel(), device=cu_seqlens.device)
-    return torch.repeat_interleave(ids, lengths, output_size=num_tokens)
+    return torch.repeat_interleave(segment_lengths(cu_seqlens), output_size=num_tokens)
 
 
 def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:

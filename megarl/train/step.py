@@ -14,6 +14,7 @@ import torch
 from megatron.core import parallel_state
 
 from megarl.config import Config
+from megarl.core.devices import to_device
 from megarl.core.diagnostics.measures import mismatch_metrics, surrogate_metrics
 from megarl.core.diagnostics.tripwires import count_flips, count_k3
 from megarl.core.metrics import Stat, merge
@@ -276,13 +277,14 @@ class TrainStep:
     def _compare_engines(self, mini: MiniBatch, outputs: Sequence[forward.MicroOutput], seen: Recording) -> None:
         """Compare the rollout with the first pass over a mini-batch; keep its log-probabilities and, for r2, routes."""
         mini.old_logprobs, mini.old_updates = [output.logprobs for output in outputs], self._updates
-        counts: list[torch.Tensor] = []
-        for index, output in enumerate(outputs):
-            columns = mini.columns(index, mini.micro_batches[index].batch, output.logprobs)
-            given = columns.logprobs, columns.rollout_logprobs, columns.loss_mask, columns.cu_seqlens
-            entropy = {"rollout/entropy": Stat.mean(output.entropies, columns.loss_mask)}
-            mini.metrics = merge([mini.metrics, mismatch_metrics(*given), entropy])
+        metrics, counts = [mini.metrics], []
+        for micro, output in zip(mini.micro_batches, outputs, strict=False):  # no outputs on other pipeline stages
+            batch, device = micro.batch, output.logprobs.device
+            columns = (batch.rollout_logprobs, batch.loss_mask, batch.cu_seqlens)
+            given = output.logprobs, *(to_device(column, device) for column in columns)
+            metrics += [mismatch_metrics(*given), {"rollout/entropy": Stat.mean(output.entropies, given[2])}]
             counts.append(count_k3(*given))
+        mini.metrics = merge(metrics)
         if counts:
             order = [sequence for micro in mini.micro_batches for sequence in micro.sequences]
             mini.gaps[order, 2:5] = torch.cat(counts).cpu()
@@ -301,9 +303,11 @@ class TrainStep:
         both = (seen.shared, seen.native_shared)[: 1 + replayed]
         shared = gather_shared(both, mini.micro_batches, layers)
         together = np.concatenate(shared)
-        for prefix, column in (("router", 0), ("router/native", -1)):
-            stats = Disagreement.of(together[..., column], shape.topk).stats(prefix)
-            mini.metrics = merge([mini.metrics, stats])
+        stats = (
+            Disagreement.of(together[..., column], shape.topk).stats(prefix)
+            for prefix, column in (("router", 0), ("router/native", -1))
+        )
+        mini.metrics = merge([mini.metrics, *stats])
         for micro, of_micro in zip(mini.micro_batches, shared, strict=True):
             mini.gaps[list(micro.sequences), 5:] = count_flips(of_micro[..., -1], shape.topk, micro.batch)
 

@@ -4,6 +4,7 @@ All ranks come to the same verdict. A dropped sequence has no loss token any mor
 masked as by a trust mask. The verdict of the first step after a start is the self-test of the run.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,10 +38,10 @@ class Tripwires:
 
     def limits(self, strict: bool = False) -> np.ndarray:
         """float64 [2], of k3 and native flip; infinite if off. ``strict``: the least ones where they are learnt."""
-        usual = np.array(self.state["usual"]) if self.state["steps"] >= LEARNING_STEPS else None
-        learnt = learnt_limits(np.zeros(len(LIMITS)) if strict else usual)
+        usual = self.state["usual"] if self.state["steps"] >= LEARNING_STEPS else None
+        learnt = learnt_limits([0.0] * len(LIMITS) if strict else usual)
         found = [(getattr(self._settings, name), limit) for name, limit in zip(LIMITS, learnt, strict=True)]
-        return np.array([{"off": np.inf, "learn": limit}.get(setting, setting) for setting, limit in found])
+        return np.array([{"off": math.inf, "learn": limit}.get(setting, setting) for setting, limit in found])
 
     @property
     def judges_routes(self) -> bool:

@@ -12,6 +12,7 @@ group, sample, largest k3, k3, tokens, flips, rows, flips and rows of generated 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megarl.core.metrics import Stat
-from megarl.core.ratios import log_ratio, segment_ids, segment_sum, usable_mask
+from megarl.core.ratios import log_ratio, segment_ids, usable_mask
 from megarl.core.types import TrainBatch
 
 LIMITS = {"max_k3": (0.05, 5.0, 0.3), "max_native_flip": (0.25, 2.5, 0.5)}
@@ -40,9 +41,10 @@ def count_k3(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, 
     keep = usable_mask(loss_mask, rollout_logprobs)
     log_rho = log_ratio(old_logprobs, rollout_logprobs, keep).detach().double()
     k3 = (torch.expm1(log_rho) - log_rho).clamp(max=1.0)
-    total, tokens = segment_sum(torch.stack([k3, keep.double()]), cu_seqlens)
-    largest = torch.zeros_like(total).scatter_reduce(0, segment_ids(cu_seqlens, k3.numel()), k3, "amax")
-    return torch.stack([largest, total, tokens], 1)
+    ids, found = segment_ids(cu_seqlens, k3.numel()), k3.new_zeros(3, cu_seqlens.numel() - 1)
+    found[0].scatter_reduce_(0, ids, k3, "amax")
+    found[1:].index_add_(1, ids, torch.stack([k3, keep.double()]))
+    return found.T
 
 
 def count_flips(shared: np.ndarray, topk: int, batch: TrainBatch) -> np.ndarray:
@@ -59,10 +61,10 @@ def count_flips(shared: np.ndarray, topk: int, batch: TrainBatch) -> np.ndarray:
     return np.stack([np.bincount(ids, weight, batch.num_sequences) for weight in weights], 1)
 
 
-def learnt_limits(usual: np.ndarray | None) -> list[float]:
+def learnt_limits(usual: Sequence[float] | None) -> list[float]:
     """Return the limit of each figure, given the largest usual ones [2]; None while they are not known."""
-    bounds = zip(LIMITS.values(), [np.inf, np.inf] if usual is None else usual, strict=True)
-    return [float(np.clip(factor * value, low, high)) for (low, factor, high), value in bounds]
+    bounds = zip(LIMITS.values(), (math.inf, math.inf) if usual is None else usual, strict=True)
+    return [min(max(factor * value, low), high) for (low, factor, high), value in bounds]
 
 
 @dataclass(frozen=True, eq=False)

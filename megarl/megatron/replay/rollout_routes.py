@@ -278,6 +278,8 @@ def gather_shared(
         for share, mask in zip(on_host, masks, strict=True)
     ]
     stages = gather_objects((layers, found), parallel_state.get_pipeline_model_parallel_group())
+    if len(stages) == 1:
+        return found
     order = np.argsort([layer for of_stage, _ in stages for layer in of_stage])
     of_stages = zip(*(counts for _, counts in stages), strict=True)
     return [np.concatenate(parts, 1).take(order, 1) for parts in of_stages]
