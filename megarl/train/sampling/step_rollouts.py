@@ -118,7 +118,7 @@ def _count_tokens(rollouts: Sequence[Rollout | None]) -> np.ndarray:
     masks = [np.zeros(0, bool) if rollout is None else rollout.loss_mask for rollout in rollouts]
     tokens = np.array([len(mask) for mask in masks], np.int64)
     begins, ends = np.cumsum(tokens) - tokens, np.cumsum(tokens)
-    before = np.cumsum(np.concatenate([[0], *masks]))  # so many generated tokens are before each token
+    before = np.cumsum(np.concatenate([[0], *masks]) != 0)  # so many generated tokens are before each token
     generated = before[ends] - before[begins]
     prompts = np.minimum(np.searchsorted(before, before[begins], "right") - 1, ends) - begins
     return np.stack([tokens, tokens - prompts - generated, generated], 1)
