@@ -53,31 +53,26 @@ def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor, bound: float
     """Return ``clamp(numerator - denominator, -bound, bound)`` where mask, else 0.
 
     numerator, denominator: log-probabilities [T]; mask: bool [T]; result: [T] in fp32 (fp64 if an input is).
-    -inf minus -inf on a padding token is NaN, which the mask leaves out.
+    Masked entries are replaced before the subtraction: -inf minus -inf on a padding token would be NaN.
     """
-    return torch.where(mask, widen(numerator) - widen(denominator), 0.0).clamp(-bound, bound)
+    difference = torch.where(mask, widen(numerator), 0.0) - torch.where(mask, widen(denominator), 0.0)
+    return difference.clamp(-bound, bound)
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
     """Raise ValueError unless cu_seqlens is an integer [N+1] that rises from 0 to num_tokens; reads a device once."""
-    _check_integers(cu_seqlens)
-    bounds = cu_seqlens.numpy(force=True)  # a tenth of what torch takes
-    if bounds[0] != 0 or bounds[-1] != num_tokens or (bounds[1:] < bounds[:-1]).any():
+    if bool(is_wrong_cu_seqlens(cu_seqlens, num_tokens)):
         raise cu_seqlens_error(cu_seqlens, num_tokens)
 
 
 def is_wrong_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Return bool [], False if cu_seqlens rises from 0 to num_tokens. ValueError if it is no integer [N+1]."""
-    _check_integers(cu_seqlens)
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
+        raise ValueError(f"cu_seqlens must be an integer tensor [N+1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
     if cu_seqlens.is_cpu:  # numpy, because calls of torch take longer than so few numbers
         bounds = cu_seqlens.numpy()
         return torch.tensor(bool(bounds[0] != 0 or bounds[-1] != num_tokens or (bounds[1:] < bounds[:-1]).any()))
     return (cu_seqlens[0] != 0) | (cu_seqlens[-1] != num_tokens) | (segment_lengths(cu_seqlens) < 0).any()
-
-
-def _check_integers(cu_seqlens: Tensor) -> None:
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
-        raise ValueError(f"cu_seqlens must be an integer tensor [N+1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
 
 
 def cu_seqlens_error(cu_seqlens: Tensor, num_tokens: int) -> ValueError:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megarl.core.metrics import Stat
-from megarl.core.ratios import log_ratio, segment_ids, usable_mask
+from megarl.core.ratios import log_ratio, segment_ids, segment_sum, usable_mask
 from megarl.core.types import TrainBatch
 
 LIMITS = {"max_k3": (0.05, 5.0, 0.3), "max_native_flip": (0.25, 2.5, 0.5)}
@@ -41,10 +41,9 @@ def count_k3(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, 
     keep = usable_mask(loss_mask, rollout_logprobs)
     log_rho = log_ratio(old_logprobs, rollout_logprobs, keep).detach().double()
     k3 = (torch.expm1(log_rho) - log_rho).clamp(max=1.0)
-    ids, found = segment_ids(cu_seqlens, k3.numel()), k3.new_zeros(3, cu_seqlens.numel() - 1)
-    found[0].scatter_reduce_(0, ids, k3, "amax")
-    found[1:].index_add_(1, ids, torch.stack([k3, keep.double()]))
-    return found.T
+    total, tokens = segment_sum(torch.stack([k3, keep.double()]), cu_seqlens)
+    largest = torch.zeros_like(total).scatter_reduce(0, segment_ids(cu_seqlens, k3.numel()), k3, "amax")
+    return torch.stack([largest, total, tokens], 1)
 
 
 def count_flips(shared: np.ndarray, topk: int, batch: TrainBatch) -> np.ndarray:
@@ -54,7 +53,7 @@ def count_flips(shared: np.ndarray, topk: int, batch: TrainBatch) -> np.ndarray:
     """
     present = batch.routed_mask
     assert present is not None
-    ids = np.repeat(np.arange(batch.num_sequences), np.diff(batch.cu_seqlens.numpy()))[present.numpy()]
+    ids = segment_ids(batch.cu_seqlens).numpy()[present.numpy()]
     generated = batch.loss_mask.numpy()[present.numpy()]
     flips = (np.asfortranarray(shared) < topk).mean(1)  # by layer, as in Disagreement
     weights = (flips, None, flips * generated, generated)

@@ -178,8 +178,9 @@ def prepare(columns: TokenColumns, denominators: Denominators | None = None) -> 
     """
     state, bounds = token_state(columns), columns.cu_seqlens
     floats = {name: column.detach() for name, column in columns.float_columns().items()}
+    advantages = floats.pop("advantages")
     # NaN where the advantage is not finite, or where a log-probability is NaN; else the largest of these, or 0.
-    largest = functools.reduce(torch.maximum, floats.values(), floats.pop("advantages") * 0)
+    largest = functools.reduce(torch.maximum, floats.values(), advantages * 0)
     flags = [(columns.loss_mask & ~is_logprob(largest)).any()]
     if bounds.is_cuda:  # else they were checked when the columns were made
         flags.append(is_wrong_cu_seqlens(bounds, largest.numel()))
@@ -226,14 +227,15 @@ def split_state(state: TokenState, most: int) -> list[TokenState]:
 def _refuse_values(columns: TokenColumns) -> None:
     for name, column in columns.float_columns().items():
         bad = columns.loss_mask & ~(torch.isfinite(column) if name == "advantages" else is_logprob(column))
-        if name != "advantages" and bool(bad.any()):
+        if not bool(bad.any()):
+            continue
+        if name != "advantages":
             raise logprob_error(name, column, bad)
-        if bool(bad.any()):
-            token = int(bad.nonzero()[0])
-            raise NumericsError(
-                f"advantages is {column[token].item()} at token {token} of the packed batch ({int(bad.sum())} such "
-                "loss tokens), expected a finite number: look at the pass that computed this column"
-            )
+        token = int(bad.nonzero()[0])
+        raise NumericsError(
+            f"advantages is {column[token].item()} at token {token} of the packed batch ({int(bad.sum())} such loss "
+            "tokens), expected a finite number: look at the pass that computed this column"
+        )
 
 
 def copy_columns(source: TokenColumns | TokenState, loss_mask: Tensor) -> TokenColumns:

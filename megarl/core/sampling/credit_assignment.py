@@ -20,9 +20,10 @@ def assign(credit: Credit, selection: Selection, trains: np.ndarray | None = Non
     if credit.combination != "unbiased":
         return _plain(credit, selection), weigh(credit, selection, trains)
     advantages = np.zeros(len(selection.prompts))
-    for pool in selection.pools:
-        own = selection.prompts == pool.prompt
-        advantages[own] = _unbiased(pool, selection.rewards[own], selection.rule)
+    numbers = [pool.prompt for pool in selection.pools]
+    begins, ends = (np.searchsorted(selection.prompts, numbers, side).tolist() for side in ("left", "right"))
+    for pool, begin, end in zip(selection.pools, begins, ends, strict=True):
+        advantages[begin:end] = _unbiased(pool, selection.rewards[begin:end], selection.rule)
     return advantages, weigh(credit, selection, trains)
 
 

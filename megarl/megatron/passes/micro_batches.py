@@ -68,8 +68,7 @@ def split_micro_batches(
     interleaved schedule needs a multiple of the pipeline size.
     """
     max_tokens *= (cp := parallel_state.get_context_parallel_world_size())
-    multiple = _sequence_multiple(cp)
-    lengths = (-(-np.diff(batch.cu_seqlens.numpy()) // multiple) * multiple).tolist()
+    lengths = np.diff(pad_cu_seqlens(batch.cu_seqlens, _sequence_multiple(cp)).numpy()).tolist()
     group = parallel_state.get_data_parallel_group()
     bins, failure = [], None
     try:
