@@ -92,13 +92,19 @@ def own_judges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     (tmp_path / "own_judges.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     sys.modules.pop("own_judges", None)
+    others.update(psutil.Process().children(recursive=True))
     yield
     assert not workers(), "a judge left processes"
+    others.clear()
+
+
+others: set[psutil.Process] = set()
+"""What earlier tests have started and the session keeps, such as the ranks of a world."""
 
 
 def workers(of: int | None = None) -> list[psutil.Process]:
-    """Processes below this one, but for multiprocessing's tracker of semaphores and the tests' zygote (zygote.py)."""
-    below = psutil.Process(of).children(recursive=True)
+    """Processes below this one since the test began, but for multiprocessing's tracker of semaphores and the zygote."""
+    below = set(psutil.Process(of).children(recursive=True)) - others
     alive = [p for p in below if p.status() != psutil.STATUS_ZOMBIE]
     return [p for p in alive if not any(name in " ".join(p.cmdline()) for name in ("resource_tracker", "zygote.py"))]
 
