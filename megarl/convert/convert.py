@@ -16,10 +16,10 @@ from megarl.convert.conversion import Converted, Options, to_hf, to_megatron
 from megarl.convert.job import Ranks
 from megarl.convert.megatron_files import Keys, Layers, torch_dist_folder
 from megarl.errors import CheckpointError, ConfigError, printable
-from megarl.megatron.attention import PackedSequences
 from megarl.megatron.checkpoints.checkpoint import read_weights
 from megarl.megatron.model import build_model, transformer_config
-from megarl.megatron.te import HAVE_TE
+from megarl.megatron.stand_ins.attention import PackedSequences
+from megarl.megatron.stand_ins.te import HAVE_TE
 from megarl.models.shapes import ModelShape
 
 DTYPES = {"keep": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -76,7 +76,7 @@ def _torch() -> dict[str, Any]:
 
 def _trainer() -> dict[str, Any]:
     importlib.import_module("megarl.train.loop")
-    te = importlib.import_module("megarl.megatron.te")
+    te = importlib.import_module("megarl.megatron.stand_ins.te")
     return {"has_te": te.HAVE_TE, "te_problem": te.PROBLEM}
 
 

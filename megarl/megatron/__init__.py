@@ -2,22 +2,22 @@
 
 A file imports only what is above it in this list:
 
-- ``cpu``, ``te``, ``versions``, ``config_errors``: Megatron without CUDA, with and without Transformer Engine,
-  differences of its releases, its refusals as ConfigError.
+- ``stand_ins``: Megatron without CUDA, without Transformer Engine and without fused kernels.
+- ``versions``, ``config_errors``: differences of its releases, its refusals as ConfigError.
 - ``distributed``: process groups and small collective calls.
-- ``attention``, ``model``, ``hf_weights``: the model, and its weights under Hugging Face names.
+- ``model``, ``hf_weights``: the model, and its weights under Hugging Face names.
 - ``passes``: micro-batches, forward and backward, log-probabilities.
 - ``replay``: routing replay.
 - ``policy``: model, optimizer, schedule and replay together.
 - ``checkpoints``: checkpoints of a run.
-- ``frozen``, ``block_gradients``: models that are not trained; gradients of single samples.
+- ``frozen``, ``gradients``: models that are not trained; gradients of single samples.
 
 It may import ``models``, ``data``, ``config``, ``core`` and ``errors``.
 """
 
 import warnings
 
-from megarl.megatron import cpu, te
+from megarl.megatron.stand_ins import cpu, te
 
 # Every rank would print these at import or first call, and the user can change nothing about them: absent optional
 # kernels (`megarl doctor` reports those), names that torch will rename, Megatron's own use of deprecated defaults.

@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.errors import ConfigError
-from megarl.megatron.attention import NormOverHeads, PackedAttention, RMSNorm
-from megarl.megatron.te import uses_te
+from megarl.megatron.stand_ins.attention import NormOverHeads, PackedAttention, RMSNorm
+from megarl.megatron.stand_ins.te import uses_te
 from megarl.megatron.versions import RELEASE, TAKES_PADDING_MASK, for_stage, refuse_missing
 from megarl.models.shapes import ModelShape
 

@@ -21,12 +21,12 @@ from megarl.core.megatron_facts import replay_blockers
 from megarl.core.types import WeightShare
 from megarl.errors import NumericsError
 from megarl.megatron.config_errors import as_config_error
-from megarl.megatron.experts import join_experts
 from megarl.megatron.hf_weights import export_hf, load_hf, place_parameters
 from megarl.megatron.model import build_model, transformer_config
 from megarl.megatron.passes.dispatchers import release_after_use
 from megarl.megatron.replay import RoutingReplay
-from megarl.megatron.te import uses_te
+from megarl.megatron.stand_ins.experts import join_experts
+from megarl.megatron.stand_ins.te import uses_te
 from megarl.models.shapes import ModelShape, read_shape
 
 Settings = TypeVar("Settings")

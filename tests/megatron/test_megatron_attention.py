@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megarl.megatron  # noqa: F401
 from megarl.errors import ConfigError
-from megarl.megatron.attention import PackedAttention, PackedSequences, RMSNorm
+from megarl.megatron.stand_ins.attention import PackedAttention, PackedSequences, RMSNorm
 from megarl.megatron.versions import takes
 
 HEADS, GROUPS, WIDTH = 4, 2, 8

@@ -22,7 +22,7 @@ def run_python(code: str) -> str:
 def test_enabling_again_changes_nothing() -> None:
     import torch
 
-    from megarl.megatron import cpu
+    from megarl.megatron.stand_ins import cpu
 
     before = (torch.cuda.synchronize, torch.cuda.Stream, torch.cuda.current_device, torch.Tensor.cuda)
     assert cpu.enable() is not torch.cuda.is_available()
@@ -40,7 +40,7 @@ import importlib.util
 from pathlib import Path
 # the module alone: the rest of the package would go on to ask for the device
 spec = importlib.util.spec_from_file_location("cpu_alone", Path(importlib.util.find_spec("megarl").origin).parent
-                                              / "megatron" / "cpu.py")
+                                              / "megatron" / "stand_ins" / "cpu.py")
 cpu = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(cpu)
 assert cpu.enable() is False

@@ -10,8 +10,8 @@ import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 from tiny_world import config, join
 
-from megarl.megatron.experts import join_experts
 from megarl.megatron.policy import Policy, schedule_of
+from megarl.megatron.stand_ins.experts import join_experts
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

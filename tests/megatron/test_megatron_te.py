@@ -13,7 +13,7 @@ CODE = """
 import importlib.util, sys, warnings
 import torch
 torch.cuda.is_available = lambda: {cuda}
-path = importlib.util.find_spec("megarl").submodule_search_locations[0] + "/megatron/te.py"
+path = importlib.util.find_spec("megarl").submodule_search_locations[0] + "/megatron/stand_ins/te.py"
 spec = importlib.util.spec_from_file_location("te_alone", path)  # the whole package would go on to use the device
 te = importlib.util.module_from_spec(spec)
 with warnings.catch_warnings(record=True) as caught:

@@ -16,7 +16,7 @@ from megarl.core.types import Rollout
 from megarl.data.prompts import Prompt
 from megarl.errors import CheckpointError, ConfigError
 from megarl.megatron import distributed
-from megarl.megatron.block_gradients import find_block
+from megarl.megatron.gradients.block import find_block
 from megarl.rollout.player import Sample
 from megarl.train.sampling.assignment import Key
 from megarl.train.sampling.gradient_norms import gradient_norms

@@ -14,10 +14,10 @@ from megarl.core.diagnostics.measures import variance_metrics
 from megarl.core.metrics import Stat
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import NumericsError
-from megarl.megatron.block_gradients import embedding_square, find_block, measuring
 from megarl.megatron.distributed import dp_size, fail_together, gather_rows, largest, model_group
+from megarl.megatron.gradients.block import embedding_square, find_block, measuring
+from megarl.megatron.gradients.sequence_squares import SequenceSquares
 from megarl.megatron.passes import forward
-from megarl.megatron.sequence_squares import SequenceSquares
 from megarl.train.mini_batch import MiniBatch, make_rollout
 from megarl.train.sampling.step_rollouts import StepRollouts
 from megarl.train.step import TrainStep
@@ -35,7 +35,7 @@ def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: st
 
     A collective call. The ranks of one model copy hold the same rollouts, as for ``TrainStep.prepare``. Copies may hold
     different numbers of them, also none. There is one forward and backward pass over packed micro-batches
-    (``megarl.megatron.sequence_squares``). Weights and optimizer do not change; gradients are zero afterwards. Raises
+    (``megarl.megatron.gradients``). Weights and optimizer do not change; gradients are zero afterwards. Raises
     ConfigError for an unknown block, NumericsError naming a rollout whose norm is not finite, and what ``prepare``
     raises.
     """

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megarl.core.devices import to_device
 from megarl.core.ratios import segment_ids
-from megarl.megatron.block_gradients import Block
 from megarl.megatron.distributed import all_gather, cp_position, tp_position
+from megarl.megatron.gradients.block import Block
 from megarl.megatron.passes.logprobs import WeightGradient, outer_squares
 from megarl.megatron.passes.micro_batches import MicroBatch, gather_slots
 from megarl.megatron.policy import Policy

@@ -225,7 +225,7 @@ def _keep_in_order(dispatcher: types.ModuleType) -> None:
 
 def _replace_helpers() -> None:
     """Remedies 1 (generator of the tensor-parallel tracker), 4, 6 and 7."""
-    from megarl.megatron.rotation import rotate_packed  # the package, being imported, calls this
+    from megarl.megatron.stand_ins.rotation import rotate_packed  # the package, being imported, calls this
 
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state, random._set_cuda_rng_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state

@@ -1,4 +1,4 @@
-"""Parameters whose gradients are measured (``megarl.megatron.sequence_squares``), and passes that train nothing."""
+"""Parameters whose gradients ``sequence_squares`` measures, and passes that train nothing."""
 
 import re
 from collections.abc import Iterator
