@@ -90,8 +90,7 @@ class Player:
         steps: tuple[tuple[int, float], ...] = ()
         if verdict.reward is not None and (rewarded or verdict.steps):
             steps = self._find_steps(rollout, verdict, verdict.reward, rewarded)
-        reward, error, late, components = verdict.reward, verdict.error, verdict.timed_out, verdict.components
-        return Sample(rollout, reward, steps, turns, error, late, None, components)
+        return Sample(rollout, verdict.reward, steps, turns, verdict.error, verdict.timed_out, None, verdict.components)
 
     def close(self) -> None:
         """End the processes of the reward."""

@@ -175,3 +175,15 @@ def test_nothing_selected(credit):
     found = drive(Collector(ada_seq_pos(), 2), lambda p, s: None)
     advantages, weights = assign(credit, found)
     assert advantages.shape == weights.shape == (0,)
+
+
+@pytest.mark.parametrize("credit", [Credit(), Credit(combination="unbiased", objective="log", weigh="prompt")])
+def test_numbers_of_prompts_need_not_ascend(credit):
+    rewards, numbers = table(0.5, 4, 6, seed=2), [5, 9, 2, 7]
+    plain = collected(Uniform(6, 4, "balance"), rewards)
+    place = {number: index for index, number in enumerate(numbers)}
+    named = drive(Collector(Uniform(6, 4, "balance"), 4, numbers=numbers), lambda p, s: float(rewards[place[p], s]))
+    assert named.prompts.tolist() == [numbers[p] for p in plain.prompts]
+    found, expected = assign(credit, named), assign(credit, plain)
+    np.testing.assert_array_equal(found, expected)
+    assert len(np.unique(expected[0] * expected[1])) > 2

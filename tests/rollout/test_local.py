@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -255,9 +256,26 @@ def test_on_finish_counts_every_response(model_path: Path) -> None:
     engine: Engine = LocalEngine.from_pretrained(model_path, max_batch_size=4)
     finished: list[int] = []
     engine.generate(make_requests(11), PARAMS, on_finish=finished.append)
+    assert {type(number) for number in finished} == {int}
     assert sum(finished) == 11
     assert min(finished) >= 1
     assert len(finished) > 3
+
+
+def test_generate_asks_a_converse_that_a_subclass_or_a_user_has_changed(model_path: Path) -> None:
+    class Changed(LocalEngine):
+        def converse(self, *given: Any) -> None:
+            sessions.append(self)
+            super().converse(*given)
+
+    sessions: list[LocalEngine] = []
+    plain, changed = (kind.from_pretrained(model_path) for kind in (LocalEngine, Changed))
+    expected = plain.generate(make_requests(3), PARAMS)
+    for a, b in zip(expected, changed.generate(make_requests(3), PARAMS), strict=True):
+        assert_same(a, b)
+    plain.converse = changed.converse  # type: ignore[method-assign]
+    plain.generate(make_requests(3), PARAMS)
+    assert sessions == [changed, changed]
 
 
 def shuffled(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -429,7 +429,7 @@ def _first_with_contrast(rule: SamplingRule, rank: dict[Key, float | None], rewa
 def test_listed_keys_are_asked_for_whatever_comes() -> None:
     listed = FixedSamples([(3, 1), (0, 0), (0, 1), (0, 3), (1, 4)])
     asked = [(ask.prompt, list(ask.samples)) for ask in listed.start()]
-    assert asked == [(3, [1]), (0, [0, 1]), (0, [3]), (1, [4])]
+    assert asked == [(3, [1]), (0, [0]), (0, [1]), (0, [3]), (1, [4])]
     assert FixedSamples([]).start() == []
     assert listed.add(3, 1, 0.0) == []
     assert not listed.done

@@ -19,11 +19,12 @@ def assign(credit: Credit, selection: Selection, trains: np.ndarray | None = Non
     """
     if credit.combination != "unbiased":
         return _plain(credit, selection), weigh(credit, selection, trains)
-    advantages = np.zeros(len(selection.prompts))
-    numbers = [pool.prompt for pool in selection.pools]
-    begins, ends = (np.searchsorted(selection.prompts, numbers, side).tolist() for side in ("left", "right"))
+    advantages, order = np.zeros(len(selection.prompts)), np.argsort(selection.prompts, kind="stable")
+    ascending, numbers = selection.prompts[order], [pool.prompt for pool in selection.pools]
+    begins, ends = (np.searchsorted(ascending, numbers, side).tolist() for side in ("left", "right"))
     for pool, begin, end in zip(selection.pools, begins, ends, strict=True):
-        advantages[begin:end] = _unbiased(pool, selection.rewards[begin:end], selection.rule)
+        rows = order[begin:end]
+        advantages[rows] = _unbiased(pool, selection.rewards[rows], selection.rule)
     return advantages, weigh(credit, selection, trains)
 
 
@@ -39,8 +40,8 @@ def weigh(credit: Credit, selection: Selection, trains: np.ndarray | None = None
         numbers, place, counts = np.unique(selection.prompts[kept], return_inverse=True, return_counts=True)
         weights[kept] = kept.sum() / max(len(numbers), 1) / counts[place]
     if credit.objective is not None:
-        slopes = [_slope(pool, selection.rule.threshold, credit.objective) for pool in selection.pools]
-        weights *= np.array(slopes)[np.searchsorted([pool.prompt for pool in selection.pools], selection.prompts)]
+        slopes = {pool.prompt: _slope(pool, selection.rule.threshold, credit.objective) for pool in selection.pools}
+        weights *= [slopes[prompt] for prompt in selection.prompts.tolist()]
     return weights
 
 

@@ -120,7 +120,7 @@ def decode(
         is_finished = is_stop[drawn]
         if step + 1 >= first_limit:
             is_finished |= limits[alive] <= step + 1
-        num_finished = np.count_nonzero(is_finished)
+        num_finished = int(np.count_nonzero(is_finished))
         if on_finish is not None and num_finished:
             on_finish(num_finished)
         if recorder is not None:

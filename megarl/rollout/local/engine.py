@@ -153,7 +153,9 @@ class LocalEngine(Engine):
     def generate(
         self, requests: Sequence[SampleRequest], params: SamplingParams, on_finish: OnFinish = None
     ) -> list[Rollout]:
-        """See ``Engine.generate``. Nothing is awaited, so that there is no event loop."""
+        """See ``Engine.generate``. Where ``converse`` is this class's, there is no event loop: nothing is awaited."""
+        if getattr(self.converse, "__func__", None) is not LocalEngine.converse:
+            return super().generate(requests, params, on_finish)
         self._require_weights(params)
         return self._sample(requests, params, on_finish)
 

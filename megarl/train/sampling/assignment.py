@@ -12,7 +12,7 @@ all ranks know the reward of every (prompt, sample). Each rank computes the whol
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 
 import numpy as np
 
@@ -166,9 +166,7 @@ class FixedSamples:
         self._keys = keys
 
     def start(self) -> list[Ask]:
-        breaks = [i for i, (a, b) in enumerate(pairwise(self._keys), 1) if b != (a[0], a[1] + 1)]
-        bounds = pairwise([0, *breaks, len(self._keys)] if self._keys else [])
-        return [Ask(self._keys[a][0], range(self._keys[a][1], self._keys[b - 1][1] + 1)) for a, b in bounds]
+        return [Ask(prompt, range(sample, sample + 1)) for prompt, sample in self._keys]
 
     def add(self, prompt: int, sample: int, reward: float | None) -> list[Ask]:
         return []
