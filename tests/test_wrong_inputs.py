@@ -349,3 +349,13 @@ def test_a_run_folder_may_be_moved_with_its_model_or_copied(here: Path, monkeypa
             claim(found)  # it goes on
             with pytest.raises(ConfigError, match=r"holds a run with model\.path"):
                 claim(load(moved / "run" / saved.name, {"model.path": str(here / "model")}))
+
+
+def test_a_run_goes_on_with_settings_that_are_empty(here: Path) -> None:
+    """An empty string is no place, and many keys name none."""
+    held = {"data.answer_field": "", "model.reference": "", "run.dir": str(here / "run")}
+    claim(load("run.toml", held))
+    (here / "run" / "metrics.jsonl").touch()
+    claim(load("run.toml", held))
+    with pytest.raises(ConfigError, match=r"holds a run with data\.answer_field = '' .*, this one has 'answer'"):
+        claim(load("run.toml", held | {"data.answer_field": "answer"}))

@@ -77,7 +77,7 @@ class Vitals:
     ) -> None:
         """hang_s: seconds without progress before stacks are written; beat_s: seconds between two signs."""
         self._folder, self._rank, self._hang_s = folder, rank, hang_s
-        self._beat_s = beat_s or max(2.0, ranks / 50)  # all ranks together write at most 50 files a second
+        self._beat_s = beat_s or max(2.0, ranks / 50)  # of all ranks 50 a second; 200 while phases change
         self._parent = os.getppid()
         # Without torchrun the parent is a shell, which may end before the run (nohup).
         self._has_launcher = "TORCHELASTIC_RUN_ID" in os.environ
@@ -125,10 +125,10 @@ class Vitals:
         """A step has ended; update speed and remaining time, which the thread writes."""
         status = self.status
         self._ends.append(time.monotonic())
-        status.step = done
         if len(self._ends) > 1:  # the first entry is the begin of the run
             status.step_s = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
             status.eta_s = (status.steps - done) * status.step_s
+        status.step = done  # last, because the thread writes when it changes
 
     def end(self, state: State, error: BaseException | None = None) -> None:
         self.status.state = state

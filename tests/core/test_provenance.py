@@ -54,6 +54,17 @@ def test_metrics_count_sources_mixtures_and_rows_of_other_weights() -> None:
     assert found["rollout/staleness_max"] == 3
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int64])
+def test_masks_may_be_numbers(dtype: type[np.integer]) -> None:
+    """As an engine of one's own may return them; ``pack`` takes them too."""
+    bools = rollout([1, 2, 2, 3], [True, True, False, True])
+    assert bools.routed_mask is not None
+    numbers = replace(bools, loss_mask=bools.loss_mask.astype(dtype), routed_mask=bools.routed_mask.astype(dtype))
+    assert row_sources(numbers).tolist() == row_sources(bools).tolist()
+    found, expected = (finalize(provenance_metrics([one, one], trainer_version=4)) for one in (numbers, bools))
+    assert found == expected
+
+
 def test_a_missing_row_has_no_version_to_differ() -> None:
     gone = replace(rollout([2, 2], [True, False]), route_versions=np.array([2, 9], np.int32))
     refuse_mixed_versions([gone])

@@ -13,7 +13,7 @@ import pytest
 from megarl.errors import ConfigError, PeerError, RolloutError, StopError
 from megarl.run.lock import RunLock
 from megarl.run.status import describe_ranks, rank_file, read_signs, read_status, show, stacks_file, stop_file
-from megarl.run.vitals import Vitals
+from megarl.run.vitals import RunStatus, Vitals
 from megarl.train.saving import record_ending
 
 
@@ -54,6 +54,21 @@ def test_status_tells_step_phase_speed_and_what_is_left(tmp_path: Path, capsys: 
     assert "finished" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="is no folder of a run that has begun"):
         read_status(tmp_path / "nowhere")
+
+
+def test_a_step_is_never_told_without_its_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread may write between any two assignments, and then not again before the next phase."""
+    vitals, told = vitals_of(tmp_path), []
+    vitals.begin(2)
+
+    def assign(status: RunStatus, name: str, value: object) -> None:
+        object.__setattr__(status, name, value)
+        told.append((status.step, status.eta_s is not None))
+
+    monkeypatch.setattr(RunStatus, "__setattr__", assign)
+    vitals.finish_step(3)
+    assert told[-1] == (3, True)
+    assert (3, False) not in told
 
 
 def test_a_run_that_went_without_a_word_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ def row_sources(rollout: Rollout) -> np.ndarray:
     if rollout.route_sources is not None:
         return rollout.route_sources
     present = np.zeros(rollout.num_tokens, bool) if rollout.routed_mask is None else rollout.routed_mask
-    return present.view(np.uint8)  # True is CAPTURED, False is MISSING
+    return present.astype(bool, copy=False).view(np.uint8)  # True is CAPTURED, False is MISSING
 
 
 def row_versions(rollout: Rollout) -> np.ndarray:
@@ -40,7 +40,7 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
     versions = np.concatenate([rollout.weight_versions for rollout in rollouts])
     starts = np.cumsum([0, *(rollout.num_tokens for rollout in rollouts[:-1])])
     mixed = np.minimum.reduceat(versions, starts) != np.maximum.reduceat(versions, starts)
-    ages = trainer_version - versions[np.concatenate([rollout.loss_mask for rollout in rollouts])]
+    ages = trainer_version - versions[np.concatenate([rollout.loss_mask for rollout in rollouts]) != 0]
     columns = {"rollout/mixed_versions_fraction": mixed, "rollout/staleness_mean": ages}
     if any(rollout.routed_mask is not None for rollout in rollouts):
         sources = np.concatenate([row_sources(rollout) for rollout in rollouts])
