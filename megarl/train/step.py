@@ -113,7 +113,8 @@ class TrainStep:
         assert self.reference is not None, "the objective has no reference"
         replay = self.reference.replay
         assert replay is None or mini.routes is not None, "routes are known before this pass"
-        with nullcontext() if replay is None else self._context(mini, replay.replay(mini.routes, min_agreement=0.0)):
+        routes = Recording(mini.routes)  # not checked again, as in ``_block``
+        with nullcontext() if replay is None else self._context(mini, replay.replay(routes, min_agreement=0.0)):
             mini.ref_logprobs = self.reference.logprobs(mini.micro_batches)
 
     def token_advantages(self, minis: Sequence[MiniBatch], judged: Judged) -> None:

@@ -18,6 +18,7 @@ from megarl.megatron.distributed import dp_size, fail_together, gather_rows, lar
 from megarl.megatron.gradients.block import embedding_square, find_block, measuring
 from megarl.megatron.gradients.sequence_squares import SequenceSquares
 from megarl.megatron.passes import forward
+from megarl.megatron.replay import Recording
 from megarl.train.mini_batch import MiniBatch, make_rollout
 from megarl.train.sampling.step_rollouts import StepRollouts
 from megarl.train.step import TrainStep
@@ -113,8 +114,10 @@ def _backward(train_step: TrainStep, mini: MiniBatch, part: slice, measured: Seq
         return to_device(weights.to(logprobs.dtype), logprobs.device), None, {}
 
     replay, routes = train_step.policy.replay, mini.routes
-    # min_agreement=0: too few tokens to check whether routes belong to them; the step that trains checks its own.
-    with nullcontext() if replay is None or routes is None else replay.replay(routes[part], min_agreement=0.0):
+    # Their experts were checked by ``prepare``. min_agreement=0: too few tokens to check whether routes belong to them;
+    # the step that trains checks its own.
+    recording = None if routes is None else Recording(routes[part])
+    with nullcontext() if replay is None or recording is None else replay.replay(recording, min_agreement=0.0):
         forward.run(
             train_step.policy.chunks,
             mini.micro_batches[part],
