@@ -20,13 +20,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return make_world(tmp_path_factory.mktemp("world"))
 
 
-@pytest.fixture(autouse=True)
-def _close_judges(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """End the workers of trainers and samplers that a test does not close: tests of other files count processes."""
+@pytest.fixture(scope="module", autouse=True)
+def _close_judges() -> Iterator[None]:
+    """End the workers of trainers and samplers that a file does not close: tests of other files count processes."""
     made: list[Judge] = []
     make = Judge.__init__
-    monkeypatch.setattr(Judge, "__init__", lambda judge, *a, **more: (make(judge, *a, **more), made.append(judge))[0])
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Judge, "__init__", lambda judge, *a, **more: (make(judge, *a, **more), made.append(judge))[0])
+        yield
     for judge in made:
         judge.close()
 
