@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ports import free_port
+from megarl.rollout.sglang.spec import free_port
 
 NODES = ("n1", "n2")
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
@@ -128,7 +128,8 @@ class Cluster:
     def _write_conf(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o755)
-        host, (port, *ports) = socket.gethostname().split(".")[0], [free_port() for _ in range(1 + len(NODES))]
+        host = socket.gethostname().split(".")[0]
+        port, *ports = (free_port("127.0.0.1") for _ in range(1 + len(NODES)))
         nodes = [NODE.format(name=name, host=host, port=own) for name, own in zip(NODES, ports, strict=True)]
         text = CONF.format(host=host, port=port, folder=self.folder, nodes="\n".join(nodes))
         (self.folder / "slurm.conf").write_text(text)
