@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 # Before torch is imported: one thread per process (see the Makefile), and no look at a model hub.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -10,6 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import fast_start  # noqa: F401 (first: it is of use to the others)
@@ -32,6 +34,16 @@ settings.register_profile(
     "megarl", deadline=None, derandomize=True, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("megarl")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _undo_changes_of_this_process() -> Iterator[None]:
+    """A run sets variables, and a configuration puts its folder on the path; the next file has neither."""
+    variables, path = dict(os.environ), [*sys.path]
+    yield
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.path[:] = path
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

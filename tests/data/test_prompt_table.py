@@ -231,7 +231,7 @@ class TestSharing:
         for rank in ranks:
             rank.start()
         for rank in ranks:
-            rank.join(60)
+            rank.join(300)
             assert rank.exitcode == 0
         assert sorted(log.read_text().split()) == ["250"] * 4 + ["tokenized"]
 

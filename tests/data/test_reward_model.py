@@ -129,9 +129,9 @@ def test_a_failure_that_stays_is_no_reward_and_never_a_zero(name: str, server: R
 
 def test_a_server_that_is_gone_or_hangs_is_no_reward(server: RewardServer) -> None:
     server.release.clear()
-    verdict = judge(config(server, attempts=2, timeout_s=0.2))
+    verdict = judge(config(server, attempts=2, timeout_s=1.0))
     assert (verdict.reward, verdict.timed_out) == (None, True)
-    assert verdict.error == f"TimeoutError: reward model: {server.url} took more than 0.2 s"
+    assert verdict.error == f"TimeoutError: reward model: {server.url} took more than 1 s"
     assert len(server.requests) == 2
     with RewardServer() as other:
         gone = other.url

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megarl.rollout.sglang.spec import free_port
+
 NODES = ("n1", "n2")
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
 
@@ -126,7 +128,8 @@ class Cluster:
     def _write_conf(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o755)
-        host, (port, *ports) = socket.gethostname().split(".")[0], _free_ports(1 + len(NODES))
+        host = socket.gethostname().split(".")[0]
+        port, *ports = (free_port("127.0.0.1") for _ in range(1 + len(NODES)))
         nodes = [NODE.format(name=name, host=host, port=own) for name, own in zip(NODES, ports, strict=True)]
         text = CONF.format(host=host, port=port, folder=self.folder, nodes="\n".join(nodes))
         (self.folder / "slurm.conf").write_text(text)
@@ -137,16 +140,6 @@ class Cluster:
         self._daemons.append(
             subprocess.Popen(words, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         )
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def until(holds: Callable[[], bool], what: str, timeout_s: float = 300.0) -> None:

@@ -194,7 +194,7 @@ def test_a_second_submission_is_refused_or_waits_and_a_cancelled_job_leaves_nobo
         found = cluster.job(waits.id)
         return (found.get("JobState"), found.get("Reason")) == ("PENDING", "Dependency")
 
-    until(depends, "the second job waits for the first", 60.0)
+    until(depends, "the second job waits for the first")
     cluster.run("scancel", waits.id)
     first.until_step(3)
     cluster.run("scancel", first.id)

@@ -102,7 +102,7 @@ def test_streams_wait_for_asynchronous_calls(ranks: Callable[[str], list[Any]]) 
 def test_a_rank_that_is_gone_fails_the_others(ranks: Callable[[str], list[Any]], case: str, word: str) -> None:
     message, seconds = ranks(case)[0]
     assert word in message
-    assert seconds < 5
+    assert seconds < 60  # the limit is 300
 
 
 def test_a_rank_that_stays_away_fails_the_others_after_the_limit(ranks: Callable[[str], list[Any]]) -> None:

@@ -56,7 +56,7 @@ class Proxy:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        assert self._ready.wait(10.0)
+        assert self._ready.wait(60.0)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -46,8 +46,8 @@ from megarl.rollout.weights import WeightForm, checkpoint_shapes
 
 STAND_IN = Path(__file__).with_name("sglang_stand_in.py")
 FORM = WeightForm(torch.float32)
-PATIENCE = FleetSettings(60.0, poll_s=0.02, health_s=1000.0)
-WAIT_S = 60.0
+PATIENCE = FleetSettings(180.0, poll_s=0.02, health_s=1000.0)
+WAIT_S = 180.0
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_an_update_does_not_wait_for_a_server_that_is_down(world: World):
     world.control(1, start=1000.0)
     kill_9(process_of(fleet._members[1]))
     world.until(lambda: len(world.events(1, "started")) == 2)
-    for version in (2, 3, 4):  # 1000 s to the start, and 60 s of patience
+    for version in (2, 3, 4):  # 1000 s to the start, and 180 s of patience
         world.update(fleet, version)
         assert world.ask(fleet._members[0]) == [str(version), [version]]
     assert not fleet._members[1].ready
@@ -247,7 +247,7 @@ def test_an_update_in_the_middle_of_the_delivery_of_a_copy(world: World, tmp_pat
     fleet = world.start(spare=tmp_path / "spare" if way == "disk" else None)
     world.update(fleet, 1)
     path = "update_weights_from_tensor" if way == "memory" else "update_weights_from_disk"
-    world.control(1, **{path: 0.4})
+    world.control(1, **{path: 1.5})
     before = len(world.events(1))
     world.kill(fleet, 1)
     world.until(lambda: any(event["event"] == path for event in world.events(1)[before:]))
@@ -323,7 +323,7 @@ def test_nothing_starts_while_the_servers_rest(world: World):
 
 
 def test_a_server_that_always_dies_is_given_up_and_the_others_go_on(world: World):
-    fleet = world.start(settings=FleetSettings(60.0, max_restarts=2, poll_s=0.02, health_s=1000.0))
+    fleet = world.start(settings=FleetSettings(180.0, max_restarts=2, poll_s=0.02, health_s=1000.0))
     world.update(fleet, 1)
     (world.folder(1) / "events.jsonl").unlink()
     (world.folder(1) / "events.jsonl").mkdir()  # the stand-in cannot write there: it ends at once
@@ -617,5 +617,5 @@ def test_the_seconds_of_an_update_are_those_of_its_parts(world: World):
     parts = fleet.update(slow(), 1, FORM)
     whole = time.perf_counter() - started
     assert 0.02 * len(shapes_of(world.model)) <= parts["gather"]
-    assert parts["gather"] + parts["quantise"] + parts["send"] == pytest.approx(whole, abs=0.05)
+    assert parts["gather"] + parts["quantise"] + parts["send"] == pytest.approx(whole, abs=0.2)
     assert 0 < parts["hidden"] <= parts["gather"] + parts["quantise"]

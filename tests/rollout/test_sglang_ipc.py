@@ -47,7 +47,7 @@ class Meeting:
 
     def __init__(self, num_ranks: int) -> None:
         self._given: dict[int, Any] = {}
-        self._met = threading.Barrier(num_ranks, timeout=20.0)
+        self._met = threading.Barrier(num_ranks, timeout=120.0)
 
     def of(self, rank: int) -> Callable[[Any], list[Any]]:
         def gather(mine: Any) -> list[Any]:

@@ -334,9 +334,15 @@ def test_control_groups_are_removed_also_those_of_a_killed_run(tool: PythonTool)
     assert run(PythonTool(LIMITS), "print(1)").output == "1\n"
     assert left() == []
     code = f"import os; [os.mkdir(os.path.join(p, f'megarl-{{os.getpid()}}-left')) for p in {[*map(str, parents)]}]"
-    dead = subprocess.Popen([sys.executable, "-c", code])
-    dead.wait()
+    dead = subprocess.Popen(
+        [sys.executable, "-c", f"{code}; print('made', flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert dead.stdout is not None
+    assert dead.stdout.readline() == b"made\n"
     assert all((parent / f"megarl-{dead.pid}-left").exists() for parent in parents)
+    dead.communicate(b"\n")  # from now on, tools of other tests at the same time remove them as well
     cgroup.find_parents()
     assert not any((parent / f"megarl-{dead.pid}-left").exists() for parent in parents)
 

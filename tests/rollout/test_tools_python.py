@@ -255,7 +255,7 @@ print("begun")
 def test_a_child_that_holds_the_output_does_not_hold_the_call(either: PythonTool, duration: str) -> None:
     start = time.monotonic()
     assert run(either, f"import subprocess\nsubprocess.Popen(['sleep', '{duration}'])\nprint(1)").output == "1\n"
-    assert time.monotonic() - start < 10.0
+    assert time.monotonic() - start < 18.0  # not by its deadline
     assert alive(duration) == []
 
 
@@ -306,7 +306,7 @@ asyncio.run(PythonTool()("import os; os.execvp('sleep', ['sleep', '{duration}'])
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while alive(duration):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from megarl.data.judge import Judge
+
 if TYPE_CHECKING:
     from train_world import World
 
@@ -16,6 +18,18 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     from train_world import make_world
 
     return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _close_judges() -> Iterator[None]:
+    """End the workers of trainers and samplers that a file does not close: tests of other files count processes."""
+    made: list[Judge] = []
+    make = Judge.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Judge, "__init__", lambda judge, *a, **more: (make(judge, *a, **more), made.append(judge))[0])
+        yield
+    for judge in made:
+        judge.close()
 
 
 SHARES_GROUPS = {

@@ -32,12 +32,12 @@ def test_it_begins_at_once_and_every_response_is_counted_once():
     def draw(on_finish):
         on_finish(2)
         first_done.set()
-        assert go_on.wait(10.0)
+        assert go_on.wait(60.0)
         on_finish(1)
         return [rollout(sample) for sample in range(3)]
 
     sampling = BackgroundSampling(draw)
-    assert first_done.wait(10.0)  # nobody has asked for it yet
+    assert first_done.wait(60.0)  # nobody has asked for it yet
     seen: list[int] = []
 
     def count(number: int) -> None:
