@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megarl.core.types import Rollout
-from megarl.errors import RolloutError
+from megarl.errors import RolloutError, StopError
 from megarl.train.sampling.requests import BackgroundSampling
 
 
@@ -57,3 +57,21 @@ def test_an_error_is_raised_where_the_result_is_asked_for():
     for _ in range(2):
         with pytest.raises(RolloutError, match="all servers are down"):
             sampling.result()
+
+
+def test_a_request_to_stop_is_not_forgotten_where_all_responses_are_there():
+    def stop(count):
+        raise StopError(f"asked to stop after {count}")
+
+    drawn = threading.Event()
+
+    def draw(on_finish):
+        on_finish(2)
+        drawn.set()
+        return [rollout(0), rollout(1)]
+
+    sampling = BackgroundSampling(draw)
+    assert drawn.wait(60.0)
+    for on_finish in (stop, None):
+        with pytest.raises(StopError, match="asked to stop after 2"):
+            sampling.result(on_finish)

@@ -111,13 +111,17 @@ def is_changed(engine: Engine) -> bool:
 
 
 class BackgroundSampling:
-    """Samples while the trainer's thread trains. Starts at once. ``result`` raises what ``sample`` raises."""
+    """Samples while the trainer's thread trains. Starts at once. ``result`` raises what ``sample`` raises.
+
+    What ``on_finish`` raises, such as a request to stop, every further ``result`` raises too.
+    """
 
     def __init__(self, sample: Callable[[Advance], dict[tuple[int, int], Sample]]) -> None:
         """``sample(on_finish)`` must make no collective call: those belong to the trainer's thread."""
         self._lock = threading.Lock()
         self._num_finished = 0
         self._on_finish: Advance | None = None
+        self._refusal: BaseException | None = None
         self._future: Future[dict[tuple[int, int], Sample]] = Future()
         # A daemon thread: a trainer that ends with an error does not wait for responses that nobody wants.
         threading.Thread(target=self._run, args=(sample,), name="sampling", daemon=True).start()
@@ -126,8 +130,13 @@ class BackgroundSampling:
         """Wait for the result. ``on_finish`` is called with what is complete now, then for every further response."""
         with self._lock:
             self._on_finish = on_finish
-            if on_finish is not None and self._num_finished:
-                on_finish(self._num_finished)
+            if on_finish is not None and self._num_finished and self._refusal is None:
+                try:
+                    on_finish(self._num_finished)
+                except BaseException as error:
+                    self._refusal = error
+        if self._refusal is not None:
+            raise self._refusal
         return self._future.result()
 
     def _run(self, sample: Callable[[Advance], dict[tuple[int, int], Sample]]) -> None:
