@@ -155,12 +155,20 @@ def _parse_command(arguments: list[str]) -> Command:
         close = difflib.get_close_matches(first, COMMANDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(COMMANDS)}"
         raise ConfigError(f"found {f'the command {first!r}' if first else 'no command'}; {hint}")
+    reads_keys = issubclass(COMMANDS.get(first, object), OnConfiguration)
     try:
-        values = vars(parser.parse_args(arguments))
+        parsed, unknown = parser.parse_known_args(arguments)
     except SystemExit:
-        if issubclass(COMMANDS.get(first, object), OnConfiguration):
+        if reads_keys:
             print(describe_tables())
         raise
+    if unknown:  # argparse itself would not name the command
+        prog, flag = f"megarl {first}" if first in COMMANDS else "megarl", unknown[0].partition("=")[0]
+        known = config_file.keys() if reads_keys else ()
+        meant = [f"--{key}" for key in known if f"--{key.rpartition('.')[2]}" == flag]
+        hint = f"did you mean {' or '.join(meant)}?" if meant else f"see {prog} --help"
+        raise ConfigError(f"{prog}: unrecognized arguments: {' '.join(unknown)}; {hint}")
+    values = vars(parsed)
     command = COMMANDS[values.pop("command")]
     try:
         return command(**values)

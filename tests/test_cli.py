@@ -60,7 +60,9 @@ def split_stderr(result: subprocess.CompletedProcess[str]) -> tuple[list[str], s
         (["--parallel.vpp", "2"], "parallel.vpp: found 2 with pp = 1"),
         (["--megatron.moe_router_fusion"], "moe_router_fusion: found True"),
         (["--megatron.num_layers", "3"], "use model.path instead"),
-        (["--verbose"], "unrecognized arguments: --verbose"),
+        (["--verbose"], "megarl train: unrecognized arguments: --verbose; see megarl train --help"),
+        (["--steps", "3"], "unrecognized arguments: --steps 3; did you mean --run.steps or --sft.steps?"),
+        (["--lr=1"], "unrecognized arguments: --lr=1; did you mean --optim.lr or --sft.lr?"),
     ],
 )
 def test_a_wrong_setting_costs_one_line_and_exit_code_2_before_anything_heavy_is_imported(
@@ -100,7 +102,8 @@ def test_under_torchrun_the_layout_is_checked_and_only_the_first_rank_complains(
     [
         ([], "found no command; expected one of train, launch, sft, "),
         (["trian"], "found the command 'trian'; did you mean train?"),
-        (["--foo"], "unrecognized arguments: --foo"),
+        (["--foo"], "megarl: unrecognized arguments: --foo; see megarl --help"),
+        (["simulate", "--steps", "3"], "unrecognized arguments: --steps 3; see megarl simulate --help"),
         (["simulate", "--samples", "many"], "--samples: found 'many': Input should be a valid integer"),
         (["trace", "look", "x"], "invalid choice: 'look'"),
         (["train"], "megarl train: the following arguments are required: CONFIG"),

@@ -192,6 +192,7 @@ CASES: dict[str, tuple[str, Callable[[], object], str]] = {
         "sft.data: task/demonstrations.jsonl:1",
     ),
     "a folder without a run": ("status task", nothing, "is no folder of a run that has begun"),
+    "samples of a folder without a run": ("samples task", nothing, "or this is no run folder"),
     "a report of nothing": ("report task", nothing, "metrics.jsonl: there is no such file"),
     "a status that is damaged": ("status run", a_run(step="one"), "status.json is damaged"),
     "metrics that are none": (

@@ -29,7 +29,8 @@ def show(
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: there is no such folder; expected the folder of a run")
     if not (run_dir / NAME).is_file():
-        raise DataError(f"{run_dir / NAME}: there is no such file: no step is finished, or log.samples_per_step is 0")
+        why = "no step is finished, log.samples_per_step is 0, or this is no run folder"
+        raise DataError(f"{run_dir / NAME}: there is no such file: {why}")
     count = worst if worst is not None else best
     is_newest = step is None and search is None and count is None
     found: list[dict[str, Any]] = []
