@@ -240,7 +240,8 @@ def describe_failure(error: BaseException) -> Verdict:
 
 def _check_finite(value: object, what: str) -> float:
     if not isinstance(value, (float, numbers.Real, np.bool_)):  # float first, for it needs no look-up
-        raise TypeError(f"{what} {value!r:.80} ({type(value).__name__}), expected a number")
+        hint = "; for several rewards by name, set reward.weights" if isinstance(value, Mapping) else ""
+        raise TypeError(f"{what} {value!r:.80} ({type(value).__name__}), expected a number{hint}")
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{what} {number}, expected a finite number")

@@ -49,7 +49,7 @@ def make_environment(config: EnvironmentConfig) -> Environment | None:
         given = {} if config.observation is None else {"template": config.observation}
         form = Hermes(**given) if config.format == "hermes" else Block(config.call_open, config.call_close, **given)
         return ToolEnvironment([_tool(name, config) for name in config.tools], form)
-    made = _make("environment.function", config.function, config.options)
+    made = _make("environment.function", config.function, config.options, "tools")
     if not callable(getattr(made, "begin", None)):
         raise ConfigError(
             f"environment.function {config.function!r} made a {type(made).__name__} without begin(prompt, seed); "
@@ -102,12 +102,12 @@ def _tool(name: str, config: EnvironmentConfig) -> Tool:
             output_bytes=config.python_output_kb << 10,
         )
         return PythonTool(limits, limits_alone=config.python_limits_alone)
-    tool = _make("environment.tools", name, {})
+    tool = _make("environment.tools", name, {}, "calculator, python")
     if not callable(tool) or not isinstance(getattr(tool, "name", None), str):
         raise ConfigError(f"environment.tools: {name!r} made a {type(tool).__name__}, expected a tool with a name")
     return tool
 
 
-def _make(key: str, path: str, options: Mapping[str, Any]) -> Any:
+def _make(key: str, path: str, options: Mapping[str, Any], built_in: str) -> Any:
     """Return what "package.module:factory" makes."""
-    return call_own(key, load_plug(key, path), **options)
+    return call_own(key, load_plug(key, path, built_in), **options)

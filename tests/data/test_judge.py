@@ -163,7 +163,7 @@ def test_several_rewards_by_name(function: str) -> None:
         if function == "checked":  # a response that was stopped has none of them
             assert one(judge, "late", "7") == Verdict(0.0, timed_out=True)
     with Judge(f"own_judges:{function}") as judge:
-        assert "expected a number" in (one(judge, "several").error or "")
+        assert "expected a number; for several rewards by name, set" in (one(judge, "several").error or "")
 
 
 def test_workers_start_with_the_first_call_that_needs_one() -> None:

@@ -108,9 +108,9 @@ def test_a_function_of_the_user_gets_its_options() -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"function": "gym"}, r"environment\.function: found 'gym', expected a built-in name, or package\.module:name"),
-        ({"function": ":f"}, "expected a built-in name"),
-        ({"function": "a:"}, "expected a built-in name"),
+        ({"function": "gym"}, r"environment\.function: found 'gym', expected tools, or package\.module:name"),
+        ({"function": ":f"}, "expected tools, or"),
+        ({"function": "a:"}, "expected tools, or"),
         ({"function": "no_such_module:f"}, "'no_such_module:f', but cannot import 'no_such_module' .*PYTHONPATH"),
         ({"function": "made_by_user:missing"}, "has nothing named 'missing'"),
         ({"function": "broken_by_user:f"}, r"cannot import 'broken_by_user' \(ZeroDivisionError: "),
@@ -124,7 +124,7 @@ def test_a_function_of_the_user_gets_its_options() -> None:
         ),
         ({"function": "made_by_user:nothing"}, r"made a NoneType without begin\(prompt, seed\)"),
         ({"function": "made_by_user:refuses"}, r"^user: no GPU for the judge$"),
-        ({"function": "tools", "tools": ["search"]}, r"environment\.tools: found 'search', expected a built-in name"),
+        ({"function": "tools", "tools": ["search"]}, r"environment\.tools: found 'search', expected calculator, "),
         ({"function": "tools", "tools": ["made_by_user:nothing"]}, "made a NoneType, expected a tool with a name"),
         ({"function": "tools", "tools": ["made_by_user:nameless"]}, "made a function, expected a tool with a name"),
         (
