@@ -72,6 +72,29 @@ def test_the_largest_log_probability_may_lie_beside_wider_columns():
             prepare(dataclasses.replace(narrow, rollout_logprobs=torch.tensor([above])))
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (3, 1)])
+def test_the_rows_of_a_padded_batch_are_sequences(shape):
+    rows, width = shape
+    names = ("old_logprobs", "rollout_logprobs", "advantages")
+    batch = {name: torch.full(shape, -float(number)) for number, name in enumerate(names, 1)}
+    batch["loss_mask"] = torch.ones(shape, dtype=torch.bool)
+    logprobs = torch.zeros(shape)
+    found = TokenColumns.of_padded(logprobs, batch)
+    assert found.cu_seqlens.tolist() == list(range(0, rows * width + 1, width))
+    assert found.ref_logprobs is None
+    assert all(getattr(found, name).tolist() == batch[name].flatten().tolist() for name in batch)
+    with_ref = TokenColumns.of_padded(logprobs, batch | {"ref_logprobs": logprobs - 7})
+    assert with_ref.ref_logprobs is not None
+    assert with_ref.ref_logprobs.tolist() == [-7] * logprobs.numel()
+    with pytest.raises(ValueError, match=r"logprobs is .*, expected \[b, s\]; packed columns"):
+        TokenColumns.of_padded(logprobs.flatten(), batch)
+    for name in batch:
+        with pytest.raises(ValueError, match=f"the batch has no {name}"):
+            TokenColumns.of_padded(logprobs, {other: column for other, column in batch.items() if other != name})
+        with pytest.raises(ValueError, match=rf"{name} is \[{rows * width}\], expected \[{rows}, {width}\]"):
+            TokenColumns.of_padded(logprobs, batch | {name: batch[name].flatten()})
+
+
 def replaced(**changes: Any) -> Objective:
     return dataclasses.replace(PLAIN, **changes)
 
