@@ -95,6 +95,14 @@ def test_the_rows_of_a_padded_batch_are_sequences(shape):
             TokenColumns.of_padded(logprobs, batch | {name: batch[name].flatten()})
 
 
+def test_columns_are_0_where_a_token_does_not_train():
+    state = prepare(columns_of([1.0, 2.0, 3.0], old=[0.0, -math.inf, 0.0], ref=0.0, mask=[True, True, False]))
+    assert state.keep.tolist() == [True, False, False]
+    for column in (state.logprobs, state.old_logprobs, state.rollout_logprobs, state.advantages, state.ref_logprobs):
+        assert column is not None
+        assert column[1:].tolist() == [0, 0]
+
+
 def replaced(**changes: Any) -> Objective:
     return dataclasses.replace(PLAIN, **changes)
 
