@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_driver import drive, table
 
-from megarl.core.choices.stopping import Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
+from megarl.core.choices.stopping import POSITIVE, Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.core.metrics import finalize
 from megarl.core.sampling.collector import Ask, Collector, Rewards, find_rows
 from megarl.core.sampling.stopping_law import stopping_law
@@ -148,9 +148,9 @@ def test_metrics():
 
 
 def test_a_reward_at_the_threshold_is_negative():
-    found = drive(Collector(Uniform(2), 2), lambda p, s: 0.5 if p == 0 else 1.0)
+    found = drive(Collector(Uniform(2), 2), lambda p, s: POSITIVE if p == 0 else 1.0)
     assert found.drawn[3].tolist() == [0, 2]
-    one_class = drive(Collector(Sequential(1, 1, 2, 2, 2), 2), lambda p, s: 0.5 if p == 0 else 1.0)
+    one_class = drive(Collector(Sequential(1, 1, 2, 2, 2), 2), lambda p, s: POSITIVE if p == 0 else 1.0)
     assert metrics(one_class)["sampling/resolved_fraction"] == 0
 
 
