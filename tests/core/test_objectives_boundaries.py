@@ -95,6 +95,12 @@ def test_the_rows_of_a_padded_batch_are_sequences(shape):
             TokenColumns.of_padded(logprobs, batch | {name: batch[name].flatten()})
 
 
+@pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
+def test_every_advantage_that_is_not_finite_is_found(wrong):
+    with pytest.raises(NumericsError, match=r"advantages is .* at token 1"):
+        prepare(columns_of([0.0, 0.0], advantages=[1.0, wrong]))
+
+
 def test_columns_are_0_where_a_token_does_not_train():
     state = prepare(columns_of([1.0, 2.0, 3.0], old=[0.0, -math.inf, 0.0], ref=0.0, mask=[True, True, False]))
     assert state.keep.tolist() == [True, False, False]
