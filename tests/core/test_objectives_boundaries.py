@@ -98,7 +98,7 @@ def test_the_rows_of_a_padded_batch_are_sequences(shape):
 @pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
 def test_every_advantage_that_is_not_finite_is_found(wrong):
     with pytest.raises(NumericsError, match=r"advantages is .* at token 1"):
-        prepare(columns_of([0.0, 0.0], advantages=[1.0, wrong]))
+        prepare(columns_of([0.0, 0.0], advantages=[-1.0, wrong]))
 
 
 def test_columns_are_0_where_a_token_does_not_train():
