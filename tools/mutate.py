@@ -52,6 +52,7 @@ SCORED = {
     "metrics": "metrics pools",
     "packing": "packing turns",
     "sampling/collector": "collector pools subsampling credit_assignment",
+    "sampling/credit_assignment": "credit_assignment",
     "choices/parts": "parts objectives_2026 table family functions",
     "choices/records": "records parts family functions",
 }

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_driver import drive, table
 
-from megarl.core.choices.stopping import Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
+from megarl.core.choices.stopping import POSITIVE, Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.core.metrics import finalize
 from megarl.core.sampling.collector import Ask, Collector, Rewards, find_rows
 from megarl.core.sampling.stopping_law import stopping_law
@@ -147,6 +147,13 @@ def test_metrics():
     assert values["sampling/short_prompts"] == values["sampling/failed"] == values["sampling/missing_prompts"] == 0
 
 
+def test_a_reward_at_the_threshold_is_negative():
+    found = drive(Collector(Uniform(2), 2), lambda p, s: POSITIVE if p == 0 else 1.0)
+    assert found.drawn[3].tolist() == [0, 2]
+    one_class = drive(Collector(Sequential(1, 1, 2, 2, 2), 2), lambda p, s: POSITIVE if p == 0 else 1.0)
+    assert metrics(one_class)["sampling/resolved_fraction"] == 0
+
+
 @pytest.mark.parametrize(("rule", "rate"), [(ada_seq_balance(), 0.1), (ada_seq_pos(), 0.1), (ada_seq_balance(), 0.5)])
 def test_monte_carlo_against_the_exact_cost(rule, rate):
     """20.962, 13.564 and 8.567 samples per prompt, of the collector with arrivals in any order."""
@@ -250,6 +257,8 @@ def test_allotted_counts():
     found = drive(Collector(Allotted((2, 0, 3)), 3), lambda p, s: float(p == 2 and s == 1), np.random.default_rng(0))
     assert found.prompts.tolist() == [0, 0, 2, 2, 2]
     assert [pool.num_asked for pool in found.pools] == [2, 0, 3]
+    assert [pool.drawn() for pool in found.pools] == [[2], [], [3]]
+    assert metrics(found)["sampling/short_prompts"] == 0
     nothing = Collector(Allotted((0, 0)), 2)
     assert nothing.start() == []
     assert nothing.done
@@ -313,6 +322,27 @@ def test_rows_are_found_by_prompt_and_sample(keys, wanted):
     columns, asked = (np.array(each, np.int64).reshape(-1, 2).T for each in (keys, wanted))
     row_of = {key: row for row, key in enumerate(keys)}
     assert find_rows(*columns, *asked).tolist() == [row_of.get(key, len(keys)) for key in wanted]
+
+
+def test_each_prompt_and_sample_has_its_own_key():
+    def find(keys, *wanted):
+        return find_rows(*np.array(keys).T, *np.array(wanted).T).tolist()
+
+    assert find([(0, 2), (1, 0)], (1, 0)) == [1]
+    assert find([(0, 0), (1, 0)], (0, 1), (1, 0)) == [2, 1]
+
+
+@pytest.mark.parametrize("options", [{}, {"refill": True, "max_prompts": 6, "spare": 1}])
+def test_a_replay_selects_what_was_selected_as_the_samples_arrived(options):
+    rule, rewards = Sequential(1, 1, 2, 6, train_size=2), table(0.3, 6, 6, seed=3)
+    everything = np.ones(36, bool)
+    prompts, samples = np.divmod(np.arange(36), 6)
+    drawn = Rewards.of(prompts, samples, rewards.ravel(), everything)
+    found = Collector(rule, 3, **options).replay(drawn)
+    same(found, drive(Collector(rule, 3, **options), lambda p, s: float(rewards[p, s])))
+    assert len(found.prompts) == 6
+    with pytest.raises(ValueError, match="2 samples are still to arrive"):
+        Collector(rule, 1).replay(Rewards.of(prompts[:0], samples[:0], rewards[0, :0], everything[:0]))
 
 
 def test_rewards_of_what_was_asked_for_as_far_as_it_was_drawn():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sampling_driver import drive, table
 
 from megarl.core.choices.credit import Credit
-from megarl.core.choices.stopping import Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
+from megarl.core.choices.stopping import POSITIVE, Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.core.sampling.allocation import objective_slope
 from megarl.core.sampling.collector import Collector
 from megarl.core.sampling.credit_assignment import assign
@@ -122,6 +122,8 @@ def test_the_unbiased_combination_needs_both_classes():
     found = collected(Uniform(4, 2, "any"), [[1, 1, 0, 0]])
     with pytest.raises(ConfigError, match="2 positives and 0 negatives"):
         assign(Credit(combination="unbiased"), found)
+    at_threshold = collected(Uniform(2), [[POSITIVE, 1.0]])
+    assert np.sign(assign(Credit(combination="unbiased"), at_threshold)[0]).tolist() == [-1, 1]
     # nothing to say about a pool of one class
     dead = collected(Uniform(4, 2, "any"), [[1, 1, 1, 1]])
     assert assign(Credit(combination="unbiased"), dead)[0].tolist() == [0, 0]

@@ -203,3 +203,14 @@ def test_surrogate_metrics_never_wait_for_the_device():
     column, mask = torch.empty(5, device="meta"), torch.empty(5, dtype=torch.bool, device="meta")
     found = surrogate_metrics(column, column, column, mask, torch.empty(3, dtype=torch.int64, device="meta"))
     assert {stat.sums.device.type for stat in found.values()} == {"meta"}
+
+
+def test_a_ratio_of_2_is_not_extreme_and_a_long_product_stays_finite():
+    mu, mask, bounds = torch.full((40,), -20.0, dtype=torch.float64), torch.ones(40, dtype=torch.bool), [0, 40]
+    twice = torch.zeros_like(mu) + math.log(2)  # exactly log 2 above 0
+    of_rho = finalize(mismatch_metrics(twice, torch.zeros_like(mu), mask, torch.tensor(bounds)))
+    assert of_rho["rollout/extreme_2"] == 0
+    factors = finalize(surrogate_metrics(twice, torch.zeros_like(mu), torch.zeros_like(mu), mask, torch.tensor(bounds)))
+    assert factors["ratio/extreme_2"] == 0
+    long = finalize(mismatch_metrics(mu + 19, mu, mask, torch.tensor(bounds)))
+    assert long["rollout/chi2_sequence"] == pytest.approx(math.exp(40) - 1)

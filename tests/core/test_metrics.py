@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.metrics import (
+    HISTOGRAM_EDGES,
     MOST_IN_HISTOGRAM,
+    SPREAD_EDGES,
     Stat,
     finalize,
     flatten,
@@ -51,6 +54,8 @@ def test_hand_computed():
     assert numbers["e/fraction"] == pytest.approx(0.4807692307692308, abs=1e-12)
     assert (numbers["s/mean"], numbers["s/min"], numbers["s/max"]) == (2.5, 1, 7)
     assert numbers["s/std"] == pytest.approx(math.sqrt(6.75))
+    of_ratio = finalize({"e": Stat.ess_of(Stat.ratio(values.log(), mask))})
+    assert of_ratio["e"] == pytest.approx(numbers["e"], abs=1e-6)
 
 
 def test_arrays_lists_and_numbers_are_values_too():
@@ -81,6 +86,7 @@ def test_quantiles_of_a_known_distribution():
     assert math.log(numbers["r/p01"]) == pytest.approx(-0.98, rel=0.075)
     assert math.log(numbers["r/p99"]) == pytest.approx(0.98, rel=0.075)
     assert numbers["r/p50"] == pytest.approx(1.0, abs=2e-4)
+    assert (len(HISTOGRAM_EDGES), len(SPREAD_EDGES), SPREAD_EDGES[0], MOST_IN_HISTOGRAM) == (172, 385, 1e-12, 65536)
     constant = finalize({"r": Stat.ratio(torch.full((5,), 0.0), torch.ones(5, dtype=torch.bool))})
     assert [constant[f"r/{name}"] for name in ("mean", "std", "min", "max", "p01", "p99")] == [1, 0, 1, 1, 1, 1]
 
@@ -112,6 +118,8 @@ def test_a_metric_that_is_not_finite_is_an_error():
 def test_a_geometric_mean_beyond_all_floats_is_infinite():
     assert replace(Stat.mean([709.0]), kind="exp_mean").values()[""] == math.exp(709)
     assert replace(Stat.mean([710.0]), kind="exp_mean").values()[""] == math.inf
+    largest = math.log(sys.float_info.max)
+    assert replace(Stat.mean([largest]), kind="exp_mean").values()[""] == math.exp(largest) < math.inf
     with pytest.raises(NumericsError, match="ppl"):
         finalize({"ppl": replace(Stat.mean([1e9]), kind="exp_mean")})
 
@@ -160,14 +168,15 @@ def test_at_the_ends():
 
 
 def test_flat_columns_of_several_ranks_add_up_to_their_merge():
-    left = {"a": Stat.total(-0.0), "b": Stat.summary(torch.tensor([1.0, 3.0]))}
+    left = {"a": Stat.total(-0.0), "b": Stat.summary(torch.tensor([1.0, 3.0])), "d": Stat.total(-0.0)}
     right = {"c": Stat.max(torch.tensor([math.nan])), "b": Stat.summary(torch.tensor([5.0])), "a": Stat.total(-0.0)}
+    right["e"] = Stat.max([-2.0])
     layout = join_layouts([layout_of(left), layout_of(right)])
-    assert [name for name, *_ in layout] == ["a", "b", "c"]
+    assert [name for name, *_ in layout] == ["a", "b", "d", "c", "e"]
     (sums, maxima), (more, larger) = flatten(left, layout), flatten(right, layout)
     found = unflatten(sums + more, torch.maximum(maxima, larger), layout)
     expected = merge([left, right])
-    for name in ("a", "b"):
+    for name in ("a", "b", "d", "e"):
         assert str(found[name].sums.tolist()) == str(expected[name].sums.tolist()), "-0 stays -0"
         assert found[name].maxima.tolist() == expected[name].maxima.tolist()
     assert found["c"].maxima.tolist() == [math.inf], "a maximum of a collective may lose a NaN"

@@ -72,6 +72,43 @@ def test_the_largest_log_probability_may_lie_beside_wider_columns():
             prepare(dataclasses.replace(narrow, rollout_logprobs=torch.tensor([above])))
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (3, 1)])
+def test_the_rows_of_a_padded_batch_are_sequences(shape):
+    rows, width = shape
+    names = ("old_logprobs", "rollout_logprobs", "advantages")
+    batch = {name: torch.full(shape, -float(number)) for number, name in enumerate(names, 1)}
+    batch["loss_mask"] = torch.ones(shape, dtype=torch.bool)
+    logprobs = torch.zeros(shape)
+    found = TokenColumns.of_padded(logprobs, batch)
+    assert found.cu_seqlens.tolist() == list(range(0, rows * width + 1, width))
+    assert found.ref_logprobs is None
+    assert all(getattr(found, name).tolist() == batch[name].flatten().tolist() for name in batch)
+    with_ref = TokenColumns.of_padded(logprobs, batch | {"ref_logprobs": logprobs - 7})
+    assert with_ref.ref_logprobs is not None
+    assert with_ref.ref_logprobs.tolist() == [-7] * logprobs.numel()
+    with pytest.raises(ValueError, match=r"logprobs is .*, expected \[b, s\]; packed columns"):
+        TokenColumns.of_padded(logprobs.flatten(), batch)
+    for name in batch:
+        with pytest.raises(ValueError, match=f"the batch has no {name}"):
+            TokenColumns.of_padded(logprobs, {other: column for other, column in batch.items() if other != name})
+        with pytest.raises(ValueError, match=rf"{name} is \[{rows * width}\], expected \[{rows}, {width}\]"):
+            TokenColumns.of_padded(logprobs, batch | {name: batch[name].flatten()})
+
+
+@pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
+def test_every_advantage_that_is_not_finite_is_found(wrong):
+    with pytest.raises(NumericsError, match=r"advantages is .* at token 1"):
+        prepare(columns_of([0.0, 0.0], advantages=[-1.0, wrong]))
+
+
+def test_columns_are_0_where_a_token_does_not_train():
+    state = prepare(columns_of([1.0, 2.0, 3.0], old=[0.0, -math.inf, 0.0], ref=0.0, mask=[True, True, False]))
+    assert state.keep.tolist() == [True, False, False]
+    for column in (state.logprobs, state.old_logprobs, state.rollout_logprobs, state.advantages, state.ref_logprobs):
+        assert column is not None
+        assert column[1:].tolist() == [0, 0]
+
+
 def replaced(**changes: Any) -> Objective:
     return dataclasses.replace(PLAIN, **changes)
 
@@ -122,7 +159,9 @@ class TestMasks:
             assert trust(columns_of([log], advantages=advantage), Mask.ppo()) == (
                 [True], {"clip/high": 0.0, "clip/low": 0.0},
             )  # fmt: skip
-        assert trust(columns_of([1.0, -1.0], advantages=[0.25, -0.25]), Mask.ppo())[0] == [False, False]
+        assert trust(columns_of([1.0, -1.0], advantages=[0.25, -0.25]), Mask.ppo()) == (
+            [False, False], {"clip/high": 0.5, "clip/low": 0.5},
+        )  # fmt: skip
 
     @pytest.mark.parametrize("strict", [True, False])
     def test_a_ratio_of_1_leads_nowhere(self, strict):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from oracles import reference
 
 from megarl.core import packing
-from megarl.core.packing import TOKEN_COLUMNS, drop_routes, pack, partition, partition_into, select, spread
+from megarl.core.packing import TOKEN_COLUMNS, drop_routes, has_routes, pack, partition, partition_into, select, spread
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import NumericsError, RolloutError, TraceError
 
@@ -66,6 +66,10 @@ class TestPartition:
     def test_the_fullest_bin_that_can_be_halved_is(self):
         assert packing._divide([[0, 1, 2], [3, 4]], [5, 4, 1, 3, 3], 3) == [[0], [1, 2], [3, 4]]
         assert packing._divide([[0], [1, 2]], [9, 2, 2], 3) == [[0], [1], [2]]
+        assert packing._divide([[0, 1, 2, 3]], [9, 2, 2, 2], 3) == [[0], [1, 3], [2]], "one sequence is not halved"
+        two = [[0, 1, 2, 3], [4, 5]]
+        assert packing._divide(two, [6, 6, 6, 6, 5, 5], 4) == [[0], [1, 3], [2], [4, 5]], "halves are compared too"
+        assert packing._divide(two, [6, 6, 6, 6, 5, 5], 5) == [[0], [1], [2], [3], [4, 5]]
 
     @settings(max_examples=80, deadline=None)
     @given(lengths=sizes, room=st.integers(0, 30), min_bins=st.integers(1, 4))
@@ -110,6 +114,35 @@ class TestPartition:
         assert sorted(i for part in bins for i in part) == list(range(1000))
         assert all(sum(lengths[i] for i in part) <= max_tokens for part in bins)
 
+    @pytest.mark.parametrize("tries", [0, 3])
+    def test_a_bisection_finds_the_fewest_bins_that_fit(self, tries, monkeypatch):
+        monkeypatch.setattr(packing, "_TRIES", tries)
+        monkeypatch.setattr(packing, "_least_bins", lambda *_: 2)
+        for fewest in range(2, 21):
+            fits = {number: [[number]] for number in range(fewest, 21)}
+            monkeypatch.setattr(packing, "_place", lambda _lengths, _order, number, _most, fits=fits: fits.get(number))
+            assert packing._fewest_bins([11] * 20, 20) == [[fewest]]
+
+    @pytest.mark.parametrize(
+        ("lengths", "least"),
+        [
+            ([7, 7, 7, 4, 4], 4),  # no 4 fits beside a 7
+            ([7, 6, 3, 3, 3], 3),  # 7 of 9 fit beside the others
+            ([6, 4, 1], 2),
+            ([5, 5, 5, 5], 2),
+            ([3, 3], 1),
+        ],
+    )
+    def test_the_bound_of_martello_and_toth(self, lengths, least):
+        assert packing._least_bins(lengths, 10) == least
+
+    def test_first_fit_has_room_for_sequences_of_more_than_half_a_bin(self):
+        assert packing._first_fit_decreasing([6, 6, 6], [0, 1, 2], 11) == [[0], [1], [2]]
+
+    def test_a_bisection_balances_as_many_bins_as_first_fit_needs(self, monkeypatch):
+        monkeypatch.setattr(packing, "_TRIES", 0)
+        assert partition([5, 7, 2, 5, 3], max_tokens=11) == [[0, 4], [1], [2, 3]], "first-fit gives 10, 10 and 2"
+
     @settings(max_examples=60, deadline=None)
     @given(lengths=sizes, num_bins=st.integers(1, 7))
     def test_exact_number_of_bins_is_balanced(self, lengths, num_bins):
@@ -131,6 +164,8 @@ class TestPartition:
             pack([rollout(0, 3), rollout(1, 2)], [columns[0], columns[0]])
         with pytest.raises(NumericsError, match="group 3 sample 0: the advantage is"):
             pack([rollout(0, 2)], [np.array([1.0, np.nan])])
+        with pytest.raises(NumericsError, match="group 3 sample 1: the advantage is inf"):
+            pack([rollout(0, 3), rollout(1, 2)], [columns[0], np.array([np.inf, 5.0])])
 
     @pytest.mark.parametrize(
         ("call", "message"),
@@ -186,6 +221,8 @@ class TestPack:
         assert wide.routed_experts.dtype == torch.int16
         unmasked = dataclasses.replace(rollout(0, 3), routed_mask=None)
         assert pack([unmasked], [1.0]).routed_mask.tolist() == [True] * 3
+        mixed = [rollout(0, 3), rollout(1, 2, routes=False)]
+        assert pack(mixed, [1.0, 1.0], routes=False).routed_mask is None
 
     def test_does_not_share_memory_with_a_rollout(self):
         one = rollout(0, 3)
@@ -225,6 +262,12 @@ class TestPack:
                 "first token is marked as generated",
             ),
             (
+                [rollout(0, 3), dataclasses.replace(rollout(1, 2), loss_mask=np.ones(2, bool))],
+                [0.0, 0.0],
+                RolloutError,
+                "sample 1: its first token is marked as generated",
+            ),
+            (
                 [dataclasses.replace(rollout(0, 3), routed_experts=np.zeros((2, 2, 1), np.uint8))],
                 [0.0],
                 TraceError,
@@ -261,6 +304,7 @@ class TestPack:
         holes = rollout(0, 3)
         assert drop_routes(holes).routed_mask.tolist() == [True, True, False]
         assert drop_routes(holes).routed_experts is None
+        assert [has_routes(each) for each in (bare, full, holes, drop_routes(holes))] == [False, True, True, True]
 
 
 class TestSelect:

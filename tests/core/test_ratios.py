@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from megarl.core.ratios import (
     check_cu_seqlens,
     is_logprob,
+    is_wrong_cu_seqlens,
     log_ratio,
     logprob_error,
     segment_expand,
@@ -82,6 +83,22 @@ def test_what_a_wrong_log_probability_may_be(value, message):
 def test_the_falling_sequence_is_named():
     with pytest.raises(ValueError, match="falls from 5 to 3 at sequence 2"):
         check_cu_seqlens(torch.tensor([0, 1, 5, 3, 6, 7]), 7)
+
+
+class OnDevice(torch.Tensor):
+    """Takes the path of a device."""
+
+    is_cpu = property(lambda _: False)  # pyright: ignore[reportAssignmentType]
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, OnDevice])
+@pytest.mark.parametrize(
+    ("bounds", "wrong"),
+    [([0, 2, 2, 3], False), ([1, 2, 3], True), ([0, 1, 2], True), ([0, 1, 4], True), ([0, 2, 1, 3], True)],
+)
+def test_which_bounds_are_wrong(kind, bounds, wrong):
+    assert bool(is_wrong_cu_seqlens(torch.tensor(bounds).as_subclass(kind), 3)) is wrong
+    assert not is_wrong_cu_seqlens(torch.tensor([0]).as_subclass(kind), 0)
 
 
 def test_sums_of_negative_values_are_exact_too():

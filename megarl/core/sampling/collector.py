@@ -68,7 +68,7 @@ class Pool:
         """Samples of each round that arrived with a reward."""
         edges = np.cumsum([0, *self.asked])
         samples = [sample for sample, reward in self.rewards.items() if reward is not None]
-        return np.histogram(samples, bins=edges)[0].tolist() if len(edges) > 1 and edges[-1] else []
+        return np.histogram(samples, bins=edges)[0].tolist() if edges[-1] else []
 
     def classes(self, threshold: float) -> tuple[int, int]:
         """Number of rewards above the threshold, and of the others."""
