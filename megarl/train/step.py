@@ -111,10 +111,12 @@ class TrainStep:
     def ref_logprobs(self, mini: MiniBatch) -> None:
         """Run the reference policy over one mini-batch. It routes natively unless it replays the policy's routes."""
         assert self.reference is not None, "the objective has no reference"
-        replay = self.reference.replay
-        assert replay is None or mini.routes is not None, "routes are known before this pass"
-        routes = Recording(mini.routes)  # not checked again, as in ``_block``
-        with nullcontext() if replay is None else self._context(mini, replay.replay(routes, min_agreement=0.0)):
+        replay, block = self.reference.replay, nullcontext()
+        if replay is not None:
+            assert mini.routes is not None, "routes are known before this pass"
+            routes = Recording(mini.routes)  # not checked again, as in ``_block``
+            block = self._context(mini, replay.replay(routes, min_agreement=0.0))
+        with block:
             mini.ref_logprobs = self.reference.logprobs(mini.micro_batches)
 
     def token_advantages(self, minis: Sequence[MiniBatch], judged: Judged) -> None:

@@ -262,7 +262,9 @@ def test_on_finish_counts_every_response(model_path: Path) -> None:
     assert len(finished) > 3
 
 
-def test_generate_asks_a_converse_that_a_subclass_or_a_user_has_changed(model_path: Path) -> None:
+def test_generate_asks_a_converse_that_a_subclass_or_a_user_has_changed(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Changed(LocalEngine):
         def converse(self, *given: Any) -> None:
             sessions.append(self)
@@ -273,7 +275,7 @@ def test_generate_asks_a_converse_that_a_subclass_or_a_user_has_changed(model_pa
     expected = plain.generate(make_requests(3), PARAMS)
     for a, b in zip(expected, changed.generate(make_requests(3), PARAMS), strict=True):
         assert_same(a, b)
-    plain.converse = changed.converse  # type: ignore[method-assign]
+    monkeypatch.setattr(plain, "converse", changed.converse)
     plain.generate(make_requests(3), PARAMS)
     assert sessions == [changed, changed]
 

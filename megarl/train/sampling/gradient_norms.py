@@ -113,11 +113,12 @@ def _backward(train_step: TrainStep, mini: MiniBatch, part: slice, measured: Seq
         weights = torch.where(batch.loss_mask, batch.advantages, 0.0)
         return to_device(weights.to(logprobs.dtype), logprobs.device), None, {}
 
-    replay, routes = train_step.policy.replay, mini.routes
-    # Their experts were checked by ``prepare``. min_agreement=0: too few tokens to check whether routes belong to them;
-    # the step that trains checks its own.
-    recording = None if routes is None else Recording(routes[part])
-    with nullcontext() if replay is None or recording is None else replay.replay(recording, min_agreement=0.0):
+    replay, block = train_step.policy.replay, nullcontext()
+    if replay is not None and mini.routes is not None:
+        routes = Recording(mini.routes[part])  # not checked again, as in ``TrainStep``
+        # min_agreement=0: too few tokens to check whether routes belong to them; the step that trains checks its own.
+        block = replay.replay(routes, min_agreement=0.0)
+    with block:
         forward.run(
             train_step.policy.chunks,
             mini.micro_batches[part],
