@@ -69,6 +69,20 @@ def run(home: Path, name: str, server: Server, *words: str, ranks: int = 2) -> l
     return records(home / name, "step")
 
 
+def require_agreement(steps: list[dict[str, Any]]) -> None:
+    """Equal experts in all rows, and k3 of KL[rollout || old] of rounding alone.
+
+    But in one step two experts may tie: in a random model the scores of one pair of experts in a million are closer
+    than fp32 rounds, both choices are right, and a run compares some thousand pairs. What is wrong in the routes, the
+    weights or the cache of a server is wrong in every step, or in many rows.
+    """
+    tied = [step for step in steps if step["router/flip"] > 0.0]
+    assert len(tied) <= 1, tied
+    for step in steps:
+        assert step["router/flip"] < 0.01, step  # a prefix that the responses of one group share
+        assert step["rollout/k3"] < 1e-9 or step in tied, step
+
+
 def test_fp32_agrees_within_the_nuclei_that_the_server_records(home: Path, fp32_server: Server) -> None:
     """Without them, pi / mu is the mass of the nucleus."""
     words = ("--run.steps", "2", "--train.replay", "none", "--rollout.top_p", "0.8", "--train.max_k3", "off")
@@ -82,13 +96,12 @@ def test_fp32_agrees_within_the_nuclei_that_the_server_records(home: Path, fp32_
 
 @pytest.mark.parametrize("way", ["tensor", "distributed", "disk"])
 def test_fp32_agrees_natively_after_every_sync(home: Path, fp32_server: Server, way: str) -> None:
-    """TP1, EP2 in training: equal experts in all rows, and k3 of KL[rollout || old] of rounding alone."""
+    """TP1, EP2 in training."""
     words = ("--run.steps", "3", "--parallel.ep", "2", "--train.replay", "none", "--sglang.sync", way)
     steps = run(home, f"fp32_{way}", fp32_server, *words, "--sglang.checksums", "true")
     assert [step["step"] for step in steps] == [1, 2, 3]
+    require_agreement(steps)
     for step in steps:
-        assert step["router/flip"] == 0.0
-        assert step["rollout/k3"] < 1e-9
         assert step["rollout/staleness_max"] == 0
         assert step["rollout/wrong_answers"] == 0
         assert all(step[f"time/sync_{part}_s"] > 0 for part in ("gather", "quantise", "send"))
@@ -160,8 +173,8 @@ def test_every_node_starts_a_server_and_all_get_the_weights(
     for code, text in nodes():
         assert code == 0, text[-3000:]
     steps = records(home / "nodes", "step")
-    assert [step["router/flip"] for step in steps] == [0.0, 0.0]
-    assert all(step["rollout/k3"] < 1e-9 for step in steps)
+    assert len(steps) == 2
+    require_agreement(steps)
     for node in range(2):
         folder = home / "nodes" / "sglang" / f"node{node}"
         log = (folder / "server0.log").read_text()
