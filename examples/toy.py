@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -49,7 +50,13 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def join(args: argparse.Namespace) -> None:
-    """Make the process groups: torchrun's ranks, or one rank without torchrun."""
+    """Make the process groups: torchrun's ranks, or one rank without torchrun. Exits with 2 if they do not fit."""
+    ranks, needed = int(os.environ.get("WORLD_SIZE", "1")), args.tp * args.pp * args.ep
+    if ranks % needed:
+        start = f"torchrun --nproc-per-node {needed} {sys.argv[0]} ..."
+        expected = f"expected a multiple of tp * pp * ep = {needed}: {start}"
+        print(f"error: found {ranks} ranks, {expected}", file=sys.stderr)
+        sys.exit(2)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if "RANK" in os.environ:
         if torch.cuda.is_available():

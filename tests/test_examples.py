@@ -76,6 +76,14 @@ def test_without_replay_the_loop_routes_natively() -> None:
         assert sent == alone < 95
 
 
+def test_a_layout_without_its_ranks_is_told_without_a_traceback() -> None:
+    found = ran(PLUGGED, "--tp", "2")
+    assert found.status == 2
+    advice = f"torchrun --nproc-per-node 2 {PLUGGED} ...\n"
+    assert found.output.endswith(f"error: found 1 ranks, expected a multiple of tp * pp * ep = 2: {advice}")
+    assert "Traceback" not in found.output
+
+
 def test_r3_sends_every_token_where_the_rollout_did() -> None:
     found = ran(PLUGGED, "--replay", "r3")
     assert found.status == 0, found.output

@@ -138,7 +138,11 @@ CASES: dict[str, tuple[str, Callable[[], object], str]] = {
     "rates that are none": ("simulate --rates 2", nothing, "--rates 2: expected P or P:PROMPTS"),
     "no such recipe": ("recipes copy nowhere", nothing, "found no recipe or script 'nowhere'"),
     "no Megatron there": ("patch status nowhere", nothing, "expected the folder that contains megatron/core"),
-    "no such configuration": ("train nowhere.toml", nothing, "No such file or directory"),
+    "no such configuration": (
+        "train nowhere.toml",
+        nothing,
+        "nowhere.toml: cannot be read as a configuration file: No such",
+    ),
     "a folder as a configuration": ("plan task", nothing, "Is a directory"),
     "a name that is too long": (f"{TRAIN} --data.train {'a' * 300}.jsonl", nothing, "File name too long"),
     "not UTF-8": (TRAIN, whole("run.toml", b"\xff\xfe"), "cannot be read as a configuration file"),

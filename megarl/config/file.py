@@ -55,7 +55,8 @@ def read_toml(path: Path) -> dict[str, Any]:
             )
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as a configuration file: {error}") from error
+        why = getattr(error, "strerror", None) or error  # an OSError names the file again
+        raise ConfigError(f"{path}: cannot be read as a configuration file: {why}") from error
     except ConfigError:
         raise
     except (ValueError, RecursionError) as error:  # a number of too many digits among them

@@ -55,7 +55,7 @@ class MetricsLog:
         if enabled:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self._wandb = _start_wandb(wandb_project, self.run_dir) if wandb_project is not None else None
-            self._cut(math.inf)
+            self._cut((math.inf, True))
 
     def write(self, kind: Kind, step: int, metrics: Mapping[str, float], minibatch: int | None = None) -> None:
         """Append one record. metrics: numbers of Python or numpy, or one-element tensors; minibatch: its index."""
@@ -78,18 +78,19 @@ class MetricsLog:
             self._file.flush()
             os.fsync(self._file.fileno())
 
-    def truncate_after(self, step: int) -> int:
+    def truncate_after(self, step: int, evaluated: bool = True) -> int:
         """Drop all records with a larger step, and a torn last line, when a run resumes; return how many.
 
-        Only what is dropped is read, from the end; earlier records have no larger step. The file is cut in one step, so
-        a kill leaves either the old or the new one. TensorBoard hides the dropped steps; wandb cannot take points back,
-        there a resumed run is a new run of the same group.
+        evaluated: False drops the evaluation after this step too, because it comes again. Only what is dropped is read,
+        from the end; earlier records have no larger step. The file is cut in one step, so a kill leaves either the old
+        or the new one. TensorBoard hides the dropped steps; wandb cannot take points back, there a resumed run is a new
+        run of the same group.
         """
         if not self._enabled:
             return 0
         self._close_files()
         self._purge_from = step + 1
-        return self._cut(step)
+        return self._cut((step, evaluated))
 
     def __enter__(self) -> Self:
         return self
@@ -102,8 +103,8 @@ class MetricsLog:
         if self._wandb is not None:
             self._wandb.finish()
 
-    def _cut(self, last_step: float) -> int:
-        """Keep the records up to last_step and no torn line; return how many lines went."""
+    def _cut(self, last: tuple[float, bool]) -> int:
+        """Keep the records up to last, (step, whether its evaluation), and no torn line; return how many lines went."""
         num_dropped, end, wall_s = 0, 0, 0.0
         size = self.path.stat().st_size if self.path.is_file() else 0
         for begin, line in _lines_from_the_end(self.path) if size else ():
@@ -115,7 +116,7 @@ class MetricsLog:
                 if num_dropped:
                     raise _broken(f"{self.path}: byte {begin}", error) from error
                 record = None
-            if record is not None and record["step"] <= last_step:
+            if record is not None and (record["step"], record["kind"] == "eval") <= last:
                 end, wall_s = begin + len(line) + 1, float(record["wall_s"])
                 break
             num_dropped += 1

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from megarl.data.files import write_atomically
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, describe
 from megarl.run.lock import RunLock
 from megarl.run.status import rank_file, stacks_file, stop_file
 
@@ -162,8 +162,8 @@ class Vitals:
                 self._check()
             except ConfigError as error:  # the lock is lost: another run writes into this folder now
                 self._end_at_once(str(error))
-            except OSError as error:  # the file system is away for a moment
-                print(f"megarl: warning: {error}", file=sys.stderr, flush=True)
+            except Exception as error:  # also one that nobody foresaw: without this thread, the lock seems abandoned
+                _complain(f"warning: {describe(error)}")
 
     def _check(self) -> None:
         if self.lock is not None:
@@ -182,11 +182,7 @@ class Vitals:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self._where()}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
-        print(
-            f"megarl: warning: {self._where()} and has made no progress for {self._hang_s:.0f} s; stacks are in {path}",
-            file=sys.stderr,
-            flush=True,
-        )
+        _complain(f"warning: {self._where()} and has made no progress for {self._hang_s:.0f} s; stacks are in {path}")
 
     def _where(self) -> str:
         status = self.status
@@ -194,7 +190,7 @@ class Vitals:
 
     def _end_at_once(self, why: str) -> None:
         """At once, without cleaning up: checkpoints are complete at any moment, and the main thread may hang."""
-        print(f"megarl: error: rank {self._rank}: {why}; ending", file=sys.stderr, flush=True)
+        _complain(f"error: rank {self._rank}: {why}; ending")
         os._exit(_ORPHANED)
 
     def _write(self) -> None:
@@ -211,5 +207,10 @@ class Vitals:
                 if self._rank == 0:
                     status = json.dumps(asdict(self.status)).encode()
                     write_atomically(self._folder / "status.json", status, durable=False)
-            except OSError as error:  # such as a full disk, which must not end a run
-                print(f"megarl: warning: no status written: {error}", file=sys.stderr, flush=True)
+            except Exception as error:  # such as a full disk, which must not end a run
+                _complain(f"warning: no status written: {describe(error)}")
+
+
+def _complain(line: str) -> None:
+    with suppress(OSError, ValueError):  # what reads stderr may be gone, with the launcher
+        print(f"megarl: {line}", file=sys.stderr, flush=True)

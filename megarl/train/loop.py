@@ -313,7 +313,7 @@ class Trainer:
         if self.audit is not None:
             self.audit.record_resume(done)
             self.texts.truncate_after(done)
-        dropped = self.log.truncate_after(done)
+        dropped = self.log.truncate_after(done, evaluated=not self._eval_is_due)
         self.monitor.recall()
         self.monitor.say(f"resumed from {newest[1]} after step {done}; dropped {dropped} later records")
         if state["layout"] != (layout := describe_layout(self.policy)):

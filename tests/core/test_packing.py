@@ -155,6 +155,16 @@ class TestPartition:
         assert max(loads) - min(loads) <= max(lengths)
         assert partition_into(list(lengths), num_bins) == bins
 
+    @settings(max_examples=150, deadline=None)
+    @given(lengths=st.lists(st.integers(1, 60), min_size=2, max_size=30), data=st.data())
+    def test_one_bin_more_makes_no_bin_longer(self, lengths, data):
+        """Why a bisection finds the fewest bins. By induction: each sequence goes into the shortest bin of both, and
+        the longest, second-longest and so on of the more bins stay at most as long."""
+        num_bins = data.draw(st.integers(1, len(lengths) - 1))
+        fewer, more = (partition_into(lengths, count) for count in (num_bins, num_bins + 1))
+        loads = [sorted((sum(lengths[i] for i in part) for part in bins), reverse=True) for bins in (fewer, more)]
+        assert all(shorter <= longer for longer, shorter in zip(*loads, strict=False))
+
     def test_advantages_of_tokens_stay_with_their_tokens(self):
         columns = [np.array([1.0, 2.0, 3.0]), np.array([4.0, 5.0])]
         batch = pack([rollout(0, 3), rollout(1, 2)], columns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,13 @@ def test_ends_where_the_positions_end(engine: LocalEngine) -> None:
 
 def test_no_requests(engine: LocalEngine) -> None:
     assert engine.generate([], PARAMS) == []
+
+
+def test_a_generator_of_requests_is_no_empty_list(engine: LocalEngine) -> None:
+    requests: Any = (request for request in make_requests(2))
+    for generate in (engine.generate, partial(Engine.generate, engine)):  # this class's, and that of every other engine
+        with pytest.raises(TypeError, match="generator"):
+            generate(requests, PARAMS)
 
 
 def test_on_finish_counts_every_response(model_path: Path) -> None:

@@ -77,6 +77,17 @@ def test_truncate_after_keeps_bytes_and_counts(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_an_evaluation_that_comes_again_is_not_in_the_log_twice(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        for kind, step in (("step", 1), ("eval", 1), ("step", 2), ("eval", 2), ("step", 3)):
+            log.write(kind, step, {})
+        assert log.truncate_after(2) == 1
+        assert log.truncate_after(2, evaluated=False) == 1
+        assert log.truncate_after(2, evaluated=False) == 0
+    found = [(record["kind"], record["step"]) for record in read_metrics(tmp_path / "metrics.jsonl")]
+    assert found == [("step", 1), ("eval", 1), ("step", 2)]
+
+
 def test_truncate_before_anything_was_written(tmp_path: Path) -> None:
     with MetricsLog(tmp_path, tensorboard=False) as log:
         assert log.truncate_after(0) == 0

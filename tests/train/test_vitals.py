@@ -129,12 +129,31 @@ def test_a_request_to_stop_is_for_the_start_that_it_names(tmp_path: Path, monkey
         until(lambda: asked)
 
 
+def test_signs_go_on_after_an_error_that_nobody_foresaw(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    stop_file(tmp_path).write_bytes(b"\xff")  # no text
+    with RunLock(tmp_path / "lock") as lock, vitals_of(tmp_path) as vitals:
+        vitals.lock, vitals.ask = lock, lambda who: None
+        vitals.status.health = [{"found": object()}]  # no JSON
+        for _ in range(2):
+            before = (tmp_path / "lock").stat().st_mtime_ns
+            until(lambda before=before: (tmp_path / "lock").stat().st_mtime_ns > before)
+        vitals.status.health = None
+    told = capfd.readouterr().err
+    assert "warning: UnicodeDecodeError: " in told
+    assert "warning: no status written: TypeError: " in told
+    assert "Traceback" not in told
+    assert read_status(tmp_path)["health"] is None
+
+
 def test_a_rank_without_a_launcher_ends(tmp_path: Path) -> None:
     rank = "import sys, time; from pathlib import Path; from megarl.run.vitals import Vitals\n"
-    rank += "with Vitals(Path(sys.argv[1]), 0, 1, steps=1, hang_s=60, beat_s=0.05):\n    time.sleep(60)"
+    rank += "with Vitals(Path(sys.argv[1]), 0, 1, steps=1, hang_s=60, beat_s=0.05):\n    time.sleep(600)"
     launcher = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', *sys.argv[1:]]); time.sleep(60)"
     under_torchrun = {**os.environ, "TORCHELASTIC_RUN_ID": "1"}
-    process = subprocess.Popen([sys.executable, "-c", launcher, rank, str(tmp_path)], env=under_torchrun)
+    words = [sys.executable, "-c", launcher, rank, str(tmp_path)]
+    process = subprocess.Popen(words, env=under_torchrun, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    process.stderr.close()  # what reads the rank's errors may end with the launcher
     until(lambda: (tmp_path / "status.json").exists())  # written after the rank's own file
     pid = json.loads(rank_file(tmp_path, 0).read_text())["pid"]
     process.kill()

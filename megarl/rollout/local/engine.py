@@ -177,7 +177,7 @@ class LocalEngine(Engine):
         order = np.argsort([len(request.prompt_tokens) for request in requests], kind="stable")
         found: list[Rollout] = []
         with self._arithmetic, nullcontext() if recorder is None else recorder.recording():
-            for start in range(0, len(order), self._max_batch_size):
+            for start in range(0, len(requests), self._max_batch_size):  # refuses a generator, as ``sample_each``
                 chosen = order[start : start + self._max_batch_size]
                 batch, cache = [requests[i] for i in chosen.tolist()], self._cache(config=self._model.config)
                 found += decode(self._model, recorder, batch, params, limits[chosen], self._version, on_finish, cache)
