@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from megarl import __version__
 from megarl.commands import COMMANDS
@@ -178,9 +179,10 @@ def _parse_command(arguments: list[str]) -> Command:
         raise ConfigError(f"megarl {first}: {flag}: found {wrong['input']!r}: {wrong['msg']}") from None
 
 
-def _add_arguments(parser: argparse.ArgumentParser, command: type[Command]) -> None:
+def _add_arguments(parser: argparse.ArgumentParser, command: type[Any]) -> None:
     """Words are only sorted here; the record converts and checks them."""
-    for name, field in command.__pydantic_fields__.items():
+    fields: dict[str, FieldInfo] = command.__pydantic_fields__
+    for name, field in fields.items():
         options: dict[str, Any] = {"help": " ".join((field.description or "").split()).replace("%", "%%")}
         kind = get_origin(field.annotation)
         is_sequence, choices = kind is tuple, get_args(field.annotation) if kind is Literal else ()

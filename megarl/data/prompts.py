@@ -317,7 +317,7 @@ def decode_all(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[np.ndarra
     ):
         backend: Any = tokenizer.backend_tokenizer  # in a quarter of the time that the tokenizer's own call takes
         return backend.decode_batch(ids, skip_special_tokens=True)
-    return [tokenizer.decode(sequence, skip_special_tokens=True) for sequence in ids]
+    return [str(tokenizer.decode(sequence, skip_special_tokens=True)) for sequence in ids]
 
 
 def check_messages(messages: list[Any], field: str, place: str) -> None:

@@ -66,11 +66,9 @@ class RewardModel:
 
     async def score(self, texts: Sequence[str]) -> list[float]:
         """Return the score of each text; raises the first error if one has none."""
-        found = await asyncio.gather(*map(self._enqueue, texts), return_exceptions=True)
-        for score in found:
-            if isinstance(score, BaseException):
-                raise score
-        return [float(score) for score in found]
+        futures = [self._enqueue(text) for text in texts]
+        await asyncio.gather(*futures, return_exceptions=True)
+        return [float(future.result()) for future in futures]
 
     def _enqueue(self, text: str) -> asyncio.Future[float]:
         """Return the score to come. Texts that begin to wait together, or while no place is free, share a request."""

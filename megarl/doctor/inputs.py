@@ -150,11 +150,12 @@ def _check_disk(config: Config, shape: ModelShape | None) -> Check:
     found = f"{free / 2**30:.1f} GiB free in {existing}"
     try:
         from megarl.plan.layout import count_model
+
+        parameters = None if shape is None else count_model(shape).total
     except ImportError:  # no torch
-        shape = None
-    if shape is None:
+        parameters = None
+    if parameters is None:
         return Check("run.dir", "ok", f"{found}; the size of a checkpoint is not known")
-    parameters = count_model(shape).total
     element = 4 if config.model.dtype == "fp32" else 2
     # Adam keeps two moments in fp32 for each weight, and a main weight unless the weights are fp32.
     one = parameters * (element + (8 if element == 4 else 12))

@@ -8,7 +8,7 @@ Every rank samples its share of the responses. Each response has its own seed, s
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ class Task:
     checkpoint: Path | None
     """A step folder; None: the weights of model.path."""
     out: Path
-    prompts: dict[str, Sequence[Prompt]]
+    prompts: Mapping[str, Sequence[Prompt]]
     """By benchmark, including complete ones."""
     shared: dict[str, Any]
     own: dict[str, dict[str, Any]]

@@ -91,8 +91,8 @@ def find(config: Config, env: Mapping[str, str], ask: Ask | None = None) -> Topo
     addresses = addresses_of([*trainers, *servers], env, ask)
     job = env["SLURM_JOB_ID"]
     port, *server_ports = free_ports(1 + launch.server_nodes * config.sglang.servers, int(job))
-    nodes = [tuple(Node(name, addresses[name]) for name in names) for names in (trainers, servers)]
-    return Topology(*nodes, launch.ranks_per_node, port, tuple(server_ports), het, job)
+    of_trainers, of_servers = (tuple(Node(name, addresses[name]) for name in names) for names in (trainers, servers))
+    return Topology(of_trainers, of_servers, launch.ranks_per_node, port, tuple(server_ports), het, job)
 
 
 def addresses_of(names: Sequence[str], env: Mapping[str, str], ask: Ask) -> dict[str, str]:

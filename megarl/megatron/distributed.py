@@ -218,9 +218,9 @@ def holds_outputs() -> bool:
     return parallel_state.is_pipeline_last_stage(ignore_virtual=True) and tp_position()[1] == cp_position()[1] == 0
 
 
-def largest(value: int, group: dist.ProcessGroup) -> int:
-    """The largest ``value`` of a group's ranks."""
-    if group.size() == 1:
+def largest(value: int, group: dist.ProcessGroup | None = None) -> int:
+    """The largest ``value`` of a group's ranks (by default all)."""
+    if dist.get_world_size(group) == 1:
         return value
     found = torch.tensor(value)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=over_gloo(group))

@@ -131,8 +131,8 @@ def _read_families() -> dict[str, tuple[Rule, ...]]:
     tables = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
 
     def rule(scope: Scope, layout: str, megatron: list[str], hf: list[str], dims: list[str], when: str = "") -> Rule:
-        before = ("", "") if scope == "model" else ("decoder.layers.{layer}.", "model.layers.{layer}.")
-        names = (tuple(start + name for name in group) for start, group in zip(before, (megatron, hf), strict=True))
+        ours, theirs = ("", "") if scope == "model" else ("decoder.layers.{layer}.", "model.layers.{layer}.")
+        names = tuple(ours + name for name in megatron), tuple(theirs + name for name in hf)
         return Rule(*names, tuple(dims), layout, scope, when)
 
     parts = {name: [rule(*fields) for fields in rows] for name, rows in tables["parts"].items()}

@@ -41,7 +41,7 @@ def routes_from_sglang(
             f"{label} has no routed_experts: send return_routed_experts = true, to a server that was started with "
             "--enable-return-routed-experts (SGLang 0.5.7 or later)"
         )
-    counts = [meta.get(name) for name in ("prompt_tokens", "completion_tokens")]
+    counts: list[Any] = [meta.get(name) for name in ("prompt_tokens", "completion_tokens")]
     if not all(isinstance(count, int) and count >= 0 for count in counts) or counts == [0, 0]:
         raise TraceError(f"{label}: prompt_tokens and completion_tokens are {counts}, expected two counts above 0")
     total = sum(map(int, counts))

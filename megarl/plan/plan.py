@@ -11,6 +11,7 @@ from megarl.plan import traffic
 from megarl.plan.checks import GpuMemory, check_division, check_engine, check_gpus, check_servers
 from megarl.plan.engine_memory import EngineMemory, engine_memory
 from megarl.plan.layout import ModelCount, RankCount, Schedule, count_model, count_rank, divide_step, stages_of
+from megarl.plan.traffic import SyncTraffic
 from megarl.plan.trainer_memory import RankMemory, rank_memory
 from megarl.recipes.shipped import MODELS
 
@@ -34,7 +35,7 @@ class Plan:
     batches: Schedule
     step: traffic.StepTraffic
     traffic: traffic.RankTraffic
-    sync: traffic.SyncTraffic
+    sync: SyncTraffic  # not by its module, which the name of the field before hides
 
 
 def plan(config: Config, model: Path | None = None) -> Plan:

@@ -111,6 +111,7 @@ class Engine(Protocol):
     @property
     def weight_version(self) -> int:
         """Version of the weights that the next token is sampled with; -1 before the first update."""
+        ...
 
     @property
     def receives_weights(self) -> bool | WeightShare:

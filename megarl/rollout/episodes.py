@@ -141,28 +141,26 @@ class _EpisodeRun:
             if left < 1:  # only in the first turn: the room for later ones is checked below
                 raise EpisodeError(f"the prompt of {len(tokens)} tokens leaves no room in the model's positions")
             asked = left if limits.turn_tokens is None else min(left, limits.turn_tokens)
-            turn = await self._sample_turn(session, index, tokens, asked)
+            whole = await self._sample_turn(session, index, tokens, asked)
             if index == 0:  # the first turn may have waited in the engine's queue behind thousands of others
                 clock.reschedule(asyncio.get_running_loop().time() + limits.episode_s)
-            whole = self._whole
-            assert whole is not None
-            generated = turn.num_tokens - len(tokens)
-            if turn.finish_reason == "length" and (generated == left or generated < asked):
+            generated = whole.num_tokens - len(tokens)
+            if whole.finish_reason == "length" and (generated == left or generated < asked):
                 return  # cut by the response limit or the last position, not by turn_tokens: no turn can follow
-            written = turn.tokens[len(tokens) :].copy()  # a copy, which the environment may change
-            text = tokenizer.decode(written, skip_special_tokens=True)
-            step = ModelTurn(index, written, text, turn.finish_reason)
+            written = whole.tokens[len(tokens) :].copy()  # a copy, which the environment may change
+            text = str(tokenizer.decode(written, skip_special_tokens=True))
+            step = ModelTurn(index, written, text, whole.finish_reason)
             observation = await _step(episode, step, limits.step_s, places)
             self._rewards[-1] = None if observation.reward is None else float(observation.reward)
             if observation.done:
                 return
             tokens = np.concatenate([whole.tokens, _encode(tokenizer, observation.text)])
-            if limits.tokens_left(len(tokens), self._prompt_length) < 1:
-                break
-        self._whole = replace(whole, finish_reason="length")
+            if index + 1 == limits.turns or limits.tokens_left(len(tokens), self._prompt_length) < 1:
+                self._whole = replace(whole, finish_reason="length")
+                return
 
     async def _sample_turn(self, session: Session, index: int, tokens: np.ndarray, asked: int) -> Rollout:
-        """Sample one more turn and join it to the earlier ones."""
+        """Sample one more turn, and return it joined to the earlier ones."""
         before = self._whole
         request = replace(
             self._request,
@@ -174,10 +172,10 @@ class _EpisodeRun:
         turn = await session.sample(request)
         if turn.finish_reason == "abort":
             raise EpisodeError(f"the engine aborted turn {index}")
-        self._whole = turn if before is None else join(before, turn)
+        self._whole = whole = turn if before is None else join(before, turn)
         self._ends.append(turn.num_tokens - 1)
         self._rewards.append(None)
-        return turn
+        return whole
 
 
 def turn_seed(seed: int, turn: int) -> int:
@@ -204,9 +202,10 @@ def _foreign(failed: str) -> Iterator[None]:
 async def _step(episode: Episode, turn: ModelTurn, seconds: float, places: asyncio.Semaphore) -> Observation:
     """Returns the environment's answer; EpisodeError if it is late, raises, or is no observation."""
     async with places:
+        deadline = asyncio.timeout(seconds)
         try:
             with _foreign(f"turn {turn.index}: the environment failed"):
-                async with asyncio.timeout(seconds) as deadline:
+                async with deadline:
                     observation = await episode.step(turn)
                 # An environment may swallow the CancelledError of the deadline, or of this task.
                 if deadline.expired():

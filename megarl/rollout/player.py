@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.core.sampling.collector import Ask
@@ -113,7 +112,7 @@ class Player:
         if not verdict.steps:
             found.append((rollout.num_tokens - 1, outcome))
         else:
-            ends = np.array([step.end for step in verdict.steps])
+            ends = [step.end for step in verdict.steps]
             tokens = step_tokens(self._tokenizer, rollout.response_tokens, ends) + rollout.prompt_length
             found += [(int(token), step.reward) for token, step in zip(tokens, verdict.steps, strict=True)]
         return tuple(sorted(found))
@@ -130,13 +129,16 @@ class Asker(Protocol):
 
     def start(self) -> Sequence[Ask]:
         """Returns the first samples to draw."""
+        ...
 
     def add(self, prompt: int, sample: int, reward: float | None) -> Sequence[Ask]:
         """Takes a sample that has arrived; returns what to draw after it."""
+        ...
 
     @property
     def done(self) -> bool:
         """Whether it has enough: samples in flight are not needed."""
+        ...
 
 
 class Draw:

@@ -81,7 +81,7 @@ class WeightForm:
 def _are_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if tensors[0].is_cuda:
         return torch.stack([tensor.isfinite().all() for tensor in tensors])
-    finite = torch.stack(torch._foreach_norm(tensors)).isfinite()  # reads each value once; large ones may overflow
+    finite = torch.stack(torch._foreach_norm([*tensors])).isfinite()  # reads each value once; large ones may overflow
     return finite if finite.all() else torch.stack([tensor.isfinite().all() for tensor in tensors])
 
 

@@ -25,17 +25,18 @@ _QUIET_S = 30.0
 
 
 _Fields = dict[str, tuple[type | None, ...]]
-_STATUS: _Fields = (
-    dict.fromkeys(("state", "phase", "host"), (str,))
-    | dict.fromkeys(("step", "steps", "ranks", "pid"), (int,))
-    | dict.fromkeys(("phase_since", "updated"), (int, float))
-    | dict.fromkeys(("step_s", "tokens_per_s", "eta_s"), (int, float, None))
-    | dict.fromkeys(("last_error", "error_kind", "job", "restart"), (str, None))
-)
-_SIGN: _Fields = {"host": (str,), "phase": (str,), "pid": (int,), "step": (int,)} | dict.fromkeys(
-    ("beat", "beat_s"), (int, float)
-)
-_VERDICT: _Fields = dict.fromkeys(("check", "level", "found", "cause", "advice"), (str,)) | {"since": (int, None)}
+_STATUS: _Fields = {
+    **dict.fromkeys(("state", "phase", "host"), (str,)),
+    **dict.fromkeys(("step", "steps", "ranks", "pid"), (int,)),
+    **dict.fromkeys(("phase_since", "updated"), (int, float)),
+    **dict.fromkeys(("step_s", "tokens_per_s", "eta_s"), (int, float, None)),
+    **dict.fromkeys(("last_error", "error_kind", "job", "restart"), (str, None)),
+}
+_SIGN: _Fields = {
+    **{"host": (str,), "phase": (str,), "pid": (int,), "step": (int,)},
+    **dict.fromkeys(("beat", "beat_s"), (int, float)),
+}
+_VERDICT: _Fields = {**dict.fromkeys(("check", "level", "found", "cause", "advice"), (str,)), "since": (int, None)}
 _LARGEST = 1e12
 _MOST_RANKS = 1 << 20
 

@@ -11,8 +11,6 @@ import time
 from types import FrameType
 from typing import Any, Self
 
-import torch.distributed as dist
-
 from megarl.errors import StopError
 from megarl.megatron.distributed import largest
 
@@ -54,7 +52,7 @@ class StopRequest:
 
     def agree(self) -> bool:
         """Return whether any rank was asked to stop; a collective call."""
-        return bool(largest(int(self.reason is not None), dist.group.WORLD))
+        return bool(largest(int(self.reason is not None)))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and os.getpid() == self._process:  # not in forked writers

@@ -130,7 +130,7 @@ def make_exchange(config: Config) -> Exchange | None:
             )
         members = [rank for rank in range(start, end) if local_ranks[rank] in (0, *gpus)]
         group = dist.new_group(members, timeout=timedelta(seconds=config.collective_timeout_s), backend="gloo")
-        if dist.get_rank() in members:
+        if isinstance(group, dist.ProcessGroup):  # ranks outside of it get a number
             found.gather = partial(distributed.gather_objects, group=group)
     return found
 
@@ -155,11 +155,11 @@ def _divide_weights(config: Config, key: str | None) -> tuple[WeightShare | None
     group = dist.new_group(ranks, timeout=timedelta(seconds=config.collective_timeout_s), backend="gloo")
     rank = dist.get_rank()
     share = WeightShare(rank in ranks, splits_experts)
+    if not isinstance(group, dist.ProcessGroup):  # a number: this rank is outside of it
+        return share, OtherSources(), None
     tell, hear = partial(distributed.send_object, group=group), partial(distributed.receive_object, group=group)
     if rank == 0:
         return share, OtherSources(ranks[1:], tell, hear), None
-    if rank not in ranks:
-        return share, OtherSources(), None
     source = Source(partial(tell, rank=0), partial(hear, rank=0), Path(config.model.path), BUCKET_BYTES, key)
     return share, OtherSources(), source
 

@@ -102,7 +102,7 @@ def _tool(name: str, config: EnvironmentConfig) -> Tool:
             output_bytes=config.python_output_kb << 10,
         )
         return PythonTool(limits, limits_alone=config.python_limits_alone)
-    tool = _make("environment.tools", name, {}, "calculator, python")
+    tool: Tool = _make("environment.tools", name, {}, "calculator, python")
     if not callable(tool) or not isinstance(getattr(tool, "name", None), str):
         raise ConfigError(f"environment.tools: {name!r} made a {type(tool).__name__}, expected a tool with a name")
     return tool

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.config.tables.train import TrainConfig
@@ -57,7 +56,7 @@ class Tripwires:
         if not np.isfinite(self.limits()).any():
             return False
         mistake = next((str(mini.mistake) for mini in minis if mini.mistake is not None), None)
-        is_suspect = distributed.largest(int(mistake is not None), dist.group.WORLD) > 0
+        is_suspect = distributed.largest(int(mistake is not None)) > 0
         self._mistake = next(filter(None, distributed.gather_objects(mistake)), None) if is_suspect else None
         first, gaps = _gather(minis)
         self.verdict = verdict = Verdict.of(gaps, self.limits(strict=is_suspect))

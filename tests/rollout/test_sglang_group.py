@@ -114,7 +114,7 @@ def test_a_server_that_is_lost_in_the_middle_of_a_broadcast_gets_the_weights_whe
     try:
         both = SGLangEngine(urls, config, fleet=fleet, form=WeightForm(torch.float32))
         both.update_weights(noisy(hostile_model, 3).items(), 1)
-        first, second = [member.sender._group for member in fleet._members if member.sender is not None]
+        first, second = [member.sender._group for member in fleet._members]
         assert first is second is not None  # one broadcast reaches both
         both.update_weights(dying(), 2)
         assert any("a broadcast of weights to all servers failed" in line for line in told)
@@ -146,7 +146,6 @@ def test_checksums_tell_a_server_that_holds_something_else(updated_server: Serve
     fleet.update(weights.items(), 1, WeightForm(torch.float32))
     assert not fleet.prove()
     sender = fleet._members[0].sender
-    assert sender is not None
     name = "model.layers.1.mlp.gate.weight"
     sender.begin()
     sender.send(Bucket([(name, weights[name] + 1e-3)]))
@@ -209,7 +208,7 @@ def test_an_update_that_was_not_made_is_found_again_when_it_is_sent_again():
     """As a keeper does, whose server has refused nothing."""
     says = [-1.0, -2.0]
     member = sglang_member.Member("server", None, 1, None, False, False, print)
-    member.sender = SimpleNamespace(score=lambda _: np.array(says))  # type: ignore[assignment]
+    member.connection = SimpleNamespace(score=lambda _: np.array(says))  # type: ignore[assignment]
     first, second = (sglang_member.Update(number, [], sums=(number, number)) for number in (1, 2))
     member.settle(first, [])
     for _ in range(2):
@@ -228,7 +227,6 @@ def test_a_server_that_somebody_has_started_again_is_met_anew(updated_server: Se
     fleet.start()
     (member,) = fleet._members
     fleet.update(noisy(hostile_model, 1).items(), 1, WeightForm(torch.float32))
-    assert member.sender is not None
     assert member.sender._group is not None
     name = member.sender._group.name
     for path, body in (

@@ -191,7 +191,8 @@ class Judge:
             async with guard:
                 outcome = await asyncio.wrap_future(future)
         except ProcessExpired as error:
-            kill_group(error.pid)  # processes that the call started may be left
+            if error.pid is not None:
+                kill_group(error.pid)  # processes that the call started may be left
             status = error.exitcode
             how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
             by_itself = self._is_checked and -status in _CRASHES

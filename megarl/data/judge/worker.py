@@ -51,7 +51,7 @@ class WorkerProcess(multiprocessing.context.SpawnProcess):
 
 
 class WorkerContext(multiprocessing.context.SpawnContext):
-    Process = WorkerProcess  # type: ignore[assignment]
+    Process = WorkerProcess
 
 
 def kill_group(pid: int) -> None:

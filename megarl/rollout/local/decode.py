@@ -112,11 +112,11 @@ def decode(
         drawn = tokens.cpu().numpy()
         steps.append((alive, drawn))
         logprobs.append(logprobs_of_step)
-        if kept is not None:
+        if kept is not None and params.max_kept_ids is not None:
             kept_steps.append((kept.sum(dim=-1).cpu().numpy(), kept.nonzero()[:, 1].int().cpu().numpy()))
             num_kept[alive] += kept_steps[-1][0]
             if (most := num_kept.max()) > params.max_kept_ids:
-                raise too_many_kept(requests[num_kept.argmax()], most, params.max_kept_ids, step + 1)
+                raise too_many_kept(requests[int(num_kept.argmax())], most, params.max_kept_ids, step + 1)
         is_finished = is_stop[drawn]
         if step + 1 >= first_limit:
             is_finished |= limits[alive] <= step + 1

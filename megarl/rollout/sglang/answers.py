@@ -18,7 +18,7 @@ from megarl.models.shapes import MoeShape
 from megarl.rollout.engine import SamplingParams, make_rollout, too_many_kept
 from megarl.rollout.sglang.plugin.compact import SEAL, seal
 
-_FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
+_FINISH: Mapping[object, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 def parse_answer(

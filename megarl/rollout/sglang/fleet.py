@@ -30,7 +30,6 @@ from megarl.rollout.sglang.weights.ipc import Exchange, empty_shared
 from megarl.rollout.sglang.weights.line import Line
 from megarl.rollout.sglang.weights.payload import Handle, payload_of
 from megarl.rollout.sglang.weights.proof import Checksums, make_prompt
-from megarl.rollout.sglang.weights.sender import WeightSender
 from megarl.rollout.sglang.weights.sources import OtherSources, Sent, Target, Turn, broadcast_to
 from megarl.rollout.weights import Named, WeightForm, checkpoint_shapes
 
@@ -203,8 +202,8 @@ class Fleet:
             keeper.join(None if keeper.member.process is not None else CLOSE_S)
         self._stop()  # what they have started meanwhile
         for member in self._members:
-            if member.sender is not None:
-                member.sender.close()
+            if member.connection is not None:
+                member.connection.close()
 
     def _start_member(self, member: Member) -> MegarlError | OSError | None:
         """Returns why the server does not answer, None if it does."""
@@ -334,7 +333,7 @@ class Fleet:
 
             self._each(share)
         elif self.broadcast:
-            self._note(broadcast_to([_sender(member) for member in self._taken], bucket, self._apart))
+            self._note(broadcast_to([member.sender for member in self._taken], bucket, self._apart))
         else:
             payload = payload_of(bucket)
             self._each(lambda member: member.sender.send(bucket, payload))
@@ -342,7 +341,7 @@ class Fleet:
     def _make_turn(self) -> Turn:
         """Where another source sends its next bucket."""
         self._each(lambda member: member.sender.open_session())
-        senders = [_sender(member) for member in self._taken]
+        senders = [member.sender for member in self._taken]
         targets = [Target(sender.url, sender.release, sender.tp, sender.life) for sender in senders]
         return Turn(targets, self._apart)
 
@@ -364,11 +363,7 @@ class Fleet:
         if self.checksums:
             self._each(lambda member: found.update({member.url: member.sender.checksums()}))
         first = next((found[member.url] for member in self._taken), None) if found else None
-        for member in self._taken if first else ():
-            member.compare_checksums(found[member.url], first)
+        if first:
+            for member in self._taken:
+                member.compare_checksums(found[member.url], first)
         return first
-
-
-def _sender(member: Member) -> WeightSender:
-    assert member.sender is not None, "a server that is updated has been connected to"
-    return member.sender

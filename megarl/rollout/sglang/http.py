@@ -5,6 +5,7 @@ import math
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -35,10 +36,10 @@ def authorization(api_key: str | None) -> dict[str, str]:
 def server_info(url: str, api_key: str | None, timeout_s: float = 60.0) -> dict[str, Any]:
     """Returns the "version" and the arguments of a running server; RolloutError if it does not answer."""
     try:
-        for path in SERVER_INFO:
-            answer = httpx.get(f"{url}/{path}", headers=authorization(api_key), timeout=timeout_s, trust_env=False)
-            if answer.status_code != 404:
-                break
+        ask = partial(httpx.get, headers=authorization(api_key), timeout=timeout_s, trust_env=False)
+        answer = ask(f"{url}/{SERVER_INFO[0]}")
+        if answer.status_code == 404:
+            answer = ask(f"{url}/{SERVER_INFO[1]}")
         found = answer.raise_for_status().json()
         return {**found, "version": str(found["version"])}
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:

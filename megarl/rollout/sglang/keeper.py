@@ -141,7 +141,6 @@ class Keeper(threading.Thread):
         member, last = self.member, self._state.kept
         member.leave()
         member.connect()
-        assert member.sender is not None
         member.sender.begin()  # a server that hangs fails here, and keeps no update waiting
         member.sender.name(FRESH)  # whatever weights it has, no rollout accepts them
         member.ready = True
@@ -156,7 +155,6 @@ class Keeper(threading.Thread):
 
     def _send(self, last: Update) -> None:
         member = self.member
-        assert member.sender is not None
         if isinstance(last.copy, Path):
             member.sender.load_from_disk(str(last.copy))
         else:
@@ -183,7 +181,7 @@ class Keeper(threading.Thread):
         if self._state.updating.is_set() or time.monotonic() - member.checked_at < 4 * self._state.settings.poll_s:
             return
         member.checked_at = time.monotonic()
-        name = member.find_version() if member.sender is not None else FRESH
+        name = member.find_version() if member.connection is not None else FRESH
         if name is None:
             member.ready = False
         elif last is not None and member.holds is last and name != FRESH:

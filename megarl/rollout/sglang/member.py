@@ -51,7 +51,8 @@ class Member:
     nucleus: bool
     """Whether top_p is below 1."""
     tell: Callable[[str], None]
-    sender: WeightSender | None = None
+    connection: WeightSender | None = None
+    """None before the first ``connect``."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held by who talks to the server about weights: an update, or the keeper."""
     ready: bool = False
@@ -74,6 +75,11 @@ class Member:
         """Of its tensor-parallel ranks."""
         return (self.process and self.process.spec.gpus) or (CPU,) * self.tp
 
+    @property
+    def sender(self) -> WeightSender:
+        assert self.connection is not None, "a server that is updated has been connected to"
+        return self.connection
+
     def leave(self) -> None:
         """Note that the server is gone, or that its weights are."""
         self.ready, self.holds = False, None
@@ -89,7 +95,6 @@ class Member:
 
     def settle(self, update: Update, prompt: Sequence[int]) -> None:
         """Note that the server has an update, and what it says of its weights; WeightSyncError if it made none."""
-        assert self.sender is not None
         proof = Proof(self.sender, prompt, update.checksums, update.sums)
         if self.proof is not None and proof.is_unmade(self.proof):  # which stays, for the next attempt
             raise WeightSyncError(
@@ -133,15 +138,14 @@ class Member:
     def connect(self) -> None:
         """Make a new sender; RolloutError if nothing answers, ConfigError if megarl cannot use what answers."""
         release, warnings = check_server(server_info(self.url, self.api_key), self.tp, self.routes, self.nucleus)
-        if self.sender is not None:
-            self.sender.leave_group()  # not closed: a keeper may be asking through it. It keeps no connection
-        for warning in warnings if self.sender is None else ():
+        if self.connection is not None:
+            self.connection.leave_group()  # not closed: a keeper may be asking through it. It keeps no connection
+        for warning in warnings if self.connection is None else ():
             self.tell(f"warning: {warning}")
-        self.sender = WeightSender(self.url, release, tp=self.tp, api_key=self.api_key)
+        self.connection = WeightSender(self.url, release, tp=self.tp, api_key=self.api_key)
 
     def find_version(self) -> str | None:
         """Returns the server's name for its weights, empty if it does not say; None if nothing answers."""
-        assert self.sender is not None
         try:
             return self.sender.weight_version(timeout_s=5.0)
         except WeightSyncError as error:

@@ -18,7 +18,7 @@ MAX_DEPTH = 50
 
 Number = int | float
 
-_OPERATORS: dict[type[ast.operator | ast.unaryop], Callable[..., Number]] = {
+_OPERATORS: dict[type[ast.operator | ast.unaryop], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,

@@ -37,9 +37,11 @@ class Tool(Protocol):
     @property
     def name(self) -> str:
         """The name that the model uses for the tool."""
+        ...
 
     async def __call__(self, argument: str) -> ToolResult:
         """Runs one call. A mistake of the model gives a result; only a fault of the host raises RolloutError."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class Episode(Protocol):
 
     async def step(self, turn: ModelTurn) -> Observation:
         """Answers a turn. Raises RolloutError where the environment failed, not the model; may be cancelled."""
+        ...
 
     async def close(self) -> None:
         """Frees what the episode holds; called once, also after an error or a cancelled step."""
@@ -78,3 +81,4 @@ class Environment(Protocol):
 
     def begin(self, prompt: str, seed: int) -> Episode:
         """Starts an episode on a prompt; the same prompt and seed give the same episode for the same turns."""
+        ...

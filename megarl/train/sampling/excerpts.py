@@ -63,7 +63,7 @@ def _split(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> list[list[st
     bounds = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)] if len(mask) else []
     tokens = rollout.response_tokens
     return [
-        ["model" if mask[begin] else "environment", tokenizer.decode(tokens[begin:end].tolist())]
+        ["model" if mask[begin] else "environment", str(tokenizer.decode(tokens[begin:end].tolist()))]
         for begin, end in pairwise(bounds if len(bounds) > 2 else ())
     ]
 

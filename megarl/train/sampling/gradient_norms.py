@@ -58,8 +58,9 @@ def gradient_variance(train_step: TrainStep, step: StepRollouts) -> dict[str, St
     found = gather_rows(rows if not model_group().rank() else rows[:0])
     if len(found) < 2:
         return {}
-    row = found[:, 0].astype(np.int64)
-    return variance_metrics(step.judged.rewards[row], step.judged.groups[row], *found[:, 1:].T, square_of_sum)
+    column, scales, squares = found.T
+    row = column.astype(np.int64)
+    return variance_metrics(step.judged.rewards[row], step.judged.groups[row], scales, squares, square_of_sum)
 
 
 def _measure(

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import Config
@@ -107,7 +106,7 @@ def sample_together(
 def is_changed(engine: Engine) -> bool:
     """Return whether somebody else has changed the engine's weights on any rank; a collective call."""
     changed = distributed.run_together("the proof of the engine's weights", engine.prove_weights)
-    return distributed.largest(int(changed), dist.group.WORLD) > 0
+    return distributed.largest(int(changed)) > 0
 
 
 class BackgroundSampling:

@@ -150,7 +150,7 @@ class Sampler:
             background.result(self._while_waiting)
         except MegarlError:
             has_failed = True
-        if not distributed.largest(int(has_failed), dist.group.WORLD) and requests.is_changed(self.engine):
+        if not distributed.largest(int(has_failed)) and requests.is_changed(self.engine):
             self._redraws += 1
             self._ahead = replace(self._ahead, background=None)
 

@@ -11,7 +11,6 @@ from itertools import chain
 from typing import Any, Self
 
 import numpy as np
-import torch.distributed as dist
 
 from megarl.config import Config
 from megarl.core.choices.credit import Credit
@@ -221,7 +220,7 @@ def exchange_rollouts(own: list[list[Key]], selection: Selection, samples: Mappi
     _, dummy = min((len(rollout.tokens), key) for key, rollout in found.items())
     share = CopyShare([], [])
     for part in own:
-        size = distributed.largest(max(len(part), 1), dist.group.WORLD)
+        size = distributed.largest(max(len(part), 1))
         present = [key if key in found else None for key in part] + [None] * (size - len(part))
         share.rollouts.append([found[key or dummy] for key in present])
         columns = np.array([(-1, 0) if key is None else key for key in present]).T

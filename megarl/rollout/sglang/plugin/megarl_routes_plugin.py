@@ -95,7 +95,7 @@ async def _rewrite_all(answers: Any, obj: Any, shape: MoeShape) -> AsyncIterator
 async def _compact_one(answer: Any, shape: MoeShape) -> None:
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     text = meta.get("routed_experts") if isinstance(meta, dict) else None
-    if not isinstance(text, str):  # no routes, or not the last part of a stream
+    if not isinstance(meta, dict) or not isinstance(text, str):  # no routes, or not the last part of a stream
         return
     if len(text) < IN_THREAD_FROM:
         meta["routed_experts"] = _short(text, shape)

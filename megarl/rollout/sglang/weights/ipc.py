@@ -20,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from torch._utils import _rebuild_tensor_v2
 from torch.multiprocessing import reductions
 
 from megarl.config.process_environment import ALLOCATOR_VARIABLES, without_expandable_segments
@@ -84,7 +85,7 @@ class Exchange:
             self._settle()
             self._meet(None)
         finally:  # the traceback of an error keeps the tensors
-            for made in {kept, bucket} - {None}:
+            for made in {*filter(None, (kept, bucket))}:
                 remove_file(made.flat)
 
     def fail(self, error: MegarlError, rounds: Iterator[object]) -> None:
@@ -201,7 +202,7 @@ def make_handle(flat: torch.Tensor) -> Handle:
         return rebuild, (*arguments[:6], uuid, *arguments[7:])
     storage = (torch.UntypedStorage, *flat.untyped_storage()._share_filename_cpu_(), torch.uint8)
     opened = Rebuilt((reductions.rebuild_storage_filename, storage))
-    return torch._utils._rebuild_tensor_v2, (opened, 0, (flat.numel(),), (1,), False, OrderedDict())
+    return _rebuild_tensor_v2, (opened, 0, (flat.numel(),), (1,), False, OrderedDict())
 
 
 def withdraw(handle: Handle | None) -> None:

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -64,15 +65,16 @@ class BroadcastGroup:
     def _rendezvous(self) -> None:
         self._use_device()
         assert self._store is not None, "closed"
+        named: dict[str, Any] = {"group_name": self.name}  # of a type that older releases of torch do not have
         self._group, _ = _new_process_group_helper(
             self.world_size,
             0,
             [],
             Backend(self.backend),
             PrefixStore(self.name, self._store),
-            group_name=self.name,
             backend_options=None,
             timeout=self._timeout,
+            **named,
         )
         _world.pg_group_ranks[self._group] = {member: member for member in range(self.world_size)}
 

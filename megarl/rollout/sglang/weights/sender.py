@@ -194,11 +194,12 @@ class WeightSender:
 
     def weight_version(self, timeout_s: float | None = None) -> str:
         """Returns the server's name for the version of its weights."""
+        status = 0
         for path in MODEL_INFO:
             answer = self._ask("GET", path, timeout_s=timeout_s)
-            if answer.status_code == 200:
+            if (status := answer.status_code) == 200:
                 return str(self._read(answer).get("weight_version"))
-        raise WeightSyncError(f"{self.url} does not say the version of its weights, HTTP {answer.status_code}")
+        raise WeightSyncError(f"{self.url} does not say the version of its weights, HTTP {status}")
 
     def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
         answer = self._ask("POST", path, body, timeout_s)
