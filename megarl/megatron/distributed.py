@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch._C._distributed_c10d import HashStore
 
 from megarl.core.devices import to_device
 from megarl.core.metrics import Layout, Stat, flatten, join_layouts, layout_of, to_host, unflatten
@@ -63,7 +64,7 @@ def initialize(config: Config, timeout_s: float | None = None) -> None:
 
 def _join(world_size: int, timeout: timedelta) -> None:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world_size == 1 else {}
+    alone: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1} if world_size == 1 else {}
     try:
         dist.init_process_group(backend, timeout=timeout, **alone)
     except (dist.DistError, RuntimeError) as error:
@@ -99,14 +100,19 @@ def is_main_rank() -> bool:
     return dist.get_rank() == 0
 
 
+def joined(group: object) -> dist.ProcessGroup:
+    """The group, which this rank is in; torch and Megatron return a number or None where it is in none."""
+    assert isinstance(group, dist.ProcessGroup), f"found {group!r}, expected a group that this rank is in"
+    return group
+
+
 def over_gloo(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """The ranks of a group (by default all), connected by gloo; a collective call of theirs on first use.
 
     Numbers and objects of the host would go over NCCL by way of the GPU, after all that is queued there. And a rank
     that waits for another one in NCCL keeps its GPU busy, which a server may share.
     """
-    group = group or dist.group.WORLD
-    assert group is not None
+    group = joined(group or dist.group.WORLD)
     if dist.get_backend(group) == dist.Backend.GLOO:
         return group
     return _connect_by_gloo(tuple(dist.get_process_group_ranks(group)))
@@ -119,9 +125,9 @@ def _connect_by_gloo(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     # torch's own name counts the groups that a rank is in, and the ranks of a pipeline's ends are in more: the others
     # would wait under another name. A name of ranks alone serves one group, which therefore outlasts the layout.
     own, name = c10d._process_group_name, hashlib.sha256(repr(ranks).encode()).hexdigest()
-    c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment]
+    c10d._process_group_name = lambda *_, **__: name
     try:
-        return dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True, group_desc=_TWIN)
+        return joined(dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True, group_desc=_TWIN))
     finally:
         c10d._process_group_name = own
 
@@ -201,7 +207,7 @@ def cp_position() -> tuple[int, int]:
 def model_group() -> dist.ProcessGroup:
     """The ranks of one model copy (tensor x context x pipeline). They train on the same batch."""
     if parallel_state.get_context_parallel_world_size() == 1:
-        return parallel_state.get_model_parallel_group()
+        return joined(parallel_state.get_model_parallel_group())
     return _context_model_group()
 
 
@@ -210,7 +216,7 @@ def _context_model_group() -> dist.ProcessGroup:
     """Megatron has no group over tensor, context and pipeline ranks. A collective call on first use."""
     copies = gather_objects(dp_rank())
     ranks = {copy: [rank for rank, of in enumerate(copies) if of == copy] for copy in sorted(set(copies))}
-    return {copy: dist.new_group(members) for copy, members in ranks.items()}[dp_rank()]
+    return joined({copy: dist.new_group(members) for copy, members in ranks.items()}[dp_rank()])
 
 
 def holds_outputs() -> bool:
@@ -342,6 +348,5 @@ def gather_rollouts(mine: Sequence[Rollout]) -> list[Rollout]:
 
 def gather_rows(rows: np.ndarray) -> np.ndarray:
     """The rows, float64 [n, C], of all ranks back to back in rank order; n may differ between ranks."""
-    assert dist.group.WORLD is not None
-    parts = gather_bytes(np.ascontiguousarray(rows).view(np.uint8).ravel(), dist.group.WORLD)
+    parts = gather_bytes(np.ascontiguousarray(rows).view(np.uint8).ravel(), joined(dist.group.WORLD))
     return np.concatenate([part.view(np.float64) for part in parts]).reshape(-1, rows.shape[1])

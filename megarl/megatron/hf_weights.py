@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megarl.core.types import WeightShare
 from megarl.data.files import replace_folder, sync_all
 from megarl.errors import CheckpointError
-from megarl.megatron.distributed import all_gather, barrier, gather_objects
+from megarl.megatron.distributed import all_gather, barrier, gather_objects, joined
 from megarl.megatron.versions import unwrap
 from megarl.models.hf_files import (
     HFCheckpoint,
@@ -96,10 +96,8 @@ def load_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, path: str | Pa
 
 
 def _load_one(entry: Placed, checkpoint: HFCheckpoint, shape: ModelShape) -> None:
-    if entry.rule.scope == "expert":
-        group = parallel_state.get_expert_tensor_parallel_group()
-    else:
-        group = parallel_state.get_tensor_model_parallel_group()
+    of_experts, dense = parallel_state.get_expert_tensor_parallel_group, parallel_state.get_tensor_model_parallel_group
+    group = joined(of_experts() if entry.rule.scope == "expert" else dense())
     tensors = [checkpoint.read(name) for name in entry.hf_names]
     said = f"{entry.hf_names} of shapes {[tuple(tensor.shape) for tensor in tensors]}"
     try:
@@ -166,18 +164,18 @@ class _Hop:
     ) -> torch.Tensor | None:
         """The ``owner``'s tensor, of this shape, on the receivers; None on the others."""
         mine = self.group.rank()
-        if mine != owner and mine in self.receivers:
+        if not self.receivers or mine not in (owner, *self.receivers):
+            return None
+        if mine != owner:
             whole = torch.empty(*shape, dtype=dtype, device=torch.cuda.current_device())
+        assert whole is not None, "the owner of a tensor that is received has it"
         if len(self.receivers) == self.group.size() > 1:
-            assert whole is not None
             dist.broadcast(whole, group=self.group, group_src=owner)
-            return whole
-        for receiver in self.receivers:
-            if mine == owner != receiver:
-                assert whole is not None
+        elif mine != owner:
+            dist.recv(whole, group=self.group, group_src=owner)
+        else:
+            for receiver in (each for each in self.receivers if each != owner):
                 dist.send(whole, group=self.group, group_dst=receiver)
-            elif mine == receiver != owner:
-                dist.recv(whole, group=self.group, group_src=owner)
         return whole if mine in self.receivers else None
 
 
@@ -224,13 +222,13 @@ class _Route:
 
 def _routes(receive: bool | WeightShare) -> tuple[_Route, _Route]:
     """The groups that dense parameters and experts pass; a collective call."""
-    dense = [parallel_state.get_tensor_model_parallel_group()]
-    of_experts = [parallel_state.get_expert_tensor_parallel_group(), parallel_state.get_expert_model_parallel_group()]
+    expert_groups = parallel_state.get_expert_tensor_parallel_group(), parallel_state.get_expert_model_parallel_group()
+    dense, of_experts = [joined(parallel_state.get_tensor_model_parallel_group())], [*map(joined, expert_groups)]
     if isinstance(receive, WeightShare):
         wants_dense = receive.receives and parallel_state.get_expert_model_parallel_rank() == 0
         of_experts = of_experts[:1] if receive.splits_experts else of_experts
         return _Route(_Hop.route(dense, wants_dense), None), _Route(_Hop.route(of_experts, receive.receives), None)
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    pipeline = joined(parallel_state.get_pipeline_model_parallel_group())
     routes = [_Hop.route([*groups, pipeline], receive) for groups in (dense, of_experts)]
     return _Route(routes[0][:-1], routes[0][-1]), _Route(routes[1][:-1], routes[1][-1])
 
@@ -242,7 +240,7 @@ def _pieces(local: dict[tuple[int, int], list[Placed]], everywhere: bool) -> lis
         _Piece(order, stage, (len(entries), *entries[0].tensor.shape), entries[0].tensor.dtype, entries[0].layout)
         for order, entries in local.items()
     ]
-    group = parallel_state.get_pipeline_model_parallel_group()
+    group = joined(parallel_state.get_pipeline_model_parallel_group())
     found = gather_objects(mine, group) if everywhere else [mine]
     return sorted(itertools.chain(*found), key=lambda piece: piece.order)
 

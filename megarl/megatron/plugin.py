@@ -18,7 +18,7 @@ from megarl.core.objectives import OBJECTIVES, Denominators, Objective, TokenCol
 from megarl.core.objectives.columns import count_loss_tokens
 from megarl.core.routing import RoutingTrace
 from megarl.errors import ConfigError
-from megarl.megatron.distributed import collect_metrics, from_main_rank
+from megarl.megatron.distributed import collect_metrics, from_main_rank, joined
 from megarl.megatron.replay import MicroRoutes, Recording, RoutingReplay, stack_routes
 from megarl.models.routes import routes_from_sglang, routes_from_vllm
 from megarl.models.shapes import MoeShape
@@ -74,7 +74,7 @@ class StepLoss:
                 )
             ends = torch.arange(0, mask.numel() + 1, mask.size(-1)) if cu_seqlens is None else cu_seqlens[index]
             counts[:2] += count_loss_tokens(mask.flatten(), ends.to(mask.device)).to(counts.device)
-        group, micros = parallel_state.get_data_parallel_group(), len(loss_masks)
+        group, micros = joined(parallel_state.get_data_parallel_group()), len(loss_masks)
         counts[2], counts[3] = micros, micros * micros
         dist.all_reduce(counts, group=group)
         num_tokens, num_sequences, total, squares = counts.tolist()

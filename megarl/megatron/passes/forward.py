@@ -23,7 +23,7 @@ from megarl.core.devices import to_device
 from megarl.core.metrics import Stat
 from megarl.core.parallel import sequence_parallel_slice
 from megarl.core.types import TrainBatch
-from megarl.megatron.distributed import cp_position, tp_position
+from megarl.megatron.distributed import cp_position, joined, tp_position
 from megarl.megatron.passes.logprobs import linear_kl, linear_logprobs
 from megarl.megatron.passes.micro_batches import MicroBatch, router_tokens, to_slots, to_tokens
 from megarl.megatron.versions import copy_to_tensor_parallel, padding_argument, unwrap
@@ -80,7 +80,7 @@ def _logprobs(
     gpt: GPTModel, hidden: Tensor, micro: MicroBatch, temperature: float, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities, entropies) by position, fp32 [S] each, from hidden [S / tp or S, H]."""
-    group = parallel_state.get_tensor_model_parallel_group()
+    group = joined(parallel_state.get_tensor_model_parallel_group())
     if gpt.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, group=group)
     else:
@@ -90,12 +90,14 @@ def _logprobs(
 
 def _output_weight(gpt: GPTModel) -> Tensor:
     shared = gpt.share_embeddings_and_output_weights
-    return gpt.shared_embedding_or_output_weight() if shared else gpt.output_layer.weight
+    weight = gpt.shared_embedding_or_output_weight() if shared else gpt.output_layer.weight
+    assert weight is not None  # as it may be on stages before the last one
+    return weight
 
 
 def _divergence(gpt: GPTModel, hidden: Tensor, other: Tensor, temperature: float, vocab_size: int) -> Tensor:
     """fp32 [S] by position, KL of the distributions of two passes, from hidden states [S / tp or S, H] of each."""
-    group = parallel_state.get_tensor_model_parallel_group()
+    group = joined(parallel_state.get_tensor_model_parallel_group())
     both = [hidden.detach().to(other.dtype), other]
     if gpt.config.sequence_parallel:
         both = [gather_from_sequence_parallel_region(states, group=group) for states in both]

@@ -20,7 +20,7 @@ from megarl.core.packing import partition, select, spread, take_segments
 from megarl.core.parallel import find_padded_positions, held_tokens, pad_cu_seqlens, zigzag_indices
 from megarl.core.types import TrainBatch
 from megarl.errors import ConfigError
-from megarl.megatron.distributed import all_gather, cp_position, fail_together, largest
+from megarl.megatron.distributed import all_gather, cp_position, fail_together, joined, largest
 from megarl.megatron.stand_ins.attention import PackedSequences
 
 
@@ -69,7 +69,7 @@ def split_micro_batches(
     """
     max_tokens *= (cp := parallel_state.get_context_parallel_world_size())
     lengths = np.diff(pad_cu_seqlens(batch.cu_seqlens, _sequence_multiple(cp)).numpy()).tolist()
-    group = parallel_state.get_data_parallel_group()
+    group = joined(parallel_state.get_data_parallel_group())
     bins, failure = [], None
     try:
         bins = partition(lengths, max_tokens)
@@ -181,7 +181,10 @@ def to_slots(column: Tensor, micro: MicroBatch) -> Tensor:
 
 
 def gather_slots(share: Tensor, micro: MicroBatch) -> Tensor:
-    """Rows of the held slots [S / cp, ...] of all context-parallel ranks -> [S, ...] in slot order."""
+    """Rows of the held slots [S / cp, ...], or of a sequence-parallel share of these, -> [S, ...] in slot order."""
+    if len(share) < micro.held.numel():
+        share = all_gather(share, joined(parallel_state.get_tensor_model_parallel_group())).flatten(0, 1)
     if micro.packing.from_ranks is None:
         return share
-    return all_gather(share, parallel_state.get_context_parallel_group()).flatten(0, 1)[micro.packing.from_ranks]
+    group = joined(parallel_state.get_context_parallel_group())
+    return all_gather(share, group).flatten(0, 1)[micro.packing.from_ranks]
