@@ -112,7 +112,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
             attention.k_layernorm = ModuleSpec(NormOverHeads, params={"num_heads": config.num_query_groups})
         elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-    norm_class: Any = RMSNorm if spec.layer_norm else None  # a class, although Megatron's annotation is of a module
+    norm_class: Any = RMSNorm if spec.layer_norm else None  # a class, although 0.16 and before annotate a module
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_class)
 
 
