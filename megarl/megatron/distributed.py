@@ -99,14 +99,19 @@ def is_main_rank() -> bool:
     return dist.get_rank() == 0
 
 
+def require_group(group: object) -> dist.ProcessGroup:
+    """Return a group that this rank is in; where it is in none, torch gives a number, or None for all ranks."""
+    assert isinstance(group, dist.ProcessGroup), f"found {group!r}, expected a group that this rank is in"
+    return group
+
+
 def over_gloo(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """The ranks of a group (by default all), connected by gloo; a collective call of theirs on first use.
 
     Numbers and objects of the host would go over NCCL by way of the GPU, after all that is queued there. And a rank
     that waits for another one in NCCL keeps its GPU busy, which a server may share.
     """
-    group = group or dist.group.WORLD
-    assert group is not None
+    group = require_group(group or dist.group.WORLD)
     if dist.get_backend(group) == dist.Backend.GLOO:
         return group
     return _connect_by_gloo(tuple(dist.get_process_group_ranks(group)))
@@ -119,9 +124,11 @@ def _connect_by_gloo(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     # torch's own name counts the groups that a rank is in, and the ranks of a pipeline's ends are in more: the others
     # would wait under another name. A name of ranks alone serves one group, which therefore outlasts the layout.
     own, name = c10d._process_group_name, hashlib.sha256(repr(ranks).encode()).hexdigest()
-    c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment]
+    c10d._process_group_name = lambda *_, **__: name
     try:
-        return dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True, group_desc=_TWIN)
+        return require_group(
+            dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True, group_desc=_TWIN)
+        )
     finally:
         c10d._process_group_name = own
 
@@ -210,7 +217,7 @@ def _context_model_group() -> dist.ProcessGroup:
     """Megatron has no group over tensor, context and pipeline ranks. A collective call on first use."""
     copies = gather_objects(dp_rank())
     ranks = {copy: [rank for rank, of in enumerate(copies) if of == copy] for copy in sorted(set(copies))}
-    return {copy: dist.new_group(members) for copy, members in ranks.items()}[dp_rank()]
+    return require_group({copy: dist.new_group(members) for copy, members in ranks.items()}[dp_rank()])
 
 
 def holds_outputs() -> bool:
@@ -342,6 +349,5 @@ def gather_rollouts(mine: Sequence[Rollout]) -> list[Rollout]:
 
 def gather_rows(rows: np.ndarray) -> np.ndarray:
     """The rows, float64 [n, C], of all ranks back to back in rank order; n may differ between ranks."""
-    assert dist.group.WORLD is not None
-    parts = gather_bytes(np.ascontiguousarray(rows).view(np.uint8).ravel(), dist.group.WORLD)
+    parts = gather_bytes(np.ascontiguousarray(rows).view(np.uint8).ravel(), require_group(dist.group.WORLD))
     return np.concatenate([part.view(np.float64) for part in parts]).reshape(-1, rows.shape[1])

@@ -166,18 +166,18 @@ class _Hop:
     ) -> torch.Tensor | None:
         """The ``owner``'s tensor, of this shape, on the receivers; None on the others."""
         mine = self.group.rank()
-        if mine != owner and mine in self.receivers:
+        if not self.receivers or mine not in (owner, *self.receivers):
+            return None
+        if mine != owner:
             whole = torch.empty(*shape, dtype=dtype, device=torch.cuda.current_device())
+        assert whole is not None, "the owner of a tensor that is received has it"
         if len(self.receivers) == self.group.size() > 1:
-            assert whole is not None
             dist.broadcast(whole, group=self.group, group_src=owner)
-            return whole
-        for receiver in self.receivers:
-            if mine == owner != receiver:
-                assert whole is not None
+        elif mine != owner:
+            dist.recv(whole, group=self.group, group_src=owner)
+        else:
+            for receiver in (each for each in self.receivers if each != owner):
                 dist.send(whole, group=self.group, group_dst=receiver)
-            elif mine == receiver != owner:
-                dist.recv(whole, group=self.group, group_src=owner)
         return whole if mine in self.receivers else None
 
 

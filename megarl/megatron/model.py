@@ -90,8 +90,8 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=uses_te(shape), normalization=config.normalization, **for_stage(vp_stage)
     )
-    layers = copy.deepcopy(spec.layer_specs or [])
-    for layer in layers if config.multi_latent_attention and config.q_lora_rank is None else ():
+    layers: list[Any] = copy.deepcopy(spec.layer_specs or [])
+    for layer in layers if isinstance(config, MLATransformerConfig) and config.q_lora_rank is None else ():
         layer.submodules.self_attention.module = _LatentAttention
     if uses_te(shape):
         return TransformerBlockSubmodules(layer_specs=layers, layer_norm=spec.layer_norm)
@@ -99,7 +99,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = PackedAttention
-        if config.multi_latent_attention:
+        if isinstance(config, MLATransformerConfig):
             from megatron.core.post_training.modelopt.layers import Linear  # not in every release
 
             # In column-parallel ones, the gradient of the rotated keys would come from a rank's own heads only.
@@ -112,7 +112,8 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
             attention.k_layernorm = ModuleSpec(NormOverHeads, params={"num_heads": config.num_query_groups})
         elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm if spec.layer_norm else None)
+    norm_class: Any = RMSNorm if spec.layer_norm else None  # a class, although 0.16 and before annotate a module
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_class)
 
 
 def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:
@@ -149,7 +150,7 @@ def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:
             _fix_latents(chunk, shape)
         for module in chunk.modules() if fused else ():
             if hasattr(module, "fuse_wgrad_accumulation"):
-                module.fuse_wgrad_accumulation = True
+                vars(module)["fuse_wgrad_accumulation"] = True
         chunks.append(chunk.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else chunk)
     return chunks
 
@@ -162,7 +163,7 @@ def _fix_expert_bias(chunk: GPTModel) -> None:
         def by_token(routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None, count: Any = count) -> None:
             count(routing_map, None if padding_mask is None else padding_mask.reshape(-1, 1))
 
-        router._apply_expert_bias = by_token  # type: ignore[method-assign]
+        router._apply_expert_bias = by_token
 
 
 def _fix_latents(chunk: GPTModel, shape: ModelShape) -> None:

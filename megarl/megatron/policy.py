@@ -68,7 +68,7 @@ class Policy:
                 DistributedDataParallel(self.megatron_config, ddp, chunk, disable_bucketing=index > 0)
                 for index, chunk in enumerate(chunks)
             ]
-            self.optimizer = get_megatron_optimizer(_optimizer_config(config, schedule), self.chunks)
+            self.optimizer = get_megatron_optimizer(_optimizer_config(config, schedule), [*self.chunks])
             for group in () if torch.cuda.is_available() else (g for adam in self._adams() for g in adam.param_groups):
                 group["fused"] = True  # torch's Adam steps in one call; a loaded checkpoint brings its own setting
             self.scheduler = _scheduler(self.optimizer, schedule)
@@ -76,7 +76,7 @@ class Policy:
         modules: list[Any] = [module for chunk in self.chunks for module in chunk.modules()]
         self._routers = [module for module in modules if isinstance(module, Router)]
         # How Megatron's schedules reduce gradients, and when they skip the reduction.
-        no_sync: list[Any] = [chunk.no_sync for chunk in self.chunks]
+        no_sync: Any = [chunk.no_sync for chunk in self.chunks]
         self.megatron_config.finalize_model_grads_func = finalize_model_grads
         self.megatron_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.megatron_config.grad_scale_func = self.optimizer.scale_loss
@@ -93,7 +93,7 @@ class Policy:
 
     def expert_biases(self) -> list[torch.Tensor]:
         """The buffers of the routers that a backward pass may move."""
-        return [router.expert_bias for router in self._routers if router._buffers.get("expert_bias") is not None]
+        return [bias for router in self._routers if (bias := router._buffers.get("expert_bias")) is not None]
 
     def optimizer_step(self, more_follow: bool = False) -> tuple[float, float]:
         """Clip, step, advance the schedule; returns (gradient norm before clipping, learning rate used).
@@ -110,8 +110,9 @@ class Policy:
         # Megatron's step would prepare the gradients and take their norm again.
         known = {"prepare_grads": lambda: False, "get_grad_norm": lambda: norm}
         vars(self.optimizer).update(known)
+        step: Any = self.optimizer.step  # whose abstract method returns nothing
         try:
-            taken = self.optimizer.step()[0]
+            taken = step()[0]
         finally:
             for name in known:
                 del vars(self.optimizer)[name]
@@ -153,8 +154,8 @@ class Policy:
                 tensor.data = to_device(tensor.data, torch.cuda.current_device())
 
     def _grad_buffers(self) -> Iterator[torch.Tensor]:
-        for chunk in self.chunks:
-            yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
+        for chunk in map(vars, self.chunks):  # Megatron's list has the name of torch's method
+            yield from (buffer.grad_data for buffer in (*chunk["buffers"], *chunk["expert_parallel_buffers"]))
 
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
         """Adam's moments, and the main weights that are not views of the model's own."""

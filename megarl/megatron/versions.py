@@ -32,12 +32,12 @@ TAKES_PADDING_MASK = takes(GPTModel.forward, "padding_mask")  # from 0.16 on, ro
 
 def unwrap(chunk: Module) -> Any:
     """The GPTModel inside DistributedDataParallel and Float16Module."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module  # type: ignore[assignment]
+    while isinstance(inner := getattr(chunk, "module", None), Module):
+        chunk = inner
     return chunk
 
 
-def for_stage(stage: int | None) -> dict[str, int | None]:
+def for_stage(stage: int | None) -> dict[str, Any]:
     """Keyword arguments that name a virtual pipeline stage. 0.12 has none; its parallel state is set instead."""
     if takes(GPTModel.__init__, "vp_stage"):
         return {"vp_stage": stage}

@@ -277,7 +277,7 @@ def test_a_stage_without_moe_layers_sends_its_counts_from_the_device_of_the_othe
 
     with training(world.settings()) as step:
         (micro, *_), *_ = (mini.micro_batches for mini in prepare(step, world.rollouts(), fixed_advantages()))
-        monkeypatch.setattr(rollout_routes, "all_gather", stop)
+        monkeypatch.setattr(rollout_routes, "gather_slots", stop)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
         with pytest.raises(StopIteration) as sent:
             rollout_routes.gather_shared([[]], [micro], layers=())

@@ -63,6 +63,7 @@ class Saver:
                 **checkpoint_metadata("content_metadata"),
                 **writer(),
             )
+            assert request is not None  # as it is for a synchronous save
             if request.async_fn is not None:
                 request = request._replace(async_fn=partial(_write_until_parent_ends, os.getpid(), request.async_fn))
             self._calls.schedule_async_request(request)
@@ -91,9 +92,10 @@ class Saver:
     def abandon(self) -> None:
         """Kill this rank's writer; the next start removes what it wrote."""
         for call in self._calls.async_calls:
-            if (writer := call.async_caller.process) is not None:
-                writer.kill()
-                writer.join()
+            caller: Any = call.async_caller  # whose base class has no ``process``
+            if caller.process is not None:
+                caller.process.kill()
+                caller.process.join()
         self._calls.async_calls.clear()
         self._pending = None
 

@@ -107,6 +107,7 @@ def regrouped(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
 def _random_states() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
     """Getter and setter of every random generator."""
     tracker = tensor_parallel.get_cuda_rng_tracker()
+    assert tracker is not None  # made on first use
     return {
         "torch": (torch.get_rng_state, torch.set_rng_state),
         "cuda": (torch.cuda.get_rng_state, torch.cuda.set_rng_state),

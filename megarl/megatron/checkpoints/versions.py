@@ -34,7 +34,7 @@ def checkpoint_metadata(name: str = "metadata") -> dict[str, dict[str, Any]]:
     return {name: {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}}
 
 
-def writer() -> dict[str, str]:
+def writer() -> dict[str, Any]:
     """The keyword argument that asks for Megatron's own writer; from 0.17 on, the default is another package's."""
     return {"async_strategy": "mcore"} if takes(dist_checkpointing.save, "async_strategy") else {}
 
@@ -96,16 +96,16 @@ class _DigestedFile(io.BufferedWriter):
 def digested_writes() -> Iterator[ForkedQueue]:
     """The (name, (bytes, SHA-256)) of the files that Megatron's writers close, if they are forked inside."""
     told = ForkedQueue()
-    filesystem_async.open = partial(_DigestedFile, told)  # found before the built-in function
+    filesystem_async.__dict__["open"] = partial(_DigestedFile, told)  # found before the built-in function
     try:
         yield told
     finally:
-        del filesystem_async.open
+        del filesystem_async.__dict__["open"]
 
 
 # Supply what checkpoints of older releases expect of numpy and torch, and newer libraries have changed.
 if "product" in exchange_utils._shard_size.__code__.co_names and not hasattr(np, "product"):  # to 0.15; numpy 2
-    np.product = np.prod
+    np.__dict__["product"] = np.prod
 if takes(filesystem._write_item, "serialization_format"):  # torch 2.8
     _writer = filesystem_async.FileSystemWriterAsync.write_preloaded_data
     if "serialization_format" not in _writer.__code__.co_consts:  # 0.12

@@ -124,7 +124,7 @@ def embedding_square(policy: Policy) -> float:
     total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
     for weight in _embeddings(policy):
-        gradient: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]
+        gradient: torch.Tensor = vars(weight)["main_grad"]
         if getattr(weight, "shared_embedding", False):
             dist.all_reduce(gradient, group=parallel_state.get_embedding_group())
         dist.all_reduce(gradient, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
@@ -145,7 +145,7 @@ def _embeddings(policy: Policy) -> list[torch.nn.Parameter]:
 def _quiet_routers(policy: Policy) -> Iterator[None]:
     """Keep routers in evaluation mode, where they add no losses; restore their counts for the expert bias."""
     routers = [m for chunk in policy.chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
-    counts = [None if r.local_tokens_per_expert is None else r.local_tokens_per_expert.clone() for r in routers]
+    counts = [(count, count.clone()) for r in routers if (count := r.local_tokens_per_expert) is not None]
     # A hook, because every pass sets the whole model to training mode.
     handles = [router.register_forward_pre_hook(lambda one, _: one.eval() and None) for router in routers]
     try:
@@ -153,6 +153,5 @@ def _quiet_routers(policy: Policy) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-        for router, count in zip(routers, counts, strict=True):
-            if count is not None:
-                router.local_tokens_per_expert.copy_(count)
+        for count, before in counts:
+            count.copy_(before)

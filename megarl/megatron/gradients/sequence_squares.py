@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megarl.core.devices import to_device
 from megarl.core.ratios import segment_ids
-from megarl.megatron.distributed import all_gather, cp_position, tp_position
+from megarl.megatron.distributed import cp_position, tp_position
 from megarl.megatron.gradients.block import Block
 from megarl.megatron.passes.logprobs import WeightGradient, outer_squares
 from megarl.megatron.passes.micro_batches import MicroBatch, gather_slots
@@ -73,9 +73,10 @@ class SequenceSquares:
         if not (self._block.embedding and self._block.output):
             return
         stages = parallel_state.get_pipeline_model_parallel_world_size()
-        for index in sorted(self._embedded.keys() | self._predicted.keys()):
-            predicted = self._predicted.pop(index, None)
-            embedded = self._embedded.pop(index) if index in self._embedded else torch.zeros_like(predicted)  # type: ignore[arg-type]
+        first, last = self._embedded, self._predicted  # of the first stage, and of the last one
+        for index in sorted(first.keys() | last.keys()):
+            predicted = last.pop(index, None)
+            embedded = first.pop(index) if predicted is None or index in first else torch.zeros_like(predicted)
             if stages > 1:
                 dist.all_reduce(embedded, group=parallel_state.get_embedding_group())
             if predicted is not None:
@@ -106,22 +107,17 @@ class SequenceSquares:
     def _add_output(self, index: int, weight: WeightGradient, gradient: Tensor) -> None:
         micro = self._micro_batches[index]
         weight.complete(gradient, lambda share: gather_slots(share, micro))
-        if self._block.embedding:
-            rows = torch.zeros_like(weight.hidden, dtype=torch.float32)
-            tokens = gather_slots(micro.input_ids[0], micro)
         for slots, places in self._buckets(index):
             self._squares.index_add_(0, places, weight.squares(slots))
-            if self._block.embedding:
-                rows[slots] = weight.at_tokens(slots, tokens)
         if self._block.embedding:
+            rows, tokens = torch.zeros_like(weight.hidden, dtype=torch.float32), gather_slots(micro.input_ids[0], micro)
+            for slots, _ in self._buckets(index):
+                rows[slots] = weight.at_tokens(slots, tokens)
             self._predicted[index] = rows
 
     def _whole(self, share: Tensor, micro: MicroBatch) -> Tensor:
         """[S, ...] in slot order, from what this rank has; a collective call."""
-        rows = share.detach().flatten(0, -2)
-        if len(rows) < micro.held.numel():
-            rows = all_gather(rows.contiguous(), parallel_state.get_tensor_model_parallel_group()).flatten(0, 1)
-        return gather_slots(rows, micro)
+        return gather_slots(share.detach().flatten(0, -2), micro)
 
     def _buckets(self, index: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This context-parallel rank's share of the sequences: (slots [n, length], places in ``values`` [n])."""

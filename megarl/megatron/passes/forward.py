@@ -90,7 +90,9 @@ def _logprobs(
 
 def _output_weight(gpt: GPTModel) -> Tensor:
     shared = gpt.share_embeddings_and_output_weights
-    return gpt.shared_embedding_or_output_weight() if shared else gpt.output_layer.weight
+    weight = gpt.shared_embedding_or_output_weight() if shared else gpt.output_layer.weight
+    assert weight is not None  # as it may be on stages before the last one
+    return weight
 
 
 def _divergence(gpt: GPTModel, hidden: Tensor, other: Tensor, temperature: float, vocab_size: int) -> Tensor:

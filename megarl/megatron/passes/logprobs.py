@@ -54,7 +54,7 @@ def linear_logprobs(
     dtype of ``weight``, which is exact: Megatron's Float16Module only widened a 16-bit model's hidden states to fp32.
     """
     sets = None if kept is None else _Kept(*kept, labels)
-    return _LinearLogprobs.apply(hidden, weight, labels, temperature, vocab_size, group, sets)  # type: ignore[no-any-return]
+    return _LinearLogprobs.apply(hidden, weight, labels, temperature, vocab_size, group, sets)
 
 
 @torch.no_grad()
@@ -214,7 +214,8 @@ class _LinearLogprobs(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad, entropy_grad = gradients
         hidden, weight, labels, normaliser, log_sum, entropies = ctx.saved_tensors
         shard, scale, kept = ctx.shard, ctx.scale, ctx.kept
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)

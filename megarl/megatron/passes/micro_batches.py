@@ -181,7 +181,10 @@ def to_slots(column: Tensor, micro: MicroBatch) -> Tensor:
 
 
 def gather_slots(share: Tensor, micro: MicroBatch) -> Tensor:
-    """Rows of the held slots [S / cp, ...] of all context-parallel ranks -> [S, ...] in slot order."""
+    """Rows of the held slots [S / cp, ...], or of a sequence-parallel share of these, -> [S, ...] in slot order."""
+    if len(share) < micro.held.numel():
+        share = all_gather(share, parallel_state.get_tensor_model_parallel_group()).flatten(0, 1)
     if micro.packing.from_ranks is None:
         return share
-    return all_gather(share, parallel_state.get_context_parallel_group()).flatten(0, 1)[micro.packing.from_ranks]
+    group = parallel_state.get_context_parallel_group()
+    return all_gather(share, group).flatten(0, 1)[micro.packing.from_ranks]

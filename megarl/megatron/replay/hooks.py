@@ -35,6 +35,7 @@ class Session(Protocol):
 
     def choose(self, hook: Hook, call: Call, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
         """(scores at the experts [T_local, K], experts int64 [T_local, K]) for a pass of the block."""
+        ...
 
 
 class Question:
@@ -165,7 +166,8 @@ def count_dispatched(router: TopKRouter, hook: Hook, aux_loss: AuxLoss) -> None:
     if hasattr(router, "is_aux_loss_enabled"):  # from 0.14 on
         hook.keeps_dispatched = router.is_aux_loss_enabled()
     else:
-        is_used = router.config.moe_aux_loss_coeff > 0
+        coefficient = router.config.moe_aux_loss_coeff
+        is_used = not isinstance(coefficient, list) and coefficient > 0
         hook.keeps_dispatched = is_used and router.routing_type in ("aux_loss", "seq_aux_loss")
     if hook.keeps_dispatched:
         for name, wrap in _METHODS.items():

@@ -63,7 +63,7 @@ def local_rows(
             raise ReplayError(f"{name} is {list(column.shape)}, expected {list(experts.shape[:lead])} as of experts")
     try:
         if cu_seqlens is None:
-            token = _padded_rows(*experts.shape[:2], tp, cp)
+            token = _padded_rows(experts.size(0), experts.size(1), tp, cp)
         else:
             bounds = cu_seqlens.cpu().long()
             padded = bounds if cu_seqlens_padded is None else cu_seqlens_padded.cpu().long()

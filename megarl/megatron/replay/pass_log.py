@@ -24,12 +24,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch._C import _autograd
+from torch.utils.checkpoint import _CheckpointFrame
 
 from megarl.errors import ReplayError
 
 KEPT_BLOCKS = 256
 """Closed blocks that are remembered, to tell their late recomputations from native ones; older graphs are refused."""
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+_top_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
 
 @dataclass(eq=False, slots=True)
@@ -37,7 +39,7 @@ class Block:
     """An open ``record()`` or ``replay()``."""
 
     thread: int = field(default_factory=threading.get_ident)
-    opened: int = field(default_factory=torch.autograd._get_sequence_nr)
+    opened: int = field(default_factory=_autograd._get_sequence_nr)
     """Nodes of this thread with this number or a larger one were created in the block or after it."""
 
     def check_thread(self) -> None:
@@ -85,7 +87,7 @@ class PassLog:
         if len(self._closed) == KEPT_BLOCKS:
             self._forgotten = max(self._forgotten, self._closed[0][1])
         elsewhere = threading.get_ident() != self._block.thread
-        self._closed.append((self._block.opened, sys.maxsize if elsewhere else torch.autograd._get_sequence_nr()))
+        self._closed.append((self._block.opened, sys.maxsize if elsewhere else _autograd._get_sequence_nr()))
         self._block = None
 
     def take_over(self) -> PassLog:
@@ -118,7 +120,7 @@ class PassLog:
         if without_graph and threading.get_ident() != self._block.thread:
             raise self._unknown_pass("the pass runs on another thread than the block was opened on")
         if (first or without_graph) and threading.get_ident() == self._block.thread:
-            self._marks.append(torch.autograd._get_sequence_nr())
+            self._marks.append(_autograd._get_sequence_nr())
             self._micros.append(micro if without_graph else None)
 
     def _micro_of_frame(self, frame: object) -> int | None:
@@ -177,7 +179,7 @@ def _checkpoint_frames() -> tuple[list[object], object]:
     recomputed = None
     try:
         while recomputed is None and (hooks := _top_hooks(True)) is not None:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            _autograd._pop_saved_tensors_default_hooks()
             taken.append(hooks)
             frame, again = _frame_of(hooks[0])
             if again:
@@ -186,7 +188,7 @@ def _checkpoint_frames() -> tuple[list[object], object]:
                 entered.append(frame)
     finally:
         for hooks in reversed(taken):
-            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+            _autograd._push_saved_tensors_default_hooks(*hooks)
     return entered, recomputed
 
 
@@ -198,4 +200,4 @@ def _frame_of(pack: Any) -> tuple[object, bool]:
     if "target_frame_ref" in names:
         return pack.__closure__[names.index("target_frame_ref")].cell_contents(), True
     frame = pack.__closure__[names.index("frame")].cell_contents if "frame" in names else None
-    return (frame if isinstance(frame, torch.utils.checkpoint._CheckpointFrame) else None), False
+    return (frame if isinstance(frame, _CheckpointFrame) else None), False

@@ -21,7 +21,7 @@ from megarl.core.routing import RoutingTrace
 from megarl.core.routing.trace import narrow_dtype
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import TraceError
-from megarl.megatron.distributed import all_gather, cp_position, gather_bytes, gather_objects, model_group, tp_position
+from megarl.megatron.distributed import cp_position, gather_bytes, gather_objects, model_group, tp_position
 from megarl.megatron.passes.micro_batches import MicroBatch, gather_slots, router_tokens
 from megarl.megatron.replay.records import MicroRoutes
 from megarl.models.shapes import ModelShape
@@ -267,10 +267,7 @@ def gather_shared(
         device = torch.cuda.current_device()  # tensors of all stages must be on the same kind of device
         rows = Placement.of_micro_batches(micro_batches, layers).rows_by_piece()
         shared = [torch.zeros(count, 0, len(counts), dtype=torch.uint8, device=device) for count in rows]
-    by_token = []
-    for share, micro in zip(shared, micro_batches, strict=True):
-        of_context_rank = all_gather(share, parallel_state.get_tensor_model_parallel_group()).flatten(0, 1)
-        by_token.append(gather_slots(of_context_rank, micro)[micro.slots])
+    by_token = [gather_slots(share, micro)[micro.slots] for share, micro in zip(shared, micro_batches, strict=True)]
     on_host = torch.cat(by_token).cpu().split([micro.batch.num_tokens for micro in micro_batches])
     masks = (micro.batch.routed_mask for micro in micro_batches)
     found = [

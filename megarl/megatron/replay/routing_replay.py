@@ -9,10 +9,9 @@ gradients reach the router through them (Ma et al., arXiv 2510.11370; Zheng et a
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import get_args
+from typing import Any, get_args
 
 import torch
-from megatron.core.transformer.moe.router import TopKRouter
 
 from megarl.errors import ReplayError
 from megarl.megatron.distributed import cp_position, tp_position
@@ -62,7 +61,7 @@ class RoutingReplay:
             raise ReplayError(f"aux_loss = {aux_loss!r}, expected one of {', '.join(get_args(AuxLoss))}")
         self._min_agreement = _check_agreement(min_agreement)
         self._hooks: list[Hook] = []
-        self._bystanders: list[tuple[TopKRouter, Bystander]] = []
+        self._bystanders: list[tuple[Any, Bystander]] = []
         given = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else model_chunks
         chunks = [unwrap(chunk) for chunk in given]
         routers = [find_routers(chunk) for chunk in chunks]
@@ -75,11 +74,11 @@ class RoutingReplay:
             hooks = [self._attach(router, aux_loss) for router in of_chunk]
             if hooks:
                 hooks[0].tap = tap_inputs(chunk, hooks[0])
-            for router in find_untraced_routers(chunk):
-                router.router_replay = Bystander()
-                self._bystanders.append((router, router.router_replay))
+            self._bystanders += [(router, Bystander()) for router in find_untraced_routers(chunk)]
+        for router, bystander in self._bystanders:
+            router.router_replay = bystander
 
-    def _attach(self, router: TopKRouter, aux_loss: AuxLoss) -> Hook:
+    def _attach(self, router: Any, aux_loss: AuxLoss) -> Hook:
         older = router.router_replay if isinstance(router.router_replay, Hook) else None
         if older is not None and older.tap is not None:
             older.tap.remove()

@@ -49,14 +49,14 @@ class PackedSequences(PackedSeqParams):
         bounds = to_device(cu_seqlens.to(torch.int32), device)
         buckets = length_buckets(cu_seqlens)
         longest = max((bucket.size(1) for bucket in buckets), default=0)
+        padded: dict[str, Any] = {"cu_seqlens_q_padded": bounds, "cu_seqlens_kv_padded": bounds} if cp_size > 1 else {}
         return PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=bounds,
             cu_seqlens_kv=bounds,
-            cu_seqlens_q_padded=bounds if cp_size > 1 else None,
-            cu_seqlens_kv_padded=bounds if cp_size > 1 else None,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
+            **padded,
             length_buckets=tuple(to_device(bucket, device) for bucket in buckets),
             from_ranks=to_device(zigzag_inverse(cu_seqlens, cp_size), device) if cp_size > 1 else None,
         )
@@ -134,17 +134,17 @@ class PackedAttention(torch.nn.Module):
         """Local queries [T / cp, heads, d] against the keys and values of all context-parallel ranks."""
         if not isinstance(packing, PackedSequences) or packing.from_ranks is None:
             raise NotImplementedError("context parallelism without Transformer Engine needs megarl's PackedSequences")
-        group = self.cp_group
-        assert group is not None
+        size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
         key, value = (
-            gather_from_sequence_parallel_region(column, group=group)[packing.from_ranks] for column in (key, value)
+            gather_from_sequence_parallel_region(column, group=self.cp_group)[packing.from_ranks]
+            for column in (key, value)
         )
         parts, order = [], []
         for rows in packing.length_buckets:
             length = rows.size(1)
             # Of this rank's queries in their sequence; made on the host, which knows the length.
-            position = to_device(zigzag_indices(torch.tensor([0, length]), group.size(), group.rank()), rows.device)
-            mine = rows[:, :1] // group.size() + torch.arange(position.numel(), device=rows.device)
+            position = to_device(zigzag_indices(torch.tensor([0, length]), size, rank), rows.device)
+            mine = rows[:, :1] // size + torch.arange(position.numel(), device=rows.device)
             visible = torch.arange(length, device=rows.device) <= position[:, None]
             parts.append(self._attend(query[mine], key[rows], value[rows], visible).flatten(0, 1))
             order.append(mine.flatten())
@@ -176,7 +176,7 @@ class RMSNorm(torch.nn.RMSNorm):
                 "Transformer Engine; without it only plain RMSNorm is built"
             )
         super().__init__(hidden_size, eps=eps if own_eps is None else own_eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[union-attr]
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if x.is_cuda else _Normalized.apply(x, self.weight, self.eps or 0.0)
@@ -220,6 +220,6 @@ class NormOverHeads(RMSNorm):
         group = parallel_state.get_tensor_model_parallel_group()
         squares = x.float().square().sum((-2, -1), keepdim=True)
         squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares, group), group)
-        mine = self.weight.view(-1, self._head_width).chunk(group.size())[group.rank()]
+        shares = self.weight.view(-1, self._head_width).chunk(parallel_state.get_tensor_model_parallel_world_size())
         scale = torch.rsqrt(squares / self.weight.numel() + (self.eps or 0.0))
-        return (x.float() * scale).to(x.dtype) * mine
+        return (x.float() * scale).to(x.dtype) * shares[parallel_state.get_tensor_model_parallel_rank()]

@@ -72,7 +72,8 @@ class _SharedLoopGloo(distributed_c10d.ProcessGroupGloo):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False) -> None:
         assert not enable_reconfigure, "groups of the CPU layer keep their ranks"  # torch 2.14 passes it
-        options = self._Options()
+        gloo: Any = type(self)  # torch's stubs lack _Options
+        options = gloo._Options()
         options._devices, options._timeout = [_gloo_device(os.getpid())], timeout
         super().__init__(store, rank, size, options)
 
@@ -92,7 +93,7 @@ def enable() -> bool:
     if getattr(torch.cuda, "_megarl_cpu_layer", False):
         return True
     _replace_cuda_calls()
-    distributed_c10d.ProcessGroupGloo = _SharedLoopGloo  # type: ignore[misc]
+    distributed_c10d.ProcessGroupGloo = _SharedLoopGloo
     with _eager_functions(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         names = [f"megatron.core.{name}" for name in _RETARGETED_MODULES.split()]
@@ -100,7 +101,7 @@ def enable() -> bool:
     for module in modules:
         _retarget(module)
     _replace_helpers()
-    torch.cuda._megarl_cpu_layer = True  # type: ignore[attr-defined]
+    torch.cuda.__dict__["_megarl_cpu_layer"] = True
     return True
 
 
@@ -110,17 +111,17 @@ def _replace_cuda_calls() -> None:
     stream = _Stream()
     for name in ("synchronize", "set_device", "empty_cache"):
         setattr(torch.cuda, name, lambda *_, **__: None)
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
-    torch.cuda.current_stream = lambda *_: stream  # type: ignore[assignment, return-value]
-    torch.cuda.default_stream = lambda *_: stream  # type: ignore[assignment, return-value]
-    torch.cuda.stream = lambda *_: contextlib.nullcontext()  # type: ignore[assignment, misc, return-value]
-    torch.cuda.Stream = _Stream  # type: ignore[assignment, misc]
-    torch.cuda.Event = _Event  # type: ignore[assignment, misc]
+    torch.cuda.current_device = lambda: "cpu"
+    torch.cuda.current_stream = lambda *_: stream
+    torch.cuda.default_stream = lambda *_: stream
+    torch.cuda.stream = lambda *_: contextlib.nullcontext()
+    torch.cuda.Stream = _Stream
+    torch.cuda.Event = _Event
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda new_state, *_, **__: torch.set_rng_state(new_state)
     torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
-    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed) and None  # type: ignore[assignment]
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
+    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed) and None
+    torch.Tensor.cuda = lambda self, *_, **__: self
 
 
 @contextlib.contextmanager
@@ -134,7 +135,7 @@ def _eager_functions() -> Iterator[None]:
     def leave(function: Any = None, **_: Any) -> Any:
         return (lambda inner: inner) if function is None else function
 
-    compile_function, torch.compile = torch.compile, leave  # type: ignore[assignment]
+    compile_function, torch.compile = torch.compile, leave
     try:
         yield
     finally:
@@ -166,7 +167,7 @@ def _retarget(module: types.ModuleType) -> None:
                 function = getattr(function, "__wrapped__", None)
 
 
-def _allow_unequal_shares(mappings: types.ModuleType) -> None:
+def _allow_unequal_shares(mappings: Any) -> None:
     """Remedy 4: gather shares of unequal size by padding them; reduce-scatter them by reducing the whole."""
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
@@ -212,7 +213,7 @@ def _keep_in_place(buffers: types.ModuleType) -> None:
         setattr(buffers, name, exchange_if_needed)
 
 
-def _keep_in_order(dispatcher: types.ModuleType) -> None:
+def _keep_in_order(dispatcher: Any) -> None:
     """Remedy 7 of the all-to-all dispatcher: the tokens of one expert-parallel rank are sorted by expert already."""
     sort = dispatcher.sort_chunks_by_idxs
 
@@ -227,14 +228,14 @@ def _replace_helpers() -> None:
     """Remedies 1 (generator of the tensor-parallel tracker), 4, 6 and 7."""
     from megarl.megatron.stand_ins.rotation import rotate_packed  # the package, being imported, calls this
 
-    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state, random._set_cuda_rng_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
-    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
     _keep_in_order(dispatcher)
     _allow_unequal_shares(importlib.import_module("megatron.core.tensor_parallel.mappings"))
-    rope = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+    rope: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
     rope._apply_rotary_pos_emb_thd = rotate_packed(rope)
     _keep_in_place(importlib.import_module("megatron.core.distributed.param_and_grad_buffer"))

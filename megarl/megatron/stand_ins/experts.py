@@ -26,7 +26,7 @@ def join_experts(model: torch.nn.Module, adds_gradients: bool) -> None:
         if isinstance(module, SequentialMLP) and len(module.local_experts) > 1 and _is_plain(module.config):
             layers = {name: _Layer(module, name, adds_gradients) for name in ("linear_fc1", "linear_fc2")}
             shared = {name: getattr(module.local_experts[0], name) for name in ("config", "activation_func")}
-            module.forward = partial(_forward, module.forward, SimpleNamespace(**shared, **layers))  # type: ignore[method-assign]
+            vars(module)["forward"] = partial(_forward, module.forward, SimpleNamespace(**shared, **layers))
 
 
 def _is_plain(config: Any) -> bool:

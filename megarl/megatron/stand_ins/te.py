@@ -61,16 +61,13 @@ def stand_in() -> None:
     """Define for Megatron what it lacks without TE; nothing where TE is used. Call it once."""
     if HAVE_TE:
         return
-    moe_utils, random, latent, fp8, distributed = (
-        importlib.import_module(f"megatron.core.{name}")
-        for name in (
-            "transformer.moe.moe_utils",
-            "tensor_parallel.random",
-            "transformer.multi_latent_attention",
-            "fp8_utils",
-            "optimizer.distrib_optimizer",
-        )
-    )
+
+    def core(name: str) -> Any:
+        return importlib.import_module(f"megatron.core.{name}")
+
+    moe_utils, random = core("transformer.moe.moe_utils"), core("tensor_parallel.random")
+    latent, fp8 = core("transformer.multi_latent_attention"), core("fp8_utils")
+    distributed = core("optimizer.distrib_optimizer")
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     if not hasattr(random, "FP8GlobalStateManager"):
