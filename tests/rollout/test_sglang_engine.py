@@ -260,7 +260,7 @@ def test_a_prompt_that_cannot_be_served_is_an_error_at_once(
     started = time.monotonic()
     with pytest.raises(RolloutError, match=message):
         engine.generate(requests, PARAMS)
-    assert time.monotonic() - started < 30.0
+    assert time.monotonic() - started < 100.0  # not at the deadline of 120 s
     assert updated_server.alive
     assert len(engine.generate(make_requests(2), PARAMS)) == 2
 

@@ -129,7 +129,7 @@ def test_the_joined_turns_are_what_one_pass_over_the_text_says(served: Served, f
         text = merging_tokenizer().decode(whole.response_tokens, skip_special_tokens=False)
         merged += merging_tokenizer()(text, add_special_tokens=False)["input_ids"] != whole.response_tokens.tolist()
     assert max(len(played.turn_ends) for played in found if played is not None) == 4
-    assert merged > len(requests) / 2
+    assert merged > len(requests) / 4  # nine in ten on average
     assert set(script.closed) == {1}
 
 
