@@ -209,8 +209,9 @@ def test_acceptance_twenty_steps_of_the_quickstart_through_sglang(
     rates = [record["eval/pass_rate"] for record in records(tmp_path / "run", "eval")]
     steps = records(tmp_path / "run", "step")
     assert len(steps) == 20
-    assert rates[0] <= 0.5
-    assert rates[-1] >= 0.9
+    # Of 256 responses without a seed: about 0.40 and 0.94, with a standard deviation of 0.03 and 0.02.
+    assert rates[0] <= 0.55
+    assert rates[-1] >= 0.85
     assert all(record["router/flip"] == 0.0 for record in steps)
     assert np.mean([record["router/native/flip"] for record in steps]) > 0.0
     assert (tmp_path / "run" / "sglang" / "server0.log").stat().st_size > 0
