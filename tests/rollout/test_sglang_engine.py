@@ -260,7 +260,7 @@ def test_a_prompt_that_cannot_be_served_is_an_error_at_once(
     started = time.monotonic()
     with pytest.raises(RolloutError, match=message):
         engine.generate(requests, PARAMS)
-    assert time.monotonic() - started < 30.0
+    assert time.monotonic() - started < 100.0  # not at the deadline of 120 s
     assert updated_server.alive
     assert len(engine.generate(make_requests(2), PARAMS)) == 2
 
@@ -399,18 +399,23 @@ def test_an_update_waits_for_ranks_that_still_sample(
     found: list[Rollout] = []
     begun = threading.Event()
 
+    def until_asked(_: int) -> None:
+        """Hold the responses back until the sender waits in its update."""
+        end = time.monotonic() + 60.0
+        while met.n_waiting == 0 and time.monotonic() < end:
+            time.sleep(0.01)
+
     def other_rank() -> None:
         other.update_weights(weights[0].items(), 0)
         begun.set()
-        found.extend(other.generate(make_requests(8, copies=4), replace(PARAMS, max_response_tokens=40)))
+        params = replace(PARAMS, max_response_tokens=40)
+        found.extend(other.generate(make_requests(8, copies=4), params, until_asked))
         other.update_weights(weights[1].items(), 1)
 
     thread = threading.Thread(target=other_rank)
     thread.start()
     sender.update_weights(weights[0].items(), 0)
     assert begun.wait(60.0)
-    time.sleep(0.1)
-    assert not found
     sender.update_weights(weights[1].items(), 1)
     thread.join()
     assert len(found) == 32

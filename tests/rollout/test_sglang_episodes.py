@@ -124,12 +124,12 @@ def test_the_joined_turns_are_what_one_pass_over_the_text_says(served: Served, f
             [replace(request, prompt_tokens=whole.tokens)], replace(SOME_STOPS, max_response_tokens=1)
         )
         assert again.routed_experts is not None
-        rows = slice(0, whole.num_tokens - 1)
+        rows = slice(0, min(whole.num_tokens - 1, oracle.clear(whole.tokens)))  # in another batch, ties end otherwise
         assert np.array_equal(np.sort(whole.routed_experts[rows], -1), np.sort(again.routed_experts[rows], -1))
         text = merging_tokenizer().decode(whole.response_tokens, skip_special_tokens=False)
         merged += merging_tokenizer()(text, add_special_tokens=False)["input_ids"] != whole.response_tokens.tolist()
     assert max(len(played.turn_ends) for played in found if played is not None) == 4
-    assert merged > len(requests) / 2
+    assert merged > len(requests) / 4  # nine in ten on average
     assert set(script.closed) == {1}
 
 

@@ -59,12 +59,13 @@ def test_a_server_that_does_not_come_is_named():
 def test_a_server_with_another_number_of_ranks_is_an_error_and_stays_usable(
     updated_server: Server, hostile_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sglang_sync, "GROUP_TIMEOUT_S", 3.0)
     release = parse_version(updated_server.version)
     sender = WeightSender(updated_server.url, release, tp=2)
     sender.begin()
-    with pytest.raises(WeightSyncError, match="group"):
-        sender.broadcast(Bucket(noisy(hostile_model, 1).items()))
+    with monkeypatch.context() as patch:
+        patch.setattr(sglang_sync, "GROUP_TIMEOUT_S", 3.0)
+        with pytest.raises(WeightSyncError, match="group"):
+            sender.broadcast(Bucket(noisy(hostile_model, 1).items()))
     sender.close()
     fleet = Fleet(urls=[updated_server.url], source=hostile_model, broadcast=True)
     config = json.loads((hostile_model / "config.json").read_text())

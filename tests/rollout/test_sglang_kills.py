@@ -151,7 +151,7 @@ def test_a_server_that_hangs_when_weights_come_is_started_again(
 ):
     """It would answer no request for an update either, and the run has another one."""
     pair.update(noisy(sglang_model, 1), 2000)
-    monkeypatch.setattr(sglang_sync, "BEGIN_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(sglang_sync, "BEGIN_TIMEOUT_S", 10.0)
     hang(pair.servers[0])
     weights = noisy(sglang_model, 2)
     pair.engine.update_weights(weights.items(), 2001)

@@ -67,16 +67,25 @@ def body_of(index: int, new_tokens: int) -> dict[str, Any]:
     }
 
 
-def under_way(server: Server, pool: ThreadPoolExecutor) -> list[Future[dict[str, Any]]]:
-    """Long responses to different prompts, of which one has some tokens."""
+def under_way(server: Server, pool: ThreadPoolExecutor, is_paused: threading.Event) -> list[Future[dict[str, Any]]]:
+    """Long responses to different prompts, of which one has some tokens. Each prompt's last response.
+
+    They are asked for again until ``is_paused``: on a busy machine those of the first time may be over before.
+    """
     some = threading.Event()
+    # One for all: a client loads certificates, which takes longer than a request.
+    http = httpx.Client(timeout=60.0, limits=httpx.Limits(max_keepalive_connections=0))
 
     def ask(index: int) -> dict[str, Any]:
-        return httpx.post(f"{server.url}/generate", json=body_of(index, 55), timeout=60.0).raise_for_status().json()
+        for _ in range(20):
+            answer = http.post(f"{server.url}/generate", json=body_of(index, 55)).raise_for_status().json()
+            if is_paused.is_set() or answer["meta_info"]["finish_reason"]["type"] == "abort":
+                break
+        return answer
 
     def listen() -> None:
         body = body_of(0, 55) | {"stream": True}
-        with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=60.0) as answer:
+        with http.stream("POST", f"{server.url}/generate", json=body) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {") and json.loads(line[6:])["meta_info"]["completion_tokens"] >= 4:
                     some.set()
@@ -126,8 +135,9 @@ def test_an_update_under_running_requests_spoils_them(
 ):
     """Each pause mode but ``abort``: no weights have both the log-probabilities and the routes that come back."""
     with ThreadPoolExecutor(NUM_UNDER_WAY + 1) as pool:
-        answers = under_way(updated_server, pool)
+        answers = under_way(updated_server, pool, is_paused := threading.Event())
         sender._post("pause_generation", {"mode": mode})
+        is_paused.set()
         sender.send(Bucket(weights[NEW].items()))
         sender._post("end_weight_update", {})
         sender._in_session = False
@@ -163,8 +173,9 @@ def test_an_update_as_megarl_does_it_keeps_every_response_of_one_version(
 ):
     """The same load: what was under way is given up, and what comes back is whole and true."""
     with ThreadPoolExecutor(NUM_UNDER_WAY + 5) as pool:
-        answers = under_way(updated_server, pool)
+        answers = under_way(updated_server, pool, is_paused := threading.Event())
         sender.begin()
+        is_paused.set()
         late = [
             pool.submit(httpx.post, f"{updated_server.url}/generate", json=body_of(i, 8), timeout=60.0)
             for i in range(4)
@@ -191,8 +202,9 @@ def test_an_update_that_flushes_by_itself_says_failure_although_the_weights_have
     bucket = Bucket(weights[NEW].items())
     body = {"serialized_named_tensors": [payload_of(bucket)], "load_format": "flattened_bucket", "flush_cache": True}
     with ThreadPoolExecutor(NUM_UNDER_WAY + 1) as pool:
-        answers = under_way(updated_server, pool)
+        answers = under_way(updated_server, pool, is_paused := threading.Event())
         sender._post("pause_generation", {"mode": "in_place"})
+        is_paused.set()
         sender.open_session()
         updated = sender._ask("POST", "update_weights_from_tensor", body)
         sender._post("end_weight_update", {})

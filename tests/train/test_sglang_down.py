@@ -64,6 +64,15 @@ def train(run_file: Path) -> subprocess.Popen[str]:
     return preloaded.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
+def server_of(run: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes that its reaper has started; others of the run share its memory, or compute rewards."""
+    for process in psutil.Process(run.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "reaper" in str(process.cmdline()):
+                return process.children(recursive=True)
+    return []
+
+
 def steps_of(run_file: Path) -> list[int]:
     log = run_file.parent / "run" / "metrics.jsonl"
     return [record["step"] for record in read_metrics(log) if record["kind"] == "step"] if log.exists() else []
@@ -75,12 +84,10 @@ def test_a_run_without_a_server_ends_with_a_checkpoint_and_continues(run_file: P
         while len(steps_of(run_file)) < 2:
             assert run.poll() is None, run.communicate()
             time.sleep(0.02)
-        killed = []
-        for process in psutil.Process(run.pid).children(recursive=True):
+        killed = server_of(run)
+        for process in killed:
             with contextlib.suppress(psutil.NoSuchProcess):  # one may end with another one
-                if "reaper" not in str(process.cmdline()):
-                    process.kill()
-                    killed.append(process)
+                process.kill()
         out, err = run.communicate(timeout=900.0)
     finally:
         run.kill()
