@@ -439,7 +439,7 @@ def test_the_main_module_does_not_run_again(tmp_path: Path, as_module: bool) -> 
     1 / 0  # ends without closing
     """
     process = run_main(tmp_path, code, as_module=as_module)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert out.splitlines() == ["the main module runs", "0.0 None 0.5"], err
     assert process.returncode == 1
     assert err.strip().endswith("ZeroDivisionError: division by zero")

@@ -191,6 +191,7 @@ def ring_in_a_group(rank: int, size: int) -> bool:
 def sends_without_a_group(rank: int, size: int) -> str:
     x = torch.zeros(4, device="cuda")
     dist.recv(x, 0) if rank else dist.send(x, 1)  # creates the communicator
+    torch.cuda.synchronize()  # the limit is not for this message
     os.environ["NULL_NCCL_TIMEOUT_S"] = "1"
     return raised(lambda: dist.send(x, 1 - rank))
 
@@ -264,11 +265,15 @@ def failing_call() -> list[Any]:
 @on_ranks(2)
 def rank_that_stays_away(rank: int, size: int) -> str:
     dist.all_reduce(torch.zeros(1, device="cuda"))
+    torch.cuda.synchronize()  # the limit is not for this call
     os.environ["NULL_NCCL_TIMEOUT_S"] = "1"
+    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
-        time.sleep(6)
+        store.wait(["given up"])
         return ""
-    return raised(lambda: dist.all_reduce(torch.zeros(1, device="cuda")))
+    message = raised(lambda: dist.all_reduce(torch.zeros(1, device="cuda")))
+    store.set("given up", "1")
+    return message
 
 
 @on_ranks(4)

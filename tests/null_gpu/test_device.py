@@ -139,7 +139,7 @@ print(launch())
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": path},
-        timeout=120,
+        timeout=600,
     )
     assert done.stdout.split() == ["0", "801", "0"], done.stderr
     assert "outside of an operation" in done.stderr

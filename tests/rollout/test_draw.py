@@ -203,7 +203,7 @@ def test_what_is_under_way_when_there_is_enough_is_cancelled(tokenizer: PreTrain
         served(server, draw, tokenizer)
         assert sorted(draw.samples) == [(0, 0), (0, 1)]
         assert collector.done
-        for _ in range(500):
+        for _ in range(3000):
             if len(server.lost) == 4:
                 break
             threading.Event().wait(0.02)

@@ -424,6 +424,8 @@ def test_a_cancelled_episode_is_closed_once_and_missed_by_nobody(engine: LocalEn
 @pytest.mark.parametrize("what", ["step", "episode", "cancelled"])
 def test_an_environment_that_swallows_its_cancellation_is_late_all_the_same(engine: LocalEngine, what: str) -> None:
     async def stubborn(turn: ModelTurn) -> Observation:
+        if what == "cancelled":
+            asyncio.get_running_loop().call_later(0.1, doomed[0].cancel)
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -440,10 +442,9 @@ def test_an_environment_that_swallows_its_cancellation_is_late_all_the_same(engi
             found[i] = await play(session, requests[i], "", environment, merging_tokenizer(), bounds, places)
 
         session.start(one(0))
-        doomed = session.start(one(1))
-        if what == "cancelled":
-            asyncio.get_running_loop().call_later(2.0, doomed.cancel)
+        doomed.append(session.start(one(1)))
 
+    doomed: list[asyncio.Task[None]] = []
     engine.converse(begin, SOME_STOPS)
     assert found[0].failure is None
     assert (script.closed, len(script.turns)) == ([1], 1)

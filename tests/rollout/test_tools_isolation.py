@@ -22,13 +22,13 @@ pytestmark = pytest.mark.needs("bwrap")
 
 @pytest.fixture(scope="module")
 def tool() -> PythonTool:
-    return PythonTool(Limits(wall_s=20.0, scratch_bytes=4 << 20))
+    return PythonTool(Limits(wall_s=120.0, scratch_bytes=4 << 20))
 
 
 @pytest.fixture(scope="module")
 def bare() -> PythonTool:
     """The same without isolation: what this one can do and the other cannot, the sandbox prevents."""
-    return PythonTool(Limits(wall_s=20.0, num_processes=None, scratch_bytes=4 << 20), limits_alone=True)
+    return PythonTool(Limits(wall_s=120.0, num_processes=None, scratch_bytes=4 << 20), limits_alone=True)
 
 
 def run(tool: PythonTool, code: str) -> ToolResult:
