@@ -332,20 +332,28 @@ def test_a_flush_is_refused_while_requests_run_and_then_the_server_stays_paused(
         answer = httpx.get(f"{updated_server.url}/v1/loads", params={"include": "core"}, timeout=30.0)
         return sum(load["num_running_reqs"] for load in answer.json()["loads"])
 
+    def post(path: str, body: dict[str, str]) -> None:
+        httpx.post(f"{updated_server.url}/{path}", json=body, timeout=30.0).raise_for_status()
+
     ended = threading.Event()
     thread = threading.Thread(target=lambda: asyncio.run(busy(ended)))
     thread.start()
     sender = WeightSender(updated_server.url, parse_version(updated_server.version))
     try:
-        end = time.monotonic() + 60.0
-        while running() < 4:
+        end = time.monotonic() + 300.0
+        while True:
             assert time.monotonic() < end, "the requests do not run"
+            post("pause_generation", {"mode": "in_place"})  # those that run stay so, however busy the machine is
+            if running():
+                break
+            post("continue_generation", {})
             time.sleep(0.05)
         with pytest.raises(WeightSyncError, match=r"(?s)refuses to flush its cache, HTTP 400.*stays paused"):
             sender.finish(9)  # without begin(), which would have aborted them
         assert sender.weight_version() == "0"
     finally:
         ended.set()
+        post("continue_generation", {})
         sender.close()
         thread.join()
     engine.update_weights(weights[0].items(), 1)
