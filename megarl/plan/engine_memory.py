@@ -56,7 +56,7 @@ def cache_bytes_per_token(shape: ModelShape, element: int, tp: int = 1, *, expan
     """Keys and values of all layers on one GPU.
 
     Grouped attention: 2 L max(kv_heads / tp, 1) head_dim e. Latent attention: L (kv_rank + rope) e, whole on each GPU;
-    ``expanded``: keys and values of all heads / tp instead, as transformers and the trainer keep them.
+    ``expanded``: keys and values of all heads / tp instead, as the trainer keeps them, and transformers before 5.15.
     """
     fields = shape.fields
     if fields.get("multi_latent_attention") and expanded:

@@ -77,14 +77,15 @@ def test_the_experts_of_a_large_layer_are_not_gathered_all_at_once() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3", "moonlight"])
 def test_the_cache_of_the_local_engine_is_that_of_transformers(family: str, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, DynamicCache
+    import transformers
 
-    model = AutoModelForCausalLM.from_pretrained(write_family(tmp_path, family), dtype=torch.float32)
-    cache = DynamicCache()
+    model = transformers.AutoModelForCausalLM.from_pretrained(write_family(tmp_path, family), dtype=torch.float32)
+    cache = transformers.DynamicCache()
     with torch.no_grad():
         model(torch.ones(3, 20, dtype=torch.int64), past_key_values=cache, use_cache=True)
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert held == 3 * 20 * cache_bytes_per_token(read_shape(tmp_path), 4, expanded=True)
+    expanded = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 15)  # then it keeps latents
+    assert held == 3 * 20 * cache_bytes_per_token(read_shape(tmp_path), 4, expanded=expanded)
 
 
 def test_the_cache_of_a_server() -> None:
