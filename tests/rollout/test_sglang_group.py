@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import numpy as np
@@ -209,7 +210,8 @@ def test_an_update_that_was_not_made_is_found_again_when_it_is_sent_again():
     """As a keeper does, whose server has refused nothing."""
     says = [-1.0, -2.0]
     member = sglang_member.Member("server", None, 1, None, False, False, print)
-    member.connection = SimpleNamespace(score=lambda _: np.array(says))  # type: ignore[assignment]
+    scorer: Any = SimpleNamespace(score=lambda _: np.array(says))
+    member.connection = scorer
     first, second = (sglang_member.Update(number, [], sums=(number, number)) for number in (1, 2))
     member.settle(first, [])
     for _ in range(2):

@@ -107,11 +107,12 @@ class SequenceSquares:
     def _add_output(self, index: int, weight: WeightGradient, gradient: Tensor) -> None:
         micro = self._micro_batches[index]
         weight.complete(gradient, lambda share: gather_slots(share, micro))
-        for slots, places in self._buckets(index):
+        buckets = [*self._buckets(index)]
+        for slots, places in buckets:
             self._squares.index_add_(0, places, weight.squares(slots))
         if self._block.embedding:
             rows, tokens = torch.zeros_like(weight.hidden, dtype=torch.float32), gather_slots(micro.input_ids[0], micro)
-            for slots, _ in self._buckets(index):
+            for slots, _ in buckets:
                 rows[slots] = weight.at_tokens(slots, tokens)
             self._predicted[index] = rows
 
