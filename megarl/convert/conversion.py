@@ -28,18 +28,17 @@ from megarl.convert.megatron_files import (
 from megarl.convert.torch_dist import Chunk, write_file, write_metadata
 from megarl.errors import CheckpointError, ConfigError, NumericsError
 from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, pack_shards
-from megarl.models.names import LAYOUTS, hf_shapes
+from megarl.models.names import LAYOUTS, hf_shapes, is_fp32
 from megarl.models.shapes import ModelShape, read_shape
 
 _MODEL_ARGUMENTS = ("num_layers", "hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "num_attention_heads")
 """Arguments that Megatron-LM compares with a checkpoint or takes from it."""
-_KEEP_DTYPE = ("decoder.layers.{layer}.mlp.router.expert_bias",)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     dtype: torch.dtype | None = None
-    """Of the output; None keeps each tensor's own. Expert biases always keep theirs: Megatron needs them in fp32."""
+    """Of the output, but for what ``is_fp32``; None keeps each tensor's own."""
     layers: Layers = "te"  # whose names a Megatron checkpoint gets; a source's names are recognised
     stack_layers: bool = False  # one tensor for all layers, Megatron's default with ``--moe-layer-freq 1``
     drop: tuple[str, ...] = ()  # globs of tensors of the source to leave out, such as those of prediction layers
@@ -48,9 +47,9 @@ class Options:
     shard_bytes: int = 2 << 30  # largest safetensors file, unless one parameter is larger
 
     def dtype_of(self, piece: Piece, stored: torch.dtype) -> torch.dtype:
-        if self.dtype is None or piece.rule.megatron[0] in _KEEP_DTYPE or not stored.is_floating_point:
-            return stored
-        return self.dtype
+        if is_fp32(piece.rule.hf[0]):
+            return torch.float32
+        return self.dtype if self.dtype is not None and stored.is_floating_point else stored
 
     def of_output(self) -> dict[str, Any]:
         """The options that change the output, as plain data."""
@@ -123,7 +122,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: 
     checked = options.verify and require_unchanged(source, ranks)
     pieces = list(chain(*units_of(shape)))
     dtypes = [options.dtype_of(piece, megatron.dtype(piece)) for piece in pieces]
-    may_be_cast = [piece.rule.megatron[0] not in _KEEP_DTYPE for piece in pieces]
+    may_be_cast = [not is_fp32(piece.rule.hf[0]) for piece in pieces]
     common = set(compress(dtypes, may_be_cast))  # the config names one dtype, or none
     counts = [math.prod(parameter_shape(piece, shape)) for piece in pieces]
     lengths = [count * dtype.itemsize for count, dtype in zip(counts, dtypes, strict=True)]

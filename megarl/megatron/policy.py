@@ -27,6 +27,7 @@ from megarl.megatron.passes.dispatchers import release_after_use
 from megarl.megatron.replay import RoutingReplay
 from megarl.megatron.stand_ins.experts import join_experts
 from megarl.megatron.stand_ins.te import uses_te
+from megarl.models.names import is_fp32
 from megarl.models.shapes import ModelShape, read_shape
 
 Settings = TypeVar("Settings")
@@ -182,8 +183,18 @@ def build_chunks(config: Config, shape: ModelShape) -> tuple[TransformerConfig, 
         if not torch.cuda.is_available():
             join_experts(chunk, adds_gradients=not overlapped)
     if config.model.dtype != "fp32":
-        chunks = [Float16Module(megatron_config, chunk) for chunk in chunks]
+        chunks = [_in_16_bits(megatron_config, chunk) for chunk in chunks]
     return megatron_config, chunks
+
+
+def _in_16_bits(megatron_config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
+    """Megatron's wrapper, which casts all parameters and buffers, but not the buffers that stay in fp32."""
+    kept = [(module, name, buffer) for module in chunk.modules() for name, buffer in module._buffers.items()]
+    wrapped = Float16Module(megatron_config, chunk)
+    for module, name, buffer in kept:
+        if is_fp32(name):
+            module._buffers[name] = buffer
+    return wrapped
 
 
 def _overrides(config: Config, cls: type, has_te: bool = False) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Both are exact to the bit.
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, product
 from pathlib import Path
 from typing import Literal
@@ -126,20 +127,30 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
     return {name: size for name, size in found.items() if size}
 
 
+_TABLES = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+
+
 def _read_families() -> dict[str, tuple[Rule, ...]]:
     """Family -> rules, from families.toml; the names of layers begin there behind the layer's number."""
-    tables = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
 
     def rule(scope: Scope, layout: str, megatron: list[str], hf: list[str], dims: list[str], when: str = "") -> Rule:
         ours, theirs = ("", "") if scope == "model" else ("decoder.layers.{layer}.", "model.layers.{layer}.")
         names = tuple(ours + name for name in megatron), tuple(theirs + name for name in hf)
         return Rule(*names, tuple(dims), layout, scope, when)
 
-    parts = {name: [rule(*fields) for fields in rows] for name, rows in tables["parts"].items()}
-    return {family: tuple(chain(*(parts[name] for name in names))) for family, names in tables["families"].items()}
+    parts = {name: [rule(*fields) for fields in rows] for name, rows in _TABLES["parts"].items()}
+    return {family: tuple(chain(*(parts[name] for name in names))) for family, names in _TABLES["families"].items()}
 
 
 FAMILIES: Mapping[str, tuple[Rule, ...]] = _read_families()
+FP32: Mapping[str, Sequence[str]] = _TABLES["fp32"]
+"""Of ``tensors`` of Hugging Face and ``buffers`` of Megatron, the last parts of the names of those that ``is_fp32``."""
+
+
+@cache  # every update asks for the same names
+def is_fp32(name: str) -> bool:
+    """Tells whether the tensor or buffer of this name is fp32 whatever the dtype of a run is."""
+    return name.rpartition(".")[2] in (*FP32["tensors"], *FP32["buffers"])
 
 
 def rules_of(shape: ModelShape) -> tuple[Rule, ...]:

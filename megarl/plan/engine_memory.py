@@ -6,7 +6,7 @@ from math import prod
 
 from megarl.config import Config
 from megarl.core.fp8 import BLOCK, grid_of, is_fp8_weight
-from megarl.models.names import Rule, dimensions, rules_of
+from megarl.models.names import Rule, dimensions, is_fp32, rules_of
 from megarl.models.shapes import ModelShape
 from megarl.plan.trainer_memory import ELEMENT
 
@@ -81,7 +81,8 @@ def weight_bytes(shape: ModelShape, element: int, *, fp8: bool = False, tp: int 
         for name, dims in zip(rule.hf, rule.dims, strict=True):
             wanted = tuple(sizes[part] for part in dims.split())
             in_fp8 = fp8 and is_fp8_weight(name)
-            size = prod(wanted) + 4 * prod(grid_of(wanted, BLOCK)) if in_fp8 else element * prod(wanted)
+            size = (1 if in_fp8 else 4 if is_fp32(name) else element) * prod(wanted)
+            size += 4 * prod(grid_of(wanted, BLOCK)) if in_fp8 else 0
             total += count * size // _shares(rule, name, shape, tp)
     return total
 

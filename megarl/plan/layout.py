@@ -6,7 +6,7 @@ from math import prod
 
 from megarl.config import Config, Layout
 from megarl.errors import ConfigError
-from megarl.models.names import Rule, dimensions, rules_of
+from megarl.models.names import Rule, dimensions, is_fp32, rules_of
 from megarl.models.shapes import ModelShape
 
 _UNKNOWN = (
@@ -196,7 +196,7 @@ def count_rank(shape: ModelShape, layout: Layout, stage: Stage) -> RankCount:
         here = sum(1 for layer, _ in rule.places(shape) if layer in layers)
         if rule.scope == "expert":
             expert += _local(rule, shape, layout.etp) * here // layout.ep
-        elif rule.megatron[0].endswith("expert_bias"):
+        elif is_fp32(rule.megatron[0]):
             buffers += 2 * numel(rule, shape) * here
         else:
             dense += _local(rule, shape, layout.tp) * here

@@ -21,8 +21,8 @@ from megarl.models.hf_files import split_by_size
 from megarl.rollout.weights import Named, WeightForm, parts_at_once
 
 Item = TypeVar("Item")
-Kind = tuple[bool, torch.dtype, torch.device, tuple[int, ...]]
-"""Of tensors that are converted in one call: whether to FP8; their dtype; their device; their shape."""
+Kind = tuple[bool, torch.dtype, torch.dtype, torch.device, tuple[int, ...]]
+"""Of tensors that are converted in one call: whether to FP8, or else to what dtype; their dtype; device; shape."""
 Allocate = Callable[[int, torch.device], torch.Tensor]
 
 FUSED = ("q_a_proj", "kv_a_proj_with_mqa")
@@ -186,15 +186,16 @@ def _group(tensors: Iterable[Named], form: WeightForm, stacked: bool = True) -> 
     groups: dict[Kind, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors:
         is_fp8 = form.fp8 != "off" and is_fp8_weight(name)
-        kind = is_fp8, tensor.dtype, tensor.device, tensor.shape if stacked or is_fp8 else ()
+        held, shape = form.dtype_of(name, tensor.dtype), tensor.shape if stacked or is_fp8 else ()
+        kind = is_fp8, held, tensor.dtype, tensor.device, shape
         groups.setdefault(kind, {})[name] = tensor.detach() if tensor.requires_grad else tensor
     return groups
 
 
 def _stacks(form: WeightForm, kind: Kind, names: Sequence[str]) -> list[Stack]:
-    is_fp8, dtype, _, shape = kind
+    is_fp8, held, _, _, shape = kind
     if not (is_fp8 and form.fp8 == "blocks"):
-        return [Stack(names, form.dtype or dtype, shape)]
+        return [Stack(names, held, shape)]
     scales = Stack([name + SCALE for name in names], torch.float32, grid_of(shape, BLOCK))
     return [Stack(names, torch.float8_e4m3fn, shape), scales]
 

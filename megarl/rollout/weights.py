@@ -16,6 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.core.fp8 import BLOCK, grid_of, is_fp8_weight, quantize_fp8, round_with_scale
 from megarl.errors import WeightSyncError
+from megarl.models.names import is_fp32
 
 Named = tuple[str, torch.Tensor]
 CONVERT_BYTES, CACHE_BYTES = 32 << 20, 1 << 20
@@ -34,17 +35,21 @@ class WeightForm:
     """How an engine holds its weights."""
 
     dtype: torch.dtype | None = None
-    """Of everything that is not in FP8; None leaves each tensor in its own."""
+    """Of what is neither in FP8 nor ``is_fp32``; None leaves each tensor in its own."""
     fp8: FP8Form = "off"
     """How linear weights are held. rounded: through FP8 blocks of 128 x 128 and back, for engines without FP8 kernels.
     blocks: as ``weight`` float8_e4m3fn and ``weight_scale_inv`` float32, as in FP8 checkpoints. Routers, norms,
     embeddings and the head stay as they are."""
 
+    def dtype_of(self, name: str, stored: torch.dtype) -> torch.dtype:
+        """The dtype of a tensor in this form, unless it is held in FP8."""
+        return torch.float32 if is_fp32(name) else self.dtype or stored
+
     def held_bytes(self, name: str, tensor: torch.Tensor) -> int:
         """Bytes of a tensor in this form, with its scales."""
         if self.fp8 == "blocks" and is_fp8_weight(name):
             return tensor.numel() + torch.float32.itemsize * math.prod(grid_of(tensor.shape, BLOCK))
-        return tensor.numel() * (self.dtype or tensor.dtype).itemsize
+        return tensor.numel() * self.dtype_of(name, tensor.dtype).itemsize
 
     def fill(
         self, tensors: list[torch.Tensor], is_fp8: bool, held: torch.Tensor, scales: torch.Tensor | None = None

@@ -21,6 +21,7 @@ from transformers.initialization import no_init_weights
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError, WeightSyncError
+from megarl.models.names import is_fp32
 from megarl.rollout.buckets import Intake
 from megarl.rollout.engine import (
     Begin,
@@ -83,6 +84,9 @@ class LocalEngine(Engine):
                 config, dtype=dtype, attn_implementation="sdpa", experts_implementation=experts_implementation
             )
         self._model.tie_weights()  # no_init_weights skips this too
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            if is_fp32(name):  # ``from_pretrained`` would see to it
+                tensor.data = tensor.data.float()
         self._model = self._model.to(device).eval().requires_grad_(False)
         self._views = checkpoint_views(self._model)
         if fp8_rounding:
@@ -96,7 +100,6 @@ class LocalEngine(Engine):
         self._arithmetic = FP8Products(self._views, dtype) if fp8_activations else nullcontext()
         self._cache = FP8Cache if fp8_kv_cache else DynamicCache
         self._recorder = RouteRecorder(self._model)
-        # In each parameter's own dtype: transformers keeps some in float32 whatever the model's dtype is.
         self._form = WeightForm(fp8="rounded" if fp8_rounding else "off")
         self._max_batch_size = max_batch_size
         self._sent: dict[str, torch.Tensor] = {}
