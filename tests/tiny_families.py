@@ -37,7 +37,7 @@ _LATENT: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
     "num_nextn_predict_layers": 0,
 }
-_YARN = {
+YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
     "factor": 4.0,
@@ -73,7 +73,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {**_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "rms_norm_eps": 1e-5},
     ),
-    "kimi_k2": ("deepseek_v3", {**_LATENT, "n_group": 1, "topk_group": 1, "rope_parameters": _YARN}),
+    "kimi_k2": ("deepseek_v3", {**_LATENT, "n_group": 1, "topk_group": 1, "rope_parameters": YARN}),
     "glm4_moe": (
         "glm4_moe",
         {**_COMMON, "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

@@ -38,7 +38,7 @@ _MODEL_ARGUMENTS = ("num_layers", "hidden_size", "ffn_hidden_size", "moe_ffn_hid
 @dataclass(frozen=True, slots=True)
 class Options:
     dtype: torch.dtype | None = None
-    """Of the output, but for what ``is_fp32``; None keeps each tensor's own."""
+    """Of the output, except for what ``is_fp32``; None keeps each tensor's own."""
     layers: Layers = "te"  # whose names a Megatron checkpoint gets; a source's names are recognised
     stack_layers: bool = False  # one tensor for all layers, Megatron's default with ``--moe-layer-freq 1``
     drop: tuple[str, ...] = ()  # globs of tensors of the source to leave out, such as those of prediction layers
@@ -47,9 +47,9 @@ class Options:
     shard_bytes: int = 2 << 30  # largest safetensors file, unless one parameter is larger
 
     def dtype_of(self, piece: Piece, stored: torch.dtype) -> torch.dtype:
-        if is_fp32(piece.rule.hf[0]):
-            return torch.float32
-        return self.dtype if self.dtype is not None and stored.is_floating_point else stored
+        if self.dtype is None or not stored.is_floating_point:
+            return stored
+        return torch.float32 if is_fp32(piece.rule.hf[0]) else self.dtype
 
     def of_output(self) -> dict[str, Any]:
         """The options that change the output, as plain data."""

@@ -137,9 +137,8 @@ def _megatron(source: Path, model: Path | None) -> _Source:
     megatron, shapes = MegatronCheckpoint(source, shape), hf_shapes(shape)
 
     def part(piece: Piece) -> _Part:
-        as_stored = conversion.Options()
-        tensors = [Tensor(name, shapes[name], as_stored.dtype_of(piece, megatron.dtype(piece))) for name in piece.hf]
-        return _Part(tensors, lambda: [tensor for _, tensor in hf_tensors(piece, megatron, as_stored)])
+        tensors = [Tensor(name, shapes[name], megatron.dtype(piece)) for name in piece.hf]
+        return _Part(tensors, lambda: [tensor for _, tensor in hf_tensors(piece, megatron, conversion.Options())])
 
     parts = [part(piece) for unit in units_of(shape) for piece in unit]
     return _Source(source, model, sorted(source.glob("*.distcp")), parts)

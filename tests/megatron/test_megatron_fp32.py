@@ -1,0 +1,211 @@
+"""What is fp32 whatever the dtype of a run is: in transformers, Megatron, the local engine, syncs and folders alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from absent import SGLANG_PYTHON
+from biased_models import SERVABLE, compare_routes, requests, write_biased
+from saves import save
+from tiny_families import FAMILIES, write_family
+from tiny_world import config, policy_of, safetensors_of, transformers_model
+
+from megarl.convert.conversion import Options, to_hf, to_megatron
+from megarl.convert.job import Ranks
+from megarl.core.fp8 import is_fp8_weight
+from megarl.megatron.checkpoints import checkpoint
+from megarl.megatron.frozen import FrozenModel
+from megarl.megatron.hf_weights import save_hf
+from megarl.megatron.model import build_model, transformer_config
+from megarl.megatron.policy import layout_fields
+from megarl.models.names import hf_shapes, is_fp32
+from megarl.models.shapes import read_shape
+from megarl.plan.engine_memory import weight_bytes
+from megarl.rollout.buckets import Bucket, split_into_buckets
+from megarl.rollout.engine import SamplingParams
+from megarl.rollout.local.engine import LocalEngine
+from megarl.rollout.sglang.spec import CPU_SHIM
+from megarl.rollout.sglang.weights.folder import WeightFolder
+from megarl.rollout.weights import WeightForm
+
+WITH_BIASES = ("glm4_moe", "deepseek_v3", "kimi_k2", "moonlight")
+GLOBAL_AUX_LOSS: dict[str, Any] = {
+    "megatron__moe_router_load_balancing_type": "global_aux_loss",
+    "megatron__moe_aux_loss_coeff": 1e-3,
+}
+Tensors = dict[str, torch.Tensor]
+
+
+def fp32_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """Names of the tensors in fp32; all others must be in bf16."""
+    by_name = dict(tensors)
+    assert {tensor.dtype for tensor in by_name.values()} <= {torch.float32, torch.bfloat16}
+    return {name for name, tensor in by_name.items() if tensor.dtype == torch.float32}
+
+
+def listed(names: Iterable[str]) -> set[str]:
+    return {name for name in names if is_fp32(name)}
+
+
+def bf16_but_for_the_list(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    return {name: tensor if is_fp32(name) else tensor.bfloat16() for name, tensor in tensors.items()}
+
+
+def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_the_list_is_what_transformers_holds_in_fp32(model: str, models: dict[str, Path]) -> None:
+    loaded = transformers_model(models[model], torch.bfloat16)
+    expected = listed(hf_shapes(read_shape(models[model])))
+    assert fp32_of(loaded.state_dict().items()) == expected
+    assert bool(expected) == (model in WITH_BIASES)
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_the_list_is_what_megatron_makes_in_fp32_and_no_wrapper_casts_it(
+    model: str, models: dict[str, Path], one_rank: None
+) -> None:
+    """With all that routers count; and parameters are bf16, router weights too."""
+    more = GLOBAL_AUX_LOSS if read_shape(models[model]).moe_layers else {}
+    settings = config(models[model], model__dtype="bf16", **more)
+    policy = policy_of(settings)
+    fields = {**layout_fields(settings), **settings.megatron}
+    (bare,) = build_model(policy.shape, transformer_config(policy.shape, fields, torch.bfloat16))
+    floating = {name: buffer for name, buffer in bare.named_buffers() if buffer.is_floating_point()}
+    assert {name for name, buffer in floating.items() if buffer.dtype == torch.float32} == listed(floating)
+    (chunk,) = policy.chunks
+    held = {name.removeprefix("module.module."): tensor for name, tensor in chunk.named_buffers()}
+    assert held.keys() == dict(bare.named_buffers()).keys()
+    assert fp32_of((name, held[name]) for name in floating) == listed(floating)
+    assert not fp32_of(chunk.named_parameters())
+    ends = {name.rpartition(".")[2] for name in listed(floating)}
+    counts = {"local_tokens_per_expert", "expert_bias"} if model in WITH_BIASES else set()
+    counts |= {"global_tokens_per_expert", "ga_steps"} if policy.shape.moe_layers else set()
+    assert ends == counts | ({"cos_cached", "sin_cached"} if model == "kimi_k2" else set())
+
+
+@pytest.mark.sglang
+def test_the_list_is_what_sglang_holds_in_fp32(tmp_path: Path) -> None:
+    """But for the router weights of GLM-4.5, which a policy in bf16 trains in bf16: nothing of them is lost."""
+    latent = SERVABLE["deepseek_v3"]
+    folders = {
+        model: write_family(tmp_path / model, model, **(latent if kind == "deepseek_v3" else {}))
+        for model, (kind, _) in FAMILIES.items()
+    }
+    words = [SGLANG_PYTHON, Path(__file__).parents[1] / "rollout" / "sglang_dtypes.py", *folders.values()]
+    environment = os.environ | {"PYTHONPATH": str(CPU_SHIM), "SGLANG_USE_CPU_ENGINE": "1"}
+    done = subprocess.run([*map(str, words)], check=True, env=environment, capture_output=True, text=True)
+    for (model, folder), held in zip(folders.items(), json.loads(done.stdout.splitlines()[-1]), strict=True):
+        more = {name for name in held if name.endswith(".gate.weight")} if model == "glm4_moe" else set()
+        assert set(held) - more == listed(hf_shapes(read_shape(folder))), model
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_a_policy_in_bf16_keeps_exports_and_saves_the_list_in_fp32(
+    model: str, models: dict[str, Path], tmp_path: Path, one_rank: None
+) -> None:
+    source = models[model]
+    expected = bf16_but_for_the_list(safetensors_of(source))
+    settings = config(source, model__dtype="bf16")
+    policy = policy_of(settings)
+    assert_equal(dict(policy.export()), expected)  # before any pass
+    save_hf(policy.chunks, policy.shape, source, tmp_path / "hf")
+    assert_equal(safetensors_of(tmp_path / "hf"), expected)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+    save(tmp_path / "run", 0, policy, {}, keep=1)
+    frozen = FrozenModel(settings, None)
+    for name, tensor in (*frozen.chunks[0].named_parameters(), *frozen.chunks[0].named_buffers()):
+        tensor.data.zero_() if tensor.dim() else name
+    checkpoint.load_weights(tmp_path / "run" / "step_0000000", frozen.chunks, frozen.shape, 1.0)
+    assert_equal(dict(frozen.export()), expected)
+
+
+@pytest.mark.parametrize("model", WITH_BIASES)
+def test_a_conversion_to_bf16_spares_the_list_in_both_directions(
+    model: str, models: dict[str, Path], tmp_path: Path, one_rank: None
+) -> None:
+    source, to_bf16 = models[model], Options(dtype=torch.bfloat16, layers="local")
+    expected = bf16_but_for_the_list(safetensors_of(source))
+    to_megatron(source, tmp_path / "megatron", to_bf16, Ranks())
+    to_hf(tmp_path / "megatron", tmp_path / "hf", None, Options(), Ranks())
+    assert_equal(safetensors_of(tmp_path / "hf"), expected)
+    to_megatron(source, tmp_path / "wide", Options(layers="local"), Ranks())
+    to_hf(tmp_path / "wide", tmp_path / "narrow", None, to_bf16, Ranks())
+    assert_equal(safetensors_of(tmp_path / "narrow"), expected)
+    frozen = FrozenModel(config(source, model__dtype="bf16"), None)
+    for tensor in (*frozen.chunks[0].parameters(), *frozen.chunks[0].buffers()):
+        tensor.data.zero_()
+    checkpoint.read_weights(tmp_path / "megatron", frozen.chunks)
+    assert_equal(dict(frozen.export()), expected)
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_the_local_engine_in_bf16_holds_the_list_in_fp32(model: str, models: dict[str, Path]) -> None:
+    engine = LocalEngine.from_pretrained(models[model], dtype=torch.bfloat16)
+    assert_equal(engine._views, bf16_but_for_the_list(safetensors_of(models[model])))
+
+
+@pytest.mark.parametrize("fp8", ["off", "rounded", "blocks"])
+@pytest.mark.parametrize("model", FAMILIES)
+def test_every_form_of_an_update_carries_the_list_in_fp32(
+    model: str, fp8: Any, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """In buckets and in the folder of a version; as many bytes as planned."""
+    stored, form = safetensors_of(models[model]), WeightForm(torch.bfloat16, fp8)
+    buckets = list(split_into_buckets(stored.items(), 1 << 14, stored, form=form))
+    assert len(buckets) > 1
+    folder = WeightFolder(tmp_path, models[model], 1)
+    for bucket in buckets:
+        folder.add(bucket)
+    sent = {name: tensor for bucket in buckets for name, tensor in bucket.tensors()}
+    assert_equal(safetensors_of(folder.finish()), sent)
+    assert {name for name, tensor in sent.items() if is_fp32(name)} == listed(stored)
+    plain = {name: tensor for name, tensor in stored.items() if fp8 == "off" or not is_fp8_weight(name)}
+    assert_equal({name: sent[name] for name in plain}, bf16_but_for_the_list(plain))
+    num_bytes = sum(bucket.flat.numel() for bucket in buckets)
+    assert num_bytes == sum(form.held_bytes(name, tensor) for name, tensor in stored.items())
+    assert num_bytes == weight_bytes(read_shape(models[model]), 2, fp8=fp8 == "blocks")
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_tensors_of_one_shape_whose_dtypes_part_do_not_share_a_stack(stored: torch.dtype) -> None:
+    """And what came rounded is sent in fp32 too: an engine's memory for it is fp32."""
+    given = {
+        name: torch.rand(8).to(stored) for name in ("a.norm.weight", "a.gate.e_score_correction_bias", "b.norm.weight")
+    }
+    bucket = Bucket(given.items(), form=WeightForm(torch.bfloat16))
+    assert [len(stack.names) for stack in bucket.stacks] == [1, 2]
+    assert_equal(
+        dict(bucket.tensors()), {**bf16_but_for_the_list(given), bucket.names[0]: given[bucket.names[0]].float()}
+    )
+
+
+def test_biases_of_published_size_choose_the_same_experts_behind_an_update_in_bf16(
+    tmp_path: Path, one_rank: None
+) -> None:
+    """160 biases of 6.8 to 7.1 are 11 values in bf16: a third of the rows would have other experts."""
+    folder = write_biased(tmp_path / "model", "glm4_moe")
+    settings = config(folder)
+    policy = policy_of(settings)
+    sent = dict(Bucket(policy.export(), form=WeightForm(torch.bfloat16)).tensors())
+    engine = LocalEngine.from_pretrained(folder)
+    rounded = {name: tensor.bfloat16() for name, tensor in sent.items()}
+    shares = []
+    for tensors in (sent, rounded):
+        engine.update_weights(tensors.items(), 1)
+        rollouts = engine.generate(requests(), SamplingParams(max_response_tokens=8))
+        shares.append(compare_routes(rollouts, policy, settings, transformers_model(folder)))
+    assert shares[0] == 1.0
+    assert shares[1] < 0.7
