@@ -14,7 +14,6 @@ from tiny_families import YARN, write_family
 
 from megarl.core.types import Rollout, SampleRequest
 
-EXPERTS, TOP_K = 160, 8
 SERVABLE: dict[str, dict[str, Any]] = {
     "glm4_moe": {},
     "deepseek_v3": {"rope_parameters": YARN, "moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
@@ -23,8 +22,9 @@ SERVABLE: dict[str, dict[str, Any]] = {
 
 
 def write_biased(folder: Path, family: str) -> Path:
-    """160 experts with biases of 6.8 to 7.1; bf16 holds every other tensor exactly. Returns ``folder``."""
-    write_family(folder, family, n_routed_experts=EXPERTS, num_experts_per_tok=TOP_K, **SERVABLE[family])
+    """160 experts with biases of 6.8 to 7.1, DeepSeek's in 8 groups; bf16 holds every other tensor exactly."""
+    groups = {"n_group": 8, "topk_group": 4} if family == "deepseek_v3" else {}
+    write_family(folder, family, n_routed_experts=160, num_experts_per_tok=8, **groups, **SERVABLE[family])
     source = torch.Generator().manual_seed(0)
     tensors = {name: tensor.bfloat16().float() for name, tensor in load_file(folder / "model.safetensors").items()}
     for name, tensor in tensors.items():
