@@ -34,10 +34,10 @@ def llama3_factor(rope: HFConfig) -> float | None:
     if rope["rope_type"] == "default":
         return None
     if rope["rope_type"] != "llama3":
-        raise ConfigError(f"rope type {rope['rope_type']!r} is not supported; expected 'default' or 'llama3'")
+        raise ConfigError(f"rope_type {rope['rope_type']!r} is not supported; expected 'default' or 'llama3'")
     bounds = {name: rope[name] for name in _LLAMA3}
     if bounds != _LLAMA3:
-        raise ConfigError(f"rope type 'llama3' with {bounds} is not supported; expected {_LLAMA3}")
+        raise ConfigError(f"rope_type 'llama3' with {bounds} is not supported; expected {_LLAMA3}")
     return float(rope["factor"])
 
 
@@ -51,7 +51,7 @@ def latent_rope(rope: HFConfig) -> dict[str, Any]:
     mscale, all_dim = rope["mscale"], rope["mscale_all_dim"]
     if rope["rope_type"] != "yarn" or mscale != all_dim or not mscale:
         raise ConfigError(
-            f"rope type {rope['rope_type']!r} with mscale {mscale} and mscale_all_dim {all_dim} is not supported; "
+            f"rope_type {rope['rope_type']!r} with mscale {mscale} and mscale_all_dim {all_dim} is not supported; "
             "expected 'default', or 'yarn' with equal mscales above 0"
         )
     return base | {

@@ -108,8 +108,8 @@ Part = Callable[[HFConfig], dict[str, Any]]
 
 
 def _layers(hf: HFConfig) -> dict[str, Any]:
-    if kinds := {*(hf["layer_types"] or ())} - {"full_attention"}:
-        raise ConfigError(f"layer_types has {sorted(kinds)}, expected 'full_attention' alone")
+    if hf["layer_types"] not in (None, ["full_attention"] * hf["num_hidden_layers"]):
+        raise ConfigError(f"layer_types is {hf['layer_types']}, expected 'full_attention' in each of num_hidden_layers")
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
@@ -152,10 +152,11 @@ def _sigmoid_experts(hf: HFConfig) -> dict[str, Any]:
         raise ConfigError(
             f"norm_topk_prob is {hf['norm_topk_prob']} and num_experts_per_tok {topk}, expected true and at least 2"
         )
-    if groups > 1 and topk // chosen != 2:  # the model ranks groups by 2 experts, Megatron by topk // topk_group
+    # The model ranks groups by 2 experts, Megatron by topk // topk_group.
+    if chosen > groups or (groups > 1 and topk // chosen != 2):
         raise ConfigError(
-            f"the model chooses {topk} experts from {chosen} groups, expected twice as many experts as groups: "
-            "Megatron ranks groups by another number of experts"
+            f"num_experts_per_tok is {topk}, topk_group {chosen} and n_group {groups}; expected twice as many experts "
+            "as chosen groups, or n_group 1: Megatron ranks groups by another number of experts"
         )
     return {
         **_experts(hf, "moe_intermediate_size"),
@@ -164,7 +165,7 @@ def _sigmoid_experts(hf: HFConfig) -> dict[str, Any]:
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": chosen if groups > 1 else None,
         "moe_router_topk_scaling_factor": hf["routed_scaling_factor"],
-        "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * hf["n_shared_experts"] or None,
+        "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * hf["n_shared_experts"],
     }
 
 
@@ -177,7 +178,10 @@ def _latent_attention(hf: HFConfig) -> dict[str, Any]:
     heads, plain, rotated = (hf[key] for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
     for key, size in {"num_key_value_heads": heads, "head_dim": rotated, "qk_head_dim": plain + rotated}.items():
         if hf[key] not in (None, size):
-            raise ConfigError(f"{key} is {hf[key]}, expected {size} as the other sizes of latent attention say")
+            raise ConfigError(
+                f"{key} is {hf[key]}, expected {size}: num_attention_heads is {heads}, qk_nope_head_dim {plain} and "
+                f"qk_rope_head_dim {rotated}"
+            )
     return {
         "multi_latent_attention": True,
         "qk_layernorm": True,
@@ -247,8 +251,11 @@ def _read(hf: HFConfig, kind: str) -> ModelShape:
     is_latent = "multi_latent_attention" in fields
     if is_latent:
         fields |= latent_rope(rope)
-    if (rotated := rope["partial_rotary_factor"]) != 1.0 and family != "glm4_moe":
-        raise ConfigError(f"partial_rotary_factor is {rotated}, expected 1.0 for model type {kind!r}")
+    if (rotated := rope["partial_rotary_factor"]) > 1 or (rotated != 1 and family != "glm4_moe"):
+        raise ConfigError(f"partial_rotary_factor is {rotated}, expected 1.0, or less for glm4_moe")
+    if family in ("llama", "olmoe") and hf["hidden_size"] % hf["num_attention_heads"]:
+        sizes = f"hidden_size is {hf['hidden_size']} and num_attention_heads {hf['num_attention_heads']}"
+        raise ConfigError(f"{sizes}, expected a multiple")
     shape = ModelShape(
         family,
         fields,
