@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError
+from megarl.models.hf_config import FAMILIES, LACKING, HFConfig, read_dtype, read_fp8_block
 from megarl.models.rope import latent_rope, llama3_factor, read_rope
 
 
@@ -64,26 +65,21 @@ class MoeShape:
 
     @staticmethod
     def of(hf: Mapping[str, Any]) -> "MoeShape":
-        """Read any config with the names of the families below, of a dense model (``DENSE``) too.
+        """Read the config of a model of any family below, or of another with the same names.
 
-        ConfigError if it is of neither.
+        ConfigError if it names no experts and is of no dense family (``DENSE``).
         """
         if hf.get("model_type") in DENSE:
             return MoeShape(hf["num_hidden_layers"], (), 0, 0)
-        experts = next((hf[name] for name in _EXPERT_COUNTS if hf.get(name)), 0)
-        topk = hf.get("num_experts_per_tok")
-        if not experts or not topk:
+        if hf.get("model_type") in FAMILIES:
+            return _read_moe(HFConfig.of(hf))
+        if not all((hf.get("num_hidden_layers"), hf.get("num_experts_per_tok"), any(map(hf.get, _EXPERT_COUNTS)))):
             *names, last = _EXPERT_COUNTS
             raise ConfigError(
                 f"model type {hf.get('model_type')!r} has no experts: its config.json names neither "
                 f"{', '.join(names)} nor {last} together with num_experts_per_tok"
             )
-        num_layers, dense = hf["num_hidden_layers"], set(hf.get("mlp_only_layers") or ())
-        first = hf.get("first_k_dense_replace") or 0
-        step = hf.get("decoder_sparse_step") or hf.get("moe_layer_freq") or 1
-        offset = 1 if hf.get("decoder_sparse_step") else 0  # Qwen counts layers from 1, DeepSeek from 0
-        layers = (i for i in range(first, num_layers) if i not in dense and (i + offset) % step == 0)
-        return MoeShape(num_layers, tuple(layers), experts, topk)
+        return _read_moe(hf, hf.get("moe_layer_freq") or 1)
 
     @staticmethod
     def of_megatron(config: Any) -> "MoeShape":
@@ -98,14 +94,22 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """E under the names of Qwen and OLMoE, of Mixtral, and of DeepSeek and GLM-4."""
 
 
-Part = Callable[[Mapping[str, Any]], dict[str, Any]]
+def _read_moe(hf: Mapping[str, Any] | HFConfig, frequency: int = 1) -> MoeShape:
+    num_layers, dense = hf["num_hidden_layers"], hf.get("mlp_only_layers") or ()
+    first, step = hf.get("first_k_dense_replace") or 0, hf.get("decoder_sparse_step")
+    frequency, offset = (step, 1) if step else (frequency, 0)  # Qwen counts layers from 1, DeepSeek from 0
+    layers = (i for i in range(first, num_layers) if i not in dense and (i + offset) % frequency == 0)
+    num_experts = next(filter(None, map(hf.get, _EXPERT_COUNTS)))
+    return MoeShape(num_layers, tuple(layers), num_experts, hf["num_experts_per_tok"])
+
+
+Part = Callable[[HFConfig], dict[str, Any]]
 """Reads a part of the fields from a config."""
 
 
-def _layers(hf: Mapping[str, Any]) -> dict[str, Any]:
-    activation = hf.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ConfigError(f"the model's activation is {activation!r}, expected 'silu'")
+def _layers(hf: HFConfig) -> dict[str, Any]:
+    if hf["layer_types"] not in (None, ["full_attention"] * hf["num_hidden_layers"]):
+        raise ConfigError(f"layer_types is {hf['layer_types']}, expected 'full_attention' in each of num_hidden_layers")
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
@@ -116,41 +120,23 @@ def _layers(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _grouped_attention(norm: str = "", bias: str = "", has_norm: bool = False, has_bias: bool = False) -> Part:
-    """Keys of the config that switch query and key norms and biases on, and what holds without them."""
-
-    def read(hf: Mapping[str, Any]) -> dict[str, Any]:
-        kind = read_rope(hf)["rope_type"]
-        if kind not in ("default", "llama3"):
-            raise ConfigError(f"rope type {kind!r} of the model is not supported; expected 'default' or 'llama3'")
-        return {
-            "num_query_groups": hf["num_key_value_heads"],
-            "kv_channels": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-            "qk_layernorm": hf.get(norm, has_norm),
-            "add_qkv_bias": hf.get(bias, has_bias),
-        }
-
-    return read
-
-
-def _llama_attention(hf: Mapping[str, Any]) -> dict[str, Any]:
-    if hf.get("attention_bias") or hf.get("mlp_bias"):
-        raise ConfigError(
-            f"the model has attention_bias {hf.get('attention_bias')} and mlp_bias {hf.get('mlp_bias')}, expected false"
-        )
-    return _grouped_attention()(hf)
+def _grouped_attention(norm: str | bool = False, bias: str | bool = False) -> Part:
+    """norm, bias: whether there are query and key norms, and biases of all three, or the key that says it."""
+    return lambda hf: {
+        "num_query_groups": hf["num_key_value_heads"] or hf["num_attention_heads"],
+        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+        "qk_layernorm": hf[norm] if isinstance(norm, str) else norm,
+        "add_qkv_bias": hf[bias] if isinstance(bias, str) else bias,
+    }
 
 
 def _softmax_experts(width: str, normalised: bool = False) -> Part:
     # A softmax over the chosen logits equals one over all logits, normalised again over the chosen.
-    return lambda hf: {
-        **_experts(hf, width),
-        "moe_router_pre_softmax": not (normalised or hf.get("norm_topk_prob", False)),
-    }
+    return lambda hf: {**_experts(hf, width), "moe_router_pre_softmax": not (normalised or hf["norm_topk_prob"])}
 
 
-def _experts(hf: Mapping[str, Any], width: str) -> dict[str, Any]:
-    moe = MoeShape.of(hf)
+def _experts(hf: HFConfig, width: str) -> dict[str, Any]:
+    moe = _read_moe(hf)
     return {
         "moe_ffn_hidden_size": hf[width],
         "num_moe_experts": moe.num_experts,
@@ -159,18 +145,18 @@ def _experts(hf: Mapping[str, Any], width: str) -> dict[str, Any]:
     }
 
 
-def _sigmoid_experts(hf: Mapping[str, Any]) -> dict[str, Any]:
+def _sigmoid_experts(hf: HFConfig) -> dict[str, Any]:
     """DeepSeek-V3's router: sigmoid scores, a bias for the choice alone, expert groups, shared experts."""
-    topk, groups, chosen = hf["num_experts_per_tok"], hf.get("n_group") or 1, hf.get("topk_group") or 1
-    if hf.get("scoring_func", "sigmoid") != "sigmoid" or not hf.get("norm_topk_prob", True) or topk < 2:
+    topk, groups, chosen = hf["num_experts_per_tok"], hf["n_group"], hf["topk_group"]
+    if not hf["norm_topk_prob"] or topk < 2:
         raise ConfigError(
-            f"the model's router has scoring_func {hf.get('scoring_func', 'sigmoid')!r}, norm_topk_prob "
-            f"{hf.get('norm_topk_prob', True)} and top-{topk}; expected 'sigmoid', true and at least 2 experts"
+            f"norm_topk_prob is {hf['norm_topk_prob']} and num_experts_per_tok {topk}, expected true and at least 2"
         )
-    if groups > 1 and topk // chosen != 2:  # the model ranks groups by 2 experts, Megatron by topk // topk_group
+    # The model ranks groups by 2 experts, Megatron by topk // topk_group.
+    if chosen > groups or (groups > 1 and topk // chosen != 2):
         raise ConfigError(
-            f"the model chooses {topk} experts from {chosen} groups, expected twice as many experts as groups: "
-            "Megatron ranks groups by another number of experts"
+            f"num_experts_per_tok is {topk}, topk_group {chosen} and n_group {groups}; expected twice as many experts "
+            "as chosen groups, or n_group 1: Megatron ranks groups by another number of experts"
         )
     return {
         **_experts(hf, "moe_intermediate_size"),
@@ -178,43 +164,44 @@ def _sigmoid_experts(hf: Mapping[str, Any]) -> dict[str, Any]:
         "moe_router_enable_expert_bias": True,
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": chosen if groups > 1 else None,
-        "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor") or 1.0,
-        "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * (hf.get("n_shared_experts") or 0) or None,
+        "moe_router_topk_scaling_factor": hf["routed_scaling_factor"],
+        "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * hf["n_shared_experts"],
     }
 
 
-def _gated_shared_expert(hf: Mapping[str, Any]) -> dict[str, Any]:
+def _gated_shared_expert(hf: HFConfig) -> dict[str, Any]:
     width = hf["shared_expert_intermediate_size"]
     return {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": True}
 
 
-def _latent_attention(hf: Mapping[str, Any]) -> dict[str, Any]:
-    if hf.get("attention_bias") or not hf.get("rope_interleave", True):
-        raise ConfigError(
-            f"the model has attention_bias {hf.get('attention_bias')} and rope_interleave {hf.get('rope_interleave')}, "
-            "expected false and true"
-        )
+def _latent_attention(hf: HFConfig) -> dict[str, Any]:
+    heads, plain, rotated = (hf[key] for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
+    for key, size in {"num_key_value_heads": heads, "head_dim": rotated, "qk_head_dim": plain + rotated}.items():
+        if hf[key] not in (None, size):
+            raise ConfigError(
+                f"{key} is {hf[key]}, expected {size}: num_attention_heads is {heads}, qk_nope_head_dim {plain} and "
+                f"qk_rope_head_dim {rotated}"
+            )
     return {
         "multi_latent_attention": True,
         "qk_layernorm": True,
-        "q_lora_rank": hf.get("q_lora_rank"),
+        "q_lora_rank": hf["q_lora_rank"],
         "kv_lora_rank": hf["kv_lora_rank"],
-        "qk_head_dim": hf["qk_nope_head_dim"],
-        "qk_pos_emb_head_dim": hf["qk_rope_head_dim"],
+        "qk_head_dim": plain,
+        "qk_pos_emb_head_dim": rotated,
         "v_head_dim": hf["v_head_dim"],
-        **latent_rope(hf),
     }
 
 
-_QWEN3 = _grouped_attention(bias="attention_bias", has_norm=True)
+_QWEN3 = _grouped_attention(norm=True)
 _DEEPSEEK_V3 = (_latent_attention, _sigmoid_experts)  # Moonlight too, which has no compressed queries
 SHAPES: Mapping[str, tuple[Part, ...]] = {
     "qwen3_moe": (_QWEN3, _softmax_experts("moe_intermediate_size")),
     "qwen3": (_QWEN3,),
-    "qwen2": (_grouped_attention(has_bias=True),),
-    "llama": (_llama_attention,),
+    "qwen2": (_grouped_attention(bias=True),),
+    "llama": (_grouped_attention(),),
     "qwen2_moe": (
-        _grouped_attention(bias="qkv_bias", has_bias=True),
+        _grouped_attention(bias="qkv_bias"),
         _softmax_experts("moe_intermediate_size"),
         _gated_shared_expert,
     ),
@@ -227,10 +214,6 @@ SHAPES: Mapping[str, tuple[Part, ...]] = {
 """Hugging Face ``model_type`` -> readers of what its config adds to the common fields."""
 DENSE = ("llama", "qwen2", "qwen3")
 """Those without experts."""
-_LACKING = {
-    "qwen3_next": "megarl packs sequences, and the gated delta net of Megatron-Core up to 0.16.1 takes no packed ones",
-}
-"""Model types that the tested releases of Megatron cannot build, and why."""
 
 
 def read_shape(model_path: str | Path) -> ModelShape:
@@ -244,44 +227,47 @@ def read_shape(model_path: str | Path) -> ModelShape:
         raise ConfigError(f"{path} is no JSON ({error}), expected the config of a Hugging Face model") from error
     if not isinstance(hf, dict):
         raise ConfigError(f"{path} holds no JSON object, expected the config of a Hugging Face model")
-    kind = hf.get("model_type", "")
+    kind = str(hf.get("model_type", ""))
     if kind not in SHAPES:
-        why = f" ({_LACKING[kind]})" if kind in _LACKING else ""
+        why = f" ({LACKING[kind]})" if kind in LACKING else ""
         known = ", ".join(sorted(SHAPES))
         raise ConfigError(f"model type {kind!r} in {path} is not supported{why}; supported are {known}")
-    for name in _SIZES:
-        if not isinstance(hf.get(name), int) or hf[name] < 1:
-            raise ConfigError(f"{path}: {name} is {hf.get(name)!r}, expected a number of at least 1")
     try:
-        return _read(hf, "deepseek_v3" if kind == "kimi_k2" else kind)
-    except KeyError as error:
-        raise ConfigError(f"{path} lacks {error}, which a {kind} model has") from error
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise ConfigError(f"{path} is no config of a {kind} model: {error}") from error
+        read_dtype(hf)
+        read_fp8_block(hf)
+        return _read(HFConfig.of(hf), kind)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
-def _read(hf: Mapping[str, Any], family: str) -> ModelShape:
-    if hf.get("use_sliding_window") or (family == "mixtral" and hf.get("sliding_window")):
-        raise ConfigError("the model uses sliding-window attention, which is not supported")
-    if family == "olmoe" and hf.get("clip_qkv"):
-        raise ConfigError(f"the model clips queries, keys and values at {hf['clip_qkv']}, which is not supported")
+def _read(hf: HFConfig, kind: str) -> ModelShape:
+    architecture = FAMILIES[kind]["class"]
+    if architecture not in (names := hf["architectures"] or [architecture]):
+        raise ConfigError(f"architectures is {names}, expected [{architecture!r}] of model type {kind!r}")
+    family = FAMILIES[kind].get("like", kind)
     rope, fields = read_rope(hf), _layers(hf)
-    for part in SHAPES[family]:
+    for part in SHAPES[kind]:
         fields |= part(hf)
-    rotated = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
-    return ModelShape(
+    is_latent = "multi_latent_attention" in fields
+    if is_latent:
+        fields |= latent_rope(rope)
+    if (rotated := rope["partial_rotary_factor"]) > 1 or (rotated != 1 and family != "glm4_moe"):
+        raise ConfigError(f"partial_rotary_factor is {rotated}, expected 1.0, or less for glm4_moe")
+    if family in ("llama", "olmoe") and hf["hidden_size"] % hf["num_attention_heads"]:
+        sizes = f"hidden_size is {hf['hidden_size']} and num_attention_heads {hf['num_attention_heads']}"
+        raise ConfigError(f"{sizes}, expected a multiple")
+    shape = ModelShape(
         family,
         fields,
         vocab_size=hf["vocab_size"],
         max_sequence_length=hf["max_position_embeddings"],
-        rotary_base=float(rope.get("rope_theta", 10000.0)),
-        tied_embeddings=hf.get("tie_word_embeddings", False),
-        rotary_percent=rotated if family == "glm4_moe" else 1.0,
+        rotary_base=float(rope["rope_theta"]),
+        tied_embeddings=hf["tie_word_embeddings"],
+        rotary_percent=rotated,
         latent_norm_epsilon=1e-6 if family == "deepseek_v3" else None,  # in the model's code, not rms_norm_eps
         norm_over_heads=family == "olmoe",
-        rope_factor=llama3_factor(rope),
+        rope_factor=None if is_latent else llama3_factor(rope),
     )
-
-
-_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-"""Sizes that every config must have."""
+    for config in (hf, rope):
+        config.check_unread()
+    return shape

@@ -1,0 +1,129 @@
+"""config.json as the model class of its family reads it: defaults, other names, and keys that nobody reads.
+
+Light on purpose, like ``megarl.models.shapes``.
+"""
+
+import fnmatch
+import math
+import re
+import reprlib
+import tomllib
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import ConfigError
+
+_TABLES = tomllib.loads(Path(__file__).with_name("hf_config.toml").read_text(encoding="utf-8"))
+COMMON: Mapping[str, Any] = _TABLES["common"]
+FAMILIES: Mapping[str, Mapping[str, Any]] = _TABLES["families"]
+ROPE: Mapping[str, Any] = _TABLES["rope"]
+LACKING: Mapping[str, str] = _TABLES["lacking"]
+"""Model types that no family reads -> what they have beyond the families."""
+_FEATURES = {what: re.compile(rf"(?:^|[_.])(?:{words})", re.IGNORECASE) for what, words in _TABLES["features"].items()}
+_ALL = (COMMON, ROPE, *FAMILIES.values())
+_KINDS = {
+    **dict.fromkeys(("factor", "high_freq_factor", "low_freq_factor", "mscale", "mscale_all_dim"), float),
+    "qk_head_dim": int,
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
+    **dict.fromkeys(("architectures", "layer_types", "mlp_only_layers"), list),
+    **{key: type(value) for table in _ALL for key, value in table.get("defaults", {}).items()},
+    **dict.fromkeys(chain.from_iterable(table.get("sizes", ()) for table in _ALL), int),
+}
+_NOUNS = {int: "a natural number", float: "a number above 0", bool: "true or false", str: "a string", dict: "a table"}
+_MAY_BE_ZERO = "first_k_dense_replace"
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+class HFConfig:
+    """Values of a table of config.json by key; those left out are as in its class. It remembers which keys were read.
+
+    A read raises ConfigError, naming the key, for a value of another kind and for a missing one that has no default.
+    """
+
+    def __init__(self, values: Mapping[str, Any], *tables: Mapping[str, Any], prefix: str = "") -> None:
+        """tables: of hf_config.toml, the first defaults first."""
+        self.values = dict(values)
+        for alias, key in ((alias, key) for table in tables for alias, key in table.get("aliases", {}).items()):
+            if alias in values and self.values.setdefault(key, self.values.pop(alias)) != values[alias]:
+                raise ConfigError(f"{alias} is {values[alias]!r} and {key} {values[key]!r}, expected one value")
+        self._optional, self._derived, self._harmless, sizes, stated = (
+            {key for table in tables for key in table.get(part, ())}
+            for part in ("optional", "derived", "harmless", "sizes", "stated")
+        )
+        self._required = sizes | stated
+        parts = (table.get(part, {}) for table in tables for part in ("defaults", "elsewhere"))
+        self._defaults = dict.fromkeys(self._optional | self._derived)
+        self._defaults |= {key: part[key] for part in parts for key in part.keys() - stated}
+        self._prefix, self._unread = prefix, set(self.values)
+
+    @staticmethod
+    def of(hf: Mapping[str, Any]) -> "HFConfig":
+        """The config of a model whose type is one of ``FAMILIES``."""
+        table = FAMILIES[hf["model_type"]]
+        base = FAMILIES[table["like"]] if "like" in table else {}
+        return HFConfig(hf, {"harmless": _TABLES["harmless"]}, COMMON, base, table)
+
+    def get(self, key: str) -> Any:
+        """The value of a key; None, and not read, if the class has no such key."""
+        return self[key] if key in self._defaults or key in self._required else None
+
+    def __getitem__(self, key: str) -> Any:
+        self._unread.discard(key)
+        if key not in self.values and key not in self._defaults:
+            raise ConfigError(f"{self._prefix}{key} is left out, and has no default; expected a number")
+        value, kind = self.values.get(key, self._defaults.get(key)), _KINDS.get(key)
+        if kind is None or (value is None and (key in self._optional or key not in self.values)):
+            return value
+        is_kind = type(value) in ((int, float) if kind is float else (kind,))
+        if kind is list:
+            is_kind = is_kind and {type(item) for item in value} <= {int if key == "mlp_only_layers" else str}
+        elif kind in (int, float):
+            is_kind = is_kind and (0 < value < math.inf or (value == 0 and key == _MAY_BE_ZERO))
+        if not is_kind:
+            raise ConfigError(f"{self._prefix}{key} is {reprlib.repr(value)}, expected {_NOUNS.get(kind, 'a list')}")
+        return value
+
+    def check_unread(self) -> None:
+        """Raise ConfigError for a key that was not read and can change what the model computes."""
+        for key in sorted(self._unread):
+            value, label = self.values[key], self._prefix + key
+            feature = next((what for what, words in _FEATURES.items() if words.search(label)), None)
+            is_known = key in self._defaults
+            if self._is_harmless(key) or (value == self._defaults[key] if is_known else not (value and feature)):
+                continue
+            expected = repr(self._defaults[key]) if is_known else "no such key"
+            raise ConfigError(
+                f"{label} is {reprlib.repr(value)}, expected {expected}: megarl does not have "
+                f"{feature or 'anything else'} for {self.values.get('model_type', 'models')}; take another model, or "
+                "remove the key if it says nothing of what the model computes"
+            )
+
+    def _is_harmless(self, key: str) -> bool:
+        return any(fnmatch.fnmatchcase(key, glob) for glob in self._harmless)
+
+
+def read_dtype(hf: Mapping[str, Any]) -> str:
+    """PyTorch's name of a model's high precision; bfloat16 if config.json has neither dtype nor torch_dtype."""
+    key = "torch_dtype" if hf.get("dtype") is None else "dtype"
+    value = hf.get(key)
+    if value is not None and value not in _DTYPES:
+        raise ConfigError(f"{key} is {value!r}, expected one of {', '.join(_DTYPES)}")
+    return value or "bfloat16"
+
+
+def read_fp8_block(hf: Mapping[str, Any]) -> tuple[int, int] | None:
+    """(rows, columns) of the blocks of a model in FP8; None if it is not quantised, ConfigError if it is otherwise."""
+    quantised = hf.get("quantization_config")
+    if quantised is None or quantised == {}:
+        return None
+    table = quantised if isinstance(quantised, dict) else {"quant_method": quantised}
+    block = table.get("weight_block_size")
+    is_fp8 = table.get("quant_method") == "fp8" and table.get("fmt", "e4m3") == "e4m3"
+    if not is_fp8 or not isinstance(block, list) or [type(size) for size in block] != [int, int] or min(block) < 1:
+        raise ConfigError(
+            f"quantization_config has quant_method {table.get('quant_method')!r} and weight_block_size {block!r}; "
+            "expected none, or 'fp8' (e4m3) with blocks of two dimensions: take the model in high precision"
+        )
+    return block[0], block[1]

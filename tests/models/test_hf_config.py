@@ -1,0 +1,257 @@
+"""Every family and every key of its config.json: read as transformers reads it, or refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_oracle import class_of, differences, facts_of_megatron, facts_of_transformers, quiet
+from tiny_families import FAMILIES as TINY
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from megarl.errors import ConfigError
+from megarl.models import hf_config
+from megarl.models.hf_config import FAMILIES, HFConfig
+from megarl.models.shapes import ModelShape, read_shape
+
+Config = dict[str, Any]
+ROPE_PLACES = ("rope_parameters", "rope_scaling")
+
+
+def full_config(name: str) -> Config:
+    """A config with every key of the class, each at a value of its own, as transformers 5 saves it."""
+    kind, tiny = TINY[name]
+    config = class_of(kind)(**{**tiny, "rms_norm_eps": 3e-5, "num_hidden_layers": 3, "vocab_size": 30})
+    config.rope_parameters |= {"rope_theta": 54321.0}
+    return {**json.loads(config.to_json_string(use_diff=False)), "model_type": "kimi_k2" if name == "kimi_k2" else kind}
+
+
+def as_transformers_4(config: Config) -> Config:
+    """The same as releases before 5 save it."""
+    rope = dict(config["rope_parameters"])
+    outside = {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    scaling = None if rope["rope_type"] == "default" else {"type": rope.pop("rope_type"), **rope}
+    kept = {key: value for key, value in config.items() if key not in ("rope_parameters", "dtype")}
+    return {**kept, **outside, "rope_scaling": scaling, "torch_dtype": "bfloat16"}
+
+
+BASES = {
+    f"{name} {style}": change(full_config(name))
+    for name in TINY
+    for style, change in (("5", dict), ("4", as_transformers_4))
+}
+
+
+def read(config: Config, folder: Path) -> ModelShape:
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_shape(folder)
+
+
+@pytest.fixture
+def keys_read(monkeypatch: pytest.MonkeyPatch) -> dict[str, None]:
+    """Fills with the keys that are read, "rope." in front of those of the rotary table."""
+    keys: dict[str, None] = {}
+    real = HFConfig.__getitem__
+
+    def record(self: HFConfig, key: str) -> Any:
+        keys["rope." * bool(self._prefix) + key] = None
+        return real(self, key)
+
+    monkeypatch.setattr(HFConfig, "__getitem__", record)
+    return keys
+
+
+_REMOVED = object()
+
+
+def others(value: Any) -> Iterator[Any]:
+    """Values that could stand in place of another."""
+    yield from (_REMOVED, None, "7", [], {}, 0, -1, 1.5, True, False, float("nan"))
+    if isinstance(value, bool):
+        return
+    if isinstance(value, (int, float)):
+        yield from (value + 1, value * 2, value / 2, float(value), int(value))
+    if isinstance(value, str):
+        yield from (value.upper(), "torch." + value, "auto", "float32", "gelu", "llama3", "yarn", "default", "linear")
+    if isinstance(value, list):
+        yield from ([1], [0, 2], [*value, *value], ["sliding_attention"] * 3, ["full_attention"] * 3)
+
+
+def with_value(table: Config, key: str, value: Any) -> Config:
+    return {k: v for k, v in table.items() if k != key} if value is _REMOVED else {**table, key: value}
+
+
+def mutations(base: Config, key: str) -> Iterator[tuple[str, Config]]:
+    """(what was done to the key, config); a key of the rotary table is moved through its places too."""
+    rope, key = key.startswith("rope."), key.removeprefix("rope.")
+    place = next((place for place in ROPE_PLACES if base.get(place)), "rope_parameters")
+    table = base.get(place) or {}
+    known = table.get(key, base.get(key, HFConfig.of(base)._defaults.get(key)))
+    for value in others(known):
+        label = "removed" if value is _REMOVED else repr(value)
+        if not rope or key in base:
+            yield label, with_value(base, key, value)
+        if rope:
+            yield f"{label} in {place}", {**base, place: with_value(table, key, value)}
+    if rope:
+        inside, outside = with_value(table, key, _REMOVED), with_value(base, key, _REMOVED)
+        for other in ROPE_PLACES:
+            for spelling in {key, "type" if key == "rope_type" else key}:
+                moved = {**outside, **dict.fromkeys(ROPE_PLACES), other: {**inside, spelling: known}}
+                yield f"moved to {other} as {spelling}", moved
+                yield f"only in {other}", {**outside, **dict.fromkeys(ROPE_PLACES), other: {spelling: known}}
+                yield f"at both places, {other}", {**outside, place: table, other: {spelling: known}}
+        yield "moved to the top", {**outside, place: inside, key: known}
+        for value in others(known):
+            yield f"{value!r} at the top too", {**with_value(base, key, value), place: table}
+
+
+def as_class_types(config: Config) -> Config:
+    """The classes take no integer where they expect a float; megarl does, as JSON has one kind of number."""
+    floats = {field.name for field in dataclasses.fields(class_of(config["model_type"])) if field.type is float}
+    return {key: float(value) if key in floats and type(value) is int else value for key, value in config.items()}
+
+
+def names_of(key: str) -> list[str]:
+    """What a refusal may name: the key; for one of the rotary table, that table or a key that needs it."""
+    return [key.removeprefix("rope."), *(("rope_",) if key.startswith("rope.") else ())]
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_every_key_is_read_as_transformers_reads_it_or_refused_by_name(
+    name: str, tmp_path: Path, keys_read: dict[str, None]
+) -> None:
+    base, wrong, num_equal, num_refused = BASES[name], [], 0, 0
+    read(base, tmp_path)
+    keys = [*keys_read, "dtype", "torch_dtype"]
+    for key in keys:
+        for what, config in mutations(base, key):
+            try:
+                shape = read(config, tmp_path)
+            except ConfigError as error:
+                num_refused += 1
+                if not any(name in str(error) for name in names_of(key)):
+                    wrong.append(f"{key} {what}: the refusal does not name it: {error}")
+                continue
+            try:
+                with quiet():
+                    theirs = facts_of_transformers(as_class_types(config))
+            except Exception as error:
+                wrong.append(f"{key} {what}: transformers refuses: {type(error).__name__} {error}"[:200])
+                continue
+            if found := differences(theirs, facts_of_megatron(shape)):
+                wrong.append(f"{key} {what}: transformers and megarl: {found}")
+            num_equal += 1
+    assert not wrong, f"{len(wrong)} of {num_equal + num_refused}:\n" + "\n".join(wrong)
+    assert num_equal > 90
+    assert num_refused > 200
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_key_that_is_left_out_has_the_value_of_the_class(
+    name: str, tmp_path: Path, keys_read: dict[str, None]
+) -> None:
+    """Not refused, but for sizes and what Kimi-K2's own class and DeepSeek-V3's would take otherwise."""
+    base = BASES[name]
+    read(base, tmp_path)
+    required = HFConfig.of(base)._required | {"rope.factor", "rope.low_freq_factor", "rope.high_freq_factor"}
+    refused = set()
+    for key in keys_read.keys() - {"rope.rope_type", "rope.mscale", "rope.mscale_all_dim"}:
+        try:
+            for what, config in mutations(base, key):
+                if what.startswith("removed"):
+                    read(config, tmp_path)
+        except ConfigError:
+            refused.add(key)
+    if base["model_type"] == "llama":  # Llama 3.1's bounds are Megatron's alone
+        refused -= {"rope.original_max_position_embeddings"}
+    # The tiny models have fewer heads and experts in a group than the class takes.
+    assert refused - required <= {"num_key_value_heads", "n_group", "topk_group"}, refused
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if "like" not in FAMILIES[kind]])
+def test_the_tables_are_those_of_transformers_classes(kind: str) -> None:
+    config_class, ours = class_of(kind), HFConfig.of({"model_type": kind})
+    fields = {field.name: field for field in dataclasses.fields(config_class)}
+    missing = {key for key in fields if key not in {*ours._defaults, *ours._required} and not ours._is_harmless(key)}
+    assert not missing, "neither read, nor at a default, nor known as harmless"
+    with quiet():
+        made = config_class()
+    theirs = {key: field.default for key, field in fields.items()} | made.rope_parameters
+    stated = {**hf_config.COMMON["defaults"], **FAMILIES[kind]["defaults"]}
+    assert {key: theirs.get(key, 1.0) for key in stated} == stated
+    of_class = set(fields) & set(ours._defaults) - stated.keys()
+    assert {key: fields[key].default for key in of_class} == dict.fromkeys(of_class)
+    assert not {key for key in ours._optional & set(fields) if "None" not in str(fields[key].type)}
+    assert not ours._derived & set(fields)
+    names = {frozenset(pair) for pair in FAMILIES[kind].get("aliases", {}).items()}
+    assert names == {frozenset(pair) for pair in config_class.attribute_map.items()}
+    assert FAMILIES[kind]["class"] == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+
+
+UNREFUSED = """\
+adapter_reduction_factor afn apply_spec_augment architecture asm begin_suppress_tokens bi_data chroma_length
+classifier_proj_size concat_input conf_reduction_factor context_length crop_size decoder decoder_vocab_size
+default_language do_pooling downsample_rate enable_pronunciation enable_shape end_n_top init_device init_std
+initializer_cutoff_factor initializer_factor input_feat_size input_jitter_noise input_size is_decoder lang_id
+languages mask_feature_length mask_feature_min_masks mask_feature_prob mask_time_length mask_time_min_masks
+mask_time_prob max_num_tiles max_seq_len median_filter_width mem_len mode n_ctx n_langs num_buckets num_centroids
+num_chroma num_mel_bins pixel_shuffle_ratio prompt_length prompt_types pronunciation_vocab_size reuse_len same_length
+segment_types shape_vocab_size slow_but_exact standardize start_n_top summary_proj_to_labels summary_type
+summary_use_proj supported_aspect_ratios suppress_tokens task_type_vocab_size time_reduction type_vocab_size
+use_associative_scan use_long_context use_mem_eff_path use_mems_eval use_mems_train use_prompt use_task_id
+vocab_offset vocabulary_map weight_mode
+"""
+"""Keys about other inputs, training and outputs, reviewed one by one."""
+
+
+def test_a_key_of_any_other_class_of_transformers_is_refused(tmp_path: Path) -> None:
+    """Every key of every causal language model, on in a config of each family: read, harmless or refused."""
+    keys: dict[str, None] = {}
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        with contextlib.suppress(KeyError):
+            parts = (CONFIG_MAPPING[kind], *CONFIG_MAPPING[kind].sub_configs.values())
+            keys |= {
+                field.name: None
+                for part in parts
+                if dataclasses.is_dataclass(part)
+                for field in dataclasses.fields(part)
+            }
+    accepted = set()
+    for kind in FAMILIES:
+        for key in keys:
+            config = HFConfig.of({"model_type": kind, key: 7})
+            if key in {*config._defaults, *config._required} or config._is_harmless(key):
+                continue
+            with contextlib.suppress(ConfigError):
+                config.check_unread()
+                accepted.add(key)
+    assert accepted <= set(UNREFUSED.split()), accepted - set(UNREFUSED.split())
+
+
+PUBLIC = json.loads((Path(__file__).parent / "public_configs.json").read_text())
+
+
+@pytest.mark.parametrize("model", PUBLIC)
+def test_public_configs_are_read_as_transformers_reads_them_or_refused_with_the_reason(
+    model: str, tmp_path: Path
+) -> None:
+    config, reason = PUBLIC[model]["config"], PUBLIC[model]["refused"]
+    if reason is not None:
+        with pytest.raises(ConfigError, match=reason):
+            read(config, tmp_path)
+        return
+    shape = read(config, tmp_path)
+    small = {key: min(config[key], 5) for key in ("num_hidden_layers",)}  # building all layers takes seconds
+    few = read({**config, **small}, tmp_path)
+    with quiet():
+        theirs = facts_of_transformers(as_class_types({**config, **small, "quantization_config": None}))
+    assert differences(theirs, facts_of_megatron(few)) == []
+    assert shape.num_layers == config["num_hidden_layers"]
+    assert dataclasses.replace(shape, fields={}) == dataclasses.replace(few, fields={})
