@@ -61,7 +61,8 @@ class Policy:
         self.config, self._host_copies = config, HostCopies()
         self.shape: ModelShape = read_shape(config.model.path)
         self.megatron_config, chunks = build_chunks(config, self.shape)
-        load_hf(chunks, self.shape, config.model.path)
+        self.left_out = load_hf(chunks, self.shape, config.model.path)
+        """A line about the prediction layers of the checkpoint, "" if it has none."""
         with as_config_error("build the optimizer", config.megatron):
             ddp = _configure(DistributedDataParallelConfig, config, grad_reduce_in_fp32=True)
             self.chunks = [

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError
+from megarl.models.hf_folder import read_dtype
 from megarl.models.rope import latent_rope, llama3_factor, read_rope
 
 
@@ -252,6 +253,7 @@ def read_shape(model_path: str | Path) -> ModelShape:
     for name in _SIZES:
         if not isinstance(hf.get(name), int) or hf[name] < 1:
             raise ConfigError(f"{path}: {name} is {hf.get(name)!r}, expected a number of at least 1")
+    read_dtype(hf)
     try:
         return _read(hf, "deepseek_v3" if kind == "kimi_k2" else kind)
     except KeyError as error:

@@ -1,6 +1,5 @@
 """Builds the sampling engine of a configuration."""
 
-import json
 import os
 import secrets
 import sys
@@ -21,6 +20,8 @@ from megarl.errors import ConfigError, RolloutError, printable
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES
 from megarl.models.fit import servers_record
+from megarl.models.hf_files import HFCheckpoint
+from megarl.models.hf_folder import QUANTIZATION, read_json
 from megarl.rollout.engine import Engine
 from megarl.rollout.local.engine import LocalEngine
 from megarl.rollout.sglang.client import ClientSettings
@@ -28,7 +29,7 @@ from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import BUCKET_BYTES, Fleet, FleetSettings
 from megarl.rollout.sglang.http import key_named
 from megarl.rollout.sglang.spec import ServerSpec
-from megarl.rollout.sglang.weights.folder import write_fp8_model
+from megarl.rollout.sglang.weights.folder import write_empty_model
 from megarl.rollout.sglang.weights.ipc import Exchange, Helper
 from megarl.rollout.sglang.weights.process_group import own_address
 from megarl.rollout.sglang.weights.sources import OtherSources, Source
@@ -91,7 +92,7 @@ def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEng
     )
     return SGLangEngine(
         urls,
-        json.loads((Path(config.model.path) / "config.json").read_text()),
+        read_json(Path(config.model.path) / "config.json"),
         fleet=fleet,
         helper=helper,
         share=share,
@@ -264,9 +265,8 @@ def server_specs(config: Config, host: str, key: str | None, folder: Path) -> li
             log_file=folder / f"server{index}.log",
             routes=servers_record(config),
             api_key=key,
-            # The FP8 folder has no weights: they arrive with the first update.
             extra_args=(
-                *(["--load-format", "dummy"] if settings.fp8 else []),
+                *(["--load-format", "dummy"] if model != Path(config.model.path) else []),
                 *(["--enable-memory-saver"] if settings.release_memory and settings.gpus else []),
                 *settings.arguments,
             ),
@@ -276,6 +276,15 @@ def server_specs(config: Config, host: str, key: str | None, folder: Path) -> li
 
 
 def _served_model(config: Config, folder: Path) -> Path:
-    """Return the model folder for servers. For FP8, write one whose config says so."""
+    """Return the model folder for servers: model.path, or one without weights, which come with the first update.
+
+    Servers cannot load model.path as the trainer reads it where one of the two is in FP8, where a layer's experts are in
+    one tensor, and where there are no weights.
+    """
     source = Path(config.model.path)
-    return write_fp8_model(source, folder / "model") if config.sglang.fp8 else source
+    if not (source / "config.json").is_file():  # not on this machine
+        return source
+    is_quantized = any(read_json(source / "config.json").get(key) for key in QUANTIZATION)
+    if config.sglang.fp8 or is_quantized or not any(source.glob("*.safetensors")) or HFCheckpoint(source).is_fused:
+        return write_empty_model(source, folder / "model", config.sglang.fp8)
+    return source

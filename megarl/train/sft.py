@@ -67,6 +67,8 @@ def sft(config: Config) -> None:
         f"cold start of {config.model.path}: {settings.steps} steps of {settings.batch_size} demonstrations from "
         f"{settings.data}, on {dist.get_world_size()} ranks; the result goes to {out}"
     )
+    if policy.left_out:
+        progress.line(policy.left_out)
     share = settings.batch_size // distributed.dp_size()
     own = slice(distributed.dp_rank() * share, (distributed.dp_rank() + 1) * share)
     said = time.monotonic()
