@@ -64,7 +64,7 @@ class Policy:
         self.left_out = load_hf(chunks, self.shape, config.model.path)
         """A line about the prediction layers of the checkpoint, "" if it has none."""
         with as_config_error("build the optimizer", config.megatron):
-            ddp = _configure(DistributedDataParallelConfig, config, grad_reduce_in_fp32=True)
+            ddp = _ddp_config(config)
             self.chunks = [
                 DistributedDataParallel(self.megatron_config, ddp, chunk, disable_bucketing=index > 0)
                 for index, chunk in enumerate(chunks)
@@ -174,8 +174,7 @@ class Policy:
 def build_chunks(config: Config, shape: ModelShape) -> tuple[TransformerConfig, list[torch.nn.Module]]:
     """Megatron's config and this rank's chunks with random weights; a collective call, ConfigError as of Megatron."""
     with as_config_error("build the model", config.megatron):
-        fields = {**layout_fields(config), **_overrides(config, TransformerConfig, uses_te(shape))}
-        megatron_config = transformer_config(shape, fields, DTYPES[config.model.dtype])
+        megatron_config = model_config(config, shape)
         chunks: list[torch.nn.Module] = [*build_model(shape, megatron_config)]
     overlapped = _overrides(config, DistributedDataParallelConfig).get("overlap_grad_reduce", False)
     for chunk in chunks:
@@ -185,6 +184,25 @@ def build_chunks(config: Config, shape: ModelShape) -> tuple[TransformerConfig, 
     if config.model.dtype != "fp32":
         chunks = [Float16Module(megatron_config, chunk) for chunk in chunks]
     return megatron_config, chunks
+
+
+def model_config(config: Config, shape: ModelShape) -> TransformerConfig:
+    """Megatron's config of the model in this layout; it raises what Megatron raises for values that do not fit."""
+    fields = {**layout_fields(config), **_overrides(config, TransformerConfig, uses_te(shape))}
+    return transformer_config(shape, fields, DTYPES[config.model.dtype])
+
+
+def check_settings(config: Config, shape: ModelShape) -> None:
+    """Make Megatron's records of model and optimizer, as ``Policy`` does; ConfigError for what Megatron refuses."""
+    with as_config_error("build the model", config.megatron):
+        model_config(config, shape)
+    with as_config_error("build the optimizer", config.megatron):
+        _ddp_config(config)
+        _optimizer_config(config, schedule_of(config))
+
+
+def _ddp_config(config: Config) -> DistributedDataParallelConfig:
+    return _configure(DistributedDataParallelConfig, config, grad_reduce_in_fp32=True)
 
 
 def _overrides(config: Config, cls: type, has_te: bool = False) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,9 @@ from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES
 from megarl.models.fit import servers_record
 from megarl.models.hf_files import HFCheckpoint
-from megarl.models.hf_folder import QUANTIZATION, read_json
+from megarl.models.hf_folder import QUANTIZATION, read_json, some
+from megarl.models.names import hf_shapes
+from megarl.models.shapes import read_shape
 from megarl.rollout.engine import Engine
 from megarl.rollout.local.engine import LocalEngine
 from megarl.rollout.sglang.client import ClientSettings
@@ -33,7 +36,7 @@ from megarl.rollout.sglang.weights.folder import write_empty_model
 from megarl.rollout.sglang.weights.ipc import Exchange, Helper
 from megarl.rollout.sglang.weights.process_group import own_address
 from megarl.rollout.sglang.weights.sources import OtherSources, Source
-from megarl.rollout.weights import FP8Form, WeightForm
+from megarl.rollout.weights import FP8Form, WeightForm, checkpoint_shapes
 
 MOST_SOURCES = 8
 """Each takes memory for an NCCL group on every server. Where it would be more, there is one for each pipeline stage."""
@@ -41,9 +44,7 @@ MOST_SOURCES = 8
 
 def make_engine(config: Config, tell: Callable[[str], None]) -> Engine:
     """Return an engine without weights; a collective call. ``tell`` prints a line about the servers of this rank."""
-    factory = config.rollout.engine_kind.factory
-    if isinstance(factory, str):
-        factory = load_plug(f'rollout.engine "{config.rollout.engine}": factory', factory)
+    factory = load_factory(config)
     if config.rollout.engine in ENGINES:
         return factory(config, tell)
     engine = call_own(f'rollout.engine "{config.rollout.engine}"', factory, config, tell)
@@ -52,6 +53,19 @@ def make_engine(config: Config, tell: Callable[[str], None]) -> Engine:
             f'rollout.engine "{config.rollout.engine}": its factory made a {type(engine).__name__}, expected an Engine'
         )
     return engine
+
+
+def load_factory(config: Config) -> Callable[..., Any]:
+    """Return what makes the engine; ConfigError if it cannot be imported, or holds other tensors than the trainer."""
+    if config.rollout.engine in ENGINES:
+        theirs, ours = checkpoint_shapes(config.model.path), hf_shapes(read_shape(config.model.path))
+        if other := [name for name in theirs.keys() | ours if theirs.get(name) != ours.get(name)]:
+            pairs = [f"{name} {theirs.get(name, 'absent')} (Megatron's {ours.get(name, 'absent')})" for name in other]
+            raise ConfigError(f"model.path: transformers builds another model of config.json: {some(pairs)}")
+    factory = config.rollout.engine_kind.factory
+    if isinstance(factory, str):
+        factory = load_plug(f'rollout.engine "{config.rollout.engine}": factory', factory)
+    return factory
 
 
 def make_local_engine(config: Config, tell: Callable[[str], None]) -> LocalEngine:
@@ -278,8 +292,8 @@ def server_specs(config: Config, host: str, key: str | None, folder: Path) -> li
 def _served_model(config: Config, folder: Path) -> Path:
     """Return the model folder for servers: model.path, or one without weights, which come with the first update.
 
-    Servers cannot load model.path as the trainer reads it where one of the two is in FP8, where a layer's experts are in
-    one tensor, and where there are no weights.
+    Servers cannot load model.path as the trainer reads it where one of the two is in FP8, where the experts of a layer
+    are one tensor, and where there are no weights.
     """
     source = Path(config.model.path)
     if not (source / "config.json").is_file():  # not on this machine

@@ -108,7 +108,8 @@ class LocalEngine(Engine):
     def from_pretrained(cls, path: str | Path, *, weight_version: int = 0, **options: Any) -> LocalEngine:
         """Builds the engine from a Hugging Face checkpoint folder with safetensors files; ``options`` as above.
 
-        Raises RolloutError if the folder holds no config or weights, CheckpointError or WeightSyncError if they do not fit.
+        Raises RolloutError if the folder holds no config or weights, CheckpointError or WeightSyncError if they do not
+        fit.
         """
         folder = Path(path)
         if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
