@@ -193,20 +193,14 @@ class HFCheckpoint:
 
     def _unfuse(self, stored: dict[str, _Place]) -> dict[str, _Place]:
         """The places by the names of the family's checkpoints, where transformers 5 has names of its own."""
-        module, *projections = _EXPERTS.get(
-            self._config.get("model_type", ""), ("mlp", "gate_proj", "up_proj", "down_proj")
-        )
+        module, *projections = _EXPERTS.get(self._config.get("model_type", ""), _OF_QWEN)
         where: dict[str, _Place] = {}
         for name, place in stored.items():
             theirs = name.replace(".mlp.", f".{module}.")
             match = _FUSED.fullmatch(theirs)
-            parts = {theirs: place}
-            if match is not None:
-                parts = self._experts(place, match[1], match[2], match[3] or "", projections)
+            parts = {theirs: place} if match is None else self._experts(place, match, projections)
             if again := parts.keys() & where.keys():
-                raise CheckpointError(
-                    f"{place.file}: {name} holds {some([*again])}, which {where[again.pop()].name} holds too"
-                )
+                raise CheckpointError(f"{place.file}: {name} holds {some([*again])}, which another tensor holds too")
             where |= parts
         return where
 
