@@ -424,14 +424,14 @@ def test_weights_are_looked_for(path: Path, tmp_path: Path):
     shards = [f"model-{number}-of-3.safetensors" for number in (1, 2, 3)]
     index.write_text(json.dumps({"weight_map": {name: name for name in shards}}))
     (model / shards[0]).touch()
-    assert f"{model} has no {shards[1]}, and 1 more that the index names" in failed(path)["weights"]
+    assert f"names {shards[1]}, {shards[2]}, which are not there" in failed(path)["weights"]
     (model / shards[1]).touch()
-    assert f"{model} has no {shards[2]};" in failed(path)["weights"]
+    assert f"names {shards[2]}, which are not there" in failed(path)["weights"]
     (model / shards[2]).touch()
     assert "weights" not in failed(path)
     for damaged in ("{", "[]", "{}", '{"weight_map": 1}'):
         index.write_text(damaged)
-        assert f"{index} cannot be read" in failed(path)["weights"], damaged
+        assert str(index) in failed(path)["weights"], damaged
 
 
 def test_slurm_is_looked_for(path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -20,6 +20,7 @@ from megarl.megatron.checkpoints.checkpoint import read_weights
 from megarl.megatron.model import build_model, transformer_config
 from megarl.megatron.stand_ins.attention import PackedSequences
 from megarl.megatron.stand_ins.te import HAVE_TE
+from megarl.models.hf_files import describe_left_out
 from megarl.models.shapes import ModelShape
 
 DTYPES = {"keep": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -72,8 +73,8 @@ def convert(
 def _print_summary(done: Converted, seconds: float, verified: bool) -> None:
     if done.num_padded_rows:
         print(f"left out: {done.num_padded_rows} rows of the vocabulary beyond the model's {done.shape.vocab_size}")
-    for name in done.dropped:
-        print(printable(f"left out, as asked: {name}"))
+    if left_out := describe_left_out(done.dropped):
+        print(printable(left_out))
     if done.num_kept:
         print(f"kept {done.num_kept} of {done.num_files} files from an interrupted conversion")
     if done.source_checksums:

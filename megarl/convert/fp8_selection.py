@@ -20,7 +20,7 @@ import torch
 
 from megarl.core.fp8 import fp8_config, grid_of, is_fp8_weight
 from megarl.errors import ConfigError
-from megarl.models.hf_files import some
+from megarl.models.hf_folder import some
 
 _WEIGHT = ".weight"
 _HIGH = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

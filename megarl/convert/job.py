@@ -26,7 +26,8 @@ from megarl.errors import CheckpointError, ConfigError, MegarlError
 from megarl.megatron.checkpoints.manifest import MANIFEST as RUN_MANIFEST
 from megarl.megatron.checkpoints.manifest import read_manifest
 from megarl.megatron.distributed import shutdown
-from megarl.models.hf_files import MANIFEST, read_json, save_tensors, some, write_index
+from megarl.models.hf_files import MANIFEST, save_tensors, write_index
+from megarl.models.hf_folder import read_json, some
 
 _JOB, _LOCK = ".job.json", ".lock"
 T = TypeVar("T")

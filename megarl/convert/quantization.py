@@ -23,7 +23,9 @@ from megarl.convert.megatron_files import MegatronCheckpoint, Piece, model_folde
 from megarl.core.fp8 import BLOCK, SCALE, BlockErrors, ErrorSum, grid_of, quantize_by_stripes
 from megarl.data.files import write_atomically
 from megarl.errors import CheckpointError, ConfigError, NumericsError
-from megarl.models.hf_files import FP8_ERRORS, HFCheckpoint, copy_model_files, pack_shards, read_json, some
+from megarl.models.hf_config import QUANTIZATION
+from megarl.models.hf_files import FP8_ERRORS, HFCheckpoint, copy_model_files, pack_shards
+from megarl.models.hf_folder import read_json, some
 from megarl.models.names import hf_shapes
 from megarl.models.shapes import read_shape
 
@@ -88,7 +90,7 @@ def quantize(source: Path, out: Path, model: Path | None, options: Options, rank
     with ConversionJob(out, identity, ranks, overwrite=options.overwrite) as job:
 
         def finish(errors: list[dict[str, dict[str, Any]]]) -> None:
-            copy_model_files(found.model, job.folder, None, config)
+            copy_model_files(found.model, job.folder, None, config, predicts=found.path == found.model)
             by_name = {name: one for part in errors for name, one in part.items()}
             content = {"block": options.block, "tensors": by_name}
             write_atomically(job.folder / FP8_ERRORS, json.dumps(content, indent=1).encode())
@@ -119,7 +121,8 @@ def _open_source(source: Path, model: Path | None) -> _Source:
         return _megatron(torch_dist_folder(source), model)
     if model is not None:
         raise ConfigError(f"{source} is a Hugging Face folder, which has its own config; --model goes with Megatron's")
-    if found := read_json(source / "config.json").get("quantization_config"):
+    config = read_json(source / "config.json")
+    if found := next((config[key] for key in QUANTIZATION if config.get(key)), None):
         found = found if isinstance(found, dict) else {"quant_method": found}
         raise ConfigError(
             f"{source} is quantised already ({found.get('quant_method')!r}, blocks {found.get('weight_block_size')}), "

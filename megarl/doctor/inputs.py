@@ -4,7 +4,9 @@ import json
 import os
 import shutil
 import socket
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -13,8 +15,9 @@ from megarl.config import Config
 from megarl.data.records import get_field, read_records
 from megarl.data.rewards import load_reward
 from megarl.doctor.report import Check
-from megarl.errors import ConfigError, MegarlError
+from megarl.errors import CheckpointError, ConfigError, MegarlError
 from megarl.launch import steps, topology
+from megarl.models.hf_folder import weight_files
 from megarl.models.shapes import ModelShape, read_shape
 
 _WAIT_S = 5.0
@@ -43,8 +46,10 @@ def read_model(config: Config) -> tuple[list[Check], ModelShape | None]:
         except (ValueError, RecursionError) as error:
             what = f"{folder / name} is no JSON ({error})"
             checks.append(Check("tokenizer", "failed", what, advice="download it again"))
-    if what := _missing_weights(folder):
-        checks.append(Check("weights", "failed", what, advice="download the rest of the checkpoint"))
+    try:
+        weight_files(folder)
+    except CheckpointError as error:
+        checks.append(Check("weights", "failed", str(error)))
     return checks, shape
 
 
@@ -57,30 +62,16 @@ def require_inputs(config: Config, stage: Literal["rl", "sft", "eval"] = "rl") -
     checks = [*read_model(config)[0], *_check_keys(config)]
     if stage != "eval":
         checks += [check for check in _check_data(config) if (check.name == "sft.data") == (stage == "sft")]
+    checks += _check_reward(config) if stage == "rl" else []
     if failed := [check for check in checks if check.status == "failed"]:
         raise ConfigError("; ".join(f"{check.name}: {check.says()}" for check in failed))
-    if stage == "rl" and ":" in config.reward.function:
-        load_reward(config.reward.function, config.reward_model)
-
-
-def _missing_weights(folder: Path) -> str | None:
-    """A folder with config.json alone is what a recipe brings, one without some files an interrupted download."""
-    index = folder / "model.safetensors.index.json"
-    try:
-        named = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        return f"{index} cannot be read: {error}"
-    absent = [name for name in named if not (folder / name).is_file()]
-    if absent or not any(folder.glob("*.safetensors")):
-        more = f", and {len(absent) - 1} more that the index names" if len(absent) > 1 else ""
-        return f"{folder} has no {absent[0] if absent else '*.safetensors'}{more}"
-    return None
 
 
 def check_inputs(config: Config, shape: ModelShape | None) -> list[Check]:
     """Data, keys, disk, servers that run, and [launch]."""
     return [
         *_check_data(config),
+        *_check_reward(config),
         *_check_keys(config),
         _check_disk(config, shape),
         *_check_urls(config),
@@ -118,6 +109,16 @@ def _check_source(key: str, source: str, split: str | None, fields: tuple[str, .
     except (MegarlError, OSError) as error:
         return Check(key, "failed", str(error))
     return Check(key, "ok", f"{source}, first record has {', '.join(fields) or 'fields'}")
+
+
+def _check_reward(config: Config) -> list[Check]:
+    try:
+        if ":" in config.reward.function:
+            with redirect_stdout(sys.stderr):  # what a module prints is no part of the report
+                load_reward(config.reward.function, config.reward_model)
+    except ConfigError as error:
+        return [Check("reward.function", "failed", str(error))]
+    return []
 
 
 def _check_keys(config: Config) -> Iterator[Check]:

@@ -1,26 +1,31 @@
-"""Does what the trainer does first, in a process of its own: imports, and with a configuration reads tokenizer, first
-prompt and weights. So a broken package becomes one line, even if it ends the process or never returns.
+"""Does what the trainer does first, with the trainer's own functions, in a process of its own: imports, and with a
+configuration all that is read and checked before the first step. So a broken package becomes one line, even if it ends
+the process or never returns.
 
 Run as ``python -m megarl.doctor.trial``, with JSON on stdin: the configuration as JSON (null: none), what has failed.
 """
 
+import asyncio
 import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from megarl.config import Config
 from megarl.config.trust import safe_environment
 from megarl.doctor.report import Check
-from megarl.errors import MegarlError, describe
+from megarl.errors import ConfigError, MegarlError, describe
 
-TIME_LIMIT_S = 180.0
+TIME_LIMIT_S = 900.0
+"""Most of it is for prompts: a node tokenizes some thousand in a second."""
 _MARK = "megarl-trial "
+Attempt = Callable[[], dict[str, Any] | None]
+"""Returns facts, such as a note; raises what is wrong."""
 _SINGLE = ("psutil", "safetensors", "transformers", "datasets", "math_verify", "pebble", "torch.utils.tensorboard")
 """Modules that the trainer imports late, or that others hide; each is tried by itself."""
 
@@ -47,8 +52,10 @@ def run_trial(
     checks, facts, begun = [], {}, "Python"
     for line in output.decode(errors="replace").splitlines():
         told = json.loads(line.removeprefix(_MARK)) if line.startswith(_MARK) else {}
-        facts |= told.get("facts", {})
         begun = told.get("begin", begun)
+        facts |= told.get("facts", {})
+        if note := facts.pop("note", ""):
+            checks.append(Check(begun, "ok", note))
         if "error" in told and told["module"] not in absent:
             checks.append(Check(begun, "failed", told["error"], advice=told["advice"]))
     if code != 0:
@@ -80,30 +87,65 @@ def _trainer() -> dict[str, Any]:
     return {"has_te": te.HAVE_TE, "te_problem": te.PROBLEM}
 
 
-def _read_prompt(config: Config, failed: Collection[str]) -> None:
-    """Read the tokenizer, and with it the first prompt of a file that can be read."""
-    from transformers import AutoTokenizer
+def attempts(config: Config, failed: Collection[str]) -> Iterator[tuple[str, Attempt]]:
+    """Yield what the trainer does before its first step, by name, without what needs an input that has ``failed``."""
+    import torch
 
-    from megarl.data.prompts import load_prompts
+    from megarl.core.objectives import try_functions
+    from megarl.megatron.policy import check_settings
+    from megarl.models.fit import check_reference
+    from megarl.models.shapes import read_shape
+    from megarl.train.engines import load_factory
+    from megarl.train.sft import read_demonstrations
 
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
-    data = config.data
-    if Path(data.train).is_file() and "data.train" not in failed:
-        settings = data.model_dump(include={"prompt_field", "answer_field", "chat_template", "max_prompt_tokens"})
-        load_prompts(data.train, tokenizer=tokenizer, limit=1, **settings)
+    shape, objective, reference = read_shape(config.model.path), config.train.resolved_objective, config.reference_path
+    if "tokenizer" not in failed:
+        yield "tokenizer, prompts, reward", lambda: _read_inputs(config, failed)
+        if config.sft is not None and "sft.data" not in failed:
+            yield "sft.data", lambda: read_demonstrations(config) and None
+    if "weights" not in failed:
+        yield "weights", lambda: _read_weights(config.model.path)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    yield "train.objective", lambda: try_functions(objective, config.train.objective_function, device)
+    yield "[megatron]", lambda: check_settings(config, shape)
+    yield "rollout.engine", lambda: load_factory(config) and None
+    if objective.needs_ref_logprobs and reference != config.model.path:
+        yield "model.reference", lambda: check_reference(reference, shape) or _read_weights(reference)
 
 
-def _read_weights(folder: str) -> None:
+def _read_inputs(config: Config, failed: Collection[str]) -> None:
+    """Read what a run reads, as far as it is here, and judge the first prompt's answer as if it were a response."""
+    from megarl.data.prompts import load_tokenizer
+    from megarl.train.sampling.inputs import read_inputs
+
+    data, sets = config.data, {name: source for name, source in config.eval.sets.items() if Path(source).exists()}
+    if not Path(data.train).exists() or failed:
+        load_tokenizer(config.model.path, "model.path")
+        return
+    is_here = data.heldout is not None and Path(data.heldout).exists()
+    here = {"data": data.model_copy(update={} if is_here else {"heldout": None})}
+    inputs = read_inputs(config.model_copy(update=here | {"eval": config.eval.model_copy(update={"sets": sets})}))
+    try:
+        if config.reward.function != "reward_model":  # whose servers may start later
+            first = inputs.prompts[0]
+            judged = inputs.judge.score(prompt=first.text, response=first.answer, answer=first.answer)
+            if (error := asyncio.run(judged).error) is not None:
+                raise ConfigError(f"reward.function: with the answer of {first.source} as response: {error}")
+    finally:
+        inputs.close()
+
+
+def _read_weights(folder: str) -> dict[str, Any]:
     """Open each file, and compare names and shapes with the index and with config.json."""
-    from megarl.models.hf_files import HFCheckpoint, check_tensors
+    from megarl.models.hf_files import HFCheckpoint, check_tensors, describe_left_out
     from megarl.models.names import hf_shapes
     from megarl.models.shapes import read_shape
 
     with HFCheckpoint(folder) as checkpoint:
-        check_tensors(checkpoint, hf_shapes(read_shape(folder)))
+        return {"note": describe_left_out(check_tensors(checkpoint, hf_shapes(read_shape(folder))))}
 
 
-def _try(name: str, attempt: Callable[[], dict[str, Any] | None]) -> None:
+def _try(name: str, attempt: Attempt) -> None:
     _tell(begin=name)
     try:
         _tell(facts=attempt() or {})
@@ -127,13 +169,9 @@ def main() -> None:
     for name in _SINGLE:
         _try(name, lambda name=name: importlib.import_module(name) and None)
     _try("the trainer", _trainer)
-    if config is not None and (Path(config.model.path) / "config.json").is_file():
-        if "tokenizer" not in failed:
-            _try("tokenizer and first prompt", lambda: _read_prompt(config, failed))
-        if "weights" not in failed:
-            _try("weights", lambda: _read_weights(config.model.path))
-        if config.train.resolved_objective.needs_ref_logprobs and config.reference_path != config.model.path:
-            _try("model.reference", lambda: _read_weights(config.reference_path))
+    if config is not None and "model.path" not in failed:
+        for name, attempt in attempts(config, failed):
+            _try(name, attempt)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,9 @@ from megarl.evaluate.scores import to_text
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.megatron.frozen import FrozenModel
-from megarl.models.hf_files import HFCheckpoint
+from megarl.models.hf_files import HFCheckpoint, check_tensors, describe_left_out
+from megarl.models.names import hf_shapes
+from megarl.models.shapes import read_shape
 from megarl.rollout.engine import Engine
 from megarl.rollout.player import Draw, Sample
 from megarl.run.folder import read_run_id
@@ -82,7 +84,10 @@ def evaluate(request: EvalRequest, world_size: int) -> Path:
                 if isinstance(receives, WeightShare):  # the first one sends all
                     receives = distributed.is_main_rank()
                 with HFCheckpoint(config.model.path) as source:
-                    names = sorted(source.names()) if receives else []
+                    expected = hf_shapes(read_shape(config.model.path))
+                    if left_out := describe_left_out(check_tensors(source, expected)):
+                        progress.line(left_out)
+                    names = sorted(expected) if receives else []
                     engine.update_weights(((name, source.read(name)) for name in names), version=0)
             else:
                 model = FrozenModel(config, task.checkpoint)

@@ -7,13 +7,13 @@ import torch
 
 from megarl.config import Config
 from megarl.core.types import WeightShare
-from megarl.errors import ConfigError
 from megarl.megatron.checkpoints import checkpoint
 from megarl.megatron.hf_weights import export_hf, load_hf
 from megarl.megatron.passes import forward
 from megarl.megatron.passes.micro_batches import MicroBatch
 from megarl.megatron.policy import Policy, build_chunks
 from megarl.megatron.replay import RoutingReplay
+from megarl.models.fit import check_reference
 from megarl.models.shapes import ModelShape, read_shape
 
 
@@ -48,17 +48,7 @@ class Reference:
     """
 
     def __init__(self, policy: Policy, path: str | Path) -> None:
-        if not (Path(path) / "config.json").is_file():
-            raise ConfigError(
-                f"model.reference: {path} holds no config.json; expected a Hugging Face checkpoint folder"
-            )
-        found = read_shape(path)
-        for name in ("fields", "vocab_size", "rotary_base", "rope_factor", "tied_embeddings"):
-            if getattr(found, name) != getattr(policy.shape, name):
-                raise ConfigError(
-                    f"model.reference: {path} has {name} {getattr(found, name)}, the policy "
-                    f"{getattr(policy.shape, name)}; expected the same architecture"
-                )
+        check_reference(path, policy.shape)
         self.chunks = _build_frozen(policy.config, policy.shape)
         load_hf(self.chunks, policy.shape, path)
         self.replay = RoutingReplay(self.chunks) if policy.config.train.replay_reference else None

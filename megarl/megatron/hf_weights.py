@@ -24,6 +24,7 @@ from megarl.models.hf_files import (
     HFCheckpoint,
     check_tensors,
     copy_model_files,
+    describe_left_out,
     save_tensors,
     split_by_size,
     write_index,
@@ -84,15 +85,17 @@ def place_parameters(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> li
     return placed
 
 
-def load_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, path: str | Path) -> None:
-    """Copy the checkpoint in folder ``path`` into the model chunks of this rank.
+def load_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, path: str | Path) -> str:
+    """Copy the checkpoint in folder ``path`` into the model chunks of this rank; returns a line about what is left out.
 
-    Raises CheckpointError naming every tensor that is missing, unknown or of another shape; nothing is skipped.
+    Only prediction layers are ("": there are none). Raises CheckpointError naming every tensor that is missing, unknown
+    or of another shape.
     """
     with HFCheckpoint(path) as checkpoint:
-        check_tensors(checkpoint, hf_shapes(shape))
+        left_out = describe_left_out(check_tensors(checkpoint, hf_shapes(shape)))
         for entry in place_parameters(chunks, shape):
             _load_one(entry, checkpoint, shape)
+    return left_out
 
 
 def _load_one(entry: Placed, checkpoint: HFCheckpoint, shape: ModelShape) -> None:

@@ -62,9 +62,10 @@ class Policy:
         self.config, self._host_copies = config, HostCopies()
         self.shape: ModelShape = read_shape(config.model.path)
         self.megatron_config, chunks = build_chunks(config, self.shape)
-        load_hf(chunks, self.shape, config.model.path)
+        self.left_out = load_hf(chunks, self.shape, config.model.path)
+        """A line about the prediction layers of the checkpoint, "" if it has none."""
         with as_config_error("build the optimizer", config.megatron):
-            ddp = _configure(DistributedDataParallelConfig, config, grad_reduce_in_fp32=True)
+            ddp = _ddp_config(config)
             self.chunks = [
                 DistributedDataParallel(self.megatron_config, ddp, chunk, disable_bucketing=index > 0)
                 for index, chunk in enumerate(chunks)
@@ -174,8 +175,7 @@ class Policy:
 def build_chunks(config: Config, shape: ModelShape) -> tuple[TransformerConfig, list[torch.nn.Module]]:
     """Megatron's config and this rank's chunks with random weights; a collective call, ConfigError as of Megatron."""
     with as_config_error("build the model", config.megatron):
-        fields = {**layout_fields(config), **_overrides(config, TransformerConfig, uses_te(shape))}
-        megatron_config = transformer_config(shape, fields, DTYPES[config.model.dtype])
+        megatron_config = model_config(config, shape)
         chunks: list[torch.nn.Module] = [*build_model(shape, megatron_config)]
     overlapped = _overrides(config, DistributedDataParallelConfig).get("overlap_grad_reduce", False)
     for chunk in chunks:
@@ -195,6 +195,25 @@ def _in_16_bits(megatron_config: TransformerConfig, chunk: torch.nn.Module) -> F
         if is_fp32(name):
             module._buffers[name] = buffer
     return wrapped
+
+
+def model_config(config: Config, shape: ModelShape) -> TransformerConfig:
+    """Megatron's config of the model in this layout; it raises what Megatron raises for values that do not fit."""
+    fields = {**layout_fields(config), **_overrides(config, TransformerConfig, uses_te(shape))}
+    return transformer_config(shape, fields, DTYPES[config.model.dtype])
+
+
+def check_settings(config: Config, shape: ModelShape) -> None:
+    """Make Megatron's records of model and optimizer, as ``Policy`` does; ConfigError for what Megatron refuses."""
+    with as_config_error("build the model", config.megatron):
+        model_config(config, shape)
+    with as_config_error("build the optimizer", config.megatron):
+        _ddp_config(config)
+        _optimizer_config(config, schedule_of(config))
+
+
+def _ddp_config(config: Config) -> DistributedDataParallelConfig:
+    return _configure(DistributedDataParallelConfig, config, grad_reduce_in_fp32=True)
 
 
 def _overrides(config: Config, cls: type, has_te: bool = False) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What a configuration can do with its model: the rules that need config.json. Doctor, plan and train all ask here."""
 
+from dataclasses import fields
 from pathlib import Path
 
 from megarl.config import Config
@@ -37,6 +38,19 @@ def check_fit(config: Config, shape: ModelShape) -> None:
     ):
         if is_wrong:
             raise ConfigError(f"{found}: the {shape.family} model in model.path is dense, and has {lacking}")
+
+
+def check_reference(path: str | Path, policy: ModelShape) -> None:
+    """ConfigError if the folder of model.reference holds no model of the policy's architecture."""
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"model.reference: {path} holds no config.json; expected a Hugging Face checkpoint folder")
+    found = read_shape(path)
+    for name in (field.name for field in fields(ModelShape) if field.name not in ("family", "max_sequence_length")):
+        if getattr(found, name) != getattr(policy, name):
+            raise ConfigError(
+                f"model.reference: {path} has {name} {getattr(found, name)}, the policy {getattr(policy, name)}; "
+                "expected the same architecture"
+            )
 
 
 def watches_routes(config: Config, shape: ModelShape) -> bool:

@@ -33,6 +33,8 @@ _KINDS = {
 }
 _NOUNS = {int: "a natural number", float: "a number above 0", bool: "true or false", str: "a string", dict: "a table"}
 _MAY_BE_ZERO = "first_k_dense_replace"
+QUANTIZATION = ("quantization_config", "compression_config")
+"""Keys of config.json for how the weights are quantised."""
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -105,18 +107,25 @@ class HFConfig:
 
 
 def read_dtype(hf: Mapping[str, Any]) -> str:
-    """PyTorch's name of a model's high precision; bfloat16 if config.json has neither dtype nor torch_dtype."""
-    key = "torch_dtype" if hf.get("dtype") is None else "dtype"
+    """The dtype that a config.json names, in torch's words; "bfloat16" if it names none.
+
+    As transformers reads it: ``dtype``, else ``torch_dtype``. ConfigError, naming the key, for a value that
+    transformers and SGLang cannot open.
+    """
+    key = "dtype" if hf.get("dtype") is not None else "torch_dtype"
     value = hf.get(key)
     if value is not None and value not in _DTYPES:
-        raise ConfigError(f"{key} is {value!r}, expected one of {', '.join(_DTYPES)}")
+        raise ConfigError(
+            f"{key} is {value!r}, which transformers cannot open, expected one of {', '.join(_DTYPES)}; "
+            f'write "{key}": "bfloat16", or what the weights are in'
+        )
     return value or "bfloat16"
 
 
 def read_fp8_block(hf: Mapping[str, Any]) -> tuple[int, int] | None:
     """(rows, columns) of the blocks of a model in FP8; None if it is not quantised, ConfigError if it is otherwise."""
-    quantised = hf.get("quantization_config")
-    if quantised is None or quantised == {}:
+    quantised = next((hf[key] for key in QUANTIZATION if hf.get(key) not in (None, {})), None)
+    if quantised is None:
         return None
     table = quantised if isinstance(quantised, dict) else {"quant_method": quantised}
     block = table.get("weight_block_size")

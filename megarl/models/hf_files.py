@@ -2,8 +2,10 @@
 
 import fnmatch
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -13,9 +15,10 @@ from safetensors.torch import save_file
 
 from megarl.core.fp8 import SCALE, dequantize_fp8, grid_of
 from megarl.data.files import model_files
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, ConfigError
+from megarl.models.hf_config import QUANTIZATION, read_dtype, read_fp8_block
+from megarl.models.hf_folder import INDEX, SINGLE, read_json, some, weight_files
 
-INDEX = "model.safetensors.index.json"
 MANIFEST = "conversion.json"
 """What a conversion writes beside the files: their checksums, and what it left out."""
 FP8_ERRORS = "fp8_errors.json"
@@ -29,12 +32,36 @@ _DTYPES = {
 }
 
 
+# A family whose experts have other names than Qwen's: its name of the MoE module, and those of gate, up and down.
+_EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
+_OF_QWEN = ("mlp", "gate_proj", "up_proj", "down_proj")
+_FUSED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)(_scale_inv)?")
+"""All experts of a layer in one tensor, as transformers 5 holds them: [E, 2 I, H], the gates first, and [E, H, I]."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor is."""
+
+    file: Path
+    name: str
+    """Its name in the file."""
+    expert: int | None = None
+    """Its number in a fused tensor [E, rows, columns]; None for a tensor of its own."""
+    first: int = 0
+    height: int = 0
+    """The rows of the expert that it is."""
+
+
 class HFCheckpoint:
     """Read access by name to the safetensors files of a Hugging Face checkpoint folder; a context manager.
 
     Block-quantised FP8 weights (``quantization_config`` with ``weight_block_size``) are read as what they stand for, in
-    the dtype of the config; their scales have no name of their own here. Raises CheckpointError, naming the file or
-    tensor, for what is missing, unreadable, or contradicts the index.
+    the dtype of the config; their scales have no name of their own here. Experts that transformers 5 has fused have the
+    names of single ones, and only what is asked for is read.
+
+    Raises CheckpointError, naming the file or tensor, for what is missing, unreadable, or contradicts the index.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -42,8 +69,8 @@ class HFCheckpoint:
         self._config = read_json(self.path / "config.json") if (self.path / "config.json").is_file() else {}
         self._open: tuple[Path, Any] | None = None
         self._num_read = 0
-        self._where = self._locate()
         self._block = self._fp8_block()
+        self._where = self._unfuse(self._locate())
         scales = {name + SCALE for name in self._where} if self._block else set()
         self._names = {name: None for name in self._where if name not in scales}
 
@@ -57,16 +84,34 @@ class HFCheckpoint:
         return self._names.keys()
 
     def files(self) -> list[Path]:
-        return sorted(set(self._where.values()))
+        return sorted({place.file for place in self._where.values()})
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the files hold the experts of a layer in one tensor."""
+        return any(place.expert is not None for place in self._where.values())
+
+    def names_of_prediction_layers(self) -> set[str]:
+        """Tensors of layers that follow the model's own: those that the config counts, or that have an ``eh_proj``."""
+        last, layers = self._config.get("num_hidden_layers"), {}
+        for name in self.names() if isinstance(last, int) else ():
+            if (match := _LAYER.fullmatch(name)) and int(match[1]) >= last:
+                layers.setdefault(int(match[1]), {})[match[2]] = name
+        counted = last + (self._config.get("num_nextn_predict_layers") or 0) if layers else 0
+        chosen = [names for layer, names in layers.items() if layer < counted or "eh_proj.weight" in names]
+        return {name for names in chosen for name in names.values()}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._handle(name).get_slice(name).get_shape())
+        place = self._where[name]
+        shape = tuple(self._handle(place.file).get_slice(place.name).get_shape())
+        return shape if place.expert is None else (place.height, *shape[2:])
 
     def dtype(self, name: str) -> torch.dtype:
-        stored = self._handle(name).get_slice(name).get_dtype()
+        place = self._where[name]
+        stored = self._handle(place.file).get_slice(place.name).get_dtype()
         if stored not in _DTYPES:
             known = ", ".join(_DTYPES)
-            raise CheckpointError(f"{self._where[name]}: {name} has dtype {stored}, expected one of {known}")
+            raise CheckpointError(f"{place.file}: {name} has dtype {stored}, expected one of {known}")
         is_fp8 = self._block is not None and name + SCALE in self._where
         return self._high_precision() if is_fp8 else _DTYPES[stored]
 
@@ -74,11 +119,16 @@ class HFCheckpoint:
         """The tensor as it stands in its file, FP8 weights and their scales too."""
         if name not in self._where:
             raise CheckpointError(f"{self.path} holds no {name}")
-        handle = self._handle(name)
+        place = self._where[name]
+        handle = self._handle(place.file)
         try:
-            tensor = handle.get_tensor(name)
+            if place.expert is None:
+                tensor = handle.get_tensor(place.name)
+            else:
+                rows = slice(place.first, place.first + place.height)
+                tensor = handle.get_slice(place.name)[place.expert, rows]
         except (SafetensorError, RuntimeError, ValueError) as error:
-            raise CheckpointError(f"{self._where[name]}: {name} cannot be read ({error})") from error
+            raise CheckpointError(f"{place.file}: {name} cannot be read ({error})") from error
         self._num_read += tensor.nbytes
         return tensor
 
@@ -87,66 +137,86 @@ class HFCheckpoint:
         if self._block is None or tensor.dtype != torch.float8_e4m3fn:
             return tensor
         if name + SCALE not in self._where:
-            file = self._where[name]
+            file = self._where[name].file
             raise CheckpointError(f"{file}: {name} is FP8 without {name}{SCALE}, expected a scale for each block")
         scales, grid = self.stored(name + SCALE), grid_of(tensor.shape, self._block)
         if scales.shape != grid:
-            file = self._where[name + SCALE]
+            file = self._where[name + SCALE].file
             raise CheckpointError(
                 f"{file}: {name}{SCALE} has shape {tuple(scales.shape)}, expected {grid} for blocks of {self._block}"
             )
         return dequantize_fp8(tensor, scales.float(), self._block).to(self._high_precision())
 
-    def _handle(self, name: str) -> Any:
-        file = self._where[name]
+    def _handle(self, file: Path) -> Any:
         if self._open is None or self._open[0] != file or self._num_read > _MAPPED_BYTES:
             self._open, self._num_read = (file, _opened(file)), 0
         return self._open[1]
 
     def _high_precision(self) -> torch.dtype:
-        return getattr(torch, str(self._config.get("dtype") or self._config.get("torch_dtype") or "bfloat16"))
+        return getattr(torch, read_dtype(self._config))
 
     def _fp8_block(self) -> tuple[int, int] | None:
-        quantised = self._config.get("quantization_config")
-        if not quantised:
-            return None
-        if not isinstance(quantised, dict):
-            raise CheckpointError(f"{self.path}: quantization_config is {quantised!r}, expected a table")
-        if quantised.get("quant_method") != "fp8" or len(quantised.get("weight_block_size") or ()) != 2:
-            raise CheckpointError(
-                f"{self.path} is quantised by {quantised.get('quant_method')!r} with blocks "
-                f"{quantised.get('weight_block_size')}; expected high precision, or 'fp8' with blocks of two dimensions"
-            )
-        rows, columns = quantised["weight_block_size"]
-        return rows, columns
+        try:
+            return read_fp8_block(self._config)
+        except ConfigError as error:
+            raise CheckpointError(f"{self.path}: {error}") from error
 
-    def _locate(self) -> dict[str, Path]:
-        """Tensor name -> file; what the index says and what the files hold must be the same."""
-        index = self.path / INDEX
-        listed = read_json(index).get("weight_map", {}) if index.is_file() else None
-        if listed is not None and not isinstance(listed, dict):
-            raise CheckpointError(f"{index}: weight_map is no table of names and files")
-        alone = self.path / "model.safetensors"  # where it is, others beside it are copies in another form
-        files = [alone] if alone.is_file() else sorted(self.path.glob("*.safetensors"))
-        if listed is not None:
-            files = sorted({self.path / name for name in listed.values()})
-            if absent := [file.name for file in files if not file.is_file()]:
-                raise CheckpointError(f"{self.path}: {INDEX} names {some(absent)}, which are not there")
-        if not files:
-            raise CheckpointError(f"{self.path} holds no *.safetensors file, expected a Hugging Face checkpoint folder")
-        where: dict[str, Path] = {}
+    def _locate(self) -> dict[str, _Place]:
+        """Tensor name -> its place; what the index says and what the files hold must be the same."""
+        files, listed = weight_files(self.path)
+        where: dict[str, _Place] = {}
         for file in files:
             for name in _opened(file).keys():  # noqa: SIM118  (no mapping)
                 if name in where:
-                    raise CheckpointError(f"{name} is both in {where[name]} and in {file.name}, expected it once")
-                where[name] = file
+                    raise CheckpointError(f"{name} is both in {where[name].file} and in {file.name}, expected it once")
+                where[name] = _Place(file, name)
         if listed is None:
+            for file in sorted({*self.path.glob("[!.]*.safetensors")} - {*files}):
+                if both := [name for name in _opened(file).keys() if name in where]:  # noqa: SIM118
+                    raise CheckpointError(
+                        f"{self.path} holds {some(both)} both in {SINGLE}, which transformers reads, and in "
+                        f"{file.name}, which SGLang reads too: move the file away that is not the model"
+                    )
             return where
-        if absent := [name for name, file in listed.items() if name not in where or where[name].name != file]:
+        if absent := [name for name, file in listed.items() if name not in where or where[name].file.name != file]:
             raise CheckpointError(f"{self.path}: {INDEX} names {some(absent)}, which are not in the file that it says")
         if unlisted := [name for name in where if name not in listed]:
             raise CheckpointError(f"{self.path}: the files hold {some(unlisted)}, which {INDEX} does not name")
         return where
+
+    def _unfuse(self, stored: dict[str, _Place]) -> dict[str, _Place]:
+        """The places by the names of the family's checkpoints, where transformers 5 has names of its own."""
+        module, *projections = _EXPERTS.get(self._config.get("model_type", ""), _OF_QWEN)
+        where: dict[str, _Place] = {}
+        for name, place in stored.items():
+            theirs = name.replace(".mlp.", f".{module}.")
+            match = _FUSED.fullmatch(theirs)
+            parts = {theirs: place} if match is None else self._experts(place, match, projections)
+            if again := parts.keys() & where.keys():
+                raise CheckpointError(f"{place.file}: {name} holds {some([*again])}, which another tensor holds too")
+            where |= parts
+        return where
+
+    def _experts(self, place: _Place, match: re.Match[str], projections: Sequence[str]) -> dict[str, _Place]:
+        """Name -> place of each matrix in a fused tensor, or of its scales."""
+        experts, kind, scale = match.groups(default="")
+        fused = self._handle(place.file).get_slice(place.name)
+        shape = fused.get_shape()
+        names = projections[:2] if kind == "gate_up_proj" else projections[2:]
+        if len(shape) != 3 or shape[1] % len(names):
+            expected = "[experts, 2 x width, hidden size]" if len(names) == 2 else "[experts, hidden size, width]"
+            raise CheckpointError(f"{place.file}: {place.name} has shape {tuple(shape)}, expected {expected}")
+        height = shape[1] // len(names)
+        if len(names) == 2 and self._block and fused.get_dtype() == "F8_E4M3" and height % self._block[0]:
+            raise CheckpointError(
+                f"{place.file}: {place.name} has gates of {height} rows, expected a multiple of the {self._block[0]} "
+                "that share a scale: a block would belong to gate and up projection"
+            )
+        return {
+            f"{experts}.{expert}.{name}.weight{scale}": _Place(place.file, place.name, expert, number * height, height)
+            for expert in range(shape[0])
+            for number, name in enumerate(names)
+        }
 
 
 def _opened(file: Path) -> Any:
@@ -154,23 +224,6 @@ def _opened(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}); truncated, or no safetensors file") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; CheckpointError if there is none."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error})") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return found
-
-
-def some(names: Sequence[str]) -> str:
-    """The first three names of a list that may be long, and how many more there are."""
-    told = ", ".join(sorted(names)[:3])
-    return told if len(names) <= 3 else f"{told} and {len(names) - 3} more"
 
 
 def describe_faults(faults: Mapping[str, Sequence[str]]) -> str:
@@ -181,10 +234,11 @@ def describe_faults(faults: Mapping[str, Sequence[str]]) -> str:
 def check_tensors(found: HFCheckpoint, expected: dict[str, tuple[int, ...]], drop: Iterable[str] = ()) -> list[str]:
     """Compare a checkpoint with what its config promises, by name and shape; CheckpointError names all differences.
 
-    Returns the unknown names that ``drop`` (globs) matches.
+    Returns the unknown names that are left out: those of prediction layers, and those that ``drop`` (globs) matches.
     """
     unknown = {name for name in found.names() - set(expected) if not _is_known_copy(name, found, expected)}
     dropped = {name for pattern in drop for name in fnmatch.filter(unknown, pattern)}
+    dropped |= unknown & found.names_of_prediction_layers()
     faults = {
         "missing": list(set(expected) - found.names()),
         "unknown": list(unknown - dropped),
@@ -196,8 +250,17 @@ def check_tensors(found: HFCheckpoint, expected: dict[str, tuple[int, ...]], dro
     }
     if told := describe_faults(faults):
         hint = "; what may be left out is for --drop GLOB of megarl convert" if faults["unknown"] else ""
+        if any(_LAYER.fullmatch(name) for name in faults["unknown"]):
+            hint += ", or, where these are prediction layers, for num_nextn_predict_layers of config.json"
         raise CheckpointError(f"{found.path} does not hold the model of its config.json: {told}{hint}")
     return sorted(dropped)
+
+
+def describe_left_out(names: Sequence[str]) -> str:
+    """One line about the tensors that ``check_tensors`` leaves out; "" if there are none."""
+    layers = sorted({int(match[1]) for name in names if (match := _LAYER.fullmatch(name))})
+    of_layers = f" of prediction layer {', '.join(map(str, layers))}" if layers else ""
+    return f"left out: {len(names)} tensors{of_layers} ({some(names)})" if names else ""
 
 
 def _is_known_copy(name: str, found: HFCheckpoint, expected: dict[str, tuple[int, ...]]) -> bool:
@@ -251,14 +314,21 @@ def write_index(folder: Path, listing: Mapping[str, str], num_bytes: int) -> Non
 
 
 def copy_model_files(
-    source: Path, target: Path, dtype: torch.dtype | None, quantization: Mapping[str, Any] | None = None
+    source: Path,
+    target: Path,
+    dtype: torch.dtype | None,
+    quantization: Mapping[str, Any] | None = None,
+    predicts: bool = False,
 ) -> None:
-    """Config, tokenizer, code; the config says what the weights now are."""
+    """Config, tokenizer, code; the config says what the weights now are. ``predicts``: prediction layers are kept."""
     for file in model_files(source):
         if file.name not in (MANIFEST, FP8_ERRORS):
             shutil.copyfile(file, target / file.name)
-    config = json.loads((source / "config.json").read_text())
-    config.pop("quantization_config", None)
+    config = read_json(source / "config.json")
+    for key in QUANTIZATION:
+        config.pop(key, None)
+    if not predicts and config.get("num_nextn_predict_layers"):
+        config["num_nextn_predict_layers"] = 0  # engines that find it would look for tensors that are not there
     if dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")

@@ -6,6 +6,7 @@ from pathlib import Path
 from megarl.config import Config, Layout
 from megarl.errors import ConfigError
 from megarl.models.fit import check_fit
+from megarl.models.hf_folder import read_json
 from megarl.models.shapes import read_shape
 from megarl.plan import traffic
 from megarl.plan.checks import GpuMemory, check_division, check_engine, check_gpus, check_servers
@@ -22,6 +23,7 @@ class Plan:
 
     model_path: str  # where the shape was read
     family: str
+    prediction_layers: int  # that config.json counts beyond the model's own; they are left out
     layout: Layout
     server_gpus: int  # GPUs that hold servers; those of the trainer where they share
     model: ModelCount
@@ -57,6 +59,7 @@ def plan(config: Config, model: Path | None = None) -> Plan:
     return Plan(
         model_path=str(folder),
         family=shape.family,
+        prediction_layers=read_json(folder / "config.json").get("num_nextn_predict_layers") or 0,
         layout=layout,
         server_gpus=nodes * config.sglang.servers * config.sglang.tp if config.rollout.engine_kind.server else 0,
         model=count_model(shape),

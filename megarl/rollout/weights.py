@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.core.fp8 import BLOCK, grid_of, is_fp8_weight, quantize_fp8, round_with_scale
-from megarl.errors import WeightSyncError
+from megarl.errors import ConfigError, WeightSyncError, describe
 from megarl.models.names import is_fp32
 
 Named = tuple[str, torch.Tensor]
@@ -129,9 +129,13 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def checkpoint_shapes(directory: str | Path) -> dict[str, tuple[int, ...]]:
     """Maps each tensor name of a checkpoint to its shape, from the config.json in ``directory`` alone.
 
-    The names are those that transformers would write. No memory is allocated and no weights are read.
+    The names are those that transformers would write. No memory is allocated and no weights are read. Raises
+    ConfigError if transformers cannot build the model.
     """
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # transformers raises many kinds
+        raise ConfigError(f"{directory}: transformers cannot build the model ({describe(error)})") from error
     return {name: tuple(view.shape) for name, view in checkpoint_views(model).items()}

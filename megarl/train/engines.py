@@ -1,6 +1,5 @@
 """Builds the sampling engine of a configuration."""
 
-import json
 import os
 import secrets
 import sys
@@ -8,6 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,11 @@ from megarl.errors import ConfigError, RolloutError, printable
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES
 from megarl.models.fit import servers_record
+from megarl.models.hf_config import QUANTIZATION
+from megarl.models.hf_files import HFCheckpoint
+from megarl.models.hf_folder import read_json, some
+from megarl.models.names import hf_shapes
+from megarl.models.shapes import read_shape
 from megarl.rollout.engine import Engine
 from megarl.rollout.local.engine import LocalEngine
 from megarl.rollout.sglang.client import ClientSettings
@@ -28,11 +33,11 @@ from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import BUCKET_BYTES, Fleet, FleetSettings
 from megarl.rollout.sglang.http import key_named
 from megarl.rollout.sglang.spec import ServerSpec
-from megarl.rollout.sglang.weights.folder import write_fp8_model
+from megarl.rollout.sglang.weights.folder import write_empty_model
 from megarl.rollout.sglang.weights.ipc import Exchange, Helper
 from megarl.rollout.sglang.weights.process_group import own_address
 from megarl.rollout.sglang.weights.sources import OtherSources, Source
-from megarl.rollout.weights import FP8Form, WeightForm
+from megarl.rollout.weights import FP8Form, WeightForm, checkpoint_shapes
 
 MOST_SOURCES = 8
 """Each takes memory for an NCCL group on every server. Where it would be more, there is one for each pipeline stage."""
@@ -40,9 +45,7 @@ MOST_SOURCES = 8
 
 def make_engine(config: Config, tell: Callable[[str], None]) -> Engine:
     """Return an engine without weights; a collective call. ``tell`` prints a line about the servers of this rank."""
-    factory = config.rollout.engine_kind.factory
-    if isinstance(factory, str):
-        factory = load_plug(f'rollout.engine "{config.rollout.engine}": factory', factory)
+    factory = load_factory(config)
     if config.rollout.engine in ENGINES:
         return factory(config, tell)
     engine = call_own(f'rollout.engine "{config.rollout.engine}"', factory, config, tell)
@@ -51,6 +54,19 @@ def make_engine(config: Config, tell: Callable[[str], None]) -> Engine:
             f'rollout.engine "{config.rollout.engine}": its factory made a {type(engine).__name__}, expected an Engine'
         )
     return engine
+
+
+def load_factory(config: Config) -> Callable[..., Any]:
+    """Return what makes the engine; ConfigError if it cannot be imported, or holds other tensors than the trainer."""
+    if config.rollout.engine in ENGINES:
+        theirs, ours = checkpoint_shapes(config.model.path), hf_shapes(read_shape(config.model.path))
+        if other := [name for name in theirs.keys() | ours if theirs.get(name) != ours.get(name)]:
+            pairs = [f"{name} {theirs.get(name, 'absent')} (Megatron's {ours.get(name, 'absent')})" for name in other]
+            raise ConfigError(f"model.path: transformers builds another model of config.json: {some(pairs)}")
+    factory = config.rollout.engine_kind.factory
+    if isinstance(factory, str):
+        factory = load_plug(f'rollout.engine "{config.rollout.engine}": factory', factory)
+    return factory
 
 
 def make_local_engine(config: Config, tell: Callable[[str], None]) -> LocalEngine:
@@ -91,7 +107,7 @@ def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEng
     )
     return SGLangEngine(
         urls,
-        json.loads((Path(config.model.path) / "config.json").read_text()),
+        read_json(Path(config.model.path) / "config.json"),
         fleet=fleet,
         helper=helper,
         share=share,
@@ -264,9 +280,8 @@ def server_specs(config: Config, host: str, key: str | None, folder: Path) -> li
             log_file=folder / f"server{index}.log",
             routes=servers_record(config),
             api_key=key,
-            # The FP8 folder has no weights: they arrive with the first update.
             extra_args=(
-                *(["--load-format", "dummy"] if settings.fp8 else []),
+                *(["--load-format", "dummy"] if model != Path(config.model.path) else []),
                 *(["--enable-memory-saver"] if settings.release_memory and settings.gpus else []),
                 *settings.arguments,
             ),
@@ -276,6 +291,15 @@ def server_specs(config: Config, host: str, key: str | None, folder: Path) -> li
 
 
 def _served_model(config: Config, folder: Path) -> Path:
-    """Return the model folder for servers. For FP8, write one whose config says so."""
+    """Return the model folder for servers: model.path, or one without weights, which come with the first update.
+
+    Servers cannot load model.path as the trainer reads it where one of the two is in FP8, where the experts of a layer
+    are one tensor, and where there are no weights.
+    """
     source = Path(config.model.path)
-    return write_fp8_model(source, folder / "model") if config.sglang.fp8 else source
+    if not (source / "config.json").is_file():  # not on this machine
+        return source
+    is_quantized = any(read_json(source / "config.json").get(key) for key in QUANTIZATION)
+    if config.sglang.fp8 or is_quantized or not any(source.glob("*.safetensors")) or HFCheckpoint(source).is_fused:
+        return write_empty_model(source, folder / "model", config.sglang.fp8)
+    return source

@@ -100,6 +100,8 @@ class Trainer:
         objective = config.train.resolved_objective
         try_functions(objective, config.train.objective_function, torch.cuda.current_device())
         self.policy = Policy(config, schedule_of(config))
+        if self.policy.left_out:
+            self.monitor.say(self.policy.left_out)
         self.engine = make_engine(config, self.monitor.say)
         self.train_step = TrainStep(config, self.policy, objective)
         self.tripwires = self.train_step.tripwires

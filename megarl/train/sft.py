@@ -10,14 +10,13 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer
 
 from megarl.config import Config
 from megarl.core.metrics import Stat, finalize
 from megarl.core.objectives.columns import Denominators
 from megarl.core.packing import pack
 from megarl.core.types import TrainBatch
-from megarl.data.prompts import Demonstration, PromptOrder, load_demonstrations
+from megarl.data.prompts import Demonstration, PromptOrder, load_demonstrations, load_tokenizer
 from megarl.errors import ConfigError
 from megarl.megatron import distributed
 from megarl.megatron.config_errors import as_config_error
@@ -41,17 +40,7 @@ def sft(config: Config) -> None:
     if out.exists() and any(out.iterdir()) and not (out / "model.safetensors.index.json").exists():
         raise ConfigError(f"sft.out: {out} is not empty and no earlier output of megarl; choose another folder")
     distributed.initialize(config)
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    demonstrations = load_demonstrations(
-        settings.data,
-        tokenizer,
-        settings.prompt_field,
-        settings.response_field,
-        chat_template=config.data.chat_template,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_response_tokens=config.rollout.max_response_tokens,
-        max_positions=read_shape(config.model.path).max_sequence_length,
-    )
+    demonstrations = read_demonstrations(config)
     order = PromptOrder(len(demonstrations), config.run.seed)
     schedule = Schedule(
         lr=settings.lr,
@@ -67,6 +56,8 @@ def sft(config: Config) -> None:
         f"cold start of {config.model.path}: {settings.steps} steps of {settings.batch_size} demonstrations from "
         f"{settings.data}, on {dist.get_world_size()} ranks; the result goes to {out}"
     )
+    if policy.left_out:
+        progress.line(policy.left_out)
     share = settings.batch_size // distributed.dp_size()
     own = slice(distributed.dp_rank() * share, (distributed.dp_rank() + 1) * share)
     said = time.monotonic()
@@ -82,6 +73,22 @@ def sft(config: Config) -> None:
     save_hf(policy.chunks, policy.shape, config.model.path, config.sft_out)
     progress.line(f"cold start: wrote {config.sft_out}")
     distributed.shutdown()
+
+
+def read_demonstrations(config: Config) -> list[Demonstration]:
+    """Read the demonstrations of the [sft] table; errors as in ``load_demonstrations``."""
+    settings = config.sft
+    assert settings is not None, "there is an [sft] table"
+    return load_demonstrations(
+        settings.data,
+        load_tokenizer(config.model.path, "model.path"),
+        settings.prompt_field,
+        settings.response_field,
+        chat_template=config.data.chat_template,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+        max_positions=read_shape(config.model.path).max_sequence_length,
+    )
 
 
 def _step(config: Config, policy: Policy, demonstrations: list[Demonstration]) -> dict[str, float]:

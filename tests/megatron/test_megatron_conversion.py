@@ -29,7 +29,7 @@ from megarl.convert.megatron_files import HF_FOLDER, Keys, MegatronCheckpoint, t
 from megarl.convert.torch_dist import Chunk, TorchDistReader, write_file, write_metadata
 from megarl.core.fp8 import quantize_fp8
 from megarl.errors import CheckpointError, ConfigError, NumericsError
-from megarl.models.hf_files import INDEX
+from megarl.models.hf_folder import INDEX
 from megarl.models.names import LAYOUTS
 from megarl.models.shapes import read_shape
 
@@ -246,11 +246,11 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "unknown tensor": (
         lambda f: (
             edit_tensors(
-                f, lambda t: t.update({"model.layers.4.eh_proj.weight": torch.ones(2)}), "model-0.safetensors"
+                f, lambda t: t.update({"model.layers.4.mlp.up_proj.weight": torch.ones(2)}), "model-0.safetensors"
             ),
-            edit_index(f, lambda w: w.update({"model.layers.4.eh_proj.weight": "model-0.safetensors"})),
+            edit_index(f, lambda w: w.update({"model.layers.4.mlp.up_proj.weight": "model-0.safetensors"})),
         ),
-        "1 tensors unknown: model.layers.4.eh_proj.weight",
+        "1 tensors unknown: model.layers.4.mlp.up_proj.weight",
     ),
     "transposed tensor": (
         lambda f: edit_tensors(f, lambda t: t.update({NAME: t[NAME].T.contiguous()}), file_of(f)),
@@ -276,10 +276,10 @@ def test_a_broken_source_is_named_and_nothing_is_written(what: str, copy: Path, 
     assert not (tmp_path / "out").exists()
 
 
-def test_prediction_layers_may_be_left_out_by_name(copy: Path, tmp_path: Path) -> None:
+def test_what_the_model_has_not_may_be_left_out_by_name(copy: Path, tmp_path: Path) -> None:
     BROKEN["unknown tensor"][0](copy)
     done = to_megatron(copy, tmp_path / "out", Options(layers="local", drop=("model.layers.4.*",)), ALONE)
-    assert done.dropped == ["model.layers.4.eh_proj.weight"]
+    assert done.dropped == ["model.layers.4.mlp.up_proj.weight"]
     assert json.loads((tmp_path / "out" / MANIFEST).read_text())["dropped"] == done.dropped
 
 

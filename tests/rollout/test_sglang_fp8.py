@@ -15,7 +15,6 @@ from sglang_fixtures import START_DEADLINE_S
 from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_sets
 
 from megarl.data.tiny import write_tiny_model
-from megarl.errors import ConfigError
 from megarl.rollout.buckets import Bucket
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sglang import fleet as sglang_fleet
@@ -23,7 +22,7 @@ from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
-from megarl.rollout.sglang.weights.folder import write_fp8_model
+from megarl.rollout.sglang.weights.folder import write_empty_model
 from megarl.rollout.sglang.weights.ipc import Exchange
 from megarl.rollout.weights import WeightForm
 
@@ -48,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(sglang_spec: ServerSpec, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("served")
-    served = write_fp8_model(model, folder / "model")
+    served = write_empty_model(model, folder / "model", fp8=True)
     spec = replace(sglang_spec, model_path=served, log_file=folder / "log", extra_args=("--load-format", "dummy"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(PLUGIN))
@@ -89,12 +88,12 @@ def test_a_server_computes_with_the_blocks_that_were_sent(
 
 
 def test_the_folder_of_an_fp8_model_has_no_weights_and_says_what_comes(model: Path, tmp_path: Path):
-    folder = write_fp8_model(model, tmp_path / "served")
+    folder = write_empty_model(model, tmp_path / "served", fp8=True)
     found = json.loads((folder / "config.json").read_text())
     assert found.pop("quantization_config")["weight_block_size"] == [128, 128]
     assert found == json.loads((model / "config.json").read_text())
     assert not list(folder.glob("*.safetensors*"))
     assert (folder / "tokenizer.json").exists()
     assert load_file(model / "model.safetensors")  # those of the source stay
-    with pytest.raises(ConfigError, match="names a quantization_config, expected a model in high precision"):
-        write_fp8_model(folder, tmp_path / "again")
+    again = write_empty_model(folder, tmp_path / "again", fp8=False)
+    assert json.loads((again / "config.json").read_text()) == found

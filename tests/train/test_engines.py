@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_families import write_family
+from transformers import AutoModelForCausalLM
 
 from megarl.config import Config
 from megarl.config import file as config_file
+from megarl.models.hf_folder import SINGLE
 from megarl.rollout.sglang.spec import command
+from megarl.rollout.sglang.weights.folder import WeightFolder
 from megarl.train import engines
 from megarl.train.engines import server_specs
 
@@ -73,3 +78,43 @@ def test_servers_on_a_cpu_read_the_memory_of_the_first_rank_alone(tmp_path: Path
     assert not made.receives_weights
     settings = made._client.settings  # every rank samples with the same servers, and has its part of their room
     assert (settings.concurrency, settings.clients) == (None, 4)
+
+
+def quantised(folder: Path) -> None:
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+
+
+def fused(folder: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, save_original_format=False)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(
+    ("spoil", "is_loaded"),
+    [(None, True), (quantised, False), (fused, False), (lambda folder: (folder / SINGLE).unlink(), False)],
+)
+def test_servers_hold_what_is_sent_whatever_the_folder_holds(
+    spoil: Callable[[Path], object] | None, is_loaded: bool, fp8: bool, tmp_path: Path
+):
+    """A config that says FP8 for bf16 weights, or files that a server reads otherwise than the trainer, reach none."""
+    source = write_family(tmp_path / "model", "glm4_moe", num_nextn_predict_layers=1)
+    if spoil is not None:
+        spoil(source)
+    before = {file.name: file.read_bytes() for file in source.iterdir()}
+    (spec,) = server_specs(config({"fp8": fp8}, str(source)), "127.0.0.1", None, tmp_path / "run")
+    assert {file.name: file.read_bytes() for file in source.iterdir()} == before
+    found = json.loads((spec.model_path / "config.json").read_text())
+    assert ("quantization_config" in found) == fp8
+    assert (spec.model_path == source) == (is_loaded and not fp8)
+    assert ("--load-format" in command(spec)) == (spec.model_path != source)
+    if spec.model_path != source:
+        assert not any(spec.model_path.glob("*.safetensors"))
+        assert found["num_nextn_predict_layers"] == 0  # else a server would speculate with layers that nobody sends
+    folder = WeightFolder(tmp_path / "sent", spec.model_path, version=1).finish()
+    written = json.loads((folder / "config.json").read_text())
+    assert (written.get("quantization_config"), written["num_nextn_predict_layers"]) == (
+        found.get("quantization_config"),
+        0,
+    )

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError, WeightSyncError
+from megarl.models.hf_files import HFCheckpoint
 from megarl.models.names import is_fp32
 from megarl.rollout.buckets import Intake
 from megarl.rollout.engine import (
@@ -111,14 +111,17 @@ class LocalEngine(Engine):
     def from_pretrained(cls, path: str | Path, *, weight_version: int = 0, **options: Any) -> LocalEngine:
         """Builds the engine from a Hugging Face checkpoint folder with safetensors files; ``options`` as above.
 
-        Raises RolloutError if the folder holds no config or weights, WeightSyncError if they do not fit.
+        Raises RolloutError if the folder holds no config or weights, CheckpointError or WeightSyncError if they do not
+        fit.
         """
         folder = Path(path)
-        shards = sorted(folder.glob("*.safetensors"))
-        if not (folder / "config.json").is_file() or not shards:
+        if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
             raise RolloutError(f"{folder} is no checkpoint: expected config.json and *.safetensors in it")
-        engine = cls(AutoConfig.from_pretrained(folder, local_files_only=True), **options)
-        engine.update_weights((item for shard in shards for item in load_file(shard).items()), weight_version)
+        with HFCheckpoint(folder) as found:
+            engine = cls(AutoConfig.from_pretrained(folder, local_files_only=True), **options)
+            left_out = found.names_of_prediction_layers()
+            names = (name for name in found.names() if name not in left_out)
+            engine.update_weights(((name, found.read(name)) for name in names), weight_version)
         return engine
 
     @property

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.config import Config
 from megarl.core.choices.stopping import Uniform
@@ -19,7 +18,6 @@ from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective
 from megarl.core.routing.provenance import provenance_metrics, refuse_mixed_versions
 from megarl.core.sampling.collector import Selection
-from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt, PromptOrder
 from megarl.errors import CheckpointError, MegarlError
 from megarl.megatron import distributed
@@ -28,7 +26,6 @@ from megarl.models.shapes import read_shape
 from megarl.rollout.engine import Engine, SamplingParams
 from megarl.rollout.player import Asker, Draw, Player, Sample
 from megarl.run.progress import Advance
-from megarl.train.environments import make_player, turn_ends
 from megarl.train.sampling import excerpts, requests, seeds
 from megarl.train.sampling.allocators import AdaEst, Allocator, Gvm
 from megarl.train.sampling.assignment import (
@@ -40,7 +37,8 @@ from megarl.train.sampling.assignment import (
     Refill,
     SequenceAssignment,
 )
-from megarl.train.sampling.benchmarks import load_benchmarks, pool, score
+from megarl.train.sampling.benchmarks import pool, score
+from megarl.train.sampling.inputs import read_inputs
 from megarl.train.sampling.step_rollouts import (
     SampleTable,
     StepRollouts,
@@ -83,13 +81,10 @@ class Sampler:
         ends the sampling.
         """
         self.config, self.engine, self.objective = config, engine, objective
-        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.model.path)
-        self.prompts = requests.load_run_prompts(config, self.tokenizer)
+        self._inputs = read_inputs(config)
+        self.tokenizer, self.prompts, self.player = self._inputs.tokenizer, self._inputs.prompts, self._inputs.player
+        self.benchmarks, self._stop_tokens = self._inputs.benchmarks, self._inputs.stop_tokens
         self.order = PromptOrder(len(self.prompts), config.run.seed)
-        judge = Judge(config.reward.function, **config.judge_options(config.reward.function))
-        self.player = make_player(config, self.tokenizer, judge)
-        self.benchmarks = load_benchmarks(config, self.tokenizer, self.player)
-        self._stop_tokens = turn_ends(config, self.tokenizer)
         self._shape = read_shape(config.model.path)
         self._position = 0
         """The next prompt in the run's order, with refill. Without refill it follows from the step."""
@@ -108,8 +103,7 @@ class Sampler:
 
     def close(self) -> None:
         """End the processes of the rewards."""
-        for player in (self.player, *(benchmark.player for benchmark in self.benchmarks.values())):
-            player.close()
+        self._inputs.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of sampling; plain, and equal on all ranks."""

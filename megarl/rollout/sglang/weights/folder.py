@@ -1,4 +1,4 @@
-"""Checkpoint folders that servers load: the weights of one version, and an FP8 model without weights."""
+"""Checkpoint folders that servers load: the weights of one version, and a model without weights."""
 
 import json
 import shutil
@@ -10,8 +10,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megarl.core.fp8 import fp8_config
-from megarl.data.files import model_files
-from megarl.errors import ConfigError, WeightSyncError
+from megarl.errors import WeightSyncError
+from megarl.models.hf_files import copy_model_files
+from megarl.models.hf_folder import read_json
 from megarl.rollout.buckets import Bucket
 
 
@@ -49,7 +50,8 @@ class WeightFolder:
         listing = {"metadata": {"total_size": self._bytes}, "weight_map": self._where}
         with self._errors():
             (self._part / "model.safetensors.index.json").write_text(json.dumps(listing))
-            _copy_model_files(self._source, self._part)
+            held = read_json(self._source / "config.json").get("quantization_config")
+            copy_model_files(self._source, self._part, None, held)
             self._part.rename(self._target)
             for old in self._folder.glob("version_*"):
                 if old != self._target:
@@ -65,18 +67,8 @@ class WeightFolder:
             raise WeightSyncError(told) from error
 
 
-def write_fp8_model(source: Path, folder: Path) -> Path:
-    """Writes ``folder``: the model in ``source`` as an FP8 server loads it, without weights, which come with the first
-    update. Returns ``folder``; ConfigError for a model that is quantised already."""
-    config = json.loads((source / "config.json").read_text())
-    if "quantization_config" in config:
-        raise ConfigError(f"{source}/config.json names a quantization_config, expected a model in high precision")
+def write_empty_model(source: Path, folder: Path, fp8: bool) -> Path:
+    """Write ``folder``: the model in ``source``, held in FP8 or not, without weights; the first update brings them."""
     folder.mkdir(parents=True, exist_ok=True)
-    _copy_model_files(source, folder)
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": fp8_config(["lm_head"])}, indent=2))
+    copy_model_files(source, folder, None, fp8_config(["lm_head"]) if fp8 else None)
     return folder
-
-
-def _copy_model_files(source: Path, folder: Path) -> None:
-    for file in model_files(source):
-        shutil.copy2(file, folder / file.name)

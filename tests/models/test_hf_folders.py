@@ -1,0 +1,349 @@
+"""What is read of a Hugging Face folder: what transformers reads, and SGLang, or nothing at all."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_families import FAMILIES, write_family
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megarl.convert.conversion import Options, to_hf, to_megatron
+from megarl.convert.job import Ranks
+from megarl.convert.quantization import Options as QuantizeOptions
+from megarl.convert.quantization import quantize
+from megarl.core.fp8 import SCALE, quantize_fp8
+from megarl.errors import CheckpointError, ConfigError
+from megarl.models.hf_config import read_dtype
+from megarl.models.hf_files import HFCheckpoint, check_tensors, describe_left_out
+from megarl.models.hf_folder import INDEX, SINGLE
+from megarl.models.names import hf_shapes
+from megarl.models.shapes import read_shape
+from megarl.rollout.local.engine import LocalEngine
+
+Tensors = dict[str, torch.Tensor]
+MOE = [name for name, (_, config) in FAMILIES.items() if any("expert" in key for key in config)]
+WITH_PREDICTION = [name for name in MOE if "num_nextn_predict_layers" in FAMILIES[name][1] or name == "glm4_moe"]
+ALONE, LOCAL = Ranks(), Options(layers="local")
+
+
+def read_all(folder: Path) -> Tensors:
+    with HFCheckpoint(folder) as found:
+        return {name: found.read(name) for name in found.names()}
+
+
+def are_equal(one: Tensors, other: Tensors) -> bool:
+    same = one.keys() == other.keys()
+    return same and all(one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    kept = {key: value for key, value in config.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(kept))
+
+
+class TestFusedExperts:
+    """transformers 5 writes all experts of a layer as one tensor, unless it is to write the older names."""
+
+    @pytest.fixture(params=MOE)
+    def pair(self, request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+        """One model under the older names, and in several files as transformers 5 holds it."""
+        plain = write_family(tmp_path / "plain", request.param)
+        model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
+        model.save_pretrained(plain)
+        model.save_pretrained(tmp_path / "fused", save_original_format=False, max_shard_size="60KB")
+        assert (tmp_path / "fused" / INDEX).is_file()
+        return plain, tmp_path / "fused"
+
+    def test_every_bit_is_read_and_converted(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
+        plain, fused = pair
+        stored = load_file(plain / SINGLE)
+        assert not load_file(next(fused.glob("*1-of*"))).keys() <= stored.keys()
+        assert are_equal(read_all(fused), stored)
+        with HFCheckpoint(fused) as found:
+            assert check_tensors(found, hf_shapes(read_shape(fused))) == []
+            assert {name: found.dtype(name) for name in stored} == {name: stored[name].dtype for name in stored}
+        to_megatron(fused, tmp_path / "megatron", LOCAL, ALONE)
+        to_hf(tmp_path / "megatron", tmp_path / "back", None, Options(), ALONE)
+        assert are_equal(read_all(tmp_path / "back"), stored)
+        views = LocalEngine.from_pretrained(fused, dtype=torch.bfloat16)._views
+        assert all(torch.equal(views[name], stored[name].to(views[name].dtype)) for name in stored)
+
+    def test_quantized_it_has_the_older_names(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
+        for source, out in zip(pair, ("from_plain", "from_fused"), strict=True):
+            quantize(source, tmp_path / out, None, QuantizeOptions(), ALONE)
+        stored = [load_file(next((tmp_path / out).glob("*.safetensors"))) for out in ("from_plain", "from_fused")]
+        assert are_equal(*({name: tensor.float() for name, tensor in of.items()} for of in stored))
+
+
+def test_only_the_part_of_an_expert_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_family(tmp_path / "model", "qwen3_moe")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=False)
+    with HFCheckpoint(folder) as found:
+        name = "model.layers.0.mlp.experts.5.up_proj.weight"
+        assert found.read(name).nbytes == found._num_read == 16 * 32 * 4
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_fused_fp8_is_read_as_what_it_stands_for(model_type: str, tmp_path: Path) -> None:
+    """In blocks of 16 x 16; a gate and an up projection of 16 rows share none."""
+    gate, up, down = ("w1", "w3", "w2") if model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    generator = torch.Generator().manual_seed(1)
+    shapes = {gate: (16, 32), up: (16, 32), down: (32, 16)}
+    matrices = {name: torch.randn(3, *shape, generator=generator) for name, shape in shapes.items()}
+    coded = {name: quantize_fp8(matrix, (16, 16)) for name, matrix in matrices.items()}
+    q, scales = ({name: pair[part] for name, pair in coded.items()} for part in (0, 1))
+    parts = {
+        "gate_up_proj": torch.cat([q[gate], q[up]], 1),
+        "gate_up_proj" + SCALE: torch.cat([scales[gate], scales[up]], 1),
+        "down_proj": q[down],
+        "down_proj" + SCALE: scales[down],
+    }
+    stored = {f"model.layers.0.mlp.experts.{name}": tensor for name, tensor in parts.items()}
+    save_file(stored, tmp_path / SINGLE)
+    block = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    config = {"model_type": model_type, "dtype": "float32", "quantization_config": block}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    module = "block_sparse_moe" if model_type == "mixtral" else "mlp"
+    found = read_all(tmp_path)
+    assert len(found) == 9
+    for name in matrices:
+        for expert in range(3):
+            codes, scale = (
+                q[name][expert].float(),
+                scales[name][expert].repeat_interleave(16, 0).repeat_interleave(16, 1),
+            )
+            assert torch.equal(found[f"model.layers.0.{module}.experts.{expert}.{name}.weight"], codes * scale)
+    edit_config(tmp_path, quantization_config=block | {"weight_block_size": [32, 16]})
+    with pytest.raises(CheckpointError, match=r"gates of 16 rows, expected a multiple of the 32 that share a scale"):
+        HFCheckpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("gate_up_proj", lambda t: t.transpose(1, 2).contiguous(), "of another shape"),
+        ("down_proj", lambda t: t.transpose(1, 2).contiguous(), "of another shape"),
+        ("gate_up_proj", lambda t: t[:, 1:].contiguous(), r"expected \[experts, 2 x width, hidden size\]"),
+        ("down_proj", lambda t: t.flatten(0, 1), r"expected \[experts, hidden size, width\]"),
+        ("down_proj", lambda t: t[:7].contiguous(), "1 tensors missing: model.layers.0.mlp.experts.7.down_proj.weight"),
+        (
+            "down_proj",
+            lambda t: torch.cat([t, t[:1]]),
+            "1 tensors unknown: model.layers.0.mlp.experts.8.down_proj.weight",
+        ),
+    ],
+)
+def test_fused_tensors_of_another_form_are_refused(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor], says: str, tmp_path: Path
+) -> None:
+    """Also a transposed one whose matrices are square: one of the two is not."""
+    folder = write_family(tmp_path, "qwen3_moe", moe_intermediate_size=16 if name == "down_proj" else 24)
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, save_original_format=False)
+    tensors = load_file(folder / SINGLE)
+    key = f"model.layers.0.mlp.experts.{name}"
+    save_file(tensors | {key: change(tensors[key])}, folder / SINGLE)
+    with pytest.raises(CheckpointError, match=says), HFCheckpoint(folder) as found:
+        check_tensors(found, hf_shapes(read_shape(folder)))
+
+
+def test_experts_that_are_there_twice_are_refused(tmp_path: Path) -> None:
+    folder = write_family(tmp_path, "qwen3_moe")
+    single = load_file(folder / SINGLE)
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, save_original_format=False)
+    save_file(load_file(folder / SINGLE) | single, folder / SINGLE)
+    with pytest.raises(CheckpointError, match=r"experts\.0\.down_proj\.weight.*, which another tensor holds too"):
+        HFCheckpoint(folder)
+
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def shard(folder: Path, tensors: Tensors, index: str | None = INDEX, prefix: str = "") -> None:
+    names = sorted(tensors)
+    parts = dict(zip(SHARDS, (names[:9], names[9:]), strict=True))
+    for file, part in parts.items():
+        (folder / prefix).mkdir(exist_ok=True)
+        save_file({name: tensors[name] for name in part}, folder / prefix / file, metadata={"format": "pt"})
+    if index is not None:
+        listing = {name: prefix + file for file, part in parts.items() for name in part}
+        (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": listing}))
+
+
+def single(folder: Path, tensors: Tensors, file: str = SINGLE) -> None:
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+
+
+FOLDERS: dict[str, tuple[Callable[[Path, Tensors, Tensors], object], bool]] = {
+    # name: (what is written of a model and of another one, whether it is read)
+    "one file": (lambda f, a, _: single(f, a), True),
+    "shards with an index": (lambda f, a, _: shard(f, a), True),
+    "an index of one file": (
+        lambda f, a, _: (single(f, a), (f / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(a, SINGLE)}))),
+        True,
+    ),
+    "one file beside shards with an index": (lambda f, a, b: (single(f, a), shard(f, b)), False),
+    "shards that an index does not name": (
+        lambda f, a, b: (shard(f, a), single(f, b, "model-00003-of-00003.safetensors")),
+        True,
+    ),
+    "shards without an index beside one file": (lambda f, a, b: (single(f, a), shard(f, b, None)), False),
+    "a variant beside one file": (lambda f, a, b: (single(f, a), single(f, b, "model.fp16.safetensors")), False),
+    "a variant of shards": (lambda f, a, b: (shard(f, a), single(f, b, "model.fp16.safetensors")), True),
+    "Mistral's own names beside one file": (
+        lambda f, a, b: (single(f, a), single(f, {f"layers.{n}": t for n, t in b.items()}, "consolidated.safetensors")),
+        True,
+    ),
+    "Mistral's own names beside shards": (
+        lambda f, a, b: (shard(f, a), single(f, b, "consolidated.safetensors")),
+        True,
+    ),
+    "a file of macOS": (lambda f, a, _: (single(f, a), (f / "._model.safetensors").write_bytes(b"\0\5\26\7")), True),
+    "the maker's form in a folder": (
+        lambda f, a, b: (shard(f, a), (f / "original").mkdir(), torch.save(b, f / "original" / "consolidated.00.pth")),
+        True,
+    ),
+    "the maker's form alone": (
+        lambda f, _, b: ((f / "original").mkdir(), torch.save(b, f / "original" / "consolidated.00.pth")),
+        False,
+    ),
+    "pickles alone": (lambda f, a, _: torch.save(a, f / "pytorch_model.bin"), False),
+    "pickles beside one file": (lambda f, a, b: (single(f, a), torch.save(b, f / "pytorch_model.bin")), True),
+    "pickles beside shards without an index": (
+        lambda f, a, b: (torch.save(a, f / "pytorch_model.bin"), shard(f, b, None)),
+        False,
+    ),
+    "an index into a folder": (lambda f, a, b: (shard(f, a, prefix="sub/"), single(f, b, SHARDS[0])), False),
+    "a shard that is not there": (lambda f, a, _: (shard(f, a), (f / SHARDS[1]).unlink()), False),
+    "a file that the config names": (
+        lambda f, a, b: (
+            single(f, b),
+            single(f, a, "x.safetensors"),
+            edit_config(f, transformers_weights="x.safetensors"),
+        ),
+        False,
+    ),
+    "an adapter": (lambda f, a, _: (single(f, a), (f / "adapter_config.json").write_text("{}")), False),
+}
+
+
+def sglang_reads(folder: Path) -> Tensors:
+    """The rule of SGLang's loader: files of the index, else all, where the last one counts."""
+    files = [file for file in sorted(folder.glob("*.safetensors")) if not file.name.startswith(".")]
+    if (folder / INDEX).is_file():
+        named = {folder / name for name in json.loads((folder / INDEX).read_text())["weight_map"].values()}
+        files = [file for file in files if file in named]
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("what", FOLDERS)
+def test_trainer_transformers_and_servers_read_the_same_or_nothing(what: str, tmp_path: Path) -> None:
+    model, other = tmp_path / "model", tmp_path / "other"
+    write_family(model, "qwen3_moe", num_hidden_layers=1)
+    tensors = load_file(model / SINGLE)
+    (model / SINGLE).unlink()
+    write, is_read = FOLDERS[what]
+    write(model, tensors, {name: 2 * tensor for name, tensor in tensors.items()})
+    if not is_read:
+        with pytest.raises(CheckpointError, match=str(model)):
+            HFCheckpoint(model)
+        return
+    found = read_all(model)
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).save_pretrained(other)
+    assert are_equal(found, load_file(other / SINGLE))
+    served = sglang_reads(model)
+    assert are_equal(found, {name: served[name] for name in found})
+
+
+def test_what_lies_there_instead_is_named(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors, but pytorch_model\.bin; have transformers load it"):
+        HFCheckpoint(tmp_path)
+
+
+SPELLINGS: list[Any] = [
+    ...,
+    None,
+    "float32",
+    "bfloat16",
+    "float16",
+    "auto",
+    "torch.bfloat16",
+    "bf16",
+    "",
+    3,
+    {"": "bfloat16"},
+]
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype", "both"])
+@pytest.mark.parametrize("value", SPELLINGS, ids=repr)
+def test_the_dtype_is_that_of_transformers_or_refused(key: str, value: Any, tmp_path: Path) -> None:
+    named = {"dtype": "float16", "torch_dtype": value} if key == "both" else {key: value}
+    config = {"model_type": "qwen3_moe"} | {name: spelt for name, spelt in named.items() if spelt is not ...}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if key == "both" or value in (..., None, "float32", "bfloat16", "float16"):
+        theirs = AutoConfig.from_pretrained(tmp_path).dtype
+        assert read_dtype(config) == str(theirs or torch.bfloat16).removeprefix("torch.")
+        return
+    with pytest.raises(ConfigError, match=re.escape(f"{key} is {value!r}")):
+        read_dtype(config)
+
+
+def with_prediction_layer(folder: Path, family: str, **config: Any) -> list[str]:
+    """Write a model whose files hold one more layer, as those of GLM-4.5 and DeepSeek-V3; returns its names."""
+    write_family(folder, family, num_nextn_predict_layers=0)
+    edit_config(folder, **config)
+    tensors = load_file(folder / SINGLE)
+    layer = {name.replace("layers.3.", "layers.4."): t + 1 for name, t in tensors.items() if ".layers.3." in name}
+    for name, shape in (("eh_proj.weight", (32, 64)), ("enorm.weight", (32,)), ("shared_head.head.weight", (30, 32))):
+        layer[f"model.layers.4.{name}"] = torch.ones(shape)
+    single(folder, tensors | layer)
+    return sorted(layer)
+
+
+class TestPredictionLayers:
+    @pytest.mark.parametrize("counted", [1, ...])
+    @pytest.mark.parametrize("family", WITH_PREDICTION)
+    def test_they_are_left_out_and_named(self, family: str, counted: Any, tmp_path: Path) -> None:
+        folder = tmp_path / "model"
+        layer = with_prediction_layer(folder, family, num_nextn_predict_layers=counted)
+        with HFCheckpoint(folder) as found:
+            left_out = check_tensors(found, hf_shapes(read_shape(folder)))
+        assert left_out == layer
+        assert f"left out: {len(layer)} tensors of prediction layer 4 (" in describe_left_out(left_out)
+        done = to_megatron(folder, tmp_path / "megatron", LOCAL, ALONE)
+        assert done.dropped == layer
+        to_hf(tmp_path / "megatron", tmp_path / "back", None, Options(), ALONE)
+        written = json.loads((tmp_path / "back" / "config.json").read_text())
+        assert not written.get("num_nextn_predict_layers")
+        views = LocalEngine.from_pretrained(folder)._views
+        assert read_all(tmp_path / "back").keys() == views.keys()
+
+    def test_quantized_they_stay(self, tmp_path: Path) -> None:
+        """Engines speculate with them, and training has not moved the other layers."""
+        layer = with_prediction_layer(tmp_path / "model", "glm4_moe", num_nextn_predict_layers=1)
+        quantize(tmp_path / "model", tmp_path / "out", None, QuantizeOptions(), ALONE)
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+        with HFCheckpoint(tmp_path / "out") as found:
+            assert found.names_of_prediction_layers() == {*layer}
+
+    def test_layers_that_nothing_explains_are_refused(self, tmp_path: Path) -> None:
+        """A config.json with too few layers is not the model."""
+        folder = write_family(tmp_path / "model", "qwen3_moe")
+        edit_config(folder, num_hidden_layers=3)
+        with pytest.raises(CheckpointError, match=r"tensors unknown: model\.layers\.3.*num_nextn_predict_layers"):
+            to_megatron(folder, tmp_path / "out", LOCAL, ALONE)
+        with_prediction_layer(tmp_path / "glm", "glm4_moe", num_nextn_predict_layers=1)
+        tensors = load_file(tmp_path / "glm" / SINGLE)
+        single(tmp_path / "glm", tensors | {"model.layers.5.enorm.weight": torch.ones(32)})
+        with pytest.raises(CheckpointError, match=r"1 tensors unknown: model\.layers\.5\."):
+            to_megatron(tmp_path / "glm", tmp_path / "out", LOCAL, ALONE)
