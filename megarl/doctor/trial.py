@@ -24,8 +24,8 @@ from megarl.errors import ConfigError, MegarlError, describe
 TIME_LIMIT_S = 900.0
 """Most of it is for prompts: a node tokenizes some thousand in a second."""
 _MARK = "megarl-trial "
-Attempt = Callable[[], dict[str, Any] | None]
-"""Returns facts, such as a note; raises what is wrong."""
+Attempt = Callable[[], object]
+"""Raises what is wrong; a dictionary that it returns is facts, such as a note."""
 _SINGLE = ("psutil", "safetensors", "transformers", "datasets", "math_verify", "pebble", "torch.utils.tensorboard")
 """Modules that the trainer imports late, or that others hide; each is tried by itself."""
 
@@ -102,15 +102,16 @@ def attempts(config: Config, failed: Collection[str]) -> Iterator[tuple[str, Att
     if "tokenizer" not in failed:
         yield "tokenizer, prompts, reward", lambda: _read_inputs(config, failed)
         if config.sft is not None and "sft.data" not in failed:
-            yield "sft.data", lambda: read_demonstrations(config) and None
+            yield "sft.data", lambda: read_demonstrations(config)
     if "weights" not in failed:
         yield "weights", lambda: _read_weights(config.model.path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     yield "train.objective", lambda: try_functions(objective, config.train.objective_function, device)
     yield "[megatron]", lambda: check_settings(config, shape)
-    yield "rollout.engine", lambda: load_factory(config) and None
+    yield "rollout.engine", lambda: load_factory(config)
     if objective.needs_ref_logprobs and reference != config.model.path:
-        yield "model.reference", lambda: check_reference(reference, shape) or _read_weights(reference)
+        yield "model.reference", lambda: check_reference(reference, shape)
+        yield "weights of model.reference", lambda: _read_weights(reference)
 
 
 def _read_inputs(config: Config, failed: Collection[str]) -> None:
@@ -119,7 +120,7 @@ def _read_inputs(config: Config, failed: Collection[str]) -> None:
     from megarl.train.sampling.inputs import read_inputs
 
     data, sets = config.data, {name: source for name, source in config.eval.sets.items() if Path(source).exists()}
-    if not Path(data.train).exists() or failed:
+    if not Path(data.train).exists() or any(name.startswith(("data.", "eval.", "reward.")) for name in failed):
         load_tokenizer(config.model.path, "model.path")
         return
     is_here = data.heldout is not None and Path(data.heldout).exists()
@@ -148,7 +149,8 @@ def _read_weights(folder: str) -> dict[str, Any]:
 def _try(name: str, attempt: Attempt) -> None:
     _tell(begin=name)
     try:
-        _tell(facts=attempt() or {})
+        found = attempt()
+        _tell(facts=found if isinstance(found, dict) else {})
     except MegarlError as error:
         _tell(error=" ".join(str(error).split()), module=None, advice="")
     except Exception as error:  # a broken package fails with whatever its shared libraries raise
@@ -167,7 +169,7 @@ def main() -> None:
     config = None if request["config"] is None else Config.model_validate_json(request["config"])
     _try("torch", _torch)
     for name in _SINGLE:
-        _try(name, lambda name=name: importlib.import_module(name) and None)
+        _try(name, lambda name=name: importlib.import_module(name))
     _try("the trainer", _trainer)
     if config is not None and "model.path" not in failed:
         for name, attempt in attempts(config, failed):

@@ -1,6 +1,7 @@
 """Hugging Face checkpoint folders: read by name, one file open at a time, and written."""
 
 import fnmatch
+import itertools
 import json
 import re
 import shutil
@@ -93,11 +94,12 @@ class HFCheckpoint:
 
     def names_of_prediction_layers(self) -> set[str]:
         """Tensors of layers that follow the model's own: those that the config counts, or that have an ``eh_proj``."""
-        last, layers = self._config.get("num_hidden_layers"), {}
-        for name in self.names() if isinstance(last, int) else ():
+        behind = (self._config.get(key) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+        last, counted = itertools.accumulate(behind)
+        layers: dict[int, dict[str, str]] = {}
+        for name in self.names():
             if (match := _LAYER.fullmatch(name)) and int(match[1]) >= last:
                 layers.setdefault(int(match[1]), {})[match[2]] = name
-        counted = last + (self._config.get("num_nextn_predict_layers") or 0) if layers else 0
         chosen = [names for layer, names in layers.items() if layer < counted or "eh_proj.weight" in names]
         return {name for names in chosen for name in names.values()}
 

@@ -129,9 +129,9 @@ def test_what_is_fp8_already_is_refused(source: Path, tmp_path: Path) -> None:
 
 
 def test_experts_in_one_tensor_are_refused_or_kept(tmp_path: Path) -> None:
-    weights = matrices(2) | {"model.layers.0.mlp.experts.gate_up_proj": torch.ones(2, 16, 16)}
+    weights = matrices(2) | {"model.layers.0.mlp.experts.w13": torch.ones(2, 16, 16)}
     source = write_plain(tmp_path / "source", weights)
-    with pytest.raises(ConfigError, match="gate_up_proj hold all experts of a layer, expected one matrix per expert"):
+    with pytest.raises(ConfigError, match="w13 hold all experts of a layer, expected one matrix per expert"):
         quantized(source, tmp_path / "fp8")
     quantized(source, tmp_path / "fp8", keep=("*.experts.*",))
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
