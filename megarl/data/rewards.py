@@ -22,7 +22,7 @@ import numpy as np
 from megarl.config.plugs import check_function, load_plug
 from megarl.config.tables.data import RewardModelConfig
 from megarl.data import math_text
-from megarl.errors import ConfigError, describe
+from megarl.errors import ConfigError, describe_call, may_pass
 
 AnyReward = TypeVar("AnyReward", bound=Callable[..., Any])
 
@@ -63,6 +63,8 @@ class Verdict:
     """Several rewards, in the order of ``reward.weights``; empty where the function returned no mapping."""
     error: str | None = None
     """One line: an exception, a return value that is no reward, a time-out, a worker that died."""
+    may_pass: bool = False
+    """Whether the function failed for a cause outside of it: a server, a time-out, a process that was killed."""
     timed_out: bool = False
     """Whether the call was stopped, or gave up, because it took too long; or too much memory, where that is wrong. Not
     where CPU time is limited, and the call has waited for other processes only."""
@@ -248,9 +250,9 @@ def _weigh(returned: object, weights: Mapping[str, float]) -> Verdict:
     return Verdict(_check_finite(total, "the weighted sum of rewards is"), components=components)
 
 
-def describe_failure(error: BaseException) -> Verdict:
-    """Return the verdict for a reward function that raised: type and message in one line of at most 300 characters."""
-    return Verdict(None, error=describe(error), timed_out=isinstance(error, TimeoutError))
+def describe_failure(error: BaseException, function: Callable[..., Any]) -> Verdict:
+    """Return the verdict for a reward function that raised: type, message, file and line, in one line."""
+    return Verdict(None, (), (), describe_call(error, function), may_pass(error), isinstance(error, TimeoutError))
 
 
 def _check_finite(value: object, what: str) -> float:
