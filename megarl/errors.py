@@ -98,7 +98,8 @@ def describe_call(error: BaseException, function: Callable[..., Any] | None = No
     libraries = (*map(sysconfig.get_path, ("stdlib", "platlib", "purelib")), str(Path(__file__).parent), "<frozen ")
     frames = traceback.extract_tb(error.__traceback__)
     places = [(frame.filename, frame.lineno) for frame in frames]
-    if code := getattr(function, "__code__", None):
+    called = function if hasattr(function, "__code__") else type(function).__call__  # an object that can be called
+    if code := getattr(called, "__code__", None):
         places.insert(0, (code.co_filename, code.co_firstlineno))
     own = [f"{name}:{line}" for name, line in places if not name.startswith(libraries)]
     return describe(error) + (f" ({own[-1]})" if own else "")

@@ -145,7 +145,7 @@ def _make_headline(records: Sequence[Mapping[str, Any]], curves: Curves, config:
         steps, values = curves[metric].x[np.isfinite(curves[metric].y)], curves[metric].finite
         for label, point in (("first", 0), ("best", int(values.argmax())), ("last", -1)):
             judged = describe_judged(evaluations.get(steps[point], {}), metric.rpartition("/")[0])
-            rows[f"{title}, {label}"] = f"{values[point]:.1%} (step {steps[point]:.0f}{judged and f', {judged}'})"
+            rows[f"{title}, {label}"] = f"{values[point]:.1%}{judged and f', {judged}'} (step {steps[point]:.0f})"
     rows["Steps"] = str(len({record["step"] for record in records if record["kind"] == "step"}) or NOT_RECORDED)
     costs = [(curves[f"cost/{name}"], name) for name in ("samples", "tokens", "updates") if f"cost/{name}" in curves]
     rows["Cost"] = ", ".join(f"{curve.finite[-1]:,.0f} {name}" for curve, name in costs) or NOT_RECORDED

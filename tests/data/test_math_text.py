@@ -28,7 +28,7 @@ SPELLINGS = r"""
 \varnothing | \emptyset | ∅ | \{\} | \{ \} | \left\{\right\}
 \{\emptyset\} | \{\varnothing\}
 0 | \{0\}
-\text{A, C} | A, C | \text{C, A} | A and C | \text{A and C} | \text{(A), (C)} | \text{A}, \text{C} | \textbf{A, C} | \{A, C\}
+\text{A, C} | A, C | \text{C, A} | A and C | \text{A and C} | \text{(A), (C)} | \text{A}, \text{C} | \{A, C\}
 A, B
 A, B, C | \text{C, B, A} | \text{A, B, and C} | \text{A; B; C}
 B | \text{B} | (B) | \text{(B)} | \textbf{(B)} | \mathrm{B} | \text{B}. | \mathbf{B}
