@@ -95,14 +95,16 @@ def describe_call(error: BaseException, function: Callable[..., Any] | None = No
     The line is the last one that is not of megarl or of an installed package; for an error that arose in none, such as
     a wrong return value, that of the function.
     """
-    libraries = (*map(sysconfig.get_path, ("stdlib", "platlib", "purelib")), str(Path(__file__).parent), "<frozen ")
-    frames = traceback.extract_tb(error.__traceback__)
-    places = [(frame.filename, frame.lineno) for frame in frames]
+    function = getattr(function, "__wrapped__", function)
     called = function if hasattr(function, "__code__") else type(function).__call__  # an object that can be called
-    if code := getattr(called, "__code__", None):
-        places.insert(0, (code.co_filename, code.co_firstlineno))
-    own = [f"{name}:{line}" for name, line in places if not name.startswith(libraries)]
-    return describe(error) + (f" ({own[-1]})" if own else "")
+    code = getattr(called, "__code__", None)
+    places = [(code.co_filename, code.co_firstlineno)] if code else []
+    places += [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    foreign = [place for place in places if not place[0].startswith((str(Path(__file__).parent), "<frozen "))]
+    libraries = sysconfig.get_path("stdlib"), "/site-packages/", "/dist-packages/"
+    own = [place for place in foreign if not any(part in place[0] for part in libraries)]
+    where = (own or foreign)[-1:]
+    return describe(error) + (f" ({where[0][0]}:{where[0][1]})" if where else "")
 
 
 def may_pass(error: BaseException) -> bool:
