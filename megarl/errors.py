@@ -5,6 +5,13 @@ callers who do not know megarl. A message says what was found, what was expected
 prints it as one line and exits with code 2.
 """
 
+import socket
+import sysconfig
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 
 class MegarlError(Exception):
     """Base of all errors below; the command line turns it into one line and exit code 2."""
@@ -23,6 +30,10 @@ class DataError(MegarlError, ValueError):
 
 class RolloutError(MegarlError, RuntimeError):
     """The sampling engine failed or answered something that cannot be true."""
+
+
+class RewardError(RolloutError):
+    """The user's reward or environment gave no response a reward; another start would find the same."""
 
 
 class TraceError(MegarlError, ValueError):
@@ -76,6 +87,37 @@ class PeerError(MegarlError, RuntimeError):
 def printable(text: str) -> str:
     """Return text from a file, a model or a user's code without control characters: a terminal would obey them."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def describe_call(error: BaseException, function: Callable[..., Any] | None = None) -> str:
+    """Return type and message of an error of the user's code as ``describe`` does, and its file and line if known.
+
+    The line is the last one that is not of megarl or of an installed package; for an error that arose in none, such as
+    a wrong return value, that of the function.
+    """
+    function = getattr(function, "__wrapped__", function)
+    called = function if hasattr(function, "__code__") else type(function).__call__  # an object that can be called
+    code = getattr(called, "__code__", None)
+    places = [(code.co_filename, code.co_firstlineno)] if code else []
+    places += [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    foreign = [place for place in places if not place[0].startswith((str(Path(__file__).parent), "<frozen "))]
+    libraries = sysconfig.get_path("stdlib"), "/site-packages/", "/dist-packages/"
+    own = [place for place in foreign if not any(part in place[0] for part in libraries)]
+    where = (own or foreign)[-1:]
+    return describe(error) + (f" ({where[0][0]}:{where[0][1]})" if where else "")
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the cause of an error of the user's code is outside of it, so that another try may succeed.
+
+    That is a server that does not answer, or a time-out.
+    """
+    while True:
+        if isinstance(error, ConnectionError | TimeoutError | socket.gaierror | RolloutError):
+            return True
+        if (before := error.__cause__ or error.__context__) is None:
+            return False
+        error = before
 
 
 def describe(error: BaseException) -> str:

@@ -25,7 +25,7 @@ from megarl.models.shapes import read_shape
 from megarl.report.report import write_report
 from megarl.rollout.sglang.spec import free_port
 from megarl.run.console import program
-from megarl.run.metrics_log import read_metrics
+from megarl.run.metrics_log import describe_judged, read_metrics
 
 RANKS = 2
 
@@ -138,7 +138,8 @@ def _be_rank(rank: int, port: int, words: tuple[str, ...]) -> None:
 
 def _print_summary(out: Path, config: Config, report: Path, seconds: dict[str, float]) -> None:
     metrics = read_metrics(config.run_dir / "metrics.jsonl")
-    rates = [record["eval/pass_rate"] for record in metrics if record["kind"] == "eval"]
+    evaluations = [record for record in metrics if record["kind"] == "eval"]
+    rates, judged = [record["eval/pass_rate"] for record in evaluations], describe_judged(evaluations[-1], "eval")
     totals = {
         part: sum(record.get(f"time/{part}_s", 0.0) for record in metrics if record["kind"] in ("step", "eval"))
         for part in ("rollout", "old_logprobs", "train", "sync", "eval")
@@ -149,7 +150,7 @@ def _print_summary(out: Path, config: Config, report: Path, seconds: dict[str, f
     more = _more_steps(config.run_dir)
     _say(
         f"done in {sum(seconds.values()):.0f} s: held-out pass rate {rates[0]:.1%} -> {rates[-1]:.1%} "
-        f"(best {max(rates):.1%})\n"
+        f"(best {max(rates):.1%}){judged and f', {judged}'}\n"
         f"  seconds  {parts}; of the RL: {inside}, the rest to begin and to end\n"
         f"  report   {report}\n"
         f"  curves   {program('tensorboard')} --logdir {run}/tensorboard\n"

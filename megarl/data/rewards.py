@@ -14,13 +14,15 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from megarl.config.plugs import check_function, load_plug
 from megarl.config.tables.data import RewardModelConfig
-from megarl.errors import ConfigError, describe
+from megarl.data import math_text
+from megarl.errors import ConfigError, describe_call, may_pass
 
 AnyReward = TypeVar("AnyReward", bound=Callable[..., Any])
 
@@ -61,6 +63,8 @@ class Verdict:
     """Several rewards, in the order of ``reward.weights``; empty where the function returned no mapping."""
     error: str | None = None
     """One line: an exception, a return value that is no reward, a time-out, a worker that died."""
+    may_pass: bool = False
+    """Whether the function failed for a cause outside of it: a server, a time-out, a process that was killed."""
     timed_out: bool = False
     """Whether the call was stopped, or gave up, because it took too long; or too much memory, where that is wrong. Not
     where CPU time is limited, and the call has waited for other processes only."""
@@ -102,20 +106,27 @@ def read_math_answer(answer: str) -> list[Any]:
     """Return what math-verify reads in an answer of a data set; ValueError for nothing, TimeoutError after 3 s."""
     from math_verify import parse
 
-    marked = any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\["))
     with _limit_cpu(f"reading the answer {answer!r:.80}"):
-        gold = parse(answer if marked else f"\\boxed{{{answer}}}", parsing_timeout=_NEVER_S)
+        gold = math_text.read_answer(partial(parse, parsing_timeout=_NEVER_S), answer)
     if not gold:
         raise ValueError(f"math-verify can read no expression in the answer {answer!r:.80}")
     return gold
 
 
+def can_read_answer(answer: str) -> bool:
+    """Whether math_verify can read an answer of a data set: no response to another one has a reward."""
+    try:
+        return bool(read_math_answer(answer))
+    except (ValueError, TimeoutError):
+        return False
+
+
 @wrong_if_stopped(read_math_answer)
 def math_verify(*, prompt: str, response: str, answer: str) -> float:
-    """Return 1 if the last mathematical expression of the response equals the answer (math-verify), else 0.
+    """Return 1 if the last boxed expression of the response equals the answer (math-verify), else 0.
 
-    The response may hold LaTeX ($...$, \\boxed{...}) or plain numbers. An answer without such a mark is read as the
-    inside of a \\boxed. A response that cannot be read or compared is wrong: 0.
+    A response without a box may hold LaTeX ($...$) or plain numbers, of which the last one counts. An answer without
+    such a mark is read as the inside of a \\boxed. A response that cannot be read or compared is wrong: 0.
 
     Endless simplifications are interrupted by a signal when their CPU time is used up: a busy machine makes no answer
     wrong. Python delivers it to the main thread only, so this reward works only in the main thread of a process.
@@ -135,13 +146,19 @@ def math_verify(*, prompt: str, response: str, answer: str) -> float:
         return float(_is_among(gold, response))
 
 
-def _is_among(gold: Sequence[Any], response: str) -> bool:
+def _is_among(gold: list[Any], response: str) -> bool:
     from math_verify import parse, verify
 
     try:
-        candidates = parse(response, parsing_timeout=_NEVER_S, raise_on_error=True)
+        read = partial(parse, parsing_timeout=_NEVER_S, raise_on_error=True)
+        candidates = math_text.read_response(read, response)
     except Exception:  # the LaTeX parser raises many types; the response holds no readable answer
         return False
+    if math_text.are_other_lists(gold, candidates):
+        return False
+    for mine, other in ((gold, candidates), (candidates, gold)):  # math-verify takes 9 % as 9, but not 9.5 % as 9.5
+        if (number := math_text.bare_percentage(mine)) and not math_text.bare_percentage(other):
+            mine += parse(f"\\boxed{{{number}}}", parsing_timeout=_NEVER_S)
     for expected, candidate in itertools.product(gold, candidates):
         with contextlib.suppress(Exception):  # sympy refuses to compare a set with a matrix: not equal
             if verify(expected, candidate, timeout_seconds=_NEVER_S, raise_on_error=True):
@@ -233,9 +250,9 @@ def _weigh(returned: object, weights: Mapping[str, float]) -> Verdict:
     return Verdict(_check_finite(total, "the weighted sum of rewards is"), components=components)
 
 
-def describe_failure(error: BaseException) -> Verdict:
-    """Return the verdict for a reward function that raised: type and message in one line of at most 300 characters."""
-    return Verdict(None, error=describe(error), timed_out=isinstance(error, TimeoutError))
+def describe_failure(error: BaseException, function: Callable[..., Any]) -> Verdict:
+    """Return the verdict for a reward function that raised: type, message, file and line, in one line."""
+    return Verdict(None, (), (), describe_call(error, function), may_pass(error), isinstance(error, TimeoutError))
 
 
 def _check_finite(value: object, what: str) -> float:

@@ -24,7 +24,7 @@ from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt, load_tokenizer
 from megarl.data.records import require_file
 from megarl.data.rewards import load_reward
-from megarl.errors import ConfigError, RolloutError, printable
+from megarl.errors import ConfigError, RewardError, printable
 from megarl.evaluate import results
 from megarl.evaluate.request import EvalRequest, with_keys
 from megarl.evaluate.scores import to_text
@@ -35,7 +35,7 @@ from megarl.models.hf_files import HFCheckpoint, check_tensors, describe_left_ou
 from megarl.models.names import hf_shapes
 from megarl.models.shapes import read_shape
 from megarl.rollout.engine import Engine
-from megarl.rollout.player import Draw, Sample
+from megarl.rollout.player import Draw, Sample, describe_input
 from megarl.run.folder import read_run_id
 from megarl.run.progress import Advance, StepProgress
 from megarl.train.engines import make_engine
@@ -205,7 +205,7 @@ def _line(key: Key, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> resul
         "prompt": key[0],
         "sample": key[1],
         "reward": sample.reward,
-        "error": sample.reward_error or sample.episode_error,
+        "error": sample.failure and sample.failure.error,
         "finish_reason": "abort" if rollout is None else rollout.finish_reason,
         "length": 0 if rollout is None else int(rollout.loss_mask.sum()),
         "turns": sample.turns,
@@ -213,15 +213,22 @@ def _line(key: Key, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> resul
     }
 
 
+def _describe_failure(line: results.Json, prompts: Sequence[Prompt]) -> str:
+    prompt = prompts[line["prompt"]]
+    about = describe_input(prompt=prompt.text, response=line["response"], answer=prompt.answer)
+    return f"{line['error']}; {about}"
+
+
 def _save(
     request: EvalRequest, benchmark: Benchmark, task: Task, gathered: Sequence[list[results.Json]], version: int
 ) -> None:
     """Save a benchmark; on the main rank. Without any reward the responses are kept, but it is not complete."""
     lines = sorted((line for part in gathered for line in part), key=lambda line: (line["prompt"], line["sample"]))
-    first_error = next((line["error"] for line in lines if line["error"] is not None), None)
-    samples = results.write_benchmark(task.out, request, benchmark.name, task.prompts[benchmark.name], lines)
-    if not samples.num_valid.any():
-        raise RolloutError(
+    prompts = task.prompts[benchmark.name]
+    first_error = next((_describe_failure(line, prompts) for line in lines if line["error"] is not None), None)
+    samples = results.write_benchmark(task.out, request, benchmark.name, prompts, lines)
+    if not samples.num_judged.any():
+        raise RewardError(
             f"{benchmark.name}: no response has a reward, {benchmark.reward} or the environment failed; first: "
             f"{first_error}"
         )

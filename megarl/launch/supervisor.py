@@ -35,8 +35,8 @@ ATTEMPT_VARIABLE = "MEGARL_ATTEMPT"
 """Environment variable that names this start of the trainer; its status file repeats it."""
 _POLL_S = 0.5
 _FULL_DISK_S = 60.0
-_BAD_INPUT = ("ConfigError", "DataError", "CheckpointError")
-"""Errors that would end the next start too."""
+_BAD_INPUT = ("ConfigError", "DataError", "CheckpointError", "RewardError")
+"""Errors of the input or of the user's code, which would end the next start too."""
 
 
 class Supervisor:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from megarl.report.panels import Line, Panel, read_table
-from megarl.report.series import Curve, Curves, benchmarks, layer_curves, smooth, thin
+from megarl.report.series import Curve, Curves, benchmarks, layer_curves, smooth, sum_judged, thin
+from megarl.run.metrics_log import describe_judged
 
 Figure = dict[str, Any]
 _THEME = read_table("colors.toml")
@@ -138,9 +139,10 @@ def _reward_lines(curves: Curves) -> list[Line]:
     if reward is not None and passed is not None and np.array_equal(reward.y, passed.y, equal_nan=True):
         lines = [Line("reward/pass_rate", "pass rate = mean reward (training)")]
     else:
+        judged = describe_judged(sum_judged(curves))
         lines = [
             Line("reward/pass_rate", "pass rate (training)"),
-            Line("reward/mean", "mean reward (training)", "grey"),
+            Line("reward/mean", f"mean reward (training{judged and f', {judged}'})", "grey"),
         ]
     if curves.get("eval/pass_rate") is not None:
         lines.append(Line("eval/pass_rate", "pass rate (held-out)", "orange", "dots"))

@@ -80,7 +80,9 @@ function showSamples(samples) {
     const words = query.value.toLowerCase();
     const found = samples.filter((_, index) => texts[index].includes(words));
     const sign = direction === "down" ? -1 : 1;
-    const rank = (one) => (one[key] === null ? Infinity : sign * one[key]); // without a value: last
+    // Without a value: last, but without a reward first among the lowest.
+    const absent = key === "reward" && direction === "up" ? -Infinity : Infinity;
+    const rank = (one) => (one[key] === null ? absent : sign * one[key]);
     found.sort((a, b) => (rank(a) === rank(b) ? 0 : rank(a) - rank(b)));
     list.replaceChildren(...found.slice(0, most).map(sampleRow));
     count.textContent = `${Math.min(most, found.length)} of ${found.length} found`;

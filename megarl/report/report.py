@@ -17,13 +17,17 @@ from megarl.report import page
 from megarl.report.figures import COLORS, Figure, Run, make_figures
 from megarl.report.panels import Panel, read_panels
 from megarl.report.samples import for_page
-from megarl.report.series import Curve, Curves, benchmarks, make_curves
+from megarl.report.series import Curve, Curves, benchmarks, make_curves, sum_judged
 from megarl.report.verdicts import render_verdicts
-from megarl.run.metrics_log import Record, read_metrics
+from megarl.run.metrics_log import Record, describe_judged, read_metrics
 from megarl.run.status import format_duration
 
 NOT_RECORDED = "not recorded"
-TILES = ("Held-out pass rate, first", "Held-out pass rate, last", "Steps", "Wall time", "Tokens per second (median)")
+JUDGED = "Responses with a reward"
+TILES = (
+    *("Held-out pass rate, first", "Held-out pass rate, last", JUDGED),
+    *("Steps", "Wall time", "Tokens per second (median)"),
+)
 """Rows of the headline that are also shown as large tiles."""
 _RUN_COLORS = ("blue", "orange", "teal", "red", "purple", "yellow", "cyan", "brown")
 _NOTE = """Drag over a figure to zoom, double-click to go back; a click on a name in the legend hides its line, a
@@ -104,7 +108,7 @@ def _make_page(sources: Sequence[_Source]) -> bytes:
             figures += made
     headlines = [_make_headline(source.records, source.curves, source.config) for source in sources]
     tiles = {label: headlines[0].get(label, NOT_RECORDED) for label in TILES} if alone else {}
-    tiles = {label: value for label, value in tiles.items() if value != NOT_RECORDED}
+    tiles = {label: value for label, value in tiles.items() if value not in (NOT_RECORDED, "all")}
     labels = dict.fromkeys(label for headline in headlines for label in headline)
     rows = [[label, *(headline.get(label, NOT_RECORDED) for headline in headlines)] for label in labels]
     named = [(source, "" if alone else source.name) for source in sources]
@@ -133,20 +137,22 @@ def _render_absent(runs: Sequence[Run]) -> str:
 
 def _make_headline(records: Sequence[Mapping[str, Any]], curves: Curves, config: dict[str, Any]) -> dict[str, str]:
     """Return the table at the top of the page, label -> value; "not recorded" where the run has no value."""
+    evaluations = {record["step"]: record for record in records if record["kind"] == "eval"}
     rows = {} if "eval/pass_rate" in curves else {"Held-out pass rate": NOT_RECORDED}
     evaluated = {"Held-out pass rate": "eval/pass_rate"} if not rows else {}
     evaluated |= {f"Pass rate on {name}": f"eval/{name}/pass_rate" for name in benchmarks(curves)}
     for title, metric in evaluated.items():
         steps, values = curves[metric].x[np.isfinite(curves[metric].y)], curves[metric].finite
         for label, point in (("first", 0), ("best", int(values.argmax())), ("last", -1)):
-            rows[f"{title}, {label}"] = f"{values[point]:.1%} (step {steps[point]:.0f})"
+            judged = describe_judged(evaluations.get(steps[point], {}), metric.rpartition("/")[0])
+            rows[f"{title}, {label}"] = f"{values[point]:.1%}{judged and f', {judged}'} (step {steps[point]:.0f})"
     rows["Steps"] = str(len({record["step"] for record in records if record["kind"] == "step"}) or NOT_RECORDED)
     costs = [(curves[f"cost/{name}"], name) for name in ("samples", "tokens", "updates") if f"cost/{name}" in curves]
     rows["Cost"] = ", ".join(f"{curve.finite[-1]:,.0f} {name}" for curve, name in costs) or NOT_RECORDED
     rows["Wall time"] = format_duration(max(record["wall_s"] for record in records), 1)
     speed = curves.get("speed/tokens_per_s")
     rows["Tokens per second (median)"] = NOT_RECORDED if speed is None else f"{np.median(speed.finite):,.0f}"
-    rows["Rewards that failed"] = _format_share(curves.get("reward/error_fraction"))
+    rows[JUDGED] = describe_judged(sum_judged(curves)) or ("all" if "reward/judged" in curves else NOT_RECORDED)
     if (failed := curves.get("episode/failed_fraction")) is not None:
         rows["Episodes that failed"] = _format_share(failed)
     rows["Objective"] = _get_setting(config, "train", "objective")

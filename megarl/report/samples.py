@@ -57,12 +57,16 @@ def show(
 def order(
     samples: Iterable[dict[str, Any]], sort: SortKey, worst: bool, count: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return samples from the best on, or from the worst on; at most ``count``. Those without a value come last."""
+    """Return samples from the best on, or from the worst on; at most ``count``.
+
+    Those without a reward come first among the worst, and other samples without a value last.
+    """
     sign = -1 if (sort == "reward") != worst else 1
+    is_last = not (worst and sort == "reward")
 
     def rank(one: Mapping[str, Any]) -> tuple[bool, float]:
         value = one[sort]
-        return value is None, 0.0 if value is None else sign * value
+        return (value is None) == is_last, 0.0 if value is None else sign * value
 
     return sorted(samples, key=rank) if count is None else nsmallest(count, samples, key=rank)
 

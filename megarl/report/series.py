@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from megarl.run.metrics_log import UNJUDGED
+
 LAYER_PREFIXES = ("router/native/flip/layer_", "router/flip/layer_")
 
 
@@ -54,10 +56,16 @@ def make_curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
         if record["kind"] == "minibatch":
             x += record["minibatch"] / num_minibatches[record["step"]]
         for name, value in record.items():
-            if name not in ("kind", "step", "minibatch"):
+            if name not in ("kind", "step", "minibatch", UNJUDGED):
                 points[record["kind"]].setdefault(name, []).append((x, value))
     curves = [(name, Curve(*np.array(p, dtype=np.float64).T)) for kind in points.values() for name, p in kind.items()]
     return {name: curve for name, curve in curves if curve.finite.size}
+
+
+def sum_judged(curves: Curves) -> dict[str, float]:
+    """Return how many training responses of all steps there are, and how many of them have a reward."""
+    names = ("reward/judged", "reward/responses")
+    return {name: float(curves[name].finite.sum()) for name in names if name in curves}
 
 
 def benchmarks(curves: Curves) -> list[str]:

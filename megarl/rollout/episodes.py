@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.core.turns import join, known_rows
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.judge import is_being_cancelled
-from megarl.errors import ConfigError, describe
+from megarl.errors import ConfigError, RolloutError, describe_call, may_pass
 from megarl.rollout.engine import Session
 from megarl.rollout.tools.protocol import Environment, Episode, ModelTurn, Observation
 
@@ -64,6 +64,8 @@ class EpisodeResult:
     """The environment's reward of each turn; None where it gave none."""
     failure: str | None = None
     """Why the episode failed, in one line; None if it did not."""
+    may_pass: bool = False
+    """Whether it failed for a cause outside of the environment: a server, a time-out, the engine."""
 
 
 def one_turn(rollout: Rollout) -> EpisodeResult:
@@ -87,7 +89,7 @@ async def play(
     """
     run = _EpisodeRun(request)
     episode: Episode | None = None
-    failure = None
+    failure, passing = None, True
     try:
         async with asyncio.timeout(None) as clock:
             with _foreign("the environment failed to begin"):
@@ -96,7 +98,7 @@ async def play(
     except TimeoutError:
         failure = f"the episode took more than {limits.episode_s:g} s"
     except EpisodeError as error:
-        failure = str(error)
+        failure, passing = str(error), may_pass(error)
     finally:
         if episode is not None:
             try:
@@ -104,8 +106,8 @@ async def play(
                     async with asyncio.timeout(limits.step_s):
                         await episode.close()
             except (EpisodeError, ConfigError) as error:  # raised here, it would hide an error of the engine
-                failure = failure or str(error)
-    return run.result(failure)
+                failure, passing = failure or str(error), passing and may_pass(error)
+    return run.result(failure, passing)
 
 
 class EpisodeError(Exception):
@@ -120,11 +122,11 @@ class _EpisodeRun:
         self._ends: list[int] = []
         self._rewards: list[float | None] = []
 
-    def result(self, failure: str | None) -> EpisodeResult:
+    def result(self, failure: str | None, passing: bool) -> EpisodeResult:
         whole = self._whole
         if whole is not None and failure is not None:
             whole = replace(whole, finish_reason="abort")
-        return EpisodeResult(whole, tuple(self._ends), tuple(self._rewards), failure)
+        return EpisodeResult(whole, tuple(self._ends), tuple(self._rewards), failure, failure is not None and passing)
 
     async def play_turns(
         self,
@@ -171,7 +173,7 @@ class _EpisodeRun:
         )
         turn = await session.sample(request)
         if turn.finish_reason == "abort":
-            raise EpisodeError(f"the engine aborted turn {index}")
+            raise EpisodeError(f"the engine aborted turn {index}") from RolloutError(turn.finish_reason)
         self._whole = whole = turn if before is None else join(before, turn)
         self._ends.append(turn.num_tokens - 1)
         self._rewards.append(None)
@@ -196,7 +198,7 @@ def _foreign(failed: str) -> Iterator[None]:
         # The environment has cancelled a task of its own. Raised, this would look as if the episode was dropped.
         raise EpisodeError(f"{failed}: CancelledError") from error
     except (Exception, SystemExit) as error:
-        raise EpisodeError(f"{failed}: {describe(error)}") from error
+        raise EpisodeError(f"{failed}: {describe_call(error)}") from error
 
 
 async def _step(episode: Episode, turn: ModelTurn, seconds: float, places: asyncio.Semaphore) -> Observation:

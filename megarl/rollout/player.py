@@ -19,6 +19,29 @@ from megarl.rollout.tools.protocol import Environment
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a sample has no reward."""
+
+    error: str
+    """One line: type and message of an exception, and its file and line."""
+    about: str
+    """Prompt, response and answer, each shortened."""
+    may_pass: bool = False
+    """Whether the cause is outside of the user's code: a server, a time-out, the engine."""
+    of_episode: bool = False
+    """Whether the environment failed, and not the reward."""
+
+    def __str__(self) -> str:
+        return f"{self.error}; {self.about}"
+
+
+def describe_input(**texts: str) -> str:
+    """Return texts by name in one line; of a long one its begin and its end."""
+    shown = {name: text if len(text) <= 120 else f"{text[:60]}...{text[-60:]}" for name, text in texts.items()}
+    return ", ".join(f"{name} {text!r}" for name, text in shown.items())
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """A response and its reward."""
 
@@ -29,10 +52,10 @@ class Sample:
     steps: tuple[tuple[int, float], ...] = ()
     """(index of the last token, reward) of each step, ascending; empty without process rewards."""
     turns: int = 1
-    reward_error: str | None = None
+    failure: Failure | None = None
+    """Why there is no reward; None if there is one."""
     late_reward: bool = False
     """Whether the reward took too long."""
-    episode_error: str | None = None
     components: tuple[float, ...] = ()
     """Several rewards, in the order of ``reward.weights``; empty with one reward, or if the response was stopped."""
 
@@ -61,12 +84,14 @@ class Player:
             parts = self._environment, self._tokenizer, self._limits, self._semaphore()
             played = await play(session, request, prompt.text, *parts)
         if played.rollout is None or played.failure is not None:
-            return Sample(played.rollout, None, turns=len(played.turn_ends), episode_error=played.failure)
+            error, about = played.failure or "no turn was sampled", describe_input(prompt=prompt.text)
+            failure = Failure(error, about, played.may_pass, of_episode=True)
+            return Sample(played.rollout, None, turns=len(played.turn_ends), failure=failure)
         (text,) = decode_all(self._tokenizer, [played.rollout.response_tokens])
         verdict = await self._judge.score(prompt=prompt.text, response=text, answer=prompt.answer)
         turns = zip(played.turn_ends, played.turn_rewards, strict=True)
         rewarded = [(end, reward) for end, reward in turns if reward is not None]
-        return self._judged(played.rollout, verdict, len(played.turn_ends), rewarded)
+        return self._judged(played.rollout, verdict, prompt, text, len(played.turn_ends), rewarded)
 
     @property
     def is_instant(self) -> bool:
@@ -78,18 +103,23 @@ class Player:
         texts = decode_all(self._tokenizer, [rollout.response_tokens for rollout in rollouts])
         judge = self._judge.score_now
         return [
-            self._judged(rollout, judge(prompt=prompt.text, response=text, answer=prompt.answer))
+            self._judged(rollout, judge(prompt=prompt.text, response=text, answer=prompt.answer), prompt, text)
             for rollout, prompt, text in zip(rollouts, prompts, texts, strict=True)
         ]
 
     def _judged(
-        self, rollout: Rollout, verdict: Verdict, turns: int = 1, rewarded: Sequence[tuple[int, float]] = ()
-    ) -> Sample:
+        self, rollout: Rollout, verdict: Verdict, prompt: Prompt, response: str, turns: int = 1,
+        rewarded: Sequence[tuple[int, float]] = (),
+    ) -> Sample:  # fmt: skip
         """``rewarded``: the last token and the reward of the turns that the environment rewarded."""
         steps: tuple[tuple[int, float], ...] = ()
         if verdict.reward is not None and (rewarded or verdict.steps):
             steps = self._find_steps(rollout, verdict, verdict.reward, rewarded)
-        return Sample(rollout, verdict.reward, steps, turns, verdict.error, verdict.timed_out, None, verdict.components)
+        failure = None
+        if verdict.error is not None:
+            about = describe_input(prompt=prompt.text, response=response, answer=prompt.answer)
+            failure = Failure(verdict.error, about, verdict.may_pass)
+        return Sample(rollout, verdict.reward, steps, turns, failure, verdict.timed_out, verdict.components)
 
     def close(self) -> None:
         """End the processes of the reward."""

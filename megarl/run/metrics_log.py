@@ -1,9 +1,10 @@
 """metrics.jsonl: one JSON object per record, appended while the run goes; TensorBoard and wandb see the same numbers.
 
 A record is ``{"kind": "step" | "minibatch" | "eval", "step": int, "minibatch": int | null, "wall_s": float,
-"<metric>": float, ...}``. JSON knows no NaN and no infinity: they are written as the strings "nan", "inf" and
-"-inf", and read back as floats. Everything that depends on the clock is in ``wall_s`` or under the prefixes ``time/``
-and ``speed/``, so that two runs can be compared bit for bit without it (:func:`without_timing`).
+"<metric>": float, ...}``, with ``"unjudged": str`` if responses have no reward. JSON knows no NaN and no infinity: they
+are written as the strings "nan", "inf" and "-inf", and read back as floats. Everything that depends on the clock is in
+``wall_s`` or under the prefixes ``time/`` and ``speed/``, so that two runs can be compared bit for bit without it
+(:func:`without_timing`).
 """
 
 import json
@@ -23,7 +24,9 @@ Kind = Literal["step", "minibatch", "eval"]
 Record = dict[str, Any]
 
 HEADER = ("kind", "step", "minibatch", "wall_s")
-"""Keys of a record that are no metrics."""
+"""Keys of every record that are no metrics."""
+UNJUDGED = "unjudged"
+"""Key of a record in which responses have no reward: how many have one, and the first failure."""
 TIMING_PREFIXES = ("time/", "speed/")
 """Prefixes of metrics that depend on the clock."""
 _BLOCK = 1 << 20
@@ -57,8 +60,14 @@ class MetricsLog:
             self._wandb = _start_wandb(wandb_project, self.run_dir) if wandb_project is not None else None
             self._cut((math.inf, True))
 
-    def write(self, kind: Kind, step: int, metrics: Mapping[str, float], minibatch: int | None = None) -> None:
-        """Append one record. metrics: numbers of Python or numpy, or one-element tensors; minibatch: its index."""
+    def write(
+        self, kind: Kind, step: int, metrics: Mapping[str, float], minibatch: int | None = None,
+        unjudged: str | None = None,
+    ) -> None:  # fmt: skip
+        """Append one record. metrics: numbers of Python or numpy, or one-element tensors; minibatch: its index.
+
+        unjudged: how many responses have a reward, and why the others have none.
+        """
         if not self._enabled:
             return
         assert metrics.keys().isdisjoint(HEADER), f"metrics must not be named {', '.join(HEADER)}"
@@ -67,7 +76,7 @@ class MetricsLog:
         record: Record = {"kind": kind, "step": step, "minibatch": minibatch, "wall_s": wall_s}
         if self._file is None:
             self._file = self.path.open("a", buffering=1, encoding="utf-8")
-        self._file.write(_to_json(record | values) + "\n")
+        self._file.write(_to_json(record | values | ({UNJUDGED: unjudged} if unjudged else {})) + "\n")
         if kind != "minibatch":
             self.sync()
         self._mirror(kind, step, minibatch, values)
@@ -228,7 +237,16 @@ def _from_json(line: bytes) -> Record:
     indices = [record["step"]] if record["kind"] != "minibatch" else [record["step"], record["minibatch"]]
     if record["kind"] not in get_args(Kind) or any(type(i) is not int or abs(i) > _LARGEST for i in indices):
         raise ValueError(f"found kind {record['kind']!r:.80}, step and mini-batch {indices!r:.80}")
-    return record | {name: _number(name, value) for name, value in record.items() if name not in HEADER[:3]}
+    if not isinstance(record.get(UNJUDGED, ""), str):
+        raise ValueError(f"{UNJUDGED} is {record[UNJUDGED]!r:.80}, expected a text")
+    texts = (*HEADER[:3], UNJUDGED)
+    return record | {name: _number(name, value) for name, value in record.items() if name not in texts}
+
+
+def describe_judged(record: Mapping[str, Any], of: str = "reward") -> str:
+    """Return "N of M judged" for responses without a reward in a record, of training or "eval"; else nothing."""
+    judged, responses = record.get(f"{of}/judged"), record.get(f"{of}/responses")
+    return "" if judged is None or judged == responses else f"{judged:.0f} of {responses:.0f} judged"
 
 
 def _number(name: str, value: object) -> float:

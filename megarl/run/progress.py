@@ -20,7 +20,7 @@ from megarl.core.metrics import Stat, finalize
 from megarl.errors import DataError, printable
 from megarl.megatron import distributed
 from megarl.run.health import Health
-from megarl.run.metrics_log import MetricsLog, iterate_metrics
+from megarl.run.metrics_log import UNJUDGED, MetricsLog, describe_judged, iterate_metrics
 from megarl.run.vitals import Vitals
 
 Advance = Callable[[int], None]
@@ -29,6 +29,7 @@ Advance = Callable[[int], None]
 _LINE = {
     "reward/mean": "reward {:.3f}",
     "reward/pass_rate": "pass {:.1%}",
+    "reward/judged": "",
     "response/length_mean": "length {:.1f}",
     "rollout/k3": "k3 {:.1e}",
     "router/native/flip": "native flip {:.2%}",
@@ -76,7 +77,12 @@ class StepProgress:
 def format_step(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     """The line of one step, e.g. ``step  7/60  reward 0.523  pass 52.3%  k3 1.2e-04  time 2.1 s``."""
     parts = [f"step {step:>{len(str(num_steps))}}/{num_steps}"]
-    return "  ".join(parts + [text.format(metrics[name]) for name, text in _LINE.items() if name in metrics])
+    parts += [
+        text.format(metrics[name]) if text else describe_judged(metrics)
+        for name, text in _LINE.items()
+        if name in metrics
+    ]
+    return "  ".join(filter(None, parts))
 
 
 class Monitor:
@@ -88,6 +94,8 @@ class Monitor:
         self.say: Callable[[str], None] = self.progress.line
         self._num_steps = config.run.steps
         self._health = Health(config.health)
+        self.unjudged: str | None = None
+        """How many responses of the step have a reward, and the first failure; None if all have one."""
         self.seconds: dict[str, float] = {}
         """Of each phase since the last record of a step."""
 
@@ -126,7 +134,7 @@ class Monitor:
 
     def _judge(self, done: int, metrics: Mapping[str, float]) -> None:
         """Say which verdicts on the run's health are new, worse, or have ended; show all in ``megarl status``."""
-        self._health.add({"kind": "step", "step": done, **metrics})
+        self._health.add({"kind": "step", "step": done, UNJUDGED: self.unjudged, **metrics})
         for line in self._health.news():
             self.say(f"health: {line}")
         self.vitals.status.health = [asdict(verdict) for verdict in self._health.verdicts()]
@@ -140,11 +148,11 @@ class Monitor:
             metrics |= {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
             metrics |= {"time/step_s": step_s, "speed/tokens_per_s": metrics["sampling/tokens"] / step_s}
             self.seconds = {}  # checkpoint time, which comes later, is logged with the next step
-            self.log.write("step", done, metrics)
+            self.log.write("step", done, metrics, unjudged=self.unjudged)
             status = self.vitals.status
             status.tokens_per_s = metrics["speed/tokens_per_s"]
             status.k3, status.native_flip = metrics.get("rollout/k3"), metrics.get("router/native/flip")
-            status.dropped = metrics.get("tripwires/dropped")
+            status.unjudged, status.dropped = self.unjudged, metrics.get("tripwires/dropped")
             shown = {name: last_update[name] for name in ("loss", "grad_norm") if name in last_update}
             self.say(format_step(done, self._num_steps, metrics | shown))
             self._judge(done, metrics)

@@ -127,6 +127,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         "speed": found["step_s"] is not None and f"{found['step_s']:.1f} s per step{tokens}",
         "to go": runs and found["eta_s"] is not None and format_duration(found["eta_s"]),
         "engines": ", ".join(engines),
+        "responses": isinstance(found.get("unjudged"), str) and found["unjudged"],
         "health": ("\n" + " " * 12).join(line for each in verdicts for line in each.lines())
         or (found.get("health") is not None and "no warnings"),
         "checkpoint": found["checkpoint"] or "none",

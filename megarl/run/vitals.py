@@ -55,6 +55,8 @@ class RunStatus:
     native_flip: float | None = None
     dropped: float | None = None
     """Responses of the latest step that the tripwires have dropped; None if they are off."""
+    unjudged: str | None = None
+    """How many responses of the latest step have a reward, and the first failure; None if all have one."""
     health: list[dict[str, Any]] | None = None
     """The verdicts after the latest step, worst first; None before the first one."""
     ranks: int = 1

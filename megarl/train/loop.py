@@ -179,8 +179,9 @@ class Trainer:
             if config.rollout.one_step_off and step + 1 < config.run.steps:
                 self._sync(step)
                 self.sampler.begin_step(step + 1)
-        if rollouts.first_error:
-            monitor.say(f"step {step + 1}: responses without a reward, first: {rollouts.first_error}")
+        if rollouts.unjudged:
+            monitor.say(f"step {step + 1}: {rollouts.unjudged}")
+        monitor.unjudged = rollouts.unjudged
         if config.sglang.release_memory:
             with monitor.phase("hand_over"):
                 self.engine.rest()
@@ -280,16 +281,16 @@ class Trainer:
             self._sync(done)
             started = time.perf_counter()
             with self.vitals.phase("evaluate"), self.monitor.progress.bar("evaluate", per_rank) as advance:
-                metrics = self.sampler.evaluate(done, self.monitor.watch(advance, self.stop.check))
+                metrics, unjudged = self.sampler.evaluate(done, self.monitor.watch(advance, self.stop.check))
             self.checkpoints.raise_if_asked()
         self._eval_is_due = False
         seconds = time.perf_counter() - started
-        self.log.write("eval", done, metrics | {"time/eval_s": seconds})
+        self.log.write("eval", done, metrics | {"time/eval_s": seconds}, unjudged=unjudged)
         names = [name for name in self.sampler.benchmarks if f"eval/{name}/pass_rate" in metrics]
         each = "".join(f"{name} {metrics[f'eval/{name}/pass_rate']:.1%}, " for name in names)
         self.monitor.say(
             f"held-out after step {done}: pass rate {metrics['eval/pass_rate']:.1%} of {total} responses, "
-            f"{each}{seconds:.1f} s"
+            f"{each}{seconds:.1f} s" + (f"; {unjudged}" if unjudged else "")
         )
         return self.checkpoints.is_best(done)
 

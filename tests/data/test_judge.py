@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -152,6 +153,8 @@ def test_a_reward_that_fails_costs_its_response_alone(function: str) -> None:
             assert verdicts[response].reward is None
             assert error in (verdicts[response].error or "")
             assert "\n" not in (verdicts[response].error or "")
+            assert re.search(r"own_judges\.py:\d+\)$", verdicts[response].error or "")
+            assert verdicts[response].may_pass == (response == "late")
     assert [r for r, v in verdicts.items() if v.timed_out] == ["late"]
 
 
@@ -244,7 +247,9 @@ def alive(pid: int) -> bool:
 
 def test_async_functions_have_the_same_time_limit() -> None:
     with Judge("own_judges:over_http", timeout_s=2.0) as judge:
-        assert one(judge, "loop") == Verdict(None, error="the reward function took more than 2 s", timed_out=True)
+        assert one(judge, "loop") == Verdict(
+            None, error="the reward function took more than 2 s", may_pass=True, timed_out=True
+        )
         assert "CancelledError" in (one(judge, "inner").error or "")
         assert not workers()
 
@@ -352,7 +357,7 @@ def test_math_verify_takes_an_endless_response_as_wrong(monkeypatch: pytest.Monk
 def test_a_busy_machine_makes_no_response_wrong() -> None:
     """A time-out that comes before the CPU time is used up says nothing of the response."""
     with Judge("math_verify", workers=1, timeout_s=0.5) as judge:
-        late = Verdict(None, error="the reward function took more than 0.5 s")
+        late = Verdict(None, error="the reward function took more than 0.5 s", may_pass=True)
         assert one(judge, "$9^{9^{9}}$", "5") == late
 
 

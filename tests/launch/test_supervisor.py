@@ -85,15 +85,24 @@ def test_what_an_earlier_launch_of_the_same_job_has_left_decides_nothing(
     assert launched(tmp_path, "exit 3").run() == 1  # that word was of another start
 
 
-def test_a_run_without_an_intact_checkpoint_is_given_up_and_not_called_bad_input(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("kind", "starts", "code", "says"),
+    [
+        ("DamageError", 1, 1, "given up: why"),  # and is not called bad input
+        ("ConfigError", 1, 2, "the trainer cannot go on: why"),
+        ("RewardError", 1, 2, "the trainer cannot go on: why"),
+        ("RolloutError", 3, 1, "the trainer died 3 times without a new checkpoint and is given up: why"),
+    ],
+)
+def test_what_would_end_the_next_start_too_is_not_started_again(
+    kind: str, starts: int, code: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = Launched(config(tmp_path, max_restarts=3), ["train", "c.toml"])
-    failure = json.dumps({"kind": "DamageError", "message": "no checkpoint is intact: why"})
+    made = Launched(config(tmp_path, max_restarts=2), ["train", "c.toml"])
+    failure = json.dumps({"kind": kind, "message": "why"})
     made.trainer = f"echo began >> $RUN/began; echo '{failure}' > $MEGARL_FAILURE; exit 1"
-    assert made.run() == 1
-    assert (tmp_path / "run" / "began").read_text() == "began\n"
-    assert "given up: no checkpoint is intact: why" in capsys.readouterr().err
+    assert made.run() == code
+    assert (tmp_path / "run" / "began").read_text() == "began\n" * starts
+    assert says in capsys.readouterr().err
 
 
 def test_a_disk_that_is_full_at_the_end_changes_no_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,7 +239,7 @@ def test_samples_that_fail_count_as_drawn(tokenizer: PreTrainedTokenizerBase) ->
     assert {key for key, sample in draw.samples.items() if sample.reward is None} == {
         (0, 0), (0, 3), *((1, sample) for sample in range(4))
     }  # fmt: skip
-    assert all(sample.reward_error for sample in draw.samples.values() if sample.reward is None)
+    assert all(sample.failure for sample in draw.samples.values() if sample.reward is None)
     assert all(sample.rollout is not None for sample in draw.samples.values())
     assert collector.select().drawn.tolist() == [[0, 1], [4, 4], [2, 0], [1, 0]]
 
@@ -319,7 +319,7 @@ def test_rounds_give_what_an_episode_for_each_response_gives(
         assert samples is draw.samples
         assert engine.num_generated == (len(batches) if kind is Batches and reward == "says_one" else 0)
         assert batches == [sorted(batch) for batch in batches]
-        facts = {key: (s.reward, s.reward_error, s.turns, s.rollout.tokens.tolist()) for key, s in samples.items()
+        facts = {key: (s.reward, str(s.failure), s.turns, s.rollout.tokens.tolist()) for key, s in samples.items()
                  if s.rollout}  # fmt: skip
         found.append((batches, facts, collector.select().drawn.tolist()))
     assert found[0] == found[1]

@@ -518,7 +518,7 @@ def test_rewards_of_turns_are_steps_at_their_last_tokens(engine: LocalEngine) ->
         ends = [int(t) for t in generated if t + 1 == whole.num_tokens or not whole.loss_mask[t + 1]]
         last = whole.num_tokens - 1  # where the verdict on the whole response is a step too
         assert sample.steps == tuple(sorted([(ends[0], 0.5), (ends[2], 2.5), (last, 0.0)]))
-        assert (sample.turns, sample.reward, sample.episode_error) == (3, 0.0, None)
+        assert (sample.turns, sample.reward, sample.failure) == (3, 0.0, None)
         assert ends[0] >= len(request.prompt_tokens)
 
 
@@ -541,4 +541,5 @@ def test_failed_episodes_have_no_reward_and_say_why(engine: LocalEngine) -> None
         (None, 0, (), True),
         (None, 1, (), False),
     ]
-    assert all("OSError: x" in sample.episode_error for sample in samples)
+    assert all(f"OSError: x ({__file__}:" in sample.failure.error for sample in samples)
+    assert all(sample.failure.of_episode and not sample.failure.may_pass for sample in samples)

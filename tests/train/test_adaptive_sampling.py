@@ -411,7 +411,7 @@ class TestFailures:
         assert metrics["sampling/failed"] > 0
         assert (selection.drawn[2] <= selection.drawn[1]).all()
         assert selection.drawn[1].sum() - selection.drawn[2].sum() > 0
-        assert drawn.first_error is not None
+        assert drawn.unjudged is not None
         for part, advantages, rows in zip(drawn.mini_batches, drawn.advantages, drawn.judged.owned, strict=True):
             assert np.isfinite(np.asarray(advantages)).all()
             for rollout, row in zip(part, rows, strict=True):
@@ -572,7 +572,7 @@ def test_one_threshold_says_what_is_correct(world: World, threshold: float, monk
         drawn = made.sample_step(0)
         accepted = response_advantages(made.config, made.objective, selections[0], seen[0])[0]
         found = finalize(drawn.metrics)
-        evaluated = made.evaluate(0)
+        evaluated, _ = made.evaluate(0)
     (selection,) = selections
     _, _, judged, positives = selection.drawn
     assert 0 < positives.sum() < judged.sum()

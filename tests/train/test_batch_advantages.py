@@ -14,7 +14,7 @@ from train_world import GROUP_SIZE, World, layout
 
 from megarl.core.choices.stopping import Uniform
 from megarl.core.metrics import finalize
-from megarl.rollout.player import Sample
+from megarl.rollout.player import Failure, Sample
 from megarl.train.mini_batch import make_rollout
 from megarl.train.sampling.assignment import RankCoordinates, SequenceAssignment
 from megarl.train.sampling.step_rollouts import SampleTable, response_advantages
@@ -108,7 +108,7 @@ def test_an_aborted_response_is_in_no_group(world: World) -> None:
     config = world.settings(**{**advantage("rloo"), "rollout__prompts_per_step": 1, "train__mini_batches": 1})
     whole = make_rollout(np.arange(5), np.arange(5) > 2)
     samples = {(0, n): Sample(replace(whole, finish_reason="stop"), reward) for n, reward in enumerate((1.0, 0.0, 0.0))}
-    samples[0, 3] = Sample(whole, None, episode_error="the engine aborted turn 0")
+    samples[0, 3] = Sample(whole, None, failure=Failure("the engine aborted turn 0", "", of_episode=True))
     assert whole.finish_reason == "abort"
     with layout(config):
         table = SampleTable.gather(samples)
@@ -137,8 +137,8 @@ def test_the_tokens_of_samples_are_counted_by_who_wrote_them(world: World) -> No
 
     samples = {
         (1, 0): sample(0, 1, 1, 0, 1, turns=2),
-        (0, 1): Sample(None, None, episode_error="ValueError: no"),
-        (0, 2): sample(0, 0, reward=None),
+        (0, 1): Sample(None, None, failure=Failure("ValueError: no", "prompt '1'", of_episode=True)),
+        (0, 2): sample(0, 0, reward=None, failure=Failure("TypeError: None", "prompt '0'")),
         (0, 0): sample(0, 0, 0, 1),
     }
     with layout(world.settings()):

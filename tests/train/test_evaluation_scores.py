@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config import Config
 from megarl.config.tables.data import RewardConfig
-from megarl.core.sampling.pass_at_k import fixed_prompts_interval, mean_interval, wilson_interval
+from megarl.core.sampling.pass_at_k import fixed_prompts_interval, wilson_interval
 from megarl.data.benchmarks import Benchmark
 from megarl.data.prompts import Prompt
 from megarl.errors import ConfigError, DataError
@@ -33,18 +33,13 @@ def ends(interval: Any) -> list[float]:
     return [max(interval.low, 0.0), min(interval.high, 1.0)]
 
 
-def test_rewards_that_failed_are_no_samples_and_prompts_without_enough_are_counted() -> None:
-    found = score(samples([1, 1, 0, NAN], [0, 0, 0, 0], [NAN] * 4, [1, NAN, NAN, NAN]), (1, 2, 4))
-    assert found["avg"]["value"] == pytest.approx((2 / 3 + 0 + 1) / 3)
-    assert (found["avg"]["prompts"], found["avg"]["left_out"]) == (3, 1)
-    assert found["avg"]["other_prompts"] == pytest.approx(ends(mean_interval([2 / 3, 0, 1])))
-    assert found["avg"]["other_samples"] is None  # one prompt has a single sample: its spread is unknown
-    assert found["pass"]["1"]["value"] == pytest.approx(found["avg"]["value"])
-    assert (found["pass"]["1"]["prompts"], found["pass"]["1"]["left_out"]) == (3, 1)
-    assert found["pass"]["2"]["value"] == pytest.approx((1 + 0) / 2)
-    assert (found["pass"]["2"]["prompts"], found["pass"]["2"]["left_out"]) == (2, 2)
-    assert (found["pass"]["4"]["value"], found["pass"]["4"]["prompts"], found["pass"]["4"]["left_out"]) == (0.0, 1, 3)
-    assert found["reward_errors"] == 8
+def test_responses_without_a_reward_do_not_pass_and_are_counted() -> None:
+    made = samples([1, 1, 0, NAN], [0, 0, 0, 0], [NAN] * 4, [1, NAN, NAN, NAN])
+    found, wrong = score(made, (1, 2, 4)), score(replace(made, rewards=np.nan_to_num(made.rewards)), (1, 2, 4))
+    assert found["avg"]["value"] == 3 / 16
+    assert (found["avg"], found["pass"]) == (wrong["avg"], wrong["pass"])
+    assert (found["judged"], found["responses"], wrong["judged"]) == (8, 16, 16)
+    assert score(replace(made, threshold=-1.0), ())["avg"]["value"] == 8 / 16
     assert found["reward_mean"] == 3 / 8
     assert found["length_mean"] == 7.5
     assert found["truncated"] == 1 / 16
@@ -76,30 +71,30 @@ def test_where_every_prompt_is_one_draw_the_interval_has_a_width() -> None:
 
 def test_nothing_judged_is_null_and_not_nan() -> None:
     found = score(samples([NAN, NAN]), (1,))
-    assert found["avg"]["value"] is found["reward_mean"] is found["pass"]["1"]["value"] is None
+    assert (found["judged"], found["reward_mean"], found["avg"]["value"]) == (0, None, 0.0)
     assert json.dumps(found, allow_nan=False)
 
 
 def test_prompts_have_wilson_intervals() -> None:
     rows = score_prompts(samples([1, 0, NAN], [NAN, NAN, NAN]))
     assert rows[0] == {
-        "valid": 2,
+        "judged": 2,
         "correct": 1,
-        "pass_rate": 0.5,
-        "other_samples": ends(wilson_interval(1, 2)),
+        "pass_rate": 1 / 3,
+        "other_samples": ends(wilson_interval(1, 3)),
     }
-    assert rows[1] == {"valid": 0, "correct": 0, "pass_rate": None, "other_samples": None}
+    assert rows[1] == {"judged": 0, "correct": 0, "pass_rate": 0.0, "other_samples": ends(wilson_interval(0, 3))}
 
 
-def test_the_table_fits_a_pipe_and_says_what_was_left_out() -> None:
+def test_the_table_fits_a_pipe_and_says_what_was_not_judged() -> None:
     result = {"figures": score(samples([1, 1, 0, NAN], [0, 0, 0, 0]), (1, 4)), "first_error": "[odd] one"}
     shown = to_text({"aime24": result})
     assert "avg@4" in shown
-    assert "33.3%" in shown
-    assert "aime24: 1 of 8 responses have no reward" in shown
-    assert "first: [odd] one" in shown
-    assert "aime24: prompts left out because too few of their samples have a reward: 1 from pass@4" in shown
-    assert {len(line) for line in shown.splitlines()[:4]} == {78}
+    assert "25.0%" in shown
+    assert "7 of 8" in shown
+    assert "aime24: 7 of 8 responses judged" in shown
+    assert "first failure: [odd] one" in shown
+    assert {len(line) for line in shown.splitlines()[:4]} == {79}
 
 
 def line(prompt: int, sample: int, text: str = "x", reward: float | None = 1.0) -> dict[str, Any]:

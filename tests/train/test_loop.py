@@ -11,18 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import train_rewards
 from train_world import NUM_SEQUENCES, ROWS, World, hf_config, trainer_of
 
 from megarl import cli
 from megarl.config import Config
 from megarl.config.file import parse
+from megarl.config.tables.health import HealthConfig
 from megarl.core.types import Rollout
 from megarl.errors import ConfigError, MegarlError, RolloutError
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.megatron.hf_weights import export_hf, save_hf
 from megarl.models.hf_files import HFCheckpoint
+from megarl.report.report import write_report
 from megarl.rollout.local.engine import LocalEngine
+from megarl.run.health import judge_run
 from megarl.run.metrics_log import read_metrics, without_timing
 from megarl.train.loop import Trainer, train
 from megarl.train.saving import RunCheckpoints
@@ -370,6 +374,44 @@ def test_sampling_from_a_nucleus_is_warned_of_and_its_mass_is_in_the_gap_unless_
         assert gaps[one][1] < 1e-10
     assert 0.05 < gaps[0.7, False][0] < -np.log(0.7)
     assert gaps[0.7, False][1] > 5e-3
+
+
+def test_how_many_responses_are_judged_and_why_the_others_are_not_is_said_everywhere(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reward returns None for what it does not like, as a reward with a forgotten return does."""
+    steps = {"run__steps": 2, "eval__every": 2, "health__patience_steps": 1, "log__samples_per_step": 1}
+    run(world.settings(run__dir=str(tmp_path), reward__function="train_rewards:only_starts_low", **steps))
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    said = capsys.readouterr().out
+    why = re.escape(
+        f"TypeError: the reward function returned None (NoneType), expected a number ({train_rewards.__file__}"
+    )
+    for record in of_kind(records, "step"):
+        counts = f"{record['reward/judged']:.0f} of {NUM_SEQUENCES} judged"
+        assert 0 < record["reward/pass_rate"] == record["reward/judged"] / NUM_SEQUENCES < 1 == record["reward/mean"]
+        line = rf"reward 1\.000  pass {record['reward/pass_rate']:.1%}  {counts}  length"
+        assert re.search(line, said)
+        failure = rf"{counts}; first failure: {why}:\d+\); prompt '.+', response '.*', answer '.*'"
+        assert re.fullmatch(failure, record["unjudged"])
+        assert record["unjudged"] in said
+    (verdict,) = [
+        each for each in judge_run(records, HealthConfig(patience_steps=1)) if each.check == "reward_error_share"
+    ]
+    assert verdict.level == "alarm"
+    assert of_kind(records, "step")[-1]["unjudged"] in verdict.found
+    for record in of_kind(records, "eval"):
+        counts = f"{record['eval/judged']:.0f} of {record['eval/responses']:.0f} judged"
+        assert f"pass rate {record['eval/pass_rate']:.1%} of 16 responses" in said
+        assert record["eval/pass_rate"] == record["eval/judged"] / record["eval/responses"] < 1
+        assert re.search(rf"s; heldout: {counts}; first failure: {why}", said)
+    assert cli.main(["status", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count(of_kind(records, "step")[-1]["unjudged"]) == 2  # also in the verdict
+    assert cli.main(["samples", str(tmp_path), "--worst", "1"]) == 0
+    assert "no reward" in capsys.readouterr().out
+    page = write_report(tmp_path).read_text()
+    assert f"{counts} (step 2)" in page
+    assert "mean reward (training, " in page
 
 
 def test_several_benchmarks_and_the_checkpoints_that_stay(

@@ -45,7 +45,11 @@ def write_run(run_dir: Path, steps: int = 12) -> None:
             values = {name: 0.1 + 0.01 * step for name in step_names if not name.startswith(("eval/", "grad_norm"))}
             for kind in ("router", "replay_bias"):
                 values |= {f"{kind}/flip/layer_{layer:02d}": 0.01 * layer for layer in (1, 2, 10)}
-            log.write("step", step, values | {"speed/tokens_per_s": 1000.0 * step, "reward/error_fraction": 0.025})
+            log.write(
+                "step",
+                step,
+                values | {"speed/tokens_per_s": 1000.0 * step, "reward/judged": 97.5, "reward/responses": 100},
+            )
             if step % 4 == 0:
                 log.write("eval", step, {"eval/pass_rate": {4: 0.25, 8: 0.875}.get(step, 0.75)})
 
@@ -87,7 +91,7 @@ def test_the_page_stands_alone_and_tells_the_headline(whole_run: Path) -> None:
     assert cells["Held-out pass rate, last"] == "75.0% (step 12)"
     assert cells["Steps"] == "12"
     assert cells["Tokens per second (median)"] == "6,500"
-    assert cells["Rewards that failed"] == "2.5% of responses"
+    assert cells["Responses with a reward"] == "1170 of 1200 judged"
     assert cells["Objective"] == "minirl"
     assert cells["Routing replay"] == "r3"
     assert cells["Layout"] == "TP 2 · EP 4"
@@ -123,9 +127,13 @@ def test_a_run_writes_every_metric_that_the_report_reads(
     assert {name for panel in PANELS.values() for name in panel.needs if "XX" not in name} <= written | optional
     assert {name for name in written if name.startswith("time/")} == {f"time/{phase}_s" for phase in (*PHASES, "step")}
     assert "Not recorded:" not in page
-    failed = [record["reward/error_fraction"] for record in records if record["kind"] == "step"]
-    assert 0 < np.mean(failed) < 1
-    assert f"<td>{100 * np.mean(failed):.3g}% of responses</td>" in page
+    judged, drawn = (
+        sum(record[f"reward/{name}"] for record in records if record["kind"] == "step")
+        for name in ("judged", "responses")
+    )
+    assert f"<td>{judged:.0f} of {drawn:.0f} judged</td>" in page
+    assert f'<div class="value">{judged:.0f} of {drawn:.0f} judged</div>' in page
+    assert 0 < judged < drawn
 
 
 def test_every_panel_has_a_figure_and_links_into_the_glossary(whole_run: Path) -> None:

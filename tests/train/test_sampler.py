@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+import train_rewards
 from forks import Job, run_jobs
 from reward_server import score_of, serving
 from train_jobs import sampled, sampler_of
@@ -23,7 +26,7 @@ from transformers import AutoTokenizer
 from megarl.core.metrics import finalize
 from megarl.core.types import Rollout
 from megarl.data.tiny import EOS_ID
-from megarl.errors import ConfigError, DataError, RolloutError, StopError
+from megarl.errors import ConfigError, DataError, RewardError, RolloutError, StopError
 from megarl.rollout.player import Draw
 from megarl.train.environments import stop_tokens
 from megarl.train.sampling.sampler import Sampler
@@ -145,7 +148,9 @@ def test_a_response_without_reward_trains_nothing_and_is_in_no_statistic(world: 
     metrics = finalize(drawn.metrics)
     assert metrics["reward/error_fraction"] == pytest.approx(failed.mean())
     assert metrics["reward/mean"] == pytest.approx(rewards[~failed].mean())
-    assert drawn.first_error is not None
+    assert drawn.unjudged.startswith(f"{NUM_SEQUENCES - failed.sum()} of {NUM_SEQUENCES} judged; first failure: ")
+    assert metrics["reward/pass_rate"] == pytest.approx((rewards[~failed] > 0.7).sum() / NUM_SEQUENCES)
+    assert (metrics["reward/judged"], metrics["reward/responses"]) == (NUM_SEQUENCES - failed.sum(), NUM_SEQUENCES)
 
 
 def test_the_length_of_a_response_without_reward_is_still_its_length(world: World) -> None:
@@ -266,10 +271,20 @@ def replace_reward(made: Sampler, function: str) -> Sampler:
 
 def test_a_reward_that_fails_on_everything_ends_the_run(world: World) -> None:
     with sampler(world, reward__function="train_rewards:always_raises") as made:
-        with pytest.raises(RolloutError, match=r"no response has a reward; first: .*no verdict"):
+        lines, first = inspect.getsourcelines(train_rewards.always_raises)
+        place = re.escape(f"({train_rewards.__file__}:{first + len(lines) - 1})")
+        told = rf"no response has a reward; first: ValueError: no verdict {place}; prompt '.*', response '.*', answer '"
+        with pytest.raises(RewardError, match=rf"step 0: {told}"):
             made.sample_step(0)
-        with pytest.raises(RolloutError, match="evaluation"):
+        with pytest.raises(RewardError, match=rf"evaluation on heldout: {told}"):
             made.evaluate(0)
+
+
+def test_a_server_that_does_not_answer_is_no_error_of_the_reward(world: World) -> None:
+    with sampler(world, reward__function="train_rewards:has_no_server") as made:
+        with pytest.raises(RolloutError, match="no response has a reward; first: RuntimeError: no answer") as raised:
+            made.sample_step(0)
+        assert type(raised.value) is RolloutError  # which a launcher starts again
 
 
 def test_training_and_evaluation_noise(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

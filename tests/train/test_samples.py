@@ -18,7 +18,7 @@ from megarl.core.types import Rollout
 from megarl.errors import DataError
 from megarl.report.report import write_report
 from megarl.report.samples import _PAGE_BYTES, for_page
-from megarl.rollout.player import Sample
+from megarl.rollout.player import Failure, Sample
 from megarl.run.metrics_log import MetricsLog
 from megarl.run.samples import NAME, SampleFile, pack, read_samples
 from megarl.train.loop import train
@@ -132,7 +132,7 @@ def test_a_sample_is_described_with_its_tools_and_errors(world: World) -> None:
     nothing = np.zeros(7, np.float32)
     rollout = Rollout(0, 1, tokens, mask, nothing, None, None, nothing.astype(np.int32), "length")
     sample = Sample(rollout, 0.5, turns=2, components=(1.0, 0.0))
-    failed = Sample(None, None, episode_error="ValueError: no")
+    failed = Sample(None, None, failure=Failure("ValueError: no", "", of_episode=True))
     key, other = (0, 1), (1, 0)
     found = describe({key: sample, other: failed}, [key, other], tokenizer, ("right", "short"))
     assert found[key]["prompt"] == "12="
@@ -210,6 +210,13 @@ def test_samples_are_searched_and_sorted(
     shown = capsys.readouterr().out
     assert [int(step) for step in re.findall(r"^--- step (\d+)", shown, re.MULTILINE)] == steps
     assert f"{len(steps)} of 5 responses, of steps 1 to 5" in shown
+
+
+def test_responses_without_a_reward_are_the_worst(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    SampleFile(stored).append(pack([response(6, reward=None, error="TypeError: None")]))
+    for words, steps in ((["--worst", "2"], [6, 1]), (["--best", "9"], [5, 4, 3, 2, 1, 6])):
+        assert cli.main(["samples", str(stored), *words, "--json"]) == 0
+        assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()] == steps
 
 
 @pytest.mark.parametrize(

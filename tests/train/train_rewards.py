@@ -30,6 +30,11 @@ def starts_low(*, prompt: str, response: str, answer: str) -> float:
     return float(response[:1] in set("01234"))
 
 
+def only_starts_low(*, prompt: str, response: str, answer: str) -> float | None:
+    """As ``starts_low``, without a reward for the others."""
+    return 1.0 if response[:1] in set("01234") and response else None
+
+
 def uniform(*, prompt: str, response: str, answer: str) -> float:
     return 0.5
 
@@ -50,6 +55,14 @@ def sometimes_raises(*, prompt: str, response: str, answer: str) -> float:
 
 def always_raises(*, prompt: str, response: str, answer: str) -> float:
     raise ValueError("no verdict")
+
+
+def has_no_server(*, prompt: str, response: str, answer: str) -> float:
+    """Fails as a client of a server does that wraps its errors."""
+    try:
+        raise ConnectionRefusedError(111, "refused")
+    except OSError as error:
+        raise RuntimeError("no answer") from error
 
 
 @instantaneous

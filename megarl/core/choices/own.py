@@ -1,10 +1,9 @@
 """Functions of the user, called so that an error names them. Imports no torch."""
 
-import traceback
 from collections.abc import Callable
 from typing import Any
 
-from megarl.errors import ConfigError, MegarlError, describe
+from megarl.errors import ConfigError, MegarlError, describe_call
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -18,7 +17,4 @@ def call_own(part: str, function: Callable[..., Any], *given: Any, **options: An
     except MegarlError:
         raise
     except (Exception, SystemExit) as error:  # the user's code, which may raise anything
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(
-            f"{part}: the function {name_of(function)} raised {describe(error)} ({last.filename}:{last.lineno})"
-        ) from error
+        raise ConfigError(f"{part}: the function {name_of(function)} raised {describe_call(error)}") from error

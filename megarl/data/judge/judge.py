@@ -122,7 +122,7 @@ class Judge:
         except ConfigError:
             raise
         except (Exception, asyncio.CancelledError) as error:  # foreign code may raise anything
-            return describe_failure(error)
+            return describe_failure(error, self._reward)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -157,9 +157,11 @@ class Judge:
         except asyncio.CancelledError as error:
             if is_being_cancelled():
                 raise
-            return describe_failure(error)  # the function awaited something that was cancelled, not this call
+            return describe_failure(
+                error, self._reward
+            )  # the function awaited something that was cancelled, not this call
         except Exception as error:  # foreign code may raise anything
-            return self._time_out() if deadline.expired() else describe_failure(error)
+            return self._time_out() if deadline.expired() else describe_failure(error, self._reward)
 
     async def _run(self, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Verdict:
         for _ in range(TRIES):
@@ -175,7 +177,9 @@ class Judge:
                 is_sound = False
             finally:
                 self._release(pool, is_sound)
-        return Verdict(None, error=f"{TRIES} workers died, or did not start, before they began this call")
+        return Verdict(
+            None, error=f"{TRIES} workers died, or did not start, before they began this call", may_pass=True
+        )
 
     def _begin(self, pool: ProcessPool, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Call:
         try:
@@ -195,8 +199,9 @@ class Judge:
                 kill_group(error.pid)  # processes that the call started may be left
             status = error.exitcode
             how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-            by_itself = self._is_checked and -status in _CRASHES
-            return Verdict(None, error=f"the worker died in this call, {how}", timed_out=by_itself)
+            by_itself = status >= 0 or -status in _CRASHES
+            why = f"the worker died in this call, {how}"
+            return Verdict(None, error=why, may_pass=not by_itself, timed_out=self._is_checked and -status in _CRASHES)
         except TimeoutError:
             if guard.expired():
                 raise BrokenProcessPool("the worker did not begin in time") from None
@@ -222,7 +227,7 @@ class Judge:
 
     def _time_out(self) -> Verdict:
         why = f"the reward function took more than {self.timeout_s:g} s"
-        return Verdict(None, error=why, timed_out=self.function != "math_verify")
+        return Verdict(None, error=why, may_pass=True, timed_out=self.function != "math_verify")
 
 
 def _end(pool: ProcessPool) -> None:

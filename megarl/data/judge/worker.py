@@ -84,9 +84,9 @@ def call_in_worker(
     except ConfigError as error:
         return ConfigError(str(error))
     except (TimeoutError, MemoryError) as error:
-        return check_in_worker(function, answer) or describe_failure(error)
+        return check_in_worker(function, answer) or describe_failure(error, _load(function))
     except BaseException as error:  # foreign code may raise anything, SystemExit too
-        return describe_failure(error)
+        return describe_failure(error, _load(function))
 
 
 def check_in_worker(function: str, answer: str) -> Verdict | None:
@@ -101,7 +101,7 @@ def check_in_worker(function: str, answer: str) -> Verdict | None:
     try:
         check_answer(answer)
     except BaseException as error:
-        return describe_failure(error)
+        return describe_failure(error, _load(function))
     return Verdict(0.0, timed_out=True)
 
 

@@ -100,6 +100,8 @@ class Check:
     """
     least: float = 0.0
     """The smallest median that counts."""
+    names_failure: bool = False
+    """Whether its verdict says how many responses are judged, and why the first of the others is not."""
 
     def look(self, step: Step) -> tuple[Step, float | None]:
         """Return those of its metrics that a step has, and what they say; None for nothing."""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from megarl.config.tables.health import FALLING, HealthConfig
 from megarl.run.health.checks import CHECKS, METRICS, Check, largest
+from megarl.run.metrics_log import UNJUDGED
 
 Level = Literal["ok", "warning", "alarm"]
 _LEVELS: tuple[Level, ...] = ("ok", "warning", "alarm")
@@ -78,7 +79,7 @@ class Health:
                 values["grad_norm"] = largest(norms)
             values |= {name: record[name] for name in METRICS & record.keys()}
             for judge in self._judges:
-                judge.take(record["step"], values)
+                judge.take(record["step"], values, record.get(UNJUDGED))
 
     def verdicts(self) -> list[Verdict]:
         """Return warnings and alarms, worst first, then those that began first."""
@@ -114,8 +115,8 @@ class _Judge:
         self._since: int | None = None
         self._found = ""
 
-    def take(self, step: int, values: Mapping[str, float]) -> None:
-        """Judge a step. One without the check's metrics changes nothing."""
+    def take(self, step: int, values: Mapping[str, float], unjudged: str | None = None) -> None:
+        """Judge a step. One without the check's metrics changes nothing. unjudged: why responses have no reward."""
         given, value = self._check.look(values)
         if value is None:
             return
@@ -134,6 +135,8 @@ class _Judge:
         if level:
             wrong = ", ".join(f"{name}: found {one}" for name, one in given.items() if not math.isfinite(one))
             self._found = self._describe(value, score) if is_number else wrong
+            if self._check.names_failure and unjudged:
+                self._found += f"; {unjudged}"
             if self._since is None:
                 self._since = step - max(0, self._streak - 1)
         elif not self.level:

@@ -10,7 +10,6 @@ from megarl.config import Config
 from megarl.data.benchmarks import choose, load
 from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt
-from megarl.errors import RolloutError
 from megarl.rollout.player import Player
 from megarl.train.environments import make_player
 from megarl.train.sampling.step_rollouts import SampleTable
@@ -43,16 +42,15 @@ def load_benchmarks(config: Config, tokenizer: PreTrainedTokenizerBase, player: 
 
 
 def score(name: str, table: SampleTable, threshold: float) -> dict[str, float]:
-    """Return the metrics of one benchmark; RolloutError if no response has a reward."""
+    """Return the metrics of one benchmark; RewardError, or RolloutError, if no response has a reward."""
+    table.require_rewards(f"evaluation on {name}")
     judged = table.column("reward")[table.is_judged]
-    if not len(judged):
-        raise RolloutError(f"evaluation on {name}: no response has a reward")
     return {
         "reward": float(judged.mean()),
-        "pass_rate": float((judged > threshold).mean()),
+        "pass_rate": float((judged > threshold).sum() / len(table.rows)),
         "length_mean": float(table.column("generated").mean()),
-        "responses": float(len(judged)),
-        "reward_errors": float(len(table.rows) - len(judged)),
+        "judged": float(len(judged)),
+        "responses": float(len(table.rows)),
     }
 
 
@@ -64,7 +62,7 @@ def pool(found: Mapping[str, Mapping[str, float]], sizes: Sequence[int]) -> dict
     metrics: dict[str, float] = {}
     for key in next(iter(found.values())):
         values = [of[key] for of in found.values()]
-        is_count = key in ("responses", "reward_errors") or len(values) == 1
+        is_count = key in ("judged", "responses") or len(values) == 1
         metrics[f"eval/{key}"] = float(sum(values) if is_count else np.average(values, weights=sizes))
     several = found if len(found) > 1 else {}
     return metrics | {f"eval/{name}/{key}": value for name, of in several.items() for key, value in of.items()}

@@ -51,7 +51,7 @@ def _describe(sample: Sample, tokenizer: PreTrainedTokenizerBase, components: Se
     return found | {
         "reward": None if sample.reward is None else float(sample.reward),
         "rewards": {name: float(value) for name, value in zip(components, sample.components, strict=False)},
-        "error": sample.reward_error or sample.episode_error,
+        "error": sample.failure and sample.failure.error,
         "tool_calls": sum(who == "environment" for who, _ in found["parts"]),
         "truncated": found["finish"] == "length",
     }

@@ -154,8 +154,7 @@ class Sampler:
         assert assigned.step == step, f"step {assigned.step} was begun, step {step} is asked for"
         samples = self._draw(lambda: self._make_step_draw(assigned), self._params(step), on_finish, assigned.background)
         table = SampleTable.gather(samples, tuple(self.config.reward.weights))
-        first_error = next(filter(None, (s.reward_error or s.episode_error for s in samples.values())), None)
-        selection = select(assigned.assignment, table, step, first_error)
+        selection = select(assigned.assignment, table, step)
         advantages, trains = response_advantages(self.config, self.objective, selection, table)
         own = assigned.assignment.own_keys(selection)
         share = exchange_rollouts(own, selection, samples)
@@ -179,7 +178,7 @@ class Sampler:
             by_token or [np.append(advantages, 0.0)[rows] for rows in share.rows],
             Judged(np.append(selection.rewards, 0.0), np.append(selection.prompts, -1), share.rows),
             metrics,
-            first_error,
+            table.describe_unjudged(),
             assigned.position,
             np.stack([assigned.position + selection.prompts, selection.samples], 1)[trains],
             self._excerpts(step, samples),
@@ -190,24 +189,32 @@ class Sampler:
         if not count or not (count == "all" or distributed.is_main_rank()):
             return {}
         chosen = excerpts.choose([*samples], count, step)
+        unjudged = {key for key, sample in samples.items() if sample.reward is None}
+        if unjudged and not unjudged & {*chosen}:
+            chosen = sorted([*chosen[:-1], min(unjudged)])
         return excerpts.describe(samples, chosen, self.tokenizer, tuple(self.config.reward.weights))
 
-    def evaluate(self, step: int, on_finish: Advance | None = None) -> dict[str, float]:
+    def evaluate(self, step: int, on_finish: Advance | None = None) -> tuple[dict[str, float], str | None]:
         """Return mean reward, pass rate and length on every benchmark, and their averages; a collective call.
 
+        Also returns how many responses of which benchmark have a reward, and their first failure; None if all have one.
         There are ``eval.samples`` responses per prompt. Their seeds do not depend on the step, so that a change of the
         metrics comes from the weights. An average weighs benchmarks by their prompts.
         """
         per_prompt = self.config.eval.samples
         params = requests.eval_params(self.config, self._stop_tokens)
         found: dict[str, dict[str, float]] = {}
+        unjudged: list[str] = []
         for name, benchmark in self.benchmarks.items():
             keys = range(dist.get_rank(), len(benchmark.prompts) * per_prompt, dist.get_world_size())
             mine = FixedSamples([divmod(key, per_prompt) for key in keys])
             where = benchmark.prompts, seeds.EVALUATE, requests.benchmark_number(name), benchmark.player
             table = SampleTable.gather(self._draw(partial(self._make_draw, mine, *where), params, on_finish))
             found[name] = score(name, table, benchmark.threshold)
-        return pool(found, [len(benchmark.prompts) for benchmark in self.benchmarks.values()])
+            if told := table.describe_unjudged():
+                unjudged.append(f"{name}: {told}")
+        sizes = [len(benchmark.prompts) for benchmark in self.benchmarks.values()]
+        return pool(found, sizes), "; ".join(unjudged) or None
 
     def _assign(self, step: int) -> _AssignedStep:
         """Assign the samples of a step to ranks; a collective call for rules that allocate counts."""

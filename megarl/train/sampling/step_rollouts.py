@@ -8,6 +8,7 @@ rank that drew them until the step is split into micro-batches.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from operator import itemgetter
 from typing import Any, Self
 
 import numpy as np
@@ -21,10 +22,10 @@ from megarl.core.objectives import Objective, select_responses, sequence_advanta
 from megarl.core.sampling.collector import PoolRows, Rewards, Selection, find_rows
 from megarl.core.sampling.credit_assignment import assign, weigh
 from megarl.core.types import Rollout
-from megarl.errors import ConfigError, RolloutError
+from megarl.errors import ConfigError, RewardError, RolloutError
 from megarl.megatron import distributed
 from megarl.rollout.engine import Engine
-from megarl.rollout.player import Sample
+from megarl.rollout.player import Failure, Sample
 from megarl.train.sampling.assignment import Assignment, Key
 from megarl.train.token_advantages import Judged
 
@@ -42,6 +43,8 @@ class SampleTable:
     """float64 [S, C + M]: the columns above, and M rewards by name."""
     components: tuple[str, ...] = ()
     """Names of the M rewards; empty if there is one."""
+    failure: Failure | None = None
+    """The first one of any rank; one of the user's code comes before those that may pass."""
 
     @classmethod
     def gather(cls, samples: Mapping[Key, Sample], components: tuple[str, ...] = ()) -> Self:
@@ -55,7 +58,12 @@ class SampleTable:
         lengths = _count_tokens([each.rollout for each in samples.values()])
         mine = np.hstack([lengths, np.array(facts, np.float64).reshape(len(facts), len(_COLUMNS) - 3 + len(none))])
         found = cls(distributed.gather_rows(mine), components)
-        return replace(found, rows=found.rows[np.lexsort(found._numbers()[::-1])])
+        found = replace(found, rows=found.rows[np.lexsort(found._numbers()[::-1])])
+        if found.is_judged.all():
+            return found
+        own = [(each.failure.may_pass, key, each.failure) for key, each in samples.items() if each.failure]
+        failures = distributed.gather_objects(min(own, key=itemgetter(0, 1), default=None))
+        return replace(found, failure=min(filter(None, failures), key=itemgetter(0, 1))[2])
 
     def column(self, name: str) -> np.ndarray:
         """float64 [S]."""
@@ -78,10 +86,21 @@ class SampleTable:
         """bool [S]: whether there is a reward."""
         return self.column("judged") > 0
 
+    def require_rewards(self, where: str) -> None:
+        """Raise RewardError if no sample has a reward, or RolloutError if that may pass."""
+        if not self.is_judged.any():
+            kind = RolloutError if self.failure is None or self.failure.may_pass else RewardError
+            raise kind(f"{where}: no response has a reward; first: {self.failure}")
+
+    def describe_unjudged(self) -> str | None:
+        """Return how many samples have a reward, and the first failure; None if all have one."""
+        judged = int(self.is_judged.sum())
+        return None if self.failure is None else f"{judged} of {len(self.rows)} judged; first failure: {self.failure}"
+
     def metrics(self, environment: bool, threshold: float) -> dict[str, Stat]:
         """Return means over all samples. They are equal on every rank, so merging ranks does not change them.
 
-        environment: include the metrics of episodes. threshold: larger rewards count in the pass rate.
+        environment: include the metrics of episodes. threshold: a larger reward passes; a sample without one does not.
         """
         judged, drawn = self.is_judged, len(self.rows)
         passed = judged & (self.column("reward") > threshold)
@@ -90,7 +109,9 @@ class SampleTable:
         sums = dict(zip(names, self.rows.sum(axis=0).tolist(), strict=True))  # rewards are 0 where there is none
         means = {
             "reward/mean": (sums["reward"], sums["judged"]),
-            "reward/pass_rate": (np.count_nonzero(passed), sums["judged"]),
+            "reward/pass_rate": (np.count_nonzero(passed), drawn),
+            "reward/judged": (sums["judged"], 1),
+            "reward/responses": (drawn, 1),
             "reward/error_fraction": (np.count_nonzero(failed), drawn),
             "reward/late_fraction": (sums["late_reward"], drawn),
             "response/length_mean": (sums["generated"], drawn),
@@ -109,7 +130,8 @@ class SampleTable:
 def _facts(key: Key, sample: Sample) -> tuple[float, ...]:
     is_cut = sample.rollout is not None and sample.rollout.finish_reason == "length"
     judged = (sample.reward or 0.0, sample.reward is not None)
-    return (*key, *judged, sample.turns, is_cut, sample.episode_error is not None, sample.late_reward)
+    failed = sample.failure is not None and sample.failure.of_episode
+    return (*key, *judged, sample.turns, is_cut, failed, sample.late_reward)
 
 
 def _count_tokens(rollouts: Sequence[Rollout | None]) -> np.ndarray:
@@ -123,15 +145,17 @@ def _count_tokens(rollouts: Sequence[Rollout | None]) -> np.ndarray:
     return np.stack([tokens, tokens - prompts - generated, generated], 1)
 
 
-def select(assignment: Assignment, table: SampleTable, step: int, first_error: str | None) -> Selection:
-    """Return the samples that train; RolloutError if there are none."""
-    if not table.is_judged.any():
-        raise RolloutError(f"step {step}: no response has a reward; first: {first_error}")
+def select(assignment: Assignment, table: SampleTable, step: int) -> Selection:
+    """Return the samples that train; RolloutError, or RewardError, if there are none."""
+    table.require_rewards(f"step {step}")
     selection = assignment.select(table.rewards())
     if not len(selection.prompts):
-        raise RolloutError(
+        kind = RolloutError if table.failure is None or table.failure.may_pass else RewardError
+        unjudged = table.describe_unjudged()
+        raise kind(
             f"step {step}: none of {int(selection.drawn.shape[1])} prompts had rewards that differ: take other "
             "prompts, raise sampling.max_prompts or rollout.group_size, or set sampling.refill = false"
+            + (f"; {unjudged}" if unjudged else "")
         )
     return selection
 
@@ -164,8 +188,8 @@ class StepRollouts:
     """The rewards that such an objective needs."""
     metrics: dict[str, Stat]
     """Rewards are over the whole step and equal on all ranks; the rest is of this rank's rollouts."""
-    first_error: str | None
-    """The first error of a reward or an environment on this rank."""
+    unjudged: str | None
+    """How many responses of all ranks have a reward, and the first failure; None if all have one."""
     first_prompt: int
     """The place of the step's first prompt in the run's order."""
     trained: np.ndarray
