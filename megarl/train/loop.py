@@ -98,7 +98,8 @@ class Trainer:
             self.monitor.say(f"warning: {warning}")
         torch.use_deterministic_algorithms(config.run.deterministic, warn_only=True)
         objective = config.train.resolved_objective
-        try_functions(objective, config.train.objective_function, torch.cuda.current_device())
+        size = config.sampling.train_size or config.rollout.group_size
+        try_functions(objective, config.train.objective_function, torch.cuda.current_device(), size)
         self.policy = Policy(config, schedule_of(config))
         self.engine = make_engine(config, self.monitor.say)
         self.train_step = TrainStep(config, self.policy, objective)
