@@ -317,6 +317,8 @@ class Trainer:
         dropped = self.log.truncate_after(done, evaluated=not self._eval_is_due)
         self.monitor.recall()
         self.monitor.say(f"resumed from {newest[1]} after step {done}; dropped {dropped} later records")
+        if change := self.policy.describe_schedule_change(state["scheduler"]):
+            self.monitor.say(f"warning: {change}")
         if state["layout"] != (layout := describe_layout(self.policy)):
             self.monitor.say(f"the layout was {state['layout']} and is {layout}; random generators begin with run.seed")
         return done

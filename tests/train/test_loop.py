@@ -141,19 +141,35 @@ def test_a_run_that_is_done_is_left_as_it_is(world: World, tmp_path: Path) -> No
 
 
 @pytest.mark.slow(minutes=3)
-def test_more_steps_keep_a_schedule_that_was_given(world: World, tmp_path: Path) -> None:
+def test_more_steps_keep_a_schedule_that_was_given(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With decay_steps the length of the run is no part of the schedule, so a longer run continues exactly."""
     common: dict[str, Any] = {"checkpoint__every": 2, "optim__decay_style": "linear", "optim__decay_steps": 8}
     whole = run(world.settings(run__dir=str(tmp_path / "whole"), run__steps=4, **common))
     run(world.settings(run__dir=str(tmp_path / "parts"), run__steps=2, **common))
     assert run(world.settings(run__dir=str(tmp_path / "parts"), run__steps=4, **common)) == whole
+    assert "learning rate" not in capsys.readouterr().out
 
 
-def test_more_steps_stretch_a_schedule_that_ends_with_the_run(world: World, tmp_path: Path) -> None:
+def test_more_steps_stretch_a_schedule_that_ends_with_the_run(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without decay_steps the decay ends with the run: a longer run must not go on at a rate of 0 unnoticed."""
-    common: dict[str, Any] = {"checkpoint__every": 2, "optim__decay_style": "linear"}
-    run(world.settings(run__dir=str(tmp_path / "run"), run__steps=2, **common))
-    longer = run(world.settings(run__dir=str(tmp_path / "run"), run__steps=4, **common))
+    common: dict[str, Any] = {"checkpoint__every": 2, "optim__decay_style": "linear", "run__dir": str(tmp_path / "run")}
+    run(world.settings(run__steps=2, **common))
+    assert "learning rate" not in capsys.readouterr().out
+    longer = run(world.settings(run__steps=4, **common))
+    told = "the learning rate of the next update is 0.0005, planned was 0: run.steps (lr_decay_steps 4 -> 8)"
+    assert f"warning: {told}; optim.decay_steps = 4 keeps it\n" in capsys.readouterr().out
+    # What the line advises is allowed, and silent; other lengths are told.
+    for decay_steps, line in (
+        (8, None),
+        (16, "is 0.0005, planned was 0: optim.decay_steps (lr_decay_steps 8 -> 16)\n"),
+    ):
+        run(world.settings(run__steps=4, optim__decay_steps=decay_steps, **common))
+        said = capsys.readouterr().out
+        assert line in said if line else "learning rate" not in said
     rates = [record["lr"] for record in of_kind(longer, "minibatch") if record["step"] > 2]
     assert rates[0] == pytest.approx(1e-3 / 2)
     assert all(rate > 0 for rate in rates)
