@@ -17,7 +17,7 @@ from megarl import cli
 from megarl.config import Config
 from megarl.config.file import parse
 from megarl.core.types import Rollout
-from megarl.errors import ConfigError, MegarlError, RolloutError
+from megarl.errors import ConfigError, MegarlError, NumericsError, RolloutError
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.megatron.hf_weights import export_hf, save_hf
@@ -195,6 +195,22 @@ def test_other_settings_in_the_folder_of_a_run_are_refused(world: World, tmp_pat
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == saved
     # How often to save or evaluate may change.
     train(world.settings(run__dir=folder, checkpoint__every=2, checkpoint__keep=1))
+
+
+def test_a_run_that_ended_before_its_first_step_leaves_its_folder_to_another(world: World, tmp_path: Path) -> None:
+    common: dict[str, Any] = {"eval__every": 1, "run__steps": 1}
+
+    def fail(*_: Any) -> None:
+        raise NumericsError("no first step")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(NumericsError, match="no first step"):
+        patch.setattr(Trainer, "_step", fail)
+        train(world.settings(run__dir=str(tmp_path / "run"), **common))
+    distributed.shutdown()
+    (evaluated,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert (evaluated["kind"], evaluated["step"]) == ("eval", 0)
+    anew = run(world.settings(run__dir=str(tmp_path / "run"), optim__lr=2e-3, **common))
+    assert anew == run(world.settings(run__dir=str(tmp_path / "fresh"), optim__lr=2e-3, **common))
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_used(
