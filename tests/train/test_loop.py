@@ -203,9 +203,10 @@ def test_a_run_that_ended_before_its_first_step_leaves_its_folder_to_another(wor
     def fail(*_: Any) -> None:
         raise NumericsError("no first step")
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(NumericsError, match="no first step"):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_step", fail)
-        train(world.settings(run__dir=str(tmp_path / "run"), **common))
+        with pytest.raises(NumericsError, match="no first step"):
+            train(world.settings(run__dir=str(tmp_path / "run"), **common))
     distributed.shutdown()
     (evaluated,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert (evaluated["kind"], evaluated["step"]) == ("eval", 0)
