@@ -418,6 +418,10 @@ def test_nothing_heavy_is_imported():
         ({"urls": ["127.0.0.1:30000"]}, "sglang.urls: found 127.0.0.1:30000"),
         ({"urls": ["http://127.0.0.1:30000/"]}, "sglang.urls: found http://127.0.0.1:30000/"),
         ({"urls": ["http://a:1", "http://a:1"]}, "expected each server once"),
+        *(
+            ({"urls": [f"http://{host}"]}, f"sglang.urls: found http://{host}, expected each server once, as http://ho")
+            for host in ("2001:db8::7:30000", "::1:30000", "2001:db8::7", "a:port", ":30000", "[::1:30000")
+        ),
         ({"urls": ["http://a:1"], "gpus": [0]}, "sglang.gpus: found together with urls"),
         ({"gpus": [0, 0], "servers": 2}, "expected each GPU once"),
     ],

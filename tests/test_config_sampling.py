@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import tomllib
-from contextlib import nullcontext
-from typing import Any
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +16,10 @@ from megarl.config import Config
 from megarl.config import file as config_file
 from megarl.config.tables.sampling import SamplingConfig
 from megarl.core.choices.credit import Credit
+from megarl.core.choices.parts import AdvantageName
 from megarl.core.choices.stopping import Sequential, Uniform
+from megarl.core.choices.table import OBJECTIVES
+from megarl.core.objectives import select_responses, sequence_advantages, token_advantages
 from megarl.errors import ConfigError
 
 SMALLEST: dict[str, Any] = {
@@ -234,6 +239,88 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], told: str
 )
 def test_what_is_just_allowed(changes: dict[str, Any]) -> None:
     parsed(**changes)
+
+
+def is_refused(**changes: Any) -> bool:
+    with suppress(ConfigError):
+        parsed(**changes)
+        return False
+    with pytest.raises(ConfigError, match="compares several: every gradient would be 0"):
+        parsed(**changes)
+    return True
+
+
+ONE: dict[str, Any] = {"rollout__group_size": 1}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_group_of_one_is_refused_where_its_advantage_is_zero(name: str) -> None:
+    """The formulas themselves say which: groups of one, with rewards that differ."""
+    objective = OBJECTIVES[name]
+    if objective.needs_topk:
+        return
+    tokens = torch.full((4,), -1.0)
+    values = token_advantages(
+        objective, [1.0, 0.0, 0.0, 1.0], [0, 1, 2, 3], logprobs=tokens, ref_logprobs=tokens,
+        loss_mask=torch.ones(4, dtype=torch.bool), cu_seqlens=torch.arange(5),
+    )  # fmt: skip
+    trains = select_responses(objective, [1.0, 0.0, 0.0, 1.0], [0, 1, 2, 3])
+    assert is_refused(**ONE, train__objective=name) == (not (values * trains).any())
+    assert not is_refused(rollout__group_size=2, train__objective=name)
+
+
+@pytest.mark.parametrize("name", get_args(AdvantageName))
+def test_every_advantage_in_a_group_of_one(name: str) -> None:
+    if name in ("token_level_kl", "process"):  # the one has a row above, the other may have several steps
+        return
+    given = {"lengths": [1, 2, 3, 4], "components": ([[1.0, 0.0], [0.0, 1.0], [0.5, 0.0], [1.0, 1.0]], [1.0, 0.5])}
+    objective = replace(OBJECTIVES["grpo"], advantage=name)
+    values = sequence_advantages(objective, [1.0, 0.0, 0.0, 1.0], [0, 1, 2, 3], **given)
+    several = SEVERAL if name == "gdpo" else {}
+    assert is_refused(**ONE, **several, train__objective_overrides={"advantage": name}) == (not values.any())
+
+
+RAW: dict[str, Any] = {"train__objective_overrides": {"advantage": "raw"}}
+POOL: dict[str, Any] = {"sampling__advantages": "credit"}
+TRAINED: dict[str, Any] = {**POOL, "credit__statistics": "trained"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        (ONE, "rollout.group_size"),
+        ({"sampling__train_size": 1, "sampling__advantages": "objective"}, "sampling.train_size"),
+        ({"sampling__train_size": 1}, None),  # compared with all eight that were drawn
+        ({"sampling__train_size": 1, **TRAINED}, "sampling.train_size"),
+        ({"sampling__train_size": 1, **RAW, "train__objective_overrides": {"selection": "mixed_groups"}}, "train_size"),
+        ({**ONE, **RAW}, None),
+        ({**ONE, **RAW, "sampling__refill": True}, "rollout.group_size"),
+        ({**ONE, **POOL}, "rollout.group_size"),
+        ({**ONE, "sampling__rule": "gvm"}, "rollout.group_size"),
+        ({**ONE, "sampling__rule": "gvm", **RAW}, None),
+        ({**ONE, "sampling__rule": "ada_est"}, "rollout.group_size"),
+        ({"rollout__group_size": 2, "sampling__rule": "ada_est"}, None),
+        ({**ONE, "sampling__rule": "ada_seq_pos"}, None),  # one trains, compared with up to 32
+        ({**ONE, "sampling__rule": "ada_seq_pos", "sampling__max_samples": 1}, "sampling.max_samples"),
+        ({**ONE, "sampling__rule": "ada_seq_pos", "sampling__round_size": 1}, None),
+        ({**ONE, "sampling__rule": "ada_seq_pos", **TRAINED}, "rollout.group_size"),
+        ({"sampling__rule": "tiers", "sampling__tiers": [1], "sampling__train_size": 1}, "sampling.tiers"),
+        ({"sampling__rule": "tiers", "sampling__tiers": [1, 2], "sampling__train_size": 1}, None),
+        (ONE | {"train__objective": "raft"}, None),
+        (ONE | {"train__objective_overrides": {"advantage": "reinforce_pp"}}, None),
+        (
+            ONE | {"train__objective_overrides": {"advantage": "reinforce_pp"}, "rollout__prompts_per_step": 1},
+            "rollout.group_size",
+        ),
+        (ONE | {"train__objective_overrides": {"entropy_coef": 0.1}}, "rollout.group_size"),
+    ],
+)
+def test_groups_of_one_by_any_way(changes: dict[str, Any], key: str | None) -> None:
+    if key is None:
+        parsed(**changes)
+        return
+    with pytest.raises(ConfigError, match=rf"{key}: found 1 response to a prompt .* every gradient would be 0"):
+        parsed(**changes)
 
 
 @pytest.mark.parametrize(

@@ -328,6 +328,38 @@ def test_tables_are_json_for_programs(here: Path, capsys: pytest.CaptureFixture[
     assert found["out"]["verified"] is True
 
 
+STEP = '{"kind": "step", "step": 1, "minibatch": null, "wall_s": 1.0}\n'
+
+
+def test_a_run_that_finished_no_step_holds_no_folder(here: Path) -> None:
+    folder, metrics = here / "run", here / "run" / "metrics.jsonl"
+    held, other = {"run.dir": str(folder)}, {"run.dir": str(folder), "optim.lr": 0.5}
+    claim(load("run.toml", held))
+    (folder / "notes.txt").write_text("mine")
+    evaluated, update = (
+        STEP.replace('"step",', f'"{kind}",').replace('": 1,', '": 0,') for kind in ("eval", "minibatch")
+    )
+    for text in ("", evaluated, evaluated + update.replace("null", "0"), evaluated + '{"kind": "st'):
+        for resume in (True, False):
+            claim(load("run.toml", held))
+            metrics.write_text(text)
+            claim(load("run.toml", {**other, "checkpoint.resume": resume}))  # which megarl train then writes anew
+            assert "lr = 0.5" in (folder / "config.toml").read_text()
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert not [*folder.glob("metrics.earlier*")]
+    for text in (STEP, evaluated + STEP, f"{evaluated}broken\n{evaluated}"):
+        (folder / "config.toml").unlink()
+        claim(load("run.toml", held))
+        metrics.write_text(text)
+        with pytest.raises(ConfigError, match=r"holds a run with optim\.lr"):
+            claim(load("run.toml", other))
+        assert metrics.read_text() == text
+    metrics.write_text(evaluated)
+    (folder / "checkpoints" / "step_0000001").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"holds a run with optim\.lr"):
+        claim(load("run.toml", other))
+
+
 def test_a_run_folder_may_be_moved_with_its_model_or_copied(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the folder was called from before, and whatever it is called from now."""
     for paths in ("relative", "absolute"):
@@ -341,7 +373,7 @@ def test_a_run_folder_may_be_moved_with_its_model_or_copied(here: Path, monkeypa
         claim(before)
         saved = tree / "run" / "config.toml"
         shutil.copytree(tree / "run", here / f"{paths}-copy")
-        (tree / "run" / "metrics.jsonl").touch()
+        (tree / "run" / "metrics.jsonl").write_text(STEP)
         copied = load(here / f"{paths}-copy" / "config.toml")
         assert copied.run_dir == here / f"{paths}-copy"
         assert Path(copied.model.path).samefile(tree / "model")
@@ -360,7 +392,7 @@ def test_a_run_goes_on_with_settings_that_are_empty(here: Path) -> None:
     """An empty string is no place, and many keys name none."""
     held = {"data.answer_field": "", "model.reference": "", "run.dir": str(here / "run")}
     claim(load("run.toml", held))
-    (here / "run" / "metrics.jsonl").touch()
+    (here / "run" / "metrics.jsonl").write_text(STEP)
     claim(load("run.toml", held))
     with pytest.raises(ConfigError, match=r"holds a run with data\.answer_field = '' .*, this one has 'answer'"):
         claim(load("run.toml", held | {"data.answer_field": "answer"}))

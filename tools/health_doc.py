@@ -37,7 +37,7 @@ A run without a verdict is not proven good. Look at held-out figures and at resp
 
 - A value at a limit is beyond it. A verdict appears after `patience_steps` ({patience_steps}) steps in a row beyond the
   limit, and ends after as many within it, so a single odd step is no verdict. Exceptions: one spike of the gradient is
-  enough, and steps whose rewards are all 0 are counted by their limit.
+  enough, and steps whose rewards or gradients are all 0 are counted by their limit.
 - A value that is not finite is an alarm at once.
 - Checks named `*_ratio` compare a run with itself. *The start* is the median of the first `start_steps` ({start_steps})
   steps. *The usual* is the median of the last 50 steps within the limits. The other checks also find a run that is bad

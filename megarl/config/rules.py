@@ -6,7 +6,7 @@ A table checks its own keys. A message names the key, what was found, what was e
 from megarl.config import megatron_fields
 from megarl.config.tables import EstimateConfig, GvmConfig, Tables
 from megarl.core.choices.family import family_warning
-from megarl.core.choices.parts import TOKEN_ADVANTAGES
+from megarl.core.choices.parts import GROUP_ADVANTAGES, TOKEN_ADVANTAGES
 from megarl.core.megatron_facts import replay_blockers
 from megarl.errors import ConfigError
 
@@ -20,6 +20,7 @@ def check(tables: Tables) -> None:
     _check_sizes(tables)
     _check_sampling(tables)
     _check_advantages(tables)
+    _check_groups(tables)
     _check_megatron(tables)
     _check_replay(tables)
     _check_old_logprobs(tables)
@@ -171,6 +172,38 @@ def _check_advantages(tables: Tables) -> None:
             f"train.objective_overrides: found kl_at = 'theta' with rollout.prompts_per_step = {prompts}, expected a "
             f"multiple of train.mini_batches = {parts}: each update computes the advantages of whole groups"
         )
+
+
+def _check_groups(tables: Tables) -> None:
+    """Refuse groups of one where advantages compare the responses of a group: they would all be 0.
+
+    Allotted counts differ between prompts: some may be 1, which ``sampling/lone_prompts`` counts.
+    """
+    objective, sampling, size = tables.train.resolved_objective, tables.sampling, tables.rollout.group_size
+    of_drawn = "sampling.refill = true" if sampling.refill else None
+    of_trained = 'the selection "mixed_groups"' if objective.selection == "mixed_groups" else None
+    if sampling.uses_credit and tables.credit.statistics == "pool":
+        of_drawn = "advantages of [credit]"
+    elif sampling.uses_credit:
+        of_trained = 'credit.statistics = "trained"'
+    elif objective.advantage in GROUP_ADVANTAGES:
+        of_trained = f"the advantage {objective.advantage!r}"
+    elif objective.advantage == "reinforce_pp" and tables.rollout.prompts_per_step == 1:
+        of_trained = "the advantage 'reinforce_pp' and rollout.prompts_per_step = 1"
+    trained, draws_one = sampling.train_size or size, size == 1
+    if not sampling.allotted:
+        rule = sampling.rule_of(size)
+        trained, more = rule.train_size or 0, (rule.next_samples(0, 1, *counts) for counts in ((1, 0), (0, 1)))
+        draws_one = rule.next_samples(0, 0, 0, 0) == 1 and not any(more)
+    if not (reason := of_trained or (of_drawn if draws_one else None)) or not (draws_one or trained == 1):
+        return
+    key = "sampling.train_size" if sampling.train_size == 1 else "rollout.group_size"
+    if draws_one and not (sampling.allotted or sampling.rule == "uniform"):
+        key = "sampling." + ("tiers" if sampling.rule == "tiers" else "max_samples")
+    raise ConfigError(
+        f"{key}: found 1 response to a prompt with {reason}, which compares several: every gradient would be 0; set 2 "
+        'or more, or an advantage without a group, such as train.objective_overrides = {advantage = "reinforce_pp"}'
+    )
 
 
 def _check_megatron(tables: Tables) -> None:

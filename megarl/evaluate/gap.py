@@ -55,7 +55,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 NUM_EXTREMES = 5
 WITHOUT_RUN: dict[str, Any] = {
     "run": {"steps": 1},
-    "rollout": {"prompts_per_step": 1, "group_size": 1, "max_response_tokens": 1024},
+    "rollout": {"prompts_per_step": 1, "group_size": 2, "max_response_tokens": 1024},
     "optim": {"lr": 1e-6},
 }
 """What a configuration needs, for a model without one: the local engine, bf16."""

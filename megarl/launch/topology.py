@@ -1,5 +1,6 @@
 """The nodes, addresses and ports of a job. The launcher finds them; all other processes read <run>/launch.json."""
 
+import errno
 import ipaddress
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from megarl.config import Config
+from megarl.config.addresses import url_host
 from megarl.errors import ConfigError
 
 FIRST_PORT, LAST_PORT = 20000, 30000  # below the ports that a system gives to outgoing connections
@@ -52,9 +54,8 @@ class Topology:
 
     @property
     def urls(self) -> list[str]:
-        hosts = [self.server_node(index).address for index in range(len(self.server_ports))]
-        hosts = [f"[{host}]" if ":" in host else host for host in hosts]  # IPv6
-        return [f"http://{host}:{port}" for host, port in zip(hosts, self.server_ports, strict=True)]
+        ports = enumerate(self.server_ports)
+        return [f"http://{url_host(self.server_node(index).address)}:{port}" for index, port in ports]
 
 
 def read_topology(launch: Mapping[str, Any]) -> Topology:
@@ -119,7 +120,7 @@ def addresses_of(names: Sequence[str], env: Mapping[str, str], ask: Ask) -> dict
 
 def _resolve(name: str, address: str) -> str:
     try:
-        return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+        return str(socket.getaddrinfo(address.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise ConfigError(
             f"node {name} has the address {address}, which does not resolve ({error}); set MEGARL_ADDRESSES, e.g. "
@@ -138,12 +139,13 @@ def free_ports(count: int, job: int, attempt: int = 0) -> list[int]:
 
 
 def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that a connection has just left is free
+    """Whether nothing listens there, over IPv4 nor, where the kernel has it, over IPv6."""
+    for family in (socket.AF_INET, socket.AF_INET6):
         try:
-            probe.bind(("", port))
-        except OSError:
-            return False
+            socket.create_server(("", port), family=family).close()
+        except OSError as error:
+            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+                return False
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -125,6 +126,24 @@ class Policy:
             for chunk in self.chunks if self.chunks[0].use_forward_hook else ():
                 chunk.start_param_sync(force_sync=True)
         return norm, lr
+
+    def describe_schedule_change(self, saved: dict[str, Any]) -> str | None:
+        """One line on how the learning rate differs from that of ``saved``, the schedule in the loaded checkpoint; None
+        if it does not."""
+        length = "run.steps" if self.config.optim.decay_steps is None else "optim.decay_steps"
+        keys = {"max_lr": "lr", "min_lr": "min_lr", "lr_warmup_steps": "warmup_steps", "lr_decay_style": "decay_style"}
+        names = {name: f"optim.{key}" for name, key in keys.items()} | {"lr_decay_steps": length}
+        now, before = self.scheduler, copy.copy(self.scheduler)
+        vars(before).update({name: saved[name] for name in names})
+        rates = before.get_lr({}), now.get_lr(self.optimizer.param_groups[0])
+        pairs = {name: (getattr(before, name), getattr(now, name)) for name in names}
+        if vars(before) == vars(now) or (rates[0] == rates[1] and {*pairs["lr_decay_style"]} == {"constant"}):
+            return None
+        changes = ", ".join(
+            f"{names[name]} ({name} {old} -> {new})" for name, (old, new) in pairs.items() if old != new
+        )
+        keep = f"; optim.decay_steps = {before.lr_decay_steps} keeps it" if length == "run.steps" else ""
+        return f"the learning rate of the next update is {rates[1]:.4g}, planned was {rates[0]:.4g}: {changes}{keep}"
 
     def export(self, receive: bool | WeightShare = True) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights under their Hugging Face names, on the ranks that ``receive``; a collective call."""

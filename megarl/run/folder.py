@@ -10,15 +10,16 @@ from megarl.config import Config
 from megarl.config.file import RUN_ID, SAVED, read_toml
 from megarl.config.moved import is_same_place
 from megarl.data.files import read_record, write_atomically
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, DataError
 from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.megatron.checkpoints.manifest import MANIFEST
+from megarl.run.metrics_log import iterate_metrics
 
 _FREE = {"checkpoint", "launch", "log", "health", "eval", "sft", "recompute"}
 """Tables that may change between a run and its resumption."""
 _FREE_KEYS = {("run", "dir"), ("run", "steps"), ("run", "collective_timeout_s"), ("train", "micro_batch_tokens")}
 _FREE_KEYS |= {("reward_model", key) for key in ("urls", "batch_size", "concurrency", "timeout_s", "attempts")}
-_FREE_KEYS.add(("reward_model", "api_key_env"))
+_FREE_KEYS |= {("reward_model", "api_key_env"), ("optim", "decay_steps")}  # as run.steps moves its default
 _FIXED = {"sglang": "fp8", "parallel": "distributed_optimizer"}
 """Of these tables, all other keys may change."""
 
@@ -27,12 +28,14 @@ def claim(config: Config) -> None:
     """Prepare the run folder on the main rank and save the resolved configuration there.
 
     ConfigError if the folder holds a run that this configuration does not continue: with other settings, or with
-    ``checkpoint.resume`` off. More steps than before are fine.
+    ``checkpoint.resume`` off. More steps than before are fine. A run that finished no step holds nothing.
     """
     folder = config.run_dir
     folder.mkdir(parents=True, exist_ok=True)
-    saved = folder / SAVED
-    if saved.exists() and (folder / "metrics.jsonl").exists():
+    saved, metrics = folder / SAVED, folder / "metrics.jsonl"
+    checkpoints = complete_checkpoints(folder / "checkpoints")
+    trained = bool(checkpoints) or _has_step(metrics)
+    if saved.exists() and trained:
         if not config.checkpoint.resume:
             raise ConfigError(
                 f"{folder} holds a run and checkpoint.resume is off; choose another run.dir or remove the folder"
@@ -49,15 +52,21 @@ def claim(config: Config) -> None:
                 "run.dir, remove the folder, or set the old value to continue it"
             )
     write_atomically(saved, config.to_toml().encode())
-    checkpoints = complete_checkpoints(folder / "checkpoints")
     if not read_run_id(folder):
         known = [record["run"] for _, path in checkpoints if (record := read_record(path / MANIFEST)).get("run")]
         write_atomically(folder / RUN_ID, (known[-1] if known else secrets.token_hex(8)).encode())
-    metrics = folder / "metrics.jsonl"
-    if metrics.exists() and metrics.stat().st_size and not checkpoints:
+    if trained and not checkpoints:
         # Without a checkpoint the run begins again, and its records with it: the earlier ones are kept beside them.
         number = len(list(folder.glob("metrics.earlier-*.jsonl"))) + 1
         shutil.copy2(metrics, folder / f"metrics.earlier-{number}.jsonl")
+
+
+def _has_step(metrics: Path) -> bool:
+    """Whether a run has recorded a step, and not only the evaluation before the first one; a broken file counts."""
+    try:
+        return metrics.is_file() and any(record["kind"] == "step" for record in iterate_metrics(metrics))
+    except DataError:
+        return True
 
 
 def read_run_id(folder: Path) -> str:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from megarl.config import Config
+from megarl.config.addresses import url_host
 from megarl.config.plugs import ENGINES, load_plug
 from megarl.core.choices.own import call_own
 from megarl.core.types import WeightShare
@@ -216,13 +217,12 @@ def _start_servers(
 
 def _find_host(nodes: Sequence[int]) -> str:
     """Return the address of this rank's node as other nodes see it; a collective call."""
-    mine = own_address(f"tcp://{os.environ['MASTER_ADDR']}")
+    mine = own_address(f"tcp://{url_host(os.environ['MASTER_ADDR'])}")
     addresses = distributed.gather_objects(mine)
     if dist.get_rank() != nodes[0]:
         return mine
     # On the master node, the master's name may resolve to the loopback address: ask for the way to another node.
-    other = addresses[nodes[1]]
-    return own_address(f"tcp://[{other}]" if ":" in other else f"tcp://{other}")
+    return own_address(f"tcp://{url_host(addresses[nodes[1]])}")
 
 
 def _make_fleet(

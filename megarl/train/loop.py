@@ -98,7 +98,8 @@ class Trainer:
             self.monitor.say(f"warning: {warning}")
         torch.use_deterministic_algorithms(config.run.deterministic, warn_only=True)
         objective = config.train.resolved_objective
-        try_functions(objective, config.train.objective_function, torch.cuda.current_device())
+        size = config.sampling.train_size or config.rollout.group_size
+        try_functions(objective, config.train.objective_function, torch.cuda.current_device(), size)
         self.policy = Policy(config, schedule_of(config))
         if self.policy.left_out:
             self.monitor.say(self.policy.left_out)
@@ -319,6 +320,8 @@ class Trainer:
         dropped = self.log.truncate_after(done, evaluated=not self._eval_is_due)
         self.monitor.recall()
         self.monitor.say(f"resumed from {newest[1]} after step {done}; dropped {dropped} later records")
+        if change := self.policy.describe_schedule_change(state["scheduler"]):
+            self.monitor.say(f"warning: {change}")
         if state["layout"] != (layout := describe_layout(self.policy)):
             self.monitor.say(f"the layout was {state['layout']} and is {layout}; random generators begin with run.seed")
         return done

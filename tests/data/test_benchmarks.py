@@ -42,7 +42,7 @@ def config(**data: Any) -> Config:
             "run": {"steps": 1},
             "model": {"path": "model"},
             "data": {"train": "train.jsonl", **data},
-            "rollout": {"prompts_per_step": 1, "group_size": 1, "max_response_tokens": 8},
+            "rollout": {"prompts_per_step": 1, "group_size": 2, "max_response_tokens": 8},
             "optim": {"lr": 1e-3},
         }
     )

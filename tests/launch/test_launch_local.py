@@ -10,12 +10,15 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 import pytest
 from launch_world import CONFIG, STEPS, Launch, World, assert_whole, processes_of, rank_pid, records_of
+from ports import has_ipv6_loopback
 
+from megarl.launch.topology import Node, Topology, free_ports
 from megarl.run.audit import check
 from megarl.run.status import read_status
 
@@ -193,3 +196,17 @@ def test_a_signal_that_kills_reward_workers_too_costs_no_sample(world: World, re
     again = Launch(world, run.config)
     assert again.code() == 0
     assert_whole(run.folder, reference)
+
+
+@pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no address ::1")
+def test_nodes_that_meet_at_an_ipv6_address_compute_the_same(world: World, reference: Path) -> None:
+    topology = Topology((Node("a", "::1"), Node("b", "::1")), (), 1, free_ports(1, os.getpid())[0], ())
+    config = world.config("ipv6")
+    launch = {"topology": asdict(topology), "logs": str(world.root / "ipv6_logs"), "command": ["train", str(config)]}
+    (world.root / "ipv6_launch.json").write_text(json.dumps(launch))
+    nodes = [
+        Launch(world, world.root / "ipv6_launch.json", [number], command=("-m", "megarl.launch.node"))
+        for number in ("0", "1")
+    ]
+    assert [node.code() for node in nodes] == [0, 0], nodes[0].log.read_text()[-3000:]
+    assert records_of(world.root / "ipv6") == records_of(reference)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import has_ipv6_loopback
 
 from megarl.config import Config
 from megarl.config.file import parse, split_overrides
@@ -76,8 +77,9 @@ def test_a_job_of_other_size_is_refused() -> None:
 
 def test_names_need_not_resolve_but_addresses_must_be_of_use() -> None:
     assert addresses_of(["a1", "b1"], {}, slurm) == {"a1": "10.0.0.1", "b1": "10.0.1.1"}
-    given = {"MEGARL_ADDRESSES": "a1=192.168.0.9,b1=fd00::1"}
-    assert addresses_of(["a1", "b1"], given, slurm) == {"a1": "192.168.0.9", "b1": "fd00::1"}
+    for ipv6 in ("fd00::1", "[fd00::1]"):
+        given = {"MEGARL_ADDRESSES": f"a1=192.168.0.9,b1={ipv6}"}
+        assert addresses_of(["a1", "b1"], given, slurm) == {"a1": "192.168.0.9", "b1": "fd00::1"}
     with pytest.raises(ConfigError, match=r"node x has the address nowhere\.invalid, which does not resolve"):
         addresses_of(["x"], {"MEGARL_ADDRESSES": "x=nowhere.invalid"}, slurm)
 
@@ -101,6 +103,9 @@ def test_ports_that_somebody_listens_on_are_passed_over_and_jobs_begin_elsewhere
         taken.bind(("", first[0]))
         taken.listen()
         assert free_ports(3, job=5)[0] != first[0]
+    if has_ipv6_loopback():
+        with socket.create_server(("::1", first[0]), family=socket.AF_INET6):
+            assert free_ports(3, job=5)[0] != first[0]
     assert not set(free_ports(20, job=5)) & set(free_ports(20, job=6))
     assert free_ports(1, job=5, attempt=1) != first[:1]
 

@@ -15,6 +15,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from ports import has_ipv6_loopback
 from rollout_oracle import make_requests
 from sglang_fixtures import START_DEADLINE_S
 from sglang_oracle import CLOSE, logprob_gap, noisy, oracle_of, same_sets
@@ -77,6 +78,24 @@ def test_a_server_with_another_number_of_ranks_is_an_error_and_stays_usable(
         < CLOSE
     )
     engine.close()
+
+
+@pytest.mark.sglang
+@pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no address ::1")
+def test_a_server_at_an_ipv6_address_samples_and_gets_weights_through_a_group(
+    sglang_spec: ServerSpec, hostile_model: Path, tmp_path: Path
+):
+    spec = replace(sglang_spec, model_path=hostile_model, host="::1", log_file=tmp_path / "ipv6.log")
+    with Server(spec) as server:
+        server.wait_ready(START_DEADLINE_S)
+        assert server.url.startswith("http://[::1]:")
+        fleet = Fleet(urls=[server.url], source=hostile_model, broadcast=True)
+        config = json.loads((hostile_model / "config.json").read_text())
+        engine = SGLangEngine(fleet.start(), config, fleet=fleet, form=WeightForm(torch.float32))
+        engine.update_weights(noisy(hostile_model, 2).items(), 1)
+        oracle = oracle_of(hostile_model, noisy(hostile_model, 2))
+        assert logprob_gap(engine.generate(make_requests(2), PARAMS), oracle) < CLOSE
+        engine.close()
 
 
 @pytest.mark.sglang

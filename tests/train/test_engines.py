@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from tiny_families import write_family
@@ -118,3 +119,20 @@ def test_servers_hold_what_is_sent_whatever_the_folder_holds(
         found.get("quantization_config"),
         0,
     )
+
+
+@pytest.mark.parametrize("master", ["2001:db8::7", "[2001:db8::7]", "10.0.0.7", "node7"])
+def test_the_way_to_a_master_is_asked_for_at_its_whole_address(master: str, monkeypatch: pytest.MonkeyPatch):
+    asked: list[str | None] = []
+
+    def answer(url: str) -> str:
+        asked.append(urlsplit(url).hostname)
+        return "2001:db8::8"
+
+    monkeypatch.setattr(engines, "own_address", answer)
+    monkeypatch.setattr(engines.distributed, "gather_objects", lambda mine: [mine, "2001:db8::9"])
+    monkeypatch.setenv("MASTER_ADDR", master)
+    for rank in (0, 1):
+        monkeypatch.setattr(engines.dist, "get_rank", lambda rank=rank: rank)
+        assert engines._find_host([0, 1]) == "2001:db8::8"
+    assert asked == [master.strip("[]"), "2001:db8::9", master.strip("[]")]

@@ -104,7 +104,14 @@ def test_a_check_speaks_at_its_limits_and_not_before(name: str) -> None:
 
 
 def test_every_check_has_such_a_test() -> None:
-    apart = {"zero_reward_steps", "solved_share", "pass_rate_ratio", "missing_rows_share", "idle_share"}
+    apart = {
+        "zero_reward_steps",
+        "solved_share",
+        "pass_rate_ratio",
+        "missing_rows_share",
+        "idle_share",
+        "zero_gradient_steps",
+    }
     assert {*READS} | apart == {*NAMES} == {*HealthConfig.model_fields} - {"patience_steps", "start_steps"}
 
 
@@ -211,6 +218,22 @@ def test_a_spike_speaks_at_once_and_is_forgotten() -> None:
     assert levels(run(*[{"grad_norm": 0.0}] * 90, {"grad_norm": 3.0})) == {}
 
 
+def test_a_gradient_of_exactly_zero_speaks_at_once() -> None:
+    none = {"grad_norm": 0.0}
+    assert [levels(run(*[none] * count)).get("zero_gradient_steps") for count in (0, 1, 2, 3)] == [
+        None, "warning", "warning", "alarm",
+    ]  # fmt: skip
+    (verdict,) = judge_run(run(none, none))
+    assert (verdict.since, verdict.found) == (
+        11, "every gradient norm is exactly 0: 2 steps in a row (warning from 1 steps, alarm from 3 steps)"
+    )  # fmt: skip
+    assert levels(run(*[none] * 9, {"grad_norm": 5e-324})) == {}  # the smallest number is a gradient
+    assert levels(run(*[{"grad_norm": None}] * 9)) == {}  # steps without an update
+    records = run(none)
+    records[-2]["grad_norm"] = 1.0  # one of two updates had a gradient
+    assert levels(records) == {}
+
+
 def test_a_pass_rate_that_falls_is_told_from_noise() -> None:
     chance = random.Random(0)
 
@@ -233,7 +256,11 @@ def test_a_pass_rate_that_falls_is_told_from_noise() -> None:
 def test_what_is_not_finite_is_an_alarm_at_once(name: str, value: float) -> None:
     metric = {**{name: metric for name, (metric, _) in READS.items()}, "zero_reward_steps": "reward/mean"}
     metric |= {"pass_rate_ratio": "reward/pass_rate", "missing_rows_share": "rollout/missing_rows_fraction"}
-    metric |= {"idle_share": "time/train_s", "solved_share": "prompts/effective_ratio"}
+    metric |= {
+        "idle_share": "time/train_s",
+        "zero_gradient_steps": "grad_norm",
+        "solved_share": "prompts/effective_ratio",
+    }
     solved = {"reward/pass_rate": 0.95} if name == "solved_share" else {}
     (verdict,) = judge_run(run({**solved, metric[name]: value}), HealthConfig(**only(name)))
     assert verdict.level == "alarm"
@@ -273,9 +300,13 @@ def test_a_healthy_run_is_calm_at_every_moment() -> None:
 
 
 def test_bad_runs_are_alarms() -> None:
-    assert [(v.check, v.level, v.since) for v in judge_run(real("reward0"))] == [("zero_reward_steps", "alarm", 1)]
+    # Rewards that are all equal leave no gradient.
+    expected = [(check, "alarm", 1) for check in ("zero_reward_steps", "zero_gradient_steps")]
+    assert [(v.check, v.level, v.since) for v in judge_run(real("reward0"))] == expected
     found = {verdict.check: verdict.level for verdict in judge_run(real("collapsing"))}
-    assert found == dict.fromkeys(("zero_reward_steps", "pass_rate_ratio", "truncated_share"), "alarm")
+    assert found == dict.fromkeys(
+        ("zero_reward_steps", "pass_rate_ratio", "truncated_share", "zero_gradient_steps"), "alarm"
+    )
 
 
 def test_one_record_after_the_other_is_the_same_as_all_at_once() -> None:

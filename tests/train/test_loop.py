@@ -19,7 +19,7 @@ from megarl.config import Config
 from megarl.config.file import parse
 from megarl.config.tables.health import HealthConfig
 from megarl.core.types import Rollout
-from megarl.errors import ConfigError, MegarlError, RolloutError
+from megarl.errors import ConfigError, MegarlError, NumericsError, RolloutError
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.megatron.hf_weights import export_hf, save_hf
@@ -145,19 +145,35 @@ def test_a_run_that_is_done_is_left_as_it_is(world: World, tmp_path: Path) -> No
 
 
 @pytest.mark.slow(minutes=3)
-def test_more_steps_keep_a_schedule_that_was_given(world: World, tmp_path: Path) -> None:
+def test_more_steps_keep_a_schedule_that_was_given(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With decay_steps the length of the run is no part of the schedule, so a longer run continues exactly."""
     common: dict[str, Any] = {"checkpoint__every": 2, "optim__decay_style": "linear", "optim__decay_steps": 8}
     whole = run(world.settings(run__dir=str(tmp_path / "whole"), run__steps=4, **common))
     run(world.settings(run__dir=str(tmp_path / "parts"), run__steps=2, **common))
     assert run(world.settings(run__dir=str(tmp_path / "parts"), run__steps=4, **common)) == whole
+    assert "learning rate" not in capsys.readouterr().out
 
 
-def test_more_steps_stretch_a_schedule_that_ends_with_the_run(world: World, tmp_path: Path) -> None:
+def test_more_steps_stretch_a_schedule_that_ends_with_the_run(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without decay_steps the decay ends with the run: a longer run must not go on at a rate of 0 unnoticed."""
-    common: dict[str, Any] = {"checkpoint__every": 2, "optim__decay_style": "linear"}
-    run(world.settings(run__dir=str(tmp_path / "run"), run__steps=2, **common))
-    longer = run(world.settings(run__dir=str(tmp_path / "run"), run__steps=4, **common))
+    common: dict[str, Any] = {"checkpoint__every": 2, "optim__decay_style": "linear", "run__dir": str(tmp_path / "run")}
+    run(world.settings(run__steps=2, **common))
+    assert "learning rate" not in capsys.readouterr().out
+    longer = run(world.settings(run__steps=4, **common))
+    told = "the learning rate of the next update is 0.0005, planned was 0: run.steps (lr_decay_steps 4 -> 8)"
+    assert f"warning: {told}; optim.decay_steps = 4 keeps it\n" in capsys.readouterr().out
+    # What the line advises is allowed, and silent; other lengths are told.
+    for decay_steps, line in (
+        (8, None),
+        (16, "is 0.0005, planned was 0: optim.decay_steps (lr_decay_steps 8 -> 16)\n"),
+    ):
+        run(world.settings(run__steps=4, optim__decay_steps=decay_steps, **common))
+        said = capsys.readouterr().out
+        assert line in said if line else "learning rate" not in said
     rates = [record["lr"] for record in of_kind(longer, "minibatch") if record["step"] > 2]
     assert rates[0] == pytest.approx(1e-3 / 2)
     assert all(rate > 0 for rate in rates)
@@ -183,6 +199,23 @@ def test_other_settings_in_the_folder_of_a_run_are_refused(world: World, tmp_pat
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == saved
     # How often to save or evaluate may change.
     train(world.settings(run__dir=folder, checkpoint__every=2, checkpoint__keep=1))
+
+
+def test_a_run_that_ended_before_its_first_step_leaves_its_folder_to_another(world: World, tmp_path: Path) -> None:
+    common: dict[str, Any] = {"eval__every": 1, "run__steps": 1}
+
+    def fail(*_: Any) -> None:
+        raise NumericsError("no first step")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_step", fail)
+        with pytest.raises(NumericsError, match="no first step"):
+            train(world.settings(run__dir=str(tmp_path / "run"), **common))
+    distributed.shutdown()
+    (evaluated,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert (evaluated["kind"], evaluated["step"]) == ("eval", 0)
+    anew = run(world.settings(run__dir=str(tmp_path / "run"), optim__lr=2e-3, **common))
+    assert anew == run(world.settings(run__dir=str(tmp_path / "fresh"), optim__lr=2e-3, **common))
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_used(
@@ -244,7 +277,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_a_later_start_goes_on(
 @pytest.mark.parametrize(
     "change",
     [
-        {"rollout__group_size": 1},
+        {"rollout__group_size": 1, "train__objective": "raft", "reward__threshold": -1.0},
         {"reward__function": "train_rewards:uniform"},
         {"rollout__max_response_tokens": 1},
         {"train__micro_batch_tokens": 16},
@@ -265,7 +298,7 @@ def test_odd_settings_train_without_nan(world: World, tmp_path: Path, change: di
         bad = [key for key, value in record.items() if isinstance(value, float) and not np.isfinite(value)]
         assert not bad, (record["kind"], record["step"], bad)
     updates = of_kind(records, "minibatch")
-    if change.get("rollout__group_size") == 1 or "uniform" in str(change.get("reward__function")):
+    if "uniform" in str(change.get("reward__function")):
         assert all(update["grad_norm"] == 0.0 and update["loss"] == 0.0 for update in updates)
     else:
         assert all(update["grad_norm"] > 0.0 for update in updates)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from megarl.config.addresses import has_host
 from megarl.config.tables.base import Count, NonNegative, Table
 from megarl.config.tables.train import DecayStyle
 from megarl.core.choices.stopping import POSITIVE
@@ -96,10 +97,11 @@ class RewardModelConfig(Table):
 
     def check(self) -> None:
         for url in self.urls:
-            if not re.fullmatch(r"https?://[^/?#@\s]+(/[^?#@\s]*)?(?<!/)", url):
+            if not (re.fullmatch(r"https?://[^/?#@\s]+(/[^?#@\s]*)?(?<!/)", url) and has_host(url)):
                 raise ValueError(
-                    f"urls: found {url.rpartition('@')[2]}, expected http://host:port without a slash at the end, a "
-                    "question mark or a password; name a variable in api_key_env for the key"
+                    f"urls: found {url.rpartition('@')[2]}, expected http://host:port (an IPv6 address in brackets) "
+                    "without a slash at the end, a question mark or a password; name a variable in api_key_env for the "
+                    "key"
                 )
         if "{response}" not in self.text:
             raise ValueError(f"text: found {self.text!r}, expected {{response}} in it")

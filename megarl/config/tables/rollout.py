@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from megarl.config.addresses import has_host
 from megarl.config.plugs import EngineKind, engine_kind
 from megarl.config.tables.base import Count, Dtype, Table
 
@@ -192,8 +193,12 @@ class SGLangConfig(Table):
     def check(self) -> None:
         bases = [url.rstrip("/") for url in self.urls]
         for url in self.urls:
-            if not url.startswith(("http://", "https://")) or url.endswith("/") or bases.count(url) > 1:
-                raise ValueError(f"urls: found {url}, expected each server once, as http://host:port without a slash")
+            is_url = url.startswith(("http://", "https://")) and not url.endswith("/") and has_host(url)
+            if not is_url or bases.count(url) > 1:
+                raise ValueError(
+                    f"urls: found {url}, expected each server once, as http://host:port without a slash (an IPv6 "
+                    "address in brackets)"
+                )
         if self.urls and self.gpus:
             raise ValueError("gpus: found together with urls, whose servers run already; set one of them")
         if len(set(self.gpus)) < len(self.gpus):

@@ -56,10 +56,20 @@ def function_coefficients(
     return replace(result, metrics={**metrics, **result.metrics})
 
 
-def try_functions(objective: Objective, function: ObjectiveFunction | None, device: torch.device | int | str) -> None:
-    """Call every function of the user once on four tokens of two responses; errors as in a step."""
+def try_functions(
+    objective: Objective, function: ObjectiveFunction | None, device: torch.device | int | str, group_size: int = 2
+) -> None:
+    """Call every function of the user once on four tokens of two responses; errors as in a step.
+
+    ConfigError too for an advantage that is 0 in groups of one, if ``group_size`` is 1.
+    """
     if callable(objective.advantage):
-        sequence_advantages(objective, [1.0, 0.0], [0, 0])
+        values = sequence_advantages(objective, [1.0, 0.0], [0, min(group_size, 2) % 2])
+        if group_size == 1 and not values.any():
+            raise ConfigError(
+                f"rollout.group_size: found 1 with the advantage {name_of(objective.advantage)}, which is 0 for single "
+                "responses with the rewards 1 and 0: every gradient would be 0; set 2 or more, or another advantage"
+            )
     logprobs = torch.tensor([-0.1, -1.0, -0.5, -2.0], device=device)
     signs, bounds = (torch.tensor(values, device=device) for values in ([1.0, 1.0, -1.0, -1.0], [0, 2, 4]))
     ref = logprobs - 0.2 if objective.needs_ref_logprobs else None

@@ -265,6 +265,7 @@ class Collector:
             "samples": sum(pool.num_asked for pool in self._pools),
             "failed": sum([*pool.rewards.values()].count(None) for pool in self._pools),
             "trained": len(chosen),
+            "lone_prompts": np.count_nonzero(judged[places] == 1),
             "short_prompts": np.count_nonzero(judged[places] < (self.rule.train_size or 0)),
             "replaced_prompts": self._front - len(placed),
             "missing_prompts": self._num_prompts - len(placed),

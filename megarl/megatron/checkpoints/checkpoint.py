@@ -83,7 +83,8 @@ def require_intact(path: Path, gib_per_rank: float) -> None:
 
 
 def load(path: Path, policy: Policy) -> dict[str, Any]:
-    """Restore a checkpoint into ``policy`` and the random generators; returns the loop state. A collective call.
+    """Restore a checkpoint into ``policy`` and the random generators; returns the loop state, with the "scheduler" that
+    was saved. A collective call.
 
     Random states are restored only in the layout that wrote them; in another one they keep their seeds.
     """
@@ -108,7 +109,7 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
         policy.scheduler.load_state_dict(state["scheduler"])
     if is_same:
         restore_rng(state["rng"])
-    return state["loop"]
+    return state["loop"] | {"scheduler": state["scheduler"]}
 
 
 def load_weights(path: Path, chunks: Sequence[torch.nn.Module], shape: ModelShape, gib_per_rank: float) -> int:

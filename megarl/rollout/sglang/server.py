@@ -24,6 +24,7 @@ from typing import Self
 import httpx
 import psutil
 
+from megarl.config.addresses import url_host
 from megarl.errors import RolloutError
 from megarl.rollout.sglang.http import SERVER_INFO, authorization, server_info
 from megarl.rollout.sglang.spec import ServerSpec, command, environment, free_port, write_config
@@ -59,8 +60,7 @@ class Server:
     @property
     def url(self) -> str:
         """Base address without a slash at the end; a restart does not change it."""
-        host = f"[{self.spec.host}]" if ":" in self.spec.host else self.spec.host
-        return f"http://{host}:{self._port}"
+        return f"http://{url_host(self.spec.host)}:{self._port}"
 
     @property
     def pid(self) -> int | None:

@@ -35,9 +35,9 @@ def _total(step: Step) -> float:
     return sum(step.values())
 
 
-def _are_zero(step: Step) -> float | None:
-    """Return 1 if every reward is 0, else 0; a mean of 0 alone may be one of rewards that cancel out."""
-    if len(step) < 3:
+def _are_zero(step: Step, fewest: int = 3) -> float | None:
+    """Return 1 if every value is 0, else 0; a mean reward of 0 alone may be one of rewards that cancel out."""
+    if len(step) < fewest:
         return None
     return next((value for value in step.values() if not math.isfinite(value)), float(not any(step.values())))
 
@@ -119,6 +119,7 @@ _READS: dict[str, Callable[[Step], float | None]] = {
     "smallest": _smallest,
     "total": _total,
     "zero": _are_zero,
+    "zero_gradient": partial(_are_zero, fewest=1),
     "contrast": _contrast,
     "solved_contrast": partial(_contrast, solved=True),
     "unsolved_entropy": _unsolved_entropy,

@@ -18,6 +18,7 @@ import torch.distributed as dist
 # same way, and both ends must use the same keys in the store.
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
+from megarl.config.addresses import url_host
 from megarl.errors import WeightSyncError
 
 POLL_S = 0.002
@@ -125,7 +126,7 @@ class BroadcastGroup:
                 raise self._failure(str(error))
 
     def _failure(self, reason: str) -> GroupError:
-        return GroupError(f"the {self.backend} group at {self.address}:{self.port} failed: {reason}")
+        return GroupError(f"the {self.backend} group at {url_host(self.address)}:{self.port} failed: {reason}")
 
 
 def in_thread(work: Callable[[], None], daemon: bool = True) -> Future[None]:

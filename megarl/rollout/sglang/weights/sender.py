@@ -19,6 +19,7 @@ import httpx
 import numpy as np
 import torch
 
+from megarl.config.addresses import url_host
 from megarl.errors import WeightSyncError
 from megarl.rollout.buckets import Bucket
 from megarl.rollout.sglang.http import MODEL_INFO, authorization
@@ -234,7 +235,7 @@ def _new_group(senders: Sequence[WeightSender], device: torch.device) -> Broadca
     for sender in senders:
         sender._group, sender._grouped = group, len(senders)
         body = {
-            "master_address": group.address,
+            "master_address": url_host(group.address),  # SGLang puts it into a URL
             "master_port": group.port,
             "rank_offset": first,
             "world_size": group.world_size,
