@@ -24,6 +24,8 @@ class Recipe:
     """Text with {prompt} in it, around each plain-text prompt."""
     model: Path | None = None
     """Folder of the model: prompts are written for its chat template and measured with its tokenizer."""
+    trust: bool = False
+    """Let code in that folder make its tokenizer: docs/trust.md."""
     max_prompt_tokens: int = 2048
     """Longer prompts are left out; needs --model."""
 
