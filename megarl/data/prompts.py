@@ -18,7 +18,7 @@ from megarl.data.chat import ChatTemplate, check_messages
 from megarl.data.prompt_table import Prompt as Prompt
 from megarl.data.prompt_table import PromptTable, share
 from megarl.data.records import Record, get_field, place_prefix, read_records, type_name
-from megarl.data.tokenizer import count_rows, tokenize
+from megarl.data.tokenizer import count_rows, find_prefix, tokenize
 from megarl.data.tokenizer import decode_all as decode_all
 from megarl.data.tokenizer import load_tokenizer as load_tokenizer
 from megarl.errors import ConfigError, DataError
@@ -248,9 +248,7 @@ class PromptReader:
         self._needs_chat = bool(arguments)
         self.num_rows = count_rows(tokenizer)
         """Tokens that the model has rows for; None if that is not known."""
-        self._prefix = {
-            token for token in tokenize(tokenizer, [""], special=True)[0] if token != tokenizer.eos_token_id
-        }
+        self._prefix = {token for token in tokenize(tokenizer, [""], True)[0] if token != tokenizer.eos_token_id}
         """What the tokenizer puts before plain text."""
         self._added = {*tokenizer.added_tokens_decoder}
 

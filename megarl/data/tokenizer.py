@@ -69,6 +69,11 @@ def count_rows(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
 
 
+def find_prefix(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The special tokens that the tokenizer puts before plain text."""
+    return frozenset(tokenize(tokenizer, [""], special=True)[0]) - {tokenizer.eos_token_id}  # type: ignore[arg-type]
+
+
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bool) -> list[list[int]]:
     """What the tokenizer's own call gives, in half its time where that only calls the backend.
 
@@ -125,11 +130,11 @@ def _find_differences(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Itera
     }
     special = dict.fromkeys(map(str, tokenizer.all_special_tokens))
     for file, entries in stated.items():
-        ids: dict[str, list[int]] = {}
+        stated_ids: dict[str, list[int]] = {}
         for number, token in entries:  # a few tokenizers have a text twice, which is encoded as one of the two
-            ids.setdefault(token["content"], []).append(number)
+            stated_ids.setdefault(token["content"], []).append(number)
         special |= dict.fromkeys(token["content"] for _, token in entries if token.get("special"))
-        for content, numbers in ids.items():
+        for content, numbers in stated_ids.items():
             if (found := tokenizer.convert_tokens_to_ids(content)) not in numbers:
                 yield f"{file} says that {content!r} is token {numbers[0]}, but it is {found}"
     for content in special:
@@ -160,18 +165,15 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 def _encode_probe(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
     """The probe text without the characters that the vocabulary does not hold, and its tokens."""
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
-    unknown = {token for token in (tokenizer.unk_token, getattr(model, "unk_token", None)) if token is not None}
+    unknown = (tokenizer.unk_token, getattr(model, "unk_token", None))
 
     def encode(text: str) -> list[int]:
         try:
             tokens = tokenize(tokenizer, [text], special=False)[0]
         except Exception:  # tokenizers raises a bare Exception for a character without a token
             return []
-        return (
-            []
-            if unknown & {*tokenizer.convert_ids_to_tokens(tokens)} or INCOMPLETE in _decode(tokenizer, tokens)
-            else tokens
-        )
+        is_unknown = any(token in unknown for token in tokenizer.convert_ids_to_tokens(tokens))
+        return [] if is_unknown or INCOMPLETE in _decode(tokenizer, tokens) else tokens
 
     held = {letter for letter in set(_PROBE) if encode(letter)}
     text = "".join(letter for letter in _PROBE if letter in held)

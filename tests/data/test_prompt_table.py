@@ -131,7 +131,7 @@ class TestSharing:
     ) -> None:
         path, tokenizer = write_jsonl(*RECORDS), make_tokenizer(chat=True)
         expected = plain(load(path, tokenizer))
-        monkeypatch.setattr(prompts, "_tokenize", lambda *_, **__: pytest.fail("tokenized again"))
+        monkeypatch.setattr(prompts, "tokenize", lambda *_, **__: pytest.fail("tokenized again"))
         mapped = load(path, make_tokenizer(chat=True))
         assert plain(mapped) == expected
         assert isinstance(mapped.tokens, np.memmap)
