@@ -237,7 +237,7 @@ class TestSharing:
 
 
 def _load_as_rank(path: Path, tokenizer: PreTrainedTokenizerFast, start: Any, log: Path) -> None:
-    tokenize = prompts._tokenize
+    tokenize = prompts.tokenize
     first = []
 
     def tell(*given: Any, **options: Any) -> Any:
@@ -247,7 +247,7 @@ def _load_as_rank(path: Path, tokenizer: PreTrainedTokenizerFast, start: Any, lo
                 file.write("tokenized\n")
         return tokenize(*given, **options)
 
-    prompts._tokenize = tell
+    prompts.tokenize = tell
     start.wait()
     found = load(path, tokenizer)
     assert isinstance(found[249], Prompt)
