@@ -248,8 +248,7 @@ class PromptReader:
         self._needs_chat = bool(arguments)
         self.num_rows = count_rows(tokenizer)
         """Tokens that the model has rows for; None if that is not known."""
-        self._prefix = {token for token in tokenize(tokenizer, [""], True)[0] if token != tokenizer.eos_token_id}
-        """What the tokenizer puts before plain text."""
+        self._prefix = find_prefix(tokenizer)
         self._added = {*tokenizer.added_tokens_decoder}
 
     def text(self, record: Record, place: str) -> Text:
