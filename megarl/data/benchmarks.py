@@ -101,6 +101,7 @@ def load(benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, config: Confi
             prompt_field=benchmark.prompt_field,
             answer_field=benchmark.answer_field,
             chat_template=config.data.chat_template,
+            chat_template_args=config.data.chat_template_args,
             max_prompt_tokens=config.data.max_prompt_tokens,
             split=benchmark.split,
             limit=config.eval.max_prompts,

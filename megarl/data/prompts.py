@@ -120,6 +120,10 @@ def load_demonstrations(
     end_token = tokenizer.eos_token_id
     if not isinstance(end_token, int):
         raise ConfigError("the tokenizer has no eos_token: set one, otherwise the model never learns to stop")
+    if reader.num_rows is not None and end_token >= reader.num_rows:
+        raise ConfigError(
+            f"the tokenizer's eos_token is {end_token}, but the model has {reader.num_rows} rows: correct it"
+        )
 
     def read(place: str, record: Record) -> tuple[Text, Text]:
         text = reader.text(record, place)

@@ -4,7 +4,6 @@
 class that it derives from the model's type, or the folder's own code makes it, where the user allows that.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -14,6 +13,8 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from megarl.config.tables.model import ModelConfig
+from megarl.data.files import find_tokenizer_code, read_record
 from megarl.errors import ConfigError, describe
 
 INCOMPLETE = "\ufffd"
@@ -39,7 +40,7 @@ def load_tokenizer(folder: str | Path, key: str, trust: bool = False) -> PreTrai
     that is lost, and for a tokenizer that only untrusted code can make.
     """
     folder = Path(folder)
-    code = _named_code(folder)
+    code = find_tokenizer_code(folder)
     advice = f"; its tokenizer is code of its own, {code}: read it, then pass --trust" if code and not trust else ""
     has_file = (folder / "tokenizer.json").is_file()
     reader = PreTrainedTokenizerFast if has_file and not (code and trust) else AutoTokenizer
@@ -63,9 +64,14 @@ def load_tokenizer(folder: str | Path, key: str, trust: bool = False) -> PreTrai
     return tokenizer
 
 
+def load_model_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of the policy; ConfigError as in :func:`load_tokenizer`."""
+    return load_tokenizer(model.path, "model.path", model.trust_remote_code)
+
+
 def count_rows(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The rows of the model's embedding: ``vocab_size`` of config.json beside the tokenizer; None without one."""
-    config = _read_json(Path(tokenizer.name_or_path) / "config.json") if tokenizer.name_or_path else {}
+    config = read_record(Path(tokenizer.name_or_path) / "config.json") if tokenizer.name_or_path else {}
     return config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
 
 
@@ -103,25 +109,10 @@ def decode_all(
     return [str(tokenizer.decode(sequence, skip_special_tokens=skip)) for sequence in ids]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return found if isinstance(found, dict) else {}
-
-
-def _named_code(folder: Path) -> str | None:
-    """The class in the folder's code that makes the tokenizer; None if none is named."""
-    try:
-        named = _read_json(folder / "tokenizer_config.json").get("auto_map")
-    except ValueError:  # transformers says what is wrong with the file
-        return None
-    classes = named.get("AutoTokenizer") if isinstance(named, Mapping) else named
-    return next((str(name) for name in classes if name), None) if isinstance(classes, list) else classes
-
-
 def _find_differences(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Iterator[str]:
     """Where a tokenizer is not what the folder says of it."""
     config, data, legacy = (
-        _read_json(folder / name) for name in ("tokenizer_config.json", "tokenizer.json", "added_tokens.json")
+        read_record(folder / name) for name in ("tokenizer_config.json", "tokenizer.json", "added_tokens.json")
     )
     stated: dict[str, list[tuple[int, Mapping[str, Any]]]] = {
         "tokenizer_config.json": [(int(id), token) for id, token in (config.get("added_tokens_decoder") or {}).items()],

@@ -82,14 +82,14 @@ def _trainer() -> dict[str, Any]:
 
 def _read_prompt(config: Config, failed: Collection[str]) -> None:
     """Read the tokenizer, and with it the first prompt of a file that can be read."""
-    from transformers import AutoTokenizer
-
     from megarl.data.prompts import load_prompts
+    from megarl.data.tokenizer import load_model_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+    tokenizer = load_model_tokenizer(config.model)
     data = config.data
     if Path(data.train).is_file() and "data.train" not in failed:
-        settings = data.model_dump(include={"prompt_field", "answer_field", "chat_template", "max_prompt_tokens"})
+        keys = {"prompt_field", "answer_field", "chat_template", "chat_template_args", "max_prompt_tokens"}
+        settings = data.model_dump(include=keys)
         load_prompts(data.train, tokenizer=tokenizer, limit=1, **settings)
 
 

@@ -17,6 +17,7 @@ from megarl.config import Config
 from megarl.config.plugs import ENGINES, load_plug
 from megarl.core.choices.own import call_own
 from megarl.core.types import WeightShare
+from megarl.data.files import find_tokenizer_code
 from megarl.errors import ConfigError, RolloutError, printable
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES
@@ -266,6 +267,7 @@ def server_specs(config: Config, host: str, key: str | None, folder: Path) -> li
             api_key=key,
             # The FP8 folder has no weights: they arrive with the first update.
             extra_args=(
+                *(["--trust-remote-code"] if config.model.trust_remote_code and find_tokenizer_code(model) else []),
                 *(["--load-format", "dummy"] if settings.fp8 else []),
                 *(["--enable-memory-saver"] if settings.release_memory and settings.gpus else []),
                 *settings.arguments,

@@ -10,7 +10,6 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer
 
 from megarl.config import Config
 from megarl.core.metrics import Stat, finalize
@@ -18,6 +17,7 @@ from megarl.core.objectives.columns import Denominators
 from megarl.core.packing import pack
 from megarl.core.types import TrainBatch
 from megarl.data.prompts import Demonstration, PromptOrder, load_demonstrations
+from megarl.data.tokenizer import load_model_tokenizer
 from megarl.errors import ConfigError
 from megarl.megatron import distributed
 from megarl.megatron.config_errors import as_config_error
@@ -41,13 +41,14 @@ def sft(config: Config) -> None:
     if out.exists() and any(out.iterdir()) and not (out / "model.safetensors.index.json").exists():
         raise ConfigError(f"sft.out: {out} is not empty and no earlier output of megarl; choose another folder")
     distributed.initialize(config)
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = load_model_tokenizer(config.model)
     demonstrations = load_demonstrations(
         settings.data,
         tokenizer,
         settings.prompt_field,
         settings.response_field,
         chat_template=config.data.chat_template,
+        chat_template_args=config.data.chat_template_args,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=config.rollout.max_response_tokens,
         max_positions=read_shape(config.model.path).max_sequence_length,

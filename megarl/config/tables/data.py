@@ -1,7 +1,7 @@
 """The tables about prompts, their judgement and demonstrations: [data], [reward], [reward_model], [sft]."""
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -23,6 +23,8 @@ class DataConfig(Table):
     """Field that holds the answer, which the reward gets."""
     chat_template: bool = False
     """Wrap plain-text prompts with the tokenizer's chat template."""
+    chat_template_args: dict[str, Any] = {}
+    """Variables of the chat template, such as { enable_thinking = false }; one that it never reads is an error."""
     max_prompt_tokens: PositiveInt = 2048
     """Longest prompt, in tokens; a longer one is an error."""
     split: str | None = None

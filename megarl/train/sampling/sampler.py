@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.config import Config
 from megarl.core.choices.stopping import Uniform
@@ -21,6 +20,7 @@ from megarl.core.routing.provenance import provenance_metrics, refuse_mixed_vers
 from megarl.core.sampling.collector import Selection
 from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt, PromptOrder
+from megarl.data.tokenizer import load_model_tokenizer
 from megarl.errors import CheckpointError, MegarlError
 from megarl.megatron import distributed
 from megarl.models.fit import wants_routes
@@ -83,7 +83,7 @@ class Sampler:
         ends the sampling.
         """
         self.config, self.engine, self.objective = config, engine, objective
-        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.model.path)
+        self.tokenizer = load_model_tokenizer(config.model)
         self.prompts = requests.load_run_prompts(config, self.tokenizer)
         self.order = PromptOrder(len(self.prompts), config.run.seed)
         judge = Judge(config.reward.function, **config.judge_options(config.reward.function))
