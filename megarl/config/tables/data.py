@@ -9,12 +9,15 @@ from megarl.config.tables.base import Count, NonNegative, Table
 from megarl.config.tables.train import DecayStyle
 from megarl.core.choices.stopping import POSITIVE
 
+FILES = (".jsonl", ".json", ".parquet")
+"""Endings of the files that prompts are read from; other names are folders and data sets of the hub."""
+
 
 class DataConfig(Table):
     """[data]: prompts and answers."""
 
     train: str = Field(min_length=1)
-    """JSONL or Parquet file, or the name of a data set on the Hugging Face hub."""
+    """JSONL, JSON or Parquet file, or the name of a data set on the Hugging Face hub."""
     heldout: str | None = None
     """The same for evaluation; required if eval.every > 0."""
     prompt_field: str = "prompt"
@@ -35,7 +38,7 @@ class DataConfig(Table):
     @property
     def resolved_heldout_split(self) -> str | None:
         """heldout_split with its default resolved; files have no splits."""
-        if self.heldout_split is None and not (self.heldout or "").endswith((".jsonl", ".parquet")):
+        if self.heldout_split is None and not (self.heldout or "").endswith(FILES):
             return self.split
         return self.heldout_split
 

@@ -37,7 +37,7 @@ class Data(Recipe):
     action: Positional[Literal["prepare"]]
     """What to do."""
     source: Positional[str]
-    """A .jsonl or .parquet file, a dataset folder, or a hub name: OWNER/NAME or OWNER/NAME:CONFIG."""
+    """A .jsonl, .json or .parquet file, a dataset folder, or a hub name: OWNER/NAME or OWNER/NAME:CONFIG."""
     out: Positional[Path]
     """The folder for train.jsonl and heldout.jsonl."""
     split: str | None = None

@@ -1,4 +1,4 @@
-"""Write the prompt files that ``[data]`` reads, from JSONL, Parquet, dataset folders and hub names."""
+"""Write the prompt files that ``[data]`` reads, from JSONL, JSON, Parquet, dataset folders and hub names."""
 
 import hashlib
 import json
