@@ -69,7 +69,7 @@ class ChatTemplate:
                 marks |= {token for token in self._tokens if before.endswith(token) or behind.startswith(token)}
                 opening = re.search(r"[^\n]*\S\s*\Z", special.sub("", texts[at - 1]))
                 if opening and not opening.group()[-1].isalnum() and all(map(_WORD.search, (opening.group(), closing))):
-                    patterns.add(rf"(?:\A|\n){re.escape(opening.group())}.*{re.escape(closing)}\s*\Z")
+                    patterns.add(rf"(?:\A|\n)\s*{re.escape(opening.group())}.*{re.escape(closing)}\s*\Z")
         return re.compile("|".join([*map(re.escape, marks), *patterns]) or r"(?!)", re.DOTALL)
 
     def _check_arguments(self) -> None:

@@ -315,7 +315,7 @@ class PromptReader:
         first = tokens[0] if tokens else None
         if first == self._tokenizer.bos_token_id != self._tokenizer.eos_token_id:
             return str(self._tokenizer.bos_token)
-        for at in range(len(prompt) - 1, max(len(prompt) - 9, -1), -1):
+        for at in range(len(prompt) - 1, max(len(prompt) - 33, -1), -1):
             if prompt[at] == first and first in self._added:
                 mark = str(self._tokenizer.decode([*prompt[at:]], skip_special_tokens=False)).strip()
                 return mark if response.lstrip().startswith(mark) else None

@@ -43,7 +43,7 @@ def read_records(
         records = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}[path.suffix](path)
     elif path.is_file():
         raise DataError(
-            f"{source}: cannot tell a format from the ending {path.suffix!r}, expected {', '.join(FILES)}; convert the file to one"
+            f"{source}: cannot tell a format from the ending {path.suffix!r}, expected {', '.join(FILES)}; convert it"
         )
     else:
         records = _read_dataset(str(source), split)

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megarl.config.file import as_toml, split_overrides
 from megarl.data.chat import check_messages
 from megarl.data.prepare.command import Data, Recipe
 from megarl.data.prompts import PromptReader, Text, answer_text, in_batches
@@ -112,13 +113,25 @@ def _write(targets: dict[bool, Path], rows: dict[bool, list[Record]], heldout: b
 def _make_reader(recipe: Recipe) -> tuple[PromptReader | None, bool]:
     """What reads prompts as the trainer will, None without a model; and whether the model has a chat template."""
     if recipe.model is None:
+        if _read_arguments(recipe):
+            raise ConfigError("--chat-template-args: there is no chat template without --model; add it")
         return None, False
     if not recipe.model.is_dir():
         raise ConfigError(f"--model: there is no folder {recipe.model}, expected a Hugging Face folder")
     tokenizer = load_tokenizer(recipe.model, "--model", recipe.trust)
     if recipe.system is not None and not tokenizer.chat_template:
         raise ConfigError(f"--system: the tokenizer of {recipe.model} has no chat template; put the text in --template")
-    return PromptReader(tokenizer, recipe.prompt_field), bool(tokenizer.chat_template)
+    reader = PromptReader(tokenizer, recipe.prompt_field, arguments=_read_arguments(recipe))
+    return reader, bool(tokenizer.chat_template)
+
+
+def _read_arguments(recipe: Recipe) -> dict[str, Any]:
+    """The variables of the chat template."""
+    _, found = split_overrides([f"--data.chat_template_args={recipe.chat_template_args}"])
+    (arguments,) = found.values()
+    if not isinstance(arguments, dict):
+        raise ConfigError(f"--chat-template-args: found {arguments!r}, expected a table such as {{a = true}}")
+    return arguments
 
 
 def _read(
@@ -185,4 +198,6 @@ def prepare_and_show(asked: Data) -> None:
     for key, path in written.items():
         print(printable(f"{path}: {counts[key]} prompts"))
     lines = [f"{key} = {json.dumps(str(path), ensure_ascii=False)}" for key, path in written.items()]
+    if arguments := _read_arguments(asked):
+        lines.append(f"chat_template_args = {as_toml(arguments)}")
     print("[data]", *lines, f"max_prompt_tokens = {asked.max_prompt_tokens}", sep="\n")
