@@ -69,7 +69,7 @@ class Eval(OnConfiguration):
     checkpoint: Path | None = None
     """Step folder of a run, or a run's folder for its newest; without it the weights in model.path."""
     data: tuple[str, ...] = ()
-    """aime24, aime25, hmmt25, a .jsonl or .parquet file, a hub name, or NAME=SOURCE; default data.heldout."""
+    """aime24, aime25, hmmt25, a .jsonl, .json or .parquet file, a hub name, or NAME=SOURCE; default data.heldout."""
     samples: int | None = None
     """Responses to each prompt; default eval.samples."""
     k: tuple[int, ...] = ()

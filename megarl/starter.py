@@ -33,7 +33,7 @@ class Init:
     model: str | None = None
     """Folder of the model, in Hugging Face format."""
     data: str | None = None
-    """Prompts: a .jsonl or .parquet file, a dataset folder or a hub name; default data/train.jsonl."""
+    """Prompts: a .jsonl, .json or .parquet file, a dataset folder or a hub name; default data/train.jsonl."""
     heldout: str | None = None
     """The same for evaluation, every 20 steps; default none."""
     engine: Literal["local", "sglang"] | None = None
@@ -59,7 +59,10 @@ class Init:
 
 _QUESTIONS = {
     "model": ("folder of the model (Hugging Face format)", None),
-    "data": ("prompts (.jsonl, .parquet, folder or hub name; megarl data prepare makes them)", "data/train.jsonl"),
+    "data": (
+        "prompts (.jsonl, .json, .parquet, folder or hub name; megarl data prepare makes them)",
+        "data/train.jsonl",
+    ),
     "gpus": ("GPUs on each node, 0 for none", "8"),
     "nodes": ("nodes", "1"),
     "replay": ("routing replay: none, r2 or r3", "none"),

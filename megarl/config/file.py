@@ -32,7 +32,8 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None, *, trust:
     """Read a TOML file; overrides (dotted key -> value) win over it. ConfigError, one line, if anything is wrong.
 
     The folder of the file becomes the first on ``sys.path``, as that of a script does: the file may name modules there.
-    Not so the folder of a file that others may have written, unless the user trusts it: ``require_trust``.
+    Not so the folder of a file that others may have written, unless the user trusts it: ``require_trust``. Then code in
+    the model's folder is trusted too, unless the file says otherwise.
     """
     table = read_toml(Path(path))
     try:
@@ -41,6 +42,8 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None, *, trust:
             table = follow(table, Path(path).parent)
         if (trust or require_trust(Path(path), table, overrides or {})) and folder not in sys.path:
             sys.path.insert(0, folder)
+        if trust and isinstance(model := table.get("model"), dict):
+            model.setdefault("trust_remote_code", True)
         return parse(table, overrides, source=str(path))
     except RecursionError:
         raise ConfigError(f"{path}: not a configuration file: its tables are nested too deeply") from None

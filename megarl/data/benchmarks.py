@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.config import Config
+from megarl.config.tables.data import FILES
 from megarl.core.choices.stopping import POSITIVE
 from megarl.data.records import UnavailableError
 from megarl.errors import ConfigError, DataError
@@ -26,7 +27,6 @@ HELDOUT = "heldout"
 """Name of the benchmark of ``data.heldout``."""
 BOXED = "{prompt}\n\nReason step by step, and write the final answer inside \\boxed{}."
 """Template of the mathematics benchmarks; math_verify looks for the box."""
-_FILES = (".jsonl", ".parquet")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -101,6 +101,7 @@ def load(benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, config: Confi
             prompt_field=benchmark.prompt_field,
             answer_field=benchmark.answer_field,
             chat_template=config.data.chat_template,
+            chat_template_args=config.data.chat_template_args,
             max_prompt_tokens=config.data.max_prompt_tokens,
             split=benchmark.split,
             limit=config.eval.max_prompts,
@@ -125,14 +126,14 @@ def _read_word(word: str, config: Config) -> Benchmark:
         )
     _check_source(source)
     if name in BENCHMARKS:
-        split = BENCHMARKS[name].split if not source.endswith(_FILES) and not Path(source).is_dir() else None
+        split = BENCHMARKS[name].split if not source.endswith(FILES) and not Path(source).is_dir() else None
         return replace(BENCHMARKS[name], source=source, split=split)
     return _from_config(name, source, config)
 
 
 def _from_config(name: str, source: str, config: Config) -> Benchmark:
     data = config.data
-    split = None if source.endswith(_FILES) else data.split
+    split = None if source.endswith(FILES) else data.split
     judged = config.reward.function, config.reward.threshold
     return Benchmark(name, source, split, data.prompt_field, data.answer_field, None, *judged)
 
@@ -141,7 +142,7 @@ def _derive_name(source: str) -> str:
     """Return a name that can be a folder: the stem of a file, or the whole hub name."""
     _check_source(source)
     path = Path(source)
-    name = path.stem if source.endswith(_FILES) else path.name if path.is_dir() else source
+    name = path.stem if source.endswith(FILES) else path.name if path.is_dir() else source
     name = re.sub(r"[^A-Za-z0-9_.-]+", "--", name).lstrip(".-")
     if not name:
         raise ConfigError(f"--data: found {source!r}, from which no name can be made; pass NAME={source}")
@@ -150,11 +151,11 @@ def _derive_name(source: str) -> str:
 
 def _check_source(source: str) -> None:
     """Refuse a word that is no file, no folder and no owner/name: a misspelt short name."""
-    if source.endswith(_FILES) or "/" in source or Path(source).exists():
+    if source.endswith(FILES) or "/" in source or Path(source).exists():
         return
     close = difflib.get_close_matches(source, BENCHMARKS, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise ConfigError(
-        f"--data: found {source!r}, expected {', '.join(BENCHMARKS)}, a .jsonl or .parquet file, a folder, or a hub "
+        f"--data: found {source!r}, expected {', '.join(BENCHMARKS)}, a {', '.join(FILES)} file, a folder, or a hub "
         f"name owner/name{hint}"
     )

@@ -100,3 +100,10 @@ def sync_all(folder: Path) -> None:
 def sha256_of(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def find_tokenizer_code(folder: Path) -> str | None:
+    """The class in a Hugging Face folder's own code that makes its tokenizer (``auto_map``); None if none is named."""
+    named: Any = read_record(folder / "tokenizer_config.json").get("auto_map")
+    classes = named.get("AutoTokenizer") if isinstance(named, dict) else named
+    return next((str(name) for name in classes if name), None) if isinstance(classes, list) else classes

@@ -4,23 +4,29 @@ Plain text is tokenized with the tokenizer's special tokens. Chat messages, and 
 pass through the tokenizer's chat template, which adds the special tokens itself.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
+from megarl.data.chat import ChatTemplate, check_messages
 from megarl.data.prompt_table import Prompt as Prompt
 from megarl.data.prompt_table import PromptTable, share
 from megarl.data.records import Record, get_field, place_prefix, read_records, type_name
-from megarl.errors import ConfigError, DataError, describe
+from megarl.data.tokenizer import count_rows, find_prefix, tokenize
+from megarl.data.tokenizer import decode_all as decode_all
+from megarl.data.tokenizer import load_tokenizer as load_tokenizer
+from megarl.errors import ConfigError, DataError
 
 _BATCH = 1024
 """Texts that are tokenized at a time."""
 _Row = TypeVar("_Row")
+NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +40,6 @@ class Demonstration:
     source: str
 
 
-def load_tokenizer(folder: str | Path, key: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder; ConfigError, naming the key or flag, if transformers can read none."""
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # transformers and tokenizers raise many kinds
-        raise ConfigError(
-            f"{key}: {folder} holds no tokenizer that can be read ({describe(error)}); expected a Hugging Face folder "
-            "with tokenizer.json"
-        ) from error
-
-
 def load_prompts(
     source: str | Path,
     *,
@@ -56,6 +51,7 @@ def load_prompts(
     split: str | None = None,
     limit: int | None = None,
     template: str | None = None,
+    chat_template_args: Mapping[str, Any] = NO_ARGUMENTS,
 ) -> PromptTable:
     """Read and tokenize all prompts of a source. Nothing is dropped or shortened.
 
@@ -64,17 +60,19 @@ def load_prompts(
 
     source, split, limit: as in :func:`megarl.data.records.read_records`. Fields may be dotted. The answer is text or a
     whole number; write other numbers as text, because 0.10 and 1e-1 would be compared as text. template: text around a
-    plain-text prompt, with ``{prompt}`` in its place; applied before the chat template.
+    plain-text prompt, with ``{prompt}`` in its place; applied before the chat template. chat_template_args: variables
+    of the chat template.
 
     Raises:
         DataError: with file and line; a broken line, missing field, wrong type, empty prompt, no answer, prompt longer
-            than ``max_prompt_tokens``, or chat messages together with ``template``.
-        ConfigError: ``chat_template`` is on, but the tokenizer has none.
+            than ``max_prompt_tokens``, chat messages together with ``template``, a text that went through a chat
+            template before and would get its marks again, or a token that the model has no row for.
+        ConfigError: ``chat_template`` is on, but the tokenizer has none; an argument that the template never reads.
     """
-    _check_template(tokenizer, chat_template)
+    reader = PromptReader(tokenizer, prompt_field, chat_template, template, chat_template_args)
 
     def read(place: str, record: Record) -> tuple[Text, str]:
-        text = prompt_text(tokenizer, record, prompt_field, chat_template, place, template)
+        text = reader.text(record, place)
         return text, answer_text(get_field(record, answer_field, place), answer_field, place)
 
     prefix = place_prefix(source)
@@ -82,7 +80,7 @@ def load_prompts(
     def tokenize() -> Iterator[tuple[list[int], list[list[int]], list[str], list[str]]]:
         for rows in in_batches(read_records(source, split=split, limit=limit), read):
             texts, answers = [text for text, _ in rows], [answer for _, answer in rows]
-            tokens = encode_prompts(tokenizer, texts, prompt_field, max_prompt_tokens)
+            tokens = reader.encode(texts, max_prompt_tokens)
             numbers = [int(text.place.removeprefix(prefix)) for text in texts]
             yield numbers, tokens, [text.text for text in texts], answers
 
@@ -91,6 +89,7 @@ def load_prompts(
 
     if limit is None and split is None and Path(source).is_file():
         settings = (prompt_field, answer_field, chat_template, max_prompt_tokens, template)
+        settings += (dict(chat_template_args), reader.num_rows)
         return share(Path(source), tokenizer, settings, build)
     return build()
 
@@ -102,6 +101,7 @@ def load_demonstrations(
     response_field: str = "response",
     *,
     chat_template: bool = False,
+    chat_template_args: Mapping[str, Any] = NO_ARGUMENTS,
     max_prompt_tokens: int | None = None,
     max_response_tokens: int | None = None,
     max_positions: int | None = None,
@@ -112,16 +112,21 @@ def load_demonstrations(
     response that already ends with the end token gets no second one. Limits are in tokens (None: no limit): of the
     prompt, of the response with its end token, and of both together.
 
-    Raises DataError with file and line, as :func:`load_prompts` does, and for a length above a limit. Raises
-    ConfigError if the tokenizer has no end token, or has no chat template although ``chat_template`` is on.
+    Raises DataError with file and line, as :func:`load_prompts` does, for a length above a limit, and for a response
+    that begins with what its prompt ends with. Raises ConfigError as :func:`load_prompts` does, and if the tokenizer
+    has no end token.
     """
-    _check_template(tokenizer, chat_template)
+    reader = PromptReader(tokenizer, prompt_field, chat_template, None, chat_template_args)
     end_token = tokenizer.eos_token_id
     if not isinstance(end_token, int):
         raise ConfigError("the tokenizer has no eos_token: set one, otherwise the model never learns to stop")
+    if reader.num_rows is not None and end_token >= reader.num_rows:
+        raise ConfigError(
+            f"the tokenizer's eos_token is {end_token}, but the model has {reader.num_rows} rows: correct it"
+        )
 
     def read(place: str, record: Record) -> tuple[Text, Text]:
-        text = prompt_text(tokenizer, record, prompt_field, chat_template, place)
+        text = reader.text(record, place)
         response = get_field(record, response_field, place)
         if not isinstance(response, str):
             raise DataError(f"{place}: {response_field!r} is {type_name(response)}, expected text")
@@ -131,8 +136,8 @@ def load_demonstrations(
 
     demonstrations: list[Demonstration] = []
     for rows in in_batches(read_records(path), read):
-        prompts = encode_prompts(tokenizer, [text for text, _ in rows], prompt_field, max_prompt_tokens)
-        responses = _encode(tokenizer, [response for _, response in rows], f"response ({response_field!r})")
+        prompts = reader.encode([text for text, _ in rows], max_prompt_tokens)
+        responses = reader.encode_responses([response for _, response in rows], prompts, response_field)
         for (text, _), prompt, ids in zip(rows, prompts, responses, strict=True):
             place = text.place
             if not ids or ids[-1] != end_token:
@@ -191,11 +196,6 @@ def _permutation(num_prompts: int, seed: int, epoch: int) -> np.ndarray:
     return order
 
 
-def _check_template(tokenizer: PreTrainedTokenizerBase, chat_template: bool) -> None:
-    if chat_template and not tokenizer.chat_template:
-        raise ConfigError("data.chat_template is on, but the tokenizer has no chat template: turn it off")
-
-
 def _check_length(num_tokens: int, limit: int | None, what: str, limit_name: str, place: str) -> None:
     if limit is not None and num_tokens > limit:
         remedy = "shorten or remove it, or raise the setting" if "." in limit_name else "shorten or remove it"
@@ -231,116 +231,119 @@ def in_batches(
         yield rows
 
 
-def prompt_text(
-    tokenizer: PreTrainedTokenizerBase,
-    record: Record,
-    field: str,
-    chat_template: bool,
-    place: str,
-    template: str | None = None,
-) -> Text:
-    """Return the text to tokenize of plain text or of chat messages."""
-    prompt = get_field(record, field, place)
-    templated = chat_template or isinstance(prompt, list)
-    if isinstance(prompt, list) and template is None:
-        check_messages(prompt, field, place)
-        text = _render(tokenizer, prompt, place)
-    elif not isinstance(prompt, str):
-        wanted = "text or a list of chat messages" if template is None else "text for the prompt template"
-        raise DataError(f"{place}: the prompt ({field!r}) is {type_name(prompt)}, expected {wanted}")
-    elif not prompt.strip():
-        raise DataError(f"{place}: the prompt ({field!r}) is empty")
-    else:
+class PromptReader:
+    """Makes a prompt's text of a record, and tokens of texts; refuses what would reach the model in another form."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        field: str,
+        chat_template: bool = False,
+        template: str | None = None,
+        arguments: Mapping[str, Any] = NO_ARGUMENTS,
+    ) -> None:
+        """The parameters are those of :func:`load_prompts`, and so is ConfigError."""
+        self._tokenizer, self._field, self._template = tokenizer, field, template
+        self._renders_text = chat_template
+        self._chat = ChatTemplate(tokenizer, arguments) if tokenizer.chat_template else None
+        for key, is_set in (("chat_template", chat_template), ("chat_template_args", bool(arguments))):
+            if is_set and self._chat is None:
+                raise ConfigError(f"data.{key} is set, but the tokenizer has no chat template: remove it")
+        self._needs_chat = bool(arguments)
+        self.num_rows = count_rows(tokenizer)
+        """Tokens that the model has rows for; None if that is not known."""
+        self._prefix = find_prefix(tokenizer)
+        self._added = {*tokenizer.added_tokens_decoder}
+
+    def text(self, record: Record, place: str) -> Text:
+        """Return the text to tokenize of plain text or of chat messages."""
+        prompt, name = get_field(record, self._field, place), f"the prompt ({self._field!r})"
+        if isinstance(prompt, list) and self._template is None:
+            check_messages(prompt, self._field, place)
+            if self._chat is None:
+                raise DataError(f"{place}: {name} is a list of chat messages, but the tokenizer has no chat template")
+            names = [f"message {number} of {self._field!r}" for number in range(len(prompt))]
+            return Text(place, self._chat.render(prompt, names, place), plain=False)
+        if not isinstance(prompt, str):
+            kinds = "text or a list of chat messages" if self._template is None else "text for the prompt template"
+            raise DataError(f"{place}: {name} is {type_name(prompt)}, expected {kinds}")
+        if not prompt.strip():
+            raise DataError(f"{place}: {name} is empty")
         # Other braces stay as they are, because LaTeX uses them.
-        text = prompt if template is None else template.replace("{prompt}", prompt)
-        text = _render(tokenizer, [{"role": "user", "content": text}], place) if chat_template else text
-    return Text(place, text, plain=not templated)
+        text = prompt if self._template is None else self._template.replace("{prompt}", prompt)
+        if self._renders_text and self._chat is not None:
+            return Text(place, self._chat.render([{"role": "user", "content": text}], [name], place), plain=False)
+        if self._needs_chat:
+            raise DataError(f"{place}: {name} is plain text, which data.chat_template_args need data.chat_template for")
+        return Text(place, text, plain=True)
 
+    def encode(self, texts: Sequence[Text], limit: int | None) -> list[list[int]]:
+        """Tokenize a batch; DataError names the first text that cannot be a prompt of at most ``limit`` tokens."""
+        name, end, bos = f"the prompt ({self._field!r})", self._tokenizer.eos_token, self._tokenizer.bos_token_id
 
-def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], field: str, limit: int | None
-) -> list[list[int]]:
-    """Tokenize a batch; DataError names the first text that cannot be a prompt of at most ``limit`` tokens."""
+        def check(text: Text, tokens: list[int]) -> None:
+            if not tokens:
+                raise DataError(f"{text.place}: {name} has no tokens")
+            if text.plain and tokens[-1] == self._tokenizer.eos_token_id and not text.text.endswith(str(end)):
+                # BERT- and T5-like tokenizers do this. The model would have to answer after its end token.
+                raise DataError(f"{text.place}: the tokenizer appends its end token {end!r} to a prompt; turn that off")
+            twice = [token for token in self._prefix if tokens.count(token) > 1] if text.plain else []
+            if twice or (bos is not None and tokens[:2] == [bos, bos]):
+                mark = self._tokenizer.convert_ids_to_tokens(twice[0] if twice else tokens[0])
+                raise DataError(
+                    f"{text.place}: {name} holds {mark!r}, which is put before it once more: it went through a chat "
+                    f"template before; remove {mark!r} from it, or give the text alone with data.chat_template on"
+                )
+            _check_length(len(tokens), limit, "the prompt", "data.max_prompt_tokens", text.place)
 
-    def check(text: Text, tokens: list[int]) -> None:
-        if not tokens:
-            raise DataError(f"{text.place}: the prompt ({field!r}) has no tokens")
-        end = tokenizer.eos_token
-        if text.plain and tokens[-1] == tokenizer.eos_token_id and not text.text.endswith(str(end)):
-            # BERT- and T5-like tokenizers do this. The model would have to answer after its end token.
-            raise DataError(f"{text.place}: the tokenizer appends its end token {end!r} to a prompt; turn that off")
-        _check_length(len(tokens), limit, "the prompt", "data.max_prompt_tokens", text.place)
+        return self._encode(texts, f"prompt ({self._field!r})", check)
 
-    return _encode(tokenizer, texts, f"prompt ({field!r})", check)
+    def encode_responses(self, texts: Sequence[Text], prompts: Sequence[Sequence[int]], field: str) -> list[list[int]]:
+        """Tokenize the responses to prompts; DataError names the first that begins with what ends its prompt."""
+        responses = self._encode(texts, f"response ({field!r})")
+        for text, prompt, tokens in zip(texts, prompts, responses, strict=True):
+            mark = self._find_repeated(text.text, prompt, tokens)
+            if mark is not None:
+                raise DataError(
+                    f"{text.place}: the response ({field!r}) begins with {mark!r}, which the model has read before it "
+                    "answers; remove it from the response"
+                )
+        return responses
 
+    def _find_repeated(self, response: str, prompt: Sequence[int], tokens: Sequence[int]) -> str | None:
+        """What a response begins with although it is read before: the begin token, or the marks that end the prompt."""
+        first = tokens[0] if tokens else None
+        if first == self._tokenizer.bos_token_id != self._tokenizer.eos_token_id:
+            return str(self._tokenizer.bos_token)
+        for at in range(len(prompt) - 1, max(len(prompt) - 33, -1), -1):
+            if prompt[at] == first and first in self._added:
+                mark = str(self._tokenizer.decode([*prompt[at:]], skip_special_tokens=False)).strip()
+                return mark if response.lstrip().startswith(mark) else None
+        return None
 
-def _encode(
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[Text],
-    what: str,
-    check: Callable[[Text, list[int]], None] = lambda text, tokens: None,
-) -> list[list[int]]:
-    """Tokenize and check a batch; DataError names the first text that cannot be tokenized or is wrong."""
-    found: dict[int, list[int]] = {}
-    for plain in (True, False):
-        chosen = [index for index, text in enumerate(texts) if text.plain == plain]
-        try:
-            ids = _tokenize(tokenizer, [texts[index].text for index in chosen], plain) if chosen else []
-        except Exception as error:  # tokenizers raises a bare Exception for a character without a token
-            if len(texts) > 1:  # find it, and what else may be wrong before it
-                return [_encode(tokenizer, [text], what, check)[0] for text in texts]
-            raise DataError(f"{texts[0].place}: the tokenizer cannot read the {what}: {error}") from error
-        found.update(zip(chosen, ids, strict=True))
-    for index, text in enumerate(texts):
-        check(text, found[index])
-    return [found[index] for index in range(len(texts))]
-
-
-def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool) -> list[list[int]]:
-    """What the tokenizer's own call gives, in half its time where that only calls the backend."""
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or type(tokenizer)._encode_plus is not PreTrainedTokenizerFast._encode_plus:
-        return tokenizer(texts, add_special_tokens=special)["input_ids"]
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = tokenizer.split_special_tokens  # a call with another setting leaves it there
-    return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=special)]
-
-
-def decode_all(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[np.ndarray]) -> list[str]:
-    """Return the text of each of several responses, int32 [R], without special tokens."""
-    ids = [sequence.tolist() for sequence in sequences]
-    is_plain = isinstance(tokenizer, PreTrainedTokenizerFast) and not tokenizer.clean_up_tokenization_spaces
-    if is_plain and all(
-        getattr(getattr(tokenizer, name), "__func__", None) is getattr(PreTrainedTokenizerFast, name)
-        for name in ("decode", "_decode")
-    ):
-        backend: Any = tokenizer.backend_tokenizer  # in a quarter of the time that the tokenizer's own call takes
-        return backend.decode_batch(ids, skip_special_tokens=True)
-    return [str(tokenizer.decode(sequence, skip_special_tokens=True)) for sequence in ids]
-
-
-def check_messages(messages: list[Any], field: str, place: str) -> None:
-    """DataError unless these are chat messages with text."""
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise DataError(
-                f"{place}: message {number} of {field!r} is {message!r:.80}, expected role and content, both text"
-            )
-    if not any(message["content"].strip() for message in messages):
-        raise DataError(f"{place}: the prompt ({field!r}) has no message with content")
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], place: str) -> str:
-    """Return the chat as text, up to the mark that opens the model's answer."""
-    import jinja2
-
-    if not tokenizer.chat_template:
-        raise DataError(f"{place}: the prompt is a list of chat messages, but the tokenizer has no chat template")
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except jinja2.TemplateError as error:
-        raise DataError(f"{place}: the chat template refuses these messages ({error})") from error
+    def _encode(
+        self, texts: Sequence[Text], what: str, check: Callable[[Text, list[int]], None] = lambda text, tokens: None
+    ) -> list[list[int]]:
+        """Tokenize and check a batch; DataError names the first text that cannot be tokenized or is wrong."""
+        found: dict[int, list[int]] = {}
+        for plain in (True, False):
+            chosen = [index for index, text in enumerate(texts) if text.plain == plain]
+            try:
+                ids = tokenize(self._tokenizer, [texts[index].text for index in chosen], plain) if chosen else []
+            except Exception as error:  # tokenizers raises a bare Exception for a character without a token
+                if len(texts) > 1:  # find it, and what else may be wrong before it
+                    return [self._encode([text], what, check)[0] for text in texts]
+                raise DataError(f"{texts[0].place}: the tokenizer cannot read the {what}: {error}") from error
+            found.update(zip(chosen, ids, strict=True))
+        for index, text in enumerate(texts):
+            if self.num_rows is not None and (largest := max(found[index], default=0)) >= self.num_rows:
+                token = self._tokenizer.convert_ids_to_tokens(largest)
+                raise DataError(
+                    f"{text.place}: the {what} holds {token!r}, token {largest}, but the model has {self.num_rows} "
+                    "rows (vocab_size in config.json); remove it, or use the tokenizer of this model"
+                )
+            check(text, found[index])
+        return [found[index] for index in range(len(texts))]
 
 
 def answer_text(answer: Any, field: str, place: str) -> str:

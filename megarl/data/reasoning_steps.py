@@ -13,14 +13,17 @@ _INVALID_RUN = 64
 """Tokens to look back through in a run of invalid bytes."""
 
 
-def step_tokens(tokenizer: PreTrainedTokenizerBase, response_tokens: np.ndarray, ends: Sequence[int]) -> np.ndarray:
+def step_tokens(
+    tokenizer: PreTrainedTokenizerBase, response_tokens: np.ndarray, ends: Sequence[int], special_tokens: bool = False
+) -> np.ndarray:
     """Return the index of each step's last token: the first k for which tokens 0..k decode to the whole step.
 
     A step that ends with the text ends with the last token, which may be the end token. One token may be the last of
     several steps.
 
     response_tokens: integer [T]. ends: [S], characters of ``tokenizer.decode(response_tokens,
-    skip_special_tokens=True)`` up to the end of each step, as ``read_verdict`` checks them. Returns int64 [S].
+    skip_special_tokens=not special_tokens)`` up to the end of each step, as ``read_verdict`` checks them. Returns
+    int64 [S].
 
     Decodes prefixes, about log2(T) of them per step. Sampling keeps no character offsets, and decoding token by token
     breaks characters whose bytes are spread over several tokens.
@@ -29,7 +32,7 @@ def step_tokens(tokenizer: PreTrainedTokenizerBase, response_tokens: np.ndarray,
 
     @functools.cache
     def text_up_to(index: int) -> str:
-        return str(tokenizer.decode(tokens[: index + 1], skip_special_tokens=True))
+        return str(tokenizer.decode(tokens[: index + 1], skip_special_tokens=not special_tokens))
 
     text = text_up_to(len(tokens) - 1)
     found = [

@@ -1,7 +1,7 @@
-"""Read records (one dict per example) from a JSONL file, a Parquet file, a dataset folder or a hub name.
+"""Read records (one dict per example) from a JSONL, JSON or Parquet file, a dataset folder or a hub name.
 
 Every record comes with the place it was read from ("train.jsonl:17", "train.parquet row 17"), for error messages. Lines
-count from 1, as in editors; rows count from 0, as in tables.
+count from 1, as in editors; rows, and objects of a JSON list, count from 0, as in tables.
 """
 
 import json
@@ -10,6 +10,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from megarl.config.tables.data import FILES
 from megarl.data.files import write_atomically
 from megarl.errors import ConfigError, DataError, describe
 
@@ -27,7 +28,7 @@ def read_records(
 ) -> Iterator[tuple[str, Record]]:
     """Yield (place, record) for every example of a source, in order, at most ``limit`` of them.
 
-    source: a .jsonl file, a .parquet file, a local dataset folder, or a hub name for ``datasets.load_dataset``
+    source: a .jsonl, .json or .parquet file, a local dataset folder, or a hub name for ``datasets.load_dataset``
     ("owner/name", or "owner/name:config"). split: which split of a folder or hub data set; None takes the only one.
 
     Raises DataError (missing file, broken line, nothing in it) and ConfigError (split on a file, limit below 1).
@@ -35,13 +36,15 @@ def read_records(
     if limit is not None and limit < 1:
         raise ConfigError(f"limit is {limit}, expected at least 1; leave it out to take all")
     path = Path(source)
-    if path.suffix in (".jsonl", ".parquet"):
+    if path.suffix in FILES:
         if split is not None:
             raise ConfigError(f"split = {split!r}, but {source} is a file: only folders and hub names have splits")
         require_file(source)
-        records = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
+        records = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}[path.suffix](path)
     elif path.is_file():
-        raise DataError(f"{source}: cannot tell a format from the ending {path.suffix!r}, expected .jsonl or .parquet")
+        raise DataError(
+            f"{source}: cannot tell a format from the ending {path.suffix!r}, expected {', '.join(FILES)}; convert it"
+        )
     else:
         records = _read_dataset(str(source), split)
     first = next(records, None)
@@ -52,14 +55,14 @@ def read_records(
 
 def require_file(source: str | Path) -> None:
     """Raise DataError if a source is named as a file and is none; a folder or a hub name passes."""
-    if Path(source).suffix in (".jsonl", ".parquet") and not Path(source).is_file():
+    if Path(source).suffix in FILES and not Path(source).is_file():
         raise DataError(f"{source}: there is no such file")
 
 
 def place_prefix(source: str | Path) -> str:
     """Return what precedes the number in the places of a source: "train.jsonl:", "train.parquet row "."""
     path = Path(source)
-    if path.suffix in (".jsonl", ".parquet"):
+    if path.suffix in FILES:
         source = path
     return f"{source}:" if path.suffix == ".jsonl" else f"{source} row "
 
@@ -108,6 +111,24 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Record]]:
             if not isinstance(record, dict):
                 raise DataError(f"{place}: {type_name(record)} instead of a JSON object with named fields")
             yield place, record
+
+
+def _read_json(path: Path) -> Iterator[tuple[str, Record]]:
+    """The objects of a list: of the file itself, or the only one in an object around it, as {"data": [...]}."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        hint = "; for one object per line, name the file .jsonl" if "Extra data" in str(error) else ""
+        raise DataError(f"{path}: broken JSON ({error}): expected a list of objects{hint}") from error
+    values = found.values() if isinstance(found, dict) else [found]
+    lists = [value for value in values if isinstance(value, list)]
+    if len(lists) != 1:
+        raise DataError(f'{path}: {len(lists)} lists of objects, expected one: [{{...}}, ...] or {{"data": [...]}}')
+    for row, record in enumerate(lists[0]):
+        place = f"{place_prefix(path)}{row}"
+        if not isinstance(record, dict):
+            raise DataError(f"{place}: {type_name(record)} instead of a JSON object with named fields")
+        yield place, record
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Record]]:

@@ -82,6 +82,12 @@ def instantaneous(reward: AnyReward) -> AnyReward:
     return reward
 
 
+def with_special_tokens(reward: AnyReward) -> AnyReward:
+    """Mark a reward function that gets responses with their special tokens: tags that are such, and the end token."""
+    reward.special_tokens = True  # type: ignore[attr-defined]
+    return reward
+
+
 def wrong_if_stopped(check_answer: Callable[[str], object]) -> Callable[[AnyReward], AnyReward]:
     """Mark a reward function whose time and memory depend on the response: if they run out, the response is wrong.
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from megarl.config import Config
+from megarl.config.tables.data import FILES
 from megarl.data.records import get_field, read_records
 from megarl.data.rewards import load_reward
 from megarl.doctor.report import Check
@@ -87,7 +88,7 @@ def _check_data(config: Config) -> Iterator[Check]:
     if config.sft is not None:
         yield _check_source("sft.data", config.sft.data, None, (config.sft.prompt_field, config.sft.response_field))
     for name, source in config.eval.sets.items():
-        if source.endswith((".jsonl", ".parquet")):
+        if source.endswith(FILES):
             yield _check_source(f"eval.sets.{name}", source, None, ())
 
 
@@ -96,7 +97,7 @@ def _check_source(key: str, source: str, split: str | None, fields: tuple[str, .
     path = Path(source)
     if path.is_dir():
         return Check(key, "ok", f"the folder {source}, which is read when the run starts")
-    if not path.is_file() and path.suffix not in (".jsonl", ".parquet"):
+    if not path.is_file() and path.suffix not in FILES:
         what = f"{source} is no file here; the run will ask the Hugging Face Hub for a data set of this name"
         return Check(key, "warning", what, advice="correct the path if a file was meant")
     try:

@@ -116,12 +116,12 @@ def attempts(config: Config, failed: Collection[str]) -> Iterator[tuple[str, Att
 
 def _read_inputs(config: Config, failed: Collection[str]) -> None:
     """Read what a run reads, as far as it is here, and judge the first prompt's answer as if it were a response."""
-    from megarl.data.prompts import load_tokenizer
+    from megarl.data.tokenizer import load_model_tokenizer
     from megarl.train.sampling.inputs import read_inputs
 
     data, sets = config.data, {name: source for name, source in config.eval.sets.items() if Path(source).exists()}
     if not Path(data.train).exists() or any(name.startswith(("data.", "eval.", "reward.")) for name in failed):
-        load_tokenizer(config.model.path, "model.path")
+        load_model_tokenizer(config.model)
         return
     is_here = data.heldout is not None and Path(data.heldout).exists()
     here = {"data": data.model_copy(update={} if is_here else {"heldout": None})}

@@ -21,9 +21,10 @@ from megarl.core.types import WeightShare
 from megarl.data import benchmarks
 from megarl.data.benchmarks import Benchmark
 from megarl.data.judge import Judge
-from megarl.data.prompts import Prompt, load_tokenizer
+from megarl.data.prompts import Prompt
 from megarl.data.records import require_file
 from megarl.data.rewards import load_reward
+from megarl.data.tokenizer import load_model_tokenizer
 from megarl.errors import ConfigError, RewardError, printable
 from megarl.evaluate import results
 from megarl.evaluate.request import EvalRequest, with_keys
@@ -70,7 +71,7 @@ def evaluate(request: EvalRequest, world_size: int) -> Path:
     distributed.initialize(config)
     progress = StepProgress(distributed.is_main_rank(), sys.stderr if request.json else None)
     task = distributed.from_main_rank(lambda: _prepare(request))
-    tokenizer = load_tokenizer(config.model.path, "model.path")
+    tokenizer = load_model_tokenizer(config.model)
     missing = [benchmark for benchmark in request.benchmarks if benchmark.name not in task.complete]
     for name in sorted(task.complete):
         progress.line(f"{name}: complete in {task.out}, not sampled again")
@@ -139,7 +140,7 @@ def _prepare(request: EvalRequest) -> Task:
         with HFCheckpoint(config.model.path):  # raises if there are no weights
             pass
     out = request.out or _run_of(checkpoint, config) / "eval" / ("model" if checkpoint is None else checkpoint.name)
-    tokenizer = load_tokenizer(config.model.path, "model.path")
+    tokenizer = load_model_tokenizer(config.model)
     for benchmark in request.benchmarks:
         load_reward(benchmark.reward, config.reward_model)
     make_environment(config.environment)

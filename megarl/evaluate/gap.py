@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
 
 from megarl.config import Config, ParallelConfig
 from megarl.config import file as config_file
@@ -27,6 +26,7 @@ from megarl.core.metrics import finalize
 from megarl.core.packing import pack, select
 from megarl.core.routing import Disagreement
 from megarl.core.types import Rollout, TrainBatch, WeightShare
+from megarl.data.tokenizer import load_model_tokenizer
 from megarl.errors import ConfigError, RolloutError
 from megarl.evaluate import command
 from megarl.evaluate.evaluation import find_checkpoint
@@ -164,7 +164,7 @@ def _pairs(config: Config) -> list[tuple[str, str, bool]]:
 def draw(config: Config, model: TrainingEngine, responses: int) -> list[Rollout]:
     """Sample with the rollout engine of a configuration, which gets the model's weights."""
     progress = StepProgress(enabled=False)
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = load_model_tokenizer(config.model)
     prompts = load_run_prompts(config, tokenizer)
     request_of = make_requests(config.run.seed, EVALUATE, 0, prompts)
     requests = [request_of(index % len(prompts), index // len(prompts))[0] for index in range(responses)]
@@ -189,7 +189,7 @@ class TrainingEngine:
         self.shape = self._model.shape
         compares = can_compare(config, self.shape)
         self.replay = RoutingReplay(self._model.chunks) if compares else None
-        self._tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+        self._tokenizer = load_model_tokenizer(config.model)
 
     def export(self, receive: bool | WeightShare = True) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights under their Hugging Face names."""
@@ -255,7 +255,7 @@ class TrainingEngine:
                 Extreme(
                     group=groups[sequence],
                     position=place - int(batch.cu_seqlens[sequence]),
-                    token=_escape(self._tokenizer.decode([int(batch.tokens[place])])),
+                    token=_escape(str(self._tokenizer.decode([int(batch.tokens[place])]))),
                     rollout_logprob=float(batch.rollout_logprobs[place]),
                     native_logprob=float(native[place]),
                     replay_logprob=None if replayed is None else float(replayed[place]),

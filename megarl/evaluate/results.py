@@ -59,13 +59,14 @@ def shared_settings(request: EvalRequest, checkpoint: Path | None) -> Json:
 def benchmark_settings(request: EvalRequest, benchmark: Benchmark, prompts: Sequence[Prompt]) -> Json:
     """Return the settings of one benchmark. They hold a hash of the prompts, because a file may move."""
     model = request.config.reward_model.model_dump(include={"text", "label", "step", "max_steps"})
-    reward = request.config.reward
+    reward, arguments = request.config.reward, request.config.data.chat_template_args
     weights = {"reward.weights": reward.weights} if reward.weights and benchmark.reward == reward.function else {}
     asked = json.dumps([(prompt.text, prompt.answer) for prompt in prompts])
     return {
         "samples": request.samples,
         "template": benchmark.template,
         "data.chat_template": request.config.data.chat_template,
+        **({"data.chat_template_args": arguments} if arguments else {}),
         "reward": benchmark.reward,
         **({"[reward_model]": model} if benchmark.reward == "reward_model" else {}),
         **weights,

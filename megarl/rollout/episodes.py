@@ -39,6 +39,8 @@ class EpisodeLimits:
     """Tokens of one turn; None sets no limit of its own."""
     positions: int | None = None
     """Positions of the model, prompt included; None if it has no limit."""
+    vocabulary: int | None = None
+    """Tokens that the model has rows for; None if that is not known."""
     step_s: float = 60.0
     """Seconds for one answer of the environment."""
     episode_s: float = 1800.0
@@ -156,7 +158,7 @@ class _EpisodeRun:
             self._rewards[-1] = None if observation.reward is None else float(observation.reward)
             if observation.done:
                 return
-            tokens = np.concatenate([whole.tokens, _encode(tokenizer, observation.text)])
+            tokens = np.concatenate([whole.tokens, _encode(tokenizer, observation.text, limits.vocabulary)])
             if index + 1 == limits.turns or limits.tokens_left(len(tokens), self._prompt_length) < 1:
                 self._whole = replace(whole, finish_reason="length")
                 return
@@ -234,10 +236,13 @@ def _check(observation: object) -> None:
         raise TypeError(f"the reward of its observation is a {type(observation.reward).__name__}, expected a number")
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, vocabulary: int | None) -> np.ndarray:
     if not text:
         return np.zeros(0, dtype=np.int32)
     try:
-        return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+        tokens = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
     except Exception as error:  # tokenizers without byte fallback raise various errors for some texts
         raise EpisodeError(f"the tokenizer cannot read the observation {text[:80]!r}: {error}") from error
+    if vocabulary is not None and tokens.max(initial=0) >= vocabulary:
+        raise EpisodeError(f"the observation {text[:80]!r} holds token {tokens.max()}; the model has {vocabulary} rows")
+    return tokens

@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerBase
 from megarl.core.sampling.collector import Ask
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.judge import Judge
-from megarl.data.prompts import Prompt, decode_all
+from megarl.data.prompts import Prompt
 from megarl.data.reasoning_steps import step_tokens
 from megarl.data.rewards import Verdict
+from megarl.data.tokenizer import decode_all
 from megarl.rollout.engine import Engine, OnFinish, SamplingParams, Session
 from megarl.rollout.episodes import EpisodeLimits, one_turn, play
 from megarl.rollout.tools.protocol import Environment
@@ -87,7 +88,7 @@ class Player:
             error, about = played.failure or "no turn was sampled", describe_input(prompt=prompt.text)
             failure = Failure(error, about, played.may_pass, of_episode=True)
             return Sample(played.rollout, None, turns=len(played.turn_ends), failure=failure)
-        (text,) = decode_all(self._tokenizer, [played.rollout.response_tokens])
+        (text,) = decode_all(self._tokenizer, [played.rollout.response_tokens], self._judge.special_tokens)
         verdict = await self._judge.score(prompt=prompt.text, response=text, answer=prompt.answer)
         turns = zip(played.turn_ends, played.turn_rewards, strict=True)
         rewarded = [(end, reward) for end, reward in turns if reward is not None]
@@ -100,8 +101,8 @@ class Player:
 
     def judge_now(self, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]) -> list[Sample]:
         """Judge responses as ``play`` does; a prompt for each."""
-        texts = decode_all(self._tokenizer, [rollout.response_tokens for rollout in rollouts])
-        judge = self._judge.score_now
+        tokens, judge = [rollout.response_tokens for rollout in rollouts], self._judge.score_now
+        texts = decode_all(self._tokenizer, tokens, self._judge.special_tokens)
         return [
             self._judged(rollout, judge(prompt=prompt.text, response=text, answer=prompt.answer), prompt, text)
             for rollout, prompt, text in zip(rollouts, prompts, texts, strict=True)
@@ -143,7 +144,8 @@ class Player:
             found.append((rollout.num_tokens - 1, outcome))
         else:
             ends = [step.end for step in verdict.steps]
-            tokens = step_tokens(self._tokenizer, rollout.response_tokens, ends) + rollout.prompt_length
+            response, special = rollout.response_tokens, self._judge.special_tokens
+            tokens = step_tokens(self._tokenizer, response, ends, special) + rollout.prompt_length
             found += [(int(token), step.reward) for token, step in zip(tokens, verdict.steps, strict=True)]
         return tuple(sorted(found))
 

@@ -18,6 +18,7 @@ from megarl.config.addresses import url_host
 from megarl.config.plugs import ENGINES, load_plug
 from megarl.core.choices.own import call_own
 from megarl.core.types import WeightShare
+from megarl.data.files import find_tokenizer_code
 from megarl.errors import ConfigError, RolloutError, printable
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES
@@ -281,6 +282,7 @@ def server_specs(config: Config, host: str, key: str | None, folder: Path) -> li
             routes=servers_record(config),
             api_key=key,
             extra_args=(
+                *(["--trust-remote-code"] if config.model.trust_remote_code and find_tokenizer_code(model) else []),
                 *(["--load-format", "dummy"] if model != Path(config.model.path) else []),
                 *(["--enable-memory-saver"] if settings.release_memory and settings.gpus else []),
                 *settings.arguments,

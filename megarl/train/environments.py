@@ -1,6 +1,7 @@
 """Builds the environment of a configuration, its tools, and the player that runs episodes in it."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from megarl.config import Config, EnvironmentConfig
 from megarl.config.plugs import load_plug
 from megarl.core.choices.own import call_own
 from megarl.data.judge import Judge
+from megarl.data.tokenizer import count_rows
 from megarl.errors import ConfigError
 from megarl.rollout.episodes import EpisodeLimits
 from megarl.rollout.player import Player
@@ -30,6 +32,7 @@ def make_player(config: Config, tokenizer: PreTrainedTokenizerBase, judge: Judge
         turns=settings.max_turns,
         turn_tokens=settings.max_turn_tokens,
         positions=model.get("max_position_embeddings"),
+        vocabulary=count_rows(tokenizer),
         step_s=settings.step_s,
         episode_s=settings.episode_s,
     )
@@ -37,8 +40,16 @@ def make_player(config: Config, tokenizer: PreTrainedTokenizerBase, judge: Judge
 
 
 def turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokens that end a turn: the model's end tokens and ``environment.stop``."""
-    return (*stop_tokens(config.model.path, tokenizer), *stop_ids(tokenizer, config.environment.stop))
+    """Return the tokens that end a turn: the model's end tokens and ``environment.stop``; ConfigError as for each."""
+    ends = (*stop_tokens(config.model.path, tokenizer), *stop_ids(tokenizer, config.environment.stop))
+    num_rows = count_rows(tokenizer) or math.inf
+    if absent := [token for token in ends if not 0 <= token < num_rows]:
+        raise ConfigError(
+            f"model.path: {config.model.path} ends turns with token {absent[0]}, but the model has {num_rows} rows "
+            "(vocab_size in config.json), so that it never writes it; correct generation_config.json, the tokenizer or "
+            "environment.stop"
+        )
+    return ends
 
 
 def make_environment(config: EnvironmentConfig) -> Environment | None:

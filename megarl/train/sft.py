@@ -16,7 +16,8 @@ from megarl.core.metrics import Stat, finalize
 from megarl.core.objectives.columns import Denominators
 from megarl.core.packing import pack
 from megarl.core.types import TrainBatch
-from megarl.data.prompts import Demonstration, PromptOrder, load_demonstrations, load_tokenizer
+from megarl.data.prompts import Demonstration, PromptOrder, load_demonstrations
+from megarl.data.tokenizer import load_model_tokenizer
 from megarl.errors import ConfigError
 from megarl.megatron import distributed
 from megarl.megatron.config_errors import as_config_error
@@ -81,10 +82,11 @@ def read_demonstrations(config: Config) -> list[Demonstration]:
     assert settings is not None, "there is an [sft] table"
     return load_demonstrations(
         settings.data,
-        load_tokenizer(config.model.path, "model.path"),
+        load_model_tokenizer(config.model),
         settings.prompt_field,
         settings.response_field,
         chat_template=config.data.chat_template,
+        chat_template_args=config.data.chat_template_args,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=config.rollout.max_response_tokens,
         max_positions=read_shape(config.model.path).max_sequence_length,

@@ -35,8 +35,8 @@ def test_prompts_are_measured_in_batches_that_change_nothing(
     texts = ["1+1", "", "1+2", "1" * 9, "1+1", "2+2"]
     source = write_jsonl(*({"prompt": text, "answer": str(number)} for number, text in enumerate(texts)))
     monkeypatch.setattr(prompts, "_BATCH", batch)
-    tokenize, lengths = prompts._tokenize, []
-    monkeypatch.setattr(prompts, "_tokenize", lambda *given: lengths.append(len(given[1])) or tokenize(*given))
+    tokenize, lengths = prompts.tokenize, []
+    monkeypatch.setattr(prompts, "tokenize", lambda *given: lengths.append(len(given[1])) or tokenize(*given))
     counts = prepare(str(source), tmp_path / "out", Recipe(model=tmp_path / "model", max_prompt_tokens=8))
     left_out = {"no prompt": 1, "too long": 1, "duplicates": 1, "other answers": 1}
     assert counts == {"read": 6, "train": 3, **left_out}

@@ -131,7 +131,7 @@ class TestSharing:
     ) -> None:
         path, tokenizer = write_jsonl(*RECORDS), make_tokenizer(chat=True)
         expected = plain(load(path, tokenizer))
-        monkeypatch.setattr(prompts, "_tokenize", lambda *_, **__: pytest.fail("tokenized again"))
+        monkeypatch.setattr(prompts, "tokenize", lambda *_, **__: pytest.fail("tokenized again"))
         mapped = load(path, make_tokenizer(chat=True))
         assert plain(mapped) == expected
         assert isinstance(mapped.tokens, np.memmap)
@@ -237,7 +237,7 @@ class TestSharing:
 
 
 def _load_as_rank(path: Path, tokenizer: PreTrainedTokenizerFast, start: Any, log: Path) -> None:
-    tokenize = prompts._tokenize
+    tokenize = prompts.tokenize
     first = []
 
     def tell(*given: Any, **options: Any) -> Any:
@@ -247,7 +247,7 @@ def _load_as_rank(path: Path, tokenizer: PreTrainedTokenizerFast, start: Any, lo
                 file.write("tokenized\n")
         return tokenize(*given, **options)
 
-    prompts._tokenize = tell
+    prompts.tokenize = tell
     start.wait()
     found = load(path, tokenizer)
     assert isinstance(found[249], Prompt)

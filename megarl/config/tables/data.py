@@ -1,7 +1,7 @@
 """The tables about prompts, their judgement and demonstrations: [data], [reward], [reward_model], [sft]."""
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -10,12 +10,15 @@ from megarl.config.tables.base import Count, NonNegative, Table
 from megarl.config.tables.train import DecayStyle
 from megarl.core.choices.stopping import POSITIVE
 
+FILES = (".jsonl", ".json", ".parquet")
+"""Endings of the files that prompts are read from; other names are folders and data sets of the hub."""
+
 
 class DataConfig(Table):
     """[data]: prompts and answers."""
 
     train: str = Field(min_length=1)
-    """JSONL or Parquet file, or the name of a data set on the Hugging Face hub."""
+    """JSONL, JSON or Parquet file, or the name of a data set on the Hugging Face hub."""
     heldout: str | None = None
     """The same for evaluation; required if eval.every > 0."""
     prompt_field: str = "prompt"
@@ -24,6 +27,8 @@ class DataConfig(Table):
     """Field that holds the answer, which the reward gets."""
     chat_template: bool = False
     """Wrap plain-text prompts with the tokenizer's chat template."""
+    chat_template_args: dict[str, Any] = {}
+    """Variables of the chat template, such as { enable_thinking = false }; one that it never reads is an error."""
     max_prompt_tokens: PositiveInt = 2048
     """Longest prompt, in tokens; a longer one is an error."""
     split: str | None = None
@@ -34,7 +39,7 @@ class DataConfig(Table):
     @property
     def resolved_heldout_split(self) -> str | None:
         """heldout_split with its default resolved; files have no splits."""
-        if self.heldout_split is None and not (self.heldout or "").endswith((".jsonl", ".parquet")):
+        if self.heldout_split is None and not (self.heldout or "").endswith(FILES):
             return self.split
         return self.heldout_split
 

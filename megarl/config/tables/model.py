@@ -14,6 +14,8 @@ class ModelConfig(Table):
 
     path: str = Field(min_length=1)
     """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer); it decides the architecture."""
+    trust_remote_code: bool = False
+    """Let code in this folder make the tokenizer, if it names some; --trust sets it: docs/trust.md."""
     dtype: Dtype = "bf16"
     """Precision of training weights and activations; the optimizer always keeps fp32."""
     reference: str | None = None

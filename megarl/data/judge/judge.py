@@ -66,6 +66,8 @@ class Judge:
         self.function = function
         self.timeout_s = timeout_s
         self._reward = load_reward(function, model)
+        self.special_tokens = bool(getattr(self._reward, "special_tokens", False))
+        """Whether the function gets responses with their special tokens."""
         self._weights = dict(weights or {})
         self._is_checked = hasattr(self._reward, "check_answer")
         self._max_characters = max_characters if self._is_checked else None

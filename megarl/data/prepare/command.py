@@ -24,6 +24,10 @@ class Recipe:
     """Text with {prompt} in it, around each plain-text prompt."""
     model: Path | None = None
     """Folder of the model: prompts are written for its chat template and measured with its tokenizer."""
+    trust: bool = False
+    """Let code in that folder make its tokenizer: docs/trust.md."""
+    chat_template_args: str = "{}"
+    """Variables of the chat template as a TOML table, such as {enable_thinking = false}; needs --model."""
     max_prompt_tokens: int = 2048
     """Longer prompts are left out; needs --model."""
 
@@ -35,7 +39,7 @@ class Data(Recipe):
     action: Positional[Literal["prepare"]]
     """What to do."""
     source: Positional[str]
-    """A .jsonl or .parquet file, a dataset folder, or a hub name: OWNER/NAME or OWNER/NAME:CONFIG."""
+    """A .jsonl, .json or .parquet file, a dataset folder, or a hub name: OWNER/NAME or OWNER/NAME:CONFIG."""
     out: Positional[Path]
     """The folder for train.jsonl and heldout.jsonl."""
     split: str | None = None

@@ -1,4 +1,4 @@
-"""Write the prompt files that ``[data]`` reads, from JSONL, Parquet, dataset folders and hub names."""
+"""Write the prompt files that ``[data]`` reads, from JSONL, JSON, Parquet, dataset folders and hub names."""
 
 import hashlib
 import json
@@ -7,19 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
+from megarl.config.file import as_toml, split_overrides
+from megarl.data.chat import check_messages
 from megarl.data.prepare.command import Data, Recipe
-from megarl.data.prompts import (
-    Text,
-    answer_text,
-    check_messages,
-    encode_prompts,
-    in_batches,
-    load_tokenizer,
-    prompt_text,
-)
+from megarl.data.prompts import PromptReader, Text, answer_text, in_batches
 from megarl.data.records import Record, get_field, read_records, type_name, write_jsonl
+from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError, DataError, printable
 
 TRAIN, HELDOUT = "train.jsonl", "heldout.jsonl"
@@ -56,14 +49,14 @@ def prepare(
         raise ConfigError(f"{' and '.join(map(str, there))}: exists; pass --overwrite or choose another folder")
     if Path(source).exists() and (same := [path for path in there if path.samefile(source)]):
         raise ConfigError(f"{same[0]} is the source itself, which would be replaced; choose another folder")
-    tokenizer = _load_tokenizer(recipe)
+    reader, chat = _make_reader(recipe)
     counts: Counter[str] = Counter()
     rows: dict[bool, list[Record]] = {True: [], False: []}
     seen: dict[bytes, str] = {}
-    read = partial(_read, recipe, tokenizer, counts)
+    read = partial(_read, recipe, reader, chat, counts)
     for batch in in_batches(read_records(source, split=split, limit=limit), read):
         texts = [text for text, _, _ in batch if text is not None]  # none without a tokenizer
-        tokens = encode_prompts(tokenizer, texts, recipe.prompt_field, None) if tokenizer else [[]] * len(batch)
+        tokens = reader.encode(texts, None) if reader else [[]] * len(batch)
         for (_, digest, row), ids in zip(batch, tokens, strict=True):
             if len(ids) > recipe.max_prompt_tokens:
                 counts["too long"] += 1
@@ -117,19 +110,32 @@ def _write(targets: dict[bool, Path], rows: dict[bool, list[Record]], heldout: b
         write_jsonl(targets[is_heldout], rows[is_heldout])
 
 
-def _load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase | None:
+def _make_reader(recipe: Recipe) -> tuple[PromptReader | None, bool]:
+    """What reads prompts as the trainer will, None without a model; and whether the model has a chat template."""
     if recipe.model is None:
-        return None
+        if _read_arguments(recipe):
+            raise ConfigError("--chat-template-args: there is no chat template without --model; add it")
+        return None, False
     if not recipe.model.is_dir():
         raise ConfigError(f"--model: there is no folder {recipe.model}, expected a Hugging Face folder")
-    tokenizer = load_tokenizer(recipe.model, "--model")
+    tokenizer = load_tokenizer(recipe.model, "--model", recipe.trust)
     if recipe.system is not None and not tokenizer.chat_template:
         raise ConfigError(f"--system: the tokenizer of {recipe.model} has no chat template; put the text in --template")
-    return tokenizer
+    reader = PromptReader(tokenizer, recipe.prompt_field, arguments=_read_arguments(recipe))
+    return reader, bool(tokenizer.chat_template)
+
+
+def _read_arguments(recipe: Recipe) -> dict[str, Any]:
+    """The variables of the chat template."""
+    _, found = split_overrides([f"--data.chat_template_args={recipe.chat_template_args}"])
+    (arguments,) = found.values()
+    if not isinstance(arguments, dict):
+        raise ConfigError(f"--chat-template-args: found {arguments!r}, expected a table such as {{a = true}}")
+    return arguments
 
 
 def _read(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, counts: Counter[str], place: str, record: Record
+    recipe: Recipe, reader: PromptReader | None, chat: bool, counts: Counter[str], place: str, record: Record
 ) -> tuple[Text | None, bytes, Record] | None:
     """(text to measure, digest, prompt and answer to write) of a record; None, and counted, if it is left out."""
     counts["read"] += 1
@@ -143,10 +149,8 @@ def _read(
             counts[f"no {name}"] += 1
             return None
     answer = answer_text(answer, recipe.answer_field, place)
-    prompt = _shape(asked, recipe, bool(tokenizer and tokenizer.chat_template), place)
-    text = (
-        prompt_text(tokenizer, {recipe.prompt_field: prompt}, recipe.prompt_field, False, place) if tokenizer else None
-    )
+    prompt = _shape(asked, recipe, chat, place)
+    text = reader.text({recipe.prompt_field: prompt}, place) if reader else None
     return text, _digest(asked, answer, place), {"prompt": prompt, "answer": answer}
 
 
@@ -194,4 +198,6 @@ def prepare_and_show(asked: Data) -> None:
     for key, path in written.items():
         print(printable(f"{path}: {counts[key]} prompts"))
     lines = [f"{key} = {json.dumps(str(path), ensure_ascii=False)}" for key, path in written.items()]
+    if arguments := _read_arguments(asked):
+        lines.append(f"chat_template_args = {as_toml(arguments)}")
     print("[data]", *lines, f"max_prompt_tokens = {asked.max_prompt_tokens}", sep="\n")

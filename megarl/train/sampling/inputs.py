@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.config import Config
 from megarl.data.judge import Judge
 from megarl.data.prompt_table import PromptTable
-from megarl.data.prompts import load_tokenizer
+from megarl.data.tokenizer import load_model_tokenizer
 from megarl.rollout.player import Player
 from megarl.train.environments import make_player, turn_ends
 from megarl.train.sampling.benchmarks import RunBenchmark, load_benchmarks
@@ -34,7 +34,7 @@ def read_inputs(config: Config) -> RunInputs:
 
     ConfigError or DataError, naming the key or the file and line, for what cannot be used.
     """
-    tokenizer = load_tokenizer(config.model.path, "model.path")
+    tokenizer = load_model_tokenizer(config.model)
     prompts = load_run_prompts(config, tokenizer)
     judge = Judge(config.reward.function, **config.judge_options(config.reward.function))
     player = make_player(config, tokenizer, judge)

@@ -81,6 +81,7 @@ def load_run_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> Prom
         prompt_field=data.prompt_field,
         answer_field=data.answer_field,
         chat_template=data.chat_template,
+        chat_template_args=data.chat_template_args,
         max_prompt_tokens=data.max_prompt_tokens,
         split=data.split,
     )

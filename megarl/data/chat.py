@@ -1,0 +1,97 @@
+"""The chat template of a tokenizer: chat messages become text, once."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+from jinja2 import meta
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
+
+from megarl.errors import ConfigError, DataError
+
+_OWN = ("messages", "add_generation_prompt")
+"""Variables of a template that megarl sets."""
+
+
+class ChatTemplate:
+    """Renders chat messages up to the mark that opens the model's answer, and refuses those that were rendered before.
+
+    A message was rendered before if it holds what the template itself writes around messages of these roles: special
+    tokens, other tokens beside the user's text, or the words before and behind the user's text, which are left where
+    special tokens were taken out.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
+        """arguments: variables of the template, as ``enable_thinking``; ConfigError for one that it never reads."""
+        self._tokenizer, self._arguments = tokenizer, dict(arguments)
+        self._tokens = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
+        self._marks: dict[tuple[str, ...], re.Pattern[str]] = {}
+        if arguments:
+            self._check_arguments()
+
+    def render(self, messages: Sequence[Mapping[str, str]], names: Sequence[str], place: str) -> str:
+        """Return the chat as text; DataError at ``place`` if the template refuses it, or a message holds its marks.
+
+        names: what to call each message.
+        """
+        roles = tuple(message["role"] for message in messages)
+        if (marks := self._marks.get(roles)) is None:
+            marks = self._marks[roles] = self._find_marks(roles, place)
+        for message, name in zip(messages, names, strict=True):
+            if found := marks.search(message["content"]):
+                raise DataError(
+                    f"{place}: {name} holds {found.group()[:40]!r}, which the chat template writes itself: it went "
+                    "through a template before; give the text alone, or turn data.chat_template off"
+                )
+        return self._apply(messages, place)
+
+    def _apply(self, messages: Sequence[Mapping[str, str]], place: str) -> str:
+        chat = [dict(message) for message in messages]
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **self._arguments}
+        try:
+            return str(self._tokenizer.apply_chat_template(chat, **options))
+        except (jinja2.TemplateError, TypeError) as error:
+            raise DataError(f"{place}: the chat template refuses these messages ({error})") from error
+
+    def _find_marks(self, roles: Sequence[str], place: str) -> re.Pattern[str]:
+        """What the template writes around messages of these roles."""
+        chat = [{"role": role, "content": f"\ue000{number}\ue000"} for number, role in enumerate(roles)]
+        texts = re.split("\ue000(\\d+)\ue000", self._apply(chat, place))  # the template's, number, the template's, ...
+        marks = {token for token, special in self._tokens.items() if special and any(token in t for t in texts[::2])}
+        special = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
+        closing = special.sub("", texts[-1]).rstrip()
+        patterns: set[str] = set()
+        for at in range(1, len(texts), 2):
+            if roles[int(texts[at])] == "user":
+                before, behind = texts[at - 1].rstrip(), texts[at + 1].lstrip()
+                marks |= {token for token in self._tokens if before.endswith(token) or behind.startswith(token)}
+                opening = re.search(r"[^\n]*\S\s*\Z", special.sub("", texts[at - 1]))
+                if opening and not opening.group()[-1].isalnum() and all(map(_WORD.search, (opening.group(), closing))):
+                    patterns.add(rf"(?:\A|\n)\s*{re.escape(opening.group())}.*{re.escape(closing)}\s*\Z")
+        return re.compile("|".join([*map(re.escape, marks), *patterns]) or r"(?!)", re.DOTALL)
+
+    def _check_arguments(self) -> None:
+        source = self._tokenizer.get_chat_template(tools=self._arguments.get("tools"))
+        environment = chat_template_utils._compile_jinja_template(source).environment
+        known = meta.find_undeclared_variables(environment.parse(source)) - {*_OWN, *environment.globals}
+        if unknown := [name for name in self._arguments if name not in known]:
+            raise ConfigError(
+                f"data.chat_template_args: found {unknown[0]!r}, which the chat template never reads, expected some of "
+                f"{', '.join(sorted(known)) or 'none'}; remove it"
+            )
+
+
+_WORD = re.compile(r"\w")
+
+
+def check_messages(messages: list[Any], field: str, place: str) -> None:
+    """DataError unless these are chat messages with text."""
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise DataError(
+                f"{place}: message {number} of {field!r} is {message!r:.80}, expected role and content, both text"
+            )
+    if not any(message["content"].strip() for message in messages):
+        raise DataError(f"{place}: the prompt ({field!r}) has no message with content")

@@ -1,0 +1,249 @@
+"""A tokenizer is what its folder says, or it is refused: ids, special tokens, text, and the folder's own code."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers.dynamic_module_utils
+from families import FAMILIES, byte_level, write_family
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from megarl.config import file as config_file
+from megarl.data.tiny import write_tiny_model
+from megarl.data.tokenizer import decode_all, load_tokenizer, tokenize
+from megarl.errors import ConfigError
+from megarl.train.engines import server_specs
+
+TEXT = "The answer: 1234,\n\n  Größe 你好 🙂 def f(x):\n\treturn {'a': x}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_of_each_family_is_read_as_tokenizer_json_says(family: str, tmp_path: Path) -> None:
+    """transformers would rebuild some of them by the rules of a class; ``tokenizers`` alone is the oracle."""
+    for name in ("PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer"):
+        folder = write_family(tmp_path / name, family, tokenizer_class=name)
+        tokenizer = load_tokenizer(folder, "model.path")
+        oracle = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        for text in (TEXT, f" {TEXT}", *FAMILIES[family]["special"]):
+            for special in (True, False):
+                assert tokenize(tokenizer, [text], special) == [oracle.encode(text, add_special_tokens=special).ids]
+        assert tokenizer.decode(tokenize(tokenizer, [TEXT], False)[0]) == TEXT
+
+
+def _word_level() -> Tokenizer:
+    words = {word: number for number, word in enumerate(["<unk>", "<e>", "the", "answer", "a", "1"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer
+
+
+def _lower_case() -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    return tokenizer
+
+
+def _few_bytes() -> Tokenizer:
+    """No token for most bytes, and none that says so: BPE leaves them out."""
+    letters = [*map(chr, range(97, 123)), "Ġ", "Ã", "©"]
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    return tokenizer
+
+
+def _unigram() -> Tokenizer:
+    pieces = [("<unk>", 0.0), ("▁", -2.0), *((chr(code), -3.0) for code in range(33, 127)), ("▁the", -1.0)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [_word_level, _lower_case, _few_bytes, _unigram, byte_level])
+def test_what_a_vocabulary_does_not_hold_and_what_is_normalised_is_no_mistake(
+    make: Callable[[], Tokenizer], tmp_path: Path
+) -> None:
+    PreTrainedTokenizerFast(tokenizer_object=make(), eos_token="<e>", unk_token="<unk>").save_pretrained(tmp_path)
+    load_tokenizer(tmp_path, "model.path")
+
+
+def _edit(folder: Path, name: str, change: Callable[[dict[str, Any]], object]) -> None:
+    table = json.loads((folder / name).read_text())
+    change(table)
+    (folder / name).write_text(json.dumps(table))
+
+
+NO_LINES = {"type": "Replace", "pattern": {"String": "\n"}, "content": ""}
+
+
+def _swap(table: dict[str, Any]) -> None:
+    decoder = table["added_tokens_decoder"]
+    first, second, *_ = decoder
+    decoder[first], decoder[second] = decoder[second], decoder[first]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("tokenizer_config.json", _swap, r"config\.json says that '<\|im_start\|>' is token 263, but it is 264"),
+        ("tokenizer.json", lambda table: table.pop("decoder"), "comes back as .T h e"),
+        ("tokenizer.json", lambda table: table["decoder"].update(type="Fuse"), "comes back as .TheĠ"),
+        ("tokenizer_config.json", lambda table: table.update(split_special_tokens=True), "is encoded as"),
+        ("tokenizer.json", lambda table: table.update(normalizer=NO_LINES), None),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_is_not_what_the_folder_says_is_refused(
+    name: str, change: Callable[[dict[str, Any]], object], told: str | None, tmp_path: Path
+) -> None:
+    """A normalizer may change text: that is what the file says."""
+    _edit(write_family(tmp_path, "qwen3"), name, change)
+    if told is None:
+        load_tokenizer(tmp_path, "model.path")
+        return
+    with pytest.raises(ConfigError, match=told) as caught:
+        load_tokenizer(tmp_path, "--model")
+    assert str(caught.value).startswith(f"--model: the tokenizer of {tmp_path} is not what its files say: ")
+
+
+def test_ids_in_an_older_file_count_too_and_a_text_may_have_two_ids(tmp_path: Path) -> None:
+    write_family(tmp_path, "qwen3")
+    _edit(
+        tmp_path,
+        "tokenizer_config.json",
+        lambda table: table["added_tokens_decoder"].update({"0": {"content": "<think>"}}),
+    )
+    load_tokenizer(tmp_path, "model.path")
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<think>": 266}))
+    load_tokenizer(tmp_path, "model.path")
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<think>": 300}))
+    with pytest.raises(ConfigError, match=r"added_tokens\.json says that '<think>' is token 300, but it is 266"):
+        load_tokenizer(tmp_path, "model.path")
+
+
+MERGED = [b" t", b"he", b" the", b"12", b"123"]
+SPECIAL = {"[BOS]": 0, "[EOS]": 1, "<|im_end|>": 2, "<|im_user|>": 3, "<|im_assistant|>": 4, "[EOT]": 7, "[PAD]": 17}
+CODE = """
+import base64
+from pathlib import Path
+from transformers import PreTrainedTokenizer
+
+NAMES = {NAMES}
+
+class TikTokenTokenizer(PreTrainedTokenizer):
+    vocab_files_names = {"vocab_file": "tiktoken.model"}
+
+    def __init__(self, vocab_file, **kwargs):
+        lines = [line.split() for line in Path(vocab_file).read_text().splitlines()]
+        self.ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+        self.names = {rank: token.decode("latin-1") for token, rank in self.ranks.items()}
+        self.names |= {len(self.ranks) + place: name for name, place in NAMES.items()}
+        self.ids = {name: rank for rank, name in self.names.items()}
+        super().__init__(**kwargs)
+
+    @property
+    def vocab_size(self):
+        return len(self.ranks) + 256
+
+    def get_vocab(self):
+        return self.ids
+
+    def _tokenize(self, text, **kwargs):
+        return [bytes([byte]).decode("latin-1") for byte in text.encode()]
+
+    def _convert_token_to_id(self, token):
+        return self.ids[token]
+
+    def _convert_id_to_token(self, index):
+        return self.names[index]
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens).encode("latin-1").decode(errors="replace")
+"""
+
+
+@pytest.fixture
+def tiktoken_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As Moonlight and Kimi-K2 have it: ranks, special tokens with gaps between their ids, and code."""
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    pieces = [*(bytes([byte]) for byte in range(256)), *MERGED]
+    lines = [f"{base64.b64encode(piece).decode()} {rank}\n" for rank, piece in enumerate(pieces)]
+    (folder / "tiktoken.model").write_text("".join(lines))
+    (folder / "tokenization_moonshot.py").write_text(CODE.replace("{NAMES}", repr(SPECIAL)))
+    flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+    decoder = {str(len(pieces) + place): {"content": name, **flags} for name, place in SPECIAL.items()}
+    table = {
+        "added_tokens_decoder": decoder,
+        "additional_special_tokens": [*SPECIAL][2:],
+        "bos_token": "[BOS]",
+        "eos_token": "[EOS]",
+        "tokenizer_class": "TikTokenTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_moonshot.TikTokenTokenizer", None]},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(table))
+    (folder / "config.json").write_text(json.dumps({"model_type": "deepseek_v3", "vocab_size": len(pieces) + 256}))
+    return folder
+
+
+def test_code_of_the_folder_runs_only_if_the_user_trusts_it(tiktoken_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenization_moonshot\.TikTokenTokenizer: read it, then pass --trust"):
+        load_tokenizer(tiktoken_folder, "model.path")
+    assert not (tiktoken_folder.parent / "modules").exists()
+    tokenizer = load_tokenizer(tiktoken_folder, "model.path", trust=True)
+    first = 256 + len(MERGED)
+    assert tokenizer.convert_tokens_to_ids([*SPECIAL]) == [first + place for place in SPECIAL.values()]
+    ids = tokenize(tokenizer, [f"<|im_user|>{TEXT}<|im_end|>"], True)[0]
+    assert ids == [first + 3, *TEXT.encode(), first + 2]
+    assert decode_all(tokenizer, [np.array(ids)]) == [TEXT]
+
+
+def test_what_transformers_guesses_of_a_tiktoken_folder_is_refused_with_both_ids(tiktoken_folder: Path) -> None:
+    pytest.importorskip("tiktoken")
+    guess = AutoTokenizer.from_pretrained(tiktoken_folder, trust_remote_code=False)
+    assert guess.convert_tokens_to_ids("[EOT]") != 256 + len(MERGED) + 7
+    with pytest.raises(
+        ConfigError, match=r"says that '.*' is token \d+, but it is \d+ \(and \d+ more\); its tokenizer"
+    ):
+        load_tokenizer(tiktoken_folder, "model.path")
+
+
+def test_without_trust_ids_of_a_converted_file_count(tiktoken_folder: Path) -> None:
+    """Special tokens one behind the other, as a conversion gives them that knows no gaps."""
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([*SPECIAL])
+    tokenizer.save(str(tiktoken_folder / "tokenizer.json"))
+    begin = tokenizer.token_to_id("[BOS]")
+    for trust, told in ((False, f"is token {begin - 2}, but it is {begin} "), (True, f"is token {begin}, but it is")):
+        with pytest.raises(ConfigError, match=rf"json says that '\[BOS\]' {told}.*\(and \d more\)"):
+            load_tokenizer(tiktoken_folder, "model.path", trust)
+
+
+def test_trust_reaches_the_tokenizer_and_the_servers(tiktoken_folder: Path, tmp_path: Path) -> None:
+    plain = write_family(tmp_path / "plain", "qwen3")
+    settings = {
+        **{"run.steps": 1, "data.train": "p.jsonl", "rollout.engine": "sglang", "optim.lr": 1e-6, "sglang.servers": 1},
+        **{"rollout.prompts_per_step": 1, "rollout.group_size": 2, "rollout.max_response_tokens": 8},
+        **{"train.micro_batch_tokens": 4096},
+    }
+    path, none = tmp_path / "run.toml", {"model.trust_remote_code": False}
+    config_of_a_model = (write_tiny_model(tmp_path / "tiny", num_layers=1) / "config.json").read_bytes()
+    for folder, trust, is_passed in (
+        (tiktoken_folder, True, True),
+        (tiktoken_folder, False, False),
+        (plain, True, False),
+    ):
+        path.write_text(f'[model]\npath = "{folder}"\n')
+        (folder / "config.json").write_bytes(config_of_a_model)
+        config = config_file.load(path, settings, trust=trust)
+        assert config.model.trust_remote_code == trust
+        (spec,) = server_specs(config, "127.0.0.1", None, tmp_path)
+        assert ("--trust-remote-code" in spec.extra_args) == is_passed
+        assert not config_file.load(path, settings | none, trust=trust).model.trust_remote_code
