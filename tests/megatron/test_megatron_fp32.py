@@ -209,3 +209,13 @@ def test_biases_of_published_size_choose_the_same_experts_behind_an_update_in_bf
         shares.append(compare_routes(rollouts, policy, settings, transformers_model(folder)))
     assert shares[0] == 1.0
     assert shares[1] < 0.7
+
+
+def test_a_policy_in_bf16_counts_every_token_that_moves_its_biases(models: dict[str, Path], one_rank: None) -> None:
+    """bf16 holds no odd number above 256."""
+    policy = policy_of(config(models["glm4_moe"], model__dtype="bf16", megatron__moe_router_bias_update_rate=1e-3))
+    router, source = policy._routers[0], torch.Generator().manual_seed(0)
+    chosen = [torch.rand(2048, 8, generator=source).topk(2).indices for _ in range(4)]
+    for indices in chosen:
+        router._apply_expert_bias(torch.zeros(2048, 8, dtype=torch.bool).scatter(1, indices, True))
+    assert router.local_tokens_per_expert.tolist() == torch.cat(chosen).flatten().bincount().tolist()

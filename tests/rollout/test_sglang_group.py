@@ -228,7 +228,7 @@ def test_an_update_that_is_confirmed_and_not_made_is_an_error(
 def test_an_update_that_was_not_made_is_found_again_when_it_is_sent_again():
     """As a keeper does, whose server has refused nothing."""
     says = [-1.0, -2.0]
-    member = sglang_member.Member("server", None, 1, None, False, False, print)
+    member = sglang_member.Member("server", None, 1, None, False, False, Path(), print)
     scorer: Any = SimpleNamespace(score=lambda _: np.array(says))
     member.connection = scorer
     first, second = (sglang_member.Update(number, [], sums=(number, number)) for number in (1, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +70,8 @@ def test_a_release_without_routes_is_refused_and_a_newer_one_told():
         ({"enable_eplb": True}, "0.5.9", "physical_experts"),
         ({"init_expert_location": "/a/file"}, "0.5.9", "physical_experts"),
         ({"ep_num_redundant_experts": 2}, "0.5.9", "physical_experts"),
+        ({"model_type": "glm4_moe", "dtype": "bfloat16"}, "0.5.18", "old_routers"),
+        ({"model_type": "glm4_moe", "dtype": "auto"}, "0.5.18", "old_routers"),
         ({"enable_return_routed_experts": False}, None, "no_routes"),
         ({"chunked_prefill_size": -1}, None, "unchunked_prefill"),
         ({"chunked_prefill_size": 0}, None, "unchunked_prefill"),
@@ -102,11 +105,22 @@ def test_a_fault_is_refused_where_the_arguments_make_it_real(arguments: dict[str
         {"device": "cuda", "disable_overlap_schedule": False, "enable_eplb": False, "init_expert_location": "trivial"},
         {"chunked_prefill_size": 4096, "disaggregation_mode": "null", "pp_size": 1, "ep_num_redundant_experts": 0},
         {"chunked_prefill_size": None, "radix_cache_backend": None, "preferred_sampling_params": None, "tp_size": 1},
+        {"model_type": "glm4_moe", "dtype": "bfloat16"},
         {"speculative_algorithm": None, "speculative_eagle_topk": None, "watermark_config": "<redacted>"},
     ],
 )
 def test_other_arguments_are_not(arguments: dict[str, Any]):
     assert check_server(KEY | {"version": "0.5.9"} | arguments, tp=1) == ((0, 5, 9), [])
+
+
+def test_router_weights_that_no_update_reaches_are_found_by_the_config_of_the_model(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "glm4_moe"}')
+    info = KEY | {"version": "0.5.10", "dtype": "bfloat16"}
+    with pytest.raises(ConfigError, match=r"0\.5\.10 to 0\.5\.18 keep a float32 copy of the router weights of GLM"):
+        check_server(info, tp=1, source=tmp_path)
+    assert check_server(info | {"dtype": "float32"}, tp=1, source=tmp_path)[0] == (0, 5, 10)  # no copy: the weights
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    assert check_server(info, tp=1, source=tmp_path)[0] == (0, 5, 10)
 
 
 def test_a_key_of_either_kind_guards_the_pickles_of_old_releases():

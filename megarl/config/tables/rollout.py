@@ -39,7 +39,7 @@ class RolloutConfig(Table):
     fp8_kv_cache: bool = False
     """Round keys and values of attention too (e4m3, scale 1). The local engine only."""
     dtype: Dtype = "bf16"
-    """Precision of the engine's weights and activations."""
+    """Precision of the engine's weights and activations; expert biases are fp32."""
     one_step_off: bool = False
     """Sample the responses of the next step while this one trains, with weights that are one step old."""
     max_batch_size: PositiveInt = 256

@@ -56,7 +56,8 @@ def _check(config: Config, where: str) -> Examined:
         else:
             info = _predict_info(config, where)
         release = str(info.get("version"))
-        version, warnings = check_server(info, config.sglang.tp, servers_record(config), config.rollout.top_p < 1)
+        needs = config.sglang.tp, servers_record(config), config.rollout.top_p < 1, Path(config.model.path)
+        version, warnings = check_server(info, *needs)
     except MegarlError as error:
         return Examined(where, release, problem=str(error))
     problem = None

@@ -81,7 +81,7 @@ class Fleet:
         if self.source is None:
             raise ConfigError("a fleet of servers given by URL needs source, a checkpoint folder of their model")
         servers = [(url, None) for url in self.urls] + [(server.url, server) for server in map(Server, self.specs)]
-        needs = self.tp, self.api_key, self.routes, self.nucleus
+        needs = self.tp, self.api_key, self.routes, self.nucleus, self.source
         self._members = [Member(url, server, *needs, self.tell) for url, server in servers]
         self._state = FleetState(self.settings, lambda: self._prompt)
         self._keepers = [Keeper(member, self._state) for member in self._members]

@@ -50,6 +50,8 @@ class Member:
     """Whether it must return routes."""
     nucleus: bool
     """Whether top_p is below 1."""
+    source: Path
+    """Checkpoint folder with the model's config."""
     tell: Callable[[str], None]
     connection: WeightSender | None = None
     """None before the first ``connect``."""
@@ -137,7 +139,8 @@ class Member:
 
     def connect(self) -> None:
         """Make a new sender; RolloutError if nothing answers, ConfigError if megarl cannot use what answers."""
-        release, warnings = check_server(server_info(self.url, self.api_key), self.tp, self.routes, self.nucleus)
+        info = server_info(self.url, self.api_key)
+        release, warnings = check_server(info, self.tp, self.routes, self.nucleus, self.source)
         if self.connection is not None:
             self.connection.leave_group()  # not closed: a keeper may be asking through it. It keeps no connection
         for warning in warnings if self.connection is None else ():

@@ -3,6 +3,7 @@
 The words are data, in releases.toml.
 """
 
+import json
 import re
 import subprocess
 import tomllib
@@ -63,6 +64,11 @@ def _experts_move(arguments: Arguments) -> bool:
     )
 
 
+def _keeps_router_weights(arguments: Arguments) -> bool:
+    is_glm = arguments.get("model_type") == "glm4_moe"
+    return is_glm and arguments.get("dtype") != "float32" and parse_version(str(arguments.get("version"))) >= (0, 5, 10)
+
+
 def _has_key(arguments: Arguments) -> bool:
     return bool(arguments.get("api_key") or arguments.get("admin_api_key"))
 
@@ -77,6 +83,7 @@ _OTHER_CACHES = (
 
 _CAUSES: Mapping[str, Callable[[Arguments], bool]] = {
     "physical_experts": _experts_move,
+    "old_routers": _keeps_router_weights,
     "wrong_rows_on_cpu": lambda found: found.get("device") == "cpu" and not found.get("disable_overlap_schedule"),
     "no_routes": lambda found: found.get("enable_return_routed_experts") is False,
     "unchunked_prefill": lambda found: _number(found, "chunked_prefill_size", 1) <= 0,
@@ -120,10 +127,14 @@ def can(version: Version, capability: str) -> bool:
     return version >= {entry.name: entry.since for entry in CAPABILITIES}[capability]
 
 
-def check_server(info: Arguments, tp: int, routes: bool = True, nucleus: bool = False) -> tuple[Version, list[str]]:
+def check_server(
+    info: Arguments, tp: int, routes: bool = True, nucleus: bool = False, source: Path | None = None
+) -> tuple[Version, list[str]]:
     """Returns the version in a /server_info answer, and warnings; ConfigError if megarl cannot use the server or it has
     another tensor-parallel size than ``tp``. ``routes``: whether it must return them; ``nucleus``: whether top_p is
-    below 1."""
+    below 1; ``source``: folder with the model's config."""
+    if source is not None and (config := source / "config.json").is_file():
+        info = {**info, "model_type": json.loads(config.read_text()).get("model_type")}
     text = str(info.get("version"))
     version = parse_version(text)
     if version < OLDEST:
