@@ -118,7 +118,7 @@ def test_configs_of_older_transformers_say_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "values", "says"),
     [
-        ("deepseek_v3", {"topk_group": 4}, "twice as many experts as groups"),
+        ("deepseek_v3", {"topk_group": 4}, "topk_group 4 and n_group 4; expected twice as many experts as groups"),
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob is False"),
         ("deepseek_v3", {"attention_bias": True}, "attention_bias is True"),
         ("kimi_k2", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
