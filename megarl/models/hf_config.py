@@ -77,7 +77,8 @@ class HFConfig:
         label = self._labels.get(key, self._prefix + key)
         if key not in self.values and key not in self._defaults:
             raise ConfigError(f"{label} is left out, and has no default; expected a number")
-        value, kind = self.values.get(key, self._defaults.get(key)), _KINDS.get(key)
+        value: Any = self.values.get(key, self._defaults.get(key))
+        kind = _KINDS.get(key)
         if kind is None or (value is None and (key in self._optional or key not in self.values)):
             return value
         is_kind = type(value) in ((int, float) if kind is float else (kind,))
