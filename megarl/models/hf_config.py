@@ -46,10 +46,13 @@ class HFConfig:
 
     def __init__(self, values: Mapping[str, Any], *tables: Mapping[str, Any], prefix: str = "") -> None:
         """tables: of hf_config.toml, the first defaults first."""
+        aliases = {alias: key for table in tables for alias, key in table.get("aliases", {}).items() if alias in values}
         self.values = dict(values)
-        for alias, key in ((alias, key) for table in tables for alias, key in table.get("aliases", {}).items()):
-            if alias in values and self.values.setdefault(key, self.values.pop(alias)) != values[alias]:
+        for alias, key in aliases.items():
+            self.values[key] = self.values.pop(alias)
+            if key in values and values[key] != values[alias]:
                 raise ConfigError(f"{alias} is {values[alias]!r} and {key} {values[key]!r}, expected one value")
+        self._labels = {key: prefix + alias for alias, key in aliases.items()}
         self._optional, self._derived, self._harmless, sizes, stated = (
             {key for table in tables for key in table.get(part, ())}
             for part in ("optional", "derived", "harmless", "sizes", "stated")
@@ -73,9 +76,11 @@ class HFConfig:
 
     def __getitem__(self, key: str) -> Any:
         self._unread.discard(key)
+        label = self._labels.get(key, self._prefix + key)
         if key not in self.values and key not in self._defaults:
-            raise ConfigError(f"{self._prefix}{key} is left out, and has no default; expected a number")
-        value, kind = self.values.get(key, self._defaults.get(key)), _KINDS.get(key)
+            raise ConfigError(f"{label} is left out, and has no default; expected a number")
+        value: Any = self.values.get(key, self._defaults.get(key))
+        kind = _KINDS.get(key)
         if kind is None or (value is None and (key in self._optional or key not in self.values)):
             return value
         is_kind = type(value) in ((int, float) if kind is float else (kind,))
@@ -84,7 +89,7 @@ class HFConfig:
         elif kind in (int, float):
             is_kind = is_kind and (0 < value < math.inf or (value == 0 and key == _MAY_BE_ZERO))
         if not is_kind:
-            raise ConfigError(f"{self._prefix}{key} is {reprlib.repr(value)}, expected {_NOUNS.get(kind, 'a list')}")
+            raise ConfigError(f"{label} is {reprlib.repr(value)}, expected {_NOUNS.get(kind, 'a list')}")
         return value
 
     def check_unread(self) -> None:
@@ -93,9 +98,11 @@ class HFConfig:
             value, label = self.values[key], self._prefix + key
             feature = next((what for what, words in _FEATURES.items() if words.search(label)), None)
             is_known = key in self._defaults
-            if self._is_harmless(key) or (value == self._defaults[key] if is_known else not (value and feature)):
+            default = self._defaults.get(key)
+            is_default = value == default and isinstance(value, bool) == isinstance(default, bool)
+            if self._is_harmless(key) or (is_default if is_known else not (value and feature)):
                 continue
-            expected = repr(self._defaults[key]) if is_known else "no such key"
+            expected = repr(default) if is_known else "no such key"
             raise ConfigError(
                 f"{label} is {reprlib.repr(value)}, expected {expected}: megarl does not have "
                 f"{feature or 'anything else'} for {self.values.get('model_type', 'models')}; take another model, or "

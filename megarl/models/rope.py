@@ -17,16 +17,19 @@ def read_rope(hf: HFConfig) -> HFConfig:
         raise ConfigError(
             f"rope_scaling {values} and rope_parameters {hf['rope_parameters']} differ, expected one of them"
         )
-    beside = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")}
-    stated = {key: value for key, value in beside.items() if key in hf.values}
+    stated = {key: hf[key] for key in _BESIDE if key in hf.values}
     if "type" in values:
         stated["rope_type"] = values.pop("type")
     for key, value in stated.items():
         if values.setdefault(key, value) != value:
             raise ConfigError(f"{key} is {value!r} and, in {place}, {values[key]!r}; expected one value")
-    if beside["original_max_position_embeddings"] is None:
-        beside["original_max_position_embeddings"] = hf["max_position_embeddings"]
-    return HFConfig({**beside, **values}, ROPE, prefix=f"{place}.")
+    left_out = {key: hf[key] for key in _BESIDE}
+    left_out["original_max_position_embeddings"] = hf["max_position_embeddings"]
+    return HFConfig({**left_out, **values}, ROPE, prefix=f"{place}.")
+
+
+_BESIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+"""Keys that stand in the rotary table or beside it."""
 
 
 def llama3_factor(rope: HFConfig) -> float | None:

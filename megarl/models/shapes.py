@@ -73,13 +73,17 @@ class MoeShape:
             return MoeShape(hf["num_hidden_layers"], (), 0, 0)
         if hf.get("model_type") in FAMILIES:
             return _read_moe(HFConfig.of(hf))
-        if not all((hf.get("num_hidden_layers"), hf.get("num_experts_per_tok"), any(map(hf.get, _EXPERT_COUNTS)))):
+        frequency = hf.get("moe_layer_freq") or 1
+        sizes = (hf.get("num_hidden_layers"), hf.get("num_experts_per_tok"), frequency)
+        if {type(size) for size in sizes} != {int} or not any(map(hf.get, _EXPERT_COUNTS)):
             *names, last = _EXPERT_COUNTS
             raise ConfigError(
                 f"model type {hf.get('model_type')!r} has no experts: its config.json names neither "
                 f"{', '.join(names)} nor {last} together with num_experts_per_tok"
             )
-        return _read_moe(hf, hf.get("moe_layer_freq") or 1)
+        if elsewhere := [key for key in _MOE_LAYERS if hf.get(key)]:
+            raise ConfigError(f"{elsewhere[0]} says which layers have experts, in a way that is not known here")
+        return _read_moe(hf, frequency)
 
     @staticmethod
     def of_megatron(config: Any) -> "MoeShape":
@@ -92,6 +96,11 @@ class MoeShape:
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """E under the names of Qwen and OLMoE, of Mixtral, and of DeepSeek and GLM-4."""
+_MOE_LAYERS = (
+    *("mlp_layer_types", "moe_layers", "interleave_moe_layer_step", "moe_layer_start_index", "moe_layer_interval"),
+    *("layers_block_type", "hybrid_override_pattern", "num_dense_layers"),
+)
+"""Keys of other families that say which layers have experts."""
 
 
 def _read_moe(hf: Mapping[str, Any] | HFConfig, frequency: int = 1) -> MoeShape:
@@ -156,7 +165,7 @@ def _sigmoid_experts(hf: HFConfig) -> dict[str, Any]:
     if chosen > groups or (groups > 1 and topk // chosen != 2):
         raise ConfigError(
             f"num_experts_per_tok is {topk}, topk_group {chosen} and n_group {groups}; expected twice as many experts "
-            "as chosen groups, or n_group 1: Megatron ranks groups by another number of experts"
+            "as groups, or n_group 1: Megatron ranks groups by another number of experts"
         )
     return {
         **_experts(hf, "moe_intermediate_size"),

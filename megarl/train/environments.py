@@ -1,9 +1,7 @@
 """Builds the environment of a configuration, its tools, and the player that runs episodes in it."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -14,6 +12,7 @@ from megarl.core.choices.own import call_own
 from megarl.data.judge import Judge
 from megarl.data.tokenizer import count_rows
 from megarl.errors import ConfigError
+from megarl.models.shapes import read_shape
 from megarl.rollout.episodes import EpisodeLimits
 from megarl.rollout.player import Player
 from megarl.rollout.tools.calculator import CalculatorTool
@@ -26,12 +25,11 @@ from megarl.rollout.tools.sandbox import Limits
 def make_player(config: Config, tokenizer: PreTrainedTokenizerBase, judge: Judge) -> Player:
     """Return the player that draws and judges samples; errors as in ``make_environment``."""
     settings = config.environment
-    model = json.loads((Path(config.model.path) / "config.json").read_text())
     limits = EpisodeLimits(
         response_tokens=config.rollout.max_response_tokens,
         turns=settings.max_turns,
         turn_tokens=settings.max_turn_tokens,
-        positions=model.get("max_position_embeddings"),
+        positions=read_shape(config.model.path).max_sequence_length,
         vocabulary=count_rows(tokenizer),
         step_s=settings.step_s,
         episode_s=settings.episode_s,

@@ -69,9 +69,10 @@ def _build(config: Any) -> Facts:
             facts[f"epsilon of {name}"] = module.variance_epsilon
     if moe:
         block = inner.layers[moe[-1]].mlp
-        router = block if hasattr(block, "top_k") else block.gate
-        names = ("top_k", "norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor")
-        facts["router"] = {name: getattr(router, name, None) for name in names}
+        names = ("top_k", "norm_topk_prob", "topk_group", "routed_scaling_factor")
+        # Releases of transformers have them in the block or in its router.
+        facts["router"] = {name: getattr(block, name, getattr(block.gate, name, None)) for name in names}
+        facts["router"]["n_group"] = getattr(config, "n_group", None)
     return facts
 
 

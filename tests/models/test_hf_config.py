@@ -118,9 +118,10 @@ def as_class_types(config: Config) -> Config:
     return {key: float(value) if key in floats and type(value) is int else value for key, value in config.items()}
 
 
-def names_of(key: str) -> list[str]:
-    """What a refusal may name: the key; for one of the rotary table, that table or a key that needs it."""
-    return [key.removeprefix("rope."), *(("rope_",) if key.startswith("rope.") else ())]
+def names_of(key: str, kind: str) -> list[str]:
+    """What a refusal may name: the key or its other name; the rotary table for one of its keys."""
+    aliases = FAMILIES[kind].get("aliases", {})
+    return [key.removeprefix("rope."), aliases.get(key, key), *(("rope_",) if key.startswith("rope.") else ())]
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -129,14 +130,17 @@ def test_every_key_is_read_as_transformers_reads_it_or_refused_by_name(
 ) -> None:
     base, wrong, num_equal, num_refused = BASES[name], [], 0, 0
     read(base, tmp_path)
-    keys = [*keys_read, "dtype", "torch_dtype"]
-    for key in keys:
+    config = HFConfig.of(base)
+    known = {*config._defaults, *config._required, *FAMILIES[base["model_type"]].get("aliases", {})}
+    keys = {**keys_read, **dict.fromkeys(sorted({*known, *base.keys()} - {"model_type"}))}
+    harmless = {key for key in keys if config._is_harmless(key)} - {"dtype", "torch_dtype"}
+    for key in keys.keys() - harmless:
         for what, config in mutations(base, key):
             try:
                 shape = read(config, tmp_path)
             except ConfigError as error:
                 num_refused += 1
-                if not any(name in str(error) for name in names_of(key)):
+                if not any(name in str(error) for name in names_of(key, base["model_type"])):
                     wrong.append(f"{key} {what}: the refusal does not name it: {error}")
                 continue
             try:
