@@ -424,9 +424,9 @@ def test_weights_are_looked_for(path: Path, tmp_path: Path):
     shards = [f"model-{number}-of-3.safetensors" for number in (1, 2, 3)]
     index.write_text(json.dumps({"weight_map": {name: name for name in shards}}))
     (model / shards[0]).touch()
-    assert f"names {shards[1]}, {shards[2]}, which are not there" in failed(path)["weights"]
+    assert f"that names {shards[1]}, {shards[2]}, which are not there" in failed(path)["weights"]
     (model / shards[1]).touch()
-    assert f"names {shards[2]}, which are not there" in failed(path)["weights"]
+    assert f"that names {shards[2]}, which are not there" in failed(path)["weights"]
     (model / shards[2]).touch()
     assert "weights" not in failed(path)
     for damaged in ("{", "[]", "{}", '{"weight_map": 1}'):

@@ -1,7 +1,6 @@
 """Hugging Face checkpoint folders: read by name, one file open at a time, and written."""
 
 import fnmatch
-import itertools
 import json
 import re
 import shutil
@@ -94,13 +93,14 @@ class HFCheckpoint:
 
     def names_of_prediction_layers(self) -> set[str]:
         """Tensors of layers that follow the model's own: those that the config counts, or that have an ``eh_proj``."""
-        behind = (self._config.get(key) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
-        last, counted = itertools.accumulate(behind)
+        last, more = (self._config.get(key) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+        if not isinstance(last, int) or not isinstance(more, int):
+            raise CheckpointError(f"{self.path}: num_nextn_predict_layers is {more!r}, expected a number of layers")
         layers: dict[int, dict[str, str]] = {}
         for name in self.names():
             if (match := _LAYER.fullmatch(name)) and int(match[1]) >= last:
                 layers.setdefault(int(match[1]), {})[match[2]] = name
-        chosen = [names for layer, names in layers.items() if layer < counted or "eh_proj.weight" in names]
+        chosen = [names for layer, names in layers.items() if layer < last + more or "eh_proj.weight" in names]
         return {name for names in chosen for name in names.values()}
 
     def shape(self, name: str) -> tuple[int, ...]:

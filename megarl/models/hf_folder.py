@@ -9,6 +9,8 @@ from megarl.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_OTHERS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+"""How files of weights end that are not read."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -31,50 +33,38 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     """
     index, single, present = folder / INDEX, folder / SINGLE, sorted(folder.glob("[!.]*.safetensors"))
     hf = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    pickles = [file.name for pattern in ("*", "original/*") for file in folder.glob(pattern) if file.suffix in _OTHERS]
+    listed = read_json(index).get("weight_map") if index.is_file() else None
+    if index.is_file() and not (isinstance(listed, dict) and listed and all(map(_is_file_name, listed.values()))):
+        raise CheckpointError(f"{index} cannot be read: expected weight_map, a table of names and files beside it")
+    files = [single] if single.is_file() else present
+    if listed is not None:
+        files = sorted({folder / name for name in listed.values()})
+    names = some([file.name for file in files])
     if hf.get("transformers_weights"):
-        raise CheckpointError(
-            f"{folder}/config.json: transformers_weights is {hf['transformers_weights']!r}, a file that transformers "
-            f"reads and SGLang does not; remove the key, and call the file {SINGLE}"
+        fault = f"has transformers_weights in config.json, a file for transformers alone; call it {SINGLE}"
+    elif (folder / "adapter_config.json").is_file():
+        fault = "holds adapter_config.json: transformers with peft applies the adapter, SGLang does not; merge it"
+    elif not files and pickles:
+        fault = (
+            f"has no *.safetensors, but {some(pickles)}; have transformers load them and save_pretrained() what it read"
         )
-    if (folder / "adapter_config.json").is_file():
-        raise CheckpointError(
-            f"{folder} holds adapter_config.json: transformers applies the adapter where peft is installed, SGLang "
-            "does not; merge it into the weights, or move it away"
-        )
-    if not index.is_file():
-        if not present:
-            raise CheckpointError(f"{folder} has no *.safetensors{_others(folder)}")
-        torch_files = [file.name for file in folder.glob("pytorch_model.bin*")]
-        if not single.is_file() and torch_files:
-            raise CheckpointError(
-                f"{folder} holds {some([file.name for file in present])} without {INDEX}, which SGLang reads, and "
-                f"{some(torch_files)}, which transformers reads; remove what is not the model"
-            )
-        return [single] if single.is_file() else present, None
-    listed = read_json(index).get("weight_map")
-    if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
-        raise CheckpointError(f"{index} cannot be read: weight_map is no table of names and files")
-    if outside := [name for name in listed.values() if Path(name).name != name]:
-        raise CheckpointError(f"{index} names {some(outside)}, expected files beside it: SGLang reads no others")
-    files = sorted({folder / name for name in listed.values()})
-    if absent := [file.name for file in files if not file.is_file()]:
-        raise CheckpointError(f"{folder}: {INDEX} names {some(absent)}, which are not there; download the rest")
-    if single.is_file() and files != [single]:
-        shards = some([file.name for file in files])
-        raise CheckpointError(
-            f"{folder} holds {SINGLE}, which transformers reads, and {INDEX} with {shards}, which SGLang reads: which "
-            "of them is the model cannot be told; move the other one away"
-        )
-    return files, listed
+    elif not files:
+        fault = "has no *.safetensors, expected a Hugging Face checkpoint folder; download the weights"
+    elif absent := [file.name for file in files if not file.is_file()]:
+        fault = f"has an {INDEX} that names {some(absent)}, which are not there; download the rest"
+    elif single.is_file() and files != [single]:
+        fault = f"holds {SINGLE}, which transformers reads, and {INDEX} with {names}, which SGLang reads; move one away"
+    elif listed is None and not single.is_file() and any(folder.glob("pytorch_model.bin*")):
+        fault = f"holds {names} without {INDEX}, which SGLang reads, and pytorch_model.bin, which transformers reads"
+    else:
+        return files, listed
+    raise CheckpointError(f"{folder} {fault}")
 
 
-def _others(folder: Path) -> str:
-    """What a folder holds instead, where other tools keep weights."""
-    ends = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
-    names = [file.name for file in folder.glob("*") if file.suffix in ends]
-    names += [f"{name}/" for name in ("original",) if (folder / name).is_dir()]
-    advice = "; have transformers load it and save_pretrained() write safetensors" if names else ""
-    return f", but {some(names)}{advice}" if names else ", expected a Hugging Face checkpoint folder"
+def _is_file_name(value: object) -> bool:
+    """Whether a value names a file of the folder itself: SGLang reads no others."""
+    return isinstance(value, str) and Path(value).name == value
 
 
 def some(names: Sequence[str]) -> str:

@@ -221,6 +221,10 @@ FOLDERS: dict[str, tuple[Callable[[Path, Tensors, Tensors], object], bool]] = {
         lambda f, a, b: (torch.save(a, f / "pytorch_model.bin"), shard(f, b, None)),
         False,
     ),
+    "an index of pickles beside shards without an index": (
+        lambda f, a, b: ((f / "pytorch_model.bin.index.json").write_text("{}"), shard(f, b, None)),
+        False,
+    ),
     "an index into a folder": (lambda f, a, b: (shard(f, a, prefix="sub/"), single(f, b, SHARDS[0])), False),
     "a shard that is not there": (lambda f, a, _: (shard(f, a), (f / SHARDS[1]).unlink()), False),
     "a file that the config names": (
@@ -265,8 +269,17 @@ def test_trainer_transformers_and_servers_read_the_same_or_nothing(what: str, tm
 
 def test_what_lies_there_instead_is_named(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(CheckpointError, match=r"no \*\.safetensors, but pytorch_model\.bin; have transformers load it"):
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors, but pytorch_model\.bin; have transformers"):
         HFCheckpoint(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "mxfp4", "bitsandbytes", "fp8", None])
+def test_another_quantisation_is_refused(method: str | None, key: str, tmp_path: Path) -> None:
+    folder = write_family(tmp_path, "qwen3_moe", num_hidden_layers=1)
+    edit_config(folder, **{key: {"quant_method": method, "bits": 4}})
+    with pytest.raises(CheckpointError, match=f"is quantised by {method!r} with blocks None; expected"):
+        HFCheckpoint(folder)
 
 
 SPELLINGS: list[Any] = [
@@ -335,6 +348,12 @@ class TestPredictionLayers:
         assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
         with HFCheckpoint(tmp_path / "out") as found:
             assert found.names_of_prediction_layers() == {*layer}
+
+    @pytest.mark.parametrize("count", ["1", 1.5, [1]])
+    def test_a_count_that_is_none(self, count: Any, tmp_path: Path) -> None:
+        with_prediction_layer(tmp_path / "model", "glm4_moe", num_nextn_predict_layers=count)
+        with pytest.raises(CheckpointError, match=r"num_nextn_predict_layers is .*, expected a number of layers"):
+            to_megatron(tmp_path / "model", tmp_path / "out", LOCAL, ALONE)
 
     def test_layers_that_nothing_explains_are_refused(self, tmp_path: Path) -> None:
         """A config.json with too few layers is not the model."""
