@@ -11,17 +11,17 @@ _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _TOKENS = re.compile(_BOX.pattern + r"\{?|\\.|[{}]", re.DOTALL)
 _WORD = re.compile(r"[^\s${}]+(?:\{[^{}]*\})*")
 _FORMULA = re.compile(r"\$\$(.*)\$\$|\$([^$]*)\$|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_TEXT = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:rm|bf|sf)|mbox|boldsymbol|operatorname)\s*\{([^{}]*)\}")
 _CHOICE = re.compile(r"\(?([A-Za-z])\)?")
 _NUMBER = r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-_SPACE = r"(?:\s|~|\\[,;: !])"
+_SPACE = r"(?:\s|\\[,;: !])"
 _THOUSANDS = re.compile(
     r"(?<![\d,])(?:(?<!\.)\d{1,3}|(?<=\.)\d{3})(?:(?:\{,\}|,\\!|\\[,;: !]|[~\u00a0\u2009\u202f])\d{3})+(?!\d)"
 )
 _SUBSTITUTES = tuple(
     (re.compile(pattern), by)
     for pattern, by in (
-        (r"\\\$|\\(?:pounds|euro|yen)(?![A-Za-z])|[€£¥₹]", ""),  # as other units, a currency is no part of a number
+        (r"\\\$|\\(?:pounds|euro|yen)(?![A-Za-z])|[€£¥₹¢₩₽]", ""),  # as other units, a currency is no part of a number
         (r"\\varnothing(?![A-Za-z])|∅|(?:\\left\s*)?\\\{\s*(?:\\right\s*)?\\\}", r"\\emptyset "),
         (r"\^?(?:°|\\degree(?![A-Za-z]))", r"^\\circ "),
         (r"(\^\{?\\circ\}?)\s*(?:\\(?:text|mathrm)\s*\{\s*[CF]\s*\}|[CF](?![A-Za-z]))", r"\1"),
@@ -111,7 +111,8 @@ def _bracket_of(text: str) -> str:
 
 
 def _read_box(parse: Parse, content: str) -> list[Any]:
-    content = _BOX.sub("", content).replace("$", "").strip().rstrip(".,;").strip()
+    content = _BOX.sub("", content).replace("$", "").replace("~", " ")
+    content = re.sub(rf"^{_SPACE}+|(?:{_SPACE}|[.,;]){{1,9}}$", "", content)
     content = re.sub(rf"^(-?\d+){_SPACE}+(\d+)\s*/\s*(\d+)$", r"\1\\frac{\2}{\3}", content)  # a mixed number
     if content.count("\\pm") == 1 and "," not in content:
         content = ", ".join(content.replace("\\pm", sign) for sign in "+-")
@@ -126,7 +127,7 @@ def _separate(content: str) -> str:
     """
     text = _TEXT.fullmatch(content)
     inner = text[1] if text else content.removeprefix("\\{").removesuffix("\\}")
-    items = [item.strip() for item in re.split(r"[,;&]?\s*\b(?:and|or)\b|[,;&]", inner)]
+    items = [item.strip() for item in re.split(r"[,;]?\s*\b(?:and|or)\b|[,;]|\\?&", inner)]
     choices = [_CHOICE.fullmatch(_TEXT.sub(lambda wrapped: wrapped[1].strip(), item)) for item in items]
     if all(choices):
         return ", ".join(choice[1] for choice in choices if choice)

@@ -16,7 +16,7 @@ TEMPORARY = ("*.partial", "[!.]*.tmp", "*.new", "*.damaged.*")
 """A kill in the middle of the write of a small file may leave ``.NAME.PID.tmp``."""
 ENDING_S = 60.0
 """Helpers of Python's multiprocessing end a moment after the run."""
-COUNTED = ("responses without a reward", "failed episodes")
+COUNTED = ("judged; first failure",)
 """Words of a run that has counted what it could not use: its numbers are those of fewer samples."""
 
 

@@ -12,7 +12,7 @@ from megarl.data.math_text import last_box, read_response
 from megarl.data.rewards import can_read_answer, math_verify
 
 SPELLINGS = r"""
-18.90 | \$18.90 | 18.9 | 18.90\$ | €18.90 | 18.90€ | \text{\$18.90} | 18.90 dollars | 18.90\text{ euros} | 18.90.
+18.90 | \$18.90 | 18.90\,\$ | 18.9 | €18.90 | 18.90€ | \text{\$18.90} | 18.90 dollars | 18.90\text{ euros} | 18.90.
 1234.50 | \$1,234.50 | \$1{,}234.50 | 1\,234.50 | 1,234.5 | 1,\!234.50
 1234567 | 1,234,567 | 1{,}234{,}567 | 1\,234\,567 | 1\ 234\ 567
 1, 234 | 234, 1 | \{1, 234\}
@@ -28,7 +28,7 @@ SPELLINGS = r"""
 \varnothing | \emptyset | ∅ | \{\} | \{ \} | \left\{\right\}
 \{\emptyset\} | \{\varnothing\}
 0 | \{0\}
-\text{A, C} | A, C | \text{C, A} | A and C | \text{A and C} | \text{(A), (C)} | \text{A}, \text{C} | \{A, C\}
+\text{A, C} | A, C | \text{C, A} | A and C | \text{A and C} | \text{(A), (C)} | \text{A}, \text{C} | A \& C | \{A, C\}
 A, B
 A, B, C | \text{C, B, A} | \text{A, B, and C} | \text{A; B; C}
 B | \text{B} | (B) | \text{(B)} | \textbf{(B)} | \mathrm{B} | \text{B}. | \mathbf{B}

@@ -550,7 +550,7 @@ def test_a_credit_that_needs_both_classes_is_refused_before_anything_is_drawn(wo
 
 def test_no_contrast_under_refill_ends_the_run_and_says_what_to_do(world: World, tmp_path: Path) -> None:
     overrides = {**REFILL, "data__train": data_of(tmp_path, set(range(64)))}
-    expected = pytest.raises(RolloutError, match="step 0: none of 32 prompts had rewards that differ: take other")
+    expected = pytest.raises(RolloutError, match="step 1: none of 32 prompts had rewards that differ: take other")
     with sampler(world, **overrides) as (made, _), expected:
         made.sample_step(0)
 

@@ -274,7 +274,7 @@ def test_a_reward_that_fails_on_everything_ends_the_run(world: World) -> None:
         lines, first = inspect.getsourcelines(train_rewards.always_raises)
         place = re.escape(f"({train_rewards.__file__}:{first + len(lines) - 1})")
         told = rf"no response has a reward; first: ValueError: no verdict {place}; prompt '.*', response '.*', answer '"
-        with pytest.raises(RewardError, match=rf"step 0: {told}"):
+        with pytest.raises(RewardError, match=rf"step 1: {told}"):
             made.sample_step(0)
         with pytest.raises(RewardError, match=rf"evaluation on heldout: {told}"):
             made.evaluate(0)

@@ -211,8 +211,10 @@ class _DiesAfter(MetricsLog):
 
     record: tuple[str, int, int | None]
 
-    def write(self, kind: Any, step: int, metrics: Mapping[str, float], minibatch: int | None = None) -> None:
-        super().write(kind, step, metrics, minibatch)
+    def write(
+        self, kind: Any, step: int, metrics: Mapping[str, float], minibatch: int | None = None, **more: Any
+    ) -> None:
+        super().write(kind, step, metrics, minibatch, **more)
         if (kind, step, minibatch) == self.record:
             os.kill(os.getpid(), signal.SIGKILL)
 

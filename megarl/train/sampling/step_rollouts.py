@@ -147,13 +147,13 @@ def _count_tokens(rollouts: Sequence[Rollout | None]) -> np.ndarray:
 
 def select(assignment: Assignment, table: SampleTable, step: int) -> Selection:
     """Return the samples that train; RolloutError, or RewardError, if there are none."""
-    table.require_rewards(f"step {step}")
+    table.require_rewards(f"step {step + 1}")
     selection = assignment.select(table.rewards())
     if not len(selection.prompts):
         kind = RolloutError if table.failure is None or table.failure.may_pass else RewardError
         unjudged = table.describe_unjudged()
         raise kind(
-            f"step {step}: none of {int(selection.drawn.shape[1])} prompts had rewards that differ: take other "
+            f"step {step + 1}: none of {int(selection.drawn.shape[1])} prompts had rewards that differ: take other "
             "prompts, raise sampling.max_prompts or rollout.group_size, or set sampling.refill = false"
             + (f"; {unjudged}" if unjudged else "")
         )
