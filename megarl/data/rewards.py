@@ -110,6 +110,14 @@ def read_math_answer(answer: str) -> list[Any]:
     return gold
 
 
+def can_read_answer(answer: str) -> bool:
+    """Return whether math_verify can read an answer of a data set, in its time limit."""
+    try:
+        return bool(read_math_answer(answer))
+    except (ValueError, TimeoutError):
+        return False
+
+
 @wrong_if_stopped(read_math_answer)
 def math_verify(*, prompt: str, response: str, answer: str) -> float:
     """Return 1 if the last mathematical expression of the response equals the answer (math-verify), else 0.
