@@ -1,6 +1,7 @@
 """``megarl init``: a configuration from a few answers, from the recipe that fits or from ``starter.toml``."""
 
 import math
+import os
 import re
 import shlex
 import sys
@@ -15,8 +16,10 @@ from megarl.config import Config
 from megarl.config import file as config_file
 from megarl.config.command import Overrides, Positional, command
 from megarl.data.files import write_atomically
-from megarl.errors import ConfigError, printable
-from megarl.models.shapes import read_shape
+from megarl.data.records import read_records
+from megarl.errors import ConfigError, MegarlError, printable
+from megarl.models.fit import check_fit
+from megarl.models.shapes import ModelShape, read_shape
 from megarl.recipes import shipped
 
 _STARTER = Path(__file__).with_suffix(".toml")
@@ -58,56 +61,83 @@ class Init:
 
 
 _QUESTIONS = {
-    "model": ("folder of the model (Hugging Face format)", None),
+    "model": ("folder of the model (Hugging Face format)", None, "a folder with config.json, here or on the cluster"),
     "data": (
         "prompts (.jsonl, .json, .parquet, folder or hub name; megarl data prepare makes them)",
         "data/train.jsonl",
+        "the name of a file, a folder or a data set on the hub",
     ),
-    "gpus": ("GPUs on each node, 0 for none", "8"),
-    "nodes": ("nodes", "1"),
-    "replay": ("routing replay: none, r2 or r3", "none"),
+    "gpus": ("GPUs on each node, 0 for none", "8", "a whole number from 0 to 1024"),
+    "nodes": ("nodes", "1", "a whole number from 1 to 100000"),
+    "replay": ("routing replay: none, r2 or r3", "none", "none, r2 or r3"),
 }
-"""What is asked in a terminal, with the default answer."""
+"""What is asked in a terminal, with the default answer and what is expected."""
 
 
 def ask(answers: Init) -> Init:
-    """Ask on the terminal for what no flag says. Without one: the defaults, and ConfigError for the model."""
-    for name, (question, default) in _QUESTIONS.items():
-        if getattr(answers, name) is not None:
-            continue
-        said = default
-        if sys.stdin.isatty():
+    """Ask on the terminal for what no flag says, and again where an answer does not fit; without one: the defaults.
+
+    Raises MegarlError for flags that do not fit, and ConfigError where the model is missing or the input ends.
+    """
+    asks = sys.stdin.isatty()
+    if asks:
+        _try(answers)  # a flag that does not fit would make every answer wrong
+    for name, (question, default, expected) in _QUESTIONS.items():
+        while getattr(answers, name) is None:
             try:
-                said = input(f"{question}{f' [{default}]' if default else ''}: ").strip() or default
+                said = input(f"{question}{f' [{default}]' if default else ''}: ").strip() if asks else ""
+                answered = _answer(answers, name, said or default)
+                if asks:
+                    _try(answered)
+                answers = answered
             except EOFError:
-                said = default
-        if said is None:
-            raise ConfigError(f"--{name}: missing, expected the {question}")
-        if name in ("gpus", "nodes"):
-            least, most = (1, 100_000) if name == "nodes" else (0, 1024)
-            if not (said.isdecimal() and len(said) < 9 and least <= int(said) <= most):
-                raise ConfigError(f"--{name}: found {said!r}, expected a whole number from {least} to {most}")
-            answers = replace(answers, **{name: int(said)})
-        else:
-            answers = replace(answers, **{name: said})
+                print()
+                raise ConfigError(f"--{name}: the input ended, expected {expected}") from None
+            except (MegarlError, OSError, UnicodeDecodeError) as error:
+                if not asks:
+                    raise
+                print(printable(f"  {error}"))
     return answers
+
+
+def _try(answers: Init) -> None:
+    """Raise MegarlError if no answers to the other questions make a configuration of these."""
+    nowhere = f"{os.devnull}/later"
+    open_answers = {"model": nowhere, "data": nowhere, "gpus": 0, "nodes": 1, "replay": "none"}
+    make_config(
+        replace(answers, **{name: value for name, value in open_answers.items() if getattr(answers, name) is None})
+    )
+
+
+def _answer(answers: Init, name: str, said: str | None) -> Init:
+    try:
+        if said and said.isprintable():
+            return replace(answers, **{name: said})
+    except pydantic.ValidationError:
+        pass
+    raise ConfigError(f"--{name}: {f'found {said!r:.80}' if said else 'missing'}, expected {_QUESTIONS[name][2]}")
 
 
 def make_config(answers: Init) -> tuple[str, Config, str | None]:
     """The text of a configuration, checked, and the name of the recipe that it is from, if one fits.
 
     ``answers`` has what ``ask`` asks for. A recipe fits if it has a model of this name, and as many nodes (the
-    servers' own too) with as many GPUs. Raises ConfigError if what comes out is no valid configuration.
+    servers' own too) with as many GPUs. Raises MegarlError if what comes out is no valid configuration, or a folder or
+    file that is named and exists is not what it has to be.
     """
-    recipe = _find_recipe(answers)
+    recipe, shape = _find_recipe(answers), _read_shape(Path(answers.model or ""))
+    if (data := Path(answers.data or "")).is_file():
+        next(read_records(data))
     text = (_STARTER if recipe is None else shipped.find(recipe)).read_text()
-    for key, value in (_starter_keys(answers) if recipe is None else {}).items():
+    for key, value in (_starter_keys(answers, shape) if recipe is None else {}).items():
         text = set_key(text, key, value)
     prompts = tomllib.loads(text)["rollout"]["prompts_per_step"]
     for key, value in _asked_keys(answers, prompts).items():
         text = set_key(text, key, value)
     config = config_file.parse(tomllib.loads(text), source="megarl init")
     config.check_world_size(config.launch.ranks)
+    if shape is not None:
+        check_fit(config, shape)
     return text, config, recipe
 
 
@@ -136,7 +166,15 @@ def _find_recipe(answers: Init) -> str | None:
     return None
 
 
-def _starter_keys(answers: Init) -> dict[str, Any]:
+def _read_shape(model: Path) -> ModelShape | None:
+    """The shape of a model that is here, or that a recipe knows; None for one that is elsewhere."""
+    if model.exists() and not (model / "config.json").is_file():
+        raise ConfigError(f"--model: found {model}, which has no config.json; expected {_QUESTIONS['model'][2]}")
+    folders = [folder for folder in (model, shipped.MODELS / model.name) if (folder / "config.json").is_file()]
+    return read_shape(folders[0]) if folders else None
+
+
+def _starter_keys(answers: Init, shape: ModelShape | None) -> dict[str, Any]:
     """What ``starter.toml`` does not know: ranks, experts, servers, lengths and the chat template."""
     gpus, nodes = answers.gpus or 0, answers.nodes or 1
     ranks, model = max(gpus, 1), Path(answers.model or "")
@@ -152,14 +190,11 @@ def _starter_keys(answers: Init) -> dict[str, Any]:
         files = [model / "chat_template.jinja", model / "chat_template.json"]
         has_template = '"chat_template"' in (model / "tokenizer_config.json").read_text(errors="replace")
         found["data.chat_template"] = has_template or any(file.exists() for file in files)
-    for folder in (model, shipped.MODELS / model.name):
-        if (folder / "config.json").is_file():
-            shape = read_shape(folder)
-            found["parallel.ep"] = math.gcd(shape.num_experts or 1, ranks * nodes)
-            if shape.max_sequence_length < 4096:
-                half = shape.max_sequence_length // 2
-                found |= {"data.max_prompt_tokens": half, "rollout.max_response_tokens": half}
-            break
+    if shape is not None:
+        found["parallel.ep"] = math.gcd(shape.num_experts or 1, ranks * nodes)
+        if shape.max_sequence_length < 4096:
+            half = shape.max_sequence_length // 2
+            found |= {"data.max_prompt_tokens": half, "rollout.max_response_tokens": half}
     return found
 
 

@@ -7,9 +7,12 @@ import pty
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tiny_families import write_family
 
 from megarl.cli import main
 from megarl.config import Config, file
@@ -116,14 +119,72 @@ def test_a_file_is_replaced_only_by_force(folder: Path, capsys: pytest.CaptureFi
     assert [path.name for path in folder.iterdir()] == ["run.toml"]
 
 
-def test_a_terminal_is_asked_for_what_no_flag_says(folder: Path) -> None:
+@contextmanager
+def terminal(*flags: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """``megarl init run.toml`` with a terminal as its input, and what writes into that."""
     ours, theirs = pty.openpty()
-    words = [sys.executable, "-m", "megarl.cli", "init", "run.toml", "--gpus", "8"]
-    process = subprocess.Popen(words, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    os.close(theirs)
-    os.write(ours, b"models/Qwen3-30B-A3B\nmine.jsonl\n4\n\n")
-    told = process.communicate(timeout=300)[0]
-    os.close(ours)
+    words = [sys.executable, "-m", "megarl.cli", "init", "run.toml", *flags]
+    with subprocess.Popen(words, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        os.close(theirs)
+        yield process, ours
+        os.close(ours)
+
+
+def test_a_terminal_is_asked_again_until_an_answer_fits(folder: Path) -> None:
+    (folder / "empty").mkdir()
+    (folder / "broken.jsonl").write_text("{")
+    write_family(folder / "dense", "qwen3")
+    expected = {
+        "model": ["", "  ", "empty", "broken.jsonl", "a\x01b", "x" * 300, "dense"],
+        "data": ["broken.jsonl", "dense/config.json", "\udcff", ""],
+        "gpus": ["eight", "-3", "1.5", "7", "9" * 30, "0"],
+        "nodes": ["0", "-1", "no", "100001", "1"],
+        "replay": ["0", "R3", "r3", "none"],
+    }
+    answers = [line for lines in expected.values() for line in lines]
+    with terminal() as (process, keyboard):
+        for line in answers:
+            os.write(keyboard, f"{line}\n".encode("utf-8", "surrogateescape"))
+        told = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, told
+    assert told.count("]: ") + told.count("format): ") == len(answers)
+    for part in (
+        "--model: missing, expected a folder with config.json",
+        "--model: found empty, which has no config.json",
+        "broken.jsonl:1: broken JSON",
+        "dense/config.json: cannot tell a format",
+        "--gpus: found '-3', expected a whole number from 0 to 1024",
+        "prompts_per_step * group_size = 512 responses, expected a multiple of",
+        "--nodes: found '0', expected a whole number from 1 to 100000",
+        "--replay: found '0', expected none, r2 or r3",
+        'train.replay: found "r3", expected "none": the qwen3 model in model.path is dense',
+    ):
+        assert part in told
+    assert file.load("run.toml").model.path == "dense"
+
+
+@pytest.mark.parametrize("question", range(5))
+def test_the_end_of_the_input_is_one_line(question: int, folder: Path) -> None:
+    with terminal() as (process, keyboard):
+        os.write(keyboard, b"m\nd\n0\n1\n"[: 2 * question] + b"\x04")
+        told = process.communicate(timeout=60)[0]
+    assert process.returncode == 2
+    name = ("model", "data", "gpus", "nodes", "replay")[question]
+    assert f"\nmegarl: error: --{name}: the input ended, expected " in told
+    assert not (folder / "run.toml").exists()
+
+
+def test_a_flag_that_fits_no_answer_is_told_before_the_first_question(folder: Path) -> None:
+    with terminal("--objective", "gpro") as (process, _):
+        told = process.communicate(timeout=60)[0]
+    assert (process.returncode, told.count("\n")) == (2, 1)
+    assert "train.objective: found 'gpro'" in told
+
+
+def test_a_terminal_is_asked_for_what_no_flag_says(folder: Path) -> None:
+    with terminal("--gpus", "8") as (process, keyboard):
+        os.write(keyboard, b"models/Qwen3-30B-A3B\nmine.jsonl\n4\n\n")
+        told = process.communicate(timeout=60)[0]
     assert process.returncode == 0, told
     assert "GPUs on each node" not in told
     assert "prompts (" in told

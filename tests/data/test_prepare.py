@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megarl.cli import main
 from megarl.data import prompts
 from megarl.data.prepare.prepare import Recipe, prepare
 from megarl.data.prompts import load_prompts
+from megarl.data.rewards import can_read_answer, math_verify
 from megarl.errors import ConfigError, DataError
 
 Write = Callable[..., Path]
@@ -64,6 +66,26 @@ def test_what_is_left_out_is_counted(write_jsonl: Write, tmp_path: Path) -> None
         {"prompt": "4 = {x}?", "answer": "7"},
     ]
     assert not (tmp_path / "out" / "heldout.jsonl").exists()
+
+
+def test_answers_that_the_reward_cannot_read_are_counted(
+    write_jsonl: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = ["1", "$$", "\\frac{1}{2}", "x = 3", "$$", "$ $"]
+    source = write_jsonl(*({"prompt": str(number), "answer": answer} for number, answer in enumerate(answers)))
+    words = ["data", "prepare", str(source), str(tmp_path / "out"), "--overwrite"]
+    for more, unread in ([], 3), (["--limit", "1"], 0):
+        assert main([*words, *more]) == 0
+        out = capsys.readouterr().out
+        told = f"{unread} of {6 if unread else 1} answers cannot be read by the reward math_verify"
+        assert told + (f", first: {tmp_path}/out/train.jsonl:2 '$$'\n" if unread else "\n") in out
+    for answer in answers:  # the reward itself says the same
+        fails = answer in ("$$", "$ $")
+        assert can_read_answer(answer) != fails
+        with pytest.raises(ValueError, match="can read no expression") if fails else nullcontext():
+            math_verify(prompt="", response="7", answer=answer)
+    assert main([*words, "--reward", "exact_match"]) == 0
+    assert "cannot be read" not in capsys.readouterr().out
 
 
 def test_a_prompt_is_held_out_by_its_hash(tmp_path: Path, write_jsonl: Write) -> None:

@@ -12,13 +12,12 @@ from matrix_world import NUM_EXPERTS, Variant, build, settings_of
 from megatron.core import parallel_state
 from tiny_world import batch_of, join, local_routes, micro_batches, own_share, rollouts
 
-from megarl.core.packing import select
 from megarl.errors import TraceError
 from megarl.megatron import distributed
 from megarl.megatron.passes.forward import _padding_mask
-from megarl.megatron.passes.micro_batches import micro_batch, router_tokens, split_micro_batches
+from megarl.megatron.passes.micro_batches import micro_batch, router_tokens
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
-from megarl.megatron.replay.rollout_routes import Placement, deliver_routes, reshard
+from megarl.megatron.replay.rollout_routes import Placement, deliver_routes
 from megarl.megatron.versions import unwrap
 
 
@@ -60,41 +59,6 @@ def _same(a: MicroRoutes, b: MicroRoutes) -> bool:
     present = torch.ones(len(a.experts), dtype=torch.bool) if b.present is None else b.present
     alike = (a.present is None) == (b.present is None) and (a.present is None or torch.equal(a.present, b.present))
     return alike and torch.equal(a.experts[present], b.experts[present])
-
-
-def resharded(layout: dict[str, Any], across_copies: bool = False) -> dict[str, Any]:
-    """Routes in the layout of one cut of the sequences, brought into another; optionally dealt to other copies too."""
-    settings = settings_of(layout, Variant())
-    join(settings)
-    model = build(settings, Variant())
-    layers, shape = RoutingReplay(model.chunks).layers, model.shape
-    everything = rollouts(30, len(shape.moe_layers), NUM_EXPERTS, shape.topk)
-    copies, rank = distributed.dp_size(), distributed.dp_rank()
-    before = [i for i in range(len(everything)) if i * copies // len(everything) == rank]
-    after = [i for i in range(len(everything)) if (i + i // 4) % copies == rank] if across_copies else before
-    whole = batch_of(everything)
-
-    def cut(sequences: list[int], tokens: int) -> Any:
-        parallel = settings.parallel
-        return split_micro_batches(
-            select(whole, sequences), tokens, parallel.equal_micro_batches, parallel.micro_batch_multiple
-        )
-
-    old, new = cut(before, 40), cut(after, 20)
-    recorded = [local_routes(micro, layers, shape) for micro in old]  # with absent rows
-    found = reshard(
-        recorded,
-        Placement.of_micro_batches(old, layers, before),
-        Placement.of_micro_batches(new, layers, after),
-        dist.group.WORLD if across_copies else distributed.model_group(),
-    )
-    expected = [local_routes(micro, layers, shape) for micro in new]
-    report = {
-        "same": all(_same(a, b) for a, b in zip(found, expected, strict=True)),
-        "cuts": (len(old), len(new)),
-        "moved": before != after,
-    }
-    return _by_rank(report)
 
 
 def padding_masks(layout: dict[str, Any]) -> dict[str, Any]:

@@ -24,13 +24,6 @@ MANY_EXPERTS = (("router", "softmax"), ("num_experts", 384))
 WIDE_CASES = {
     name: Case(LAYOUTS[name][0], "cases_exchange:delivered", LAYOUTS[name][1], MANY_EXPERTS) for name in ("pp2", "cp2")
 }
-RESHARDED = ["tp2", "cp2", "pp2 vpp2", "cp2 tp2 ep2 etp1", "pp4"]
-RESHARDED_CASES = {name: Case(LAYOUTS[name][0], "cases_exchange:resharded", LAYOUTS[name][1]) for name in RESHARDED}
-MOVED = ["dp2", "ep4", "cp2 ep2", "tp2 ep2 etp2", "pp2 vpp2 ep2"]
-MOVED_CASES = {
-    name: Case(LAYOUTS[name][0], "cases_exchange:resharded", LAYOUTS[name][1], (("across_copies", True),))
-    for name in MOVED
-}
 
 
 def _ids(cases: dict[str, Case]) -> list[str]:
@@ -58,20 +51,6 @@ def test_more_than_256_experts_travel_as_two_bytes(case: Case, outcome: dict[str
     sizes = dict(case.layout)
     for slots, layers, found in zip(outcome["slots"], outcome["layers"], outcome["bytes"], strict=True):
         assert found == slots // sizes.get("cp", 1) * layers * 2 * 2
-
-
-@pytest.mark.multirank
-@pytest.mark.parametrize("case", RESHARDED_CASES.values(), ids=_ids(RESHARDED_CASES))
-def test_a_recording_is_cut_anew_for_other_micro_batches(case: Case, outcome: dict[str, Any]) -> None:
-    assert all(outcome["same"])
-    assert all(old != new for old, new in outcome["cuts"])
-
-
-@pytest.mark.multirank
-@pytest.mark.parametrize("case", MOVED_CASES.values(), ids=_ids(MOVED_CASES))
-def test_a_recording_follows_its_sequences_to_other_model_copies(case: Case, outcome: dict[str, Any]) -> None:
-    assert all(outcome["same"])
-    assert any(outcome["moved"])
 
 
 @pytest.mark.multirank

@@ -1,9 +1,11 @@
 """Write the prompt files that ``[data]`` reads, from JSONL, JSON, Parquet, dataset folders and hub names."""
 
 import hashlib
+import importlib.util
 import json
 from collections import Counter
-from functools import partial
+from collections.abc import Iterable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from megarl.data.chat import check_messages
 from megarl.data.prepare.command import Data, Recipe
 from megarl.data.prompts import PromptReader, Text, answer_text, in_batches
 from megarl.data.records import Record, get_field, read_records, type_name, write_jsonl
+from megarl.data.rewards import can_read_answer
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError, DataError, printable
 
@@ -189,6 +192,15 @@ def _digest(prompt: Any, answer: str, place: str) -> bytes:
         raise DataError(f"{place}: half a character (a lone surrogate), which UTF-8 cannot hold") from error
 
 
+def count_unreadable(files: Iterable[Path]) -> str:
+    """How many answers of prepared files math_verify cannot read, in words, with the line of the first one."""
+    can_read = cache(can_read_answer)
+    answers = [(place, record["answer"]) for file in files for place, record in read_records(file)]
+    unread = [(place, answer) for place, answer in answers if not can_read(answer)]
+    first = "".join(f", first: {place} {answer!r:.80}" for place, answer in unread[:1])
+    return f"{len(unread)} of {len(answers)} answers cannot be read by the reward math_verify{first}"
+
+
 def prepare_and_show(asked: Data) -> None:
     """``prepare``, and a summary with the lines for the configuration."""
     options = {name: getattr(asked, name) for name in ("split", "limit", "heldout", "overwrite")}
@@ -197,6 +209,10 @@ def prepare_and_show(asked: Data) -> None:
     written = {key: asked.out / name for name, key in ((TRAIN, "train"), (HELDOUT, "heldout")) if counts[key]}
     for key, path in written.items():
         print(printable(f"{path}: {counts[key]} prompts"))
+    if asked.reward == "math_verify":
+        is_here = importlib.util.find_spec("math_verify") is not None
+        told = count_unreadable(written.values()) if is_here else "answers were not tried: pip install math-verify"
+        print(printable(told))
     lines = [f"{key} = {json.dumps(str(path), ensure_ascii=False)}" for key, path in written.items()]
     if arguments := _read_arguments(asked):
         lines.append(f"chat_template_args = {as_toml(arguments)}")

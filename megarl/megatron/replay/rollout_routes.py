@@ -50,15 +50,12 @@ class Placement:
     """Size and rank."""
 
     @staticmethod
-    def of_micro_batches(
-        micro_batches: Sequence[MicroBatch], layers: Sequence[int], sequences: Sequence[int] | None = None
-    ) -> Placement:
-        """What this rank's routers see. ``sequences`` [N]: ids of the mini-batch's sequences; default 0..N-1."""
+    def of_micro_batches(micro_batches: Sequence[MicroBatch], layers: Sequence[int]) -> Placement:
+        """What this rank's routers see. Sequences have the numbers 0..N-1 of their places in the mini-batch."""
         pieces = []
         for micro in micro_batches:
-            names = micro.sequences if sequences is None else [sequences[index] for index in micro.sequences]
             lengths = np.diff(micro.batch.cu_seqlens.cpu().numpy())
-            pieces.append(Piece(np.asarray(names, np.int64), lengths, micro.num_slots))
+            pieces.append(Piece(np.asarray(micro.sequences, np.int64), lengths, micro.num_slots))
         return Placement(tuple(pieces), tuple(layers), tp_position(), cp_position())
 
     @staticmethod
@@ -227,30 +224,6 @@ def select_routes(token: torch.Tensor, experts: torch.Tensor, batch: TrainBatch)
     place = token.clamp(min=0)
     present = (token >= 0) & batch.routed_mask[place]
     return MicroRoutes(experts, None if bool(present.all()) else present, batch.tokens[place])
-
-
-def reshard(
-    recorded: Sequence[MicroRoutes], recorded_in: Placement, wanted_in: Placement, group: dist.ProcessGroup
-) -> list[MicroRoutes]:
-    """R2: rearrange recorded routes for other micro-batches of the same sequences; a collective call.
-
-    With a ``group`` over model copies, and ids that these share, sequences may move to another data-parallel rank.
-    """
-    parts = []  # [T, L, K + 1]: the experts, and 1 where the row is there
-    for routes in recorded:
-        experts = routes.experts.cpu()
-        there = torch.ones(len(experts), dtype=torch.bool) if routes.present is None else routes.present.cpu()
-        column = there[:, None, None].expand(-1, experts.size(1), 1)
-        parts.append(torch.cat([experts, column.to(experts.dtype)], 2))
-    rows = torch.cat(parts) if parts else torch.zeros(len(recorded_in.rows()), 0, 0, dtype=torch.uint8)
-    found = exchange(recorded_in, rows, wanted_in, group).split(wanted_in.rows_by_piece())
-    if not wanted_in.layers:
-        return [MicroRoutes(part) for part in found]
-    present = [part[:, 0, -1] > 0 for part in found]  # exchange leaves padding at 0
-    return [
-        MicroRoutes(_by_layer(part[:, :, :-1]), None if bool(there.all()) else there)
-        for part, there in zip(found, present, strict=True)
-    ]
 
 
 def gather_shared(
