@@ -57,7 +57,7 @@ class HFConfig:
         )
         self._required = sizes | stated
         parts = (table.get(part, {}) for table in tables for part in ("defaults", "elsewhere"))
-        self._defaults = dict.fromkeys(self._optional | self._derived)
+        self._defaults: dict[str, Any] = dict.fromkeys(self._optional | self._derived)
         self._defaults |= {key: part[key] for part in parts for key in part.keys() - stated}
         self._prefix, self._unread = prefix, set(self.values)
 
@@ -77,8 +77,7 @@ class HFConfig:
         label = self._labels.get(key, self._prefix + key)
         if key not in self.values and key not in self._defaults:
             raise ConfigError(f"{label} is left out, and has no default; expected a number")
-        value: Any = self.values.get(key, self._defaults.get(key))
-        kind = _KINDS.get(key)
+        value, kind = self.values[key] if key in self.values else self._defaults[key], _KINDS.get(key)
         if kind is None or (value is None and (key in self._optional or key not in self.values)):
             return value
         is_kind = type(value) in ((int, float) if kind is float else (kind,))
