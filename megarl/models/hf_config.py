@@ -81,9 +81,9 @@ class HFConfig:
         if kind is None or (value is None and (key in self._optional or key not in self.values)):
             return value
         is_kind = type(value) in ((int, float) if kind is float else (kind,))
-        if kind is list:
+        if isinstance(value, list):
             is_kind = is_kind and {type(item) for item in value} <= {int if key == "mlp_only_layers" else str}
-        elif kind in (int, float):
+        elif isinstance(value, (int, float)) and kind is not bool:
             is_kind = is_kind and (0 < value < math.inf or (value == 0 and key == _MAY_BE_ZERO))
         if not is_kind:
             raise ConfigError(f"{label} is {reprlib.repr(value)}, expected {_NOUNS.get(kind, 'a list')}")
