@@ -129,7 +129,7 @@ def read_fp8_block(hf: Mapping[str, Any]) -> tuple[int, int] | None:
     is_fp8 = table.get("quant_method") == "fp8" and table.get("fmt", "e4m3") == "e4m3"
     if not is_fp8 or not isinstance(block, list) or [type(size) for size in block] != [int, int] or min(block) < 1:
         raise ConfigError(
-            f"quantization_config has quant_method {table.get('quant_method')!r} and weight_block_size {block!r}; "
-            "expected none, or 'fp8' (e4m3) with blocks of two dimensions: take the model in high precision"
+            f"the model is quantised by {table.get('quant_method')!r} with blocks {block!r}; expected no "
+            "quantization_config, or 'fp8' (e4m3) with blocks of two dimensions: take the model in high precision"
         )
     return block[0], block[1]
