@@ -59,7 +59,7 @@ class HFConfig:
         )
         self._required = sizes | stated
         parts = (table.get(part, {}) for table in tables for part in ("defaults", "elsewhere"))
-        self._defaults = dict.fromkeys(self._optional | self._derived)
+        self._defaults: dict[str, Any] = dict.fromkeys(self._optional | self._derived)
         self._defaults |= {key: part[key] for part in parts for key in part.keys() - stated}
         self._prefix, self._unread = prefix, set(self.values)
 
@@ -79,14 +79,13 @@ class HFConfig:
         label = self._labels.get(key, self._prefix + key)
         if key not in self.values and key not in self._defaults:
             raise ConfigError(f"{label} is left out, and has no default; expected a number")
-        value: Any = self.values.get(key, self._defaults.get(key))
-        kind = _KINDS.get(key)
+        value, kind = self.values[key] if key in self.values else self._defaults[key], _KINDS.get(key)
         if kind is None or (value is None and (key in self._optional or key not in self.values)):
             return value
         is_kind = type(value) in ((int, float) if kind is float else (kind,))
-        if kind is list:
+        if isinstance(value, list):
             is_kind = is_kind and {type(item) for item in value} <= {int if key == "mlp_only_layers" else str}
-        elif kind in (int, float):
+        elif isinstance(value, (int, float)) and kind is not bool:
             is_kind = is_kind and (0 < value < math.inf or (value == 0 and key == _MAY_BE_ZERO))
         if not is_kind:
             raise ConfigError(f"{label} is {reprlib.repr(value)}, expected {_NOUNS.get(kind, 'a list')}")
@@ -139,7 +138,7 @@ def read_fp8_block(hf: Mapping[str, Any]) -> tuple[int, int] | None:
     is_fp8 = table.get("quant_method") == "fp8" and table.get("fmt", "e4m3") == "e4m3"
     if not is_fp8 or not isinstance(block, list) or [type(size) for size in block] != [int, int] or min(block) < 1:
         raise ConfigError(
-            f"quantization_config has quant_method {table.get('quant_method')!r} and weight_block_size {block!r}; "
-            "expected none, or 'fp8' (e4m3) with blocks of two dimensions: take the model in high precision"
+            f"the model is quantised by {table.get('quant_method')!r} with blocks {block!r}; expected no "
+            "quantization_config, or 'fp8' (e4m3) with blocks of two dimensions: take the model in high precision"
         )
     return block[0], block[1]

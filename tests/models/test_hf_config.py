@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,24 @@ def names_of(key: str, kind: str) -> list[str]:
     return [key.removeprefix("rope."), aliases.get(key, key), *(("rope_",) if key.startswith("rope.") else ())]
 
 
+def fault_of(config: Config, names: Sequence[str], folder: Path) -> str | None:
+    """What is wrong with how megarl reads a config; None if it is read as transformers reads it. ConfigError if it is
+    refused by one of these names."""
+    try:
+        shape = read(config, folder)
+    except ConfigError as error:
+        if any(name in str(error) for name in names):
+            raise
+        return f"the refusal does not name it: {error}"
+    try:
+        with quiet():
+            theirs = facts_of_transformers(as_class_types(config))
+    except Exception as error:
+        return f"transformers refuses: {type(error).__name__} {error}"[:200]
+    found = differences(theirs, facts_of_megatron(shape))
+    return f"transformers and megarl: {found}" if found else None
+
+
 @pytest.mark.parametrize("name", BASES)
 def test_every_key_is_read_as_transformers_reads_it_or_refused_by_name(
     name: str, tmp_path: Path, keys_read: dict[str, None]
@@ -135,26 +154,34 @@ def test_every_key_is_read_as_transformers_reads_it_or_refused_by_name(
     keys = {**keys_read, **dict.fromkeys(sorted({*known, *base.keys()} - {"model_type"}))}
     harmless = {key for key in keys if config._is_harmless(key)} - {"dtype", "torch_dtype"}
     for key in keys.keys() - harmless:
-        for what, config in mutations(base, key):
+        for what, changed in mutations(base, key):
             try:
-                shape = read(config, tmp_path)
-            except ConfigError as error:
+                fault = fault_of(changed, names_of(key, base["model_type"]), tmp_path)
+            except ConfigError:
                 num_refused += 1
-                if not any(name in str(error) for name in names_of(key, base["model_type"])):
-                    wrong.append(f"{key} {what}: the refusal does not name it: {error}")
                 continue
-            try:
-                with quiet():
-                    theirs = facts_of_transformers(as_class_types(config))
-            except Exception as error:
-                wrong.append(f"{key} {what}: transformers refuses: {type(error).__name__} {error}"[:200])
-                continue
-            if found := differences(theirs, facts_of_megatron(shape)):
-                wrong.append(f"{key} {what}: transformers and megarl: {found}")
-            num_equal += 1
-    assert not wrong, f"{len(wrong)} of {num_equal + num_refused}:\n" + "\n".join(wrong)
+            num_equal += fault is None
+            wrong += [] if fault is None else [f"{key} {what}: {fault}"]
+    assert not wrong, f"{len(wrong)} of {num_equal + num_refused + len(wrong)}:\n" + "\n".join(wrong)
     assert num_equal > 90
     assert num_refused > 200
+
+
+@pytest.mark.parametrize("name", ["kimi_k2 5", "kimi_k2 4"])
+def test_yarn_scales_as_in_transformers_or_is_refused(name: str, tmp_path: Path) -> None:
+    """transformers scales cosines and scores by both mscales, by the factor alone where one is absent."""
+    place = next(place for place in ROPE_PLACES if BASES[name].get(place))
+    values, num_equal = (_REMOVED, None, 0, 0.7, 1.0, 1), 0
+    for mscale, all_dim, factor in itertools.product(values, values, (_REMOVED, None, 1.0, 1.2)):
+        table = BASES[name][place]
+        for key, value in (("mscale", mscale), ("mscale_all_dim", all_dim), ("attention_factor", factor)):
+            table = with_value(table, key, value)
+        try:
+            assert fault_of({**BASES[name], place: table}, ["mscale", "attention_factor"], tmp_path) is None, table
+            num_equal += 1
+        except ConfigError:
+            continue
+    assert num_equal == 2 * (1 + 4)  # equal mscales, as 1 and 1.0 are, without an attention factor or with null
 
 
 @pytest.mark.parametrize("name", BASES)
