@@ -112,12 +112,9 @@ def may_pass(error: BaseException) -> bool:
 
     That is a server that does not answer, or a time-out.
     """
-    while True:
-        if isinstance(error, ConnectionError | TimeoutError | socket.gaierror | RolloutError):
-            return True
-        if (before := error.__cause__ or error.__context__) is None:
-            return False
-        error = before
+    before = error.__cause__ or error.__context__
+    is_outside = isinstance(error, ConnectionError | TimeoutError | socket.gaierror | RolloutError)
+    return is_outside or (before is not None and may_pass(before))
 
 
 def describe(error: BaseException) -> str:
