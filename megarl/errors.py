@@ -100,11 +100,10 @@ def describe_call(error: BaseException, function: Callable[..., Any] | None = No
     code = getattr(called, "__code__", None)
     places = [(code.co_filename, code.co_firstlineno)] if code else []
     places += [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
-    foreign = [place for place in places if not place[0].startswith((str(Path(__file__).parent), "<frozen "))]
-    libraries = sysconfig.get_path("stdlib"), "/site-packages/", "/dist-packages/"
-    own = [place for place in foreign if not any(part in place[0] for part in libraries)]
-    where = (own or foreign)[-1:]
-    return describe(error) + (f" ({where[0][0]}:{where[0][1]})" if where else "")
+    folders = sysconfig.get_path("stdlib"), Path(__file__).parent
+    libraries = (*(f"{folder}/" for folder in folders), "/site-packages/", "/dist-packages/", "<frozen ")
+    own = [f"{path}:{line}" for path, line in places if not any(part in path for part in libraries)]
+    return describe(error) + (f" ({own[-1]})" if own else "")
 
 
 def may_pass(error: BaseException) -> bool:
@@ -112,12 +111,9 @@ def may_pass(error: BaseException) -> bool:
 
     That is a server that does not answer, or a time-out.
     """
-    while True:
-        if isinstance(error, ConnectionError | TimeoutError | socket.gaierror | RolloutError):
-            return True
-        if (before := error.__cause__ or error.__context__) is None:
-            return False
-        error = before
+    before = error.__cause__ or error.__context__
+    is_outside = isinstance(error, ConnectionError | TimeoutError | socket.gaierror | RolloutError)
+    return is_outside or (before is not None and may_pass(before))
 
 
 def describe(error: BaseException) -> str:

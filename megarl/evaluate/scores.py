@@ -76,17 +76,12 @@ def score_prompts(samples: Samples) -> list[dict[str, Any]]:
 
 
 def _average(values: np.ndarray, *, is_binary: bool) -> dict[str, Any]:
-    interval: Interval | None = None
     # Each value is one draw of 0 or 1: the normal interval would have no width where all prompts agree.
-    if is_binary and values.size:
+    if is_binary:
         interval = wilson_interval(int(values.sum()), values.size, LEVEL)
-    elif values.size > 1:
-        interval = mean_interval(values, LEVEL)
-    return {
-        "value": float(values.mean()) if values.size else None,
-        "other_prompts": _clip(interval),
-        "prompts": int(values.size),
-    }
+    else:
+        interval = mean_interval(values, LEVEL) if values.size > 1 else None
+    return {"value": float(values.mean()), "other_prompts": _clip(interval), "prompts": int(values.size)}
 
 
 def _clip(interval: Interval | None) -> list[float] | None:
@@ -100,8 +95,7 @@ def to_text(results: Mapping[str, Mapping[str, Any]]) -> str:
     for name, result in results.items():
         found = result["figures"]
         for index, (label, entry) in enumerate(_label(found).items()):
-            value = "-" if entry["value"] is None else f"{entry['value']:.1%}"
-            shown = value, _range(entry["other_prompts"]), _range(entry.get("other_samples"))
+            shown = f"{entry['value']:.1%}", _range(entry["other_prompts"]), _range(entry.get("other_samples"))
             rows.append(("" if index else name, label, *shown, str(entry["prompts"])))
         rows.append(("", "judged", f"{found['judged']} of {found['responses']}", "", "", ""))
         rows.append(("", "length", f"{found['length_mean']:.1f}", "", "", ""))

@@ -17,7 +17,7 @@ from megarl.report import page
 from megarl.report.figures import COLORS, Figure, Run, make_figures
 from megarl.report.panels import Panel, read_panels
 from megarl.report.samples import for_page
-from megarl.report.series import Curve, Curves, benchmarks, make_curves, sum_judged
+from megarl.report.series import Curves, benchmarks, make_curves, sum_judged
 from megarl.report.verdicts import render_verdicts
 from megarl.run.metrics_log import Record, describe_judged, read_metrics
 from megarl.run.status import format_duration
@@ -154,7 +154,7 @@ def _make_headline(records: Sequence[Mapping[str, Any]], curves: Curves, config:
     rows["Tokens per second (median)"] = NOT_RECORDED if speed is None else f"{np.median(speed.finite):,.0f}"
     rows[JUDGED] = describe_judged(sum_judged(curves)) or ("all" if "reward/judged" in curves else NOT_RECORDED)
     if (failed := curves.get("episode/failed_fraction")) is not None:
-        rows["Episodes that failed"] = _format_share(failed)
+        rows["Episodes that failed"] = f"{100.0 * failed.finite.mean():.3g}%"
     rows["Objective"] = _get_setting(config, "train", "objective")
     rows["Routing replay"] = _get_setting(config, "train", "replay")
     sizes = {key: _get_setting(config, "parallel", key) for key in ("tp", "pp", "vpp", "cp", "ep", "etp")}
@@ -173,11 +173,3 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _get_setting(config: dict[str, Any], table: str, key: str, missing: str = NOT_RECORDED) -> str:
     section = config.get(table)
     return str((section.get(key) if isinstance(section, dict) else None) or missing)
-
-
-def _format_share(curve: Curve | None) -> str:
-    """Return the mean over all responses; every step has the same number."""
-    if curve is None:
-        return NOT_RECORDED
-    mean = float(curve.finite.mean())
-    return f"{100.0 * mean:.3g}% of responses" if mean else "none"

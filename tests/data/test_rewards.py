@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from megarl.data.rewards import Verdict, exact_match, load_reward, math_verify, read_verdict
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, describe_call, may_pass
 
 
 def judge(response: str, answer: str) -> float:
@@ -121,6 +122,17 @@ def test_load_reward_tells_what_is_wrong_in_one_line(name: str, told: str) -> No
         load_reward(name)
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_line_of_an_error_is_the_users_and_not_that_of_a_library() -> None:
+    for call in (lambda: json.loads("{x"), lambda: np.linalg.inv(np.zeros((2, 2)))):
+        with pytest.raises(ValueError, match=r"Expecting|Singular") as raised:
+            call()
+        line = call.__code__.co_firstlineno
+        assert describe_call(raised.value).endswith(f" ({__file__}:{line})")
+        assert not may_pass(raised.value)
+    assert describe_call(ValueError("no"), judge).endswith(f"no ({__file__}:{judge.__code__.co_firstlineno})")
+    assert describe_call(ValueError("no"), math_verify) == "ValueError: no"  # one of megarl's own
 
 
 def test_rewards_load_without_torch() -> None:
