@@ -3,6 +3,7 @@
 The way through:
 
     records          examples of any source, each with the place it was read from
+    tokenizer        the tokenizer of a model folder, checked; chat: its chat template
     prompts          prompts and demonstrations as tokens; the order in which prompts are taken; prompt_table holds them
     prepare          ``megarl data prepare``
     benchmarks       what an evaluation asks

@@ -302,8 +302,9 @@ class PromptReader:
         """Tokenize the responses to prompts; DataError names the first that begins with what ends its prompt."""
         responses = self._encode(texts, f"response ({field!r})")
         for text, prompt, tokens in zip(texts, prompts, responses, strict=True):
-            mark = self._find_repeated(text.text, prompt, tokens)
-            if mark is not None:
+            if not tokens:
+                raise DataError(f"{text.place}: the response ({field!r}) has no tokens: there is nothing to imitate")
+            if (mark := self._find_repeated(text.text, prompt, tokens)) is not None:
                 raise DataError(
                     f"{text.place}: the response ({field!r}) begins with {mark!r}, which the model has read before it "
                     "answers; remove it from the response"
@@ -312,7 +313,7 @@ class PromptReader:
 
     def _find_repeated(self, response: str, prompt: Sequence[int], tokens: Sequence[int]) -> str | None:
         """What a response begins with although it is read before: the begin token, or the marks that end the prompt."""
-        first = tokens[0] if tokens else None
+        first = tokens[0]
         if first == self._tokenizer.bos_token_id != self._tokenizer.eos_token_id:
             return str(self._tokenizer.bos_token)
         for at in range(len(prompt) - 1, max(len(prompt) - 33, -1), -1):

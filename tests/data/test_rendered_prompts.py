@@ -193,7 +193,7 @@ class TestArguments:
         path = write_jsonl({"prompt": "1+1", "answer": "2", "response": "2"})
         found, arguments = {}, {"enable_thinking": False}
         for off in (False, True):
-            options = {"chat_template_args": arguments} if off else {}
+            options: dict[str, Any] = {"chat_template_args": arguments} if off else {}
             (prompt,) = load(path, qwen, **options)
             (shown,) = load_demonstrations(path, qwen, chat_template=True, **options)
             found[off] = prompt.text
