@@ -2,8 +2,8 @@
 
 The header is int64 [N + 1, 6]: the number of sequences, then (group, sample, tokens, finish reason, flags, kept ids) of
 each. The columns follow, each of all sequences back to back: tokens int32, rollout_logprobs float32, weight_versions
-int32, loss_mask uint8; then of the sequences that have them: routed_mask uint8, route_versions int32, route_sources
-uint8, kept_counts int32, kept_ids int32.
+int32, loss_mask uint8; then of the sequences that have them: routed_mask uint8, route_versions int32, kept_counts
+int32, kept_ids int32.
 Routes are left out, because every rank needs other rows of them.
 """
 
@@ -18,10 +18,7 @@ from megarl.errors import RolloutError
 _REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 _HEADER = 6
 _ALWAYS = (("tokens", "i4"), ("rollout_logprobs", "f4"), ("weight_versions", "i4"), ("loss_mask", "?"))
-_SOME = (
-    *(("routed_mask", "?"), ("route_versions", "i4"), ("route_sources", "u1")),
-    *(("kept_counts", "i4"), ("kept_ids", "i4")),
-)
+_SOME = (("routed_mask", "?"), ("route_versions", "i4"), ("kept_counts", "i4"), ("kept_ids", "i4"))
 
 
 def encode_rollouts(rollouts: Sequence[Rollout]) -> np.ndarray:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megarl.core.routing.provenance import row_sources, row_versions
+from megarl.core.routing.provenance import row_versions
 from megarl.core.types import Rollout
 from megarl.errors import RolloutError, TraceError
 
@@ -76,11 +76,9 @@ def _join_routes(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -
         found[kept] = first[kept]
         return found
 
-    sourced = earlier.route_sources is not None or later.route_sources is not None
     return replace(
         whole,
         routed_experts=rows(old, new),
         routed_mask=rows(old_mask, new_mask),
         route_versions=rows(row_versions(earlier), row_versions(later)),
-        route_sources=rows(row_sources(earlier), row_sources(later)) if sourced else None,
     )

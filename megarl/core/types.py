@@ -93,8 +93,6 @@ class Rollout:
     finish_reason: FinishReason
     route_versions: np.ndarray | None = None
     """int32 [T], version of the weights that chose the experts of each row; None = weight_versions."""
-    route_sources: np.ndarray | None = None
-    """uint8 [T], a RowSource; None = captured where routed_mask, else missing."""
     kept_counts: np.ndarray | None = None
     """int32 [T], how many vocabulary ids each token was drawn from; 0 stands for the whole vocabulary. None: all 0."""
     kept_ids: np.ndarray | None = None

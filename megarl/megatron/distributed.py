@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megarl.config.addresses import url_host
 from megarl.core.devices import to_device
 from megarl.core.metrics import Layout, Stat, flatten, join_layouts, layout_of, to_host, unflatten
 from megarl.core.packing import drop_routes
@@ -68,10 +67,9 @@ def _join(world_size: int, timeout: timedelta) -> None:
     try:
         dist.init_process_group(backend, timeout=timeout, **alone)
     except (dist.DistError, RuntimeError) as error:
-        master = f"{url_host(os.environ.get('MASTER_ADDR', ''))}:{os.environ.get('MASTER_PORT')}"
         raise PeerError(
-            f"rank {os.environ.get('RANK')} of {world_size} did not meet the others at {master}: "
-            f"{str(error).splitlines()[0]}; "
+            f"rank {os.environ.get('RANK')} of {world_size} did not meet the others at "
+            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {str(error).splitlines()[0]}; "
             "see the logs of the other ranks, and check that this machine can reach that address"
         ) from error
 

@@ -38,15 +38,9 @@ def test_rows_are_captured_where_the_mask_says_so() -> None:
 def test_metrics_count_sources_mixtures_and_rows_of_other_weights() -> None:
     plain = rollout([1, 1, 1, 1], [True, True, True, False])
     mixed = rollout([1, 1, 2, 2], [True] * 4)
-    again = replace(
-        rollout([2, 2], [True, True]),
-        route_versions=np.array([3, 2], np.int32),
-        route_sources=np.array([RowSource.CAPTURED, RowSource.NATIVE], np.uint8),
-    )
+    again = replace(rollout([2, 2], [True, True]), route_versions=np.array([3, 2], np.int32))
     found = finalize(provenance_metrics([plain, mixed, again], trainer_version=4))
     assert found["rollout/missing_rows_fraction"] == pytest.approx(0.1)
-    assert found["routes/captured_fraction"] == pytest.approx(0.8)
-    assert found["routes/native_fraction"] == pytest.approx(0.1)
     assert found["routes/stale_rows_fraction"] == pytest.approx(0.1)
     assert found["rollout/mixed_versions_fraction"] == pytest.approx(1 / 3)
     tokens = [version for one in (plain, mixed, again) for version in one.weight_versions[one.loss_mask]]

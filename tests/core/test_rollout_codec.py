@@ -14,9 +14,7 @@ from megarl.core.types import Rollout
 from megarl.errors import RolloutError
 
 
-def rollout(
-    length: int, seed: int, *, routed: bool = True, versions: bool = False, sources: bool = False, kept: bool = False
-) -> Rollout:
+def rollout(length: int, seed: int, *, routed: bool = True, versions: bool = False, kept: bool = False) -> Rollout:
     random = np.random.default_rng(seed)
     counts = random.integers(0, 4, length).astype(np.int32)
     return Rollout(
@@ -30,7 +28,6 @@ def rollout(
         weight_versions=random.integers(0, 9, length).astype(np.int32),
         finish_reason=("stop", "length", "abort")[seed % 3],  # type: ignore[arg-type]
         route_versions=random.integers(0, 9, length).astype(np.int32) if versions else None,
-        route_sources=random.integers(0, 3, length).astype(np.uint8) if sources else None,
         kept_counts=counts if kept else None,
         kept_ids=random.integers(0, 150_000, counts.sum()).astype(np.int32) if kept else None,
     )
@@ -47,12 +44,12 @@ def assert_equal(found: Rollout, expected: Rollout) -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 99), *[st.booleans()] * 4), max_size=6),
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 99), *[st.booleans()] * 3), max_size=6),
 )
 def test_rollouts_come_back_as_they_were_but_for_their_routes(
-    made: list[tuple[int, int, bool, bool, bool, bool]],
+    made: list[tuple[int, int, bool, bool, bool]],
 ) -> None:
-    rollouts = [rollout(n, seed, routed=r, versions=v, sources=s, kept=k) for n, seed, r, v, s, k in made]
+    rollouts = [rollout(n, seed, routed=r, versions=v, kept=k) for n, seed, r, v, k in made]
     found = decode_rollouts(encode_rollouts(rollouts))
     assert len(found) == len(rollouts)
     for mine, theirs in zip(found, rollouts, strict=True):

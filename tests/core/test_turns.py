@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megarl.core.turns import join, known_rows
-from megarl.core.types import Rollout, RowSource
+from megarl.core.types import Rollout
 from megarl.errors import RolloutError, TraceError
 
 ROUTES = np.arange(9 * 2 * 2, dtype=np.uint8).reshape(9, 2, 2)
@@ -56,7 +56,6 @@ def test_a_later_turn_brings_the_rows_that_were_missing(begin: int) -> None:
     assert whole.routed_mask.tolist() == [True] * 8 + [False]
     assert np.array_equal(whole.routed_experts[:8], np.concatenate([ROUTES[:3] + 1, ROUTES[3:8] + 5]))
     assert whole.route_versions.tolist()[:8] == [1] * 3 + [5] * 5
-    assert whole.route_sources is None
     assert whole.prompt_length == 2
 
 
@@ -83,13 +82,6 @@ def test_rows_that_neither_turn_has_stay_missing() -> None:
     filled = join(holed, turn(prompt=6, size=9, version=5, rows=range(1, 8)))
     assert filled.routed_experts is not None
     assert np.array_equal(filled.routed_experts[1], ROUTES[1] + 5)
-
-
-def test_sources_are_kept_where_one_turn_names_them() -> None:
-    source = np.full(4, RowSource.NATIVE, np.uint8)
-    whole = join(replace(FIRST, route_sources=source), turn(prompt=6, size=9, version=5, rows=range(3, 8)))
-    assert whole.route_sources is not None
-    assert whole.route_sources.tolist() == [2] * 3 + [1] * 5 + [0]
 
 
 def test_turns_without_routes_join_too() -> None:

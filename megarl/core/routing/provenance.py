@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 
 def row_sources(rollout: Rollout) -> np.ndarray:
-    """uint8 [T], a RowSource for each token."""
-    if rollout.route_sources is not None:
-        return rollout.route_sources
+    """uint8 [T], a RowSource for each token: captured where routed_mask, else missing."""
     present = np.zeros(rollout.num_tokens, bool) if rollout.routed_mask is None else rollout.routed_mask
     return present.astype(bool, copy=False).view(np.uint8)  # True is CAPTURED, False is MISSING
 
@@ -28,7 +26,7 @@ def row_versions(rollout: Rollout) -> np.ndarray:
 
 
 def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dict[str, Stat]:
-    """Shares of tokens by source of their row (if there are routes), of what mixes weights, and how old these were.
+    """Shares of tokens without a row (if there are routes), of what mixes weights, and how old these were.
 
     ``routes/stale_rows_fraction``: rows chosen by other weights than those that produced or read their token, as an
     engine returns that pauses, takes new weights and prefills again. ``rollout/mixed_versions_fraction``: responses
@@ -43,14 +41,12 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
     ages = trainer_version - versions[np.concatenate([rollout.loss_mask for rollout in rollouts]) != 0]
     columns = {"rollout/mixed_versions_fraction": mixed, "rollout/staleness_mean": ages}
     if any(rollout.routed_mask is not None for rollout in rollouts):
-        sources = np.concatenate([row_sources(rollout) for rollout in rollouts])
+        missing = np.concatenate([row_sources(rollout) for rollout in rollouts]) == RowSource.MISSING
         has_own = any(rollout.route_versions is not None for rollout in rollouts)
         differ = (np.concatenate([*map(row_versions, rollouts)]) if has_own else versions) != versions
         columns |= {
-            "rollout/missing_rows_fraction": sources == RowSource.MISSING,
-            "routes/captured_fraction": sources == RowSource.CAPTURED,
-            "routes/native_fraction": sources == RowSource.NATIVE,
-            "routes/stale_rows_fraction": differ & (sources != RowSource.MISSING),
+            "rollout/missing_rows_fraction": missing,
+            "routes/stale_rows_fraction": differ & ~missing,
         }
     means = Stat.means_of({name: (int(column.sum()), len(column)) for name, column in columns.items()})
     return means | {"rollout/staleness_max": Stat.max(ages)}

@@ -175,7 +175,7 @@ def _cut_into_rollouts(
     reasons = ["stop" if is_last else "length" for is_last in is_stop[tokens[ends - 1]].tolist()]
     groups, samples = [request.group for request in requests], [request.sample for request in requests]
     *first, counts = views
-    return [*map(Rollout, groups, samples, *first, reasons, empty, empty, counts, kept_ids)]
+    return [*map(Rollout, groups, samples, *first, reasons, empty, counts, kept_ids)]
 
 
 def _sample(
