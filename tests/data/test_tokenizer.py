@@ -244,6 +244,6 @@ def test_trust_reaches_the_tokenizer_and_the_servers(tiktoken_folder: Path, tmp_
         (folder / "config.json").write_bytes(config_of_a_model)
         config = config_file.load(path, settings, trust=trust)
         assert config.model.trust_remote_code == trust
-        (spec,) = server_specs(config, "127.0.0.1", None, tmp_path)
+        (spec,) = server_specs(config, "127.0.0.1", None, tmp_path / "run")
         assert ("--trust-remote-code" in spec.extra_args) == is_passed
         assert not config_file.load(path, settings | none, trust=trust).model.trust_remote_code
