@@ -11,11 +11,13 @@ from typing import Any, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.core.fp8 import BLOCK, grid_of, is_fp8_weight, quantize_fp8, round_with_scale
 from megarl.errors import ConfigError, WeightSyncError, describe
+from megarl.models.hf_config import FAMILIES
+from megarl.models.hf_folder import read_json
 from megarl.models.names import is_fp32
 
 Named = tuple[str, torch.Tensor]
@@ -126,6 +128,15 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return views
 
 
+def read_model_config(folder: str | Path) -> PretrainedConfig:
+    """transformers' config of a model folder. Of a type that it does not know, such as kimi_k2, that of its family."""
+    hf = read_json(Path(folder) / "config.json")
+    like = FAMILIES.get(hf.get("model_type", ""), {}).get("like")
+    if like is None:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    return AutoConfig.for_model(like, **{key: hf[key] for key in hf.keys() - {"model_type", "auto_map"}})
+
+
 def checkpoint_shapes(directory: str | Path) -> dict[str, tuple[int, ...]]:
     """Maps each tensor name of a checkpoint to its shape, from the config.json in ``directory`` alone.
 
@@ -133,7 +144,7 @@ def checkpoint_shapes(directory: str | Path) -> dict[str, tuple[int, ...]]:
     ConfigError if transformers cannot build the model.
     """
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = read_model_config(directory)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # transformers raises many kinds

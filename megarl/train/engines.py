@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig
 
 from megarl.config import Config
 from megarl.config.addresses import url_host
@@ -34,12 +33,12 @@ from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import BUCKET_BYTES, Fleet, FleetSettings
 from megarl.rollout.sglang.http import key_named
-from megarl.rollout.sglang.spec import ServerSpec
+from megarl.rollout.sglang.spec import SERVER_DTYPES, ServerSpec
 from megarl.rollout.sglang.weights.folder import write_empty_model
 from megarl.rollout.sglang.weights.ipc import Exchange, Helper
 from megarl.rollout.sglang.weights.process_group import own_address
 from megarl.rollout.sglang.weights.sources import OtherSources, Source
-from megarl.rollout.weights import FP8Form, WeightForm, checkpoint_shapes
+from megarl.rollout.weights import FP8Form, WeightForm, checkpoint_shapes, read_model_config
 
 MOST_SOURCES = 8
 """Each takes memory for an NCCL group on every server. Where it would be more, there is one for each pipeline stage."""
@@ -74,7 +73,7 @@ def load_factory(config: Config) -> Callable[..., Any]:
 def make_local_engine(config: Config, tell: Callable[[str], None]) -> LocalEngine:
     """Return the engine on transformers, in this process."""
     return LocalEngine(
-        AutoConfig.from_pretrained(config.model.path),
+        read_model_config(config.model.path),
         dtype=DTYPES[config.rollout.dtype],
         device="cuda" if torch.cuda.is_available() else "cpu",
         fp8_rounding=config.rollout.fp8_rounding,
@@ -272,7 +271,7 @@ def server_specs(config: Config, host: str, key: str | None, folder: Path) -> li
         ServerSpec(
             model_path=model,
             python=settings.python,
-            dtype={"fp32": "float32", "bf16": "bfloat16"}[config.rollout.dtype],
+            dtype=SERVER_DTYPES[config.rollout.dtype],
             host=host,
             tp=settings.tp,
             gpus=tuple(settings.gpus[index * settings.tp : (index + 1) * settings.tp]) or None,

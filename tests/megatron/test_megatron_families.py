@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import cases_training
+import numpy as np
 import pytest
 import torch
 from ranks import Case, case, slow
@@ -15,9 +16,13 @@ from test_megatron_layouts import assert_gradients, assert_logprobs_of_transform
 from tiny_families import FAMILIES, write_family
 from tiny_world import safetensors_of
 
+from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import CheckpointError, ConfigError
 from megarl.models.names import hf_shapes
 from megarl.models.shapes import DENSE, SHAPES, read_shape
+from megarl.rollout.engine import SamplingParams
+from megarl.rollout.local.engine import LocalEngine
+from megarl.rollout.weights import checkpoint_shapes
 
 __all__ = ["reference_gradients"]  # a fixture
 
@@ -102,7 +107,17 @@ def changed(folder: Path, **values: Any) -> Path:
 def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
     folder = write_family(tmp_path / "kimi", "kimi_k2")
     before = read_shape(folder)
+
+    def sample() -> Rollout:
+        engine = LocalEngine.from_pretrained(folder)
+        return engine.generate(
+            [SampleRequest(np.arange(5, 13, dtype=np.int32), 0, 0, 1)], SamplingParams(max_response_tokens=8)
+        )[0]
+
+    sampled = sample()
     assert read_shape(changed(folder, model_type="kimi_k2")) == before
+    assert checkpoint_shapes(folder) == hf_shapes(before)
+    np.testing.assert_array_equal(sample().rollout_logprobs, sampled.rollout_logprobs)
     assert before.fields["rope_type"] == "yarn"
 
 

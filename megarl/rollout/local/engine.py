@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
+from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from megarl.core.types import Rollout, SampleRequest
@@ -36,7 +36,7 @@ from megarl.rollout.engine import (
 from megarl.rollout.local.decode import decode
 from megarl.rollout.local.fp8 import FP8Cache, FP8Products, hold_in_fp32, require_known_precision
 from megarl.rollout.local.recorder import RouteRecorder
-from megarl.rollout.weights import WeightForm, checkpoint_views
+from megarl.rollout.weights import WeightForm, checkpoint_views, read_model_config
 
 BUCKET_BYTES = 32 << 20
 PROVED_TENSORS = 8
@@ -118,7 +118,7 @@ class LocalEngine(Engine):
         if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
             raise RolloutError(f"{folder} is no checkpoint: expected config.json and *.safetensors in it")
         with HFCheckpoint(folder) as found:
-            engine = cls(AutoConfig.from_pretrained(folder, local_files_only=True), **options)
+            engine = cls(read_model_config(folder), **options)
             left_out = found.names_of_prediction_layers()
             names = (name for name in found.names() if name not in left_out)
             engine.update_weights(((name, found.read(name)) for name in names), weight_version)

@@ -10,7 +10,7 @@ from megarl.config import Config
 from megarl.errors import MegarlError
 from megarl.models.fit import servers_record
 from megarl.rollout.sglang.http import key_named, server_info
-from megarl.rollout.sglang.spec import ServerSpec, command
+from megarl.rollout.sglang.spec import SERVER_DTYPES, ServerSpec, command
 from megarl.rollout.sglang.versions import CAPABILITIES, can, check_server, installed_release, parse_arguments
 
 ASK_S = 20.0
@@ -42,7 +42,14 @@ def _predict_info(config: Config, python: str) -> Mapping[str, Any]:
     gpus, arguments = tuple(settings.gpus[: settings.tp]) or None, tuple(settings.arguments)
     routes = servers_record(config)
     spec = ServerSpec(
-        config.model.path, python, "auto", os.devnull, tp=settings.tp, gpus=gpus, routes=routes, extra_args=arguments
+        config.model.path,
+        python,
+        SERVER_DTYPES[config.rollout.dtype],
+        os.devnull,
+        tp=settings.tp,
+        gpus=gpus,
+        routes=routes,
+        extra_args=arguments,
     )
     # Servers that megarl starts have a key, which is not on the command line.
     return {**parse_arguments(command(spec)), "api_key": True, "version": installed_release(Path(python))}

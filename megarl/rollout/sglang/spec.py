@@ -15,6 +15,8 @@ from megarl.rollout.sglang.versions import check_arguments, parse_arguments
 
 CPU_SHIM = Path(__file__).parent / "cpu"
 PLUGIN = Path(__file__).parent / "plugin"
+SERVER_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""``rollout.dtype`` in SGLang's words."""
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE")
 TORCHRUN_PREFIXES = ("LOCAL_", "ROLE_", "TORCHELASTIC_")
 NOT_EXTRA = {
