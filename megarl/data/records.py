@@ -123,7 +123,7 @@ def _read_json(path: Path) -> Iterator[tuple[str, Record]]:
     values = found.values() if isinstance(found, dict) else [found]
     lists = [value for value in values if isinstance(value, list)]
     if len(lists) != 1:
-        raise DataError(f'{path}: {len(lists)} lists of objects, expected one: [{{...}}, ...] or {{"data": [...]}}')
+        raise DataError(f'{path}: {len(lists)} lists, expected one of objects: [{{...}}, ...] or {{"data": [...]}}')
     for row, record in enumerate(lists[0]):
         place = f"{place_prefix(path)}{row}"
         if not isinstance(record, dict):

@@ -25,8 +25,8 @@ def test_a_list_of_objects_is_read(content: Any, tmp_path: Path) -> None:
     ("text", "told"),
     [
         ("\n".join(map(json.dumps, ROWS)), "name the file .jsonl"),
-        (json.dumps({"prompt": ["a"], "answer": ["b"]}), "2 lists of objects, expected one"),
-        ("3", "0 lists of objects, expected one"),
+        (json.dumps({"prompt": ["a"], "answer": ["b"]}), "2 lists, expected one of objects"),
+        ("3", "0 lists, expected one of objects"),
         ("[1]", "row 0: a whole number instead of a JSON object"),
         ("[]", "expected at least one example"),
         ("[{", "broken JSON"),
