@@ -190,7 +190,7 @@ def _check_groups(tables: Tables) -> None:
         of_trained = f"the advantage {objective.advantage!r}"
     elif objective.advantage == "reinforce_pp" and tables.rollout.prompts_per_step == 1:
         of_trained = "the advantage 'reinforce_pp' and rollout.prompts_per_step = 1"
-    trained, draws_one = sampling.train_size or size, size == 1
+    trained, draws_one = tables.train_size, size == 1
     if not sampling.allotted:
         rule = sampling.rule_of(size)
         trained, more = rule.train_size or 0, (rule.next_samples(0, 1, *counts) for counts in ((1, 0), (0, 1)))

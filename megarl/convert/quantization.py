@@ -23,7 +23,7 @@ from megarl.convert.megatron_files import MegatronCheckpoint, Piece, model_folde
 from megarl.core.fp8 import BLOCK, SCALE, BlockErrors, ErrorSum, grid_of, quantize_by_stripes
 from megarl.data.files import write_atomically
 from megarl.errors import CheckpointError, ConfigError, NumericsError
-from megarl.models.hf_config import QUANTIZATION
+from megarl.models.hf_config import find_quantization
 from megarl.models.hf_files import FP8_ERRORS, HFCheckpoint, copy_model_files, pack_shards
 from megarl.models.hf_folder import read_json, some
 from megarl.models.names import hf_shapes
@@ -121,9 +121,7 @@ def _open_source(source: Path, model: Path | None) -> _Source:
         return _megatron(torch_dist_folder(source), model)
     if model is not None:
         raise ConfigError(f"{source} is a Hugging Face folder, which has its own config; --model goes with Megatron's")
-    config = read_json(source / "config.json")
-    if found := next((config[key] for key in QUANTIZATION if config.get(key)), None):
-        found = found if isinstance(found, dict) else {"quant_method": found}
+    if (found := find_quantization(read_json(source / "config.json"))) is not None:
         raise ConfigError(
             f"{source} is quantised already ({found.get('quant_method')!r}, blocks {found.get('weight_block_size')}), "
             "expected a model in high precision: quantising twice adds errors"

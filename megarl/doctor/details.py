@@ -18,8 +18,7 @@ def blockers() -> Table:
 
 def releases() -> Table:
     rows = [(f"from {dotted(entry.since)}", entry.name, entry.meaning) for entry in CAPABILITIES]
-    for fault in FAULTS:
-        rows.append((f"to {dotted(fault.last)}" if fault.last else "all", fault.name, f"refused: {fault.meaning}"))
+    rows += [(f"to {dotted(one.last)}" if one.last else "all", one.name, f"refused: {one.meaning}") for one in FAULTS]
     title = f"SGLang releases that megarl samples with: {dotted(OLDEST)} to {dotted(NEWEST)}"
     return Table(title, ("releases", "name", "meaning"), rows)
 

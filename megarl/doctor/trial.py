@@ -105,8 +105,8 @@ def attempts(config: Config, failed: Collection[str]) -> Iterator[tuple[str, Att
             yield "sft.data", lambda: read_demonstrations(config)
     if "weights" not in failed:
         yield "weights", lambda: _read_weights(config.model.path)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    yield "train.objective", lambda: try_functions(objective, config.train.objective_function, device)
+    function, device = config.train.objective_function, "cuda" if torch.cuda.is_available() else "cpu"
+    yield "train.objective", lambda: try_functions(objective, function, device, config.train_size)
     yield "[megatron]", lambda: check_settings(config, shape)
     yield "rollout.engine", lambda: load_factory(config)
     if objective.needs_ref_logprobs and reference != config.model.path:

@@ -139,7 +139,7 @@ def free_ports(count: int, job: int, attempt: int = 0) -> list[int]:
 
 
 def _is_free(port: int) -> bool:
-    """Whether nothing listens there, over IPv4 nor, where the kernel has it, over IPv6."""
+    """Whether nothing listens on the port: over IPv4, and over IPv6 where the kernel has it."""
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             socket.create_server(("", port), family=family).close()

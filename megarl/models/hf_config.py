@@ -128,12 +128,16 @@ def read_dtype(hf: Mapping[str, Any]) -> str:
     return value or "bfloat16"
 
 
+def find_quantization(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a config.json says of how the weights are quantised; None if they are not."""
+    quantised = next((hf[key] for key in QUANTIZATION if hf.get(key) not in (None, {})), None)
+    return quantised if isinstance(quantised, dict) or quantised is None else {"quant_method": quantised}
+
+
 def read_fp8_block(hf: Mapping[str, Any]) -> tuple[int, int] | None:
     """(rows, columns) of the blocks of a model in FP8; None if it is not quantised, ConfigError if it is otherwise."""
-    quantised = next((hf[key] for key in QUANTIZATION if hf.get(key) not in (None, {})), None)
-    if quantised is None:
+    if (table := find_quantization(hf)) is None:
         return None
-    table = quantised if isinstance(quantised, dict) else {"quant_method": quantised}
     block = table.get("weight_block_size")
     is_fp8 = table.get("quant_method") == "fp8" and table.get("fmt", "e4m3") == "e4m3"
     if not is_fp8 or not isinstance(block, list) or [type(size) for size in block] != [int, int] or min(block) < 1:

@@ -64,8 +64,7 @@ def make_curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
 
 def sum_judged(curves: Curves) -> dict[str, float]:
     """Return how many training responses of all steps there are, and how many of them have a reward."""
-    names = ("reward/judged", "reward/responses")
-    return {name: float(curves[name].finite.sum()) for name in names if name in curves}
+    return {name: float(curves[name].finite.sum()) for name in ("reward/judged", "reward/responses") if name in curves}
 
 
 def benchmarks(curves: Curves) -> list[str]:

@@ -19,8 +19,7 @@ _FREE = {"checkpoint", "launch", "log", "health", "eval", "sft", "recompute"}
 """Tables that may change between a run and its resumption."""
 _FREE_KEYS = {("run", "dir"), ("run", "steps"), ("run", "collective_timeout_s"), ("train", "micro_batch_tokens")}
 _FREE_KEYS |= {("reward_model", key) for key in ("urls", "batch_size", "concurrency", "timeout_s", "attempts")}
-_FREE_KEYS |= {("reward_model", "api_key_env"), ("model", "trust_remote_code")}
-_FREE_KEYS |= {("optim", "decay_steps")}  # as run.steps moves its default
+_FREE_KEYS |= {("reward_model", "api_key_env"), ("model", "trust_remote_code"), ("optim", "decay_steps")}
 _FIXED = {"sglang": "fp8", "parallel": "distributed_optimizer"}
 """Of these tables, all other keys may change."""
 

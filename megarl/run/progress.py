@@ -29,7 +29,7 @@ Advance = Callable[[int], None]
 _LINE = {
     "reward/mean": "reward {:.3f}",
     "reward/pass_rate": "pass {:.1%}",
-    "reward/judged": "",
+    "reward/judged": "{}",
     "response/length_mean": "length {:.1f}",
     "rollout/k3": "k3 {:.1e}",
     "router/native/flip": "native flip {:.2%}",
@@ -77,11 +77,8 @@ class StepProgress:
 def format_step(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     """The line of one step, e.g. ``step  7/60  reward 0.523  pass 52.3%  k3 1.2e-04  time 2.1 s``."""
     parts = [f"step {step:>{len(str(num_steps))}}/{num_steps}"]
-    parts += [
-        text.format(metrics[name]) if text else describe_judged(metrics)
-        for name, text in _LINE.items()
-        if name in metrics
-    ]
+    values = {**metrics, "reward/judged": describe_judged(metrics)}
+    parts += [text.format(values[name]) for name, text in _LINE.items() if name in metrics]
     return "  ".join(filter(None, parts))
 
 

@@ -22,7 +22,7 @@ from megarl.errors import ConfigError, RolloutError, printable
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES
 from megarl.models.fit import servers_record
-from megarl.models.hf_config import QUANTIZATION
+from megarl.models.hf_config import find_quantization
 from megarl.models.hf_files import HFCheckpoint
 from megarl.models.hf_folder import read_json, some
 from megarl.models.names import hf_shapes
@@ -300,7 +300,7 @@ def _served_model(config: Config, folder: Path) -> Path:
     source = Path(config.model.path)
     if not (source / "config.json").is_file():  # not on this machine
         return source
-    is_quantized = any(read_json(source / "config.json").get(key) for key in QUANTIZATION)
+    is_quantized = find_quantization(read_json(source / "config.json")) is not None
     if config.sglang.fp8 or is_quantized or not any(source.glob("*.safetensors")) or HFCheckpoint(source).is_fused:
         return write_empty_model(source, folder / "model", config.sglang.fp8)
     return source

@@ -98,8 +98,7 @@ class Trainer:
             self.monitor.say(f"warning: {warning}")
         torch.use_deterministic_algorithms(config.run.deterministic, warn_only=True)
         objective = config.train.resolved_objective
-        size = config.sampling.train_size or config.rollout.group_size
-        try_functions(objective, config.train.objective_function, torch.cuda.current_device(), size)
+        try_functions(objective, config.train.objective_function, torch.cuda.current_device(), config.train_size)
         self.policy = Policy(config, schedule_of(config))
         if self.policy.left_out:
             self.monitor.say(self.policy.left_out)

@@ -28,6 +28,7 @@ def text(*, prompt, response, answer): return "right"
 def right(*, prompt, response, answer): return float(answer == response)
 def make(): raise OSError("no such device")
 def objective(columns): return columns.logprobs[:1]
+def nothing_alone(rewards, groups): return rewards * (groups[0] == groups[-1])
 """
 
 
@@ -133,6 +134,11 @@ CASES: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], bool]] =
         False,
     ),
     "an objective of another length": (None, {"train__objective": "inputs_under_test:objective"}, False),
+    "an advantage that is 0 in groups of one": (
+        None,
+        {"train__objective_overrides": {"advantage": "inputs_under_test:nothing_alone"}, "rollout__group_size": 1},
+        False,
+    ),
     "a number that another one contradicts": (None, {"megatron": {"num_moe_experts": 7}}, False),
     "a switch that needs another one": (
         None,

@@ -62,9 +62,14 @@ class Tables(Table):
         return self.model.reference or self.model.path
 
     @property
+    def train_size(self) -> int:
+        """sampling.train_size with its default resolved: responses of a prompt that train."""
+        return self.sampling.train_size or self.rollout.group_size
+
+    @property
     def responses_per_step(self) -> int:
         """Responses that a step trains on: B * G, or B * sampling.train_size. A prompt may have fewer."""
-        return self.rollout.prompts_per_step * (self.sampling.train_size or self.rollout.group_size)
+        return self.rollout.prompts_per_step * self.train_size
 
     @property
     def prompts_per_step_at_most(self) -> int:

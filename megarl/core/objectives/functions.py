@@ -64,7 +64,7 @@ def try_functions(
     ConfigError too for an advantage that is 0 in groups of one, if ``group_size`` is 1.
     """
     if callable(objective.advantage):
-        values = sequence_advantages(objective, [1.0, 0.0], [0, min(group_size, 2) % 2])
+        values = sequence_advantages(objective, [1.0, 0.0], [0, int(group_size == 1)])
         if group_size == 1 and not values.any():
             raise ConfigError(
                 f"rollout.group_size: found 1 with the advantage {name_of(objective.advantage)}, which is 0 for single "

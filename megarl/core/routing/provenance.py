@@ -41,12 +41,9 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
     ages = trainer_version - versions[np.concatenate([rollout.loss_mask for rollout in rollouts]) != 0]
     columns = {"rollout/mixed_versions_fraction": mixed, "rollout/staleness_mean": ages}
     if any(rollout.routed_mask is not None for rollout in rollouts):
-        missing = np.concatenate([row_sources(rollout) for rollout in rollouts]) == RowSource.MISSING
-        has_own = any(rollout.route_versions is not None for rollout in rollouts)
-        differ = (np.concatenate([*map(row_versions, rollouts)]) if has_own else versions) != versions
         columns |= {
-            "rollout/missing_rows_fraction": missing,
-            "routes/stale_rows_fraction": differ & ~missing,
+            "rollout/missing_rows_fraction": np.concatenate([*map(row_sources, rollouts)]) == RowSource.MISSING,
+            "routes/stale_rows_fraction": np.concatenate([*map(_stale, rollouts)]),
         }
     means = Stat.means_of({name: (int(column.sum()), len(column)) for name, column in columns.items()})
     return means | {"rollout/staleness_max": Stat.max(ages)}
@@ -72,6 +69,7 @@ def refuse_mixed_versions(rollouts: Sequence[Rollout]) -> None:
 
 
 def _stale(rollout: Rollout) -> np.ndarray:
+    """bool [T]: whether other weights chose the experts of a row than produced or read its token."""
     if rollout.route_versions is None:
         return np.zeros(rollout.num_tokens, bool)
     return (row_sources(rollout) != RowSource.MISSING) & (row_versions(rollout) != rollout.weight_versions)

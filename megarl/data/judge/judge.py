@@ -159,9 +159,7 @@ class Judge:
         except asyncio.CancelledError as error:
             if is_being_cancelled():
                 raise
-            return describe_failure(
-                error, self._reward
-            )  # the function awaited something that was cancelled, not this call
+            return describe_failure(error, self._reward)  # it awaited something that was cancelled, not this call
         except Exception as error:  # foreign code may raise anything
             return self._time_out() if deadline.expired() else describe_failure(error, self._reward)
 

@@ -202,7 +202,7 @@ def _run_schedule(
         if chunk.training != training:  # a walk through all modules
             chunk.train(training)
     with torch.set_grad_enabled(training):
-        outputs = get_forward_backward_func()(
+        return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(i) for i in iterators] if len(chunks) > 1 else iterators[0],
             model=list(chunks) if len(chunks) > 1 else chunks[0],
@@ -211,4 +211,3 @@ def _run_schedule(
             micro_batch_size=1,
             forward_only=not training,
         )
-    return outputs

@@ -8,7 +8,6 @@
 A server that is away keeps no other one waiting: an update takes along those that answer.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from megarl.errors import ConfigError, MegarlError
 from megarl.models.hf_files import bucket_bytes
+from megarl.models.hf_folder import read_json
 from megarl.rollout.buckets import Bucket, Intake, Staging
 from megarl.rollout.sglang.keeper import FleetSettings, FleetState, Keeper
 from megarl.rollout.sglang.member import Member, Update
@@ -235,7 +235,7 @@ class Fleet:
     @cached_property
     def _prompt(self) -> list[int]:
         assert self.source is not None
-        return make_prompt(json.loads((self.source / "config.json").read_text()))
+        return make_prompt(read_json(self.source / "config.json"))
 
     @contextmanager
     def _pause_keepers(self) -> Iterator[None]:

@@ -3,7 +3,6 @@
 The words are data, in releases.toml.
 """
 
-import json
 import re
 import subprocess
 import tomllib
@@ -14,6 +13,7 @@ from typing import Any
 
 from megarl.config.trust import find_stranger, safe_environment
 from megarl.errors import ConfigError, RolloutError
+from megarl.models.hf_folder import read_json
 
 OLDEST, NEWEST = (0, 5, 7), (0, 5, 23)
 Version = tuple[int, int, int]
@@ -134,7 +134,7 @@ def check_server(
     another tensor-parallel size than ``tp``. ``routes``: whether it must return them; ``nucleus``: whether top_p is
     below 1; ``source``: folder with the model's config."""
     if source is not None and (config := source / "config.json").is_file():
-        info = {**info, "model_type": json.loads(config.read_text()).get("model_type")}
+        info = {**info, "model_type": read_json(config).get("model_type")}
     text = str(info.get("version"))
     version = parse_version(text)
     if version < OLDEST:

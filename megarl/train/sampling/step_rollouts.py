@@ -86,11 +86,15 @@ class SampleTable:
         """bool [S]: whether there is a reward."""
         return self.column("judged") > 0
 
+    @property
+    def error_type(self) -> type[RolloutError]:
+        """Of an error for a lack of rewards: RewardError, or RolloutError if their failure may pass."""
+        return RolloutError if self.failure is None or self.failure.may_pass else RewardError
+
     def require_rewards(self, where: str) -> None:
-        """Raise RewardError if no sample has a reward, or RolloutError if that may pass."""
+        """Raise ``error_type`` if no sample has a reward."""
         if not self.is_judged.any():
-            kind = RolloutError if self.failure is None or self.failure.may_pass else RewardError
-            raise kind(f"{where}: no response has a reward; first: {self.failure}")
+            raise self.error_type(f"{where}: no response has a reward; first: {self.failure}")
 
     def describe_unjudged(self) -> str | None:
         """Return how many samples have a reward, and the first failure; None if all have one."""
@@ -150,9 +154,8 @@ def select(assignment: Assignment, table: SampleTable, step: int) -> Selection:
     table.require_rewards(f"step {step + 1}")
     selection = assignment.select(table.rewards())
     if not len(selection.prompts):
-        kind = RolloutError if table.failure is None or table.failure.may_pass else RewardError
         unjudged = table.describe_unjudged()
-        raise kind(
+        raise table.error_type(
             f"step {step + 1}: none of {int(selection.drawn.shape[1])} prompts had rewards that differ: take other "
             "prompts, raise sampling.max_prompts or rollout.group_size, or set sampling.refill = false"
             + (f"; {unjudged}" if unjudged else "")

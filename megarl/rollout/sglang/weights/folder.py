@@ -1,17 +1,15 @@
 """Checkpoint folders that servers load: the weights of one version, and a model without weights."""
 
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from megarl.core.fp8 import fp8_config
 from megarl.errors import WeightSyncError
-from megarl.models.hf_files import copy_model_files
+from megarl.models.hf_files import copy_model_files, save_tensors, write_index
 from megarl.models.hf_folder import read_json
 from megarl.rollout.buckets import Bucket
 
@@ -40,16 +38,15 @@ class WeightFolder:
         name = f"model-{self._shards:05d}.safetensors"
         host = bucket.on_host()
         with self._errors():
-            save_file(dict(host.tensors()), self._part / name, metadata={"format": "pt"})
+            save_tensors(dict(host.tensors()), self._part / name)
         self._where |= dict.fromkeys(bucket.names, name)
         self._shards += 1
         self._bytes += bucket.flat.numel()
 
     def finish(self) -> Path:
         """Complete the folder and return it."""
-        listing = {"metadata": {"total_size": self._bytes}, "weight_map": self._where}
         with self._errors():
-            (self._part / "model.safetensors.index.json").write_text(json.dumps(listing))
+            write_index(self._part, self._where, self._bytes)
             held = read_json(self._source / "config.json").get("quantization_config")
             copy_model_files(self._source, self._part, None, held)
             self._part.rename(self._target)
