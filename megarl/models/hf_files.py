@@ -92,7 +92,7 @@ class HFCheckpoint:
         return any(place.expert is not None for place in self._where.values())
 
     def names_of_prediction_layers(self) -> set[str]:
-        """Tensors of layers that follow the model's own: those with an ``eh_proj``, else those that the config counts."""
+        """Tensors of layers that follow the model's own: those with ``eh_proj``, else those that the config counts."""
         last, more = (self._config.get(key) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
         if not isinstance(last, int) or not isinstance(more, int):
             raise CheckpointError(f"{self.path}: num_nextn_predict_layers is {more!r}, expected a number of layers")

@@ -270,7 +270,7 @@ def test_a_key_of_any_other_class_of_transformers_is_refused(tmp_path: Path) -> 
 @pytest.mark.parametrize("value", [False, None])
 def test_a_model_that_sees_later_tokens_is_refused(kind: str, value: bool | None) -> None:
     """transformers' masks read is_causal of every config, though no class has it."""
-    with pytest.raises(ConfigError, match="is_causal is .*, expected True"):
+    with pytest.raises(ConfigError, match=r"is_causal is .*, expected True"):
         HFConfig.of({"model_type": kind, "is_causal": value}).check_unread()
 
 
