@@ -110,6 +110,7 @@ CASES: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], bool]] =
     "an unknown family": (edit("config.json", model_type="strange"), {}, False),
     "a dtype that nobody can open": (edit("config.json", dtype="auto"), {}, False),
     "a config of another width": (edit("config.json", moe_intermediate_size=24), {}, False),
+    "more experts than there are": (edit("config.json", num_experts_per_tok=9), {}, False),
     "another quantisation": (edit("config.json", quantization_config={"quant_method": "gptq", "bits": 4}), {}, False),
     "no weights": (lambda f: (f / "model" / SINGLE).unlink(), {}, False),
     "truncated weights": (truncate, {}, False),
