@@ -92,7 +92,7 @@ class HFCheckpoint:
         return any(place.expert is not None for place in self._where.values())
 
     def names_of_prediction_layers(self) -> set[str]:
-        """Tensors of layers that follow the model's own: those that the config counts, or that have an ``eh_proj``."""
+        """Tensors of layers that follow the model's own: those with ``eh_proj``, else those that the config counts."""
         last, more = (self._config.get(key) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
         if not isinstance(last, int) or not isinstance(more, int):
             raise CheckpointError(f"{self.path}: num_nextn_predict_layers is {more!r}, expected a number of layers")
@@ -100,7 +100,8 @@ class HFCheckpoint:
         for name in self.names():
             if (match := _LAYER.fullmatch(name)) and int(match[1]) >= last:
                 layers.setdefault(int(match[1]), {})[match[2]] = name
-        chosen = [names for layer, names in layers.items() if layer < last + more or "eh_proj.weight" in names]
+        predicting = {layer for layer, names in layers.items() if "eh_proj.weight" in names}
+        chosen = [names for layer, names in layers.items() if layer in (predicting or range(last + more))]
         return {name for names in chosen for name in names.values()}
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -138,16 +139,20 @@ class HFCheckpoint:
         tensor = self.stored(name)
         if self._block is None or tensor.dtype != torch.float8_e4m3fn:
             return tensor
-        if name + SCALE not in self._where:
-            file = self._where[name].file
-            raise CheckpointError(f"{file}: {name} is FP8 without {name}{SCALE}, expected a scale for each block")
-        scales, grid = self.stored(name + SCALE), grid_of(tensor.shape, self._block)
-        if scales.shape != grid:
-            file = self._where[name + SCALE].file
-            raise CheckpointError(
-                f"{file}: {name}{SCALE} has shape {tuple(scales.shape)}, expected {grid} for blocks of {self._block}"
-            )
-        return dequantize_fp8(tensor, scales.float(), self._block).to(self._high_precision())
+        self.check_scale(name)
+        return dequantize_fp8(tensor, self.stored(name + SCALE).float(), self._block).to(self._high_precision())
+
+    def check_scale(self, name: str) -> None:
+        """Raise CheckpointError for an FP8 tensor without a scale for each of its blocks; it reads headers alone."""
+        place = self._where[name]
+        if self._block is None or self._handle(place.file).get_slice(place.name).get_dtype() != "F8_E4M3":
+            return
+        shape = self.shape(name)
+        expected = grid_of(shape, self._block) if len(shape) == 2 else "a matrix"
+        found = self.shape(name + SCALE) if name + SCALE in self._where else "absent"
+        if found != expected:
+            told = f"{name}{SCALE} of this FP8 tensor is {found}, expected {expected} for blocks of {self._block}"
+            raise CheckpointError(f"{place.file}: {told}")
 
     def _handle(self, file: Path) -> Any:
         if self._open is None or self._open[0] != file or self._num_read > _MAPPED_BYTES:
@@ -255,6 +260,8 @@ def check_tensors(found: HFCheckpoint, expected: dict[str, tuple[int, ...]], dro
         if any(_LAYER.fullmatch(name) for name in faults["unknown"]):
             hint += ", or, where these are prediction layers, for num_nextn_predict_layers of config.json"
         raise CheckpointError(f"{found.path} does not hold the model of its config.json: {told}{hint}")
+    for name in expected:
+        found.check_scale(name)
     return sorted(dropped)
 
 

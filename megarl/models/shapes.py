@@ -146,6 +146,8 @@ def _softmax_experts(width: str, normalised: bool = False) -> Part:
 
 def _experts(hf: HFConfig, width: str) -> dict[str, Any]:
     moe = _read_moe(hf)
+    if moe.topk > moe.num_experts:
+        raise ConfigError(f"num_experts_per_tok is {moe.topk}, expected at most the {moe.num_experts} experts")
     return {
         "moe_ffn_hidden_size": hf[width],
         "num_moe_experts": moe.num_experts,

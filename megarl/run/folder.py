@@ -44,7 +44,7 @@ def claim(config: Config) -> None:
             raise ConfigError(
                 f"{saved} is empty: put the settings of the run back, or remove the file to go on with today's"
             )
-        difference = _first_difference(held, tomllib.loads(config.to_toml()))
+        difference = _first_difference(held, config)
         if difference:
             key, before, now = difference
             raise ConfigError(
@@ -75,10 +75,12 @@ def read_run_id(folder: Path) -> str:
     return file.read_text(errors="replace").strip() if file.is_file() else ""
 
 
-def _first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:
+def _first_difference(before: dict[str, Any], config: Config) -> tuple[str, Any, Any] | None:
+    """A key that the earlier run did not write has its default, also one that megarl did not have then."""
+    now, stated = tomllib.loads(config.to_toml()), config.model_dump(exclude_none=True, exclude_defaults=True)
     for table in sorted({*before, *now} - _FREE):
         old, new = before.get(table, {}), now.get(table, {})
-        for key in sorted({*old, *new}):
+        for key in sorted({*old, *stated.get(table, {})}):
             is_free = (table, key) in _FREE_KEYS or _FIXED.get(table, key) != key
             is_free = is_free or is_same_place(before, now, table, key)
             if not is_free and old.get(key) != new.get(key):

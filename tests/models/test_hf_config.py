@@ -266,6 +266,14 @@ def test_a_key_of_any_other_class_of_transformers_is_refused(tmp_path: Path) -> 
     assert accepted <= set(UNREFUSED.split()), accepted - set(UNREFUSED.split())
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("value", [False, None])
+def test_a_model_that_sees_later_tokens_is_refused(kind: str, value: bool | None) -> None:
+    """transformers' masks read is_causal of every config, though no class has it."""
+    with pytest.raises(ConfigError, match=r"is_causal is .*, expected True"):
+        HFConfig.of({"model_type": kind, "is_causal": value}).check_unread()
+
+
 PUBLIC = json.loads((Path(__file__).parent / "public_configs.json").read_text())
 
 

@@ -366,3 +366,6 @@ class TestPredictionLayers:
         single(tmp_path / "glm", tensors | {"model.layers.5.enorm.weight": torch.ones(32)})
         with pytest.raises(CheckpointError, match=r"1 tensors unknown: model\.layers\.5\."):
             to_megatron(tmp_path / "glm", tmp_path / "out", LOCAL, ALONE)
+        with_prediction_layer(tmp_path / "few", "glm4_moe", num_nextn_predict_layers=1, num_hidden_layers=3)
+        with pytest.raises(CheckpointError, match=r"tensors unknown: model\.layers\.3\."):
+            to_megatron(tmp_path / "few", tmp_path / "out", LOCAL, ALONE)

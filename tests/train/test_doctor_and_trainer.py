@@ -14,6 +14,9 @@ from safetensors.torch import load_file, save_file
 from train_world import World, trainer_of
 
 from megarl.config import Config
+from megarl.convert.job import Ranks
+from megarl.convert.quantization import Options, quantize
+from megarl.core.fp8 import SCALE
 from megarl.doctor import inputs, trial
 from megarl.errors import MegarlError
 from megarl.megatron import distributed
@@ -71,6 +74,20 @@ def add_prediction_layer(folder: Path) -> None:
     tensors(lambda t: t.update({"model.layers.4.eh_proj.weight": torch.ones(32, 64)}))(folder)
 
 
+def quantized(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    """Write the model in FP8, and change its tensors."""
+
+    def rewrite(folder: Path) -> None:
+        quantize(folder / "model", folder / "fp8", None, Options(), Ranks())
+        shutil.rmtree(folder / "model")
+        (folder / "fp8").rename(folder / "model")
+        (folder / "model" / INDEX).unlink()
+        tensors(change)(folder)
+
+    return rewrite
+
+
+SCALED = "model.layers.0.mlp.experts.3.up_proj.weight"
 KL = {"train__objective": "kl_grpo"}
 CASES: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], bool]] = {
     # what: (what is done to the files, keys of the configuration, whether training begins)
@@ -78,10 +95,23 @@ CASES: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], bool]] =
     "a prediction layer": (add_prediction_layer, {}, True),
     "a reference": (None, KL, True),
     "a reward of one's own": (None, {"reward__function": "inputs_under_test:right"}, True),
+    "FP8": (quantized(lambda t: None), {}, True),
+    "FP8 without a scale": (quantized(lambda t: t.pop(SCALED + SCALE)), {}, False),
+    "FP8 with scales of other blocks": (
+        quantized(lambda t: t.update({SCALED + SCALE: t[SCALED + SCALE].repeat(2, 1)})),
+        {},
+        False,
+    ),
+    "a vector in FP8": (
+        quantized(lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)})),
+        {},
+        False,
+    ),
     "no model": (lambda f: shutil.rmtree(f / "model"), {}, False),
     "an unknown family": (edit("config.json", model_type="strange"), {}, False),
     "a dtype that nobody can open": (edit("config.json", dtype="auto"), {}, False),
     "a config of another width": (edit("config.json", moe_intermediate_size=24), {}, False),
+    "more experts than there are": (edit("config.json", num_experts_per_tok=9), {}, False),
     "another quantisation": (edit("config.json", quantization_config={"quant_method": "gptq", "bits": 4}), {}, False),
     "no weights": (lambda f: (f / "model" / SINGLE).unlink(), {}, False),
     "truncated weights": (truncate, {}, False),
