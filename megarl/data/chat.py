@@ -68,7 +68,8 @@ class ChatTemplate:
                 before, behind = texts[at - 1].rstrip(), texts[at + 1].lstrip()
                 marks |= {token for token in self._tokens if before.endswith(token) or behind.startswith(token)}
                 opening = re.search(r"[^\n]*\S\s*\Z", special.sub("", texts[at - 1]))
-                if opening and not opening.group()[-1].isalnum() and all(map(_WORD.search, (opening.group(), closing))):
+                # A single word, "user", may as well begin a question.
+                if opening and re.search(r"\W", opening.group()) and all(map(_WORD.search, (opening.group(), closing))):
                     patterns.add(rf"(?:\A|\n)\s*{re.escape(opening.group())}.*{re.escape(closing)}\s*\Z")
         return re.compile("|".join([*map(re.escape, marks), *patterns]) or r"(?!)", re.DOTALL)
 
