@@ -52,7 +52,7 @@ class ChatTemplate:
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **self._arguments}
         try:
             return str(self._tokenizer.apply_chat_template(chat, **options))
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # the model's code, which may raise anything; ValueError for no default template
             raise DataError(f"{place}: the chat template refuses these messages ({error})") from error
 
     def _find_marks(self, roles: Sequence[str], place: str) -> re.Pattern[str]:
@@ -68,13 +68,17 @@ class ChatTemplate:
                 before, behind = texts[at - 1].rstrip(), texts[at + 1].lstrip()
                 marks |= {token for token in self._tokens if before.endswith(token) or behind.startswith(token)}
                 opening = re.search(r"[^\n]*\S\s*\Z", special.sub("", texts[at - 1]))
-                if opening and not opening.group()[-1].isalnum() and all(map(_WORD.search, (opening.group(), closing))):
+                # A single word, "user", may as well begin a question.
+                if opening and re.search(r"\W", opening.group()) and all(map(_WORD.search, (opening.group(), closing))):
                     patterns.add(rf"(?:\A|\n)\s*{re.escape(opening.group())}.*{re.escape(closing)}\s*\Z")
         return re.compile("|".join([*map(re.escape, marks), *patterns]) or r"(?!)", re.DOTALL)
 
     def _check_arguments(self) -> None:
-        source = self._tokenizer.get_chat_template(tools=self._arguments.get("tools"))
-        environment = chat_template_utils._compile_jinja_template(source).environment
+        try:
+            source = self._tokenizer.get_chat_template(tools=self._arguments.get("tools"))
+            environment = chat_template_utils._compile_jinja_template(source).environment
+        except (ValueError, jinja2.TemplateError) as error:
+            raise ConfigError(f"data.chat_template_args: the chat template cannot be read ({error})") from error
         known = meta.find_undeclared_variables(environment.parse(source)) - {*_OWN, *environment.globals}
         if unknown := [name for name in self._arguments if name not in known]:
             raise ConfigError(

@@ -23,6 +23,7 @@ _SUBSTITUTES = tuple(
     for pattern, by in (
         (r"\\\$|\\(?:pounds|euro|yen)(?![A-Za-z])|[€£¥₹¢₩₽]", ""),  # as other units, a currency is no part of a number
         (r"\\varnothing(?![A-Za-z])|∅|(?:\\left\s*)?\\\{\s*(?:\\right\s*)?\\\}", r"\\emptyset "),
+        (r"\\pmod\s*(?:\{[^{}]*\}|\w)", ""),
         (r"\^?(?:°|\\degree(?![A-Za-z]))", r"^\\circ "),
         (r"(\^\{?\\circ\}?)\s*(?:\\(?:text|mathrm)\s*\{\s*[CF]\s*\}|[CF](?![A-Za-z]))", r"\1"),
     )
@@ -58,7 +59,7 @@ def last_box(text: str) -> str | None:
 
 def read_answer(parse: Parse, answer: str) -> list[Any]:
     """Return the expressions of an answer of a data set: of its last box, of the formula that it is, or of its text."""
-    answer = re.sub(rf"^\$\s*({_NUMBER})$", r"\1", _substitute(answer).strip())
+    answer = re.sub(rf"^(-?)\$\s*({_NUMBER})$", r"\1\2", _substitute(answer).strip())
     if (content := last_box(answer)) is None and (formula := _FORMULA.fullmatch(answer)):
         content = next(part for part in formula.groups() if part is not None)
     if content is None and any(mark in answer for mark in ("$", "\\(", "\\[")):
@@ -114,8 +115,8 @@ def _read_box(parse: Parse, content: str) -> list[Any]:
     content = _BOX.sub("", content).replace("$", "").replace("~", " ")
     content = re.sub(rf"^{_SPACE}+|(?:{_SPACE}|[.,;]){{1,9}}$", "", content)
     content = re.sub(rf"^(-?\d+){_SPACE}+(\d+)\s*/\s*(\d+)$", r"\1\\frac{\2}{\3}", content)  # a mixed number
-    if content.count("\\pm") == 1 and "," not in content:
-        content = ", ".join(content.replace("\\pm", sign) for sign in "+-")
+    if len(sides := re.split(r"\\pm(?![A-Za-z])", content)) == 2 and "," not in content:
+        content = ", ".join(sign.join(sides) for sign in "+-")
     content = _SCALED.sub(lambda found: f"{found[1]}\\times 10^{{{_SCALES[found[3]]}}}{found[2]}", _separate(content))
     return parse(f"\\boxed{{{content}}}") if content else []
 

@@ -148,7 +148,7 @@ class RunCheckpoints:
         if asked:
             raise StopError(f"asked to stop; {kept}, start the run again to continue")
         if wanted:
-            self._say(f"sampling cannot go on; {kept}; the next start continues from there")
+            self._say(f"sampling cannot go on; {kept}" + ("; the next start continues from there" if done else ""))
 
 
 def _find_best(scores: Mapping[int, float]) -> int:

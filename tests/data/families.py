@@ -34,6 +34,11 @@ DEEPSEEK_V2 = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}User: {{ m.content }}\n\n"
     "{% else %}{{ m.content }}\n\n{% endif %}{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
 )
+KIMI = (
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_system|>system<|im_middle|>You are an "
+    "assistant<|im_end|>{% endif %}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
+)
 MIXTRAL = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -56,6 +61,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "prefix": ["<｜begin｜>"],
     },
     "deepseek_v2": {"special": ["<｜begin｜>", "<｜end｜>"], "template": DEEPSEEK_V2, "prefix": ["<｜begin｜>"]},
+    "kimi_k2": {
+        "special": ["<|im_end|>", "<|im_middle|>", *(f"<|im_{role}|>" for role in ("system", "user", "assistant"))],
+        "template": KIMI,
+    },
     "mixtral": {"special": ["<s>", "</s>"], "template": MIXTRAL, "prefix": ["<s>"], "sentencepiece": True},
 }
 """Special tokens: the first is the begin token if a prefix has it, else the end token. Other tokens are added, too."""

@@ -19,11 +19,12 @@ SPELLINGS = r"""
 0.123456 | 0.123\,456
 5 | 5.0 | 5\text{ cm} | 5\,\text{cm} | 5\,\mathrm{m} | 5\text{ m}^2 | 5 cm | \text{5 apples} | x = 5 | £5
 5000000 | 5\text{ million} | \$5 \text{ million} | 5 million | \text{5 million}
--5 | −5 | -\$5
+-5 | −5 | -\$5 | -$5
 50\% | 0.5 | \frac12 | \dfrac{1}{2} | \tfrac{1}{2} | 1/2 | \cfrac{1}{2}
 12.5\% | 0.125
 1.5 | \frac{3}{2} | 1\frac{1}{2} | 1 \frac{1}{2} | 1\dfrac{1}{2} | 1\frac12 | 1 1/2 | 1\ 1/2 | 1\,\frac{1}{2}
 -1.5 | -1\frac{1}{2} | -1 1/2
+9 | 9 \pmod{11} | 9 \pmod 7 | x \equiv 9 \pmod{11} | x \equiv 9 \pmod 7
 45 | 45^\circ | 45^{\circ} | 45° | 45\degree | 45^\circ\text{C} | 45°C
 \varnothing | \emptyset | ∅ | \{\} | \{ \} | \left\{\right\}
 \{\emptyset\} | \{\varnothing\}

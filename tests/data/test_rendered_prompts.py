@@ -234,3 +234,14 @@ class TestArguments:
         for key, text, value in (("", "{enable_thinking = false}", {"enable_thinking": False}), (".a", "false", False)):
             key = f"data.chat_template_args{key}"
             assert config_file.split_overrides([f"--{key}", text])[1] == {key: value}
+
+    @pytest.mark.parametrize("template", [[{"name": "rag", "template": "a"}], "{% for m in messages %", "{{ 1 / 0 }}"])
+    def test_a_template_that_cannot_be_used_is_an_error_of_one_line(
+        self, template: Any, tmp_path: Path, write_jsonl: Write
+    ) -> None:
+        broken = load_tokenizer(write_family(tmp_path / "model", "qwen3", chat_template=template), "model.path")
+        path = write_jsonl({"prompt": "1+1", "answer": "2"})
+        with pytest.raises(DataError, match=r"train\.jsonl:1: the chat template refuses these messages"):
+            load(path, broken)
+        with pytest.raises(ConfigError, match=r"data\.chat_template_args: "):
+            load(path, broken, chat_template_args={"a": 1})
