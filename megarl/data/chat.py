@@ -42,8 +42,8 @@ class ChatTemplate:
         for message, name in zip(messages, names, strict=True):
             if found := marks.search(message["content"]):
                 raise DataError(
-                    f"{place}: {name} holds {found.group()[:40]!r}, which the chat template writes itself: it went "
-                    "through a template before; give the text alone, or turn data.chat_template off"
+                    f"{place}: {name} holds {found.group()[:40]!r}, which the chat template writes itself: give the "
+                    "text as it was before any template, without that; or turn data.chat_template off"
                 )
         return self._apply(messages, place)
 

@@ -291,8 +291,8 @@ class PromptReader:
             if twice or (bos is not None and tokens[:2] == [bos, bos]):
                 mark = self._tokenizer.convert_ids_to_tokens(twice[0] if twice else tokens[0])
                 raise DataError(
-                    f"{text.place}: {name} holds {mark!r}, which is put before it once more: it went through a chat "
-                    f"template before; remove {mark!r} from it, or give the text alone with data.chat_template on"
+                    f"{text.place}: {name} holds {mark!r}, which is put before it once more; remove it, "
+                    f"or give the text as it was before any chat template, with data.chat_template on"
                 )
             _check_length(len(tokens), limit, "the prompt", "data.max_prompt_tokens", text.place)
 

@@ -49,12 +49,12 @@ def load_tokenizer(folder: str | Path, key: str, trust: bool = False) -> PreTrai
         options["trust_remote_code"] = trust  # not None: transformers would ask at the keyboard
     try:
         tokenizer = reader.from_pretrained(folder, **options)
+        wrong = [*_find_differences(tokenizer, folder)]
     except Exception as error:  # transformers, tokenizers and the folder's code raise many kinds
         raise ConfigError(
             f"{key}: {folder} holds no tokenizer that can be read ({describe(error)}); expected a Hugging Face folder "
             f"with tokenizer.json{advice}"
         ) from error
-    wrong = [*_find_differences(tokenizer, folder)]
     if advice and not has_file:
         wrong.append("transformers guesses how it splits text")
     if wrong:
@@ -72,7 +72,7 @@ def load_model_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 def count_rows(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The rows of the model's embedding: ``vocab_size`` of config.json beside the tokenizer; None without one."""
     config = read_record(Path(tokenizer.name_or_path) / "config.json") if tokenizer.name_or_path else {}
-    return config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    return config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
 
 
 def find_prefix(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

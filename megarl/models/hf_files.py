@@ -139,14 +139,18 @@ class HFCheckpoint:
         tensor = self.stored(name)
         if self._block is None or tensor.dtype != torch.float8_e4m3fn:
             return tensor
-        self.check_scale(name)
+        self.check_values(name)
         return dequantize_fp8(tensor, self.stored(name + SCALE).float(), self._block).to(self._high_precision())
 
-    def check_scale(self, name: str) -> None:
-        """Raise CheckpointError for an FP8 tensor without a scale for each of its blocks; it reads headers alone."""
+    def check_values(self, name: str) -> None:
+        """Raise CheckpointError for a tensor of integers, or in FP8 without a scale for each block; reads headers."""
         place = self._where[name]
-        if self._block is None or self._handle(place.file).get_slice(place.name).get_dtype() != "F8_E4M3":
+        stored = self._handle(place.file).get_slice(place.name).get_dtype()
+        if stored in ("F64", "F32", "F16", "BF16"):
             return
+        if self._block is None or stored != "F8_E4M3":
+            expected = "weights in 16 bits or more, or in FP8 with a quantization_config that says so"
+            raise CheckpointError(f"{place.file}: {name} has dtype {stored}, expected {expected}")
         shape = self.shape(name)
         expected = grid_of(shape, self._block) if len(shape) == 2 else "a matrix"
         found = self.shape(name + SCALE) if name + SCALE in self._where else "absent"
@@ -261,7 +265,7 @@ def check_tensors(found: HFCheckpoint, expected: dict[str, tuple[int, ...]], dro
             hint += ", or, where these are prediction layers, for num_nextn_predict_layers of config.json"
         raise CheckpointError(f"{found.path} does not hold the model of its config.json: {told}{hint}")
     for name in expected:
-        found.check_scale(name)
+        found.check_values(name)
     return sorted(dropped)
 
 

@@ -126,6 +126,14 @@ def test_ids_in_an_older_file_count_too_and_a_text_may_have_two_ids(tmp_path: Pa
         load_tokenizer(tmp_path, "model.path")
 
 
+@pytest.mark.parametrize("entry", [{"special": True}, None, 7])
+def test_an_entry_that_names_no_token_is_one_line(entry: object, tmp_path: Path) -> None:
+    write_family(tmp_path, "qwen3")
+    _edit(tmp_path, "tokenizer_config.json", lambda table: table["added_tokens_decoder"].update({"0": entry}))
+    with pytest.raises(ConfigError, match=r"--model: .* holds no tokenizer that can be read"):
+        load_tokenizer(tmp_path, "--model")
+
+
 MERGED = [b" t", b"he", b" the", b"12", b"123"]
 SPECIAL = {"[BOS]": 0, "[EOS]": 1, "<|im_end|>": 2, "<|im_user|>": 3, "<|im_assistant|>": 4, "[EOT]": 7, "[PAD]": 17}
 CODE = """

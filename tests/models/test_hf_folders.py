@@ -369,3 +369,15 @@ class TestPredictionLayers:
         with_prediction_layer(tmp_path / "few", "glm4_moe", num_nextn_predict_layers=1, num_hidden_layers=3)
         with pytest.raises(CheckpointError, match=r"tensors unknown: model\.layers\.3\."):
             to_megatron(tmp_path / "few", tmp_path / "out", LOCAL, ALONE)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_weights_in_8_bits_of_which_the_config_says_nothing_are_refused(dtype: torch.dtype, tmp_path: Path):
+    folder, name = write_family(tmp_path / "model", "qwen3_moe"), "model.layers.0.self_attn.q_proj.weight"
+    tensors = load_file(folder / SINGLE)
+    save_file(tensors | {name: tensors[name].to(dtype)}, folder / SINGLE, metadata={"format": "pt"})
+    with (
+        HFCheckpoint(folder) as found,
+        pytest.raises(CheckpointError, match=rf"{name} has dtype \w+, expected weights in 16"),
+    ):
+        check_tensors(found, hf_shapes(read_shape(folder)))
