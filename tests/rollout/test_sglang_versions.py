@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def test_a_release_without_routes_is_refused_and_a_newer_one_told():
         ({"ep_num_redundant_experts": 2}, "0.5.9", "physical_experts"),
         ({"model_type": "glm4_moe", "dtype": "bfloat16"}, "0.5.18", "old_routers"),
         ({"model_type": "glm4_moe", "dtype": "auto"}, "0.5.18", "old_routers"),
+        ({"new_rope": True}, "0.5.9", "old_transformers"),
         ({"enable_return_routed_experts": False}, None, "no_routes"),
         ({"chunked_prefill_size": -1}, None, "unchunked_prefill"),
         ({"chunked_prefill_size": 0}, None, "unchunked_prefill"),
@@ -121,6 +123,25 @@ def test_router_weights_that_no_update_reaches_are_found_by_the_config_of_the_mo
     assert check_server(info | {"dtype": "float32"}, tp=1, source=tmp_path)[0] == (0, 5, 10)  # no copy: the weights
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
     assert check_server(info, tp=1, source=tmp_path)[0] == (0, 5, 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_refused"),
+    [
+        ('{"rope_parameters": {"rope_theta": 1e6}}', True),
+        ('{"rope_parameters": {"rope_theta": 1e6}, "rope_theta": 1e6}', False),
+        ('{"rope_theta": 1e6}', False),
+        ("{}", False),
+    ],
+)
+def test_a_config_that_only_transformers_5_can_read_is_refused_for_servers_with_4(
+    text: str, is_refused: bool, tmp_path: Path
+):
+    (tmp_path / "config.json").write_text(text)
+    refused = pytest.raises(ConfigError, match=r"transformers 4, which does not read rope_parameters")
+    with refused if is_refused else nullcontext():
+        check_server(KEY | {"version": "0.5.9"}, tp=1, source=tmp_path)
+    check_server(KEY | {"version": "0.5.10"}, tp=1, source=tmp_path)
 
 
 def test_a_key_of_either_kind_guards_the_pickles_of_old_releases():

@@ -84,6 +84,7 @@ _OTHER_CACHES = (
 _CAUSES: Mapping[str, Callable[[Arguments], bool]] = {
     "physical_experts": _experts_move,
     "old_routers": _keeps_router_weights,
+    "old_transformers": lambda found: bool(found.get("new_rope")),
     "wrong_rows_on_cpu": lambda found: found.get("device") == "cpu" and not found.get("disable_overlap_schedule"),
     "no_routes": lambda found: found.get("enable_return_routed_experts") is False,
     "unchunked_prefill": lambda found: _number(found, "chunked_prefill_size", 1) <= 0,
@@ -134,7 +135,12 @@ def check_server(
     another tensor-parallel size than ``tp``. ``routes``: whether it must return them; ``nucleus``: whether top_p is
     below 1; ``source``: folder with the model's config."""
     if source is not None and (config := source / "config.json").is_file():
-        info = {**info, "model_type": read_json(config).get("model_type")}
+        hf = read_json(config)
+        info = {
+            **info,
+            "model_type": hf.get("model_type"),
+            "new_rope": "rope_parameters" in hf and "rope_theta" not in hf,
+        }
     text = str(info.get("version"))
     version = parse_version(text)
     if version < OLDEST:
