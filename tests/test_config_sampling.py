@@ -437,7 +437,7 @@ class TestDefaults:
     sampling=st.fixed_dictionaries(
         {"rule": st.just("ada_seq_balance")},
         optional={
-            "train_size": st.integers(1, 32),
+            "train_size": st.integers(2, 32),  # one is refused
             "round_size": st.integers(1, 64),
             "max_samples": st.integers(32, 256),
             "positives": st.integers(1, 16),

@@ -488,7 +488,7 @@ def test_a_reference_of_another_shape_or_place_is_refused(world: World, tmp_path
     scaled = shutil.copytree(world.model, tmp_path / "scaled")
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     table = json.loads((scaled / "config.json").read_text())
-    table["rope_scaling"] = {**rope, "original_max_position_embeddings": 8192}
+    table["rope_parameters"] |= {**rope, "original_max_position_embeddings": 8192}
     (scaled / "config.json").write_text(json.dumps(table))
     for folder, message in (
         (other, "model.reference: .*fields"),
