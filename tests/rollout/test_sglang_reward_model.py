@@ -72,4 +72,4 @@ def test_the_scores_are_those_of_the_model(
     assert [step.end for step in steps.steps] == [6, 8]
     assert [step.reward for step in steps.steps] == pytest.approx(scores("3*4=4+4+4,", "3*4=4+4+4,12"), abs=1e-4)
     assert max(found) - min(found) > 0.1
-    assert refused == Verdict(None, error=refused.error)
+    assert refused == Verdict(None, error=refused.error, may_pass=True)
