@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from megarl.config import Config
 from megarl.config import file as config_file
 from megarl.config.tables.base import Table
-from megarl.core.choices.parts import Factor, Mask, Objective, Penalty
-from megarl.core.choices.records import options_of
+from megarl.core.choices.parts import PARTS as OBJECTIVE_PARTS
+from megarl.core.choices.parts import Factor, Mask, Penalty
 from megarl.core.choices.table import OBJECTIVES
 from megarl.errors import ConfigError
 
@@ -129,9 +129,8 @@ def test_every_key_is_described():
 def test_every_row_can_be_named_and_every_part_replaced():
     for name in OBJECTIVES.keys() - {"dppo_topk"}:
         assert parsed(train__objective=name).train.resolved_objective == OBJECTIVES[name]
-    parts = options_of(Objective)
-    assert {field.name for field in dataclasses.fields(OBJECTIVES["minirl"])} == set(parts)
-    for part in parts:
+    assert {field.name for field in dataclasses.fields(OBJECTIVES["minirl"])} == set(OBJECTIVE_PARTS)
+    for part in OBJECTIVE_PARTS:
         value = as_table(getattr(OBJECTIVES["minirl"], part))
         config = parsed(train__objective_overrides={part: "off" if value is None else value})
         assert config.train.resolved_objective == OBJECTIVES["minirl"]

@@ -8,11 +8,11 @@ Imports no torch, so that a configuration can look at the rows of the table befo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from megarl.core.choices.records import check_types
+from megarl.core.choices.records import check_types, options_of
 from megarl.errors import ConfigError
 
 AdvantageName = Literal[
@@ -264,9 +264,18 @@ class Objective:
         return any(mask.statistic in TOP_K for mask in self.records)
 
     @property
+    def reads_more(self) -> bool:
+        """Whether it reads columns that a batch may lack."""
+        return self.needs_ref_logprobs or self.needs_topk
+
+    @property
     def own_functions(self) -> bool:
         """Whether masks or factors are functions of the user."""
         return len(self.records) < len(self.masks) or any(callable(factor.fn) for factor in self.factors)
+
+
+PARTS: Mapping[str, tuple[Any, ...]] = options_of(Objective)
+"""Part -> what it may be."""
 
 
 def _check_mask(m: Mask) -> None:
