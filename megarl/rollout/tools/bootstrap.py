@@ -8,12 +8,13 @@ import json
 import linecache
 import os
 import resource
+import select
 import signal
 import sys
 import traceback
 import types
 
-MS_NOSUID, MS_NODEV, MS_REMOUNT, PR_SET_DUMPABLE = 2, 4, 32, 4
+MS_NOSUID, MS_NODEV, MS_REMOUNT, PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 2, 4, 32, 1, 4
 CAPABILITY_VERSION_3 = 0x20080522
 
 
@@ -55,24 +56,37 @@ def take_limits(settings: dict) -> None:
         drop_capabilities()
 
 
-def be_init() -> None:
-    """Goes on in a child; this process waits for it and ends as it did, and with it every other one in the sandbox.
+def be_init(owner_fd: int) -> None:
+    """Goes on in a child; this process waits for it and ends as it did, or once its owner has ended.
 
-    The first process of a sandbox ignores signals that it has no handler for, its own limit of CPU time among them:
-    code would not behave in it as elsewhere. It also stays the user that started it, whom bubblewrap may still signal.
+    In a sandbox all other processes end with this one; without, those of its session. The first process of a sandbox
+    ignores signals that it has no handler for, its own limit of CPU time among them: code would not behave in it as
+    elsewhere. It also stays the user that started it, whom bubblewrap may still signal.
     """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     main = os.fork()
     if main == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        os.close(owner_fd)
         return
-    drop_capabilities()
-    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)  # the code may have the same user id: it cannot look in here
-    os.closerange(3, 1 << 16)
+    if os.getpid() == 1:
+        drop_capabilities()
+        libc = ctypes.CDLL(None)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(PR_SET_DUMPABLE, 0)  # the code may have the same user id: it cannot look in here
+    os.dup2(owner_fd, 3)
+    os.closerange(4, 1 << 16)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    while True:
-        pid, status = os.wait()  # orphans come here too
+    while not select.select([3], [], [], 0)[0]:
+        pid, status = os.waitpid(-1, os.WNOHANG)  # orphans come here too
         if pid == main:
             code = os.waitstatus_to_exitcode(status)
             os._exit(code if code >= 0 else 128 - code)
+        if pid == 0:
+            signal.sigtimedwait({signal.SIGCHLD}, 1.0)
+    if os.getpid() != 1:
+        os.killpg(0, signal.SIGKILL)
+    os._exit(128 + signal.SIGKILL)
 
 
 def run(code: str, memory_exit: int) -> int:
@@ -99,8 +113,7 @@ def start() -> None:
     settings = json.loads(sys.argv[1])
     code = read_code()
     files = settings["num_files"] is not None and limit_files(settings["num_files"])
-    if os.getpid() == 1:
-        be_init()
+    be_init(settings["owner_fd"])
     take_limits(settings)
     os.write(settings["status_fd"], b"ready files\n" if files else b"ready\n")
     os.close(settings["status_fd"])

@@ -5,11 +5,13 @@ Root may make one nearly everywhere but in containers; others below a group that
 """
 
 import os
-import secrets
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+from megarl.rollout.tools.leftovers import is_left, new_mark
 
 _VERSIONS = (({"memory.max", "pids.max"},), ({"memory.limit_in_bytes"}, {"pids.max"}))
 """Files that the groups of a call must have, for each tree."""
@@ -19,9 +21,9 @@ _JOIN = 'n=$0; while [ "$n" -gt 0 ]; do echo $$ >"$1/cgroup.procs" || exit 125; 
 class Group:
     """The groups of one call: a folder in each tree."""
 
-    def __init__(self, parents: Sequence[Path], memory_bytes: int, num_processes: int) -> None:
+    def __init__(self, parents: Sequence[Path], memory_bytes: int, num_processes: int, mark: str) -> None:
         """Make them; OSError if that fails. memory_bytes: of all processes, with files in memory and the kernel's."""
-        self.folders = [parent / f"megarl-{os.getpid()}-{secrets.token_hex(8)}" for parent in parents]
+        self.folders = [parent / f"megarl-{mark}" for parent in parents]
         values = dict.fromkeys(("memory.max", "memory.limit_in_bytes", "memory.memsw.limit_in_bytes"), memory_bytes)
         try:
             for folder in self.folders:
@@ -77,12 +79,15 @@ def _own_groups() -> Iterator[Path]:
 
 
 def _can_join_below(place: Path, files: set[str]) -> bool:
-    for left in place.glob("megarl-*-*"):  # of a run that was killed
-        if not Path("/proc", left.name.split("-")[1]).exists():
+    for folder in place.glob("megarl-*.*.*.*"):
+        if is_left(folder.name.removeprefix("megarl-")):
             with suppress(OSError):
-                left.rmdir()
+                for pid in (folder / "cgroup.procs").read_text().split():
+                    os.kill(int(pid), signal.SIGKILL)
+            with suppress(OSError):  # with processes that are still ending, the next start removes it
+                folder.rmdir()
     try:
-        group = Group([place], 1 << 30, 8)
+        group = Group([place], 1 << 30, 8, new_mark())
     except OSError:
         return False
     try:

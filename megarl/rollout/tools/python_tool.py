@@ -9,18 +9,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import psutil
 
 from megarl.errors import ConfigError, RolloutError
+from megarl.rollout.tools.leftovers import END_S, kill_marked, remove
 from megarl.rollout.tools.protocol import ToolExit, ToolResult
-from megarl.rollout.tools.sandbox import MARK, MEMORY_EXIT, Child, Limits, Sandbox, prepare
+from megarl.rollout.tools.sandbox import MEMORY_EXIT, Child, Limits, Sandbox, prepare
 
 START_S = 5.0
 """How long bubblewrap may take to name its process before it is killed without."""
-END_S = 30.0
-"""How long the kernel may take to remove killed processes."""
 TRY_S = 60.0
 """How long one line of code may take when the sandbox is tried."""
 
@@ -32,8 +30,8 @@ class PythonTool:
     bubblewrap or the host does not let it work. ``limits_alone`` asks for resource limits without isolation: the code
     then has the network, reads and writes what this user can, and may leave its session.
 
-    Calls may overlap; the caller bounds how many. A cancelled call leaves no process and no file behind. The sandbox
-    ends with the thread that started it, which is that of the event loop.
+    Calls may overlap; the caller bounds how many. A cancelled call leaves no process and no file behind; the calls of
+    a killed process end within seconds, and what is left of them all the same ends when the next tool is made.
     """
 
     name = "python"
@@ -133,7 +131,7 @@ class _Call:
                 self._was_full = self._child.group.was_full
                 self._child.group.remove()
             if self._child.scratch:
-                await asyncio.to_thread(_remove, self._child.scratch)
+                await asyncio.to_thread(remove, self._child.scratch)
 
     async def _kill(self) -> None:
         if self._child.scratch is None:
@@ -142,13 +140,15 @@ class _Call:
                 async with asyncio.timeout(START_S):
                     await self._status.line.wait()
             # Kill the first process: bubblewrap reaps it and ends. Killing bubblewrap would leave a zombie.
-            with contextlib.suppress(ProcessLookupError):
-                init = self._process_fd if self._init_fd is None else self._init_fd
-                signal.pidfd_send_signal(init, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError, psutil.Error):
+                if self._init_fd is None:
+                    for process in psutil.Process(self._child.process.pid).children():
+                        process.kill()
+                signal.pidfd_send_signal(self._process_fd if self._init_fd is None else self._init_fd, signal.SIGKILL)
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.process.pid, signal.SIGKILL)
-        await asyncio.to_thread(_kill_marked, self._child.mark)
+        await asyncio.to_thread(kill_marked, self._child.mark.__eq__)
 
     def _make_result(self, reason: ToolExit | None) -> ToolResult:
         status = self._child.process.returncode
@@ -222,7 +222,7 @@ def _try(sandbox: Sandbox) -> bool:
         with open(child.output_fd, "rb") as output:
             text = output.read().decode("utf-8", "replace")
         if child.scratch:
-            _remove(child.scratch)
+            remove(child.scratch)
         if child.group:
             child.group.remove()
     if text != "42\n":
@@ -232,25 +232,6 @@ def _try(sandbox: Sandbox) -> bool:
             "namespaces, memory_bytes may be too small for the interpreter; limits_alone=True goes without isolation"
         )
     return limits_files
-
-
-def _kill_marked(mark: str) -> None:
-    """Kills the processes with this mark in their environment, until there are none."""
-    deadline = time.monotonic() + END_S
-    found = True
-    while found and time.monotonic() < deadline:
-        found = False
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
-                    found = True
-                    process.kill()
-
-
-def _remove(folder: Path) -> None:
-    """Removes a folder that code may have made unreadable, or deeper than a path is long; does not follow links."""
-    for words in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
-        subprocess.run([*words, "--", folder], stderr=subprocess.DEVNULL, check=False)
 
 
 async def _await_readable(fd: int) -> None:

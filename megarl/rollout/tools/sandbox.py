@@ -2,7 +2,8 @@
 
 In the sandbox the code has its own processes, network (only a loopback), host name and file tree. It can read the
 interpreter and the system's libraries, and write one small folder in memory, /tmp. It gets no environment variables of
-this process. All its processes end with the first one, and that one ends with the process that started it.
+this process. All its processes end with the first one, which watches the process that started it and ends with it:
+bubblewrap's own --die-with-parent misses a parent that ends during the start.
 
 The kernel's limits hold per process; where a control group can be made, that of memory holds for the whole call
 (docs/environments.md).
@@ -24,14 +25,12 @@ from pathlib import Path
 import psutil
 
 from megarl.errors import ConfigError, RolloutError
-from megarl.rollout.tools import seccomp
+from megarl.rollout.tools import leftovers, seccomp
 from megarl.rollout.tools.cgroup import Group, find_parents
 
 BOOTSTRAP = Path(__file__).parent / "bootstrap.py"
 MEMORY_EXIT = 86
 """Exit status of the bootstrap for a MemoryError."""
-MARK = "MEGARL_TOOL_CALL"
-"""Environment variable that marks the processes of a call where no sandbox holds them together."""
 _MAX_OPEN_FILES = 256
 _MAX_SIGNALS = 1024
 """Pending ones and timers."""
@@ -78,7 +77,7 @@ class Child:
     scratch: Path | None
     """Folder to remove; None where it is in the memory of the sandbox."""
     mark: str
-    """Value of MARK in the environment of its processes."""
+    """See ``megarl.rollout.tools.leftovers``."""
     group: Group | None
     """Its control group, which the receiver removes."""
 
@@ -105,26 +104,30 @@ class Sandbox:
             raise RolloutError(f"the Python tool could not start a process: {error}") from error
 
     def _start(self, code: str) -> Child:
-        mark = secrets.token_hex(16)
+        mark = leftovers.new_mark()
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
-            scratch = None if self.bwrap else Path(tempfile.mkdtemp(prefix="megarl-tool-"))
+            scratch = None if self.bwrap else Path(tempfile.gettempdir(), leftovers.FOLDER + mark)
             if scratch:
+                scratch.mkdir(0o700)
                 ours.callback(shutil.rmtree, scratch)
             output_fd, output_end = _pipe(ours, theirs)
-            status_fd, status_end = _pipe(ours, theirs)
+            status_fd, write_end = _pipe(ours, theirs)
+            # An end that also reads: bubblewrap would die of SIGPIPE, and leave its child waiting, if this process ends.
+            status_end = _close_with(os.open(f"/proc/self/fd/{write_end}", os.O_RDWR | os.O_CLOEXEC), theirs)
             ready_end = _close_with(os.dup(status_end), theirs)  # bubblewrap does not pass on its own
-            passed = [status_end, ready_end]
+            owner_fd = _close_with(os.pidfd_open(os.getpid()), theirs)
+            passed = [status_end, ready_end, owner_fd]
             wrapper: list[str] = []
             if self.bwrap:
                 passed.append(_close_with(_make_sealed_file(seccomp.program()), theirs))
                 wrapper = [self.bwrap, *_namespaces(), *self._files()]
                 wrapper += ["--json-status-fd", str(status_end), "--seccomp", str(passed[-1]), "--"]
-            group = self._make_group()
+            group = self._make_group(mark)
             if group:
                 ours.callback(group.remove)
                 wrapper = group.command(wrapper)
             process = subprocess.Popen(
-                [*wrapper, self.interpreter, "-I", "-u", "-c", BOOTSTRAP.read_text(), self._settings(ready_end)],
+                [*wrapper, self.interpreter, "-I", "-u", "-c", BOOTSTRAP.read_text(), self._settings(ready_end, owner_fd)],
                 stdin=_close_with(_make_sealed_file(code.encode("utf-8", "replace")), theirs),
                 stdout=output_end,
                 stderr=output_end,
@@ -136,12 +139,12 @@ class Sandbox:
             ours.pop_all()
             return Child(process, output_fd, status_fd, scratch, mark, group)
 
-    def _make_group(self) -> Group | None:
+    def _make_group(self, mark: str) -> Group | None:
         if not self.groups:
             return None
         beside = 3  # bubblewrap, the init, the code
         limits = self.limits
-        return Group(self.groups, limits.memory_bytes + limits.scratch_bytes, (limits.num_processes or 0) + beside)
+        return Group(self.groups, limits.memory_bytes + limits.scratch_bytes, (limits.num_processes or 0) + beside, mark)
 
     def _files(self) -> list[str]:
         """Arguments for the file tree. /tmp comes first, because an interpreter may lie below it."""
@@ -158,10 +161,13 @@ class Sandbox:
             args += ["--perms", "0755", "--dir", parent]
         for path in shown:
             args += ["--ro-bind-try", path, path]
-        args += ["--proc", "/proc", "--dev", "/dev"]
+        # Not bubblewrap's /dev: it has terminals, of which the host has a limited number.
+        args += ["--proc", "/proc", "--tmpfs", "/dev", "--symlink", "/proc/self/fd", "/dev/fd"]
+        for name in ("null", "zero", "full", "random", "urandom"):
+            args += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
         return [*args, "--remount-ro", "/proc", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
 
-    def _settings(self, ready_end: int) -> str:
+    def _settings(self, ready_end: int, owner_fd: int) -> str:
         limits, unused_user = self.limits, self.bwrap is not None and os.geteuid() == 0
         rlimits = {
             "RLIMIT_CPU": (limits.cpu_s, limits.cpu_s + 1),  # SIGXCPU, and SIGKILL for code that ignores it
@@ -172,13 +178,13 @@ class Sandbox:
             "RLIMIT_CORE": (0, 0),
         }
         if limits.num_processes is not None:
-            # Counted per user and user namespace: an unused user has no other process, a namespace has the init.
-            others = 0 if unused_user else 1 if self.bwrap else _count_own_threads()
+            # Counted per user and user namespace: an unused user has no other process, others have the init as well.
+            others = 0 if unused_user else 1 if self.bwrap else 1 + _count_own_threads()
             total = others + 1 + limits.num_processes
             rlimits["RLIMIT_NPROC"] = (total, total)
         uid = _unused_uid() if unused_user else None
         num_files = limits.scratch_files if self.bwrap else None
-        settings = {"rlimits": rlimits, "uid": uid, "num_files": num_files}
+        settings = {"rlimits": rlimits, "uid": uid, "num_files": num_files, "owner_fd": owner_fd}
         return json.dumps(settings | {"status_fd": ready_end, "memory_exit": MEMORY_EXIT})
 
 
@@ -187,6 +193,7 @@ def prepare(limits: Limits, interpreter: str, limits_alone: bool) -> Sandbox:
     if sys.platform != "linux":
         raise ConfigError(f"the Python tool needs Linux and this is {sys.platform}: leave the tool out here")
     interpreter = os.path.abspath(shutil.which(interpreter) or interpreter)
+    leftovers.reap()
     if limits_alone:
         if limits.num_processes is not None and os.geteuid() == 0:
             raise ConfigError(
@@ -209,7 +216,7 @@ def _namespaces() -> list[str]:
     args = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     # bubblewrap's own init is reaped by the host's init. Containers often have none: each call would leave a zombie.
     # So the bootstrap is the init, and bubblewrap ends after it.
-    args += ["--as-pid-1", "--die-with-parent", "--new-session"]
+    args += ["--as-pid-1", "--new-session"]
     # The bootstrap drops this one after it has limited the files in /tmp, before the code runs.
     args += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
     if os.geteuid() != 0:
@@ -244,7 +251,7 @@ def _environment(scratch: Path, mark: str) -> dict[str, str]:
     """Returns all variables that the code sees: none of this process; libraries use one thread."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     home = str(scratch)
-    return threads | {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", MARK: mark}
+    return threads | {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", leftovers.MARK: mark}
 
 
 def _count_own_threads() -> int:

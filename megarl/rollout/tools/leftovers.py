@@ -1,0 +1,72 @@
+"""Marks of tool calls, by which what a killed run has left is told from what a living one uses, and ended."""
+
+import os
+import secrets
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+MARK = "MEGARL_TOOL_CALL"
+"""Environment variable with the mark of the call, in all its processes."""
+FOLDER = "megarl-tool-"
+"""Name of a scratch folder, before the mark."""
+END_S = 30.0
+"""How long the kernel may take to remove killed processes."""
+
+
+def new_mark() -> str:
+    """Returns a mark that no other call has. It names this process: its PID namespace, id and start time."""
+    return f"{_pid_namespace()}.{os.getpid()}.{_start_time(os.getpid())}.{secrets.token_hex(16)}"
+
+
+def is_left(mark: str) -> bool:
+    """Whether the process that made the mark has ended; False for marks of other namespaces, whose ids say nothing."""
+    namespace, _, owner = mark.partition(".")
+    pid, _, rest = owner.partition(".")
+    return namespace == _pid_namespace() and pid.isdigit() and _start_time(int(pid)) != rest.partition(".")[0]
+
+
+def reap() -> None:
+    """Ends the processes and removes the scratch folders of runs that were killed; ``cgroup`` removes their groups."""
+    kill_marked(is_left)
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*.*.*.*"):
+        with suppress(OSError):
+            if is_left(folder.name.removeprefix(FOLDER)) and folder.lstat().st_uid == os.geteuid():
+                remove(folder)
+
+
+def kill_marked(is_meant: Callable[[str], bool]) -> None:
+    """Kills the processes whose mark is meant, until there are none."""
+    deadline = time.monotonic() + END_S
+    found = True
+    while found and time.monotonic() < deadline:
+        found = False
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                if process.status() != psutil.STATUS_ZOMBIE and is_meant(process.environ().get(MARK, "")):
+                    found = True
+                    process.kill()
+
+
+def remove(folder: Path) -> None:
+    """Removes a folder that code may have made unreadable, or deeper than a path is long; does not follow links."""
+    for words in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+        subprocess.run([*words, "--", folder], stderr=subprocess.DEVNULL, check=False)
+
+
+def _pid_namespace() -> str:
+    return str(os.stat("/proc/self/ns/pid").st_ino)
+
+
+def _start_time(pid: int) -> str | None:
+    """In clock ticks since the machine's start; None if the process has ended."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if words[0] in (b"Z", b"X") else words[19].decode()
