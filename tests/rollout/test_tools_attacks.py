@@ -11,14 +11,21 @@ import dataclasses
 import errno
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from megarl.rollout.tools import cgroup
+from megarl.rollout.tools import cgroup, leftovers, seccomp
 from megarl.rollout.tools.protocol import ToolResult
 from megarl.rollout.tools.python_tool import PythonTool
 from megarl.rollout.tools.sandbox import Limits
@@ -54,6 +61,39 @@ CALLS: dict[str, tuple[int | None, int, str, int]] = {
     "keyctl": (250, 219, "0, -3, 1", PERM),
     "io_uring_setup": (425, 425, "8, 0", PERM),
     "userfaultfd": (323, 282, "1", PERM),
+    "fcntl(F_SETLKW)": (72, 25, "1, 7, 0", PERM),
+    "fcntl(F_OFD_SETLK)": (72, 25, "1, 37, 0", PERM),
+    "fcntl(F_OFD_SETLKW)": (72, 25, "1, 38, 0", PERM),
+    "fcntl(F_SETLEASE)": (72, 25, "1, 1024, 1", PERM),
+    "fcntl(F_NOTIFY)": (72, 25, "1, 1026, 1", PERM),
+    "fcntl(F_SETPIPE_SZ)": (72, 25, "1, 1031, 1048576", PERM),
+    "epoll_create1": (291, 20, "0", PERM),
+    "listen": (50, 201, "0, 1", PERM),
+    "splice": (275, 76, "0, 0, 1, 0, 0, 0", PERM),
+    "tee": (276, 77, "0, 1, 0, 0", PERM),
+    "sendfile": (40, 71, "1, 0, 0, 0", PERM),
+    "mlock": (149, 228, "0, 0", PERM),
+    "mbind": (237, 235, "0, 0, 0, 0, 0, 0", PERM),
+    "remap_file_pages": (216, 234, "0, 0, 0, 0, 0", PERM),
+    "prctl(PR_SET_VMA)": (157, 167, "0x53564d41, 0, 0, 0, 0", PERM),
+    "madvise(MADV_MERGEABLE)": (28, 233, "0, 0, 12", errno.EINVAL),
+    # what the host has a limited number of
+    "io_setup": (206, 0, "1, 0", PERM),
+    "mmap(MAP_HUGETLB)": (9, 222, "0, 2097152, 3, 0x40022, -1, 0", PERM),
+    # other processes, and the host as a whole
+    "process_vm_readv": (310, 270, "1, 0, 0, 0, 0, 0", PERM),
+    "process_vm_writev": (311, 271, "1, 0, 0, 0, 0, 0", PERM),
+    "process_madvise": (440, 440, "0, 0, 0, 0, 0", PERM),
+    "pidfd_getfd": (438, 438, "0, 0, 0", PERM),
+    "kcmp": (312, 272, "1, 1, 0, 0, 0", PERM),
+    "name_to_handle_at": (303, 264, "-100, b'/tmp', 0, 0, 0", PERM),
+    "open_by_handle_at": (304, 265, "-100, 0, 0", PERM),
+    "ioctl(TIOCSTI)": (16, 29, "0, 0x5412, b'a'", errno.ENOTTY),
+    "sched_setscheduler": (144, 119, "0, 3, b'0000'", PERM),
+    "sched_setattr": (314, 274, "0, 0, 0", PERM),
+    "ioprio_set": (251, 30, "1, 0, 0", PERM),
+    "personality": (135, 92, "0xffffffff", PERM),
+    "sync": (162, 81, "", PERM),
     # other namespaces and rights
     "unshare(user)": (272, 97, "0x10000000", PERM),
     "unshare(mount)": (272, 97, "0x20000", PERM),
@@ -75,6 +115,11 @@ CALLS: dict[str, tuple[int | None, int, str, int]] = {
     "syslog": (103, 116, "3, 0, 0", PERM),
     "modify_ldt": (154, None, "0, 0, 0", PERM),  # type: ignore[dict-item]
     "sethostname": (170, 161, "0, -1", PERM),
+    "quotactl": (179, 60, "0, 0, 0, 0", PERM),
+    "init_module": (175, 105, "0, 0, 0", PERM),
+    "kexec_load": (246, 104, "0, 0, 0, 0", PERM),
+    "iopl": (172, None, "3", PERM),  # type: ignore[dict-item]
+    "a call of later kernels": (500, 500, "", errno.ENOSYS),
     # networks
     "socket(inet)": (41, 198, "2, 1, 0", AF),
     "socket(inet6)": (41, 198, "10, 1, 0", AF),
@@ -83,6 +128,10 @@ CALLS: dict[str, tuple[int | None, int, str, int]] = {
     "socket(alg)": (41, 198, "38, 5, 0", AF),
     "socket(vsock)": (41, 198, "40, 1, 0", AF),
     "socketpair(tipc)": (53, 199, "30, 1, 0, 0", AF),
+    "socket(datagrams)": (41, 198, "1, 2, 0", AF),
+    "socketpair(datagrams)": (53, 199, "1, 0x80802, 0, 0", AF),
+    "setsockopt(SO_ATTACH_FILTER)": (54, 208, "2, 1, 26, b'aaaa', 4", PERM),
+    "setsockopt(SOL_TCP)": (54, 208, "2, 6, 2, b'aaaa', 4", PERM),
     "setsockopt(SO_SNDBUF)": (54, 208, "2, 1, 7, b'aaaa', 4", PERM),
     "setsockopt(SO_RCVBUF)": (54, 208, "2, 1, 8, b'aaaa', 4", PERM),
 }
@@ -110,8 +159,10 @@ CODES: dict[str, tuple[str, tuple[int, ...]]] = {
     "the first process's memory": ("open('/proc/1/mem', 'r+b').read(1)", (DENIED, PERM, RO, errno.EIO)),
     "the first process's files": ("os.listdir('/proc/1/root')", (DENIED, PERM)),
     "the interpreter itself": ("open(os.path.realpath('/proc/self/exe'), 'r+b')", (RO, DENIED, errno.ETXTBSY)),
-    "shared memory": ("open('/dev/shm/a', 'wb')", (RO, DENIED)),
-    "a named semaphore": ("__import__('multiprocessing').Semaphore(1)", (RO, DENIED, PERM, errno.ENOSYS)),
+    "shared memory": ("open('/dev/shm/a', 'wb')", (ABSENT,)),
+    "a named semaphore": ("__import__('multiprocessing').Semaphore(1)", (ABSENT, errno.ENOSYS)),
+    "a terminal": ("os.openpty()", (ABSENT,)),
+    "a lock of part of a file": ("fcntl.lockf(open('/tmp/z', 'w'), fcntl.LOCK_EX)", (PERM,)),
     "a file outside": ("open('/usr/a', 'w')", (RO, DENIED)),
     "a file that is too large": ("os.truncate(os.open('/tmp/b', 65, 0o600), 1 << 40)", (errno.EFBIG, errno.EINVAL)),
     "space on the disk": ("[f.write(bytes(1 << 20)) for f in [open('/tmp/c', 'wb', 0)] for _ in range(9)]", (27, 28)),
@@ -126,7 +177,7 @@ COUNTS: dict[str, tuple[str, int, tuple[int, ...]]] = {
     "pipes": ("kept.append(fill(*os.pipe()))", 128, (errno.EMFILE,)),
     "sockets": ("kept.append(fill(*socket.socketpair(), both=True))", 128, (errno.EMFILE,)),
     "sockets in flight": ("fly()", 600, (errno.ETOOMANYREFS, errno.EMFILE)),
-    "terminals": ("kept.append(os.openpty())", 128, (errno.EMFILE, errno.ENOSPC)),
+    "locked files": ("kept.append(lock())", 256, (errno.EMFILE,)),
     "events": ("kept.append(os.eventfd(0))", 256, (errno.EMFILE,)),
     "timers": ("timer()", 1024, (errno.EAGAIN,)),
     "processes": ("os.fork() or os._exit(time.sleep(1000) or 0)", LIMITS.num_processes or 0, (errno.EAGAIN,)),
@@ -151,6 +202,10 @@ def fly():
     ends = socket.socketpair()
     kept.append(ends[0])
     ends[0].sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [ends[1].fileno()]))])
+def lock():
+    file = os.open("/dev/null", 0)
+    fcntl.flock(file, fcntl.LOCK_SH)
+    return file
 def timer():
     found = ctypes.c_void_p()
     if libc.timer_create(1, None, ctypes.byref(found)) < 0:
@@ -254,6 +309,37 @@ with concurrent.futures.ThreadPoolExecutor(2) as pool:
     assert result == ToolResult("1\n[(2,)]\n0\n3\n[1, 2]\n", "ok")
 
 
+def test_a_lock_of_sqlite_is_pretended_and_takes_no_memory(tool: PythonTool) -> None:
+    code = """
+import fcntl, os
+file = open("/tmp/a", "w")
+for start in range(3):
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 2 * start)
+print([line for line in open("/proc/locks") if line.split()[4] == str(os.getpid())])
+fcntl.flock(file, fcntl.LOCK_EX)
+print(len([line for line in open("/proc/locks") if line.split()[4] == str(os.getpid())]))
+"""
+    assert run(tool, code) == ToolResult("[]\n1\n", "ok")
+
+
+HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
+
+
+@pytest.mark.parametrize("machine", HEADERS)
+def test_the_numbers_of_system_calls_are_those_of_the_kernel(machine: str) -> None:
+    if not Path(HEADERS[machine]).exists():
+        pytest.skip("the headers of the kernel are not installed")
+    found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)\s*$", Path(HEADERS[machine]).read_text(), re.MULTILINE)
+    known = {("newfstatat" if name == "fstatat" else name): int(number) for name, number in found}
+    table = tomllib.loads(Path(seccomp.__file__).with_name("system_calls.toml").read_text())
+    calls = table["allowed"] | {name: call["numbers"] for name, call in table["tested"].items()}
+    mine = {name: numbers[table["machines"][machine]["place"]] for name, numbers in calls.items()}
+    assert len({number for number in mine.values() if number >= 0}) == sum(number >= 0 for number in mine.values())
+    wrong = {name: number for name, number in mine.items() if name in known and number not in (-1, known[name])}
+    assert wrong == {}
+    assert {name for name, number in mine.items() if number >= 0 and name not in known} <= {"fchmodat2"}
+
+
 def test_the_first_process_cannot_be_ended_stopped_or_read(tool: PythonTool) -> None:
     code = """
 import os, signal, time
@@ -325,26 +411,97 @@ print("more than the group has")
 
 
 @groups
-def test_control_groups_are_removed_also_those_of_a_killed_run(tool: PythonTool) -> None:
-    parents = cgroup.find_parents()
+def test_control_groups_are_removed(tool: PythonTool) -> None:
+    found = PythonTool(LIMITS)
+    assert run(found, "print(1)").output == "1\n"
+    mine = f"megarl-{leftovers.new_mark().rpartition('.')[0]}.*"
+    assert not [path for parent in found._sandbox.groups for path in parent.glob(mine)]
 
-    def left() -> list[Path]:
-        return [path for parent in parents for path in parent.glob(f"megarl-{os.getpid()}-*")]
 
-    assert run(PythonTool(LIMITS), "print(1)").output == "1\n"
-    assert left() == []
-    code = f"import os; [os.mkdir(os.path.join(p, f'megarl-{{os.getpid()}}-left')) for p in {[*map(str, parents)]}]"
-    dead = subprocess.Popen(
-        [sys.executable, "-c", f"{code}; print('made', flush=True); input()"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert dead.stdout is not None
-    assert dead.stdout.readline() == b"made\n"
-    assert all((parent / f"megarl-{dead.pid}-left").exists() for parent in parents)
-    dead.communicate(b"\n")  # from now on, tools of other tests at the same time remove them as well
-    cgroup.find_parents()
-    assert not any((parent / f"megarl-{dead.pid}-left").exists() for parent in parents)
+@contextmanager
+def sleeper(mark: str) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "1000"], env={leftovers.MARK: mark}) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_what_a_killed_run_left_goes_at_the_next_start_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    made = subprocess.run(
+        [sys.executable, "-c", "from megarl.rollout.tools.leftovers import new_mark; print(new_mark())"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    dead, living = made.stdout.strip(), leftovers.new_mark()
+    namespace, pid, started, random = living.split(".")
+    reused = f"{namespace}.{pid}.{int(started) - 1}.{random}"  # the process id of an earlier run is this one's
+    elsewhere = f"{int(namespace) + 1}.{dead.partition('.')[2]}"  # says nothing of processes in other namespaces
+    marks = {"dead": dead, "reused": reused, "living": living, "elsewhere": elsewhere, "other": "1234-left"}
+    for name, mark in marks.items():
+        (tmp_path / f"{leftovers.FOLDER}{mark}").mkdir()
+        (tmp_path / f"{leftovers.FOLDER}{mark}" / name).touch()
+    with (
+        sleeper(dead) as of_dead,
+        sleeper(reused) as of_reused,
+        sleeper(living) as of_living,
+        sleeper(elsewhere) as of_elsewhere,
+        sleeper(marks["other"]) as of_other,
+    ):
+        parents = PythonTool(LIMITS)._sandbox.groups
+        assert (of_dead.wait(), of_reused.wait()) == (-signal.SIGKILL, -signal.SIGKILL)
+        assert [process.poll() for process in (of_living, of_elsewhere, of_other)] == [None] * 3
+        assert {path.name for path in tmp_path.glob("*/*")} == {"living", "elsewhere", "other"}
+        for parent in parents:
+            group = parent / f"megarl-{dead}"
+            group.mkdir()
+            with sleeper("") as unmarked:
+                (group / "cgroup.procs").write_text(str(unmarked.pid))
+                cgroup.find_parents()
+                assert unmarked.wait() == -signal.SIGKILL
+            cgroup.find_parents()
+            assert not group.exists()
+
+
+@pytest.mark.parametrize("late", ["group", "bubblewrap", "alone"])
+def test_a_call_whose_host_is_killed_while_it_starts_ends(tmp_path: Path, late: str) -> None:
+    """A start that takes a second makes sure that the host ends before bubblewrap, or the interpreter, has begun."""
+    real = "sys.executable" if late == "alone" else "tool._sandbox.bwrap"
+    host = f"""
+import asyncio, dataclasses, os, sys
+from pathlib import Path
+from megarl.rollout.tools.python_tool import PythonTool
+from megarl.rollout.tools.sandbox import Limits
+tool = PythonTool(Limits(num_processes={None if late == "alone" else 8}), limits_alone={late == "alone"})
+slow = Path({str(tmp_path)!r}, "slow")
+slow.write_text(f'#!/bin/sh\\necho $MEGARL_TOOL_CALL >{tmp_path}/new && mv {tmp_path}/new {tmp_path}/mark\\n'
+                f'sleep 1\\nexec {{{real}}} "$@"\\n')
+slow.chmod(0o755)
+changed = dict(interpreter=str(slow)) if {late == "alone"} else dict(bwrap=str(slow))
+if {late == "bubblewrap"}:
+    changed["groups"] = ()
+tool._sandbox = dataclasses.replace(tool._sandbox, **changed)
+asyncio.run(tool("import time; time.sleep(1000)"))
+"""
+    with subprocess.Popen([sys.executable, "-c", host]) as process:
+        while not (tmp_path / "mark").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    mark = (tmp_path / "mark").read_text().strip()
+    deadline = time.monotonic() + 60.0
+    while left := [entry for entry in psutil.process_iter() if _environment(entry).get(leftovers.MARK) == mark]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return {} if process.status() == psutil.STATUS_ZOMBIE else process.environ()
+    except psutil.Error:
+        return {}
 
 
 def test_a_tree_of_version_2_is_joined_and_left() -> None:
@@ -354,7 +511,7 @@ def test_a_tree_of_version_2_is_joined_and_left() -> None:
         pytest.skip("no tree of version 2 that this process may change")
     assert cgroup._can_join_below(places[0], {"cgroup.procs"})
     assert not cgroup._can_join_below(places[0], {"no.such.controller"})
-    assert not [*places[0].glob(f"megarl-{os.getpid()}-*")]
+    assert not [*places[0].glob(f"megarl-{leftovers.new_mark().rpartition('.')[0]}.*")]
 
 
 def test_without_the_right_to_mount_the_number_of_files_is_not_limited_and_that_is_told(tmp_path: Path) -> None:

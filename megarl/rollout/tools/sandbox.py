@@ -112,7 +112,7 @@ class Sandbox:
                 ours.callback(shutil.rmtree, scratch)
             output_fd, output_end = _pipe(ours, theirs)
             status_fd, write_end = _pipe(ours, theirs)
-            # An end that also reads: bubblewrap would die of SIGPIPE, and leave its child waiting, if this process ends.
+            # It also reads: if this process ends, bubblewrap would die of SIGPIPE and leave its child waiting.
             status_end = _close_with(os.open(f"/proc/self/fd/{write_end}", os.O_RDWR | os.O_CLOEXEC), theirs)
             ready_end = _close_with(os.dup(status_end), theirs)  # bubblewrap does not pass on its own
             owner_fd = _close_with(os.pidfd_open(os.getpid()), theirs)
@@ -127,7 +127,15 @@ class Sandbox:
                 ours.callback(group.remove)
                 wrapper = group.command(wrapper)
             process = subprocess.Popen(
-                [*wrapper, self.interpreter, "-I", "-u", "-c", BOOTSTRAP.read_text(), self._settings(ready_end, owner_fd)],
+                [
+                    *wrapper,
+                    self.interpreter,
+                    "-I",
+                    "-u",
+                    "-c",
+                    BOOTSTRAP.read_text(),
+                    self._settings(ready_end, owner_fd),
+                ],
                 stdin=_close_with(_make_sealed_file(code.encode("utf-8", "replace")), theirs),
                 stdout=output_end,
                 stderr=output_end,
@@ -144,7 +152,9 @@ class Sandbox:
             return None
         beside = 3  # bubblewrap, the init, the code
         limits = self.limits
-        return Group(self.groups, limits.memory_bytes + limits.scratch_bytes, (limits.num_processes or 0) + beside, mark)
+        return Group(
+            self.groups, limits.memory_bytes + limits.scratch_bytes, (limits.num_processes or 0) + beside, mark
+        )
 
     def _files(self) -> list[str]:
         """Arguments for the file tree. /tmp comes first, because an interpreter may lie below it."""
