@@ -238,14 +238,17 @@ class Trainer:
     def _store_texts(
         self, done: int, rollouts: StepRollouts, minis: list[MiniBatch], reasons: dict[tuple[int, int], str]
     ) -> None:
-        """Store what the model wrote. If it is all, each rank decodes and packs its own, and the main rank writes."""
+        """Store what the model wrote. Each rank decodes and packs its own, and the main rank writes.
+
+        Others have some only if it is all, or if one has the sample whose failure is told.
+        """
         if not (count := self.config.log.samples_per_step):
             return
         gaps = [mini.gaps for mini in minis if distributed.holds_outputs()]
         gaps = gaps if self.tripwires.verdict is None else [self.tripwires.verdict.gaps]  # of all ranks
         found = rollouts.excerpts, done, dist.get_rank(), rollouts.first_prompt, rollouts.trained, gaps, reasons
         packed = pack(complete(*found))
-        parts = distributed.gather_on_main_rank(packed) if count == "all" else [packed]
+        parts = distributed.gather_on_main_rank(packed) if count == "all" or rollouts.unjudged else [packed]
         if self.audit is not None and parts:
             self.texts.append(b"".join(parts))
 

@@ -68,7 +68,8 @@ def require_whole(run: Run, steps: int = STEPS) -> None:
         trained = check(run.folder / "samples.jsonl", steps)
     except DataError as error:
         raise ChaosError(f"the audit of samples: {error}") from error
-    failed = sum(round(record["reward/error_fraction"] * SAMPLES) for record in records)
+    lost = ("reward/error_fraction", "episode/failed_fraction")
+    failed = sum(round(record.get(name, 0.0) * SAMPLES) for record in records for name in lost)
     expected = steps * SAMPLES - failed - sum(int(record.get("tripwires/dropped", 0)) for record in records)
     require(trained == expected, f"{trained} samples have trained, expected {expected}", run)
 

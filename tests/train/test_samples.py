@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forks import Job, run_jobs
 from train_world import World
 from transformers import AutoTokenizer
 
@@ -168,6 +169,23 @@ def test_a_run_stores_responses_and_a_second_start_no_step_twice(world: World, t
     task = {json.loads(line)["prompt"] for line in (world.folder / "task" / "train.jsonl").read_text().splitlines()}
     assert {one["prompt"] for one in found} <= task
     assert all(one["trained"] for one in found)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_the_failure_that_is_told_is_stored_whatever_rank_has_it(world: World, tmp_path: Path, count: int) -> None:
+    settings = {"run__dir": str(tmp_path / "run"), "run__steps": 1, "log__samples_per_step": count}
+    overrides = {**settings, "reward__function": "train_rewards:fails_on_rank_1"}
+    (ended,) = run_jobs([Job("run", 2, "train_jobs:run", {"world": world, "overrides": overrides})], tmp_path).values()
+    assert ended.exit_codes == (0, 0), ended.output
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    (told,) = [record["unjudged"] for record in map(json.loads, lines) if record["kind"] == "step"]
+    assert told in ended.output
+    if not count:
+        assert not (tmp_path / "run" / NAME).exists()
+        return
+    fine, failed = sorted(read_samples(tmp_path / "run"), key=lambda one: one["rank"])
+    assert (fine["rank"], fine["error"], failed["rank"], failed["reward"]) == (0, None, 1, None)
+    assert failed["error"] in told
 
 
 @pytest.fixture

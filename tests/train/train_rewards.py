@@ -66,6 +66,13 @@ def has_no_server(*, prompt: str, response: str, answer: str) -> float:
 
 
 @instantaneous
+def fails_on_rank_1(*, prompt: str, response: str, answer: str) -> float:
+    if os.environ.get("RANK") == "1":
+        raise ValueError(f"no verdict on {response!r}")
+    return digit_share(prompt=prompt, response=response, answer=answer)
+
+
+@instantaneous
 def raises_on_rank_1(*, prompt: str, response: str, answer: str) -> float:
     """A ConfigError passes through the scorer: it ends the run, here on one rank only."""
     from megarl.errors import ConfigError

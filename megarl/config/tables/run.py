@@ -120,7 +120,8 @@ class LogConfig(Table):
     """Steps between dumps of the routes into run.dir/traces, for `megarl trace`; 0 = never."""
     samples_per_step: Literal["all"] | Count = 4
     """Responses of each step to store with their texts in run.dir/responses.jsonl.gz, for `megarl samples` and the
-    report: so many of those that the first rank drew, or "all" of all ranks; 0 = none."""
+    report: so many of those that the first rank drew, and the first of any rank that failed, or "all" of all ranks;
+    0 = none."""
     objective_every: Count = 1
     """Steps between the objective's statistics (ratio, clip/*, tis/*, kl/*, gap/*, first_order/*); 0 = never. Losses,
     counts, rewards and what tripwires watch are logged in every step."""

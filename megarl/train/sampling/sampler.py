@@ -181,17 +181,14 @@ class Sampler:
             table.describe_unjudged(),
             assigned.position,
             np.stack([assigned.position + selection.prompts, selection.samples], 1)[trains],
-            self._excerpts(step, samples),
+            self._excerpts(step, samples, table.failed),
         )
 
-    def _excerpts(self, step: int, samples: Mapping[Key, Sample]) -> dict[Key, excerpts.Excerpt]:
+    def _excerpts(self, step: int, samples: Mapping[Key, Sample], failed: Key | None) -> dict[Key, excerpts.Excerpt]:
         count = self.config.log.samples_per_step
-        if not count or not (count == "all" or distributed.is_main_rank()):
-            return {}
-        chosen = excerpts.choose([*samples], count, step)
-        unjudged = {key for key, sample in samples.items() if sample.reward is None}
-        if unjudged and not unjudged & {*chosen}:
-            chosen = sorted([*chosen[:-1], min(unjudged)])
+        chosen = excerpts.choose([*samples], count, step) if count == "all" or distributed.is_main_rank() else []
+        if count and failed in samples and failed not in chosen:
+            chosen = sorted([*chosen, failed])
         return excerpts.describe(samples, chosen, self.tokenizer, tuple(self.config.reward.weights))
 
     def evaluate(self, step: int, on_finish: Advance | None = None) -> tuple[dict[str, float], str | None]:

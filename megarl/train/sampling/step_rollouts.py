@@ -45,6 +45,8 @@ class SampleTable:
     """Names of the M rewards; empty if there is one."""
     failure: Failure | None = None
     """The first one of any rank; one of the user's code comes before those that may pass."""
+    failed: Key | None = None
+    """The sample that it is of."""
 
     @classmethod
     def gather(cls, samples: Mapping[Key, Sample], components: tuple[str, ...] = ()) -> Self:
@@ -63,7 +65,8 @@ class SampleTable:
             return found
         own = [(each.failure.may_pass, key, each.failure) for key, each in samples.items() if each.failure]
         failures = distributed.gather_objects(min(own, key=itemgetter(0, 1), default=None))
-        return replace(found, failure=min(filter(None, failures), key=itemgetter(0, 1))[2])
+        _, failed, failure = min(filter(None, failures), key=itemgetter(0, 1))
+        return replace(found, failure=failure, failed=failed)
 
     def column(self, name: str) -> np.ndarray:
         """float64 [S]."""
