@@ -65,7 +65,7 @@ BENCHES: dict[str, Bench] = {
     ),
     "coefficients": Bench(
         "bench_coefficients.py", ("--rows", *ROWS), "Objectives",
-        "Coefficients and statistics of ten million tokens, on one thread; without --rows the script measures all.",
+        "Coefficients and statistics of two million tokens, on one thread; without --rows the script measures all.",
     ),
     "logprobs": Bench(
         "bench_logprobs.py", ("--tokens", "2048", "--hidden", "256"), "Log-probabilities without logits",
