@@ -26,14 +26,15 @@ ROWS = {
     "and keys and values": ("--rollout.fp8_activations", "true", "--rollout.fp8_kv_cache", "true"),
     "keys and values alone": ("--rollout.fp8_rounding", "false", "--rollout.fp8_kv_cache", "true"),
 }
-COMMON = ("--run.steps", "1", "--parallel.ep", "1", "--model.dtype", "bf16", "--rollout.dtype", "bf16", "--eval.every", "0")
+COMMON = ("--run.steps", "1", "--eval.every", "0", "--parallel.ep", "1")
+BF16 = ("--model.dtype", "bf16", "--rollout.dtype", "bf16")
 
 
 def measure(folder: Path, config: Path, words: Sequence[str]) -> dict[str, float]:
     """The metrics of one step."""
     if not (folder / "metrics.jsonl").exists():
-        command = [sys.executable, "-m", "megarl.cli", "train", str(config), "--run.dir", str(folder), *COMMON, *words]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "megarl.cli", "train", str(config), "--run.dir", str(folder)]
+        subprocess.run([*command, *COMMON, *BF16, *words], check=True, stdout=subprocess.DEVNULL)
     return next(record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "step")
 
 
