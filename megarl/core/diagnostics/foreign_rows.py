@@ -20,7 +20,8 @@ LIMIT = -math.log(FALSE_ALARM)
 SHARES = (0.5, 1 / 16, 1 / 128)
 """Shares of foreign rows in a run that are tried: the first finds runs, the others rows that are scattered."""
 HONEST_FLIPS = (0.15, 0.5)
-"""Experts not shared per (token, layer) that are normal: this many, or the response's own median up to the second."""
+"""Experts not shared per (token, layer) that are normal: this many, or half an expert per token more than the median of
+the response, up to the second."""
 SPREAD = 30.0  # of honest rows: a + b of the beta distribution of their disagreement
 ODD = 0.005  # share of honest rows whose disagreement may be anything: no row counts more than 1 / ODD
 FOREIGN = 20.0  # likelihood ratio from which a row counts as foreign
@@ -37,7 +38,7 @@ def row_scores(num_layers: int, topk: int, flip: float = HONEST_FLIPS[0]) -> np.
     usual = (1.0 - ODD) * _beta_binomial(slots, flip / topk) + ODD / (slots + 1)
     ratio = 1.0 / ((slots + 1) * usual)
     ratio[: ratio.argmin()] = ratio.min()  # rows that agree better than usual are not foreign
-    return np.rint(_GRID * np.log1p(np.outer(SHARES, ratio - 1.0))) / _GRID
+    return np.floor(_GRID * np.log1p(np.outer(SHARES, ratio - 1.0))) / _GRID
 
 
 def _beta_binomial(count: int, mean: float) -> np.ndarray:
@@ -74,7 +75,7 @@ def find_foreign(shared: np.ndarray, topk: int, batch: TrainBatch) -> np.ndarray
     found[sequences] = _judge(row_scores(num_layers, topk)[:, differing], starts, lengths)
     for index in np.flatnonzero(found[sequences, 0] > LIMIT):
         of_one = differing[starts[index] :][: lengths[index]]
-        flip = min(math.ceil(20 * np.median(of_one) / num_layers) / 20, HONEST_FLIPS[1])
+        flip = min(math.ceil(20 * (np.median(of_one) + 0.5) / num_layers) / 20, HONEST_FLIPS[1])
         if flip > HONEST_FLIPS[0]:
             scores = row_scores(num_layers, topk, flip)[:, of_one]
             found[sequences[index]] = _judge(scores, np.zeros(1, int), lengths[[index]])
