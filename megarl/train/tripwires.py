@@ -53,9 +53,9 @@ class Tripwires:
     def _is_off(self) -> bool:
         return self._settings.max_k3 == "off" and not self.judges_routes
 
-    def _limits(self, usual: list[float]) -> np.ndarray:
-        """float64 [3], of k3, native flip and evidence, infinite if off; given what is usual in this step."""
-        learnt = learnt_limits([*self.state["usual_by_step"], usual][:LEARNING_STEPS])
+    def _limits(self, usual_by_step: Sequence[Sequence[float]]) -> np.ndarray:
+        """float64 [3], of k3, native flip and evidence; infinite if off."""
+        learnt = learnt_limits(usual_by_step)
         found = [(getattr(self._settings, name), limit) for name, limit in zip(LIMITS, learnt, strict=True)]
         means = [{"off": math.inf, "learn": limit}.get(setting, setting) for setting, limit in found]
         return np.array([*means, foreign_rows.LIMIT if self.judges_routes else math.inf])
@@ -73,9 +73,10 @@ class Tripwires:
         is_suspect = distributed.largest(int(mistake is not None)) > 0
         self._mistake = next(filter(None, distributed.gather_objects(mistake)), None) if is_suspect else None
         first, gaps = _gather(minis)
-        usual = usual_means(gaps)
-        # The least limits if replay suspects routes.
-        self.verdict = verdict = Verdict.of(gaps, self._limits([0.0] * len(LIMITS) if is_suspect else usual))
+        known, usual = self.state["usual_by_step"], usual_means(gaps)
+        least = [[0.0] * len(LIMITS)]
+        limits = self._limits(least if is_suspect else [*known, usual][:LEARNING_STEPS])
+        self.verdict = verdict = Verdict.of(gaps, limits)
         any_dropped, unexplained = bool(verdict.dropped.any()), None
         for mini in minis:
             own = slice(first, first := first + len(mini.gaps))
