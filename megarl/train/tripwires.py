@@ -49,10 +49,6 @@ class Tripwires:
     def judges_routes(self) -> bool:
         return self._settings.max_native_flip != "off"
 
-    @property
-    def _is_off(self) -> bool:
-        return self._settings.max_k3 == "off" and not self.judges_routes
-
     def _limits(self, usual_by_step: Sequence[Sequence[float]]) -> np.ndarray:
         """float64 [3], of k3, native flip and evidence; infinite if off."""
         learnt = learnt_limits(usual_by_step)
@@ -67,7 +63,7 @@ class Tripwires:
         AgreementError if replay found routes that agree too little, and the sequences that are dropped do not explain
         it.
         """
-        if self._is_off:
+        if self._settings.max_k3 == "off" and not self.judges_routes:
             return False
         mistake = next((str(mini.mistake) for mini in minis if mini.mistake is not None), None)
         is_suspect = distributed.largest(int(mistake is not None)) > 0

@@ -136,21 +136,18 @@ class Verdict:
 
     def metrics(self) -> dict[str, Stat]:
         """Return numbers that are equal on all ranks."""
-        names = (
-            "dropped",
-            "dropped_fraction",
-            "foreign_runs",
-            "k3_max",
-            "native_flip_max",
-            "k3_limit",
-            "native_flip_limit",
-        )
         k3, flip, _ = self.figures[self.judged].max(0, initial=0.0)
-        has_routes = self.gaps[:, 6].any()
-        flip, runs = (flip, self.over[:, 2].sum()) if has_routes else (np.nan, np.nan)
-        values = map(float, (self.dropped.sum(), self.share, runs, k3, flip, *self.limits[:2]))
-        found = zip(names, values, strict=True)
-        return Stat.maxima_of({f"tripwires/{name}": value for name, value in found if math.isfinite(value)})
+        runs = self.over[:, 2].sum()
+        flip, runs = (flip, runs) if self.gaps[:, 6].any() else (np.nan, np.nan)  # nan: no routes were compared
+        found = {"dropped": self.dropped.sum(), "dropped_fraction": self.share, "foreign_runs": runs}
+        found |= {
+            "k3_max": k3,
+            "native_flip_max": flip,
+            "k3_limit": self.limits[0],
+            "native_flip_limit": self.limits[1],
+        }
+        known = {f"tripwires/{name}": float(value) for name, value in found.items() if math.isfinite(value)}
+        return Stat.maxima_of(known)
 
     def describe(self, replayed: bool) -> str:
         """One line: the figures of the step beside their limits, how many sequences are dropped, and the likely cause.
