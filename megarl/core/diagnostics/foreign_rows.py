@@ -71,7 +71,10 @@ def find_foreign(shared: np.ndarray, topk: int, batch: TrainBatch) -> np.ndarray
     rows = np.flatnonzero(present.numpy()) - cu_seqlens.numpy()[ids]
     num_layers = shared.shape[1]
     differing = num_layers * topk - shared.sum(1, dtype=np.int32)
-    sequences, starts, lengths = np.unique(ids, return_index=True, return_counts=True)
+    counts = np.bincount(ids, minlength=batch.num_sequences)
+    sequences = np.flatnonzero(counts)
+    lengths = counts[sequences]
+    starts = np.cumsum(lengths) - lengths
     found[sequences] = _judge(row_scores(num_layers, topk)[:, differing], starts, lengths)
     for index in np.flatnonzero(found[sequences, 0] > LIMIT):
         of_one = differing[starts[index] :][: lengths[index]]
@@ -86,23 +89,17 @@ def find_foreign(shared: np.ndarray, topk: int, batch: TrainBatch) -> np.ndarray
 
 def _judge(scores: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """float64 [N, 4] as ``find_foreign``, from the scores [SHARES, T']; rows are places in T'."""
-    runs = np.stack([_largest_runs(of_share, starts, lengths) for of_share in scores])
-    evidence, first, last = np.take_along_axis(runs, runs[:, :1].argmax(0)[None], 0)[0]
-    least = math.log1p(SHARES[0] * (FOREIGN - 1.0))
-    foreign = np.add.reduceat(scores[0] > least, starts, dtype=np.int64)
-    return np.stack([np.maximum(evidence - np.log(len(scores) * lengths), 0.0), first, last, foreign], 1)
-
-
-def _largest_runs(scores: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """float64 [3, N]: the largest sum of neighbouring scores [T'] of each sequence, and where it begins and ends."""
-    ids = np.repeat(np.arange(len(starts)), lengths)
-    walk = np.cumsum(scores) - ids * np.ceil(2.0 * np.abs(scores).sum() + 1.0)  # below all earlier sequences
-    before = np.concatenate([[0.0], walk[:-1]])
-    before[starts] = walk[starts] - scores[starts]
-    lowest = np.minimum.accumulate(before)
+    ids, places = np.repeat(np.arange(len(starts)), lengths), np.arange(scores.shape[1])
+    walk = np.cumsum(scores, 1) - ids * np.ceil(2.0 * np.abs(scores).sum() + 1.0)  # below all earlier sequences
+    before = walk - scores
+    lowest = np.minimum.accumulate(before, 1)
     sums = walk - lowest
-    begins = np.maximum.accumulate(np.where(before == lowest, np.arange(len(scores)), 0))
-    peaks = np.maximum.reduceat(sums, starts)
-    at_peak = np.flatnonzero(sums == peaks[ids])
-    last = at_peak[np.searchsorted(at_peak, starts)]
-    return np.stack([peaks, begins[last], last])
+    begins = np.maximum.accumulate(np.where(before == lowest, places, 0), 1)
+    peaks = np.maximum.reduceat(sums, starts, 1)
+    ends = np.minimum.reduceat(np.where(sums == peaks[:, ids], places, len(places)), starts, 1)
+    best = peaks.argmax(0), np.arange(len(starts))
+    last = ends[best]
+    foreign = scores[0] > math.log1p(SHARES[0] * (FOREIGN - 1.0))
+    counts = np.add.reduceat(foreign, starts, dtype=np.int64)
+    evidence = np.maximum(peaks[best] - np.log(len(scores) * lengths), 0.0)
+    return np.stack([evidence, begins[best[0], last], last, counts], 1)
