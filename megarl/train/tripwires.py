@@ -105,9 +105,10 @@ class Tripwires:
         is_bad, known = verdict.share > MOST_DROPPED, self.state["usual_by_step"]
         self.state["bad_steps"] = self.state["bad_steps"] + 1 if is_bad else 0
         # No step proves more than one of ``max_bad_steps`` bad ones.
-        most = foreign_rows.LIMIT / max(1, self._settings.max_bad_steps)
+        most = foreign_rows.LIMIT / max(1, self._settings.max_bad_steps) + 1e-9
         evidence = drop_evidence(int(verdict.dropped.sum()), int(verdict.judged.sum()))
-        self.state["drop_evidence"] = max(0.0, self.state["drop_evidence"] + min(evidence, most))
+        total = self.state["drop_evidence"] + min(evidence, most)
+        self.state["drop_evidence"] = min(max(total, 0.0), foreign_rows.LIMIT)
         if not is_bad and len(known) < LEARNING_STEPS and verdict.judged.any():
             self.state["usual_by_step"] = [*known, usual]
 
@@ -135,7 +136,7 @@ def _unexplained(mini: MiniBatch, dropped: np.ndarray, judged: np.ndarray) -> Ag
 
 
 def _gather(minis: Sequence[MiniBatch]) -> tuple[int, np.ndarray]:
-    """Return where the gaps of this model copy begin in those of all copies, and these, float64 [S, 9]; collective."""
+    """Return where the gaps of this model copy begin in those of all, and those, float64 [S, COLUMNS]; collective."""
     mine = np.concatenate([mini.gaps for mini in minis])
     # One rank of a copy speaks for all of them, so that they agree to the last bit.
     gaps = torch.from_numpy(mine if distributed.holds_outputs() else np.zeros_like(mine))

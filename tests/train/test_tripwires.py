@@ -17,6 +17,7 @@ from tampered_engine import FROM_VERSION, KINDS, TAMPERED, glue, routes_of, shif
 from train_jobs import judged
 from train_world import NUM_SEQUENCES, World, fixed_advantages, take_step, trainer_of, training, weights_of
 
+from megarl.core.diagnostics.tripwires import COLUMNS, Verdict
 from megarl.core.types import Rollout
 from megarl.errors import AgreementError, RolloutError
 from megarl.megatron import distributed
@@ -114,6 +115,24 @@ def test_acceptance_drops_that_persist_end_the_run_by_name(
     dropped = [record["tripwires/dropped"] for record in steps_of(tmp_path)]
     assert len(dropped) - first <= 5
     assert sum(dropped) >= 0.8 * 4 * (len(dropped) - first)
+
+
+@pytest.mark.parametrize(
+    ("dropped", "responses", "steps"), [(4, 128, 3), (32, 128, 3), (1, 32, 12), (1, 128, None), (0, 8, None)]
+)
+def test_how_many_steps_with_drops_end_a_run(world: World, dropped: int, responses: int, steps: int | None) -> None:
+    judge = tripwires.Tripwires(world.settings().train)
+    gaps = np.zeros((responses, COLUMNS))
+    gaps[:, 4], gaps[:dropped, 9] = 9, 99.0
+    judge.verdict = verdict = Verdict.of(gaps, np.array([0.05, 0.25, 20.0]))
+    for step in range(1, 40):
+        judge._learn(verdict, [0.0, 0.0])
+        if step == steps:
+            with pytest.raises(RolloutError, match="dropped in step after step"):
+                judge.stop_if_bad()
+            return
+        judge.stop_if_bad()
+    assert steps is None
 
 
 def test_a_run_that_never_stops_still_counts(world: World, tmp_path: Path) -> None:
