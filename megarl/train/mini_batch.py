@@ -40,7 +40,7 @@ class MiniBatch:
     denominators: Denominators
     """Over all ranks."""
     gaps: np.ndarray
-    """float64 [n, 9] by sequence: how far the engines are apart (``megarl.core.diagnostics.tripwires``)."""
+    """float64 [n, COLUMNS] by sequence: how far the engines are apart (``megarl.core.diagnostics.tripwires``)."""
     mistake: AgreementError | None = None
     """What replay found wrong with the routes of this rank, for the tripwires."""
     rollout_routes: list[MicroRoutes] | None = None

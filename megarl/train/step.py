@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megarl.config import Config
 from megarl.core.devices import to_device
 from megarl.core.diagnostics.measures import mismatch_metrics, surrogate_metrics
-from megarl.core.diagnostics.tripwires import count_flips, count_k3
+from megarl.core.diagnostics.tripwires import COLUMNS, count_flips, count_k3
 from megarl.core.metrics import Stat, merge
 from megarl.core.objectives import BatchFacts, Objective, coefficients, function_coefficients, gather_facts
 from megarl.core.objectives.columns import Denominators
@@ -90,7 +90,7 @@ class TrainStep:
         batch = distributed.run_together("the check of rollouts", check_and_pack)
         micro_batches = split(config, batch)
         denominators = Denominators.of(batch.loss_mask, batch.cu_seqlens, batch.rollout_logprobs)
-        gaps = np.zeros((len(rollouts), 9))
+        gaps = np.zeros((len(rollouts), COLUMNS))
         gaps[:, :2] = [(rollout.group, rollout.sample) for rollout in rollouts]
         bypassed = config.train.old_logprobs == "rollout"
         mini = MiniBatch(

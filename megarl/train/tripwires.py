@@ -14,7 +14,16 @@ import torch
 from megatron.core import parallel_state
 
 from megarl.config.tables.train import TrainConfig
-from megarl.core.diagnostics.tripwires import LEARNING_STEPS, LIMITS, MOST_DROPPED, Verdict, learnt_limits
+from megarl.core.diagnostics import foreign_rows
+from megarl.core.diagnostics.tripwires import (
+    LEARNING_STEPS,
+    LIMITS,
+    MOST_DROPPED,
+    Verdict,
+    drop_evidence,
+    learnt_limits,
+    usual_means,
+)
 from megarl.core.metrics import merge
 from megarl.core.ratios import segment_expand
 from megarl.errors import AgreementError, RolloutError
@@ -32,19 +41,20 @@ class Tripwires:
         """None if both limits are off."""
         self._mistake: str | None = None
         """What replay found wrong with the routes of the latest step, on the first rank that found something."""
-        self.state: dict[str, Any] = {"steps": 0, "bad_steps": 0, "usual": [0.0] * len(LIMITS)}
-        """For checkpoints, plain and equal on all ranks: steps that have taught, bad steps in a row, what is usual."""
-
-    def limits(self, strict: bool = False) -> np.ndarray:
-        """float64 [2], of k3 and native flip; infinite if off. ``strict``: the least ones where they are learnt."""
-        usual = self.state["usual"] if self.state["steps"] >= LEARNING_STEPS else None
-        learnt = learnt_limits([0.0] * len(LIMITS) if strict else usual)
-        found = [(getattr(self._settings, name), limit) for name, limit in zip(LIMITS, learnt, strict=True)]
-        return np.array([{"off": math.inf, "learn": limit}.get(setting, setting) for setting, limit in found])
+        self.state: dict[str, Any] = {"usual_by_step": [], "bad_steps": 0, "drop_evidence": 0.0}
+        """For checkpoints, plain and equal on all ranks: what was usual in the first steps, bad steps in a row, and the
+        evidence that drops persist."""
 
     @property
     def judges_routes(self) -> bool:
-        return bool(np.isfinite(self.limits()[1]))
+        return self._settings.max_native_flip != "off"
+
+    def _limits(self, usual_by_step: Sequence[Sequence[float]]) -> np.ndarray:
+        """float64 [3], of k3, native flip and evidence; infinite if off."""
+        learnt = learnt_limits(usual_by_step)
+        found = [(getattr(self._settings, name), limit) for name, limit in zip(LIMITS, learnt, strict=True)]
+        means = [{"off": math.inf, "learn": limit}.get(setting, setting) for setting, limit in found]
+        return np.array([*means, foreign_rows.LIMIT if self.judges_routes else math.inf])
 
     def judge(self, minis: Sequence[MiniBatch]) -> bool:
         """Drop sequences of the mini-batches of a step, after the first pass over each; return whether any is.
@@ -53,13 +63,16 @@ class Tripwires:
         AgreementError if replay found routes that agree too little, and the sequences that are dropped do not explain
         it.
         """
-        if not np.isfinite(self.limits()).any():
+        if self._settings.max_k3 == "off" and not self.judges_routes:
             return False
         mistake = next((str(mini.mistake) for mini in minis if mini.mistake is not None), None)
         is_suspect = distributed.largest(int(mistake is not None)) > 0
         self._mistake = next(filter(None, distributed.gather_objects(mistake)), None) if is_suspect else None
         first, gaps = _gather(minis)
-        self.verdict = verdict = Verdict.of(gaps, self.limits(strict=is_suspect))
+        known, usual = self.state["usual_by_step"], usual_means(gaps)
+        least = [[0.0] * len(LIMITS)]
+        limits = self._limits(least if is_suspect else [*known, usual][:LEARNING_STEPS])
+        self.verdict = verdict = Verdict.of(gaps, limits)
         any_dropped, unexplained = bool(verdict.dropped.any()), None
         for mini in minis:
             own = slice(first, first := first + len(mini.gaps))
@@ -67,7 +80,7 @@ class Tripwires:
             if any_dropped:
                 _mask(mini, verdict.dropped[own])
         minis[0].metrics = merge([minis[0].metrics, verdict.metrics()])
-        self._learn(verdict)
+        self._learn(verdict, usual)
         if is_suspect:
             distributed.fail_together(unexplained, "replay")
         is_test = not self._is_tested and verdict.judged.any()
@@ -79,16 +92,25 @@ class Tripwires:
         return any_dropped
 
     def stop_if_bad(self) -> None:
-        """RolloutError, on all ranks, if so many steps in a row were bad as ``train.max_bad_steps`` says."""
-        if 0 < self._settings.max_bad_steps <= self.state["bad_steps"]:
+        """RolloutError, on all ranks, if ``train.max_bad_steps`` steps in a row were bad, or if drops persist."""
+        if not self._settings.max_bad_steps:
+            return
+        if self.state["bad_steps"] >= self._settings.max_bad_steps:
             raise self._error(f"{self.state['bad_steps']} bad steps in a row")
+        if self.state["drop_evidence"] >= foreign_rows.LIMIT:
+            self.state["drop_evidence"] = 0.0  # the checkpoint that follows is continued with an engine that is new
+            raise self._error("responses are dropped in step after step")
 
-    def _learn(self, verdict: Verdict) -> None:
-        steps, is_bad = self.state["steps"], verdict.share > MOST_DROPPED
+    def _learn(self, verdict: Verdict, usual: list[float]) -> None:
+        is_bad, known = verdict.share > MOST_DROPPED, self.state["usual_by_step"]
         self.state["bad_steps"] = self.state["bad_steps"] + 1 if is_bad else 0
-        if not is_bad and steps < LEARNING_STEPS and verdict.judged.any():
-            usual = np.maximum(self.state["usual"], verdict.usual()).tolist()
-            self.state |= {"steps": steps + 1, "usual": usual}
+        # No step proves more than one of ``max_bad_steps`` bad ones.
+        most = foreign_rows.LIMIT / max(1, self._settings.max_bad_steps) + 1e-9
+        evidence = drop_evidence(int(verdict.dropped.sum()), int(verdict.judged.sum()))
+        total = self.state["drop_evidence"] + min(evidence, most)
+        self.state["drop_evidence"] = min(max(total, 0.0), foreign_rows.LIMIT)
+        if not is_bad and len(known) < LEARNING_STEPS and verdict.judged.any():
+            self.state["usual_by_step"] = [*known, usual]
 
     def _error(self, what: str) -> RolloutError:
         assert self.verdict is not None
@@ -114,7 +136,7 @@ def _unexplained(mini: MiniBatch, dropped: np.ndarray, judged: np.ndarray) -> Ag
 
 
 def _gather(minis: Sequence[MiniBatch]) -> tuple[int, np.ndarray]:
-    """Return where the gaps of this model copy begin in those of all copies, and these, float64 [S, 9]; collective."""
+    """Return where the gaps of this model copy begin in those of all, and those, float64 [S, COLUMNS]; collective."""
     mine = np.concatenate([mini.gaps for mini in minis])
     # One rank of a copy speaks for all of them, so that they agree to the last bit.
     gaps = torch.from_numpy(mine if distributed.holds_outputs() else np.zeros_like(mine))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from tampered_engine import FROM_VERSION, KINDS, TAMPERED, glue, routes_of, shif
 from train_jobs import judged
 from train_world import NUM_SEQUENCES, World, fixed_advantages, take_step, trainer_of, training, weights_of
 
+from megarl.core.diagnostics.tripwires import COLUMNS, Verdict
 from megarl.core.types import Rollout
 from megarl.errors import AgreementError, RolloutError
 from megarl.megatron import distributed
@@ -102,6 +104,37 @@ def test_acceptance_bad_steps_train_on_nothing_and_then_end_the_run_which_can_co
     assert [record["tripwires/dropped"] for record in steps_of(tmp_path)] == [0, 0, 32, 32, 0, 0]
 
 
+@pytest.mark.parametrize(("attack", "first"), [("swapped", 0), ("replayed", 1)])
+def test_acceptance_drops_that_persist_end_the_run_by_name(
+    world: World, tmp_path: Path, attack: str, first: int
+) -> None:
+    """Short answers of another prompt and of the step before, 4 of 32 in each step, less than makes a step bad."""
+    cause = r"dropped in step after step: .* answers of other requests \(another prompt's, or an earlier step's\)"
+    with pytest.raises(RolloutError, match=cause):
+        train(world.settings(run__dir=str(tmp_path), run__steps=9, rollout__engine=f"tampered_engine:with_{attack}"))
+    dropped = [record["tripwires/dropped"] for record in steps_of(tmp_path)]
+    assert len(dropped) - first <= 5
+    assert sum(dropped) >= 0.8 * 4 * (len(dropped) - first)
+
+
+@pytest.mark.parametrize(
+    ("dropped", "responses", "steps"), [(4, 128, 3), (32, 128, 3), (1, 32, 12), (1, 128, None), (0, 8, None)]
+)
+def test_how_many_steps_with_drops_end_a_run(world: World, dropped: int, responses: int, steps: int | None) -> None:
+    judge = tripwires.Tripwires(world.settings().train)
+    gaps = np.zeros((responses, COLUMNS))
+    gaps[:, 4], gaps[:dropped, 9] = 9, 99.0
+    judge.verdict = verdict = Verdict.of(gaps, np.array([0.05, 0.25, 20.0]))
+    for step in range(1, 40):
+        judge._learn(verdict, [0.0, 0.0])
+        if step == steps:
+            with pytest.raises(RolloutError, match="dropped in step after step"):
+                judge.stop_if_bad()
+            return
+        judge.stop_if_bad()
+    assert steps is None
+
+
 def test_a_run_that_never_stops_still_counts(world: World, tmp_path: Path) -> None:
     settings = {"rollout__engine": "tampered_engine:other_weights", "train__max_bad_steps": 0}
     train(world.settings(run__dir=str(tmp_path), run__steps=1, **settings))
@@ -161,18 +194,28 @@ def test_what_the_first_steps_teach_is_saved(
     whole, parts = (steps_of(tmp_path / folder) for folder in ("whole", "parts"))
     assert parts == whole
     limits = [record["tripwires/native_flip_limit"] for record in whole]
-    assert limits[:3] == [0.5] * 3
-    assert 0.25 <= limits[3] == limits[5] <= 0.5
-    assert [record["tripwires/k3_limit"] for record in whole] == [0.3] * 3 + [0.05] * 3
+    assert all(0.25 <= later <= limits[0] <= 0.5 for later in limits)  # they hold from the first step on, and tighten
+    assert len(set(limits[2:])) == 1
+    assert [record["tripwires/k3_limit"] for record in whole] == [0.05] * 6
     assert capsys.readouterr().out.count("self-test: ") == 4
 
 
 def tampered_rollouts(world: World) -> tuple[list[Rollout], list[int]]:
-    """The fixed batch with three wrong responses, and which."""
+    """The fixed batch with four wrong responses, the last one in a few rows, and which."""
     rollouts = world.rollouts()
     wrong = {3: glue(rollouts[3], rollouts[8]), 17: shift_routes(rollouts[17])}
     wrong[30] = routes_of(rollouts[30], rollouts[20])
+    wrong[9] = replace(rollouts[9], routed_experts=_others_in(rollouts[9], slice(3, 8)))
     return [wrong.get(index, rollout) for index, rollout in enumerate(rollouts)], list(wrong)
+
+
+def _others_in(rollout: Rollout, rows: slice) -> np.ndarray:
+    """The routes with two other experts in these rows."""
+    assert rollout.routed_experts is not None
+    experts = rollout.routed_experts.copy()
+    for row in experts[rows].reshape(-1, experts.shape[2]):
+        row[:] = [expert for expert in range(4) if expert not in row][:2]
+    return experts
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2])
@@ -192,7 +235,8 @@ def test_dropping_a_sequence_leaves_the_others_and_their_denominators(
             after.append((weights_of(step.policy), taken))
     (dropped, found), (by_hand, _), (trained, _) = after
     assert found is not None
-    assert found.step["tripwires/dropped"] == 3
+    assert found.step["tripwires/dropped"] == 4
+    assert found.step["tripwires/foreign_runs"] >= 1
     apart = [float((dropped[name] - by_hand[name]).abs().max()) for name in dropped]
     assert max(apart) < 1e-5
     assert max(float((dropped[name] - trained[name]).abs().max()) for name in dropped) > 1e-3
@@ -244,6 +288,7 @@ def test_acceptance_all_ranks_of_every_layout_come_to_the_verdict_of_one_rank(wo
     alone = judged(world, rollouts, variants)
     for variant, (reasons, figures, metrics, weights) in alone.items():
         assert set(reasons) == {(rollouts[index].group, rollouts[index].sample) for index in wrong}, variant
+        assert "rows 3 to 7 are of other tokens" in reasons[rollouts[9].group, rollouts[9].sample]
         for job in jobs:
             of_ranks, theirs, numbers, moved = ended[job.name].checked()[variant]
             assert set(of_ranks) == set(reasons), (job.name, variant)

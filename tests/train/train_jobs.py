@@ -341,7 +341,7 @@ def counted_calls() -> Iterator[dict[str, int]]:
 def judged(
     world: World, rollouts: list[Rollout], variants: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, tuple[dict[tuple[int, int], str], np.ndarray, dict[str, float], float]]:
-    """By variant: why sequences are dropped, k3 and flip of all in order, metrics, and the last gradient norm."""
+    """By variant: why sequences are dropped, k3, flip and foreign run of all, metrics, and the last gradient norm."""
     found = {}
     for name, overrides in variants.items():
         with training(world.settings(**overrides)) as step:
@@ -355,5 +355,6 @@ def judged(
             order = np.lexsort((verdict.gaps[:, 1], verdict.gaps[:, 0]))
             if taken is not None:
                 norm = taken.updates[-1]["grad_norm"]
-                found[name] = verdict.reasons(), verdict.figures[order], taken.step, norm
+                figures = np.concatenate([verdict.figures, verdict.gaps[:, 10:]], 1)
+                found[name] = verdict.reasons(), figures[order], taken.step, norm
     return found

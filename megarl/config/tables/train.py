@@ -53,14 +53,15 @@ class TrainConfig(Table):
     """Least agreement beyond chance between replayed experts and the training routers' own choice, in the first pass
     over a mini-batch: 1 is full agreement, 0 switches the check off. Rows of another batch agree by chance alone."""
     max_k3: Literal["learn", "off"] | OpenShare = "learn"
-    """Largest k3 of a response and of a step (docs/tripwires.md): beyond it they are dropped. "learn" takes it from the
-    first steps."""
+    """Largest k3 of a response and of a step (docs/tripwires.md): beyond it they are dropped. "learn" takes it from
+    what is usual in the first steps."""
     max_native_flip: Literal["learn", "off"] | OpenShare = "learn"
     """Largest share of (token, layer) pairs in which the training routers choose other experts than the rollout; off by
-    itself where there are no routes. "off" also keeps routes from being asked for, if nothing else needs them."""
+    itself where there are no routes. "off" also stops the search for foreign rows, and keeps routes from being asked
+    for, if nothing else needs them."""
     max_bad_steps: Count = 3
-    """After so many steps in a row that lose more than a quarter of their responses the run stops; the first step after
-    a start stops it at once. 0: it never stops."""
+    """After so many steps in a row that lose more than a quarter of their responses the run stops, and after as many or
+    more in which drops of fewer persist; the first step after a start stops it at once. 0: it never stops."""
     mixed_versions: Literal["allow", "refuse"] = "allow"
     """Whether a response may mix weight versions, in its tokens or between a token and its routes."""
     replay_bias_every: Count = 0
