@@ -1,0 +1,484 @@
+"""Odd things that callers do around replay: each is right, or ends in a ReplayError that names the cause.
+
+The expected gradients are those of one block per micro-batch, or of no block, without recomputation.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases_loops import A, B, C, Passes, World, largest_difference
+from matrix_world import gradients
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from torch.utils.checkpoint import checkpoint
+
+from megarl.errors import ReplayError
+from megarl.megatron.replay import MicroRoutes, RoutingReplay
+from megarl.megatron.versions import unwrap
+
+TOLERANCE = 2e-5
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World({})
+
+
+class Lab:
+    """A model of one kind of recomputation, its replay, and the gradients of what an attempt does with them."""
+
+    def __init__(self, world: World, kind: str) -> None:
+        self.world, self.kind = world, kind
+        self.model, self.replay = world.model(kind)
+        self.chunk: Any = self.model.chunks[0]
+        self.gpt: Any = unwrap(self.chunk)
+        self.layers: Any = self.gpt.decoder.layers
+        self.passes = Passes(self.model, world.micros)
+        self.routes = world.routes(self.model, self.replay)
+        self.chunk.train()
+        self.chunk.zero_grad_buffer()
+
+    def loss(self, micro: int) -> torch.Tensor:
+        return self.passes.loss(micro)
+
+    def block(self, *micros: int) -> Any:
+        return self.replay.replay([self.routes[micro] for micro in micros])
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        found = gradients(self.model.chunks)
+        self.chunk.zero_grad_buffer()
+        return found
+
+    def ids(self, micro: int) -> torch.Tensor:
+        return self.passes.micros[micro].input_ids
+
+    def hidden(self, micro: int) -> torch.Tensor:
+        """What goes into the first layer."""
+        ids = self.ids(micro)
+        return self.gpt.embedding(input_ids=ids, position_ids=torch.zeros_like(ids))
+
+    def run_layer(self, place: int, hidden: torch.Tensor, micro: int) -> torch.Tensor:
+        rotary = self.gpt.rotary_pos_emb(len(hidden))
+        given = {"attention_mask": None, "rotary_pos_emb": rotary, "packed_seq_params": self.passes.micros[micro].packing}
+        return self.layers[place](hidden_states=hidden, **given)[0]
+
+    def end(self, hidden: torch.Tensor, micro: int) -> torch.Tensor:
+        """The loss of what the last layer returns."""
+        logits, _ = self.gpt.output_layer(self.gpt.decoder.final_layernorm(hidden))
+        logits = logits.transpose(0, 1)
+        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(micro))
+        return (logits.float() * weights).sum()
+
+
+def expected(world: World, replayed: Sequence[int] = (), native: Sequence[int] = ()) -> dict[str, np.ndarray]:
+    lab = Lab(world, "none")
+    for micro in replayed:
+        with lab.block(micro):
+            lab.loss(micro).backward()
+    for micro in native:
+        lab.loss(micro).backward()
+    return lab.gradients()
+
+
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(function())
+        except BaseException as error:  # noqa: BLE001 (raised again by the caller)
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
+
+
+@contextmanager
+def hooked(*handles: Any) -> Any:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# --- memory of the caller
+
+
+def _overwritten(lab: Lab, at: str, how: str) -> None:
+    kept = [
+        MicroRoutes(
+            one.experts.to(torch.int32),
+            torch.ones(len(one.experts), dtype=torch.bool) if one.present is None else one.present.clone(),
+        )
+        for one in lab.routes
+    ]
+
+    def overwrite() -> None:
+        for one in kept:
+            if how == "numpy":
+                one.experts.numpy()[:] = 7
+                one.present.numpy()[:] = False
+            elif how == "out":
+                torch.add(one.experts, 1, out=one.experts)
+            else:
+                one.experts.data.zero_()
+                one.present.data.fill_(False)
+
+    with lab.replay.replay(kept):
+        if at == "before the passes":
+            overwrite()
+        losses = [lab.loss(micro) for micro in (A, B, C)]
+        if at == "before the recomputation":
+            overwrite()
+        sum(losses).backward()
+
+
+def _recording_overwritten(lab: Lab) -> None:
+    with lab.replay.record() as recording:
+        for micro in (A, B):
+            lab.loss(micro)
+    with lab.replay.replay(recording):
+        for one in recording.routes:
+            one.experts.numpy()[:] = 0
+        (lab.loss(A) + lab.loss(B)).backward()
+
+
+# --- passes inside passes
+
+
+def _probed(lab: Lab, place: int, graph: bool, when: str, pre: bool = False) -> None:
+    """A hook of a layer runs the model on another micro-batch."""
+    calls = [0]
+
+    def probe(*_: Any) -> None:
+        calls[0] += 1
+        again = torch._C._current_graph_task_id() != -1
+        if len(probing) or (when == "first" and again) or (when == "again" and not again):
+            return
+        probing.append(1)
+        with nullcontext() if graph else torch.no_grad():
+            lab.loss(C)
+        probing.pop()
+
+    probing: list[int] = []
+    module = lab.layers[place]
+    with hooked(module.register_forward_pre_hook(probe) if pre else module.register_forward_hook(probe)):
+        with lab.block(A, B):
+            a = lab.loss(A)
+            (lab.loss(B) + a).backward()
+    assert calls[0] >= 2
+
+
+def _layer_probed(lab: Lab) -> None:
+    """A hook of the third layer calls the second one."""
+
+    def probe(_: Any, args: Any, kwargs: Any, output: Any) -> None:
+        with torch.no_grad():
+            lab.layers[1].mlp(kwargs.get("hidden_states", output[0]))
+
+    with hooked(lab.layers[2].register_forward_hook(probe, with_kwargs=True)), lab.block(A, B):
+        (lab.loss(A) + lab.loss(B)).backward()
+
+
+def _backward_in_forward(lab: Lab) -> None:
+    """A hook takes the gradient of an earlier pass."""
+    earlier: list[torch.Tensor] = []
+
+    def see(*_: Any) -> None:
+        if earlier and torch._C._current_graph_task_id() == -1:
+            earlier.pop().backward()
+
+    with hooked(lab.layers[2].register_forward_hook(see)), lab.block(A, B):
+        earlier.append(lab.loss(A))
+        lab.loss(B).backward()
+
+
+# --- layers run by the caller
+
+
+def _layer_by_layer(lab: Lab, order: Sequence[int], wrap: Callable[..., Any] | None = None) -> None:
+    with lab.block(A, B):
+        hidden = {micro: lab.hidden(micro) for micro in (A, B)}
+        at = {A: 0, B: 0}
+        for micro in order:
+            step = partial(lab.run_layer, at[micro], micro=micro)
+            hidden[micro] = step(hidden[micro]) if wrap is None else wrap(step, hidden[micro])
+            at[micro] += 1
+        sum(lab.end(hidden[micro], micro) for micro in (A, B)).backward()
+
+
+OVERTAKING = (A, B, B, A, A, B, B, A)
+
+
+def _cloned_between(lab: Lab) -> None:
+    _layer_by_layer(lab, OVERTAKING, lambda step, hidden: step(hidden.clone()))
+
+
+# --- threads
+
+
+def _threads_of_two_graphs(lab: Lab) -> None:
+    """Graphs of two threads have the same numbers."""
+    native = in_a_thread(lambda: lab.loss(C))
+    with lab.block(A, B):
+        a = lab.loss(A)
+        (a + lab.loss(B)).backward()
+    native.backward()
+
+
+def _fresh_thread_after_a_block(lab: Lab) -> None:
+    with lab.block(A, B):
+        (lab.loss(A) + lab.loss(B)).backward()
+    in_a_thread(lambda: lab.loss(C).backward())
+
+
+def _native_thread_beside_a_block(lab: Lab) -> None:
+    with lab.block(A, B):
+        a = lab.loss(A)
+        in_a_thread(lambda: lab.loss(C).backward())
+        (a + lab.loss(B)).backward()
+
+
+def _block_on_a_thread(lab: Lab) -> None:
+    lab.loss(C).backward()
+
+    def step() -> None:
+        with lab.block(A, B):
+            (lab.loss(A) + lab.loss(B)).backward()
+
+    in_a_thread(step)
+
+
+def _two_blocks_at_once(lab: Lab) -> None:
+    def step() -> None:
+        with lab.block(B):
+            lab.loss(B).backward()
+
+    with lab.block(A):
+        a = lab.loss(A)
+        in_a_thread(step)
+        a.backward()
+
+
+def _backward_on_another_thread(lab: Lab) -> None:
+    with lab.block(A, B):
+        loss = lab.loss(A) + lab.loss(B)
+        in_a_thread(loss.backward)
+
+
+# --- errors, modes, wrappers
+
+
+def _fail(lab: Lab, micro: int, place: int, error: type[BaseException] = RuntimeError) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    with hooked(lab.layers[place].register_forward_hook(fail)), pytest.raises(error):
+        lab.loss(micro)
+
+
+def _failed_and_tried_again(lab: Lab, place: int) -> None:
+    with lab.block(A, B):
+        _fail(lab, A, place)
+        a = lab.loss(A)
+        _fail(lab, B, place)
+        (a + lab.loss(B)).backward()
+
+
+def _failed_and_left_out(lab: Lab) -> None:
+    with lab.block(A, B, C):
+        a = lab.loss(A)
+        _fail(lab, C, 3)
+        (a + lab.loss(B)).backward()
+
+
+def _forward_itself(lab: Lab) -> None:
+    """Not by calling the module, so that its hooks do not run."""
+    gpt = lab.gpt
+    with lab.block(A, B):
+        total: Any = 0
+        for micro in (A, B):
+            ids = lab.ids(micro)
+            logits = gpt.forward(ids, torch.zeros_like(ids), None, packed_seq_params=lab.passes.micros[micro].packing)
+            weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(micro))
+            total = total + (logits.float() * weights).sum()
+        total.backward()
+
+
+def _functional(lab: Lab) -> None:
+    parameters = dict(lab.gpt.named_parameters())
+    with lab.block(A, B):
+        total: Any = 0
+        for micro in (A, B):
+            ids = lab.ids(micro)
+            given = {"packed_seq_params": lab.passes.micros[micro].packing}
+            logits = torch.func.functional_call(lab.gpt, parameters, (ids, torch.zeros_like(ids), None), given)
+            weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(micro))
+            total = total + (logits.float() * weights).sum()
+        total.backward()
+
+
+def _offloaded(lab: Lab) -> None:
+    with lab.block(A, B), torch.autograd.graph.save_on_cpu():
+        (lab.loss(A) + lab.loss(B)).backward()
+
+
+def _whole_model_in_a_checkpoint(lab: Lab, reentrant: bool) -> None:
+    scale = torch.ones((), requires_grad=True)
+
+    def run(micro: int, by: torch.Tensor) -> torch.Tensor:
+        return by * lab.loss(micro)
+
+    with lab.block(A, B):
+        a = checkpoint(run, A, scale, use_reentrant=reentrant)
+        (checkpoint(run, B, scale, use_reentrant=reentrant) + a).backward()
+
+
+def _swapped_inputs(lab: Lab) -> None:
+    """A hook set later turns the inputs of A into those of B."""
+    b = lab.passes.micros[B]
+
+    def swap(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, "input_ids": b.input_ids, "packed_seq_params": b.packing}
+
+    routes = lab.routes[B]
+    with hooked(lab.gpt.register_forward_pre_hook(swap, with_kwargs=True)):
+        lab_loss = lab.passes.micros[B].input_ids.numel()
+        assert lab_loss == len(routes.experts)
+        with lab.replay.replay([MicroRoutes(routes.experts, routes.present, b.input_ids.flatten())]) as seen:
+            lab.loss(B).backward()
+        assert seen.compared_tokens == 1
+
+
+class _Hidden(torch.autograd.Function):
+    """A checkpoint whose forward takes no ctx."""
+
+    @staticmethod
+    def forward(function, x):  # type: ignore[no-untyped-def, override]
+        return function(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def, override]
+        ctx.function = inputs[0]
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def, override]
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            ctx.function(x).backward(grad)
+        return None, x.grad
+
+
+def _checkpoint_without_ctx(lab: Lab, in_block: bool) -> None:
+    kept = [layer.mlp.experts for layer in lab.layers]
+    layer = lab.layers[1]
+    original = layer.forward
+
+    def forward(hidden_states: torch.Tensor, **named: Any) -> Any:
+        return _Hidden.apply(lambda x: original(x, **named)[0], hidden_states), None
+
+    layer.forward = forward
+    try:
+        with lab.block(A) if in_block else nullcontext():
+            lab.loss(A).backward()
+        assert kept
+    finally:
+        del layer.forward
+
+
+KINDS = ("none", "uniform", "layers not reentrant", "moe")
+Attempt = Callable[[Lab], None]
+
+RIGHT: Mapping[str, tuple[Attempt, Sequence[int], Sequence[int]]] = {
+    **{
+        f"overwritten by {how} {at}": (partial(_overwritten, at=at, how=how), (A, B, C), ())
+        for how in ("numpy", "out", "data")
+        for at in ("before the passes", "before the recomputation")
+    },
+    "a recording is overwritten": (_recording_overwritten, (), (A, B)),
+    **{
+        f"probe {when} at layer {place}, {'graph' if graph else 'no graph'}{', before it' if pre else ''}": (
+            partial(_probed, place=place, graph=graph, when=when, pre=pre),
+            (A, B),
+            (),
+        )
+        for when, place, graph, pre in (
+            *(("always", place, graph, False) for place in (0, 3) for graph in (True, False)),
+            *((when, 2, True, pre) for when in ("always", "first", "again") for pre in (True, False)),
+        )
+    },
+    "a backward pass in a forward pass": (_backward_in_forward, (A, B), ()),
+    "layers in turn": (partial(_layer_by_layer, order=(A, B) * 4), (A, B), ()),
+    "layers overtake": (partial(_layer_by_layer, order=OVERTAKING), (A, B), ()),
+    **{
+        f"layers overtake in checkpoints, {reentrant}": (
+            partial(_layer_by_layer, order=OVERTAKING, wrap=partial(checkpoint, use_reentrant=reentrant)),
+            (A, B),
+            (),
+        )
+        for reentrant in (True, False)
+    },
+    "graphs of two threads": (_threads_of_two_graphs, (A, B), (C,)),
+    "a fresh thread after a block": (_fresh_thread_after_a_block, (A, B), (C,)),
+    "a native thread beside a block": (_native_thread_beside_a_block, (A, B), (C,)),
+    "a block on a thread": (_block_on_a_thread, (A, B), (C,)),
+    "two blocks at once": (_two_blocks_at_once, (A, B), ()),
+    "backward on another thread": (_backward_on_another_thread, (A, B), ()),
+    "failed early and tried again": (partial(_failed_and_tried_again, place=0), (A, B), ()),
+    "failed late and tried again": (partial(_failed_and_tried_again, place=3), (A, B), ()),
+    "forward itself": (_forward_itself, (A, B), ()),
+    "functional call": (_functional, (A, B), ()),
+    "offloaded": (_offloaded, (A, B), ()),
+    "whole model, reentrant": (partial(_whole_model_in_a_checkpoint, reentrant=True), (A, B), ()),
+    "whole model, not reentrant": (partial(_whole_model_in_a_checkpoint, reentrant=False), (A, B), ()),
+    "swapped inputs": (_swapped_inputs, (B,), ()),
+    "a native checkpoint without ctx": (partial(_checkpoint_without_ctx, in_block=False), (), (A,)),
+}
+"""Name -> (what is done, the micro-batches whose gradients it has with replay, and natively)."""
+
+
+LOUD: Mapping[str, tuple[Attempt, str]] = {
+    "probe of a layer": (_layer_probed, "layer 1: its router was called twice in the forward pass of micro-batch 0"),
+    "layers overtake, cloned": (_cloned_between, r"layer \d: called outside of a forward pass .* 2 micro-batches"),
+    "failed and left out": (_failed_and_left_out, "2 forward passes used the routes of 3 micro-batches"),
+    "a checkpoint without ctx": (partial(_checkpoint_without_ctx, in_block=True), "no known checkpoint started it"),
+}
+
+
+@pytest.mark.parametrize("kind", ["none", "uniform", "moe"])
+@pytest.mark.parametrize("name", LOUD)
+def test_an_attempt_is_refused_with_its_cause(name: str, kind: str, world: World, one_rank: None) -> None:
+    attempt, message = LOUD[name]
+    try:
+        with pytest.raises(ReplayError, match=message) if (name, kind) != ("probe of a layer", "none") else nullcontext():
+            attempt(Lab(world, kind))
+    finally:
+        world.forget(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", RIGHT)
+def test_an_attempt_has_the_gradients_of_plain_blocks(name: str, kind: str, world: World, one_rank: None) -> None:
+    attempt, replayed, native = RIGHT[name]
+    lab = Lab(world, kind)
+    try:
+        attempt(lab)
+        found = lab.gradients()
+        assert largest_difference(found, expected(world, replayed, native)) < TOLERANCE
+    finally:
+        world.forget(kind)
