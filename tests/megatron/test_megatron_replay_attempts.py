@@ -5,6 +5,9 @@ The expected gradients are those of one block per micro-batch, or of no block, w
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,12 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from cases_loops import A, B, C, World, largest_difference
-from matrix_world import NUM_EXPERTS, NUM_LAYERS, VOCAB, gradients
+from matrix_world import NUM_EXPERTS, NUM_LAYERS, VOCAB, Variant, fields_of, fill, gradients, settings_of, shape_of
+from megatron.core.models.gpt import GPTModel
+from tiny_world import join
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from megarl.errors import ReplayError
-from megarl.megatron.replay import MicroRoutes
+from megarl.megatron.model import layer_spec
+from megarl.megatron.replay import MicroRoutes, RoutingReplay
 from megarl.megatron.versions import unwrap
 
 TOLERANCE = 2e-5
@@ -178,11 +186,10 @@ def _probed(lab: Lab, place: int, graph: bool, when: str, pre: bool = False) -> 
         probing.pop()
 
     probing: list[int] = []
-    module = lab.layers[place]
-    with hooked(module.register_forward_pre_hook(probe) if pre else module.register_forward_hook(probe)):
-        with lab.block(A, B):
-            a = lab.loss(A)
-            (lab.loss(B) + a).backward()
+    register = lab.layers[place].register_forward_pre_hook if pre else lab.layers[place].register_forward_hook
+    with hooked(register(probe)), lab.block(A, B):
+        a = lab.loss(A)
+        (lab.loss(B) + a).backward()
     assert calls[0] >= 2
 
 
@@ -275,6 +282,12 @@ def _two_blocks_at_once(lab: Lab) -> None:
         a = lab.loss(A)
         in_a_thread(step)
         a.backward()
+
+
+def _passes_on_other_threads(lab: Lab) -> None:
+    with lab.block(A, B):
+        a = in_a_thread(lambda: lab.loss(A))
+        (lab.loss(B) + a).backward()
 
 
 def _backward_on_another_thread(lab: Lab) -> None:
@@ -444,6 +457,7 @@ RIGHT: Mapping[str, tuple[Attempt, Sequence[int], Sequence[int]]] = {
 LOUD: Mapping[str, tuple[Attempt, str]] = {
     "probe of a layer": (_layer_probed, "layer 1: its router was called twice in the forward pass of micro-batch 0"),
     "layers overtake, cloned": (_cloned_between, r"layer \d: called outside of a forward pass .* 2 micro-batches"),
+    "passes on other threads": (_passes_on_other_threads, "1 forward passes ran on other threads"),
     "failed and left out": (_failed_and_left_out, "2 forward passes used the routes of 3 micro-batches"),
     "a checkpoint without ctx": (partial(_checkpoint_without_ctx, in_block=True), "no known checkpoint started it"),
 }
@@ -473,3 +487,101 @@ def test_an_attempt_has_the_gradients_of_plain_blocks(name: str, kind: str, worl
         assert largest_difference(found, expected(world, replayed, native)) < TOLERANCE
     finally:
         world.forget(kind)
+
+
+COPIES: Mapping[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "average": lambda model: AveragedModel(model).module,
+}
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves out process groups, which Megatron's modules hold."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        return "group" if isinstance(obj, dist.ProcessGroup) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, pid: str) -> None:
+        return None
+
+
+@pytest.fixture
+def shared_groups(monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:
+    """Copies of modules share their process groups, which torch does not copy."""
+    monkeypatch.setattr(dist.ProcessGroup, "__deepcopy__", lambda group, _: group, raising=False)
+
+
+class Copied:
+    """A model, its replay, and what training passes of it and of its copies give."""
+
+    def __init__(self, aux: str) -> None:
+        more = {} if aux == "none" else {"moe_router_load_balancing_type": aux, "moe_aux_loss_coeff": 0.5}
+        variant = Variant("uniform")
+        settings = settings_of({}, variant)
+        join(settings)
+        config = fields_of(settings, variant, **more)
+        self.gpt: Any = GPTModel(  # not in DistributedDataParallel, whose hooks Python does not copy
+            config=config,
+            transformer_layer_spec=layer_spec(config, None, shape_of(variant.router)),  # type: ignore[arg-type]
+            vocab_size=VOCAB,
+            max_sequence_length=64,
+            position_embedding_type="rope",
+        )
+        fill([self.gpt])
+        self.ids = torch.randint(0, VOCAB, (2, 6), generator=torch.Generator().manual_seed(0))
+
+    def loss(self, gpt: Any) -> torch.Tensor:
+        return weigh(gpt(self.ids, torch.zeros_like(self.ids), None), A)
+
+    def gradients(self, gpt: Any, loss: torch.Tensor | None = None) -> dict[str, np.ndarray]:
+        gpt.zero_grad()
+        (self.loss(gpt) if loss is None else loss).backward()
+        return {name: one.grad.numpy().copy() for name, one in gpt.named_parameters() if one.grad is not None}
+
+
+@pytest.mark.parametrize("aux", ["none", "aux_loss", "seq_aux_loss"])
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_of_the_model_is_native_and_leaves_the_block_alone(way: str, aux: str, shared_groups: None) -> None:
+    make = COPIES[way]
+    plain, lab = Copied(aux), Copied(aux)
+    native = plain.gradients(plain.gpt)
+    replay = RoutingReplay(lab.gpt, min_agreement=0.0)
+    with replay.replay([routes_of(A)]):
+        expected = lab.gradients(lab.gpt)
+    with torch.no_grad():  # or dispatchers keep tensors with a graph, which Python does not copy
+        lab.loss(lab.gpt)
+    before = make(lab.gpt)
+    with replay.replay([routes_of(A)]) as seen:
+        inside = make(lab.gpt)
+        assert largest_difference(lab.gradients(before), native) < TOLERANCE
+        loss = lab.loss(lab.gpt)
+        assert largest_difference(lab.gradients(inside), native) < TOLERANCE
+        assert largest_difference(lab.gradients(lab.gpt, loss), expected) < TOLERANCE
+    assert seen.native_rows > 0
+    assert all(layer.mlp.router.router_replay is None for one in (before, inside) for layer in one.decoder.layers)
+    of_copy = RoutingReplay(inside, min_agreement=0.0)
+    with of_copy.replay([routes_of(A)]), replay.record() as recording:
+        assert largest_difference(lab.gradients(inside), expected) < TOLERANCE
+        assert largest_difference(lab.gradients(lab.gpt), native) < TOLERANCE
+    assert len(recording.routes) == 1
+    with pytest.raises(ReplayError, match="a RoutingReplay is not copied"):
+        copy.deepcopy(replay)
+
+
+def test_a_pickled_router_is_native(one_rank: None) -> None:
+    lab = Copied("aux_loss")
+    replay = RoutingReplay(lab.gpt, min_agreement=0.0)
+    router = lab.gpt.decoder.layers[1].mlp.router
+    file = io.BytesIO()
+    with replay.record():
+        _Pickler(file).dump((router, lab.gpt._forward_pre_hooks))
+    file.seek(0)
+    copied, taps = _Unpickler(file).load()
+    assert copied.router_replay is None
+    assert copied._apply_aux_loss.args[:2] == (type(copied)._apply_aux_loss.__get__(copied), None)
+    with replay.record() as recording:
+        for tap in taps.values():
+            tap(copied, (), {})
+    assert recording.routes == []

@@ -214,7 +214,7 @@ def test_a_checkpoint_of_ones_own_is_identified_by_its_context(hooked: bool, gra
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("plain", "no_grad")])
 def test_threads_do_not_mix_their_graphs(kind: str) -> None:
-    """Each has the numbers of autograd of its own, and a block of its own; backward passes run on the other's thread."""
+    """Each has its own numbers of autograd, and its own block; backward passes run on the other's thread."""
     router, graphs = Router(), {}
     x = torch.ones(2, requires_grad=True)
     barrier = threading.Barrier(2)

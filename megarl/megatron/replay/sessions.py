@@ -38,6 +38,16 @@ def _stack(columns: Columns, hooks: Sequence[Hook], block: Block) -> list[torch.
     return [torch.stack([columns[hook][micro] for hook in hooks]).transpose(0, 1) for micro in micros]
 
 
+def _explain_few(block: Block) -> str:
+    """Why a block has fewer passes than its caller thinks."""
+    if block.elsewhere:
+        return (
+            f"{block.elsewhere} forward passes ran on other threads, which have no block, and routed natively; open "
+            "the block on the thread that runs the passes"
+        )
+    return "Likely this router was bypassed, or the block closed too early; close it after the last forward pass"
+
+
 def _count_shared(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """uint8 [T]: experts that two rows [T, K], each without duplicates, have in common."""
     return (left[:, :, None] == right[:, None, :]).any(2).sum(1).to(torch.uint8)
@@ -142,6 +152,8 @@ class Recorder:
         return question.at(experts)
 
     def close(self, hooks: Sequence[Hook], block: Block, recording: Recording) -> None:
+        if block.elsewhere and not block.passes:
+            raise ReplayError(f"nothing was recorded: {_explain_few(block)}")
         if self._kept is not None:
             for micro, experts in enumerate(_stack(self._kept, hooks, block)):
                 ids = self.tokens.get(micro)
@@ -216,8 +228,7 @@ class Replayer:
             if used != len(routes):
                 raise ReplayError(
                     f"layer {hook.layer}: {used} forward passes used the routes of {len(routes)} "
-                    "micro-batches; each must be used once. Likely this router was bypassed, or the block closed too "
-                    "early; close it after the last forward pass"
+                    f"micro-batches; each must be used once. {_explain_few(block)}"
                 )
         recording.compared_tokens = check_tokens(routes, self.tokens)
         recording.shared, recording.native_shared = (
