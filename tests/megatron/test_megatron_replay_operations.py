@@ -6,6 +6,7 @@ Tensors are on the meta device, which computes nothing, so the operations are th
 from __future__ import annotations
 
 from collections import Counter
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.megatron.replay import MicroRoutes, Recording
 from megarl.megatron.replay.hooks import Hook
-from megarl.megatron.replay.pass_log import Block
+from megarl.megatron.replay.pass_log import Block, Call, PassLog
 from megarl.megatron.replay.sessions import Recorder, Replayer
 
 T, L, K, E = 12, 3, 2, 8
@@ -56,15 +57,14 @@ class Routers:
 
     def __init__(self) -> None:
         config = SimpleNamespace(num_moe_experts=E, sequence_parallel=False)
+        self.log = PassLog()
         self.hooks = [
-            Hook(SimpleNamespace(layer_number=layer + 1, topk=K, config=config, training=True), layer, None)
+            Hook(SimpleNamespace(layer_number=layer + 1, topk=K, config=config), layer, self.log, 0, layer == 0)
             for layer in range(L)
         ]
 
-    def open(self, session: Recorder | Replayer) -> None:
-        block = Block()
-        for hook in self.hooks:
-            hook.begin(session, block)
+    def open(self, session: Recorder | Replayer) -> Block:
+        return self.log.open(session)
 
     def call(self, hook: Hook) -> Operations:
         scores = torch.empty(T, E, device="meta")
@@ -98,36 +98,29 @@ def test_a_router_call_keeps_to_its_budget(which: str, missing: bool, agreement:
     routers.open(Replayer(routes_of(missing), routers.hooks, False, None, 0.5 if agreement else 0.0))
     uploads = 2 if missing or agreement else 1  # the rows, and which of them the router is asked for
     for micro in range(2):
-        with torch.no_grad():
-            first = [routers.call(hook) for hook in routers.hooks]
+        first = [_called(routers, hook, micro, first=True) for hook in routers.hooks]
         assert [one.copied for one in first] == [uploads, 0, 0], f"micro-batch {micro}"
         assert sum(one.waited for one in first) == 0
         if which == "first":
             for one in first:
                 assert dict(one.launched) == BUDGET[which, missing, agreement]
     if which == "recomputation":
-        again = [_recomputed(routers, hook) for hook in routers.hooks]
+        again = [_called(routers, hook, 0, first=False) for hook in routers.hooks]
         for one in again:
             assert (one.copied, one.waited) == (0, 0)  # what was uploaded for the first pass is still there
             assert dict(one.launched) == BUDGET[which, missing, agreement]
 
 
-def _recomputed(routers: Routers, hook: Hook) -> Operations:
-    """The call of a checkpoint that is made and recomputed in between: the hook sees micro-batch 0 again."""
-    found: list[Operations] = []
-    log = hook.log
-    original = log.identify
-
-    def identify(training: bool) -> Any:
-        call = original(training)
-        return type(call)(0, False, call.checkpointed)
-
-    log.identify = identify  # type: ignore[method-assign]
+def _called(routers: Routers, hook: Hook, micro: int, first: bool) -> Operations:
+    """The call of a router in a checkpoint: the first pass of a micro-batch, or its recomputation."""
+    block = routers.log._blocks[get_ident()]
+    assert block.session is not None
+    call = Call(block.session, micro, first, checkpointed=True)
+    routers.log.identify = lambda _: call  # type: ignore[method-assign]
     try:
-        found.append(routers.call(hook))
+        return routers.call(hook)
     finally:
-        del log.identify
-    return found[0]
+        del routers.log.identify
 
 
 def test_recording_keeps_to_its_budget() -> None:
@@ -163,12 +156,12 @@ def test_tables_go_when_their_last_use_is_over() -> None:
     routers = Routers()
     session = Replayer(routes_of(True), routers.hooks, False, None, 0.5)
     routers.open(session)
-    with torch.no_grad():  # checkpoints may come back
-        for hook in routers.hooks * 2:
-            routers.call(hook)
+    for micro in range(2):  # checkpoints may come back
+        for hook in routers.hooks:
+            _called(routers, hook, micro, first=True)
     assert set(session._rows._tables) == {0, 1}
     for hook in routers.hooks:
-        _recomputed(routers, hook)
+        _called(routers, hook, 0, first=False)
     assert set(session._rows._tables) == {1}
 
 
@@ -194,10 +187,10 @@ def test_closing_reads_the_device_once(recorded: bool, monkeypatch: pytest.Monke
         for one, part in zip(routes_of(False), ids.split(T), strict=True)
     ]
     session = Replayer(routes, routers.hooks, False, None, 0.01)
-    routers.open(session)
+    block = routers.open(session)
     for micro in range(2):
         session.tokens[micro] = torch.empty(T, dtype=torch.int32, device="meta")
         for hook in routers.hooks:
             routers.call(hook)
-    session.close(routers.hooks, Recording())
+    session.close(routers.hooks, block, Recording())
     assert reads == ([(2 * T,), (2 * T,)] + 2 * [(2 * T, L, K)] if recorded else [(2 * T,), (2 * T, L, K)])

@@ -96,7 +96,7 @@ def check_routers(routers: Sequence[Any]) -> None:
             found = getattr(config, blocker.setting, None)
             raise ReplayError(f"{blocker.setting} = {found!r}: replay cannot hold, because {blocker.reason}")
         hook = router.router_replay
-        if isinstance(hook, Hook) and hook.session is not None:
+        if isinstance(hook, Hook) and hook.log.is_open:
             raise ReplayError(f"layer {hook.layer}: another RoutingReplay is recording or replaying; close its block")
 
 
@@ -114,10 +114,10 @@ def check_chunks(chunks: Sequence[Any]) -> None:
         )
 
 
-def check_routes(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence[Hook], contents: bool) -> MicroRoutes:
-    """The routes of a micro-batch with ``present`` on the host; ReplayError if they cannot be replayed.
+def check_routes(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence[Hook], recorded: bool) -> MicroRoutes:
+    """A copy of the routes of a micro-batch, ``present`` on the host; ReplayError if they cannot be replayed.
 
-    ``contents``: also check the experts, which costs one pass over them.
+    ``recorded``: the experts are neither checked, which costs one pass over them, nor copied on a device.
     """
     given = MicroRoutes(routes) if isinstance(routes, torch.Tensor) else routes
     if not isinstance(given, MicroRoutes):
@@ -141,11 +141,16 @@ def check_routes(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence
         raise ReplayError(f"{label}: present is {present.dtype}, expected bool")
     if token_ids is not None and not _holds_integers(token_ids):
         raise ReplayError(f"{label}: token_ids are {token_ids.dtype}, expected integers")
+    # The caller may overwrite its memory while the block is open, also by numpy, which torch does not notice.
+    present, token_ids = (None if one is None else one.detach().clone() for one in (present, token_ids))
     present = None if present is None else present.cpu()
     if experts.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has few operations for these
         experts = experts.to(torch.int64)
-    if contents and hooks:
+    if not recorded and hooks:
         _check_experts(label, experts, present, hooks)
+    if hooks and (not recorded or experts.is_cpu or experts.is_inference()):
+        by_layer = torch.empty(len(hooks), len(experts), hooks[0].topk, dtype=hooks[0].dtype, device=experts.device)
+        experts = by_layer.copy_(experts.detach().transpose(0, 1)).transpose(0, 1)
     return MicroRoutes(experts, present, token_ids)
 
 

@@ -5,11 +5,15 @@ a session, and for passes outside the block, it routes natively.
 
 Megatron's auxiliary losses multiply each expert's mean score by its share of the tokens, and compute that share from a
 top-k of their own. Under replay, tokens go elsewhere, so the losses count what is dispatched (``count_dispatched``).
+
+A copy of a hooked model (``copy.deepcopy``, pickle) routes natively: its hooks and wrapped methods become inert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from threading import get_ident
 from typing import Any, Literal, Protocol
 
 import torch
@@ -18,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megarl.core.routing.trace import narrow_dtype
 from megarl.megatron.distributed import tp_position
-from megarl.megatron.replay.pass_log import Block, Call, PassLog
+from megarl.megatron.replay.pass_log import Call, PassLog
 
 AuxLoss = Literal["dispatch", "off"]
 _Method = Callable[..., Any]
@@ -69,7 +73,10 @@ class Question:
 
 
 class RouterHook:
-    """What Megatron finds as ``router.router_replay``."""
+    """What Megatron finds as ``router.router_replay``. A copied router has None there."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
     def answer(self, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
         """(scores at the chosen experts [T_local, K], experts int64 [T_local, K])."""
@@ -91,60 +98,94 @@ class RouterHook:
 class Hook(RouterHook):
     """The hook of one router of the decoder."""
 
-    def __init__(self, router: Any, column: int, log: PassLog | None) -> None:
+    def __init__(self, router: Any, column: int, log: PassLog, chunk: int = 0, is_first: bool = True) -> None:
         self.layer: int = router.layer_number - 1
         self.column = column
         self.router = router
         self.topk: int = router.topk
         self.num_experts: int = router.config.num_moe_experts
         self.dtype: torch.dtype = getattr(torch, narrow_dtype(self.num_experts, signed=True).__name__)
-        self.log = PassLog(self.layer) if log is None else log.take_over()
-        self.session: Session | None = None
-        self.tap: RemovableHandle | None = None
-        """Of ``tap_inputs``, on the first router of a chunk."""
+        self.log = log
+        self.chunk, self.is_first = chunk, is_first
+        """Index of its model chunk, and whether it is the first router there."""
+        self.taps: list[RemovableHandle] = []
+        """Of ``tap``, on the first router of a chunk."""
         self.keeps_dispatched = False
-        self.dispatched: torch.Tensor | None = None
-        """int64 [T_local, K], the experts of the latest call under replay; kept for auxiliary losses only."""
+        self.dispatched: dict[int, torch.Tensor] = {}
+        """By thread, int64 [T_local, K]: experts of the latest call under replay; kept for auxiliary losses only."""
 
-    def begin(self, session: Session, block: Block) -> None:
-        self.session = session
-        self.log.open(block)
-
-    def end(self) -> None:
-        self.session = self.dispatched = None
-        self.log.close()
+    def remove_taps(self) -> None:
+        """Remove the hooks of the chunk."""
+        while self.taps:
+            self.taps.pop().remove()
 
     def answer(self, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RouterHook``."""
-        call = self.log.identify(self.router.training)
-        if self.session is None or call.micro is None:
-            self.dispatched = None
+        self.dispatched.pop(get_ident(), None)
+        call = self.log.identify(self)
+        if call is None:
             return question.native()
-        chosen = self.session.choose(self, call, question)
-        self.dispatched = chosen[1] if self.keeps_dispatched and self.session.replays else None
+        chosen = call.session.choose(self, call, question)
+        if self.keeps_dispatched and call.session.replays:
+            self.dispatched[get_ident()] = chosen[1]
         return chosen
 
 
-def tap_inputs(chunk: torch.nn.Module, hook: Hook) -> RemovableHandle:
-    """Give the session the token ids of each forward pass of a chunk, in the order of its routers' rows."""
+class Tap:
+    """Tells the log which forward pass of a chunk is running, and the session the token ids of the pass."""
 
-    def see(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        if hook.session is None or torch._C._current_graph_task_id() != -1:
-            return
-        if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.dim() != 2:
-            return
-        by_row = ids.transpose(0, 1)  # hidden states are [s, b, h]
-        if hook.router.config.sequence_parallel:
-            size, rank = tp_position()
-            by_row = by_row.chunk(size)[rank]
-        # From 0.19 on, MoE layers turn packed samples [b s, 1, h] back into [s, b, h].
-        sample = getattr(kwargs.get("packed_seq_params"), "tokens_per_sample", None)
-        if sample is not None and len(by_row) >= 2 * sample:
-            by_row = by_row.reshape(-1, sample).transpose(0, 1)
-        hook.session.tokens[hook.log.forwarded] = by_row.flatten().to(torch.int32, copy=True)
+    def __init__(
+        self, log: PassLog | None = None, chunk: int = 0, module: Any = None, place: int | None = None
+    ) -> None:
+        self._log, self._chunk, self._module, self._place = log, chunk, module, place
 
-    return chunk.register_forward_pre_hook(see, with_kwargs=True)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tap, ()  # inert
+
+    def attach(self) -> list[RemovableHandle]:
+        """Set the hooks of the module."""
+        entered = self._module.register_forward_pre_hook(self.enter, with_kwargs=True)
+        left = self._module.register_forward_hook(self.leave, with_kwargs=True, always_call=True)
+        return [entered, left]
+
+    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The module is called."""
+        if self._log is None or not self._log.is_watching:
+            return
+        if self._place is None:
+            self._log.enter(module, self._chunk)
+        else:
+            self._log.enter_layer(module, self._chunk, self._place == 0, kwargs.get("hidden_states", *args[:1]))
+
+    def leave(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+        """The module has returned, or raised."""
+        ended = None if self._log is None else self._log.leave(module, result)
+        if self._place is None and ended is not None and ended.block is not None and ended.block.session is not None:
+            ids = kwargs.get("input_ids", args[0] if args else None)  # as other hooks of the module have left them
+            if isinstance(ids, torch.Tensor) and not ids.is_floating_point() and ids.dim() == 2:
+                ended.block.session.tokens[ended.micro] = _router_order(ids, module.config, kwargs)
+
+
+def tap(chunk: Any, index: int, log: PassLog) -> list[RemovableHandle]:
+    """Hook a chunk and its layers."""
+    taps = [
+        Tap(log, index, chunk),
+        *(Tap(log, index, layer, place) for place, layer in enumerate(chunk.decoder.layers)),
+    ]
+    return [handle for one in taps for handle in one.attach()]
+
+
+def _router_order(ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """int32, a copy of token ids [b, s] in the order of the rows of this rank's routers."""
+    by_row = ids.transpose(0, 1)  # hidden states are [s, b, h]
+    if config.sequence_parallel:
+        size, rank = tp_position()
+        by_row = by_row.chunk(size)[rank]
+    # From 0.19 on, MoE layers turn packed samples [b s, 1, h] back into [s, b, h].
+    sample = getattr(kwargs.get("packed_seq_params"), "tokens_per_sample", None)
+    if sample is not None and len(by_row) >= 2 * sample:
+        by_row = by_row.reshape(-1, sample).transpose(0, 1)
+    return by_row.flatten().to(torch.int32, copy=True)
 
 
 class Bystander(RouterHook):
@@ -170,9 +211,9 @@ def count_dispatched(router: TopKRouter, hook: Hook, aux_loss: AuxLoss) -> None:
         is_used = not isinstance(coefficient, list) and coefficient > 0
         hook.keeps_dispatched = is_used and router.routing_type in ("aux_loss", "seq_aux_loss")
     if hook.keeps_dispatched:
-        for name, wrap in _METHODS.items():
-            if hasattr(router, name):
-                setattr(router, name, wrap(getattr(router, name), hook, aux_loss))
+        for name, wrapper in _METHODS.items():
+            if hasattr(router, name):  # a partial, which is copied with its router; a closure would stay the original's
+                setattr(router, name, partial(wrapper, getattr(router, name), hook, aux_loss))
 
 
 def count_natively(router: TopKRouter) -> None:
@@ -181,49 +222,52 @@ def count_natively(router: TopKRouter) -> None:
         vars(router).pop(name, None)
 
 
-def _wrap_loss(method: _Method, hook: Hook, aux_loss: AuxLoss) -> _Method:
-    """Wrap a method (probs, scores, routing map, ...) -> probs with the loss attached."""
-
-    def attach(probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        if hook.dispatched is None:
-            return method(probs, scores, routing_map, *rest, **named)
-        if aux_loss == "off":
-            return probs
-        dispatched = torch.zeros_like(routing_map).scatter(1, hook.dispatched, 1)
-        counted = routing_map.any(1, keepdim=True)  # rows of padding are empty
-        return method(probs, scores, dispatched * counted, *rest, **named)
-
-    return attach
+def _dispatched(hook: Hook | None) -> torch.Tensor | None:
+    """The experts of this thread's latest call under replay; None on a router that is a copy."""
+    return None if hook is None else hook.dispatched.get(get_ident())
 
 
-def _wrap_scores(method: _Method, hook: Hook, _: AuxLoss) -> _Method:
-    """Wrap a method logits -> (scores, routing map), as in 0.13. In 0.12, it returns scores only."""
-
-    def score(logits: torch.Tensor) -> Any:
-        scored = method(logits)
-        if hook.dispatched is None or isinstance(scored, torch.Tensor):
-            return scored
-        scores, routing_map = scored
-        return scores, torch.zeros_like(routing_map).scatter(1, hook.dispatched, 1)
-
-    return score
-
-
-def _wrap_switch(method: _Method, hook: Hook, aux_loss: AuxLoss) -> _Method:
-    """Wrap a method (probs, loss function) -> probs with the loss attached, as releases before 0.14 have."""
-
-    def attach(activation: torch.Tensor, load_balancing_loss_func: Callable[..., torch.Tensor]) -> Any:
-        off = aux_loss == "off" and hook.dispatched is not None
-        return activation if off else method(activation, load_balancing_loss_func)
-
-    return attach
+def _attach_loss(
+    method: _Method,
+    hook: Hook | None,
+    aux_loss: AuxLoss,
+    probs: Any,
+    scores: Any,
+    routing_map: Any,
+    *rest: Any,
+    **named: Any,
+) -> Any:
+    """A method (probs, scores, routing map, ...) -> probs with the loss attached."""
+    experts = _dispatched(hook)
+    if experts is None:
+        return method(probs, scores, routing_map, *rest, **named)
+    if aux_loss == "off":
+        return probs
+    counted = routing_map.any(1, keepdim=True)  # rows of padding are empty
+    return method(probs, scores, torch.zeros_like(routing_map).scatter(1, experts, 1) * counted, *rest, **named)
 
 
-_METHODS: dict[str, Callable[[_Method, Hook, AuxLoss], _Method]] = {
-    "_apply_aux_loss": _wrap_loss,
-    "_apply_seq_aux_loss": _wrap_loss,
-    "_apply_global_aux_loss": _wrap_loss,
-    "compute_routing_scores_for_aux_loss": _wrap_scores,
-    "apply_load_balancing_loss": _wrap_switch,
+def _score(method: _Method, hook: Hook | None, _: AuxLoss, logits: torch.Tensor) -> Any:
+    """A method logits -> (scores, routing map), as in 0.13. In 0.12, it returns scores only."""
+    scored, experts = method(logits), _dispatched(hook)
+    if experts is None or isinstance(scored, torch.Tensor):
+        return scored
+    return scored[0], torch.zeros_like(scored[1]).scatter(1, experts, 1)
+
+
+def _switch(
+    method: _Method, hook: Hook | None, aux_loss: AuxLoss, activation: Any, load_balancing_loss_func: Any
+) -> Any:
+    """A method (probs, loss function) -> probs with the loss attached, as releases before 0.14 have."""
+    off = aux_loss == "off" and _dispatched(hook) is not None
+    return activation if off else method(activation, load_balancing_loss_func)
+
+
+_METHODS: dict[str, _Method] = {
+    "_apply_aux_loss": _attach_loss,
+    "_apply_seq_aux_loss": _attach_loss,
+    "_apply_global_aux_loss": _attach_loss,
+    "compute_routing_scores_for_aux_loss": _score,
+    "apply_load_balancing_loss": _switch,
 }
 """Methods of a router that compute balancing losses, with their wrappers; each release has some of them."""

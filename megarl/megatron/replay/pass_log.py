@@ -1,203 +1,382 @@
-"""Finds the forward pass that a router's call belongs to, whatever the order of backward passes.
+"""Finds the forward pass of the model that a router's call belongs to, whatever the order and the threads of passes.
 
-In the recomputation of a checkpointed layer, the router must use the experts of that layer's own first pass. Calls are
-not counted; the autograd graph identifies each recomputation:
+Python's stack tells it. From the router outwards, the innermost of these decides (``PassLog._find_context``):
 
-- *Reentrant* checkpointing (Megatron's, Transformer Engine's, torch's with ``use_reentrant=True``) is an autograd node
-  with a ``run_function``. torch numbers the nodes of a thread in order of creation. A checkpoint's node is created just
-  before its first pass, which has no graph. So the node's own pass is the first that the router saw after its number.
-- *Non-reentrant* checkpointing (torch's default) has a frame object per region. The hooks for saved tensors hold it in
-  both passes.
+- the call of a chunk, or of a layer that the caller runs by itself (hooks of the modules note their frames): all its
+  routers share one ``Pass``. A pass inside another pass is a probe, and routes natively;
+- the backward method of an autograd function: a *reentrant* checkpoint (Megatron's, Transformer Engine's, torch's with
+  ``use_reentrant=True``, a caller's own). Autograd passes one object to ``forward`` and ``backward``;
+- the hook for saved tensors of torch's *non-reentrant* checkpoint, which has a frame object per region.
 
-A recomputation whose first pass ran outside all blocks routes natively, as that pass did. If the block has closed, or
-the first pass cannot be identified, it is a ReplayError.
+The latter two objects stand for regions that may be recomputed. A region remembers the pass that it is a part of, or
+the passes that began in it. A region that remembers nothing ran outside all blocks, and is recomputed natively.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
-import threading
-from bisect import bisect_right
-from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from threading import get_ident
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 from torch._C import _autograd
-from torch.utils.checkpoint import _CheckpointFrame
+from torch.autograd.function import BackwardCFunction, FunctionCtx
+from torch.utils import checkpoint
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megarl.errors import ReplayError
 
-KEPT_BLOCKS = 256
-"""Closed blocks that are remembered, to tell their late recomputations from native ones; older graphs are refused."""
+if TYPE_CHECKING:
+    from megarl.megatron.replay.hooks import Hook, Session
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__
+_BACKWARD = [
+    getattr(BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed") if hasattr(BackwardCFunction, name)
+]
 _top_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """An open ``record()`` or ``replay()``."""
+    """An open ``record()`` or ``replay()``: it sees the passes of the thread that opened it."""
 
-    thread: int = field(default_factory=threading.get_ident)
-    opened: int = field(default_factory=_autograd._get_sequence_nr)
-    """Nodes of this thread with this number or a larger one were created in the block or after it."""
+    session: Session | None
+    """None once the block has closed."""
+    passes: list[Pass] = field(default_factory=list)
+    """Without those that ended in an exception."""
+    carried: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    """The pass of hidden states that a layer returned, where the caller runs the layers."""
+    elsewhere: int = 0
+    """Native passes on other threads while the block was open."""
 
-    def check_thread(self) -> None:
-        """ReplayError unless on the thread that opened the block, because nodes are numbered by thread."""
-        if threading.get_ident() != self.thread:
-            raise ReplayError("the block closes on another thread than it was opened on; close it where it was opened")
+    def start(self, chunk: int, by_layers: bool, is_recomputable: bool = False, micro: int | None = None) -> Pass:
+        """A new pass. Its micro-batch is the first that has no pass of this chunk."""
+        if micro is None:
+            taken = {one.micro for one in self.passes if one.chunk == chunk}
+            micro = next(number for number in itertools.count() if number not in taken)
+        self.passes.append(Pass(chunk, micro, self, by_layers, is_recomputable))
+        return self.passes[-1]
+
+    def micros_of(self, column: int) -> set[int]:
+        """Micro-batches whose forward passes asked a router."""
+        return {one.micro for one in self.passes if column in one.asked}
+
+
+@dataclass(eq=False, slots=True)
+class Pass:
+    """A forward pass of a chunk: what its routers and all their recomputations share."""
+
+    chunk: int
+    micro: int
+    block: Block | None
+    """None for a pass that routes natively."""
+    by_layers: bool = False
+    """Whether the caller runs the layers by itself."""
+    is_recomputable: bool = False
+    """Whether it began in a region."""
+    has_graph: bool = field(default_factory=torch.is_grad_enabled)
+    asked: set[int] = field(default_factory=set)
+    """Columns of the routers that it has called."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The pass that a router's call belongs to."""
+    """The pass of a block that a router's call belongs to."""
 
-    micro: int | None
-    """Micro-batch of the open block; None for a pass outside blocks."""
+    session: Session
+    micro: int
     first: bool
-    """True for a forward pass, False for a recomputation."""
+    """True in the forward pass, False in a recomputation."""
     checkpointed: bool
-    """Whether the layer may be recomputed from this pass."""
+    """Whether the router may be recomputed from this call."""
+
+
+@dataclass(eq=False, slots=True)
+class _Region:
+    """What ran first in a region that may be recomputed."""
+
+    inside: list[Pass] = field(default_factory=list)
+    """Passes that the region is a part of."""
+    begun: list[Pass] = field(default_factory=list)
+    """Passes that are a part of the region."""
+    repeated: tuple[int, int] = (-1, 0)
+    """(graph task of the current recomputation, passes that have begun in it)."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Running:
+    """A call of a module that is on the stack of a thread."""
+
+    of: Pass
+    first: bool
+    module: torch.nn.Module
+    around: list[Any]
+    """Regions that were entered before."""
+    thread: int = field(default_factory=get_ident)
 
 
 class PassLog:
-    """The passes of one router. A newer RoutingReplay of the same model takes it over."""
+    """The passes of one model. A newer RoutingReplay of the model takes it over."""
 
-    def __init__(self, layer: int) -> None:
-        self.layer = layer
-        self.forwarded = 0
-        """Forward passes in the open block."""
-        self._block: Block | None = None
-        self._marks: list[int] = []  # node number at each pass of the block, ascending
-        self._micros: list[int | None] = []  # micro-batch of each of those passes; None if it had a graph
-        self._frames: WeakKeyDictionary[Any, tuple[Block, list[int]]] = WeakKeyDictionary()
-        self._closed: deque[tuple[int, int]] = deque(maxlen=KEPT_BLOCKS)
-        self._forgotten = 0  # nodes below may be of a block that has left _closed
-        self._threads: set[int] = set()  # where passes outside blocks may have left checkpoints
-        self._region: tuple[object, int] = (None, 0)  # (the current recomputation, the router's calls in it so far)
+    def __init__(self) -> None:
+        self._blocks: dict[int, Block] = {}  # by thread
+        self._running: dict[FrameType, _Running] = {}
+        self._regions: WeakKeyDictionary[Any, _Region] = WeakKeyDictionary()
+        self._lost_region = False  # whether a pass of a block was in an autograd function that hides its context
 
-    def open(self, block: Block) -> None:
-        """Start a block: forward passes are numbered from 0."""
-        self._block, self.forwarded = block, 0
-        self._marks, self._micros = [], []
+    @property
+    def is_open(self) -> bool:
+        """Whether any thread has an open block."""
+        return bool(self._blocks)
 
-    def close(self) -> None:
-        """End the block: recomputations of its passes are refused from now on."""
-        assert self._block is not None
-        if len(self._closed) == KEPT_BLOCKS:
-            self._forgotten = max(self._forgotten, self._closed[0][1])
-        elsewhere = threading.get_ident() != self._block.thread
-        self._closed.append((self._block.opened, sys.maxsize if elsewhere else _autograd._get_sequence_nr()))
-        self._block = None
+    @property
+    def is_watching(self) -> bool:
+        """Whether a pass may matter: a block is open, or graphs of one are left."""
+        return bool(self._blocks or self._regions or self._lost_region)
 
-    def take_over(self) -> PassLog:
-        """This log for a newer RoutingReplay. Making one declares that other threads are done."""
-        self._threads.clear()
-        return self
+    def open(self, session: Session) -> Block:
+        """Start a block of this thread. ReplayError if it has one."""
+        if get_ident() in self._blocks:
+            raise ReplayError("already recording or replaying; blocks do not nest")
+        return self._blocks.setdefault(get_ident(), Block(session))
 
-    def identify(self, training: bool) -> Call:
-        """Identify the current call; ``training`` is the module's mode. ReplayError if that is impossible."""
-        entered, recomputed = _checkpoint_frames()
-        first = recomputed is None and torch._C._current_graph_task_id() == -1
-        if recomputed is not None:
-            micro = self._micro_of_frame(recomputed)
-        elif first:
-            micro = None if self._block is None else self.forwarded
-            self.forwarded += 1
-        else:
-            micro = self._micro_of_node(torch._C._current_autograd_node())
-        self._keep(micro, first, entered, training)
-        return Call(micro, first, bool(entered) or (training and not torch.is_grad_enabled()))
+    def close(self, block: Block) -> None:
+        """End a block: recomputations of its passes are refused from now on."""
+        self._blocks = {thread: one for thread, one in self._blocks.items() if one is not block}
+        self._running = {frame: one for frame, one in self._running.items() if one.of.block is not block}
+        block.session = None
+        block.carried.clear()
 
-    def _keep(self, micro: int | None, first: bool, entered: list[object], training: bool) -> None:
-        without_graph = not torch.is_grad_enabled()
-        if micro is None or self._block is None:
-            if without_graph and training:
-                self._threads.add(threading.get_ident())
+    def enter(self, module: torch.nn.Module, chunk: int) -> None:
+        """A pass of a chunk begins, or begins again in a recomputation; called by a hook of the module."""
+        block = self._blocks.get(get_ident())
+        frame = _frame_of_call()
+        running, region, around = self._find_context(frame)
+        new, first = Pass(chunk, -1, None), True  # a probe
+        if region is not None:
+            remembered = self._recall(region)
+            if remembered is not None and not remembered.inside:
+                new, first = self._repeat(remembered), False
+        elif running is None and block is None:
+            self._count_elsewhere()
             return
-        for frame in entered:
-            self._frames.setdefault(frame, (self._block, []))[1].append(micro)
-        if without_graph and threading.get_ident() != self._block.thread:
-            raise self._unknown_pass("the pass runs on another thread than the block was opened on")
-        if (first or without_graph) and threading.get_ident() == self._block.thread:
-            self._marks.append(_autograd._get_sequence_nr())
-            self._micros.append(micro if without_graph else None)
+        elif running is None and block is not None:
+            if torch._C._current_graph_task_id() != -1:
+                self._refuse(_NO_REGION)
+            new = block.start(chunk, False, bool(around))
+        if new.block is not None:
+            for one in around:
+                self._remember(one).begun.append(new)
+        self._running[frame] = _Running(new, first, module, around)
 
-    def _micro_of_frame(self, frame: object) -> int | None:
-        block, micros = self._frames.get(frame, (None, []))
-        if block is None:
-            return None
-        if block is not self._block:
-            raise self._unknown_pass("the block of its forward pass has closed")
-        return micros[self._calls_before((torch._C._current_graph_task_id(), id(frame)), len(micros))]
+    def enter_layer(self, module: torch.nn.Module, chunk: int, is_first: bool, hidden: object) -> None:
+        """A layer of a chunk is called; only layers that the caller runs by itself matter."""
+        block = self._blocks.get(get_ident())
+        if block is None or torch._C._current_graph_task_id() != -1 or self._is_in_pass():
+            return
+        before = block.carried.get(hidden) if isinstance(hidden, torch.Tensor) else None
+        if before is not None and before.chunk == chunk:
+            current = before
+        elif is_first:
+            current = block.start(chunk, True, False, None if before is None else before.micro)
+        else:
+            return  # its router says whether the pass is clear
+        frame = _frame_of_call()
+        _, _, around = self._find_context(frame)
+        for one in around:
+            self._remember(one).inside.append(current)
+        self._running[frame] = _Running(current, True, module, around)
 
-    def _micro_of_node(self, node: Any) -> int | None:
-        if not hasattr(node, "run_function"):
-            if self._block is None:
-                return None  # a forward pass started by a backward hook
-            raise self._unknown_pass(
-                "it runs inside a backward pass, and no known checkpoint started it (an autograd function with "
-                "run_function, as those of torch, Megatron and Transformer Engine)"
-            )
-        number, block = node._sequence_nr(), self._block
-        if block is not None and number >= block.opened:
-            if self._threads - {block.thread}:
-                raise self._unknown_pass(
-                    "earlier passes outside blocks ran on another thread; make a new RoutingReplay after them"
-                )
-            at = bisect_right(self._marks, number)
-            at += self._calls_before((torch._C._current_graph_task_id(), number), len(self._marks) - at)
-            if self._micros[at] is None:
-                raise self._unknown_pass("its checkpoint has no first pass without a graph")
-            return self._micros[at]
-        if number < self._forgotten or any(opened <= number < closed for opened, closed in self._closed):
-            raise self._unknown_pass("the block of its forward pass has closed")
+    def leave(self, module: torch.nn.Module, result: object) -> Pass | None:
+        """The call that ``enter`` or ``enter_layer`` announced is over; its pass, if this was a whole first one."""
+        frame = sys._getframe(2)
+        ended = self._running.pop(frame, None)
+        if ended is not None:
+            if ended.of.by_layers and ended.of.block is not None:
+                hidden = result[0] if isinstance(result, tuple) else result
+                if isinstance(hidden, torch.Tensor):
+                    ended.of.block.carried[hidden] = ended.of
+            return ended.of if ended.first and ended.of.block is not None else None
+        for frame, one in reversed(self._running.items()):  # after an exception
+            if one.module is module and one.thread == get_ident():
+                del self._running[frame]
+                if one.first and one.of.block is not None and not one.of.by_layers:
+                    one.of.block.passes.remove(one.of)  # its number is the next one's: a caller tries again
+                break
         return None
 
-    def _calls_before(self, region: object, most: int) -> int:
-        """How often this recomputation has called the router before: a region may contain two passes of it."""
-        calls = self._region[1] + 1 if self._region[0] == region else 0
-        self._region = (region, calls)
-        if calls >= most:
-            raise self._unknown_pass("the router was called more often than in the first pass")
-        return calls
+    def identify(self, hook: Hook) -> Call | None:
+        """The pass of the current call of a router; None if it routes natively. ReplayError if it cannot be known."""
+        block = self._blocks.get(get_ident())
+        if not self.is_watching:
+            return None
+        running, region, around = self._find_context(sys._getframe(1))
+        first = region is None and (running is None or running.first)
+        if running is not None:
+            current = running.of
+            if current.block is None or current.chunk != hook.chunk:
+                return None
+            around = [one for one in around if not any(one is other for other in running.around)]
+        elif region is not None:
+            remembered = self._recall(region)
+            if remembered is None:
+                return None
+            if len({id(one) for one in remembered.inside}) != 1:
+                self._refuse("several passes have a part in its checkpoint", hook)
+            current = remembered.inside[0]
+        elif block is None:
+            return None
+        elif torch._C._current_graph_task_id() != -1:
+            self._refuse(_NO_REGION, hook)
+        else:
+            current = self._continue(block, hook)
+        session = None if current.block is None else current.block.session
+        if session is None:
+            self._refuse("the block of its forward pass has closed", hook)
+        if first and hook.column in current.asked:
+            if current.has_graph and not torch.is_grad_enabled() and not around:
+                return None  # a probe of a layer
+            raise ReplayError(
+                f"layer {hook.layer}: its router was called twice in the forward pass of micro-batch {current.micro}; "
+                "run a probe of single layers outside the block, or the whole model"
+            )
+        if first:
+            current.asked.add(hook.column)
+        for one in around:
+            self._remember(one).inside.append(current)
+        return Call(session, current.micro, first, current.is_recomputable or bool(around and current.has_graph))
 
-    def _unknown_pass(self, why: str) -> ReplayError:
-        return ReplayError(
-            f"layer {self.layer}: recomputation of an unknown forward pass: {why}; run the backward pass inside the "
-            "same block as its forward pass, on the thread that opened it"
+    def _find_context(self, frame: FrameType | None) -> tuple[_Running | None, object, list[Any]]:
+        """(the running pass, or the region that is recomputed, whichever is inner; regions that were entered in it).
+
+        None stands in the list for an autograd function that hides its context.
+        """
+        running: _Running | None = None
+        recomputed: object = None
+        entered: list[Any] = _entered_checkpoints()
+        inner = frame
+        while frame is not None:
+            code = frame.f_code
+            if (running := self._running.get(frame)) is not None:
+                break
+            if code is _APPLY:
+                entered.append(_context_of(inner))
+            elif code in _BACKWARD:
+                recomputed = frame.f_locals["self"]
+                break
+            elif code.co_name == "unpack_hook" and code.co_filename == checkpoint.__file__:
+                recomputed = frame.f_locals["frame"]
+                break
+            inner, frame = frame, frame.f_back
+        return running, recomputed, entered
+
+    def _is_in_pass(self) -> bool:
+        return any(one.thread == get_ident() for one in self._running.values())
+
+    def _count_elsewhere(self) -> None:
+        for block in self._blocks.values():
+            block.elsewhere += 1
+
+    def _remember(self, region: Any) -> _Region:
+        if region is None:
+            self._lost_region = True
+            return _Region()
+        return self._regions.setdefault(region, _Region())
+
+    def _recall(self, region: Any) -> _Region | None:
+        """What a region remembers; None if it ran outside of blocks."""
+        remembered = self._regions.get(region)
+        if remembered is None and self._lost_region and isinstance(region, FunctionCtx):
+            self._refuse(_NO_REGION)
+        return remembered
+
+    def _repeat(self, region: _Region) -> Pass:
+        """The pass that begins again in a recomputation of a region."""
+        task = torch._C._current_graph_task_id()
+        number = region.repeated[1] if region.repeated[0] == task else 0
+        region.repeated = task, number + 1
+        if number >= len(region.begun):
+            self._refuse("the model was called more often than in the first pass")
+        return region.begun[number]
+
+    def _continue(self, block: Block, hook: Hook) -> Pass:
+        """The pass of a router that the caller calls by itself. ReplayError if several may be meant."""
+        flying = [
+            one for one in block.passes if one.by_layers and one.chunk == hook.chunk and hook.column not in one.asked
+        ]
+        if not flying and hook.is_first:
+            return block.start(hook.chunk, True)
+        if len(flying) != 1:
+            raise ReplayError(
+                f"layer {hook.layer}: called outside of a forward pass of the model, and it could belong to "
+                f"{len(flying)} micro-batches; give each layer the very tensor that the layer before returned, or call "
+                "the model for each micro-batch"
+            )
+        return flying[0]
+
+    def _refuse(self, why: str, hook: Hook | None = None) -> NoReturn:
+        raise ReplayError(
+            f"{'' if hook is None else f'layer {hook.layer}: '}recomputation of an unknown forward pass: {why}; run "
+            "the backward pass inside the same block as its forward pass"
         )
 
 
-def _checkpoint_frames() -> tuple[list[object], object]:
-    """(frames of the non-reentrant checkpoints in their first pass, the frame being recomputed or None).
+_NO_REGION = (
+    "it runs inside a backward pass, and no known checkpoint started it (torch's, or an autograd function whose "
+    "forward takes ctx)"
+)
+
+
+def _frame_of_call() -> FrameType:
+    """The frame of ``Module.__call__`` that runs the hook that calls the log."""
+    frame = sys._getframe(3)
+    if frame.f_code.co_filename != torch.nn.modules.module.__file__:
+        raise ReplayError(
+            "a compiled model hides its forward passes; in a block, call the module itself (compile its parts instead)"
+        )
+    return frame
+
+
+def _context_of(frame: FrameType | None) -> object:
+    """The ``ctx`` of an autograd function's forward, which may be decorated; None if it takes none."""
+    names = () if frame is None else frame.f_code.co_varnames[:1]
+    for name in names:
+        value = frame.f_locals.get(name)  # type: ignore[union-attr]
+        value = value[0] if isinstance(value, tuple) and value else value
+        return value if isinstance(value, FunctionCtx) else None
+    return None
+
+
+def _entered_checkpoints() -> list[Any]:
+    """The frames of the non-reentrant checkpoints in their first pass, up to one that is being recomputed.
 
     They are on torch's stack of hooks for saved tensors, possibly below others.
     """
     taken: list[tuple[Any, Any]] = []
-    entered: list[object] = []
-    recomputed = None
+    entered: list[Any] = []
+    is_again = False
     try:
-        while recomputed is None and (hooks := _top_hooks(True)) is not None:
+        while not is_again and (hooks := _top_hooks(True)) is not None:
             _autograd._pop_saved_tensors_default_hooks()
             taken.append(hooks)
-            frame, again = _frame_of(hooks[0])
-            if again:
-                recomputed = frame
-            elif frame is not None:
-                entered.append(frame)
+            frame, is_again = _frame_of(hooks[0])
+            entered += [] if frame is None else [frame]
     finally:
         for hooks in reversed(taken):
             _autograd._push_saved_tensors_default_hooks(*hooks)
-    return entered, recomputed
+    return entered
 
 
 def _frame_of(pack: Any) -> tuple[object, bool]:
-    """(frame of a hook for saved tensors or None, whether it is being recomputed)."""
+    """(frame of a hook for saved tensors in a first pass or None, whether it is of a recomputation)."""
     while hasattr(pack, "__wrapped__"):  # torch disables compilation by a wrapper
         pack = pack.__wrapped__
     names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
     if "target_frame_ref" in names:
-        return pack.__closure__[names.index("target_frame_ref")].cell_contents(), True
+        return None, True
     frame = pack.__closure__[names.index("frame")].cell_contents if "frame" in names else None
-    return (frame if isinstance(frame, _CheckpointFrame) else None), False
+    return (frame if isinstance(frame, checkpoint._CheckpointFrame) else None), False

@@ -9,16 +9,17 @@ gradients reach the router through them (Ma et al., arXiv 2510.11370; Zheng et a
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, get_args
+from threading import get_ident
+from typing import Any, NoReturn, get_args
 
 import torch
 
 from megarl.errors import ReplayError
 from megarl.megatron.distributed import cp_position, tp_position
 from megarl.megatron.replay.checks import check_chunks, check_routers, check_routes, find_routers, find_untraced_routers
-from megarl.megatron.replay.hooks import AuxLoss, Bystander, Hook, count_dispatched, count_natively, tap_inputs
+from megarl.megatron.replay.hooks import AuxLoss, Bystander, Hook, count_dispatched, count_natively, tap
 from megarl.megatron.replay.layout import local_rows
-from megarl.megatron.replay.pass_log import Block
+from megarl.megatron.replay.pass_log import PassLog
 from megarl.megatron.replay.records import MicroRoutes, Recording
 from megarl.megatron.replay.sessions import Recorder, Replayer
 from megarl.megatron.versions import unwrap
@@ -70,23 +71,28 @@ class RoutingReplay:
         self.shape = MoeShape.of_megatron(self._config)
         """Of the whole model's routes."""
         check_routers([router for of_chunk in routers for router in of_chunk])
-        for chunk, of_chunk in zip(chunks, routers, strict=True):
-            hooks = [self._attach(router, aux_loss) for router in of_chunk]
-            if hooks:
-                hooks[0].tap = tap_inputs(chunk, hooks[0])
+        known = [router.router_replay for of_chunk in routers for router in of_chunk]
+        log = next((hook.log for hook in known if isinstance(hook, Hook)), None)
+        self._log = PassLog() if log is None else log  # of an earlier RoutingReplay, whose graphs may be left
+        for index, (chunk, of_chunk) in enumerate(zip(chunks, routers, strict=True)):
+            for place, router in enumerate(of_chunk):
+                self._attach(router, aux_loss, index, place == 0)
+                if place == 0:
+                    self._hooks[-1].taps = tap(chunk, index, self._log)
             self._bystanders += [(router, Bystander()) for router in find_untraced_routers(chunk)]
         for router, bystander in self._bystanders:
             router.router_replay = bystander
 
-    def _attach(self, router: Any, aux_loss: AuxLoss) -> Hook:
-        older = router.router_replay if isinstance(router.router_replay, Hook) else None
-        if older is not None and older.tap is not None:
-            older.tap.remove()
-        hook = Hook(router, len(self._hooks), None if older is None else older.log)
+    def __reduce__(self) -> NoReturn:
+        raise ReplayError("a RoutingReplay is not copied: a copy of its model routes natively, and takes a new one")
+
+    def _attach(self, router: Any, aux_loss: AuxLoss, chunk: int, is_first: bool) -> None:
+        if isinstance(router.router_replay, Hook):
+            router.router_replay.remove_taps()
+        hook = Hook(router, len(self._hooks), self._log, chunk, is_first)
         router.router_replay = hook
         count_dispatched(router, hook, aux_loss)
         self._hooks.append(hook)
-        return hook
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -114,12 +120,10 @@ class RoutingReplay:
 
     def detach(self) -> None:
         """Remove this object's hooks, when no autograd graph of a block is left; those of a newer object stay."""
+        if self._log.is_open:
+            raise ReplayError("recording or replaying; detach after the block has closed")
         for hook in self._hooks:
-            if hook.session is not None:
-                raise ReplayError(f"layer {hook.layer}: recording or replaying; detach after the block has closed")
-        for hook in self._hooks:
-            if hook.tap is not None:
-                hook.tap.remove()
+            hook.remove_taps()
             if hook.router.router_replay is hook:
                 hook.router.router_replay = None
                 count_natively(hook.router)
@@ -134,7 +138,7 @@ class RoutingReplay:
         compared: routes of the same micro-batches; ``recording.shared`` counts the experts that they share with the
         choice. keep: False keeps these counts only.
         """
-        others = None if compared is None else self._check(compared, contents=False)
+        others = None if compared is None else self._check(compared, recorded=True)
         with self._open(Recorder(self._hooks, keep, others)) as recording:
             yield recording
 
@@ -154,40 +158,36 @@ class RoutingReplay:
         observe: the Recording also has the routers' own choice. compared: other routes of the same micro-batches; the
         Recording counts the experts that they share with those in use, and with the routers' own choice.
         """
-        checked = self._check(routes, contents=not isinstance(routes, Recording))
+        checked = self._check(routes, recorded=isinstance(routes, Recording))
         others = None
         if compared is not None:
-            others = checked if compared is routes else self._check(compared, contents=False)
+            others = checked if compared is routes else self._check(compared, recorded=True)
         limit = self._min_agreement if min_agreement is None else _check_agreement(min_agreement)
         with self._open(Replayer(checked, self._hooks, observe, others, limit)) as recording:
             yield recording
 
-    def _check(self, routes: Routes, contents: bool) -> list[MicroRoutes]:
+    def _check(self, routes: Routes, recorded: bool) -> list[MicroRoutes]:
         entries = routes.routes if isinstance(routes, Recording) else routes
         if isinstance(entries, (MicroRoutes, torch.Tensor)):
             raise ReplayError(f"routes are one {type(entries).__name__}, expected a list with one per micro-batch")
-        return [check_routes(f"micro-batch {i}", one, self._hooks, contents) for i, one in enumerate(entries)]
+        return [check_routes(f"micro-batch {i}", one, self._hooks, recorded) for i, one in enumerate(entries)]
 
     @contextmanager
     def _open(self, session: Recorder | Replayer) -> Iterator[Recording]:
         for hook in self._hooks:
             if hook.router.router_replay is not hook:
                 raise ReplayError(f"layer {hook.layer}: the router's hook was replaced; use the newest RoutingReplay")
-            if hook.session is not None:
-                raise ReplayError(f"layer {hook.layer}: already recording or replaying; blocks do not nest")
-        block, recording = Block(), Recording()
-        for hook in self._hooks:
-            hook.begin(session, block)
+        block, recording = self._log.open(session), Recording()
         bystanders = [bystander for _, bystander in self._bystanders]
         before = sum(bystander.rows for bystander in bystanders)
         try:
             yield recording
-            session.close(self._hooks, recording)
-            block.check_thread()
+            session.close(self._hooks, block, recording)
         finally:
             recording.untraced_rows = sum(bystander.rows for bystander in bystanders) - before
+            self._log.close(block)
             for hook in self._hooks:
-                hook.end()
+                hook.dispatched.pop(get_ident(), None)
 
 
 def _check_agreement(value: float) -> float:

@@ -1,7 +1,8 @@
 """What answers the routers while a block is open: ``Recorder`` keeps their choice, ``Replayer`` gives them routes.
 
 A router call does not synchronise host and device. The routes of a micro-batch go to the device in one copy, stored
-layer by layer, and stay there until its last recomputation. Counts are read when the block closes.
+layer by layer, and stay there until its last recomputation. Counts are read when the block closes. Everything is kept
+by micro-batch, because passes may overtake each other.
 """
 
 from collections import defaultdict
@@ -13,24 +14,38 @@ from megarl.core.devices import to_device
 from megarl.errors import ReplayError
 from megarl.megatron.replay.agreement import check_agreement, check_tokens, sample_rows
 from megarl.megatron.replay.hooks import Hook, Question
-from megarl.megatron.replay.pass_log import Call
+from megarl.megatron.replay.pass_log import Block, Call
 from megarl.megatron.replay.records import MicroRoutes, Recording
 
 Routes = Sequence[MicroRoutes]
-Columns = defaultdict[Hook, list[torch.Tensor]]
+Columns = defaultdict[Hook, dict[int, torch.Tensor]]
 """For each router, one tensor per micro-batch."""
 
 
-def _stack(columns: Columns, hooks: Sequence[Hook]) -> list[torch.Tensor]:
+def _stack(columns: Columns, hooks: Sequence[Hook], block: Block) -> list[torch.Tensor]:
     """Per micro-batch [T_local, L_local, ...]; ReplayError if the routers saw different numbers of them."""
-    counts = {hook.layer: len(columns[hook]) for hook in hooks}
-    if len(set(counts.values())) > 1:
+    if not columns:
+        return []
+    seen = {hook.layer: block.micros_of(hook.column) for hook in hooks}
+    if len({frozenset(micros) for micros in seen.values()}) > 1:
+        counts = {layer: len(micros) for layer, micros in seen.items()}
         raise ReplayError(
             f"routers saw different numbers of micro-batches, by layer {counts}; expected equal numbers. Likely a "
             "layer was skipped; run whole forward passes in the block"
         )
     # Stored layer by layer, because a replay reads one layer at a time.
-    return [torch.stack(of_micro).transpose(0, 1) for of_micro in zip(*(columns[hook] for hook in hooks), strict=True)]
+    micros = sorted(seen[hooks[0].layer])
+    return [torch.stack([columns[hook][micro] for hook in hooks]).transpose(0, 1) for micro in micros]
+
+
+def _explain_few(block: Block) -> str:
+    """Why a block has fewer passes than its caller thinks."""
+    if block.elsewhere:
+        return (
+            f"{block.elsewhere} forward passes ran on other threads, which have no block, and routed natively; open "
+            "the block on the thread that runs the passes"
+        )
+    return "Likely this router was bypassed, or the block closed too early; close it after the last forward pass"
 
 
 def _count_shared(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -51,7 +66,7 @@ class _Table:
         self.asked = to_device(torch.cat(asked), device) if asked else nothing
         """int64, the rows for which the router's own choice is computed: absent ones, then sampled ones."""
         by_layer = routes.experts.transpose(0, 1)
-        # Always a copy: absent rows are filled in, and the caller may reuse its memory.
+        # Always a copy, because absent rows are filled in, and a Recording may be overwritten.
         owned = torch.empty(by_layer.shape, dtype=dtype, device=by_layer.device).copy_(by_layer)
         self.experts = to_device(owned, device)
         """[L_local, T_local, K], narrow."""
@@ -65,6 +80,7 @@ class _Rows:
 
     def __init__(self, routes: Sequence[MicroRoutes], num_hooks: int, sampled: Sequence[torch.Tensor] = ()) -> None:
         self.routes, self._num_hooks, self._sampled = routes, num_hooks, sampled
+        self._versions = [_version(micro.experts) for micro in routes]
         self._tables: dict[int, _Table] = {}
 
     def of(self, hook: Hook, micro: int, kind: str, scores: torch.Tensor) -> _Table:
@@ -83,6 +99,11 @@ class _Rows:
                 "lists the rows of each layout"
             )
         if micro not in self._tables:
+            if _version(self.routes[micro].experts) != self._versions[micro]:
+                raise ReplayError(
+                    f"layer {hook.layer}, {kind} of micro-batch {micro}: its recorded routes were overwritten after "
+                    "the block opened; leave a Recording alone, or give replay() a list, which is copied"
+                )
             sampled = self._sampled[micro] if self._sampled else None
             self._tables[micro] = _Table(self.routes[micro], sampled, hook.dtype, scores.device)
             if kind == "recomputation":  # after the table was freed: assume that all routers are recomputed
@@ -92,16 +113,20 @@ class _Rows:
     def take_once(self, hook: Hook, micro: int, kind: str, scores: torch.Tensor) -> torch.Tensor:
         """int64 [T_local, K] of one router, read once per forward pass."""
         experts = self.of(hook, micro, kind, scores).experts[hook.column].long()
-        self.finish(micro, Call(micro, first=True, checkpointed=False))
+        self.finish(micro, first=True, checkpointed=False)
         return experts
 
-    def finish(self, micro: int, call: Call) -> None:
+    def finish(self, micro: int, first: bool, checkpointed: bool) -> None:
         """Free the table once all routers have used it and no recomputation will."""
         table = self._tables[micro]
-        table.forwarded += call.first
-        table.awaited += call.checkpointed if call.first else -1
+        table.forwarded += first
+        table.awaited += checkpointed if first else -1
         if table.forwarded >= self._num_hooks and table.awaited <= 0:
             del self._tables[micro]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Recorder:
@@ -110,30 +135,31 @@ class Recorder:
     replays = False
 
     def __init__(self, hooks: Sequence[Hook], keep: bool, compared: Sequence[MicroRoutes] | None) -> None:
-        self._kept = Columns(list) if keep else None
-        self._shared = Columns(list)
+        self._kept = Columns(dict) if keep else None
+        self._shared = Columns(dict)
         self._compared = None if compared is None else _Rows(compared, len(hooks))
         self.tokens: dict[int, torch.Tensor] = {}
 
     def choose(self, hook: Hook, call: Call, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
-        assert call.micro is not None
         if not call.first and self._kept is not None:
             return question.at(self._kept[hook][call.micro].long())
         experts = question.preferred()
         if call.first and self._kept is not None:
-            self._kept[hook].append(experts.to(hook.dtype))
+            self._kept[hook][call.micro] = experts.to(hook.dtype)
         if call.first and self._compared is not None:
             others = self._compared.take_once(hook, call.micro, "forward", question.scores)
-            self._shared[hook].append(_count_shared(experts, others))
+            self._shared[hook][call.micro] = _count_shared(experts, others)
         return question.at(experts)
 
-    def close(self, hooks: Sequence[Hook], recording: Recording) -> None:
+    def close(self, hooks: Sequence[Hook], block: Block, recording: Recording) -> None:
+        if block.elsewhere and not block.passes:
+            raise ReplayError(f"nothing was recorded: {_explain_few(block)}")
         if self._kept is not None:
-            for micro, experts in enumerate(_stack(self._kept, hooks)):
+            for micro, experts in enumerate(_stack(self._kept, hooks, block)):
                 ids = self.tokens.get(micro)
                 fits = ids is not None and len(ids) == len(experts)
                 recording.routes.append(MicroRoutes(experts, None, ids if fits else None))
-        recording.shared = _stack(self._shared, hooks)
+        recording.shared = _stack(self._shared, hooks, block)
 
 
 class Replayer:
@@ -147,17 +173,16 @@ class Replayer:
         self._min_agreement = min_agreement
         self._sampled = [sample_rows(micro) for micro in routes] if min_agreement > 0 else []
         self._rows = _Rows(routes, len(hooks), self._sampled)
-        self._own = Columns(list)  # the routers' own choice in the sampled rows
+        self._own = Columns(dict)  # the routers' own choice in the sampled rows
         self._fills: dict[tuple[int, int], torch.Tensor] = {}  # the same in absent rows, by (micro-batch, column)
-        self._native = Columns(list) if observe else None
-        self._shared, self._native_shared = Columns(list), Columns(list)
+        self._native = Columns(dict) if observe else None
+        self._shared, self._native_shared = Columns(dict), Columns(dict)
         # If the replayed routes are compared with themselves, they need no second copy on the device.
         same = compared is routes
         self._compared = None if compared is None else self._rows if same else _Rows(compared, len(hooks))
         self.tokens: dict[int, torch.Tensor] = {}
 
     def choose(self, hook: Hook, call: Call, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
-        assert call.micro is not None
         table = self._rows.of(hook, call.micro, "forward" if call.first else "recomputation", question.scores)
         compares = call.first and (self._native is not None or self._compared is not None)
         if compares:
@@ -166,14 +191,13 @@ class Replayer:
         experts = table.experts[hook.column].long()
         if compares:
             self._compare(hook, call.micro, experts, question)
-        self._rows.finish(call.micro, call)
+        self._rows.finish(call.micro, call.first, call.checkpointed)
         return question.at(experts)
 
     def _ask_router(self, hook: Hook, call: Call, table: _Table, question: Question) -> None:
         """In the first pass, compute the router's choice for absent and sampled rows. Fill the absent ones."""
-        assert call.micro is not None
         key = call.micro, hook.column
-        asks = table.num_absent > 0 and key not in self._fills
+        asks = table.num_absent > 0 and (call.first or key not in self._fills)
         samples = call.first and bool(self._sampled)
         if asks or samples:
             rows = table.asked if samples else table.asked[: table.num_absent]
@@ -181,39 +205,41 @@ class Replayer:
             if asks:
                 self._fills[key] = own[: table.num_absent]
             if samples:
-                self._own[hook].append(own[table.num_absent :])
-        if table.num_absent and hook.column not in table.filled:
+                self._own[hook][call.micro] = own[table.num_absent :]
+        if table.num_absent and (call.first or hook.column not in table.filled):
             table.experts[hook.column].index_copy_(0, table.asked[: table.num_absent], self._fills[key])
             table.filled.add(hook.column)
 
     def _compare(self, hook: Hook, micro: int, experts: torch.Tensor, question: Question) -> None:
         preferred = question.preferred()
         if self._native is not None:
-            self._native[hook].append(preferred.to(hook.dtype))
+            self._native[hook][micro] = preferred.to(hook.dtype)
         if self._compared is None:
             return
         same = self._compared is self._rows
         others = experts if same else self._compared.take_once(hook, micro, "comparison", question.scores)
-        self._shared[hook].append(_count_shared(experts, others))
-        self._native_shared[hook].append(_count_shared(preferred, others))
+        self._shared[hook][micro] = _count_shared(experts, others)
+        self._native_shared[hook][micro] = _count_shared(preferred, others)
 
-    def close(self, hooks: Sequence[Hook], recording: Recording) -> None:
+    def close(self, hooks: Sequence[Hook], block: Block, recording: Recording) -> None:
         routes = self._rows.routes
         for hook in hooks:
-            if hook.log.forwarded != len(routes):
+            used = len(block.micros_of(hook.column))
+            if used != len(routes):
                 raise ReplayError(
-                    f"layer {hook.layer}: {hook.log.forwarded} forward passes used the routes of {len(routes)} "
-                    "micro-batches; each must be used once. Likely this router was bypassed, or the block closed too "
-                    "early; close it after the last forward pass"
+                    f"layer {hook.layer}: {used} forward passes used the routes of {len(routes)} "
+                    f"micro-batches; each must be used once. {_explain_few(block)}"
                 )
         recording.compared_tokens = check_tokens(routes, self.tokens)
-        recording.shared, recording.native_shared = _stack(self._shared, hooks), _stack(self._native_shared, hooks)
+        recording.shared, recording.native_shared = (
+            _stack(one, hooks, block) for one in (self._shared, self._native_shared)
+        )
         absent = sum(int((~micro.present).sum()) for micro in routes if micro.present is not None)
         recording.native_rows = len(hooks) * absent
         if self._native is not None:
-            recording.native = [MicroRoutes(experts) for experts in _stack(self._native, hooks)]
+            recording.native = [MicroRoutes(experts) for experts in _stack(self._native, hooks, block)]
         if self._sampled and hooks:  # last, because a caller may go on after an AgreementError
-            own, layers = _stack(self._own, hooks), [hook.layer for hook in hooks]
+            own, layers = _stack(self._own, hooks, block), [hook.layer for hook in hooks]
             recording.agreement = check_agreement(
                 routes, self._sampled, own, layers, hooks[0].num_experts, self._min_agreement
             )
