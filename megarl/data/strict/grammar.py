@@ -7,20 +7,20 @@ Sizes are bounded, so that no answer takes long.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import sympy
 from sympy import E, I, Integer, Mul, Rational, S, Symbol, pi
 
-from megarl.data.strict_text import CLOSING, CURRENCIES, SCALES, UnreadableError, name_unit
+from megarl.data.strict.items import Collection, Item, relate, require_number
+from megarl.data.strict.text import CLOSING, CURRENCIES, SCALES, UnreadableError, name_unit
 
 _MAX_DEPTH = 30
 _MAX_BITS = 20_000
 _MAX_ROOT_BITS = 512
 _MAX_COUNT = 2000
 RELATIONS = {"=", "<", ">", r"\le", r"\ge", r"\ne", r"\in", r"\approx", r"\equiv"}
-_FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 _CONSTANTS = {r"\pi": pi, "e": E, "i": I}
 _FUNCTIONS: dict[str, Any] = {
     **{
@@ -35,30 +35,6 @@ _VARIABLE = re.compile(
     r"sigma|tau|(?:var)?phi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Sigma|Phi|Psi|Omega|infty|ell)"
 )
 _FACTOR = re.compile(rf"\(|\\(?:frac|sqrt|pi)|{_VARIABLE.pattern}|{'|'.join(map(re.escape, _FUNCTIONS))}")
-
-
-@dataclass(frozen=True, slots=True)
-class Collection:
-    kind: str
-    """Its brackets; "{}" has no order; "matrix" of rows of kind "row"; "union"."""
-    items: tuple["Item", ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Relation:
-    kind: str
-    difference: Any
-    """Left side minus right side, of which the right one is the larger."""
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    value: Any
-    """An expression of sympy, a Collection or a Relation."""
-    name: str = ""
-    """The variable that has the value: x in x = 5."""
-    unit: str = ""
-    """With its currency, percent or degree sign."""
 
 
 class Reader:
@@ -120,7 +96,7 @@ class Reader:
             units |= {unit} - {""}
         if len(units) > 1 or (name and relations):
             raise UnreadableError(f"the units {units}, the relations {relations}")
-        item = _relate(sides, relations)
+        item = relate(sides, relations)
         return replace(item, name=name or item.name, unit="".join(units))
 
     def _side(self) -> tuple[Any, str]:
@@ -134,7 +110,7 @@ class Reader:
         self._mark("cancelled", not isinstance(parts[0], Collection) and self._symbols - parts[0].free_symbols)
         self._symbols |= outer
         value = parts[0] if len(parts) == 1 else Collection("union", tuple(map(Item, parts)))
-        value = -_number(value) if sign else value
+        value = -require_number(value) if sign else value
         begin = self._at
         if self._next().startswith(r"\text") or self._next() in (r"\%", r"\pmod", *CURRENCIES) or self._is_degree():
             while self._next() not in ("", ",", ";", ")", "]", r"\}", "&", r"\\", *RELATIONS):
@@ -142,7 +118,7 @@ class Reader:
         unit = " ".join(self._tokens[begin : self._at])
         for word, exponent in SCALES.items():
             if word in unit:
-                value = _number(value) * 10**exponent
+                value = require_number(value) * 10**exponent
         units = name_unit(unit), name_unit(currency)
         return value, units[0] if not currency or units[0] == units[1] else " ".join(reversed(units)).strip()
 
@@ -155,10 +131,10 @@ class Reader:
             sign = self._next(-1) if self._take("+", "-") else ""
             term = self._product()
             if sign == "-":
-                self._mark("sum", _number(term).is_negative and term.is_number)
+                self._mark("sum", require_number(term).is_negative and term.is_number)
                 term = -term
             terms.append(term)
-        numbers = [term for term in terms if len(terms) > 1 and _number(term).is_number]
+        numbers = [term for term in terms if len(terms) > 1 and require_number(term).is_number]
         total = sympy.Add(*numbers)
         self._mark(
             "sum", len(_parts(total, sympy.Add)) < sum(len(_parts(number, sympy.Add) or [0]) for number in numbers)
@@ -184,7 +160,7 @@ class Reader:
                 return value
 
     def _multiply(self, left: Any, right: Any) -> Any:
-        product = _number(left) * _number(right)
+        product = require_number(left) * require_number(right)
         if left.is_number and right.is_number:
             (a, left_factors), (b, right_factors) = map(_factors, (left, right))
             combined = len(_factors(left_factors * right_factors)[1].args or [0])
@@ -196,9 +172,9 @@ class Reader:
         return product
 
     def _divide(self, left: Any, right: Any) -> Any:
-        if _number(right) == 0:
+        if require_number(right) == 0:
             raise UnreadableError("division by 0")
-        if _number(left).is_number and right.is_number:
+        if require_number(left).is_number and right.is_number:
             (a, left_factors), (b, right_factors) = map(_factors, (left, right))
             ratio = left_factors / right_factors
             is_open = not (a.is_Integer and b.is_Integer) or (abs(b) != 1 and a % b == 0) or right_factors.is_Add
@@ -225,11 +201,11 @@ class Reader:
                 if not self._in_function:
                     return value
                 self._at += 2 if self._next(1) == r"\circ" else 4
-                value = _number(value) * pi / 180
+                value = require_number(value) * pi / 180
             elif self._take("^"):
-                return self._raise(_number(value), self._argument())
+                return self._raise(require_number(value), self._argument())
             elif self._take("!"):
-                if _number(value).is_number and not (value.is_Integer and 0 <= value <= _MAX_COUNT):
+                if require_number(value).is_number and not (value.is_Integer and 0 <= value <= _MAX_COUNT):
                     raise UnreadableError("a factorial out of bounds")
                 self._mark("!", value.is_number)
                 value = sympy.factorial(value)
@@ -258,9 +234,10 @@ class Reader:
         if self._take("{"):
             value = self._sum()
             self._require("}")
-            return _number(value)
-        sign = -1 if self._take("-") else 1
-        return sign * _number(self._primary())
+            return require_number(value)
+        is_negative = self._take("-")
+        value = require_number(self._primary())
+        return -value if is_negative else value
 
     def _digit_or_group(self) -> Any:
         if len(token := self._next()) > 1 and token.isdigit():  # \frac12
@@ -293,12 +270,12 @@ class Reader:
             return self._divide(self._digit_or_group(), self._digit_or_group())
         if token == r"\sqrt":
             degree = self._argument_in_brackets() if self._take("[") else Integer(2)
-            radicand = self._digit_or_group()
+            radicand: Any = self._digit_or_group()
             if radicand.is_negative and degree.is_Integer and degree % 2:
                 return -self._raise(-radicand, 1 / degree)
             return self._raise(radicand, 1 / degree)
         if token == "|":
-            value = _number(self._sum())
+            value = require_number(self._sum())
             self._require("|")
             self._mark("abs", value.is_number)
             return sympy.Abs(value)
@@ -332,9 +309,9 @@ class Reader:
         exponent = self._argument() if self._take("^") else S.One
         was_in_function, self._in_function = self._in_function, True
         is_bracket = self._next() == "("
-        argument = self._argument() if self._next() == "{" else _number(self._power())
+        argument = self._argument() if self._next() == "{" else require_number(self._power())
         while not is_bracket and _FACTOR.fullmatch(self._next()) and self._next() not in ("(", *_FUNCTIONS):
-            argument = self._multiply(argument, _number(self._power()))
+            argument = self._multiply(argument, require_number(self._power()))
         self._in_function = was_in_function
         if exponent == -1 and name.replace("\\", "\\arc") in _FUNCTIONS:
             name, exponent = name.replace("\\", "\\arc"), S.One
@@ -358,18 +335,12 @@ class Reader:
     def _matrix(self, end: str) -> Collection:
         rows: list[list[Item]] = [[]]
         while True:
-            rows[-1].append(Item(_number(self._sum())))
+            rows[-1].append(Item(require_number(self._sum())))
             if not self._take("&"):
                 if not self._take(r"\\") or self._next() == end:
                     self._require(end)
                     return Collection("matrix", tuple(Item(Collection("row", tuple(row))) for row in rows))
                 rows.append([])
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, Collection | Relation):
-        raise UnreadableError("a list in a formula")
-    return value
 
 
 def _parts(value: Any, kind: Any = Mul) -> list[Any]:
@@ -394,40 +365,3 @@ def _read_number(token: str) -> Any:
         period = re.sub(r"\D", "", tail[0])
         value += Rational(int(period), (10 ** len(period) - 1) * 10 ** len(head.partition(".")[2]))
     return value * Integer(10) ** int(exponent or 0)
-
-
-def _relate(sides: Sequence[Any], relations: Sequence[str]) -> Item:
-    """Return what relations say: a value with a name, an interval, or a relation of two expressions."""
-    if not relations:
-        return Item(sides[0])
-    if relations[0] in (">", r"\ge"):
-        sides, relations = sides[::-1], [_FLIPPED.get(relation, relation) for relation in relations[::-1]]
-    if len(relations) == 2 and {*relations} <= {"<", r"\le"} and (name := _symbol(sides[1])):
-        return Item(_interval(sides[0], relations[0], sides[2], relations[1]), name)
-    if len(relations) != 1:
-        raise UnreadableError("a chain of relations")
-    relation, (left, right) = relations[0], sides
-    if relation in ("=", r"\equiv") and not _symbol(left):
-        left, right = right, left
-    if relation in ("=", r"\equiv", r"\in") and (name := _symbol(left)):
-        if isinstance(right, Collection) or name not in map(str, right.free_symbols):
-            return Item(right, name)
-    infinity = Symbol(r"\infty", real=True)
-    if relation in _FLIPPED and (name := _symbol(left)) and _number(right).is_number:
-        return Item(_interval(-infinity, "<", right, relation), name)
-    if relation in _FLIPPED and (name := _symbol(right)) and _number(left).is_number:
-        return Item(_interval(left, relation, infinity, "<"), name)
-    return Item(Relation(relation, _number(left) - _number(right)))
-
-
-def _interval(low: Any, below: str, high: Any, above: str) -> Collection:
-    kind = ("(" if below == "<" else "[") + (")" if above == "<" else "]")
-    return Collection(kind, (Item(_number(low)), Item(_number(high))))
-
-
-def _symbol(side: Any) -> str:
-    """Return the name of a side that is a single variable, or a pair of such; else nothing."""
-    if isinstance(side, Collection):
-        names = [_symbol(item.value) for item in side.items]
-        return f"({','.join(names)})" if side.kind == "()" and all(names) else ""
-    return str(side) if getattr(side, "is_Symbol", False) else ""

@@ -54,7 +54,6 @@ _UNITS = {
     "gram": "g", "meter": "m", "metre": "m", "liter": "l", "litre": "l", "L": "l", "pound": "lb", "per": "/",
     "square": "sq", "squared": "2",
 }  # fmt: skip
-_PREFIXES = (("kilo", "k"), ("centi", "c"), ("milli", "m"), ("", ""))
 
 
 class UnreadableError(ValueError):
@@ -114,8 +113,8 @@ def name_unit(text: str) -> str:
     for word in re.findall(r"[^\W\d_]+|\d+|[^\s\\{}^.]", text.replace(r"\circ", "degree").replace(r"\text", " ")):
         single = word.removesuffix("s") if len(word) > 3 else word
         if single not in SCALES:
-            begin, short = next(pair for pair in _PREFIXES if single.startswith(pair[0]) and single[len(pair[0]) :])
-            names.append(short + _UNITS.get(stem, stem))
+            prefix, stem = re.findall("^(kilo|centi|milli|)(.+)", single)[0]
+            names.append(prefix[:1] + _UNITS.get(stem, stem))
     if names[:1] in (["sq"], ["cubic"]):
         names = [*names[1:2], "2" if names[0] == "sq" else "3", *names[2:]]
     return " ".join(names)
