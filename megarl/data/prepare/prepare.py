@@ -211,7 +211,11 @@ def prepare_and_show(asked: Data) -> None:
         print(printable(f"{path}: {counts[key]} prompts"))
     if asked.reward != "exact_match":
         is_here = importlib.util.find_spec("math_verify") is not None
-        told = count_unreadable(written.values(), asked.reward) if is_here else "answers were not tried: pip install math-verify"
+        told = (
+            count_unreadable(written.values(), asked.reward)
+            if is_here
+            else "answers were not tried: pip install math-verify"
+        )
         print(printable(told))
     lines = [f"{key} = {json.dumps(str(path), ensure_ascii=False)}" for key, path in written.items()]
     if arguments := _read_arguments(asked):
