@@ -67,8 +67,8 @@ def is_right(key: Key, response: str) -> bool:
         for items, forms in map(_read, readings):
             if forms <= key.forms and are_equal_lists(*as_equations(key.items, items)):
                 return True
-    except UnreadableError:
-        pass
+    except Exception:  # besides UnreadableError, sympy raises many types; what cannot be compared is no answer
+        return False
     return False
 
 
@@ -79,6 +79,10 @@ def _read(text: str) -> tuple[tuple[Item, ...], frozenset[str]]:
     forms: frozenset[str] = frozenset()
     for signs in _SIGNS if {r"\pm", r"\mp"} & set(tokens) else ({},):
         reader = Reader([signs.get(token, token) for token in tokens])
-        items += [item for item in reader.read() if len(signs) == 0 or not any(are_equal(item, old) for old in items)]
+        try:
+            found = reader.read()
+        except (ArithmeticError, AttributeError, NotImplementedError, TypeError) as error:
+            raise UnreadableError("sympy cannot make it") from error
+        items += [item for item in found if not signs or not any(are_equal(item, old) for old in items)]
         forms |= reader.forms
     return tuple(items), forms

@@ -48,14 +48,11 @@ class Reader:
 
     def read(self) -> tuple[Item, ...]:
         items = self._items("")
-        if (
-            len(items) == 1
-            and isinstance(items[0].value, Collection)
-            and items[0].value.kind == "{}"
-            and not items[0].unit
-        ):
-            name = items[0].name
-            return tuple(replace(item, name=item.name or name) for item in items[0].value.items) or items
+        name, value = items[0].name, items[0].value
+        if len(items) == 1 and isinstance(value, Collection) and value.kind == "{}" and not items[0].unit:
+            return tuple(replace(item, name=item.name or name) for item in value.items) or items
+        if len(items) > 1 and name and all(item.name == name and _is_interval(item) for item in items):
+            return (Item(Collection("union", tuple(Item(item.value) for item in items)), name),)
         return items
 
     def _next(self, ahead: int = 0) -> str:
@@ -341,6 +338,10 @@ class Reader:
                     self._require(end)
                     return Collection("matrix", tuple(Item(Collection("row", tuple(row))) for row in rows))
                 rows.append([])
+
+
+def _is_interval(item: Item) -> bool:
+    return isinstance(item.value, Collection) and item.value.kind in ("()", "(]", "[)", "[]")
 
 
 def _parts(value: Any, kind: Any = Mul) -> list[Any]:

@@ -29,6 +29,9 @@ _REWRITES = tuple(
         (r"(?<!\\)\\(?:[,;:> ]|q?quad(?![A-Za-z]))|~", " "),
         (r"(?<![A-Za-z\\])(sqrt|pi|infty|sin|cos|tan|ln|log)(?![A-Za-z])", r"\\\1"),
         (r"\*\*", "^"),
+        (r"_\{(\w)\}", r"_\1"),
+        (r"^\(?([A-Z])[).]+$", r"\1"),
+        (r"\\(begin|end)\{array\}(?:\{[clr]*\})?", r"\\\1{matrix}"),
         (r"<=|\\leq(?:slant)?(?![A-Za-z])", r"\\le "),
         (r">=|\\geq(?:slant)?(?![A-Za-z])", r"\\ge "),
         (r"\\neq(?![A-Za-z])|!=", r"\\ne "),
@@ -111,7 +114,7 @@ def name_unit(text: str) -> str:
     """Return the one spelling of a unit: "square meters", "m^{2}" and "m^2" are the same."""
     names = []
     for word in re.findall(r"[^\W\d_]+|\d+|[^\s\\{}^.]", text.replace(r"\circ", "degree").replace(r"\text", " ")):
-        single = word.removesuffix("s") if len(word) > 3 else word
+        single = word.removesuffix("s") if len(word) > 2 else word
         if single not in SCALES:
             prefix, stem = re.findall("^(kilo|centi|milli|)(.+)", single)[0]
             names.append(prefix[:1] + _UNITS.get(stem, stem))
