@@ -62,7 +62,7 @@ SCORED = {
 """Module of ``megarl/core`` -> the files ``tests/core/test_*.py`` that must notice a change of it."""
 
 SAMPLED = {
-    "config/trust": "test_trust",
+    "config/trust": "test_trust_parts",
     "data/pickles": "data/test_pickles",
     "run/lock": "data/test_run_lock",
     "run/audit": "train/test_audit",
