@@ -39,7 +39,7 @@ help:
 	@echo "make test-sglang those against real SGLang servers"
 	@echo "make docs        build the documentation into build/site; a broken link or anchor fails"
 	@echo "make check       lint, format, types, floors"
-	@echo "make mutation    whether the tests of core notice a changed operator or number (15 minutes)"
+	@echo "make mutation    whether the tests notice a changed operator or number (core, and samples elsewhere)"
 	@echo "make format      let ruff put the code in order"
 	@echo "make clean       remove .venv, .venv-*, build/site, caches of tools and $(QUICKSTART_DIR)"
 	@echo "make clean-cache remove the packages that all clones share"
@@ -97,6 +97,7 @@ docs: setup
 
 mutation: setup
 	@$(BIN)/python tools/mutate.py
+	@$(BIN)/python tools/mutate.py --sampled
 
 format: setup
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .

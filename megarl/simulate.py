@@ -139,7 +139,7 @@ def arms(rates: np.ndarray, budget: Budget) -> list[Arm]:
         "allotted, linear": allocate(rates, total, "linear", 2),  # at least 2: one sample has no contrast
         "allotted, log": allocate(rates, total, "log", 2),
         "ada-est": allocate_by_weights(budget_weights(rates, "ada_est"), total, 1, high),
-        "gvm": gvm_allocate(rates, np.ones(size), total),
+        "gvm": gvm_allocate(rates, np.ones(size), total, high=4 * n),
     }
     return found + [Arm(name, [Allotted((count,)) for count in counts.tolist()]) for name, counts in shares.items()]
 

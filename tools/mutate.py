@@ -1,7 +1,9 @@
-"""Mutation score of the formulas in ``megarl/core``: change one operator or number at a time; does a test fail?
+"""Mutation score: change one operator or number of a module at a time; does a test fail?
 
     python tools/mutate.py                        # every module of SCORED; exit code 1 below 95 %
-    python tools/mutate.py objectives/weights     # one module
+    python tools/mutate.py objectives/weights     # one module of megarl/core
+    python tools/mutate.py --sampled              # 30 mutants of each module of SAMPLED; exit code 1 below 90 %
+    python tools/mutate.py run/lock --sample 100  # one module of megarl, more mutants
     python tools/mutate.py --list ratios          # only list its mutants
 
 A mutant that no test notices shows a missing test, or is equivalent to the original. Equivalent mutants are listed with
@@ -22,6 +24,7 @@ import importlib
 import importlib.abc
 import importlib.util
 import os
+import random
 import signal
 import sys
 import time
@@ -57,6 +60,28 @@ SCORED = {
     "choices/records": "records parts family functions",
 }
 """Module of ``megarl/core`` -> the files ``tests/core/test_*.py`` that must notice a change of it."""
+
+SAMPLED = {
+    "config/trust": "test_trust_parts",
+    "data/pickles": "data/test_pickles",
+    "run/lock": "data/test_run_lock",
+    "run/audit": "train/test_audit",
+    "rollout/sglang/plugin/compact": "rollout/test_sglang_compact",
+    "data/strict/text": "data/test_math_strict",
+    "data/strict/grammar": "data/test_math_strict",
+    "data/strict/items": "data/test_math_strict",
+    "core/sampling/gvm": "core/test_gvm",
+    "train/sampling/assignment": "train/test_assignment",
+    "rollout/sglang/client": "rollout/test_sglang_client",
+    "rollout/sglang/keeper": "rollout/test_sglang_supervision",
+    "megatron/replay/hooks": "megatron/test_megatron_replay megatron/test_megatron_replay_errors",
+    "megatron/plugin": "megatron/test_megatron_plugin",
+    "megatron/checkpoints/manifest": "megatron/test_megatron_manifest",
+    "launch/supervisor": "launch/test_supervisor",
+    "core/diagnostics/tripwires": "core/test_tripwire_formulas",
+    "train/tripwires": "train/test_tripwires",
+}
+"""Module of ``megarl`` -> the files below ``tests`` that must notice a change of it. A sample of mutants is tried."""
 
 _OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -196,12 +221,20 @@ def _text(node: ast.AST) -> str:
     return ast.unparse(node)
 
 
-def score(module: str) -> tuple[list[str], list[str], int]:
-    """Run every mutant of a module; return the keys of all, of the survivors, and how many timed out."""
-    path = ROOT / f"megarl/core/{module}.py"
-    name = f"megarl.core.{module.replace('/', '.')}"
+def find_module(module: str) -> Path:
+    """Return the file of a module: below megarl, or below megarl/core where SCORED names it."""
+    return ROOT / "megarl" / ("core" if module in SCORED else "") / f"{module}.py"
+
+
+def score(module: str, sample: int | None) -> tuple[list[str], list[str], int]:
+    """Run every mutant of a module, or a sample; return the keys of all, of the survivors, and how many timed out."""
+    path = find_module(module)
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     mutants = list(find_mutants(path.read_text()))
-    files = [str(file) for stem in SCORED[module].split() if (file := ROOT / f"tests/core/test_{stem}.py").exists()]
+    if sample is not None and sample < len(mutants):
+        mutants = random.Random(module).sample(mutants, sample)
+    stems = [f"core/test_{stem}" for stem in SCORED[module].split()] if module in SCORED else SAMPLED[module].split()
+    files = [str(file) for stem in stems if (file := ROOT / f"tests/{stem}.py").exists()]
     survivors: list[str] = []
     timeouts = 0
     results = _run_forked(files, name, path, [m for m in mutants if m.function])
@@ -362,9 +395,11 @@ def _wait(pid: int, read: int) -> str:
 def main() -> int:
     """Score the modules of the command line, print a table, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="*", default=list(SCORED), help="modules of megarl/core; default: all scored")
+    parser.add_argument("modules", nargs="*", help="default: all of SCORED, or of SAMPLED with --sampled")
+    parser.add_argument("--sampled", action="store_true", help="the modules of SAMPLED; 90 %% are to be killed")
+    parser.add_argument("--sample", type=int, default=30, help="mutants of a module of SAMPLED, always the same ones")
     parser.add_argument("--list", action="store_true", help="list the mutants without running them")
-    parser.add_argument("--least", type=float, default=0.95, help="share of mutants to kill in each module")
+    parser.add_argument("--least", type=float, help="share of mutants to kill in each module; default 0.95 or 0.9")
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     # Imported before the forks; megarl must not be, or a fresh process could not import a mutant of it.
@@ -372,20 +407,21 @@ def main() -> int:
 
     equivalents = tomllib.loads(EQUIVALENTS.read_text()) if EQUIVALENTS.exists() else {}
     enough = True
-    for module in arguments.modules:
+    for module in arguments.modules or (SAMPLED if arguments.sampled else SCORED):
+        is_sampled = module in SAMPLED
         if arguments.list:
-            print("\n".join(m.key for m in find_mutants((ROOT / f"megarl/core/{module}.py").read_text())))
+            print("\n".join(m.key for m in find_mutants(find_module(module).read_text())))
             continue
-        keys, survivors, timeouts = score(module)
+        keys, survivors, timeouts = score(module, arguments.sample if is_sampled else None)
         equal = set(equivalents.get(module, {}))
         for key in survivors:
             if key not in equal:
                 print(f"survived  {module}  {key}", flush=True)
-        for key in sorted(equal - set(survivors)):
+        for key in sorted((equal & set(keys) if is_sampled else equal) - set(survivors)):
             print(f"listed as equivalent, but {'killed' if key in keys else 'no mutant'}  {module}  {key}")
         counted, alive = len(keys) - len(equal & set(survivors)), len(set(survivors) - equal)
         share = 1 - alive / max(counted, 1)
-        enough &= share >= arguments.least
+        enough &= share >= (arguments.least or (0.9 if is_sampled else 0.95))
         print(
             f"{module:28} {share:6.1%}  killed {counted - alive} of {counted} ({timeouts} by time-out), "
             f"equivalent {len(keys) - counted}",

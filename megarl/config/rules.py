@@ -129,6 +129,11 @@ def _check_sampling(tables: Tables) -> None:
             f"sampling.max_prompts: found {sampling.max_prompts}, expected at least rollout.prompts_per_step = "
             f"{prompts}"
         )
+    if (most := tables.gvm.max_samples) is not None and most < group_size:
+        raise ConfigError(
+            f"gvm.max_samples: found {most}, expected at least rollout.group_size = {group_size}, the mean number of "
+            "responses"
+        )
     key = max("min_samples", "probe", key=lambda name: getattr(tables.estimate, name))
     least, most = getattr(tables.estimate, key), sampling.max_samples
     if sampling.rule == "ada_est" and not least <= group_size <= most:

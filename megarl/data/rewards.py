@@ -1,4 +1,4 @@
-"""Reward functions: what they get, what they may return, and two built-in ones. ``megarl.data.judge`` calls them.
+"""Reward functions: what they get, what they may return, and the built-in ones. ``megarl.data.judge`` calls them.
 
 A reward is any callable ``reward(*, prompt: str, response: str, answer: str)`` that returns a number, ``Steps``, or
 several rewards by name (``reward.weights``). The built-in ones return 1 for a correct response and 0 for a wrong one.
@@ -30,10 +30,6 @@ MATH_VERIFY_TIMEOUT_S = 3
 """CPU time for the answer, and for the response: reading it and all its comparisons with the answer."""
 _NEVER_S = 3600
 """math-verify's own time limits. They count the time in which other processes run, too."""
-MATH_VERIFY_CPU_S = 3 * MATH_VERIFY_TIMEOUT_S + 1
-"""After so much CPU time the kernel ends a worker that judges with math_verify: no signal interrupts a library in C."""
-MATH_VERIFY_MEMORY_BYTES = 4 << 30
-"""Address space of a worker process that judges with math_verify, in which an import takes 300 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +63,7 @@ class Verdict:
     """Whether the function failed for a cause outside of it: a server, a time-out, a process that was killed."""
     timed_out: bool = False
     """Whether the call was stopped, or gave up, because it took too long; or too much memory, where that is wrong. Not
-    where CPU time is limited, and the call has waited for other processes only."""
+    where its CPU time is limited, and it ended for another reason: its machine was busy, say."""
 
 
 class RewardFunction(Protocol):
@@ -91,6 +87,7 @@ def with_special_tokens(reward: AnyReward) -> AnyReward:
 def wrong_if_stopped(check_answer: Callable[[str], object]) -> Callable[[AnyReward], AnyReward]:
     """Mark a reward function whose time and memory depend on the response: if they run out, the response is wrong.
 
+    A judge then limits its CPU time, which does not depend on the load of the machine, and its memory.
     check_answer: called with the answer then; if it raises or does not end either, the data is at fault, and the
     response has no reward.
     """
@@ -119,12 +116,31 @@ def read_math_answer(answer: str) -> list[Any]:
     return gold
 
 
-def can_read_answer(answer: str) -> bool:
-    """Whether math_verify can read an answer of a data set: no response to another one has a reward."""
+def can_read_answer(answer: str, reward: str = "math_verify") -> bool:
+    """Whether a built-in reward can read an answer of a data set: no response to another one has a reward."""
     try:
-        return bool(read_math_answer(answer))
+        getattr(BUILT_IN_REWARDS[reward], "check_answer", str)(answer)
     except (ValueError, TimeoutError):
         return False
+    return True
+
+
+def _read_strict_answer(answer: str) -> Any:
+    from megarl.data.strict.grade import read_key  # imports sympy
+
+    return read_key(answer)
+
+
+@wrong_if_stopped(_read_strict_answer)
+def math_strict(*, prompt: str, response: str, answer: str) -> float:
+    """Return 1 if the last box of the response holds the answer, as evaluated as the answer is, else 0.
+
+    What a box may hold is a grammar (``megarl.data.strict``); a response without a box is wrong, and so is what the
+    grammar does not know. Raises ValueError if there is nothing in the answer to compare with.
+    """
+    from megarl.data.strict.grade import is_right
+
+    return float(is_right(_read_strict_answer(answer), response))
 
 
 @wrong_if_stopped(read_math_answer)
@@ -192,7 +208,11 @@ def _limit_cpu(what: str) -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-BUILT_IN_REWARDS: dict[str, RewardFunction] = {"exact_match": exact_match, "math_verify": math_verify}
+BUILT_IN_REWARDS: dict[str, RewardFunction] = {
+    "exact_match": exact_match,
+    "math_strict": math_strict,
+    "math_verify": math_verify,
+}
 
 
 def load_reward(name_or_path: str, model: RewardModelConfig | None = None) -> Callable[..., Any]:
@@ -202,8 +222,10 @@ def load_reward(name_or_path: str, model: RewardModelConfig | None = None) -> Ca
     cannot be called with the keywords prompt, response and answer, or math-verify is not installed.
     """
     if name_or_path in BUILT_IN_REWARDS:
-        if name_or_path == "math_verify" and importlib.util.find_spec("math_verify") is None:
-            raise ConfigError("reward.function is math_verify, but the package is missing: pip install math-verify")
+        package = {"math_verify": "math_verify", "math_strict": "sympy"}.get(name_or_path)
+        if package and importlib.util.find_spec(package) is None:
+            missing = f"the package {package} is missing: pip install math-verify"
+            raise ConfigError(f"reward.function is {name_or_path}, but {missing}")
         return BUILT_IN_REWARDS[name_or_path]
     if name_or_path == "reward_model" and model is not None:
         from megarl.data.reward_model import RewardModel  # takes aiohttp

@@ -42,6 +42,48 @@ def test_no_other_counts_have_a_smaller_objective():
     assert objective(gvm_allocate(p, g, total).tolist()) <= 1.01 * objective(best)
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 8), st.floats(0.01, 1e3)), min_size=1, max_size=4),
+    total=st.integers(0, 14),
+    high=st.integers(1, 14),
+)
+def test_bounded_counts_are_the_best_of_all_that_keep_the_bound(rows, total, high):
+    """Of all counts with this sum and bound (brute force), none is better than by what rounding costs."""
+    p, g = np.array([k / 8 for k, _ in rows]), np.array([x for _, x in rows])
+    if total > high * len(rows):
+        with pytest.raises(ValueError, match="in all, not"):
+            gvm_allocate(p, g, total, high=high)
+        return
+    counts = gvm_allocate(p, g, total, high=high)
+    assert counts.sum() == total
+    assert counts.min() >= 0
+    assert counts.max() <= high
+    good = p > 0
+    if not good.any():
+        return
+    assert counts[~good].sum() == max(0, total - high * good.sum())
+    # Lagrange: n = min(high, s w) with one s; bisection for it.
+    weights, to_share = g[good] / np.sqrt(p[good] + 1e-3 / p[good]), min(total, high * int(good.sum()))
+    low_s, high_s = 0.0, 1e9
+    for _ in range(200):
+        middle = (low_s + high_s) / 2
+        low_s, high_s = (middle, high_s) if np.minimum(high, middle * weights).sum() < to_share else (low_s, middle)
+    shares = np.minimum(high, high_s * weights)
+    assert (np.abs(counts[good] - shares) <= 1 + 1e-6).all()
+    cost = g[good] ** 2 / p[good] / (1 + 1e-3 / p[good] ** 2)
+    every = [n for n in itertools.product(range(1, high + 1), repeat=int(good.sum())) if sum(n) == to_share]
+    if every:  # each prompt gets at least one: no integer counts are better than the shares
+        assert (cost / shares).sum() <= min((cost / np.array(n)).sum() for n in every) * (1 + 1e-9)
+
+
+def test_one_prompt_does_not_take_all():
+    rates, norms = [0.125] * 15 + [0.25], [1.0] * 15 + [33.3]
+    assert gvm_allocate(rates, norms, 128).max() == 79
+    counts = gvm_allocate(rates, norms, 128, high=32)
+    assert counts.tolist() == [7] * 6 + [6] * 9 + [32]
+
+
 def test_filters():
     assert gvm_allocate(P, G, 40, solved_above=0.9).tolist() == [7, 7, 0, 0, 26]
     # p n before this filter: 0.83, 3.4, 2.4, 0, 6.0

@@ -32,6 +32,16 @@ def forever():
     while True:
         pass
 
+def begin():
+    open(os.path.join(os.path.dirname(__file__), "started"), "w").close()
+
+def slow(seconds):
+    begin()
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+    return 1.0
+
 def crowd(answer):
     child = subprocess.Popen(["sleep", "600"])
     with open(answer, "a") as file:
@@ -46,7 +56,9 @@ DOES = {
     "leave": lambda a: sys.exit(2),
     "exit": lambda a: os._exit(3),
     "segv": lambda a: os.kill(os.getpid(), signal.SIGSEGV),
-    "loop": lambda a: forever(),
+    "loop": lambda a: begin() or forever(),
+    "slow": lambda a: slow(0.5),
+    "stop": lambda a: os.kill(os.getpid(), signal.SIGSTOP),
     "locked": lambda a: re.match("(a+)+$", "a" * 60 + "b"),  # holds the interpreter's lock
     "crowd": lambda a: crowd(a) or forever(),
     "crowd_exit": lambda a: crowd(a) or os._exit(3),
@@ -354,18 +366,47 @@ def test_math_verify_takes_an_endless_response_as_wrong(monkeypatch: pytest.Monk
         assert one(judge, "5", "5").reward == 1.0
 
 
-def test_a_busy_machine_makes_no_response_wrong() -> None:
-    """A time-out that comes before the CPU time is used up says nothing of the response."""
-    with Judge("math_verify", workers=1, timeout_s=0.5) as judge:
-        late = Verdict(None, error="the reward function took more than 0.5 s", may_pass=True)
-        assert one(judge, "$9^{9^{9}}$", "5") == late
+@pytest.mark.parametrize(("response", "reward"), [("slow", 1.0), ("loop", 0.0)])
+def test_the_load_of_the_machine_changes_no_verdict(response: str, reward: float, tmp_path: Path) -> None:
+    """The worker does not run for longer than its limit, in the middle of a call: only its CPU time counts."""
+
+    async def stopped_for_a_while(judge: Judge) -> Verdict:
+        call = asyncio.ensure_future(judged(judge, response, "7"))
+        while not (tmp_path / "started").exists():
+            await asyncio.sleep(0.01)
+        worker = workers()[0]
+        worker.suspend()
+        await asyncio.sleep(2.5)
+        assert not call.done()
+        worker.resume()
+        return await call
+
+    with Judge("own_judges:checked", timeout_s=1.0) as judge:
+        assert asyncio.run(stopped_for_a_while(judge)) == Verdict(reward, timed_out=not reward)
+
+
+def test_a_worker_that_never_gets_on_makes_no_response_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.data.judge.judge.BUSY_S", 0.0)
+    with Judge("own_judges:checked", timeout_s=0.1) as judge:
+        late = Verdict(None, error="the reward function took more than 2 s", may_pass=True)
+        assert one(judge, "stop", "7") == late
+        assert one(judge, "1", "7") == Verdict(1.0)
 
 
 def test_the_kernel_ends_what_no_signal_interrupts() -> None:
-    code = "from megarl.data.judge import worker as w; w.MATH_VERIFY_CPU_S = 1; w._limit_cpu('math_verify'); "
+    code = "from megarl.data.judge import worker as w; w._limit_use(1.0); "
     assert (
         subprocess.run([sys.executable, "-c", code + "sum(range(10**15))"], check=False).returncode == -signal.SIGXCPU
     )
+    assert subprocess.run([sys.executable, "-c", code + "bytearray(5 << 30)"], check=False).returncode == 1
+
+
+@pytest.mark.parametrize("function", ["math_strict", "math_verify"])
+def test_expensive_answers_are_wrong(function: str) -> None:
+    with Judge(function, timeout_s=30.0) as judge:
+        for box in (r"9^{9^{9}}", "10^{9}!", "((" * 400, r"\begin{pmatrix}" + "1 & " * 200 + r"1\end{pmatrix}"):
+            assert one(judge, rf"\boxed{{{box}}}", "42").reward == 0.0, box
+        assert one(judge, r"\boxed{42}", "42") == Verdict(1.0)
 
 
 def test_only_the_end_of_a_long_response_is_read() -> None:

@@ -170,3 +170,35 @@ def test_no_module_unpickles_without_limits():
         if words in path.read_text()
     }
     assert found == {"megatron/checkpoints/versions.py"}
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("os", "float32"), ("torch", "load"), ("torch", "hub"), ("torch", "no_such_name"), ("builtins", "eval")],
+)
+def test_the_name_of_a_type_of_tensors_is_torchs_alone(folder: Path, module: str, name: str):
+    (folder / ".metadata").write_bytes(f"c{module}\n{name}\n.".encode())
+    with pytest.raises(pickle.UnpicklingError, match=rf"^it names {module}\.{name}, which is no part"):
+        load_metadata(folder)
+    (folder / ".metadata").write_bytes(b"ctorch\nfloat32\n.")
+    assert load_metadata(folder) is torch.float32
+
+
+def test_every_object_of_a_checkpoint_is_examined_and_no_tensor(folder: Path):
+    chunk = Chunk(PLACE, (3, 2), torch.bfloat16, lambda: torch.ones(3, 2, dtype=torch.bfloat16))
+    objects = ["a", "b", "c"]
+    write_metadata(folder, [chunk], objects, [write_file(folder, 0, [chunk], objects)])
+    require_plain(folder)
+    metadata: Metadata = load_metadata(folder)
+    torch.save([Evil(folder / "marker")], folder / "evil.distcp")
+    length = (folder / "evil.distcp").stat().st_size
+    for chosen in [index for index in metadata.storage_data if index.fqn in objects]:
+        changed: Metadata = load_metadata(folder)
+        stored = changed.storage_data[chosen]
+        stored.relative_path, stored.offset, stored.length = "evil.distcp", 0, length
+        kept = (folder / ".metadata").read_bytes()
+        (folder / ".metadata").write_bytes(pickle.dumps(changed))
+        with pytest.raises(pickle.UnpicklingError, match=r"it names posix\.system"):
+            require_plain(folder)
+        (folder / ".metadata").write_bytes(kept)
+    assert not (folder / "marker").exists()

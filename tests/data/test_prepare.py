@@ -18,7 +18,7 @@ from megarl.cli import main
 from megarl.data import prompts
 from megarl.data.prepare.prepare import Recipe, prepare
 from megarl.data.prompts import load_prompts
-from megarl.data.rewards import can_read_answer, math_verify
+from megarl.data.rewards import can_read_answer, math_strict, math_verify
 from megarl.errors import ConfigError, DataError
 
 Write = Callable[..., Path]
@@ -77,13 +77,14 @@ def test_answers_that_the_reward_cannot_read_are_counted(
     for more, unread in ([], 3), (["--limit", "1"], 0):
         assert main([*words, *more]) == 0
         out = capsys.readouterr().out
-        told = f"{unread} of {6 if unread else 1} answers cannot be read by the reward math_verify"
+        told = f"{unread} of {6 if unread else 1} answers cannot be read by the reward math_strict"
         assert told + (f", first: {tmp_path}/out/train.jsonl:2 '$$'\n" if unread else "\n") in out
     for answer in answers:  # the reward itself says the same
         fails = answer in ("$$", "$ $")
-        assert can_read_answer(answer) != fails
-        with pytest.raises(ValueError, match="can read no expression") if fails else nullcontext():
-            math_verify(prompt="", response="7", answer=answer)
+        for reward in (math_verify, math_strict):
+            assert can_read_answer(answer, reward.__name__) != fails
+            with pytest.raises(ValueError, match=r"can read no|nothing to compare") if fails else nullcontext():
+                reward(prompt="", response=r"\boxed{7}", answer=answer)
     assert main([*words, "--reward", "exact_match"]) == 0
     assert "cannot be read" not in capsys.readouterr().out
 

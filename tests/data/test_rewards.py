@@ -108,7 +108,7 @@ def test_load_reward_finds_functions() -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("exakt_match", "expected exact_match, math_verify, reward_model, or package.module:name"),
+        ("exakt_match", "expected exact_match, math_strict, math_verify, reward_model, or package.module:name"),
         ("own_rewards:", "expected exact_match"),
         ("no_such_module:f", "cannot import 'no_such_module'"),
         ("own_broken:f", "a_package_that_is_not_there"),

@@ -25,6 +25,7 @@ from megarl.train.sampling.assignment import (
     RankCoordinates,
     Refill,
     SequenceAssignment,
+    exchange_prompts,
     split_prompts,
     split_sequences,
 )
@@ -238,6 +239,37 @@ class TestGroupPlan:
         alone = Ranks.of(lambda at: PromptAssignment(rule, prompts, mini_batches, at, seed=chosen_by), 1, 1)
         _, (whole,) = alone.agreed(alone.draw(reward, seed + 1))
         assert [sorted(key for own in owned for key in own[n]) for n in range(mini_batches)] == whole
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        mini_batches=st.integers(1, 4),
+        copies=st.integers(1, 3),
+        places=st.integers(1, 6),
+        rate=st.sampled_from([0.1, 0.4, 0.9]),
+        refill=st.sampled_from([None, Refill(128, 0)]),
+        seed=st.integers(0, 10**6),
+    )
+    def test_mini_batches_are_balanced_by_samples_and_not_by_prompts(
+        self, mini_batches: int, copies: int, places: int, rate: float, refill: Refill | None, seed: int
+    ) -> None:
+        rule, prompts = Sequential(1, 1, 2, 16, train_size=None), mini_batches * copies * places
+        layout = Ranks.of(lambda at: PromptAssignment(rule, prompts, mini_batches, at, refill=refill), copies, 1)
+        selection, owned = layout.agreed(layout.draw(rewards_of(seed, rate), seed))
+        sizes = np.bincount(selection.prompts)
+        loads = [sum(len(own[n]) for own in owned) for n in range(mini_batches)]
+        placed = [len({key[0] for own in owned for key in own[n]}) for n in range(mini_batches)]
+        assert sum(loads) == len(selection.prompts)
+        if refill is None:
+            assert set(placed) == {places * copies}
+            assert max(loads) - min(loads) <= sizes.max() - sizes[sizes > 0].min()
+
+    def test_unequal_numbers_that_came_out_as_28_and_50(self) -> None:
+        sizes = [2, 2, 4, 2, 16, 2, 8, 2, 8, 8, 8, 16]
+        assert sum(sizes[:6]) == 28
+        (parts,) = exchange_prompts([[range(6), range(6, 12)]], sizes)
+        assert [sum(sizes[prompt] for prompt in part) for part in parts] == [40, 38]
+        assert sorted(chain(*parts)) == list(range(12))
+        assert exchange_prompts([[[0, 1], [3, 5]]], sizes) == [[[0, 1], [3, 5]]]  # equal ones stay
 
     @settings(max_examples=60, deadline=None)
     @given(

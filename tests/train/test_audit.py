@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megarl.errors import DataError
@@ -45,4 +47,56 @@ def test_a_line_that_a_kill_has_torn(tmp_path: Path) -> None:
         file.write('{"step": 3, "wei\n')
     audit.record_step(3, 2, [(3, 0)], {})
     with pytest.raises(DataError, match="broken record, and no resumption after it"):
+        read_used(audit.path)
+
+
+def test_a_step_is_one_line_by_prompt(tmp_path: Path) -> None:
+    audit = Audit(tmp_path)
+    keys = np.array([[7, 1], [2, 3], [10, 0], [2, 1], [7, 0], [2, 2]])
+    audit.record_step(1, 0, keys, {(2, 3): "k3 0.92", (10, 0): "late", (2, 2): "k3 1.5"})
+    audit.record_step(2, 1, [(3, 5), (3, 4), (1, 6)], {})
+    audit.record_step(3, 2, [], {})
+    lines = [json.loads(line) for line in audit.path.read_text().splitlines()]
+    dropped = {"2/2": "k3 1.5", "2/3": "k3 0.92", "10/0": "late"}
+    assert lines == [
+        {"step": 1, "weights": 0, "prompts": {"2": [1], "7": [0, 1]}, "dropped": dropped},
+        {"step": 2, "weights": 1, "prompts": {"1": [6], "3": [4, 5]}},
+        {"step": 3, "weights": 2, "prompts": {}},
+    ]
+    assert [*lines[0]["dropped"]] == [*dropped]
+    assert read_used(audit.path) == {1: [(2, 1), (7, 0), (7, 1)], 2: [(1, 6), (3, 4), (3, 5)], 3: []}
+    assert check(audit.path, 3) == 6
+
+
+def test_a_line_after_a_torn_one_stands_alone(tmp_path: Path) -> None:
+    audit = Audit(tmp_path)
+    for torn in ("x", "{", '{"step": 9}'):
+        with audit.path.open("a") as file:
+            file.write(torn)
+        audit.record_resume(0)
+    assert len(audit.path.read_text().splitlines()) == 6
+    audit.record_resume(0)
+    assert "" not in audit.path.read_text().splitlines()
+
+
+def test_errors_name_the_line_and_the_first_missing_steps(tmp_path: Path) -> None:
+    audit = Audit(tmp_path)
+    audit.record_step(2, 0, [(1, 0)], {})
+    with pytest.raises(DataError, match=r"no record of steps \[1\]$"):
+        check(audit.path, 2)
+    with pytest.raises(DataError, match=r"no record of steps \[1, 3, 4, 5, 6\]$"):
+        check(audit.path, 9)
+    with audit.path.open("a") as file:
+        file.write("broken\n")
+    audit.record_step(3, 0, [(2, 0)], {})
+    with pytest.raises(DataError, match=r"samples\.jsonl:2: broken record"):
+        read_used(audit.path)
+    audit.record_resume(3)
+    audit.record_step(2, 0, [(1, 0)], {})
+    with pytest.raises(DataError):
+        read_used(audit.path)
+    audit.path.unlink()
+    audit.record_step(1, 0, [(1, 0)], {})
+    audit.record_step(1, 0, [(1, 0)], {})
+    with pytest.raises(DataError, match=r"samples\.jsonl:2: step 1 has trained twice"):
         read_used(audit.path)

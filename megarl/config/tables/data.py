@@ -52,15 +52,15 @@ class RewardConfig(Table):
     """[reward]: how a response is scored."""
 
     function: str = Field(default="exact_match", min_length=1)
-    """"exact_match", "math_verify", "reward_model" or "package.module:function"; see docs/rewards.md."""
+    """"exact_match", "math_strict", "math_verify", "reward_model" or "package.module:function"; see docs/rewards.md."""
     workers: PositiveInt | None = None
     """Most worker processes of each rank that call the function; default its share of the node's cores. exact_match
     needs none."""
     timeout_s: PositiveFloat = 30.0
-    """Longest time for one response; seconds. A later one does not train, and is counted. (math_verify limits its CPU
-    time itself; a response that uses it up is wrong.)"""
+    """Longest time for one response; seconds. A later one does not train, and is counted. For math_strict, math_verify
+    and functions marked with wrong_if_stopped it is CPU time, and a response that uses it up is wrong."""
     max_characters: PositiveInt = 10_000
-    """math_verify reads only so many of a response's characters, the last ones."""
+    """math_strict and math_verify read only so many of a response's characters, the last ones."""
     threshold: float = POSITIVE
     """A response is correct (positive) if its reward is above this. Used by adaptive sampling, RAFT, the advantage
     "signed" and pass rates."""

@@ -192,6 +192,8 @@ class GvmConfig(Table):
     """Prompts with a higher acceptance rate get nothing; 1 = off."""
     min_accepted: NonNegative = 0.0
     """Prompts with fewer expected accepted responses get nothing; 0 = off."""
+    max_samples: PositiveInt | None = None
+    """Most responses to a prompt, at least rollout.group_size; default 4 rollout.group_size."""
 
 
 class CreditConfig(Table):

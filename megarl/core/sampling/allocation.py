@@ -82,7 +82,13 @@ def allocate_by_weights(weights: Numbers, total: int, low: int = 1, high: int | 
     or more; result: int64 [B]. Raises ValueError if ``B low <= total <= B high`` does not hold.
     """
     values = check_weights(weights, "weight")
-    size, top = values.size, total if high is None else high
+    top = total if high is None else high
+    return _round_to_total(bounded_shares(values, total, low, top), total, top)
+
+
+def bounded_shares(values: np.ndarray, total: int, low: int, top: int) -> np.ndarray:
+    """Return ``clip(s * values, low, top)`` with the sum ``total``, float64 [B]: ``allocate_by_weights``, unrounded."""
+    size = values.size
     if not 0 <= low <= top and size:
         raise ValueError(f"a prompt gets {low} to {top} samples, expected 0 <= low <= high <= total = {total}")
     if not size * low <= total <= size * top:
@@ -98,7 +104,7 @@ def allocate_by_weights(weights: Numbers, total: int, low: int = 1, high: int | 
         shares[~some] = (total - at_most) / (size - int(some.sum()))
     elif some.any():
         shares[some] = _scale_into_box(values[some], total - low * float((~some).sum()), low, top)
-    return _round_to_total(shares, total, top)
+    return shares
 
 
 def objective_slope(pass_rates: Numbers, objective: str) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from megarl.core.sampling.allocation import Numbers, check_rates, check_weights
+from megarl.core.sampling.allocation import Numbers, bounded_shares, check_rates, check_weights
 
 NormMean = Literal["mean", "rms"]
 
@@ -24,6 +24,7 @@ def gvm_allocate(
     *,
     solved_above: float = 1.0,
     min_accepted: float = 0.0,
+    high: int | None = None,
 ) -> np.ndarray:
     """Return ``n = total * w / sum(w)`` in whole numbers, with ``w = G / sqrt(p + alpha / p^(beta - 1))``.
 
@@ -32,6 +33,9 @@ def gvm_allocate(
     accepted teaches nothing. These prompts get no samples: p = 0 or G = 0; p above ``solved_above`` (1 is off); fewer
     expected accepted samples ``p n``, before this filter, than ``min_accepted``. If no prompt is left, for instance
     because nothing was accepted, all prompts get the same number.
+
+    high: most samples of a prompt. The counts are then ``n = min(high, s w)``, which minimises the same sum under this
+    bound; s is solved for. Prompts of weight 0 get samples only if all others have ``high``, in equal shares.
 
     Counts are rounded half to even. If their sum is then too small or too large, the prompts with the largest or
     smallest residuals get one more or one less. (The released code corrects each prompt by at most one, which is not
@@ -53,7 +57,11 @@ def gvm_allocate(
     filtered = np.where(expected >= min_accepted, filtered, 0.0)
     if not filtered.any():
         filtered = np.ones_like(filtered)
-    return _round_to_total(filtered / max(filtered.sum(), np.finfo(np.float64).tiny) * total, total, filtered > 0)
+    shares = filtered / max(filtered.sum(), np.finfo(np.float64).tiny) * total
+    top = total if high is None else high
+    if shares.max(initial=0.0) > top:
+        shares = bounded_shares(filtered, total, 0, top)
+    return _round_to_total(shares, total, shares > 0, top)
 
 
 def gvm_estimates(
@@ -88,12 +96,12 @@ def gvm_estimates(
     return kept / drawn, (sums / np.maximum(kept, 1)) ** (1 / power)
 
 
-def _round_to_total(shares: np.ndarray, total: int, some: np.ndarray) -> np.ndarray:
-    """Whole numbers near the shares that add up to ``total``; 0 stays 0, and none becomes negative."""
+def _round_to_total(shares: np.ndarray, total: int, some: np.ndarray, top: int) -> np.ndarray:
+    """Whole numbers near the shares that add up to ``total``, from 0 to ``top``; 0 stays 0."""
     counts = np.round(shares).astype(np.int64)
     while (error := total - int(counts.sum())) != 0:
         step = 1 if error > 0 else -1
         order = np.argsort(-step * np.round(shares - counts, 9), kind="stable")
-        usable = order[some[order] & (counts[order] + step >= 0)]
+        usable = order[some[order] & (counts[order] + step >= 0) & (counts[order] + step <= top)]
         counts[usable[: abs(error)]] += step
     return counts

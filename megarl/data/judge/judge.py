@@ -22,6 +22,8 @@ START_S = 120.0
 """Time limit for the start of a worker, including the import of the reward function's module."""
 TRIES = 3
 """How often a call is begun. A worker that dies before it confirms a call did not die of that call."""
+BUSY_S, BUSY_FACTOR = 600.0, 20
+"""How much longer than its CPU time a call may take on a machine that is busy with other processes."""
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGXCPU)
 """Signals of a process that has run out of memory, stack or CPU time by itself; others come from outside."""
 Call = ProcessFuture[Verdict | ConfigError]
@@ -35,9 +37,10 @@ class Judge:
     - All others run in ``workers`` processes, which start with the first calls.
 
     A call that takes longer than ``timeout_s`` is stopped; time in a queue and the start of a worker do not count. A
-    worker that is stopped or dies is replaced. The response then has no reward; but it is wrong if the function is
-    marked with ``wrong_if_stopped`` and the answer can be read. ``math_verify`` is stopped by its CPU time as well, and
-    only then the response is wrong: on a busy machine a right one may take longer than ``timeout_s``.
+    worker that is stopped or dies is replaced, and the response has no reward. A function marked with
+    ``wrong_if_stopped`` has ``timeout_s`` of CPU time: a response that uses it, or the memory, up is wrong if the
+    answer can be read. So the load of the machine changes no verdict. If the call has not ended after ``BUSY_S +
+    BUSY_FACTOR * timeout_s``, the response has no reward.
 
     Use it in one event loop at a time, in any thread. ``close`` ends all its processes. If the trainer dies, they die
     too.
@@ -73,6 +76,8 @@ class Judge:
         self._max_characters = max_characters if self._is_checked else None
         self._is_async = any(map(inspect.iscoroutinefunction, (self._reward, type(self._reward).__call__)))
         self._here = self._is_async or bool(getattr(self._reward, "instantaneous", False))
+        self._cpu_s = timeout_s if self._is_checked and not self._here else None
+        self._longest_s = timeout_s if self._cpu_s is None else BUSY_S + BUSY_FACTOR * timeout_s
         if function.startswith("__main__:") and not self._here:
             raise ConfigError(
                 f"reward.function {function!r}: workers do not run the main module; put it in another one"
@@ -104,9 +109,10 @@ class Judge:
         if self._is_async:
             return await self._score_here(prompt, response, answer)
         async with self._slot():
-            verdict = await self._run(call_in_worker, (self.function, prompt, response, answer, self._weights))
+            arguments = self.function, prompt, response, answer, self._weights, self._cpu_s
+            verdict = await self._run(call_in_worker, arguments)
             if self._is_checked and verdict.timed_out and verdict.reward is None:
-                return await self._run(check_in_worker, (self.function, answer))
+                return await self._run(check_in_worker, (self.function, answer, self._cpu_s))
             return verdict
 
     @property
@@ -183,14 +189,14 @@ class Judge:
 
     def _begin(self, pool: ProcessPool, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Call:
         try:
-            future: Call = pool.schedule(work, args=arguments, timeout=self.timeout_s)
+            future: Call = pool.schedule(work, args=arguments, timeout=self._longest_s)
         except RuntimeError as error:
             raise BrokenProcessPool(str(error)) from error
         self._busy[pool] = future
         return future
 
     async def _wait_for(self, future: Call) -> Verdict:
-        guard = asyncio.timeout(self.timeout_s + START_S)
+        guard = asyncio.timeout(self._longest_s + START_S)
         try:
             async with guard:
                 outcome = await asyncio.wrap_future(future)
@@ -226,8 +232,8 @@ class Judge:
             _end(pool)
 
     def _time_out(self) -> Verdict:
-        why = f"the reward function took more than {self.timeout_s:g} s"
-        return Verdict(None, error=why, may_pass=True, timed_out=self.function != "math_verify")
+        why = f"the reward function took more than {self._longest_s:g} s"
+        return Verdict(None, error=why, may_pass=True, timed_out=self._cpu_s is None)
 
 
 def _end(pool: ProcessPool) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import functools
 import importlib
+import math
 import multiprocessing
 import multiprocessing.context
 import os
@@ -20,19 +21,16 @@ import threading
 import time
 import types
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
-from megarl.data.rewards import (
-    MATH_VERIFY_CPU_S,
-    MATH_VERIFY_MEMORY_BYTES,
-    Verdict,
-    describe_failure,
-    load_reward,
-    read_verdict,
-)
+from megarl.data.rewards import Verdict, describe_failure, load_reward, read_verdict
 from megarl.errors import ConfigError
 
 DISTRIBUTED = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME|TORCHELASTIC_.*)")
 """Variables that a launcher sets. They would make a library take a worker for a rank."""
+MEMORY_BYTES = 4 << 30
+"""Address space that a function marked with ``wrong_if_stopped`` may take for its responses."""
+_IMPORTS = {"math_verify": ("math_verify",), "math_strict": ("megarl.data.strict.grade",)}
 _MAIN = threading.Lock()
 
 
@@ -68,33 +66,34 @@ def set_up_worker(function: str) -> None:
             del os.environ[name]
     with contextlib.suppress(ConfigError):  # the first call raises it again, where it can be reported
         _load(function)
-    if function == "math_verify":
-        _limit(resource.RLIMIT_AS, MATH_VERIFY_MEMORY_BYTES)
-        _limit(resource.RLIMIT_CORE, 0)
-        importlib.import_module("math_verify")  # so that its import does not count as time of the first response
+    for name in _IMPORTS.get(function, ()):  # so that the import does not count as time of the first response
+        importlib.import_module(name)
 
 
 def call_in_worker(
-    function: str, prompt: str, response: str, answer: str, weights: Mapping[str, float]
+    function: str, prompt: str, response: str, answer: str, weights: Mapping[str, float], cpu_s: float | None
 ) -> Verdict | ConfigError:
-    """Judge one response, in a worker. Return only megarl's own types: a foreign exception may not unpickle."""
-    _limit_cpu(function)
+    """Judge one response, in a worker. Return only megarl's own types: a foreign exception may not unpickle.
+
+    cpu_s: most CPU time of a function that is marked with ``wrong_if_stopped``; None for others.
+    """
+    _limit_use(cpu_s)
     try:
         return read_verdict(_load(function)(prompt=prompt, response=response, answer=answer), response, weights)
     except ConfigError as error:
         return ConfigError(str(error))
     except (TimeoutError, MemoryError) as error:
-        return check_in_worker(function, answer) or describe_failure(error, _load(function))
+        return check_in_worker(function, answer, cpu_s) or describe_failure(error, _load(function))
     except BaseException as error:  # foreign code may raise anything, SystemExit too
         return describe_failure(error, _load(function))
 
 
-def check_in_worker(function: str, answer: str) -> Verdict | None:
+def check_in_worker(function: str, answer: str, cpu_s: float | None) -> Verdict | None:
     """Judge a response at which the function was stopped, in a worker: it is wrong if the answer can be read.
 
     None if the function does not say how to read an answer (``wrong_if_stopped``).
     """
-    _limit_cpu(function)
+    _limit_use(cpu_s)
     check_answer = getattr(_load(function), "check_answer", None)
     if check_answer is None:
         return None
@@ -105,10 +104,17 @@ def check_in_worker(function: str, answer: str) -> Verdict | None:
     return Verdict(0.0, timed_out=True)
 
 
-def _limit_cpu(function: str) -> None:
-    """Have the kernel end this process (SIGXCPU) if what it does next takes too much CPU time."""
-    if function == "math_verify":
-        _limit(resource.RLIMIT_CPU, int(time.process_time()) + MATH_VERIFY_CPU_S)
+def _limit_use(cpu_s: float | None) -> None:
+    """Have the kernel end this process (SIGXCPU) after so much more CPU time, and give it only so much more memory.
+
+    No signal interrupts a library in C. Whole seconds, rounded up.
+    """
+    if cpu_s is not None:
+        _limit(resource.RLIMIT_CORE, 0)
+        _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + cpu_s))
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+            _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + MEMORY_BYTES)
 
 
 def _limit(kind: int, value: int) -> None:

@@ -50,7 +50,7 @@ class Data(Recipe):
     """Share of prompts that go to heldout.jsonl, chosen by a hash of the prompt."""
     overwrite: bool = False
     """Replace the files of an earlier call."""
-    reward: Literal["math_verify", "exact_match"] = "math_verify"
+    reward: Literal["math_strict", "math_verify", "exact_match"] = "math_strict"
     """Count the answers that this reward cannot read; exact_match reads all."""
 
     def run(self, overrides: Overrides) -> None:

@@ -192,13 +192,13 @@ def _digest(prompt: Any, answer: str, place: str) -> bytes:
         raise DataError(f"{place}: half a character (a lone surrogate), which UTF-8 cannot hold") from error
 
 
-def count_unreadable(files: Iterable[Path]) -> str:
-    """How many answers of prepared files math_verify cannot read, in words, with the line of the first one."""
-    can_read = cache(can_read_answer)
+def count_unreadable(files: Iterable[Path], reward: str) -> str:
+    """How many answers of prepared files a reward cannot read, in words, with the line of the first one."""
+    can_read = cache(partial(can_read_answer, reward=reward))
     answers = [(place, record["answer"]) for file in files for place, record in read_records(file)]
     unread = [(place, answer) for place, answer in answers if not can_read(answer)]
     first = "".join(f", first: {place} {answer!r:.80}" for place, answer in unread[:1])
-    return f"{len(unread)} of {len(answers)} answers cannot be read by the reward math_verify{first}"
+    return f"{len(unread)} of {len(answers)} answers cannot be read by the reward {reward}{first}"
 
 
 def prepare_and_show(asked: Data) -> None:
@@ -209,9 +209,13 @@ def prepare_and_show(asked: Data) -> None:
     written = {key: asked.out / name for name, key in ((TRAIN, "train"), (HELDOUT, "heldout")) if counts[key]}
     for key, path in written.items():
         print(printable(f"{path}: {counts[key]} prompts"))
-    if asked.reward == "math_verify":
+    if asked.reward != "exact_match":
         is_here = importlib.util.find_spec("math_verify") is not None
-        told = count_unreadable(written.values()) if is_here else "answers were not tried: pip install math-verify"
+        told = (
+            count_unreadable(written.values(), asked.reward)
+            if is_here
+            else "answers were not tried: pip install math-verify"
+        )
         print(printable(told))
     lines = [f"{key} = {json.dumps(str(path), ensure_ascii=False)}" for key, path in written.items()]
     if arguments := _read_arguments(asked):

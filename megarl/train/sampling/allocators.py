@@ -141,7 +141,8 @@ class Gvm:
         rates, norms = np.array([self._estimates[prompt.index] for prompt in prompts]).T
         total = self._config.rollout.group_size * len(prompts)
         limits = {"solved_above": gvm.solved_above, "min_accepted": gvm.min_accepted}
-        counts = gvm_allocate(rates, norms, total, gvm.alpha, gvm.beta, **limits)
+        high = gvm.max_samples or 4 * self._config.rollout.group_size
+        counts = gvm_allocate(rates, norms, total, gvm.alpha, gvm.beta, **limits, high=high)
         return Allotted(tuple(counts.tolist()), self._config.reward.threshold)
 
     def learn(self, prompts: Sequence[Prompt], samples: np.ndarray, positives: np.ndarray) -> dict[str, Stat]:

@@ -120,12 +120,22 @@ class PromptAssignment:
 
     def own_keys(self, selection: Selection) -> list[list[Key]]:
         copy, prompts, samples = self._at.copy, selection.prompts, selection.samples
-        parts: list[np.ndarray] = [np.array(mini[copy], np.int64) for mini in self._bins]
-        if self._refill is not None:
-            # The prompts that found a place are known only now: split this copy's evenly over the mini-batches.
-            mine = [self._numbers(*at) for at in self._turns if at[0] == copy]
-            placed = np.intersect1d([pool.prompt for pool in selection.pools], [*chain(*mine)]).astype(np.int64)
-            parts = np.array_split(placed, len(self._bins))
+        if self._refill is None:
+            groups = [[sorted(chain(*mini)) for mini in self._bins]]
+        else:
+            # The prompts that found a place are known only now: split those of each copy evenly over the mini-batches.
+            placed = {pool.prompt for pool in selection.pools}
+            found = [
+                [n for at in self._turns if at[0] == c for n in self._numbers(*at)] for c in range(self._at.copies)
+            ]
+            shares = [np.array_split(sorted(placed.intersection(numbers)), len(self._bins)) for numbers in found]
+            groups = [[part.astype(int).tolist() for part in share] for share in shares]
+        if not isinstance(self._rule, Allotted) or self._rule.more:  # otherwise the numbers were known beforehand
+            sizes = np.bincount(prompts, minlength=max(chain(*chain(*groups)), default=0) + 1).tolist()
+            groups = exchange_prompts(groups, sizes)
+        mine = set(self._places[copy])
+        chosen = groups[copy] if self._refill else [[n for n in mini if n in mine] for mini in groups[0]]
+        parts = [np.array(part, np.int64) for part in chosen]
         mini_of = np.full(max(prompts.max(initial=0), *(part.max(initial=0) for part in parts)) + 1, -1)
         for index, part in enumerate(parts):
             mini_of[part] = index
@@ -200,6 +210,34 @@ def split_prompts(sizes: Sequence[int], mini_batches: int, copies: int) -> list[
     if not parts[-1]:
         return [parts[n::mini_batches] for n in range(mini_batches)]
     return [parts[n * copies : (n + 1) * copies] for n in range(mini_batches)]
+
+
+def exchange_prompts(groups: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int]) -> list[list[list[int]]]:
+    """Return the prompts of each group and mini-batch with nearly equal numbers of samples in the mini-batches.
+
+    Only prompts at the same place of their mini-batches change places, the largest into the mini-batch with the fewest
+    samples so far; so each mini-batch keeps its number of prompts. No two mini-batches of one group of equal lengths
+    differ by more samples than two prompts do. Prompts of equal sizes stay where they are.
+    """
+    exchanged = [[list(mini) for mini in group] for group in groups]
+    loads = [0] * len(exchanged[0])
+    rows: list[tuple[bool, int, list[tuple[list[int], int, int]]]] = []
+    for group in exchanged:
+        for place in range(max(map(len, group))):
+            row = [(mini, place, index) for index, mini in enumerate(group) if place < len(mini)]
+            row_sizes = [sizes[mini[place]] for mini, *_ in row]
+            rows.append((len(row) == len(group), min(row_sizes) - max(row_sizes), row))
+    # Places that only some have first, and large differences: what comes later levels them.
+    for _, difference, row in sorted(rows, key=lambda item: item[:2]):
+        prompts = sorted((mini[place] for mini, place, _ in row), key=lambda prompt: -sizes[prompt])
+        if difference:
+            row.sort(key=lambda item: loads[item[2]])
+        else:
+            prompts = [mini[place] for mini, place, _ in row]
+        for (mini, place, index), prompt in zip(row, prompts, strict=True):
+            mini[place] = prompt
+            loads[index] += sizes[prompt]
+    return exchanged
 
 
 def join_selections(selections: Sequence[Selection], rule: SamplingRule) -> Selection:

@@ -1,0 +1,88 @@
+"""What the reward math_strict reads in a box, and when it equals the answer of the data set.
+
+Both are cleaned (``strict_text``) and read by a grammar, a list of what an answer may be made of: what it does not know
+is wrong. An answer of the data set that it does not know is compared as text.
+"""
+
+import re
+from dataclasses import dataclass
+
+from megarl.data.math_text import last_box
+from megarl.data.strict.grammar import Reader
+from megarl.data.strict.items import Item, are_equal, are_equal_lists, as_equations
+from megarl.data.strict.text import UnreadableError, clean, read_words, split, squeeze
+
+_MAX_CHARACTERS = 1000
+_FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_DECIMAL_COMMA = re.compile(r"-?\d+,(?:\d{1,2}|\d{4,})")
+_SIGNS = ({r"\pm": "+", r"\mp": "-"}, {r"\pm": "-", r"\mp": "+"})
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """An answer of a data set."""
+
+    text: str
+    items: tuple[Item, ...] | None
+    """What the grammar reads in it; None if it does not know it."""
+    forms: frozenset[str]
+    """What is left to be calculated in it."""
+
+
+def read_key(answer: str) -> Key:
+    """Read an answer of a data set: a box, a formula, a sentence whose last formula counts, or plain text.
+
+    Raises ValueError for an answer without anything to compare with.
+    """
+    content = last_box(answer)
+    candidates = [answer if content is None else content]
+    if content is None:
+        candidates += ["".join(parts) for parts in _FORMULA.findall(answer)][-1:]
+    texts = []
+    for candidate in candidates:
+        try:
+            texts.append(clean(candidate))
+            return Key(texts[-1], *_read(texts[-1]))
+        except UnreadableError:
+            continue
+    if not any(texts):
+        raise ValueError(f"math_strict finds nothing to compare with in the answer {answer!r:.80}")
+    return Key(texts[-1], None, frozenset())
+
+
+def is_right(key: Key, response: str) -> bool:
+    """Whether the last box of the response holds the answer, as evaluated as the key."""
+    content = last_box(response)
+    if content is None or len(content) > max(_MAX_CHARACTERS, 2 * len(key.text)):
+        return False
+    try:
+        text = clean(content)
+        if squeeze(text) == squeeze(key.text):
+            return True
+        words = read_words(key.text)
+        if words is not None or key.items is None:
+            return words is not None and read_words(text) == words
+        # A decimal comma, or two numbers.
+        readings = [text, text.replace(",", ".")] if _DECIMAL_COMMA.fullmatch(text) else [text]
+        for items, forms in map(_read, readings):
+            if forms <= key.forms and are_equal_lists(*as_equations(key.items, items)):
+                return True
+    except Exception:  # besides UnreadableError, sympy raises many types; what cannot be compared is no answer
+        return False
+    return False
+
+
+def _read(text: str) -> tuple[tuple[Item, ...], frozenset[str]]:
+    """Read a text, twice if it has a sign for plus or minus: its values with either are a list."""
+    tokens = split(text)
+    items: list[Item] = []
+    forms: frozenset[str] = frozenset()
+    for signs in _SIGNS if {r"\pm", r"\mp"} & set(tokens) else ({},):
+        reader = Reader([signs.get(token, token) for token in tokens])
+        try:
+            found = reader.read()
+        except (ArithmeticError, AttributeError, NotImplementedError, TypeError) as error:
+            raise UnreadableError("sympy cannot make it") from error
+        items += [item for item in found if not signs or not any(are_equal(item, old) for old in items)]
+        forms |= reader.forms
+    return tuple(items), forms

@@ -1,0 +1,123 @@
+"""The text of answers for the reward math_strict: one spelling for what has several, tokens, words, units."""
+
+import re
+
+CURRENCIES = (r"\$", "€", "£", "¥", "₹", "¢")
+SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+CLOSING = {"(": (")", "]"), "[": (")", "]"), r"\{": (r"\}",), r"\langle": (r"\rangle",)}
+_TRANSLATION = str.maketrans(
+    {"−": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "≤": r"\le "}
+    | {"≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∈": r"\in ", "∅": r"\{\}", "²": "^2", "³": "^3", "±": r"\pm "}
+    | dict.fromkeys("\u00a0\u2009\u202f\t\n", " ")
+)
+_BOX = re.compile(r"\s*\\(?:boxed|fbox)\s*\{(.*)\}\s*", re.DOTALL)
+_DOLLAR = re.compile(r"(?<!\\)\$")
+_WORD_UNIT = r"(?:[cmk]m|[km]g|m[lL]|ft|mi|yd|lb|oz|hr|min|sec|mph|sq|[A-Za-z]{4,})(?:[. /]+[A-Za-z]+)*"
+_REWRITES = tuple(
+    (re.compile(pattern), by)
+    for pattern, by in (
+        (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![A-Za-z])", ""),
+        (r"\\[dtc](?=(?:frac|binom)(?![A-Za-z]))", r"\\"),
+        (r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:rm|bf|sf|it)|mbox|boldsymbol|operatorname)(?![A-Za-z])\s*", r"\\text"),
+        (r"\\(?:varnothing|emptyset)(?![A-Za-z])|\\\{\s*\\\}", r"\\{\\}"),
+        (r"\\text\{\s*((?:\\\$)?[\d.,/ \\%()]+)\s*\}", r"\1"),
+        (r"((?:^|[(,;={])\s*)\\text\{\s*(\(?[A-Za-z]\)?)\s*\}", r"\1\2"),
+        (r"\s*[,;]?\s*(?:\\text\{\s*(?:and|or),?\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\lor|\\vee)\s*", ", "),
+        (r"(?<=\d)(?:\{,\}|,\\!|\\[,;: !]|~)(?=\d{3}(?!\d))", r"\\!"),  # between thousands
+        (r"\\!(?!\d{3}(?!\d))", ""),
+        (r"\{,\}", "."),
+        (r"(?<!\\)\\(?:[,;:> ]|q?quad(?![A-Za-z]))|~", " "),
+        (r"(?<![A-Za-z\\])(sqrt|pi|infty|sin|cos|tan|ln|log)(?![A-Za-z])", r"\\\1"),
+        (r"\*\*", "^"),
+        (r"_\{(\w)\}", r"_\1"),
+        (r"^\(?([A-Z])[).]+$", r"\1"),
+        (r"\\(begin|end)\{array\}(?:\{[clr]*\})?", r"\\\1{matrix}"),
+        (r"<=|\\leq(?:slant)?(?![A-Za-z])", r"\\le "),
+        (r">=|\\geq(?:slant)?(?![A-Za-z])", r"\\ge "),
+        (r"\\neq(?![A-Za-z])|!=", r"\\ne "),
+        (r"\\degree(?![A-Za-z])", r"^\\circ "),
+        (r"^(-?\d+)\s+(\d+)\s*/\s*(\d+)$", r"\1\\frac{\2}{\3}"),
+        (
+            rf"^(-?(?:\\\$)?(?:[\d.,]+|\\frac\{{\d+\}}\{{\d+\}}))(?:\s*({_WORD_UNIT})|\s+([mgshlLNJW]))"
+            r"(?=(?:\s*\^\s*\{?\d\}?)?$)",
+            r"\1\\text{\2\3}",
+        ),
+    )
+)
+_DIGITS = r"\d+(?:\.(?:\d*\(\d+\)|\d*\\(?:overline|bar|dot)\s*(?:\{\d+\}|\d)|\d+))?|\.\d+"
+_TOKEN = re.compile(
+    r"\s*(?:\d{1,3}(?P<comma>,|\\!)\d{3}(?:(?P=comma)\d{3})*(?:\.\d+)?(?!,?\d)"
+    rf"|(?:{_DIGITS})(?:[eE][-+]?\d+)?|\\text\{{[^{{}}\\$]*\}}|\\(?:begin|end)\{{[pbB]?matrix\}}|\\mathbb\{{[A-Z]\}}"
+    r"|\\[A-Za-z]+|\\[{}%$\\]|[^\s\\])",
+    re.ASCII,
+)
+_UNITS = {
+    "$": "dollar", "¢": "cent", "€": "euro", "%": "percent", "degree": "°", "inch": "in", "inche": "in", "foot": "ft",
+    "feet": "ft", "mile": "mi", "yard": "yd", "hour": "h", "hr": "h", "minute": "min", "second": "s", "sec": "s",
+    "gram": "g", "meter": "m", "metre": "m", "liter": "l", "litre": "l", "L": "l", "pound": "lb", "per": "/",
+    "square": "sq", "squared": "2",
+}  # fmt: skip
+
+
+class UnreadableError(ValueError):
+    """The grammar does not know the text, or what it says is too large."""
+
+
+def clean(content: str) -> str:
+    """Return a formula with one spelling for what has several, without what only changes how it looks."""
+    while inner := _BOX.fullmatch(content):
+        content = inner[1]
+    content = content.translate(_TRANSLATION)
+    if re.search(r"(?<!\\)%(?!\s*$)", content):
+        raise UnreadableError("a comment")
+    content = re.sub(r"(?<!\\)%", r"\\%", content)
+    content = _DOLLAR.sub(r"\\$" if len(_DOLLAR.findall(content)) == 1 else "", content)
+    content = re.sub(r"^\s*\\[(\[]|\\[)\]]\s*$", "", content)
+    for pattern, by in _REWRITES:
+        content = pattern.sub(by, content.strip())
+    return content.rstrip(" .,;")
+
+
+def squeeze(text: str) -> str:
+    """Return a text without spaces and text commands, for a comparison. A space between digits stays."""
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text))
+
+
+def read_words(text: str) -> list[str] | None:
+    """Return the words, or lists of words, that a text consists of, in a sorted list; None for a formula."""
+    plain = re.sub(r"\\text\{([^{}]*)\}", r"\1", text).casefold()
+    words = sorted(" ".join(word.split()) for word in plain.split(","))
+    is_text = all(re.fullmatch(r"[^\W\d_](?:[^\W\d_]|[ .'-])*", word) for word in words)
+    least = 2 if r"\text" in text else 3
+    return words if is_text and re.search(rf"[^\W\d_]{{{least}}}", plain) else None
+
+
+def split(text: str) -> list[str]:
+    """Return the tokens of a cleaned text. Raises UnreadableError for a character that no formula has."""
+    tokens: list[str] = []
+    position = depth = 0
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        token = match[0].strip() if match else ""
+        if match is None or not (token.isascii() or token in CURRENCIES):
+            raise UnreadableError(f"unknown text: {text[position : position + 20]!r}")
+        position = match.end()
+        if match["comma"] == "," and depth:  # in brackets, a comma separates elements and not thousands
+            position -= len(token) - token.index(",")
+            token = token[: token.index(",")]
+        depth += (token in CLOSING) - (token in (")", "]", r"\}", r"\rangle"))
+        tokens.append(token)
+    return tokens
+
+
+def name_unit(text: str) -> str:
+    """Return the one spelling of a unit: "square meters", "m^{2}" and "m^2" are the same."""
+    names = []
+    for word in re.findall(r"[^\W\d_]+|\d+|[^\s\\{}^.]", text.replace(r"\circ", "degree").replace(r"\text", " ")):
+        single = word.removesuffix("s") if len(word) > 2 else word
+        if single not in SCALES:
+            prefix, stem = re.findall("^(kilo|centi|milli|)(.+)", single)[0]
+            names.append(prefix[:1] + _UNITS.get(stem, stem))
+    if names[:1] in (["sq"], ["cubic"]):
+        names = [*names[1:2], "2" if names[0] == "sq" else "3", *names[2:]]
+    return " ".join(names)
