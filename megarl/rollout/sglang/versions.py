@@ -42,12 +42,14 @@ class Fault:
     remedy: str
     last: Version | None = None
     """The last release that has it; None: all."""
+    of_routes: bool = False
+    """Whether it matters only where routes are asked for."""
 
 
 def _number(arguments: Arguments, name: str, default: int) -> int:
     try:
         return int(arguments.get(name, default))
-    except (TypeError, ValueError):  # None, or text that the server itself refuses
+    except (OverflowError, TypeError, ValueError):  # None, or what the server itself refuses
         return default
 
 
@@ -81,11 +83,18 @@ _OTHER_CACHES = (
     "radix_cache_backend",
 )
 
+_IN_KERNEL = ("triton_kernel", "flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4")
+"""MoE runners that choose experts inside a kernel. Servers tell what "auto" has become: it stands for others."""
+_NO_ALL_TO_ALL, _GATHERED = (None, "none"), ("deepep", "deepep_v2")
+
 _CAUSES: Mapping[str, Callable[[Arguments], bool]] = {
     "physical_experts": _experts_move,
     "old_routers": _keeps_router_weights,
     "old_transformers": lambda found: bool(found.get("new_rope")),
     "wrong_rows_on_cpu": lambda found: found.get("device") == "cpu" and not found.get("disable_overlap_schedule"),
+    "routes_in_a_kernel": lambda found: found.get("moe_runner_backend") in _IN_KERNEL,
+    "scattered_tokens": lambda found: found.get("moe_a2a_backend") not in (*_NO_ALL_TO_ALL, *_GATHERED),
+    "scattered_tokens_of_deepep": lambda found: found.get("moe_a2a_backend") in _GATHERED,
     "no_routes": lambda found: found.get("enable_return_routed_experts") is False,
     "unchunked_prefill": lambda found: _number(found, "chunked_prefill_size", 1) <= 0,
     "disaggregation": lambda found: found.get("disaggregation_mode", "null") not in (None, "null"),
@@ -147,8 +156,7 @@ def check_server(
         hint = f'expected at least {dotted(OLDEST)}: upgrade it, or set rollout.engine = "local"'
         raise ConfigError(f"SGLang {text} returns no routes, {hint}")
     for fault in FAULTS:
-        matters = routes or fault.name != "no_routes"
-        if matters and (fault.last is None or version <= fault.last) and fault.when(info):
+        if (routes or not fault.of_routes) and (fault.last is None or version <= fault.last) and fault.when(info):
             raise ConfigError(f"SGLang {text}: {fault.meaning}: {fault.remedy}")
     if nucleus and not can(version, "sampling_masks"):
         raise ConfigError(
@@ -167,11 +175,14 @@ def check_server(
     return version, warnings
 
 
-def check_arguments(words: Sequence[str]) -> None:
-    """Raises ConfigError for arguments that are wrong with every release; ``check_server`` finds the others."""
+def check_arguments(words: Sequence[str], routes: bool = True) -> None:
+    """Raises ConfigError for arguments that are wrong with every release; ``check_server`` finds the others.
+
+    ``routes``: whether the server must return them.
+    """
     found = parse_arguments(words)
     for fault in FAULTS:
-        if fault.last is None and fault.when(found):
+        if (routes or not fault.of_routes) and fault.last is None and fault.when(found):
             raise ConfigError(f"SGLang: {fault.meaning}: {fault.remedy}")
 
 
