@@ -6,20 +6,26 @@
 length before anything is parsed. Deeper nesting than ``MAX_DEPTH`` is refused too, so that whatever walks through the
 value ends. A value of ``NaN`` or ``Infinity`` is read as such: check numbers for the range that they must have.
 
-``read_body`` and ``join_body`` read the answer of a server up to a limit, before and after it is unpacked.
+``check_types`` compares a value with the schema of an endpoint. ``read_body`` and ``join_body`` read the answer of a
+server up to a limit, before and after it is unpacked; send ``UNPACKED`` with the request.
 """
 
 import zlib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic_core import from_json
+from pydantic_core import ValidationError, from_json
 
 from megarl.errors import DataError
 
 if TYPE_CHECKING:
     import aiohttp
+    from pydantic import TypeAdapter
 
+T = TypeVar("T")
+
+UNPACKED = {"Accept-Encoding": "identity"}
+"""Header that asks for an answer as it is."""
 MAX_DEPTH = 201
 """Lists and objects within each other; the limit of the parser. Honest files and answers have below 12."""
 
@@ -35,6 +41,22 @@ def parse_json(data: bytes | str, source: str, max_bytes: int) -> Any:
             f"more than {MAX_DEPTH} levels of lists and objects" if "recursion" in str(error) else f"no JSON, {error}"
         )
         raise DataError(f"{source} holds {found}") from error
+
+
+def check_types(schema: "TypeAdapter[T]", value: Any, source: str) -> T:
+    """Returns a value that was read, as its schema says; DataError if one of its parts has another type."""
+    try:
+        return schema.validate_python(value, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "all"
+        raise DataError(f"{source} cannot be read ({where}: {first['msg']})") from error
+
+
+def retry_after(headers: Mapping[str, str], most_s: float) -> float:
+    """Returns the seconds that an answer asks to wait, at most ``most_s``; 0 if it does not say, or names a date."""
+    text = headers.get("retry-after", "")
+    return min(float(text), most_s) if text.isdecimal() else 0.0
 
 
 async def read_body(response: "aiohttp.ClientResponse", source: str, max_bytes: int) -> bytes:

@@ -266,7 +266,7 @@ def test_an_answer_of_another_kind_is_an_error() -> None:
 )
 def test_an_answer_of_other_types_is_an_error_that_may_pass(damaged: Any) -> None:
     """And does not end the run with whatever Python says of it."""
-    with pytest.raises(RolloutError, match="group 4 sample 1: the server's answer cannot be read") as caught:
+    with pytest.raises(RolloutError, match=r"group 4 sample 1: .*the server's answer cannot be read") as caught:
         parse_answer(REQUEST, damaged, 7, SHAPE)
     assert "\n" not in str(caught.value)
 

@@ -12,10 +12,11 @@ from itertools import chain
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter
 
 from megarl.core.types import FinishReason, Rollout, SampleRequest
-from megarl.errors import RolloutError, TraceError
+from megarl.errors import DataError, RolloutError, TraceError
+from megarl.foreign_json import check_types
 from megarl.models.routes import decode_routes, longest_text, present_rows
 from megarl.models.shapes import MoeShape
 from megarl.rollout.engine import SamplingParams, limit_response, make_rollout, too_many_kept
@@ -45,22 +46,18 @@ class Bounds:
     """Tokens of prompt and response at about which the server cuts a response."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class _Finish(_Strict):
+class _Finish(BaseModel):
     type: str
     matched: Any = None
 
 
-class _Span(_Strict):
+class _Span(BaseModel):
     start: int
     end: int
     version: str | int
 
 
-class _Meta(_Strict):
+class _Meta(BaseModel):
     id: str | None = None
     finish_reason: _Finish | str | None = None
     prompt_tokens: int | None = None
@@ -74,7 +71,7 @@ class _Meta(_Strict):
     num_retractions: Annotated[int, Field(ge=0)] | None = None
 
 
-class _Answer(_Strict):
+class _Answer(BaseModel):
     """The parts of a /generate answer that megarl reads."""
 
     output_ids: list[int]
@@ -82,7 +79,7 @@ class _Answer(_Strict):
     prompt_token_ids: list[int] | None = None
 
 
-_LOGPROBS = TypeAdapter(list[float | None], config=ConfigDict(strict=True))
+_ANSWER, _LOGPROBS = TypeAdapter(_Answer), TypeAdapter(list[float | None])
 
 
 def parse_answer(
@@ -105,12 +102,11 @@ def parse_answer(
     if isinstance(answer, Mapping) and not {"output_ids", "meta_info"} <= answer.keys():
         raise RolloutError(f"{label}: the server's answer has keys {sorted(answer)}, expected output_ids and meta_info")
     try:
-        found = _Answer.model_validate(answer)
-        logprobs = _LOGPROBS.validate_python([entry[0] for entry in found.meta_info.output_token_logprobs or ()])
-    except ValidationError as error:
-        told = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, told["loc"]))
-        raise RolloutError(f"{label}: the server's answer cannot be read ({where}: {told['msg']})") from error
+        found = check_types(_ANSWER, answer, f"{label}: the server's answer")
+        values = [entry[0] for entry in found.meta_info.output_token_logprobs or ()]
+        logprobs = check_types(_LOGPROBS, values, f"{label}: output_token_logprobs of the server's answer")
+    except DataError as error:
+        raise RolloutError(str(error)) from error
     fault = next(_find_faults(request, found, version, rid, params, bounds), None)
     if fault is not None:
         raise RolloutError(f"{label}: {fault}")

@@ -20,9 +20,9 @@ import aiohttp
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import DataError, RequestError, RolloutError, TraceError
-from megarl.foreign_json import parse_json, read_body
+from megarl.foreign_json import UNPACKED, parse_json, read_body, retry_after
 from megarl.rollout.engine import Begin, OnFinish, Session, run_session
-from megarl.rollout.sglang.http import UNPACKED, Places, authorization, find_places, is_ready
+from megarl.rollout.sglang.http import Places, authorization, find_places, is_ready
 
 KEEP_CONNECTION_S = 3.0
 """SGLang closes a connection that was idle for five seconds, even while a request is on its way."""
@@ -36,6 +36,8 @@ OPEN_S = 2.0
 BUSY = (408, 429, 503)
 """HTTP status of a server, or of a proxy, that has no place now."""
 TOO_LARGE = 413
+BACKOFF_S = 0.5
+"""Wait before a request is sent again, which doubles from one attempt to the next."""
 MAX_WAIT_S = 30.0
 """Longest wait before a request is sent again, whatever its Retry-After says."""
 MAX_ANSWER_BYTES = 1 << 30
@@ -88,10 +90,9 @@ class WrongAnswerError(RetryError):
 class RefusedError(RetryError):
     """The server did not serve the request."""
 
-    def __init__(self, message: str, status: int, retry_after: str) -> None:
+    def __init__(self, message: str, status: int, wait_s: float) -> None:
         super().__init__(message)
-        self.status = status
-        self.wait_s = min(float(retry_after), MAX_WAIT_S) if retry_after.isdecimal() else 0.0
+        self.status, self.wait_s = status, wait_s
 
 
 @dataclass(eq=False)
@@ -325,7 +326,7 @@ class _RequestSession(Session):
             if not job.answer.done():
                 job.answer.set_exception(RequestError(f"{last}; raise the limit of this server or proxy"))
             return
-        await asyncio.sleep(max(wait_s, min(0.25 * 2**tries, MAX_WAIT_S / 2)))
+        await asyncio.sleep(max(wait_s, min(BACKOFF_S * 2 ** (tries - 1), MAX_WAIT_S / 2)))
         following = (self._servers.index(server) + 1) % len(self._servers)
         self._servers[following].queue.append(job)
 
@@ -342,7 +343,7 @@ class _RequestSession(Session):
         limit = self._max_bytes(request)
         try:
             async with self._http.post(f"{url}/generate", json=body, allow_redirects=False) as response:
-                status, after = response.status, response.headers.get("Retry-After", "")
+                status, wait_s = response.status, retry_after(response.headers, MAX_WAIT_S)
                 answer = await read_body(response, f"{url}/generate", limit)
             if status == 200:
                 return parse_json(answer, f"{url}/generate", limit)
@@ -354,7 +355,7 @@ class _RequestSession(Session):
             raise WrongAnswerError(str(error)) from error
         told = f"HTTP {status}: {answer[:300].decode('utf-8', errors='replace')}"
         if status >= 500 or status in (*BUSY, TOO_LARGE):
-            raise RefusedError(f"{url}: {told}", status, after)
+            raise RefusedError(f"{url}: {told}", status, wait_s)
         raise RolloutError(f"{url} refuses the request, {told}")
 
     def _lose(self, server: _Server, failure: AwayError) -> None:

@@ -10,15 +10,13 @@ from typing import Any
 
 import aiohttp
 import httpx
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field, TypeAdapter
 
 from megarl.errors import ConfigError, DataError, RolloutError
-from megarl.foreign_json import join_body, parse_json, read_body
+from megarl.foreign_json import UNPACKED, check_types, join_body, parse_json, read_body
 
 MAX_BYTES = 64 << 20
 """Of an answer about a server or an update; the longest honest one holds the checksums of all tensors."""
-UNPACKED = {"Accept-Encoding": "identity"}
-"""Header that asks for answers as they are: routes are packed already."""
 
 SERVER_INFO = ("server_info", "get_server_info")
 """Paths that return the release and arguments; older releases know only the second."""
@@ -73,20 +71,19 @@ def server_info(url: str, api_key: str | None, timeout_s: float = 60.0) -> dict[
         raise RolloutError(f"no SGLang server answers at {url} ({error!r}); start it, or correct the URL") from error
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class _Replica(_Strict):
+class _Replica(BaseModel):
     effective_max_running_requests_per_dp: int = Field(ge=1, le=1 << 40)
 
 
-class _Room(_Strict):
+class _Room(BaseModel):
     """What ``/server_info`` says of it."""
 
     internal_states: list[_Replica] = Field(min_length=1)
     max_total_num_tokens: int = Field(ge=1, le=1 << 60)
     context_length: int | None = None
+
+
+_ROOM = TypeAdapter(_Room)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +100,8 @@ class Places:
     def of(cls, info: Any, clients: int = 1) -> "Places | None":
         """Read what ``/server_info`` says, and divide it by ``clients``; None if it does not say."""
         try:
-            room = _Room.model_validate(info)
-        except ValueError:
+            room = check_types(_ROOM, info, "/server_info")
+        except DataError:
             return None
         running = [state.effective_max_running_requests_per_dp for state in room.internal_states]
         longest = min(room.max_total_num_tokens, room.context_length or math.inf)
