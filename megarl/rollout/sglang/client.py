@@ -122,6 +122,18 @@ class _Server:
     """Was away for too long, and is not asked any more."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What ``converse`` was given."""
+
+    body: Body
+    decode: Decode
+    on_finish: OnFinish
+    version: str | None
+    limit: int
+    max_bytes: Limit
+
+
 class SGLangClient:
     """Sends ``/generate`` requests to the servers at ``urls``."""
 
@@ -157,6 +169,7 @@ class SGLangClient:
         """
 
         self.counts.clear()
+        call = _Call(body, decode, on_finish, version, limit, max_bytes)
 
         async def run() -> None:
             # trust_env: servers are near, often on the loopback address, and no proxy may come between.
@@ -168,8 +181,7 @@ class SGLangClient:
                 auto_decompress=False,  # ``read_body`` unpacks up to a limit
                 trust_env=False,
             ) as http:
-                session = _RequestSession(self, http, body, decode, on_finish, version, limit, max_bytes)
-                await session.run_episodes(begin)
+                await _RequestSession(self, http, call).run_episodes(begin)
 
         run_session(run())
 
@@ -181,23 +193,11 @@ class SGLangClient:
 
 
 class _RequestSession(Session):
-    def __init__(
-        self,
-        client: SGLangClient,
-        http: aiohttp.ClientSession,
-        body: Body,
-        decode: Decode,
-        on_finish: OnFinish,
-        version: str | None,
-        limit: int,
-        max_bytes: Limit,
-    ) -> None:
+    def __init__(self, client: SGLangClient, http: aiohttp.ClientSession, call: _Call) -> None:
         super().__init__()
         self._servers = [_Server(url) for url in client.urls]
-        self._client, self._settings, self._http = client, client.settings, http
-        self._body, self._decode, self._on_finish, self._version = body, decode, on_finish, version
-        self._limit, self._max_bytes = limit, max_bytes
-        self._is_open = version is None and self._settings.concurrency is not None
+        self._client, self._settings, self._http, self._call = client, client.settings, http, call
+        self._is_open = call.version is None and self._settings.concurrency is not None
         self._helpers: list[asyncio.Task[None]] = []
         """Tasks that end with the last episode: the ticks, and waits for servers that are away."""
         self._serving: dict[asyncio.Future[Rollout], asyncio.Task[None]] = {}
@@ -209,13 +209,13 @@ class _RequestSession(Session):
                 self._helpers += [self._tasks.create_task(work) for work in (self._tick(), self._open())]
 
     async def _tick(self) -> None:
-        while self._on_finish is not None:
+        while self._call.on_finish is not None:
             await asyncio.sleep(TICK_S)
-            self._on_finish(0)
+            self._call.on_finish(0)
 
     async def _open(self) -> None:
         """Begin with the servers that have the weights of this session; one that is fresh or behind is awaited."""
-        version, servers = self._version, self._servers if not self._is_open else ()
+        version, servers = self._call.version, self._servers if not self._is_open else ()
         asked = (is_ready(self._http, server.url, version, timeout_s=OPEN_S, asks_health=False) for server in servers)
         answers, _ = await asyncio.gather(asyncio.gather(*asked), asyncio.gather(*map(self._learn_places, servers)))
         for server, ready in zip(servers, answers, strict=True):
@@ -233,7 +233,7 @@ class _RequestSession(Session):
         answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
         queue = self._servers[request.group % len(self._servers)].queue
         # A response is expected to take half of its limit, and on its way there half of that on average.
-        job = _Job(request, answer, len(request.prompt_tokens) + self._limit // 4)
+        job = _Job(request, answer, len(request.prompt_tokens) + self._call.limit // 4)
         # A later turn goes first: the prefix of its episode is still in the server's cache.
         queue.appendleft(job) if request.known_rows else queue.append(job)
         # Defer, so that a request does not take another group's preferred server.
@@ -283,9 +283,9 @@ class _RequestSession(Session):
         settings, rid = self._settings, uuid.uuid4().hex
         try:
             async with asyncio.timeout(settings.deadline_s):
-                answer = await self._post(server.url, self._body(job.request) | {"rid": rid}, job.request)
+                answer = await self._post(server.url, self._call.body(job.request) | {"rid": rid}, job.request)
             try:
-                rollout = self._decode(job.request, answer, server.url, rid)
+                rollout = self._call.decode(job.request, answer, server.url, rid)
             except (RolloutError, TraceError) as error:
                 raise WrongAnswerError(f"{server.url}: {error}") from error
         except AwayError as failure:
@@ -302,8 +302,8 @@ class _RequestSession(Session):
         else:
             if not job.answer.done():
                 job.answer.set_result(rollout)
-            if self._on_finish is not None:
-                self._on_finish(1)
+            if self._call.on_finish is not None:
+                self._call.on_finish(1)
 
     async def _repeat(self, server: _Server, job: _Job, failure: RetryError | TimeoutError) -> None:
         """Queue a request at the next server after a while, or give it up."""
@@ -340,7 +340,7 @@ class _RequestSession(Session):
             self._assign()
 
     async def _post(self, url: str, body: dict[str, Any], request: SampleRequest) -> Any:
-        limit = self._max_bytes(request)
+        limit = self._call.max_bytes(request)
         try:
             async with self._http.post(f"{url}/generate", json=body, allow_redirects=False) as response:
                 status, wait_s = response.status, retry_after(response.headers, MAX_WAIT_S)
@@ -368,7 +368,7 @@ class _RequestSession(Session):
         until = asyncio.get_running_loop().time() + self._settings.recovery_s
         while asyncio.get_running_loop().time() < until:
             await asyncio.sleep(RETURN_POLL_S)
-            if await is_ready(self._http, server.url, self._version):
+            if await is_ready(self._http, server.url, self._call.version):
                 await self._learn_places(server)
                 server.away = False
                 self._assign()

@@ -15,8 +15,10 @@ from megarl.config.trust import find_stranger, safe_environment
 from megarl.errors import ConfigError, RolloutError
 from megarl.models.hf_folder import read_json
 
-OLDEST, NEWEST = (0, 5, 7), (0, 5, 23)
 Version = tuple[int, int, int]
+OLDEST, NEWEST = (0, 5, 7), (0, 5, 23)
+NO_RELEASE: Version = (1 << 30, 0, 0)
+"""Newer than any: it has the faults of every release alone."""
 Arguments = Mapping[str, Any]
 """Name with underscores -> value, as in /server_info; an absent argument has its default."""
 
@@ -155,9 +157,7 @@ def check_server(
     if version < OLDEST:
         hint = f'expected at least {dotted(OLDEST)}: upgrade it, or set rollout.engine = "local"'
         raise ConfigError(f"SGLang {text} returns no routes, {hint}")
-    for fault in FAULTS:
-        if (routes or not fault.of_routes) and (fault.last is None or version <= fault.last) and fault.when(info):
-            raise ConfigError(f"SGLang {text}: {fault.meaning}: {fault.remedy}")
+    _refuse_faults(info, routes, f"SGLang {text}", version)
     if nucleus and not can(version, "sampling_masks"):
         raise ConfigError(
             f"SGLang {text} does not record the ids that it draws from with top_p below 1; its log-probabilities are "
@@ -180,10 +180,13 @@ def check_arguments(words: Sequence[str], routes: bool = True) -> None:
 
     ``routes``: whether the server must return them.
     """
-    found = parse_arguments(words)
+    _refuse_faults(parse_arguments(words), routes, "SGLang", NO_RELEASE)
+
+
+def _refuse_faults(found: Arguments, routes: bool, name: str, version: Version) -> None:
     for fault in FAULTS:
-        if (routes or not fault.of_routes) and fault.last is None and fault.when(found):
-            raise ConfigError(f"SGLang: {fault.meaning}: {fault.remedy}")
+        if (routes or not fault.of_routes) and (fault.last is None or version <= fault.last) and fault.when(found):
+            raise ConfigError(f"{name}: {fault.meaning}: {fault.remedy}")
 
 
 def parse_arguments(words: Sequence[str]) -> dict[str, Any]:
