@@ -264,7 +264,8 @@ def refuse_uncaptured(trace: RoutingTrace, tokens: Sequence[int] | None = None) 
         return
     experts = trace.experts[rows]
     names = np.flatnonzero(rows) if tokens is None else np.asarray(tokens)[rows]
-    is_padding = (experts.max(2) < top_k).all(1)  # K different experts below K
+    is_padding = experts[:, 0].max(1) < top_k  # K different experts below K
+    is_padding[is_padding] = (experts[is_padding].max(2) < top_k).all(1)
     bits = layers * math.log2(math.comb(trace.num_experts, top_k))
     found = None
     if is_padding.any():

@@ -168,16 +168,18 @@ def test_log_probabilities_below_top_p_are_within_the_ids_that_were_drawn_from()
         ({"output_token_sampling_mask": [[9, 8], []]}, "a token is not among the ids"),
         ({"output_token_sampling_mask": [[9, 9], [8]]}, "a token is not among the ids"),
         ({"output_token_sampling_mask": [[3, 9, 3], [8]]}, "an id is twice among those"),
-        *(({"output_token_sampling_mask": [[9, 3], [odd, 8]]}, "cannot be read") for odd in (None, 3.0, True, "3")),
-        ({"output_token_sampling_mask": [[9, 3], [8, -1]]}, "drawn from ids outside of 0.."),
-        ({"output_token_sampling_mask": [[9, 3], [8, 1 << 33]]}, "drawn from ids outside of 0.."),
+        *(
+            ({"output_token_sampling_mask": [[9, 3], [odd, 8]]}, "cannot be read")
+            for odd in (None, 3.0, True, "3", -1, 1 << 33, 1 << 70)
+        ),
+        ({"output_token_sampling_mask": [[9, 3], [8, 40]]}, "drawn from id 40, expected 0..39"),
         ({"output_token_sampling_logprobs": [0.25, 0.0]}, "log-probability of response token 0 is 0.25"),
         ({"output_token_sampling_logprobs": [-0.25, None]}, "log-probability of response token 1 is nan"),
     ],
 )
 def test_sets_that_do_not_fit_the_tokens_are_refused(change: dict[str, Any], told: str) -> None:
     with pytest.raises(RolloutError, match=f"group 4 sample 1: .*{told}"):
-        parse_answer(REQUEST, answer(**SETS | change), 7, SHAPE, None, NUCLEUS)
+        parse_answer(REQUEST, answer(**SETS | change), 7, SHAPE, None, NUCLEUS, Bounds(vocabulary=40))
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,9 @@ class Bounds:
     """Tokens of prompt and response at about which the server cuts a response."""
 
 
+_Id = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
 class _Finish(BaseModel):
     type: str
     matched: Any = None
@@ -63,7 +66,7 @@ class _Meta(BaseModel):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     output_token_logprobs: list[Annotated[list[Any], Field(min_length=2)]] | None = None
-    output_token_sampling_mask: list[list[int]] | None = None
+    output_token_sampling_mask: list[list[_Id]] | None = None
     output_token_sampling_logprobs: list[float | None] | None = None
     weight_version: str | int | None = None
     weight_versions: list[_Span] | None = None
@@ -248,10 +251,9 @@ def _parse_nucleus(
             "below 1 needs: take SGLang 0.5.20 or later, or set rollout.top_p = 1"
         )
     counts = np.fromiter(map(len, sets), np.int32)
-    owner, ids = np.repeat(np.arange(len(output)), counts), np.array([*chain.from_iterable(sets)], np.float64)
-    if ((ids < 0) | (ids >= vocabulary)).any():
-        raise RolloutError(f"{label}: a token was drawn from ids outside of 0..{vocabulary - 1}")
-    ids = ids.astype(np.int32)
+    owner, ids = np.repeat(np.arange(len(output)), counts), np.fromiter(chain.from_iterable(sets), np.int32)
+    if ids.max(initial=0) >= vocabulary:
+        raise RolloutError(f"{label}: a token was drawn from id {ids.max()}, expected 0..{vocabulary - 1}")
     ids = ids[np.lexsort((ids, owner))]
     if (np.bincount(owner[ids == output[owner]], minlength=len(output)) != 1).any():
         raise RolloutError(f"{label}: a token is not among the ids that it was drawn from")
