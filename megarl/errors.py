@@ -32,6 +32,10 @@ class RolloutError(MegarlError, RuntimeError):
     """The sampling engine failed or answered something that cannot be true."""
 
 
+class RequestError(RolloutError):
+    """No server takes this one request; the others go on."""
+
+
 class RewardError(RolloutError):
     """The user's reward or environment gave no response a reward; another start would find the same."""
 

@@ -39,9 +39,10 @@ import numpy as np
 from megarl.core.turns import join, known_rows
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.tiny import write_tiny_model
+from megarl.models.routes import decode_routes
 from megarl.models.shapes import MoeShape
 from megarl.rollout.engine import SamplingParams
-from megarl.rollout.sglang.answers import decode_routes, parse_answer
+from megarl.rollout.sglang.answers import parse_answer
 from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.plugin.compact import compact, make_header

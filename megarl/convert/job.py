@@ -265,7 +265,12 @@ class ConversionJob:
         try:
             kept = json.loads(path.read_bytes())
             file = self.folder / kept["file"]
-        except (KeyError, TypeError, ValueError):  # damaged, or of an earlier megarl: the unit is written anew
+        except (
+            KeyError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ):  # damaged, or of an earlier megarl: the unit is written anew
             return None
         return kept["record"] if file.is_file() and file.stat().st_size == kept["bytes"] else None
 

@@ -8,7 +8,6 @@ is counted. No failure becomes a score.
 
 import asyncio
 import itertools
-import json
 import math
 import os
 import random
@@ -18,16 +17,44 @@ from collections import deque
 from collections.abc import Sequence
 
 import aiohttp
+from pydantic import BaseModel, TypeAdapter
 
 from megarl.config.tables.data import RewardModelConfig
 from megarl.data.rewards import StepReward, Steps
 from megarl.errors import ConfigError, RolloutError
+from megarl.foreign_json import UNPACKED, check_types, parse_json, read_body, retry_after
 
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 8.0
 """Longest wait before the second attempt, which doubles from one to the next; and the longest of all."""
 _FIELDS = re.compile(r"\{(prompt|response|answer)\}")
-_FAILURES = (aiohttp.ClientError, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
+MAX_WAIT_S = 30.0
+"""Longest wait that a busy server may ask for."""
+MAX_BYTES = 1 << 20
+"""Of the answer to one text."""
+_FAILURES = (aiohttp.ClientError, OSError, ValueError)
 _Waiting = tuple[str, asyncio.Future[float]]
+
+
+class _Meta(BaseModel):
+    id: str | None = None
+
+
+class _Scores(BaseModel):
+    """What ``/classify`` answers to one text."""
+
+    embedding: list[float | None]
+    meta_info: _Meta = _Meta()
+
+
+_ANSWER = TypeAdapter(list[_Scores])
+
+
+class _BusyError(ValueError):
+    """The server may serve these texts after ``wait_s`` seconds."""
+
+    def __init__(self, message: str, wait_s: float) -> None:
+        super().__init__(message)
+        self.wait_s = wait_s
 
 
 class _RefusedError(Exception):
@@ -98,14 +125,15 @@ class RewardModel:
     async def _ask(self, texts: Sequence[str]) -> list[float | Exception]:
         """Return score or error of each text of a request; several attempts, each at the next server."""
         urls, first, timeout_s = self.config.urls, next(self._turns), self.config.timeout_s
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        headers = UNPACKED | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
+        options = {"headers": headers, "trust_env": False, "auto_decompress": False}  # ``read_body`` unpacks to a limit
         failed: Exception = RolloutError("the reward model was not asked")
         # One session for each request, so that nothing outlives a loop. trust_env: no proxy comes between.
-        async with aiohttp.ClientSession(headers=headers, trust_env=False, timeout=aiohttp.ClientTimeout(None)) as http:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None), **options) as http:
             for attempt in range(self.config.attempts):
                 if attempt:  # after a while, and not all ranks at once
                     pause_s = min(BACKOFF_S * 2 ** (attempt - 1), MAX_BACKOFF_S)
-                    await asyncio.sleep(random.uniform(pause_s / 2, pause_s))
+                    await asyncio.sleep(getattr(failed.__cause__, "wait_s", 0.0) + random.uniform(pause_s / 2, pause_s))
                 url = urls[(first + attempt) % len(urls)]
                 try:
                     async with asyncio.timeout(timeout_s):
@@ -117,6 +145,7 @@ class RewardModel:
                     raise
                 except _FAILURES as error:
                     failed = RolloutError(f"reward model: {url}: {self._describe(error)}")
+                    failed.__cause__ = error
                 except _RefusedError as error:
                     if len(texts) > 1:  # perhaps one of them is too long
                         return [found for text in texts for found in await self._ask([text])]
@@ -128,7 +157,8 @@ class RewardModel:
         ids = [uuid.uuid4().hex for _ in texts]
         body = {"text": [*texts], "rid": ids}
         async with http.post(f"{url}/classify", json=body, allow_redirects=False) as response:
-            data, status = await response.read(), response.status
+            status, wait_s, most = response.status, retry_after(response.headers, MAX_WAIT_S), MAX_BYTES * len(texts)
+            data = await read_body(response, f"{url}/classify", most)
         told = f"HTTP {status}: {' '.join(self._describe(data.decode(errors='replace')).split())[:200]}"
         if status in (401, 403, 404, 405):
             raise ConfigError(
@@ -136,11 +166,12 @@ class RewardModel:
                 "/classify, and in reward_model.api_key_env the variable with its key"
             )
         if status != 200:
-            raise _RefusedError(told) if 400 <= status < 500 and status not in (408, 429) else ValueError(told)
-        answers = json.loads(data)
-        if [answer.get("meta_info", {}).get("id", own) for answer, own in zip(answers, ids, strict=True)] != ids:
+            is_final = 400 <= status < 500 and status not in (408, 429)
+            raise _RefusedError(told) if is_final else _BusyError(told, wait_s)
+        answers = check_types(_ANSWER, parse_json(data, f"{url}/classify", most), f"{url}/classify")
+        if [answer.meta_info.id or own for answer, own in zip(answers, ids, strict=True)] != ids:
             raise ValueError("an answer to other requests")
-        return [self._choose([math.nan if x is None else float(x) for x in each["embedding"]]) for each in answers]
+        return [self._choose([math.nan if x is None else x for x in each.embedding]) for each in answers]
 
     def _choose(self, scores: Sequence[float]) -> float:
         label = self.config.label

@@ -131,7 +131,7 @@ def read_samples(out: Path, request: EvalRequest, name: str, num_prompts: int) -
         # Not splitlines: it also splits at separators that a response may contain.
         responses = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
         return _to_samples(responses, num_prompts, request, name)
-    except (OSError, ValueError, KeyError, IndexError) as error:
+    except (OSError, ValueError, KeyError, IndexError, RecursionError) as error:
         raise DataError(f"{path}: {type(error).__name__}: {error}; remove {path.parent} to sample it again") from error
 
 
@@ -179,7 +179,7 @@ def _to_samples(responses: Sequence[Json], num_prompts: int, request: EvalReques
 def _read_json(path: Path) -> Json:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read: {error}; remove {path.parent} to sample it again") from error
     if not isinstance(found, dict) or not {"settings", "figures"} <= set(found):
         raise DataError(f"{path}: expected settings and figures of an evaluation; choose another --out")

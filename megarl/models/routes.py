@@ -2,12 +2,16 @@
 
 ``routes_from_sglang`` and ``routes_from_vllm`` are for a loop that calls these engines itself; megarl's own client
 calls ``decode_routes``. An answer has a row for each token that went through the model: prompt and response without the
-last token, which was sampled and never read.
+last token, which was sampled and never read. A row of -1 is missing: its token routes natively, and is counted.
+
+An engine that routes inside a kernel captures nothing, and answers with the zeros of a new buffer, with padding, or
+with one row of an earlier pass for all tokens. ``refuse_uncaptured`` finds such answers.
 """
 
 import base64
 import binascii
 import io
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,7 +34,8 @@ def routes_from_sglang(
 
     Multi-turn: ``start`` is the ``routed_experts_start_len`` of the request (default the rows that ``earlier`` has).
     Rows before it come from ``earlier``, the trace of the turns before, and are not present without it.
-    TraceError for an answer without routes, or with another number of rows, layers or experts.
+    TraceError for an answer without routes, with another number of rows, layers or experts, or with rows that no router
+    has chosen (``refuse_uncaptured``).
     """
     label = "SGLang's answer"
     if not isinstance(response, Mapping) or not isinstance(meta := response.get("meta_info"), Mapping):
@@ -46,7 +51,13 @@ def routes_from_sglang(
         raise TraceError(f"{label}: prompt_tokens and completion_tokens are {counts}, expected two counts above 0")
     total = sum(map(int, counts))
     start = _find_start(label, total, shape, start, earlier)
-    return _place(decode_routes(text, total - 1, shape, label, start), start, total, shape, label, earlier)
+    prompt, output = response.get("prompt_token_ids"), response.get("output_ids")
+    tokens = [*prompt, *output] if isinstance(prompt, list) and isinstance(output, list) else []
+    known = tokens[start : total - 1] if len(tokens) == total else None
+    trace = decode_routes(text, total - 1, shape, label, start, known)
+    rows = trace.experts.astype(np.int64)
+    rows[~present_rows(trace)] = -1
+    return _place(rows, start, total, shape, label, earlier)
 
 
 def routes_from_vllm(
@@ -100,6 +111,7 @@ def routes_from_vllm(
             f"tokens, or {total - 1 - start} after start = {start}: vLLM lost rows, or these are not all tokens of the "
             "request (ask for output_kind FINAL_ONLY); give start if it was told to leave out a cached prefix"
         )
+    refuse_uncaptured(_trace_of(rows, shape, label), [*prompt, *response][start : total - 1])
     return _place(rows, start, total, shape, label, earlier)
 
 
@@ -145,7 +157,13 @@ def _place(
         if earlier.present is not None:
             whole[: len(held)][~earlier.present[:start]] = -1
     whole[start : start + len(rows)] = rows
-    return RoutingTrace(whole, shape.num_experts, ~(whole == -1).all((1, 2)), label)
+    return _trace_of(whole, shape, label)
+
+
+def _trace_of(rows: np.ndarray, shape: MoeShape, label: str) -> RoutingTrace:
+    """The trace of rows in which one of -1 is missing."""
+    missing = (rows == -1).all((1, 2))
+    return RoutingTrace(rows, shape.num_experts, ~missing if missing.any() else None, label)
 
 
 def _read_array(given: Any, shape: MoeShape, label: str) -> np.ndarray:
@@ -168,7 +186,7 @@ def _read_array(given: Any, shape: MoeShape, label: str) -> np.ndarray:
     return rows[:, list(shape.moe_layers)] if rows.shape[1] != layers[0] else rows
 
 
-def read_routes(raw: bytes, shape: MoeShape, label: str = "routes") -> np.ndarray:
+def read_routes(raw: bytes, shape: MoeShape, label: str = "routes") -> RoutingTrace:
     """Return SGLang's int32 [rows, layers, K] without the dense layers; TraceError if it is of another shape."""
     per_row = 4 * shape.num_layers * shape.topk
     if len(raw) % per_row:
@@ -177,46 +195,102 @@ def read_routes(raw: bytes, shape: MoeShape, label: str = "routes") -> np.ndarra
             f"top-{shape.topk}: the server runs another model"
         )
     whole = np.frombuffer(raw, "<i4").reshape(-1, shape.num_layers, shape.topk)
+    rows = whole[:, list(shape.moe_layers)] if shape.dense_layers else whole
     for layer in shape.dense_layers:
-        if whole[:, layer].any():
+        if (whole[:, layer].any(1) & (rows != -1).any((1, 2))).any():
             raise TraceError(f"{label}: the dense layer {layer} has routes: the server runs another model")
-    return whole[:, list(shape.moe_layers)] if shape.dense_layers else whole
+    return _trace_of(rows, shape, label)
 
 
-def decode_routes(text: str, num_rows: int, shape: MoeShape, label: str, known_rows: int = 0) -> np.ndarray:
-    """Return the routes of the MoE layers without the known rows, uint8 (E <= 256) or uint16 [rows, L, K].
+def decode_routes(
+    text: str, num_rows: int, shape: MoeShape, label: str, known_rows: int = 0, tokens: Sequence[int] | None = None
+) -> RoutingTrace:
+    """Return the routes of the MoE layers without the known rows; ``present`` is None if no row is missing.
 
     ``text`` is base64 of int32 [rows, all layers, K], or of the plugin's short form. Servers before 0.5.12 send the
-    known rows too, which are cut off. Raise TraceError for damaged text, for another number of rows, layers or
-    experts, and for routes in a dense layer.
+    known rows too, which are cut off. ``tokens``: those of the rows, if they are known. Raise TraceError for damaged
+    text, for another number of rows, layers or experts, for routes in a dense layer, and as ``refuse_uncaptured``.
     """
+    if len(text) > (longest := longest_text(num_rows, shape)):
+        raise TraceError(f"{label}: routed_experts of {len(text)} characters, expected at most {longest}")
     try:
         raw = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise TraceError(f"{label}: routed_experts are no base64 ({error}); the answer was cut short") from error
-    if is_compact(raw):
-        experts = _decode_short(raw, shape, label)
-    else:
-        experts = RoutingTrace(read_routes(raw, shape, label), shape.num_experts, label=label).experts
+    trace = _decode_short(raw, shape, label) if is_compact(raw) else read_routes(raw, shape, label)
     expected = num_rows - known_rows
-    if len(experts) not in (num_rows, expected):
+    if len(trace.experts) not in (num_rows, expected):
         raise TraceError(
-            f"{label}: routes of {len(experts)} rows, expected {expected} rows of {shape.num_layers} layers with "
+            f"{label}: routes of {len(trace.experts)} rows, expected {expected} rows of {shape.num_layers} layers with "
             f"top-{shape.topk}: the server runs another model, or lost part of the routes"
         )
-    return experts[len(experts) - expected :]
+    first = len(trace.experts) - expected
+    present = None if trace.present is None else trace.present[first:]
+    trace = RoutingTrace.of_sets(trace.experts[first:], trace.num_experts, present, label)
+    refuse_uncaptured(trace, tokens)
+    return trace
 
 
-def _decode_short(raw: bytes, shape: MoeShape, label: str) -> np.ndarray:
+def longest_text(num_rows: int, shape: MoeShape) -> int:
+    """Return the length of base64 of that many rows, with room for some more, which are then refused by number."""
+    return (num_rows + 16) * shape.num_layers * shape.topk * 16 // 3 + 256
+
+
+def present_rows(trace: RoutingTrace) -> np.ndarray:
+    """bool [T], True where there is a row."""
+    return np.ones(len(trace.experts), bool) if trace.present is None else trace.present
+
+
+ANSWER_BITS, ROW_BITS, LEAST_ROWS = 24.0, 40.0, 8
+
+
+def refuse_uncaptured(trace: RoutingTrace, tokens: Sequence[int] | None = None) -> None:
+    """TraceError for rows that an engine has not captured: no row at all, padding, or the same row for every token.
+
+    With L layers, b = L log2 C(E, K) and D different tokens (``tokens``; None: all differ) the rows are refused if
+
+        every row is the same                                            L (D - 1)     >= 24
+        every row is 0..K-1 in every layer (zeros of a top-1 model)      b + L (D - 1) >= 24
+        rows of D different tokens are, others are not                   b + L (D - 1) >= 40
+        8 rows or more are expected, and none is there
+
+    A router that sends at most half of all tokens to any one set of experts is refused in one of 2^24 answers at most,
+    because the numbers of experts are arbitrary. So short answers of small models may repeat a row.
+    """
+    rows, (_, layers, top_k) = present_rows(trace), trace.experts.shape
+    if not rows.any() and len(rows) >= LEAST_ROWS:
+        raise TraceError(f"{trace.label}: all {len(rows)} rows of routes are missing: the engine captured nothing")
+    if not rows.any() or top_k == trace.num_experts:
+        return
+    experts = trace.experts[rows]
+    names = np.flatnonzero(rows) if tokens is None else np.asarray(tokens)[rows]
+    is_padding = experts[:, 0].max(1) < top_k  # K different experts below K
+    is_padding[is_padding] = (experts[is_padding].max(2) < top_k).all(1)
+    bits = layers * math.log2(math.comb(trace.num_experts, top_k))
+    found = None
+    if is_padding.any():
+        limit = ANSWER_BITS if is_padding.all() else ROW_BITS
+        if bits + layers * (len(np.unique(names[is_padding])) - 1) >= limit:
+            found = f"{np.count_nonzero(is_padding)} of {len(experts)} rows name experts 0..{top_k - 1} in every layer"
+    elif layers * (len(np.unique(names)) - 1) >= ANSWER_BITS and (experts == experts[:1]).all():
+        found = f"all {len(experts)} rows are the same, of {len(np.unique(names))} different tokens"
+    if found is not None:
+        raise TraceError(
+            f"{trace.label}: {found}: no router chose them. The engine routes inside a kernel and captures nothing "
+            "(SGLang: take --moe-runner-backend triton), or serves padding for rows that it has lost"
+        )
+
+
+def _decode_short(raw: bytes, shape: MoeShape, label: str) -> RoutingTrace:
     trace = decode(raw, label)
     found = (*trace.experts.shape[1:], trace.num_experts)
     expected = (len(shape.moe_layers), shape.topk, shape.num_experts)
-    if found != expected or trace.present is not None:
+    if found != expected:
         raise TraceError(
             f"{label}: routes of {found[0]} layers, top-{found[1]} of {found[2]} experts, expected {expected[0]} "
-            f"layers, top-{expected[1]} of {expected[2]} and every row: the server's plugin is not megarl's"
+            f"layers, top-{expected[1]} of {expected[2]}: the server's plugin is not megarl's"
         )
-    return trace.experts
+    return trace
 
 
 def is_compact(raw: bytes) -> bool:

@@ -127,9 +127,13 @@ class Engine(Protocol):
         return {}
 
     @property
-    def wrong_answers(self) -> int:
-        """Answers that this rank has refused, and asked for again, in the last ``converse``; none without servers."""
-        return 0
+    def answer_counts(self) -> Mapping[str, int]:
+        """Of this rank in the last ``converse``; none without servers.
+
+        wrong_answers: refused, and asked for again. refused_requests: that a server did not serve (HTTP 408, 413, 429,
+        5xx), and that were sent again. retractions: of running responses that a full server has computed twice.
+        """
+        return {}
 
     def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
         """Runs the episodes that ``begin`` starts, and those that they start, in an event loop of its own.

@@ -14,6 +14,7 @@ from megarl.data.prompts import Prompt
 from megarl.data.reasoning_steps import step_tokens
 from megarl.data.rewards import Verdict
 from megarl.data.tokenizer import decode_all
+from megarl.errors import RequestError
 from megarl.rollout.engine import Engine, OnFinish, SamplingParams, Session
 from megarl.rollout.episodes import EpisodeLimits, one_turn, play
 from megarl.rollout.tools.protocol import Environment
@@ -78,12 +79,19 @@ class Player:
         self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def play(self, session: Session, request: SampleRequest, prompt: Prompt) -> Sample:
-        """Draw and judge one sample. It names a failure of environment or reward; errors of the engine are raised."""
-        if self._environment is None:
-            played = one_turn(await session.sample(request))
-        else:
-            parts = self._environment, self._tokenizer, self._limits, self._semaphore()
-            played = await play(session, request, prompt.text, *parts)
+        """Draw and judge one sample. It names a failure of environment or reward, and a request that no server takes.
+
+        Other errors of the engine are raised.
+        """
+        try:
+            if self._environment is None:
+                played = one_turn(await session.sample(request))
+            else:
+                parts = self._environment, self._tokenizer, self._limits, self._semaphore()
+                played = await play(session, request, prompt.text, *parts)
+        except RequestError as error:
+            failure = Failure(str(error), describe_input(prompt=prompt.text), may_pass=True, of_episode=True)
+            return Sample(None, None, failure=failure)
         if played.rollout is None or played.failure is not None:
             error, about = played.failure or "no turn was sampled", describe_input(prompt=prompt.text)
             failure = Failure(error, about, played.may_pass, of_episode=True)

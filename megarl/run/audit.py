@@ -71,7 +71,7 @@ def read_used(path: Path) -> dict[int, list[Key]]:
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (RecursionError, ValueError):
             torn = f"{path}:{number}"
             continue
         if "resumed_after" in record:

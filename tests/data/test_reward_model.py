@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -99,6 +101,13 @@ PASSING: dict[str, Fault] = {
     "exchanged": changed(lambda found: found[::-1]),
     "without a score": changed(lambda found: [{"meta_info": each["meta_info"]} for each in found]),
     "text": changed(lambda found: [{"embedding": ["no"]} for _ in found]),
+    "a number as text": changed(lambda found: [{"embedding": ["0.5"]} for _ in found]),
+    "a truth value": changed(lambda found: [{"embedding": [True]} for _ in found]),
+    "408": status(408),
+    "too long": status(200, b" " * (5 << 20)),
+    "packed": lambda handler, body: handler.answer(
+        200, gzip.compress(b" " * (50 << 20), 1), **{"Content-Encoding": "gzip"}
+    ),
 }
 
 
@@ -207,8 +216,24 @@ def test_a_redirection_gets_neither_text_nor_key(server: RewardServer, monkeypat
     monkeypatch.setenv("MY_KEY", KEY)
     with serving() as other:
         server.always = lambda handler, body: handler.answer(307, b"", Location=f"{other.url}/classify")
-        assert judge(config(server, api_key_env="MY_KEY", attempts=2)).reward is None
+        verdict = judge(config(server, api_key_env="MY_KEY", attempts=2))
+        assert verdict.reward is None
+        assert f"redirects to '{other.url}/classify'" in (verdict.error or "")
         assert not other.requests
+
+
+def test_a_busy_server_is_asked_again_when_it_says(server: RewardServer) -> None:
+    server.faults = [lambda handler, body: handler.answer(429, b"", **{"Retry-After": "1"})]
+    started = time.monotonic()
+    assert judge(config(server)).reward is not None
+    assert time.monotonic() - started >= 1.0
+
+
+def test_a_packed_answer_is_read(server: RewardServer) -> None:
+    server.always = lambda handler, body: handler.answer(
+        200, gzip.compress(handler.good(body)), **{"Content-Encoding": "gzip"}
+    )
+    assert asyncio.run(RewardModel(config(server)).score(["a"])) == [score_of("a")]
 
 
 def test_who_does_not_wait_any_more_is_not_asked_for(server: RewardServer) -> None:

@@ -99,7 +99,9 @@ class Server:
         except asyncio.CancelledError:
             self.lost.append(key)
             raise
-        return web.json_response({"says": self.says(*key)})
+        if (said := self.says(*key)) == "413":
+            return web.Response(status=413, text="too large")
+        return web.json_response({"says": said})
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +191,22 @@ def test_a_round_is_asked_for_when_the_one_before_is_complete(tokenizer: PreTrai
     assert {key: sample.reward for key, sample in draw.samples.items()} == {
         (0, 0): 0.0, (0, 1): 0.0, (0, 2): 0.0, (0, 3): 1.0
     }  # fmt: skip
+
+
+def test_a_request_that_no_server_takes_fails_alone(tokenizer: PreTrainedTokenizerBase) -> None:
+    collector = Collector(Uniform(3), 2)
+    with (
+        serving(lambda group, sample: "413" if (group, sample) == (1, 1) else "1") as server,
+        draw_of(collector, tokenizer) as draw,
+    ):
+        served(server, draw, tokenizer)
+        assert server.asked.count((1, 1)) == ClientSettings().attempts
+    failed = draw.samples.pop((1, 1))
+    assert [sample.reward for sample in draw.samples.values()] == [1.0] * 5
+    assert (failed.rollout, failed.reward) == (None, None)
+    assert failed.failure is not None
+    assert "HTTP 413: too large" in failed.failure.error
+    assert failed.failure.may_pass
 
 
 def test_what_is_under_way_when_there_is_enough_is_cancelled(tokenizer: PreTrainedTokenizerBase) -> None:

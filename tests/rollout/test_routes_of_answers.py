@@ -215,3 +215,87 @@ def test_prompt_rows_of_another_prompt() -> None:
     output.prompt_routed_experts = moe(routes())[: PROMPT - 1]
     with pytest.raises(TraceError, match="prompt_routed_experts of 4 rows, expected 5"):
         routes_from_vllm(output, SHAPE)
+
+
+def vllm(rows: np.ndarray, tokens: list[int], shape: MoeShape) -> RequestOutput:
+    return RequestOutput([CompletionOutput(tokens[-1:], moe(rows, shape))], prompt_token_ids=tokens[:-1])
+
+
+def from_sglang(rows: np.ndarray, tokens: list[int], shape: MoeShape) -> RoutingTrace:
+    whole = sglang(rows, len(tokens) - 1, 1) | {"prompt_token_ids": tokens[:-1], "output_ids": tokens[-1:]}
+    return routes_from_sglang(whole, shape)
+
+
+def from_vllm(rows: np.ndarray, tokens: list[int], shape: MoeShape) -> RoutingTrace:
+    return routes_from_vllm(vllm(rows, tokens, shape), shape)
+
+
+def shape_of(layers: int, experts: int, topk: int) -> MoeShape:
+    return MoeShape(layers, tuple(range(layers)), experts, topk)
+
+
+LARGE, SMALL, TOP_1 = shape_of(48, 128, 8), shape_of(4, 16, 2), shape_of(2, 8, 1)
+OTHER_TOKENS, SAME_TOKENS = [*range(12)], [5] * 12
+
+
+def padded(shape: MoeShape, rows: slice) -> np.ndarray:
+    """11 rows, some of them 0..K-1 in every layer."""
+    found = routes(11, shape)
+    found[rows] = np.arange(shape.topk)
+    return found
+
+
+def repeated(shape: MoeShape, rows: slice = slice(None)) -> np.ndarray:
+    found = routes(11, shape, seed=3)
+    found[rows] = found[5]
+    return found
+
+
+def missing(shape: MoeShape, rows: slice) -> np.ndarray:
+    found = routes(11, shape)
+    found[rows] = -1
+    return found
+
+
+@pytest.mark.parametrize("reader", [from_sglang, from_vllm])
+@pytest.mark.parametrize(
+    ("rows", "tokens", "shape", "told"),
+    [
+        (padded(TOP_1, slice(None)), OTHER_TOKENS, TOP_1, "11 of 11 rows name experts 0..0 in every layer"),
+        (padded(SMALL, slice(None)), OTHER_TOKENS, SMALL, "11 of 11 rows name experts 0..1"),
+        (padded(SMALL, slice(None))[..., ::-1], OTHER_TOKENS, SMALL, "11 of 11 rows"),
+        (padded(SMALL, slice(None)), SAME_TOKENS, SMALL, "11 of 11 rows"),
+        (padded(SMALL, slice(5)), OTHER_TOKENS, SMALL, "5 of 11 rows"),
+        (padded(LARGE, slice(7, 8)), OTHER_TOKENS, LARGE, "1 of 11 rows name experts 0..7"),
+        (repeated(SMALL), OTHER_TOKENS, SMALL, "all 11 rows are the same, of 11 different tokens"),
+        (repeated(LARGE), [1, 2] + [3] * 10, LARGE, "all 11 rows are the same, of 3 different tokens"),
+        (missing(SMALL, slice(None)), OTHER_TOKENS, SMALL, "all 11 rows of routes are missing"),
+        # What an honest engine may give.
+        (padded(SMALL, slice(1)), OTHER_TOKENS, SMALL, None),
+        (repeated(SMALL), SAME_TOKENS, SMALL, None),
+        (repeated(LARGE), SAME_TOKENS, LARGE, None),
+        (repeated(SMALL, slice(10)), OTHER_TOKENS, SMALL, None),
+        (repeated(shape_of(1, 16, 2)), OTHER_TOKENS, shape_of(1, 16, 2), None),
+        (padded(shape_of(1, 4, 1), slice(None)), OTHER_TOKENS, shape_of(1, 4, 1), None),
+        (padded(shape_of(48, 4, 4), slice(None)), OTHER_TOKENS, shape_of(48, 4, 4), None),
+        (missing(SMALL, slice(10)), OTHER_TOKENS, SMALL, None),
+        (missing(SMALL, slice(2, 5)), OTHER_TOKENS, SMALL, None),
+        (missing(SMALL, slice(None))[:7], OTHER_TOKENS[:8], SMALL, None),
+    ],
+)
+def test_rows_that_no_router_has_chosen_are_refused(
+    reader: Any, rows: np.ndarray, tokens: list[int], shape: MoeShape, told: str | None
+) -> None:
+    if told is not None:
+        with pytest.raises(TraceError, match=told):
+            reader(rows, tokens, shape)
+        return
+    trace = reader(rows, tokens, shape)
+    assert trace.present.tolist() == [*(rows[:, 0, 0] >= 0).tolist(), False]
+    assert np.array_equal(trace.experts[:-1], np.maximum(rows, 0))
+
+
+def test_without_token_ids_every_token_counts_as_another() -> None:
+    answer = sglang(repeated(SMALL), 11, 1)
+    with pytest.raises(TraceError, match="of 11 different tokens"):
+        routes_from_sglang(answer, SMALL)

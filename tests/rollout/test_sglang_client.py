@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,10 +17,19 @@ import pytest
 from aiohttp import web
 
 from megarl.core.types import Rollout, SampleRequest
-from megarl.errors import RolloutError, StopError
+from megarl.errors import RequestError, RolloutError, StopError
+from megarl.foreign_json import retry_after
 from megarl.rollout.engine import sample_each
+from megarl.rollout.sglang import client as client_module
 from megarl.rollout.sglang.client import ClientSettings, SGLangClient
 from megarl.rollout.sglang.http import Places
+
+Fault = Callable[[], web.Response]
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "BACKOFF_S", 0.01)
 
 
 class Counting:
@@ -30,6 +41,9 @@ class Counting:
         """What it says of itself, at the older of two paths; None: nothing."""
         self.told = 0
         self.groups: Counter[int] = Counter()
+        self.faults: list[Fault] = []
+        """Of the next requests, one each."""
+        self.always: Fault | None = None
         self.now = self.most = self.awaited = 0
         """How many it answers now, the most so far, and how many it has to have seen at a time before it answers."""
         self.url = ""
@@ -78,6 +92,8 @@ class Counting:
             await asyncio.sleep(0.01)
         await asyncio.sleep(self.seconds)
         self.now -= 1
+        if fault := self.faults.pop(0) if self.faults else self.always:
+            return fault()
         self.groups[group] += 1
         return web.json_response({"group": group})
 
@@ -200,10 +216,14 @@ def test_each_server_is_asked_once_and_has_its_own_room():
         info_of(4, 0),
         {**info_of(4, 9), "max_total_num_tokens": None},
         {**info_of(4, 9), "internal_states": 3},
+        {**info_of(4, 9), "max_total_num_tokens": float("inf")},
+        info_of(True, 9),
+        info_of(1 << 80, 9),
     ],
 )
 def test_what_is_no_room_is_none(info: Any):
-    assert Places.of(info_of(4, 9)) == Places(4, 9)
+    assert Places.of(info_of(4, 9, 2)) == Places(8, 18, 9)
+    assert Places.of({**info_of(4, 9), "context_length": 5}) == Places(4, 9, 5)
     assert Places.of(info) is None
 
 
@@ -297,3 +317,105 @@ def test_an_error_of_an_episode_ends_the_others_and_is_raised():
 
         with pytest.raises(RolloutError, match="the environment is broken"):
             client.converse(begin, lambda request: {"group": request.group}, decode)
+
+
+def status(code: int, body: bytes = b"out of luck", **headers: str) -> Fault:
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    return lambda: web.Response(status=code, body=body, headers=names)
+
+
+PACKED = gzip.compress(b" " * (50 << 20), 1)
+WRONG = {
+    "deep": (status(200, b"[" * 200_000), "more than 201 levels"),
+    "no JSON": (status(200, b"<html>"), "holds no JSON"),
+    "too long": (status(200, b" " * (11 << 20)), "sends more than 10485760 bytes"),
+    "too long, packed": (status(200, PACKED, Content_Encoding="gzip"), "unpacks to more than 10485760 bytes"),
+    "packed by halves": (status(200, PACKED[:-9], Content_Encoding="gzip"), "unpacks to more"),
+    "no gzip": (status(200, b"abc", Content_Encoding="gzip"), "packed as 'gzip'"),
+    "brotli": (status(200, b"abc", Content_Encoding="br"), "packed as 'br'"),
+    "redirected": (status(307, Location="http://elsewhere.test/x"), "redirects to 'http://elsewhere.test/x'"),
+}
+REFUSED = {str(code): (status(code), f"HTTP {code}: out of luck") for code in (408, 413, 429, 500, 502, 503, 504)}
+
+
+def ask_faulty(made: list[Counting], requests: list[SampleRequest], **settings: Any) -> tuple[SGLangClient, list[str]]:
+    told: list[str] = []
+    client = SGLangClient([server.url for server in made], ClientSettings(concurrency=64, **settings), tell=told.append)
+
+    def begin_all(begin: Any) -> None:
+        client.converse(begin, lambda request: {"group": request.group}, decode, max_bytes=lambda _: 10 << 20)
+
+    sample_each(begin_all, requests)
+    return client, told
+
+
+@pytest.mark.parametrize("name", [*WRONG, *REFUSED])
+def test_a_fault_that_passes_is_counted_and_told_once(name: str) -> None:
+    fault, message = (WRONG | REFUSED)[name]
+    with servers(0.0) as made:
+        made[0].faults = [fault, fault]
+        client, told = ask_faulty(made, requests_of(3, 1))
+        assert made[0].groups == {0: 1, 1: 1, 2: 1}
+    assert client.counts == {"wrong_answers" if name in WRONG else "refused_requests": 2}
+    assert [message in line for line in told] == [True]
+
+
+@pytest.mark.parametrize("name", [*WRONG, *REFUSED])
+def test_a_fault_that_stays_ends_with_its_cause(name: str) -> None:
+    fault, message = (WRONG | REFUSED)[name]
+    with servers(0.0, 0.0) as made:
+        for server in made:
+            server.always = fault
+        error = RequestError if name == "413" else RolloutError
+        with pytest.raises(error, match=f"group 0 sample 0: 2 attempts failed, the last: {made[1].url}.*{message}"):
+            ask_faulty(made, requests_of(1, 1), attempts=2, losses=2)
+
+
+def test_a_busy_server_is_waited_for_longer_than_one_that_fails() -> None:
+    with servers(0.0) as made:
+        made[0].faults = [status(429), status(503), status(408), status(429, Retry_After="1")]
+        started = time.monotonic()
+        client, _ = ask_faulty(made, requests_of(1, 1), attempts=1)
+        assert time.monotonic() - started > 1.0
+    assert client.counts == {"refused_requests": 4}
+
+
+def test_a_wait_that_a_server_asks_for_is_bounded() -> None:
+    assert retry_after({"retry-after": "9" * 400}, 30.0) == 30.0
+    assert retry_after({"retry-after": "2"}, 30.0) == 2.0
+    for text in ("", "-3", "1e9", "inf", "Wed, 21 Oct 2015 07:28:00 GMT"):
+        assert retry_after({"retry-after": text}, 30.0) == 0.0
+
+
+def test_one_request_that_no_server_takes_leaves_the_others() -> None:
+    """Its episode hears why; the others are answered."""
+    refused: list[str] = []
+    with servers(0.0) as made:
+        made[0].faults = [status(413)]
+        client = SGLangClient([made[0].url], ClientSettings(concurrency=1, attempts=1))
+
+        def begin(session: Any) -> None:
+            async def ask_for(request: SampleRequest) -> None:
+                try:
+                    await session.sample(request)
+                except RequestError as error:
+                    refused.append(str(error))
+
+            for request in requests_of(4, 1):
+                session.start(ask_for(request))
+
+        client.converse(begin, lambda request: {"group": request.group}, decode)
+        assert made[0].groups.total() == 3
+    assert len(refused) == 1
+    assert "HTTP 413" in refused[0]
+
+
+def test_a_packed_answer_takes_no_more_memory_than_its_limit() -> None:
+    with servers(0.0) as made:
+        made[0].faults = [status(200, gzip.compress(bytes(300 << 20), 1), Content_Encoding="gzip")]
+        tracemalloc.start()
+        client, _ = ask_faulty(made, requests_of(1, 1))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert client.counts == {"wrong_answers": 1}
+    assert peak < 50 << 20

@@ -213,12 +213,12 @@ def test_no_part_of_another_answer_is_taken(
     first = make_requests(1)[0] if fault != "exchanged" or compact_routes else make_requests(2)[1]
     requests = [replace(make_requests(1)[0], sample=sample) for sample in range(8)]
     engine.generate([first], PARAMS)
-    assert engine.wrong_answers == 0
+    assert not engine.answer_counts
     proxy.fault = lambda number: fault if number in (3, 6) else None
     finished: list[int] = []
     rollouts = engine.generate(requests, PARAMS, finished.append)
     assert proxy.spoilt == {fault: 2}
-    assert engine.wrong_answers == 2
+    assert engine.answer_counts == {"wrong_answers": 2}
     assert proxy.seen == 1 + len(requests) + 2
     check_complete(requests, rollouts, finished)
     assert same_sets(rollouts, oracle_of(hostile_model, weights)) == 1.0
@@ -234,7 +234,7 @@ def test_no_part_of_another_answer_is_taken(
     [
         ("replayed", "the answer is to another request"),
         ("500", "HTTP 500: out of luck"),
-        ("json", "is no JSON"),
+        ("json", "holds no JSON"),
         ("routes", "the answer was cut short"),
         ("hang", "no answer within 0.5 s"),
     ],

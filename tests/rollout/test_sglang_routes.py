@@ -102,8 +102,8 @@ def check_both_forms(server: Server, model: Path, **changes: Any) -> None:
         assert not is_compact(base64.b64decode(one))
         assert is_compact(base64.b64decode(other))
         assert len(one) / len(other) >= 4.0
-        expected = np.sort(decode_routes(one, NUM_ROWS, shape, "plain"), axis=2)
-        assert np.array_equal(decode_routes(other, NUM_ROWS, shape, "short"), expected)
+        expected = np.sort(decode_routes(one, NUM_ROWS, shape, "plain").experts, axis=2)
+        assert np.array_equal(decode_routes(other, NUM_ROWS, shape, "short").experts, expected)
     if "input_ids" in changes:
         assert short[0] != short[1]
 
@@ -117,7 +117,7 @@ def test_an_ask_for_another_model_is_answered_plainly(sglang_server: Server, sgl
     shape = shape_of(sglang_model)
     for wrong in (replace(shape, topk=shape.topk + 5), replace(shape, num_experts=2)):
         (text,) = texts(sglang_server, make_header(wrong))
-        assert len(decode_routes(text, NUM_ROWS, shape, "x")) == NUM_ROWS
+        assert len(decode_routes(text, NUM_ROWS, shape, "x").experts) == NUM_ROWS
         assert not is_compact(base64.b64decode(text))
 
 
@@ -186,12 +186,12 @@ def test_a_second_turn_asks_for_the_rows_that_the_first_one_lacks(
 def test_the_rows_of_a_suffix_are_those_of_the_whole(sglang_server: Server, sglang_model: Path):
     shape = shape_of(sglang_model)
     for headers in ({}, make_header(shape)):
-        (whole,) = (np.sort(decode_routes(t, NUM_ROWS, shape, "x"), 2) for t in texts(sglang_server, headers))
+        (whole,) = (np.sort(decode_routes(t, NUM_ROWS, shape, "x").experts, 2) for t in texts(sglang_server, headers))
         for known in (1, 13, len(PROMPTS[0])):
             (text,) = texts(sglang_server, headers, routed_experts_start_len=known)
             size = len(base64.b64decode(text))
             assert size <= 4 * (NUM_ROWS - known) * shape.num_layers * shape.topk  # the others were not sent
-            rows = decode_routes(text, NUM_ROWS, shape, "x", known_rows=known)
+            rows = decode_routes(text, NUM_ROWS, shape, "x", known_rows=known).experts
             assert np.array_equal(np.sort(rows, 2), whole[known:])
 
 

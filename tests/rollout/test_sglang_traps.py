@@ -225,7 +225,7 @@ def test_an_update_that_flushes_by_itself_says_failure_although_the_weights_have
 def test_without_chunked_prefill_a_prompt_that_is_longer_than_the_buffer_ends_the_server(
     sglang_spec: ServerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(server_spec, "check_arguments", lambda words: None)
+    monkeypatch.setattr(server_spec, "check_arguments", lambda *_: None)
     arguments = ("--chunked-prefill-size", "-1", "--max-running-requests", "4")
     with Server(replace(sglang_spec, log_file=tmp_path / "log", extra_args=arguments)) as server:
         server.wait_ready(START_DEADLINE_S)

@@ -74,6 +74,13 @@ def test_a_release_without_routes_is_refused_and_a_newer_one_told():
         ({"model_type": "glm4_moe", "dtype": "bfloat16"}, "0.5.18", "old_routers"),
         ({"model_type": "glm4_moe", "dtype": "auto"}, "0.5.18", "old_routers"),
         ({"new_rope": True}, "0.5.9", "old_transformers"),
+        *(
+            ({"moe_runner_backend": name}, None, "routes_in_a_kernel")
+            for name in ("triton_kernel", "flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4")
+        ),
+        ({"moe_a2a_backend": "mooncake"}, None, "scattered_tokens"),
+        ({"moe_a2a_backend": "flashinfer"}, None, "scattered_tokens"),
+        ({"moe_a2a_backend": "deepep"}, "0.5.11", "scattered_tokens_of_deepep"),
         ({"enable_return_routed_experts": False}, None, "no_routes"),
         ({"chunked_prefill_size": -1}, None, "unchunked_prefill"),
         ({"chunked_prefill_size": 0}, None, "unchunked_prefill"),
@@ -108,6 +115,9 @@ def test_a_fault_is_refused_where_the_arguments_make_it_real(arguments: dict[str
         {"chunked_prefill_size": 4096, "disaggregation_mode": "null", "pp_size": 1, "ep_num_redundant_experts": 0},
         {"chunked_prefill_size": None, "radix_cache_backend": None, "preferred_sampling_params": None, "tp_size": 1},
         {"model_type": "glm4_moe", "dtype": "bfloat16"},
+        *({"moe_runner_backend": name} for name in (None, "auto", "triton", "deep_gemm", "flashinfer_trtllm_routed")),
+        {"moe_a2a_backend": None},
+        {"moe_a2a_backend": "none"},
         {"speculative_algorithm": None, "speculative_eagle_topk": None, "watermark_config": "<redacted>"},
     ],
 )
@@ -178,11 +188,25 @@ def test_words_of_a_command_line():
         (("--quantization", "fp8"), "nothing repeats that on an update"),
         (("--disable-radix-cache", "--enable-hierarchical-cache"), "--enable-hierarchical-cache"),
         (("--preferred-sampling-params", '{"top_k": 5}'), "fill in what a request leaves open"),
+        (("--moe-runner-backend", "triton_kernel"), "a kernel chooses the experts"),
+        (("--moe-runner-backend=flashinfer_trtllm",), "a kernel chooses the experts"),
+        (("--moe-a2a-backend", "mori"), "the routes of one rank's part"),
     ],
 )
 def test_words_that_are_wrong_with_every_release_are_refused(words: tuple[str, ...], message: str):
     with pytest.raises(ConfigError, match=message):
         check_arguments(words)
+
+
+def test_what_is_wrong_with_routes_alone_does_no_harm_without_them():
+    words = ("--moe-runner-backend", "flashinfer_mxfp4", "--moe-a2a-backend", "mori")
+    check_arguments(words, routes=False)
+    info = KEY | parse_arguments(words) | {"version": "0.5.23", "enable_return_routed_experts": False}
+    assert check_server(info, tp=1, routes=False)[0] == (0, 5, 23)
+
+
+def test_what_servers_cannot_mean_is_no_error_of_python():
+    check_server(KEY | {"version": "0.5.23", "tp_size": float("inf"), "moe_runner_backend": ["a"]}, tp=1)
 
 
 def test_words_that_some_release_or_no_release_gets_wrong_are_left_to_the_server():

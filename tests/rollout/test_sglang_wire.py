@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 from transformers import DeepseekV3Config, Glm4MoeConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
+from megarl.core.routing import encode
 from megarl.core.types import SampleRequest
 from megarl.errors import ConfigError, RolloutError, TraceError
+from megarl.models.routes import decode_routes, read_routes
 from megarl.models.shapes import MoeShape
 from megarl.rollout.engine import SamplingParams
-from megarl.rollout.sglang.answers import decode_routes, parse_answer
+from megarl.rollout.sglang.answers import Bounds, parse_answer
 from megarl.rollout.sglang.plugin.compact import seal
 
 SHAPE = MoeShape(num_layers=4, moe_layers=(1, 2, 3), num_experts=8, topk=2)
@@ -97,7 +100,6 @@ def test_an_answer_with_the_id_and_seal_of_its_request_is_taken() -> None:
     [
         (answer(), "to another request: its id is None, expected 'a'"),
         (sealed("b"), "to another request: its id is 'b', expected 'a'"),
-        (answer(id=["a"]), "to another request"),
         (answer(id="a") | {"prompt_token_ids": [5, 6, 8]}, "to another prompt"),
     ],
 )
@@ -112,7 +114,7 @@ def test_the_answer_to_another_request_is_an_error(wrong: dict[str, Any], told: 
         {"routed_experts": encoded(routes(4, seed=1))},
         {"routed_experts": encoded(np.roll(routes(4), 1, axis=0))},
         {"output_token_logprobs": [[-0.5, 9, None], [-1.2501, 8, None]]},
-        {"weight_version": "8"},
+        {"weight_version": "6"},
         {"weight_versions": [{"version": 7, "start": 0, "end": 2}]},
         {"finish_reason": {"type": "length", "length": 2}},
         {"megarl_seal": None},
@@ -137,7 +139,7 @@ def test_the_tokens_of_another_answer_or_prompt_break_the_seal() -> None:
         parse_answer(REQUEST, other, 7, SHAPE, "a")
 
 
-NUCLEUS = SamplingParams(top_p=0.9, max_kept_ids=4)
+NUCLEUS = SamplingParams(top_p=0.9, max_kept_ids=4, stop_token_ids=(8,))
 SETS = {"output_token_sampling_mask": [[9, 3], [8]], "output_token_sampling_logprobs": [-0.25, 0.0]}
 
 
@@ -166,14 +168,18 @@ def test_log_probabilities_below_top_p_are_within_the_ids_that_were_drawn_from()
         ({"output_token_sampling_mask": [[9, 8], []]}, "a token is not among the ids"),
         ({"output_token_sampling_mask": [[9, 9], [8]]}, "a token is not among the ids"),
         ({"output_token_sampling_mask": [[3, 9, 3], [8]]}, "an id is twice among those"),
-        ({"output_token_sampling_mask": [[9, 3], [None]]}, "cannot be read"),
+        *(
+            ({"output_token_sampling_mask": [[9, 3], [odd, 8]]}, "cannot be read")
+            for odd in (None, 3.0, True, "3", -1, 1 << 33, 1 << 70)
+        ),
+        ({"output_token_sampling_mask": [[9, 3], [8, 40]]}, "drawn from id 40, expected 0..39"),
         ({"output_token_sampling_logprobs": [0.25, 0.0]}, "log-probability of response token 0 is 0.25"),
         ({"output_token_sampling_logprobs": [-0.25, None]}, "log-probability of response token 1 is nan"),
     ],
 )
 def test_sets_that_do_not_fit_the_tokens_are_refused(change: dict[str, Any], told: str) -> None:
     with pytest.raises(RolloutError, match=f"group 4 sample 1: .*{told}"):
-        parse_answer(REQUEST, answer(**SETS | change), 7, SHAPE, None, NUCLEUS)
+        parse_answer(REQUEST, answer(**SETS | change), 7, SHAPE, None, NUCLEUS, Bounds(vocabulary=40))
 
 
 @pytest.mark.parametrize(
@@ -194,15 +200,8 @@ def test_sets_of_another_answer_break_the_seal(change: dict[str, Any]) -> None:
 def test_versions_come_from_the_server() -> None:
     spans = [{"version": "6", "start": 0, "end": 1}, {"version": "7", "start": 1, "end": 2}]
     assert parse_answer(REQUEST, answer(weight_versions=spans), 7, SHAPE).weight_versions.tolist() == [7, 7, 7, 6, 7]
-    assert parse_answer(REQUEST, answer(weight_versions=spans[1:]), 7, SHAPE).weight_versions.tolist() == [
-        7,
-        7,
-        7,
-        -1,
-        7,
-    ]
-    assert parse_answer(REQUEST, answer(weight_version="6"), 7, SHAPE).weight_versions.tolist() == [6] * 5
-    assert parse_answer(REQUEST, answer(weight_version="absent"), 3, SHAPE).weight_versions.tolist() == [3] * 5
+    assert parse_answer(REQUEST, answer(weight_version="6"), 7, SHAPE).weight_versions.tolist() == [7] * 3 + [6] * 2
+    assert parse_answer(REQUEST, answer(weight_version=7), 7, SHAPE).weight_versions.tolist() == [7] * 5
 
 
 @pytest.mark.parametrize(
@@ -216,7 +215,18 @@ def test_versions_come_from_the_server() -> None:
         ({"output_token_logprobs": [[-0.5, 9, None], [-1.0, 9, None]]}, "other tokens than output_ids"),
         ({"output_token_logprobs": [[-0.5, 9, None], [None, 8, None]]}, "response token 1 is nan"),
         ({"output_token_logprobs": [[0.5, 9, None], [-1.0, 8, None]]}, r"response token 0 is 0\.5"),
-        ({"weight_version": "default"}, "weight versions default are not those"),
+        *(
+            ({"weight_version": named}, "weight versions .* are not those")
+            for named in ("default", "absent", None, "8", 8, -1, "-1", "7.0", "", "\u0667")
+        ),
+        *(
+            ({"weight_versions": [{"version": "7", "start": start, "end": end}]}, "for response token")
+            for start, end in ((0, 1), (1, 2), (-1, 2), (0, 3), (2, 0))
+        ),
+        ({"output_token_logprobs": [[-0.5, 9, None], [-50.0, 8, None]]}, "token 1 is -50, expected -45 to 0"),
+        ({"output_token_logprobs": [[-1e30, 9, None], [-1.0, 8, None]]}, "token 0 is -1e"),
+        ({"output_token_logprobs": [[-float("inf"), 9, None], [-1.0, 8, None]]}, "token 0 is -inf"),
+        ({"output_token_logprobs": [[2e-6, 9, None], [-1.0, 8, None]]}, "token 0 is 2e-06"),
     ],
 )
 def test_answers_that_contradict_themselves_are_errors(changes: dict[str, Any], message: str) -> None:
@@ -237,17 +247,90 @@ def test_an_answer_of_another_kind_is_an_error() -> None:
         None,
         [answer()],
         answer() | {"output_ids": None},
-        answer() | {"output_ids": [1 << 40, 8]},
+        *(answer() | {"output_ids": [odd, 8]} for odd in (3.7, 9.0, True, "9", None, [9])),
+        answer() | {"prompt_token_ids": "567"},
         answer(output_token_logprobs=[None, None]),
         answer(output_token_logprobs=[[-0.5], [-1.25]]),
-        answer(output_token_logprobs=[["x", 9], [-1.25, 8]]),
+        answer(output_token_logprobs=[["-0.5", 9], [-1.25, 8]]),
+        answer(output_token_logprobs=[[False, 9], [-1.25, 8]]),
         answer(finish_reason={"type": ["stop"]}),
+        answer(finish_reason=["stop"]),
+        answer(id=["a"]),
+        answer(prompt_tokens=3.0),
+        answer(prompt_tokens=True),
+        answer(completion_tokens="2"),
+        answer(weight_version=7.0),
+        answer(weight_versions=[["7", 0, 2]]),
+        answer(weight_versions=[{"version": "7", "start": 0.0, "end": 2}]),
+        answer(routed_experts=[1, 2]),
+        answer(num_retractions=-1),
     ],
 )
 def test_an_answer_of_other_types_is_an_error_that_may_pass(damaged: Any) -> None:
     """And does not end the run with whatever Python says of it."""
-    with pytest.raises(RolloutError, match="group 4 sample 1: the server's answer cannot be read"):
+    with pytest.raises(RolloutError, match=r"group 4 sample 1: .*the server's answer cannot be read") as caught:
         parse_answer(REQUEST, damaged, 7, SHAPE)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("token", [-1, 10, 1 << 31, 1 << 40])
+def test_a_token_beyond_the_vocabulary_is_an_error(token: int) -> None:
+    beyond = answer(output_token_logprobs=[[-0.5, token, None], [-1.25, 8, None]]) | {"output_ids": [token, 8]}
+    with pytest.raises(RolloutError, match=f"has token {token}, expected 0..9, the model's vocabulary"):
+        parse_answer(REQUEST, beyond, 7, SHAPE, bounds=Bounds(vocabulary=10))
+
+
+def of_tokens(tokens: list[int], kind: str, matched: Any = None) -> dict[str, Any]:
+    meta = {
+        "finish_reason": {"type": kind, "matched": matched},
+        "completion_tokens": len(tokens),
+        "output_token_logprobs": [[-0.5, token, None] for token in tokens],
+    }
+    return answer(**meta) | {"output_ids": tokens}
+
+
+ENDED = SamplingParams(max_response_tokens=4, stop_token_ids=(8,))
+OWN = Bounds(vocabulary=10, end_tokens=frozenset({7}))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kind", "matched", "params", "bounds", "told"),
+    [
+        ([9, 8], "stop", 8, ENDED, OWN, None),
+        ([9, 9, 9, 8], "stop", 8, ENDED, OWN, None),
+        ([9, 9, 9, 8], "length", None, ENDED, OWN, None),  # releases differ in which they look at first
+        ([9, 9, 9, 9], "length", None, ENDED, OWN, None),
+        ([9, 7], "stop", 7, ENDED, OWN, None),  # the model's own end
+        ([9, 9], "length", None, ENDED, replace(OWN, longest=13), None),  # no more room in the server
+        ([8, 8, 8, 8], "length", None, replace(ENDED, stop_token_ids=()), OWN, None),
+        ([9] * 5, "length", None, ENDED, OWN, "5 tokens, expected at most 4"),
+        ([9] * 15 + [8], "stop", 8, ENDED, OWN, "16 tokens, expected at most 4"),
+        ([9, 9], "stop", 8, ENDED, OWN, "its last token is 9, expected one of .7, 8."),
+        ([9, 9, 9, 9], "stop", 9, ENDED, OWN, "its last token is 9, expected one of"),
+        ([9, 8], "stop", 7, ENDED, OWN, "stopped at 7, its last token is 8"),
+        ([9, 8], "stop", "NaN happened", ENDED, OWN, "stopped at 'NaN happened'"),
+        ([9, 8], "length", None, ENDED, OWN, "cut by its limit: it has 2 tokens, expected 4"),
+        ([9, 8], "length", None, ENDED, replace(OWN, longest=13), "cut by its limit: it has 2 tokens"),
+        ([9, 9], "length", None, ENDED, OWN, "cut by its limit: it has 2 tokens, expected 4"),
+        ([9, 9], "length", None, ENDED, replace(OWN, longest=14), "cut by its limit"),
+        ([8, 9, 8], "stop", 8, ENDED, OWN, "goes on behind its end token"),
+        ([8, 9, 9, 9], "length", None, ENDED, OWN, "goes on behind its end token"),
+        ([9, 8], "stop", 8, replace(ENDED, stop_token_ids=()), OWN, "expected one of ..$"),
+    ],
+)
+def test_the_end_of_a_response_is_that_which_was_asked_for(
+    tokens: list[int], kind: str, matched: Any, params: SamplingParams, bounds: Bounds, told: str | None
+) -> None:
+    with nullcontext() if told is None else pytest.raises(RolloutError, match=f"group 4 sample 1: .*{told}"):
+        found = parse_answer(REQUEST, of_tokens(tokens, kind, matched), 7, None, None, params, bounds)
+        assert (found.finish_reason, found.response_tokens.tolist()) == (kind, tokens)
+
+
+def test_the_limit_of_the_request_and_of_the_positions_counts() -> None:
+    for request, bounds in ((replace(REQUEST, max_response_tokens=2), OWN), (REQUEST, replace(OWN, positions=6))):
+        parse_answer(request, of_tokens([9, 9], "length"), 7, None, None, ENDED, bounds)
+        with pytest.raises(RolloutError, match="3 tokens, expected at most 2"):
+            parse_answer(request, of_tokens([9, 9, 9], "length"), 7, None, None, ENDED, bounds)
 
 
 def test_routes_that_are_absent_or_wrong_are_errors() -> None:
@@ -270,14 +353,34 @@ def test_routes_that_are_absent_or_wrong_are_errors() -> None:
     large = routes(4)
     large[3, 3, 0] = 8
     assert "names expert 8" in told(encoded(large))
+    assert "characters, expected at most" in told("A" * (1 << 20))
+
+
+def test_a_row_of_minus_one_is_missing() -> None:
+    """Also in its dense layers, and in the short form of the plugin."""
+    given = routes(4)
+    for missing in (given.copy(), given.copy()):
+        missing[1:3, 1:] = -1
+        given[1:3, 0] = -1  # of the second round
+        for text in (encoded(missing), base64.b64encode(encode(read_routes(missing.tobytes(), SHAPE))).decode()):
+            found = parse_answer(REQUEST, answer(routed_experts=text), 7, SHAPE)
+            assert found.routed_mask is not None
+            assert found.routed_experts is not None
+            assert found.routed_mask.tolist() == [True, False, False, True, False]
+            assert np.array_equal(np.sort(found.routed_experts[[0, 3]]), np.sort(routes(4)[[0, 3], 1:]))
+            assert not found.routed_experts[1:3].any()
+    half = routes(4)
+    half[1, 2] = -1
+    with pytest.raises(TraceError, match="names expert -1"):
+        parse_answer(REQUEST, answer(routed_experts=encoded(half)), 7, SHAPE)
 
 
 def test_many_experts_need_two_bytes() -> None:
     wide = MoeShape(2, (0, 1), 300, 2)
     given = np.array([[[0, 299], [7, 8]]], "<i4")
     found = decode_routes(encoded(given), 1, wide, "x")
-    assert found.dtype == np.uint16
-    assert np.array_equal(found, given)
+    assert found.experts.dtype == np.uint16
+    assert np.array_equal(found.experts, given)
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,18 @@ Every rank of the trainer sends its own requests to the same servers. One rank, 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from megarl.core.types import Rollout, SampleRequest, WeightShare
 from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
 from megarl.models.shapes import MoeShape
 from megarl.rollout.engine import Begin, Engine, OnFinish, SamplingParams, check_prompt, limit_response
-from megarl.rollout.sglang.answers import is_sealed, parse_answer
-from megarl.rollout.sglang.client import ClientSettings, SGLangClient, Tell
+from megarl.rollout.sglang.answers import Bounds, is_sealed, longest_answer, num_retractions, parse_answer
+from megarl.rollout.sglang.client import UNKNOWN, ClientSettings, SGLangClient, Tell
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.plugin.compact import make_header
 from megarl.rollout.sglang.weights.ipc import Helper
@@ -64,6 +66,10 @@ class SGLangEngine(Engine):
             )
         self._positions = int(config.get("max_position_embeddings") or 1 << 30)
         self._vocabulary = int(config.get("vocab_size") or 1 << 31)
+        ends = config.get("eos_token_id")
+        self._bounds = Bounds(
+            self._vocabulary, self._positions, frozenset([] if ends is None else np.ravel(ends).tolist())
+        )
         self._fleet, self._helper, self._agree = fleet, helper, agree or _raise
         self._share = share
         self._form = form or WeightForm(torch.bfloat16)
@@ -86,8 +92,8 @@ class SGLangEngine(Engine):
         return self._sync_seconds
 
     @property
-    def wrong_answers(self) -> int:
-        return self._client.wrong_answers
+    def answer_counts(self) -> Mapping[str, int]:
+        return self._client.counts
 
     def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
         """See ``Engine.converse``. WeightSyncError while an update is incomplete."""
@@ -98,7 +104,15 @@ class SGLangEngine(Engine):
             raise RolloutError("the servers' model has no experts: set return_routed_experts to False")
 
         def decode(request: SampleRequest, answer: Any, url: str, rid: str) -> Rollout:
-            rollout = parse_answer(request, answer, self._version, shape, rid, params)
+            bounds = replace(self._bounds, longest=self._client.places.get(url, UNKNOWN).longest)
+            rollout = parse_answer(request, answer, self._version, shape, rid, params, bounds)
+            if retractions := num_retractions(answer):
+                self._client.count(
+                    "retractions",
+                    f"{url} has dropped a running response and computed it again, because its cache was full: its "
+                    "routes are those of the second pass; give the server more memory, or lower sglang.concurrency",
+                    retractions,
+                )
             if is_sealed(answer):
                 self._sealing.add(url)
             elif url in self._sealing:
@@ -119,6 +133,9 @@ class SGLangEngine(Engine):
                 on_finish,
                 version=str(self._version),
                 limit=params.max_response_tokens,
+                max_bytes=lambda request: longest_answer(
+                    len(request.prompt_tokens) + params.max_response_tokens, shape, params, MOST_DRAWN_FROM
+                ),
             )
         finally:
             self._sampling = False

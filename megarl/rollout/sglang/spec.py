@@ -73,7 +73,7 @@ class ServerSpec:
         for name in parse_arguments(self.extra_args):
             if name in NOT_EXTRA:
                 raise ConfigError(f"extra_args hold --{name.replace('_', '-')}: {NOT_EXTRA[name]}")
-        check_arguments(self.extra_args)
+        check_arguments(self.extra_args, self.routes)
 
 
 def command(spec: ServerSpec, config_file: Path | None = None) -> list[str]:

@@ -15,8 +15,10 @@ from megarl.config.trust import find_stranger, safe_environment
 from megarl.errors import ConfigError, RolloutError
 from megarl.models.hf_folder import read_json
 
-OLDEST, NEWEST = (0, 5, 7), (0, 5, 23)
 Version = tuple[int, int, int]
+OLDEST, NEWEST = (0, 5, 7), (0, 5, 23)
+NO_RELEASE: Version = (1 << 30, 0, 0)
+"""Newer than any: it has the faults of every release alone."""
 Arguments = Mapping[str, Any]
 """Name with underscores -> value, as in /server_info; an absent argument has its default."""
 
@@ -42,12 +44,14 @@ class Fault:
     remedy: str
     last: Version | None = None
     """The last release that has it; None: all."""
+    of_routes: bool = False
+    """Whether it matters only where routes are asked for."""
 
 
 def _number(arguments: Arguments, name: str, default: int) -> int:
     try:
         return int(arguments.get(name, default))
-    except (TypeError, ValueError):  # None, or text that the server itself refuses
+    except (OverflowError, TypeError, ValueError):  # None, or what the server itself refuses
         return default
 
 
@@ -81,11 +85,18 @@ _OTHER_CACHES = (
     "radix_cache_backend",
 )
 
+_IN_KERNEL = ("triton_kernel", "flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4")
+"""MoE runners that choose experts inside a kernel. Servers tell what "auto" has become: it stands for others."""
+_NO_ALL_TO_ALL, _GATHERED = (None, "none"), ("deepep", "deepep_v2")
+
 _CAUSES: Mapping[str, Callable[[Arguments], bool]] = {
     "physical_experts": _experts_move,
     "old_routers": _keeps_router_weights,
     "old_transformers": lambda found: bool(found.get("new_rope")),
     "wrong_rows_on_cpu": lambda found: found.get("device") == "cpu" and not found.get("disable_overlap_schedule"),
+    "routes_in_a_kernel": lambda found: found.get("moe_runner_backend") in _IN_KERNEL,
+    "scattered_tokens": lambda found: found.get("moe_a2a_backend") not in (*_NO_ALL_TO_ALL, *_GATHERED),
+    "scattered_tokens_of_deepep": lambda found: found.get("moe_a2a_backend") in _GATHERED,
     "no_routes": lambda found: found.get("enable_return_routed_experts") is False,
     "unchunked_prefill": lambda found: _number(found, "chunked_prefill_size", 1) <= 0,
     "disaggregation": lambda found: found.get("disaggregation_mode", "null") not in (None, "null"),
@@ -146,10 +157,7 @@ def check_server(
     if version < OLDEST:
         hint = f'expected at least {dotted(OLDEST)}: upgrade it, or set rollout.engine = "local"'
         raise ConfigError(f"SGLang {text} returns no routes, {hint}")
-    for fault in FAULTS:
-        matters = routes or fault.name != "no_routes"
-        if matters and (fault.last is None or version <= fault.last) and fault.when(info):
-            raise ConfigError(f"SGLang {text}: {fault.meaning}: {fault.remedy}")
+    _refuse_faults(info, routes, f"SGLang {text}", version)
     if nucleus and not can(version, "sampling_masks"):
         raise ConfigError(
             f"SGLang {text} does not record the ids that it draws from with top_p below 1; its log-probabilities are "
@@ -167,12 +175,18 @@ def check_server(
     return version, warnings
 
 
-def check_arguments(words: Sequence[str]) -> None:
-    """Raises ConfigError for arguments that are wrong with every release; ``check_server`` finds the others."""
-    found = parse_arguments(words)
+def check_arguments(words: Sequence[str], routes: bool = True) -> None:
+    """Raises ConfigError for arguments that are wrong with every release; ``check_server`` finds the others.
+
+    ``routes``: whether the server must return them.
+    """
+    _refuse_faults(parse_arguments(words), routes, "SGLang", NO_RELEASE)
+
+
+def _refuse_faults(found: Arguments, routes: bool, name: str, version: Version) -> None:
     for fault in FAULTS:
-        if fault.last is None and fault.when(found):
-            raise ConfigError(f"SGLang: {fault.meaning}: {fault.remedy}")
+        if (routes or not fault.of_routes) and (fault.last is None or version <= fault.last) and fault.when(found):
+            raise ConfigError(f"{name}: {fault.meaning}: {fault.remedy}")
 
 
 def parse_arguments(words: Sequence[str]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from megarl.train.sampling.inputs import read_inputs
 from megarl.train.sampling.step_rollouts import (
     SampleTable,
     StepRollouts,
-    count_wrong_answers,
+    count_answers,
     exchange_rollouts,
     process_advantages,
     response_advantages,
@@ -162,7 +162,7 @@ class Sampler:
         metrics = sampling_metrics(self.config, table, selection, trains, self._redraws)
         self._redraws = 0
         if self.config.rollout.engine_kind.server:
-            metrics |= count_wrong_answers(self.engine)
+            metrics |= count_answers(self.engine)
         if rollouts := share.without_dummies(own):  # else nothing that this model copy drew was selected
             metrics |= provenance_metrics(rollouts, trainer_version=step)
             metrics["rollout/tokens"] = Stat.total(float(sum(rollout.num_tokens for rollout in rollouts)))

@@ -285,11 +285,13 @@ def response_advantages(
     return sequence_advantages(objective, rewards, groups, threshold, **given).double().numpy() * factors, trains
 
 
-def count_wrong_answers(engine: Engine) -> dict[str, Stat]:
-    """Return how many answers of servers all ranks have refused in the last sampling; a collective call."""
-    mine = float(getattr(engine, "wrong_answers", 0))  # an engine of the user's own need not count
-    total = float(distributed.gather_rows(np.array([[mine]])).sum())
-    return {"rollout/wrong_answers": Stat.total(total if distributed.dp_rank() == 0 else 0.0)}
+def count_answers(engine: Engine) -> dict[str, Stat]:
+    """Return the ``answer_counts`` of all ranks in the last sampling; a collective call."""
+    names = "wrong_answers", "refused_requests", "retractions"
+    counts = getattr(engine, "answer_counts", {})  # an engine of the user's own need not count
+    totals = distributed.gather_rows(np.array([[float(counts.get(name, 0)) for name in names]])).sum(0)
+    is_first = distributed.dp_rank() == 0
+    return {f"rollout/{name}": Stat.total(float(n) * is_first) for name, n in zip(names, totals, strict=True)}
 
 
 def process_advantages(

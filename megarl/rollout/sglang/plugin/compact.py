@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from megarl.core.routing.codec import encode
-from megarl.core.routing.trace import RoutingTrace
 from megarl.errors import TraceError
 from megarl.models.routes import read_routes
 from megarl.models.shapes import MoeShape
@@ -60,7 +59,7 @@ def compact(raw: bytes, shape: MoeShape) -> bytes | None:
     There is none of routes of another shape: the client sees them and tells what is wrong.
     """
     try:
-        short = encode(RoutingTrace(read_routes(raw, shape), shape.num_experts))
+        short = encode(read_routes(raw, shape))
     except TraceError:
         return None
     return short if raw and len(short) < len(raw) else None

@@ -11,7 +11,6 @@ with the routes of another. A server that refuses any step stays paused, because
 
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -20,9 +19,9 @@ import numpy as np
 import torch
 
 from megarl.config.addresses import url_host
-from megarl.errors import WeightSyncError
+from megarl.errors import DataError, WeightSyncError
 from megarl.rollout.buckets import Bucket
-from megarl.rollout.sglang.http import MODEL_INFO, authorization
+from megarl.rollout.sglang.http import MODEL_INFO, authorization, read_object, request
 from megarl.rollout.sglang.versions import Version, can
 from megarl.rollout.sglang.weights.payload import Handle, Rebuilt, payload_of
 from megarl.rollout.sglang.weights.process_group import BroadcastGroup, in_thread
@@ -173,11 +172,13 @@ class WeightSender:
     def checksums(self) -> list[dict[str, str]]:
         """Returns the server's own checksums, name -> checksum for each tensor-parallel rank."""
         answer = self._ask("POST", "weights_checker", {"action": "checksum"})
-        ranks = answer.json().get("ranks") if answer.status_code == 200 else None
-        if not ranks:
-            told = f"{self.url} gives no checksums, HTTP {answer.status_code}: {answer.text[:300]}"
-            raise WeightSyncError(f"{told}; take a later release, or set sglang.checksums = false")
-        return [dict(rank["checksums"]) for rank in ranks]
+        try:
+            if answer.status_code == 200 and (ranks := self._read(answer)["ranks"]):
+                return [dict(rank["checksums"]) for rank in ranks]
+        except (LookupError, TypeError, ValueError):
+            pass
+        told = f"{self.url} gives no checksums, HTTP {answer.status_code}: {answer.text[:300]}"
+        raise WeightSyncError(f"{told}; take a later release, or set sglang.checksums = false")
 
     def score(self, prompt: Sequence[int]) -> np.ndarray:
         """Returns the log-probabilities of the prompt's tokens behind the first one, float64; 0 for one that is NaN."""
@@ -205,24 +206,25 @@ class WeightSender:
     def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
         answer = self._ask("POST", path, body, timeout_s)
         is_json = answer.headers.get("content-type", "").startswith("application/json")
-        content = answer.json() if is_json else None  # some answer null
-        if answer.status_code != 200 or (isinstance(content, dict) and content.get("success") is False):
+        has_failed = answer.status_code != 200
+        if is_json and not has_failed and answer.text != "null":  # some answer null
+            has_failed = self._read(answer).get("success") is False
+        if has_failed:
             told = f"{self.url}/{path} failed, HTTP {answer.status_code}: {answer.text[:300]}"
             raise WeightSyncError(f"{told}; the server stays paused")
 
     def _read(self, answer: httpx.Response) -> dict[str, Any]:
-        with suppress(ValueError):
-            if isinstance(found := answer.json(), dict):
-                return found
-        raise WeightSyncError(f"{self.url} answers no JSON object: {answer.text[:300]}")
+        try:
+            return read_object(answer)
+        except DataError as error:
+            raise WeightSyncError(str(error)) from error
 
     def _ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
     ) -> httpx.Response:
-        timeout = self._http.timeout if timeout_s is None else httpx.Timeout(timeout_s)
         try:
-            return self._http.request(method, f"/{path}", json=body, timeout=timeout)
-        except httpx.HTTPError as error:
+            return request(self._http, method, f"/{path}", body, timeout_s)
+        except (httpx.HTTPError, DataError) as error:
             raise WeightSyncError(f"{self.url}/{path}: {type(error).__name__}: {error}") from error
 
 
