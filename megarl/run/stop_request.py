@@ -1,4 +1,5 @@
-"""A request to stop the run, which saves itself first: SIGUSR1, SIGTERM, SIGINT (Ctrl-C), or ``megarl launch``.
+"""A request to stop the run, which saves itself first: SIGUSR1, SIGTERM, SIGINT (Ctrl-C), SIGHUP (the terminal has
+gone), or ``megarl launch``.
 
 torchrun forwards SIGTERM and the first SIGINT to its ranks, a second SIGINT as SIGTERM, and kills the ranks that are
 left after 30 s. (When sampling stops is another thing: ``megarl.core.choices.stopping``.)
@@ -13,8 +14,9 @@ from typing import Any, Self
 
 from megarl.errors import StopError
 from megarl.megatron.distributed import largest
+from megarl.run.signals import drop_lost_outputs
 
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _ONE_KEY_S = 1.0
 """One Ctrl-C may arrive twice within this time: from the terminal, and from a launcher that forwards it."""
 
@@ -34,7 +36,8 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+            asking = [number for number in SIGNALS if number != signal.SIGHUP or not _ignores_hangup()]
+            self._before = {number: signal.signal(number, self._on_signal) for number in asking}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -57,6 +60,8 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and os.getpid() == self._process:  # not in forked writers
             self._on_ctrl_c()
+        if number == signal.SIGHUP:
+            drop_lost_outputs()  # what is printed about the save must not end it
         self.reason = self.reason or signal.Signals(number).name
 
     def _on_ctrl_c(self) -> None:
@@ -69,3 +74,8 @@ class StopRequest:
                 os.write(2, f"\nmegarl: stopping; finished steps are saved first, {then}\n".encode())
         elif now - self._interrupted_at > _ONE_KEY_S:
             raise KeyboardInterrupt
+
+
+def _ignores_hangup() -> bool:
+    """As under nohup."""
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
