@@ -27,7 +27,7 @@ from megarl.launch import topology
 from megarl.launch.steps import BAD_INPUT, PYTHON, ServerSteps, Step, srun
 from megarl.launch.topology import Topology
 from megarl.run.lock import BEAT_S, RunLock
-from megarl.run.signals import drop_lost_outputs
+from megarl.run.signals import drop_lost_outputs, take_stop_signals
 from megarl.run.status import FAILURE_VARIABLE, describe_ranks, newest_checkpoint, read_signs, stop_file
 
 FINISHED, FAILED, STOPPED = 0, 1, 75
@@ -55,9 +55,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Start everything and wait for the end of the run: 0 finished, 1 given up, 2 bad input, 75 stopped."""
-        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                signal.signal(number, self._on_signal)
+        take_stop_signals(self._on_signal)
         with self._lock:
             job = os.environ.get("SLURM_JOB_ID", time.strftime("%Y%m%d-%H%M%S"))
             again = os.environ.get("SLURM_RESTART_COUNT", "0")
@@ -260,8 +258,6 @@ class Supervisor:
             time.sleep(60.0)  # Slurm ends this script; an exit code of its own would count as the job's end
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            drop_lost_outputs()
         if self._stop_signal is None:
             self._stop_signal, self._stop_asked_at = signal.Signals(number), time.monotonic()
             return

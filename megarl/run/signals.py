@@ -5,13 +5,15 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 from megarl.errors import MegarlError
 from megarl.run.status import write_failure
 
+STOPPING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ENDING = (
     *(signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
     *(signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO, signal.SIGPWR),
@@ -21,6 +23,21 @@ ENDING = (
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
     """A thread ends the process at once, also where the main thread waits in C for another rank."""
+
+
+def take_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
+    """Let ``handler`` have the signals that ask a run to stop, but SIGHUP where it is ignored (nohup).
+
+    Returns the handlers before it.
+    """
+    taken = [number for number in STOPPING if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)]
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            drop_lost_outputs()  # what is printed about the stop must not end it
+        handler(number, frame)
+
+    return {number: signal.signal(number, handle) for number in taken}
 
 
 @contextmanager

@@ -14,9 +14,8 @@ from typing import Any, Self
 
 from megarl.errors import StopError
 from megarl.megatron.distributed import largest
-from megarl.run.signals import drop_lost_outputs
+from megarl.run.signals import take_stop_signals
 
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _ONE_KEY_S = 1.0
 """One Ctrl-C may arrive twice within this time: from the terminal, and from a launcher that forwards it."""
 
@@ -36,8 +35,7 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            asking = [number for number in SIGNALS if number != signal.SIGHUP or not _ignores_hangup()]
-            self._before = {number: signal.signal(number, self._on_signal) for number in asking}
+            self._before = take_stop_signals(self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -60,8 +58,6 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and os.getpid() == self._process:  # not in forked writers
             self._on_ctrl_c()
-        if number == signal.SIGHUP:
-            drop_lost_outputs()  # what is printed about the save must not end it
         self.reason = self.reason or signal.Signals(number).name
 
     def _on_ctrl_c(self) -> None:
@@ -74,8 +70,3 @@ class StopRequest:
                 os.write(2, f"\nmegarl: stopping; finished steps are saved first, {then}\n".encode())
         elif now - self._interrupted_at > _ONE_KEY_S:
             raise KeyboardInterrupt
-
-
-def _ignores_hangup() -> bool:
-    """As under nohup."""
-    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

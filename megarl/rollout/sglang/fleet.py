@@ -284,10 +284,11 @@ class Fleet:
         await_most(steps.values())
         shares_gpu = self.exchange is not None and self.exchange.gpu != CPU
         for member, running in steps.items():
-            error = running.exception() if running.done() else None
+            is_late = not running.done()
+            error = None if is_late else running.exception()
             if error is not None and not isinstance(error, WeightSyncError):
                 raise error
-            if isinstance(error, HangError | GoneError) or not running.done():
+            if is_late or isinstance(error, HangError | GoneError):
                 self._taken.remove(member)
                 member.leave_update(error, must_end=shares_gpu or bool(self._resting))
             elif error is not None:

@@ -15,7 +15,7 @@ from megarl.rollout.buckets import Bucket
 from megarl.rollout.sglang.http import server_info
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.versions import check_server
-from megarl.rollout.sglang.weights.deadlines import GoneError
+from megarl.rollout.sglang.weights.deadlines import GoneError, deadline
 from megarl.rollout.sglang.weights.ipc import CPU
 from megarl.rollout.sglang.weights.process_group import in_thread
 from megarl.rollout.sglang.weights.proof import Checksums, Proof, differing
@@ -148,7 +148,7 @@ class Member:
 
     def connect(self) -> None:
         """Make a new sender; RolloutError if nothing answers, ConfigError if megarl cannot use what answers."""
-        info = server_info(self.url, self.api_key)
+        info = server_info(self.url, self.api_key, deadline())
         release, warnings = check_server(info, self.tp, self.routes, self.nucleus, self.source)
         if self.connection is not None:
             self.connection.leave_group()  # not closed: a keeper may be asking through it. It keeps no connection

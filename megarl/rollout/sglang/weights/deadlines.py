@@ -60,9 +60,5 @@ class Patience:
 def await_most(steps: Collection[Future[Any]]) -> None:
     """Return when all have ended, with or without an error, or those that have not are late."""
     patience, running = Patience(), {*steps}
-    while running and not patience.is_over(_count_done(steps), len(running)):
+    while running and not patience.is_over(sum(step.done() and not step.exception() for step in steps), len(running)):
         running = wait(running, timeout=0.05, return_when=FIRST_COMPLETED).not_done
-
-
-def _count_done(steps: Collection[Future[Any]]) -> int:
-    return sum(step.done() and step.exception() is None for step in steps)

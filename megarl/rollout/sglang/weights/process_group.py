@@ -26,10 +26,6 @@ Found = TypeVar("Found")
 POLL_S = 0.002
 
 
-class GroupError(HangError):
-    """The server did not join or receive: it is dead, or hangs."""
-
-
 class BroadcastGroup:
     """A gloo group for weights on the CPU, or an NCCL group for weights on a GPU."""
 
@@ -69,14 +65,15 @@ class BroadcastGroup:
 
     def _rendezvous(self) -> None:
         self._use_device()
-        assert self._store is not None, "closed"
+        # Not the store itself, which must end at once when the group is closed: servers that still wait then give up.
+        store = dist.TCPStore(self.address, self.port, self.world_size, is_master=False, timeout=self._timeout)
         named: dict[str, Any] = {"group_name": self.name}  # of a type that older releases of torch do not have
         self._group, _ = _new_process_group_helper(
             self.world_size,
             0,
             [],
             Backend(self.backend),
-            PrefixStore(self.name, self._store),
+            PrefixStore(self.name, store),
             backend_options=None,
             timeout=self._timeout,
             **named,
@@ -106,7 +103,7 @@ class BroadcastGroup:
     def close(self) -> None:
         """Leave the group. A broadcast in progress ends with the group's timeout."""
         group, self._group = self._group, None
-        self._store = None  # without the store, a server that still waits gives up
+        self._store = None
         if group is None:
             return
         with contextlib.suppress(RuntimeError, ValueError):  # a failed group may refuse both
@@ -132,8 +129,8 @@ class BroadcastGroup:
         if patience.is_over(num_done, len(sides) - num_done) and num_done < len(sides):
             raise self._failure(f"{len(sides) - num_done} of {len(sides)} are late")
 
-    def _failure(self, reason: str) -> GroupError:
-        return GroupError(f"the {self.backend} group at {url_host(self.address)}:{self.port} failed: {reason}")
+    def _failure(self, reason: str) -> HangError:
+        return HangError(f"the {self.backend} group at {url_host(self.address)}:{self.port} failed: {reason}")
 
 
 def in_thread(work: Callable[[], Found], daemon: bool = True) -> Future[Found]:

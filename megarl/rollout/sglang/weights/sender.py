@@ -27,15 +27,7 @@ from megarl.errors import WeightSyncError
 from megarl.rollout.buckets import Bucket
 from megarl.rollout.sglang.http import MODEL_INFO, authorization
 from megarl.rollout.sglang.versions import Version, can
-from megarl.rollout.sglang.weights.deadlines import (
-    JOIN_S,
-    NOTICE_S,
-    SCORE_S,
-    WHOLE_S,
-    GoneError,
-    HangError,
-    deadline,
-)
+from megarl.rollout.sglang.weights.deadlines import JOIN_S, NOTICE_S, SCORE_S, WHOLE_S, GoneError, HangError, deadline
 from megarl.rollout.sglang.weights.payload import Handle, Rebuilt, payload_of
 from megarl.rollout.sglang.weights.process_group import BroadcastGroup, in_thread
 
@@ -202,13 +194,12 @@ class WeightSender:
         # From position 0 on, so that nothing comes from the prefix cache.
         asked = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
         answer = self._ask("POST", "generate", asked, SCORE_S)
-        if answer.status_code != 200:
-            raise WeightSyncError(f"{self.url} scores no prompt, HTTP {answer.status_code}: {answer.text[:300]}")
         try:
             entries = self._read(answer)["meta_info"]["input_token_logprobs"][1:]
             return np.nan_to_num(np.array([entry[0] for entry in entries], dtype=np.float64))
-        except (LookupError, TypeError, ValueError) as error:
-            raise WeightSyncError(f"{self.url} scores no prompt: {answer.text[:300]}") from error
+        except (WeightSyncError, LookupError, TypeError, ValueError) as error:
+            told = f"{self.url} scores no prompt, HTTP {answer.status_code}: {answer.text[:300]}"
+            raise WeightSyncError(told) from error
 
     def weight_version(self, timeout_s: float | None = None) -> str:
         """Returns the server's name for the version of its weights."""

@@ -25,9 +25,9 @@ from megarl.errors import WeightSyncError
 from megarl.models.hf_files import bucket_bytes
 from megarl.rollout.buckets import Bucket, Intake, Part, Staging
 from megarl.rollout.sglang.versions import Version
-from megarl.rollout.sglang.weights.deadlines import await_most
+from megarl.rollout.sglang.weights.deadlines import HangError, await_most
 from megarl.rollout.sglang.weights.line import Line
-from megarl.rollout.sglang.weights.process_group import GroupError, in_thread, own_address
+from megarl.rollout.sglang.weights.process_group import in_thread, own_address
 from megarl.rollout.sglang.weights.sender import WeightSender
 from megarl.rollout.weights import Named, WeightForm, checkpoint_shapes
 
@@ -60,7 +60,7 @@ def broadcast_to(senders: Sequence[WeightSender], bucket: Bucket, apart: bool) -
     steps = {sender.url: in_thread(partial(sender.broadcast, bucket), daemon=False) for sender in senders}
     await_most(steps.values())
     for url, step in steps.items():
-        error = step.exception() if step.done() else GroupError(f"{url} is late")
+        error = step.exception() if step.done() else HangError(f"{url} is late")
         if isinstance(error, WeightSyncError):
             failures[url] = error
         elif error is not None:
