@@ -240,10 +240,10 @@ class WeightSender:
                 self._require_life(path)
                 pause_s *= 2  # SGLang keeps each question for 20 s
             answer = request.result()
-        except httpx.TimeoutException as error:
-            raise HangError(f"{self.url}/{path}: {type(error).__name__}: {error}") from error
         except httpx.HTTPError as error:
-            raise GoneError(f"{self.url}/{path}: {type(error).__name__}: {error}") from error
+            kind = HangError if isinstance(error, httpx.TimeoutException) else GoneError
+            # Without its frames, which would keep the bucket.
+            raise kind(f"{self.url}/{path}: {type(error).__name__}: {error}") from error.with_traceback(None)
         if answer.status_code in STOPPING:
             raise GoneError(f"{self.url}/{path}: HTTP {answer.status_code}: {answer.text[:300]}")
         return answer
