@@ -9,7 +9,6 @@ import difflib
 import errno
 import json
 import os
-import select
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from megarl.config import file as config_file
 from megarl.config.command import POSITIONAL, Command, OnConfiguration
 from megarl.config.key_help import describe_tables
 from megarl.errors import ConfigError, DamageError, MegarlError, StopError, describe, printable
+from megarl.run.signals import drop_lost_outputs, say_what_ends
 from megarl.run.status import write_failure
 
 DAMAGED = 1
@@ -42,13 +42,22 @@ _PATH_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 _PATH_ERRORS += (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 _DESCRIPTION = "Stable reinforcement learning of Mixture-of-Experts language models on Megatron-Core."
 _FIRST_RANK_SPEAKS_S = 3.0
+_NEWEST = "steps since the newest checkpoint are lost, and the next start continues from there"
+_KEPT = {
+    "train": _NEWEST,
+    "launch": f"the ranks are told so, and save if they can; else {_NEWEST}",
+    **dict.fromkeys(("convert", "quantize"), "files that are complete stay, and the command goes on when given again"),
+}
+"""What a command that a signal has ended leaves, if it leaves anything."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 1 (something is missing or lost), 2 (an error), 75 (asked to stop)."""
     words = list(sys.argv[1:] if argv is None else argv)
+    name = words[0] if words else ""
     try:
-        return _run(words)
+        with say_what_ends(name, _KEPT.get(name, "nothing is saved")):
+            return _run(words)
     except StopError as error:
         _complain(str(error), on_every_rank=False)
         return STOPPED
@@ -66,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing = f"needs the package {package}, which is not installed: pip install 'megarl[train]'"
         return _fail(f"megarl {words[0]} {missing}", on_every_rank=False)
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+        if isinstance(error, BrokenPipeError) and drop_lost_outputs():
             return BROKEN_PIPE
         if error.errno not in _PATH_ERRORS:
             return _fail_unexpectedly(error, words)
@@ -88,20 +97,6 @@ def _run(words: list[str]) -> int:
     code = command.run(overrides) or 0
     sys.stdout.flush()  # here, where a reader that has gone is no traceback
     return code
-
-
-def _reader_is_gone() -> bool:
-    """Whether nobody reads standard output any more, as in ``megarl doctor | head``; then it leads nowhere."""
-    try:
-        number = sys.stdout.fileno()
-    except (OSError, ValueError):
-        return False
-    poll = select.poll()
-    poll.register(number, 0)
-    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), number)  # or Python would complain when it flushes at exit
-    return True
 
 
 def _fail_unexpectedly(error: Exception, words: list[str]) -> int:
@@ -224,6 +219,7 @@ def _complain(message: str, *, on_every_rank: bool) -> None:
     if rank != "0" and not on_every_rank:
         time.sleep(_FIRST_RANK_SPEAKS_S)  # torchrun ends all ranks when one ends: let the first one print
         return
+    drop_lost_outputs()
     print(said, file=sys.stderr)
 
 

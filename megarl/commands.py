@@ -108,6 +108,7 @@ class Doctor:
     def run(self, overrides: Overrides) -> int:
         from megarl.doctor import doctor
 
+        os.environ.update(process_environment.compile_caches(os.environ))
         return doctor(self.config, overrides, trust=self.trust, json=self.json)
 
 

@@ -13,9 +13,10 @@ import pytest
 from megarl import cli
 from megarl.config import Config, process_environment
 from megarl.config.file import parse
-from megarl.config.process_environment import BLACKWELL, without_expandable_segments
+from megarl.config.process_environment import BLACKWELL, compile_caches, without_expandable_segments
 from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.errors import ConfigError
+from megarl.rollout.sglang.spec import ServerSpec, environment
 
 TABLES: dict[str, Any] = {
     "run": {"steps": 3},
@@ -157,3 +158,74 @@ def test_a_launch_with_a_contradiction_starts_nothing(
     assert cli.main(["launch", str(path)]) == 2
     assert "NVTE_ALLOW_NONDETERMINISTIC_ALGO=1, expected 0; unset it" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+class TestCompileCaches:
+    """Of folders from which programs load code."""
+
+    @pytest.fixture(autouse=True)
+    def places(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.home = tmp_path / "home"
+        self.temporary = tmp_path / "tmp"
+        for folder, mode in ((self.home, 0o755), (self.temporary, 0o1777)):
+            folder.mkdir()
+            folder.chmod(mode)
+        monkeypatch.setenv("HOME", str(self.home))
+        monkeypatch.setattr(process_environment.tempfile, "gettempdir", lambda: str(self.temporary))
+
+    @property
+    def own(self) -> Path:
+        return self.temporary / f"megarl-{os.geteuid()}"
+
+    def test_what_defaults_to_tmp_goes_home_and_what_is_at_home_stays(self):
+        found = compile_caches({})
+        assert found == {
+            "TORCHINDUCTOR_CACHE_DIR": f"{self.home}/.cache/megarl/compiled/inductor",
+            "CUTE_DSL_CACHE_DIR": f"{self.home}/.cache/megarl/compiled/cute",
+        }
+        assert (self.home / ".cache/megarl/compiled").stat().st_mode & 0o777 == 0o700
+
+    def test_torch_takes_it(self):
+        code = "import torch._inductor.codecache as c; print(c.cache_dir())"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | compile_caches({}),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.strip() == f"{self.home}/.cache/megarl/compiled/inductor"
+
+    def test_a_home_that_others_can_write_is_not_used_for_any(self):
+        self.home.chmod(0o777)
+        found = compile_caches({})
+        assert len(found) == 9
+        assert all(Path(folder).parent == self.own / "megarl/compiled" for folder in found.values())
+        assert self.own.stat().st_mode & 0o777 == 0o700
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+    def test_a_folder_that_somebody_else_has_taken_first_is_refused(self):
+        self.home.chmod(0o777)
+        self.own.mkdir()
+        os.chown(self.own, 12345, -1)
+        with pytest.raises(ConfigError, match=rf"{self.own} belongs to user 12345\. Set XDG_CACHE_HOME"):
+            compile_caches({})
+        assert compile_caches({"XDG_CACHE_HOME": str(self.temporary / "mine")}).keys() > {"TRITON_CACHE_DIR"}
+
+    def test_a_link_is_followed_once(self):
+        self.home.chmod(0o777)
+        (self.temporary / "target").mkdir(mode=0o700)
+        self.own.symlink_to(self.temporary / "target")
+        assert compile_caches({})["TRITON_CACHE_DIR"] == f"{self.temporary}/target/megarl/compiled/triton"
+
+    def test_a_folder_of_the_user_is_checked(self, tmp_path: Path):
+        folder = tmp_path / "triton"
+        assert compile_caches({"TRITON_CACHE_DIR": str(folder)})["TRITON_CACHE_DIR"] == str(folder)
+        folder.chmod(0o777)
+        with pytest.raises(ConfigError, match=f"TRITON_CACHE_DIR={folder}: .*others can write"):
+            compile_caches({"TRITON_CACHE_DIR": str(folder)})
+
+    def test_servers_get_them_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch itself sets it when it is imported
+        spec = ServerSpec(tmp_path, sys.executable, "float32", tmp_path / "log")
+        assert environment(spec)["TORCHINDUCTOR_CACHE_DIR"] == f"{self.home}/.cache/megarl/compiled/inductor"

@@ -6,10 +6,14 @@ ConfigError. On a CPU, nothing reads them.
 
 import ctypes
 import os
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import version
+from pathlib import Path
 
 from megarl.config.tables import Tables
+from megarl.config.trust import make_private
 from megarl.errors import ConfigError
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -22,6 +26,14 @@ _DETERMINISTIC: Mapping[str, tuple[str, ...]] = {
     "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),  # those that Megatron-LM accepts
 }
 """Values that are deterministic; megarl's own is the first."""
+
+
+_CACHES: Mapping[str, str] = {
+    **{"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "TORCH_EXTENSIONS_DIR": "extensions"},
+    **{"CUDA_CACHE_PATH": "cuda", "CUTE_DSL_CACHE_DIR": "cute", "TILELANG_CACHE_DIR": "tilelang"},
+    **{"DG_JIT_CACHE_DIR": "deep_gemm", "FLASHINFER_WORKSPACE_BASE": "flashinfer", "SGLANG_CACHE_DIR": "sglang"},
+}
+"""Variables of torch, Triton, CUDA and the kernels of SGLang -> folder of each below megarl's."""
 
 
 def process_environment(config: Tables, found: Mapping[str, str], generation: int | None = None) -> dict[str, str]:
@@ -76,6 +88,41 @@ def _settings(value: str) -> list[tuple[str, str]]:
 def apply(config: Tables) -> None:
     """Set the variables of this process; call it before torch is imported."""
     os.environ.update(process_environment(config, os.environ, gpu_generation()))
+    os.environ.update(compile_caches(os.environ))
+
+
+def compile_caches(found: Mapping[str, str]) -> dict[str, str]:
+    """Return where compilers keep code that they load again: below folders that only this user can write.
+
+    Two default to a name in /tmp, which another user of the node can take first, and the others to the home folder.
+    ConfigError if there is no such folder, or if one that ``found`` names is none.
+    """
+    checked = dict[str, str]()
+    for name in _CACHES.keys() & found.keys():
+        try:
+            checked[name] = str(make_private(Path(found[name])))
+        except OSError as error:
+            raise ConfigError(
+                f"environment variable {name}={found[name]}: programs load code from there, and {error}; name a folder "
+                "that only you can write, or unset it"
+            ) from None
+    home, own = os.path.expanduser("~"), Path(tempfile.gettempdir()) / f"megarl-{os.geteuid()}"
+    moved, failures = _CACHES.keys(), list[str]()
+    with suppress(OSError):
+        make_private(Path(home))
+        moved = {"TORCHINDUCTOR_CACHE_DIR", "CUTE_DSL_CACHE_DIR"}  # the others are at home, perhaps full already
+    if not (missing := moved - found.keys()):
+        return checked
+    for base in (found.get("XDG_CACHE_HOME"), f"{home}/.cache", own):
+        if base and Path(base).is_absolute():
+            try:
+                folder = make_private(make_private(Path(base)) / "megarl" / "compiled")
+                return checked | {name: str(folder / _CACHES[name]) for name in missing}
+            except OSError as error:
+                failures.append(str(error))
+    raise ConfigError(
+        f"found no folder that only you can write for compiled code: {'; '.join(failures)}. Set XDG_CACHE_HOME to one"
+    )
 
 
 def gpu_generation() -> int | None:

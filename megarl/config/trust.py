@@ -43,12 +43,27 @@ def require_trust(path: Path, table: Mapping[str, Any], overrides: Mapping[str, 
 
 def find_stranger(path: Path) -> str | None:
     """Why somebody besides this user and root may have written a file, or modules beside it; None if nobody may."""
-    for place in dict.fromkeys((path.resolve(), path.resolve().parent, path.absolute().parent)):
-        found = place.stat()
-        if found.st_uid not in (os.geteuid(), 0):
-            return f"{place} belongs to user {found.st_uid}"
-        if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid)):
-            return f"others can write {place}"
+    places = dict.fromkeys((path.resolve(), path.resolve().parent, path.absolute().parent))
+    return next(filter(None, map(_find_writer, places)), None)
+
+
+def make_private(folder: Path) -> Path:
+    """A folder without links in its path, made if it is not there; PermissionError if others can write or swap it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = folder.resolve()  # others may turn a link in /tmp elsewhere later
+    is_sticky = folder.parent.stat().st_mode & stat.S_ISVTX
+    why = _find_writer(folder) or (None if is_sticky else _find_writer(folder.parent))
+    if why is not None:
+        raise PermissionError(why)
+    return folder
+
+
+def _find_writer(place: Path) -> str | None:
+    found = place.stat()
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"{place} belongs to user {found.st_uid}"
+    if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid)):
+        return f"others can write {place}"
     return None
 
 

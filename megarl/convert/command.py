@@ -1,11 +1,13 @@
 """``megarl convert`` and ``megarl quantize``."""
 
+import os
 from pathlib import Path
 from typing import Literal
 
 import pydantic
 
 from megarl.config.command import Overrides, Positional, command
+from megarl.config.process_environment import compile_caches
 
 
 @command
@@ -49,6 +51,7 @@ class Convert(_Rewrite):
         from megarl.convert.conversion import Options
         from megarl.convert.convert import DTYPES, convert, installed_layers
 
+        os.environ.update(compile_caches(os.environ))
         options = Options(
             dtype=DTYPES[self.dtype],
             layers=installed_layers() if self.layers == "installed" else self.layers,

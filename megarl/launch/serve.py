@@ -20,6 +20,7 @@ from megarl.launch.steps import end_file, ready_file
 from megarl.launch.topology import read_topology
 from megarl.rollout.sglang.http import key_named
 from megarl.rollout.sglang.server import Server
+from megarl.run.signals import say_what_ends
 from megarl.train.engines import server_specs
 
 
@@ -65,7 +66,8 @@ def main(words: list[str]) -> int:
     launch_file, index = Path(words[0]), int(words[1])
     rest, overrides = config_file.split_overrides(json.loads(launch_file.read_text())["server_command"])
     try:
-        serve(config_file.load(Path(rest[-1]), overrides, trust="--trust" in rest), launch_file, index)
+        with say_what_ends(f"server {index}", "the launcher starts it again"):
+            serve(config_file.load(Path(rest[-1]), overrides, trust="--trust" in rest), launch_file, index)
     except MegarlError as error:
         print(f"megarl: error: server {index}: {printable(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1

@@ -27,6 +27,7 @@ from megarl.launch import topology
 from megarl.launch.steps import BAD_INPUT, PYTHON, ServerSteps, Step, srun
 from megarl.launch.topology import Topology
 from megarl.run.lock import BEAT_S, RunLock
+from megarl.run.signals import drop_lost_outputs, take_stop_signals
 from megarl.run.status import FAILURE_VARIABLE, describe_ranks, newest_checkpoint, read_signs, stop_file
 
 FINISHED, FAILED, STOPPED = 0, 1, 75
@@ -54,8 +55,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Start everything and wait for the end of the run: 0 finished, 1 given up, 2 bad input, 75 stopped."""
-        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        take_stop_signals(self._on_signal)
         with self._lock:
             job = os.environ.get("SLURM_JOB_ID", time.strftime("%Y%m%d-%H%M%S"))
             again = os.environ.get("SLURM_RESTART_COUNT", "0")
@@ -276,7 +276,11 @@ class Supervisor:
                 self._lock.beat()
 
     def _tell(self, line: str) -> None:
-        print(f"megarl: {printable(line)}", file=sys.stderr, flush=True)
+        try:
+            print(f"megarl: {printable(line)}", file=sys.stderr, flush=True)
+        except OSError:
+            if not drop_lost_outputs():
+                raise
 
 
 def launch(config: Config, command: Sequence[str]) -> int:

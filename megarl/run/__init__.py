@@ -2,7 +2,7 @@
 
 - **Begin**: ``folder`` (resolved configuration, new run or resumption), ``lock`` (one writer).
 - **While it runs**: ``progress`` (terminal), ``metrics_log`` (metrics.jsonl, TensorBoard, wandb), ``audit`` (which
-  samples trained), ``vitals`` (signs of life); ``stop_request`` (signals).
+  samples trained), ``vitals`` (signs of life); ``stop_request``, ``signals``.
 - **What it is worth**: ``health`` (verdicts on the records).
 - **From outside**: ``status`` (``megarl status``, and why a rank failed).
 

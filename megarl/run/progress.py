@@ -5,6 +5,7 @@ written, without control characters. On every rank but the first nothing is show
 """
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from megarl.errors import DataError, printable
 from megarl.megatron import distributed
 from megarl.run.health import Health
 from megarl.run.metrics_log import UNJUDGED, MetricsLog, describe_judged, iterate_metrics
+from megarl.run.signals import drop_lost_outputs
 from megarl.run.vitals import Vitals
 
 Advance = Callable[[int], None]
@@ -55,11 +57,17 @@ class StepProgress:
 
     def line(self, text: str) -> None:
         """Print a line of its own, above a bar if there is one."""
-        if self._enabled:
+        if not self._enabled:
+            return
+        try:
             if self._terminal:
                 self._console.print(printable(text), soft_wrap=True)
             else:
                 print(printable(text), file=self._stream, flush=True)
+        except OSError:
+            if not drop_lost_outputs():
+                raise
+            signal.raise_signal(signal.SIGHUP)  # an output that is lost is a hang-up, also without a terminal
 
     @contextmanager
     def bar(self, label: str, total: int) -> Iterator[Advance]:

@@ -1,4 +1,5 @@
-"""A request to stop the run, which saves itself first: SIGUSR1, SIGTERM, SIGINT (Ctrl-C), or ``megarl launch``.
+"""A request to stop the run, which saves itself first: SIGUSR1, SIGTERM, SIGINT (Ctrl-C), SIGHUP (the terminal has
+gone), or ``megarl launch``.
 
 torchrun forwards SIGTERM and the first SIGINT to its ranks, a second SIGINT as SIGTERM, and kills the ranks that are
 left after 30 s. (When sampling stops is another thing: ``megarl.core.choices.stopping``.)
@@ -13,8 +14,8 @@ from typing import Any, Self
 
 from megarl.errors import StopError
 from megarl.megatron.distributed import largest
+from megarl.run.signals import take_stop_signals
 
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 _ONE_KEY_S = 1.0
 """One Ctrl-C may arrive twice within this time: from the terminal, and from a launcher that forwards it."""
 
@@ -34,7 +35,7 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+            self._before = take_stop_signals(self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:

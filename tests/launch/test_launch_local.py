@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -61,6 +64,37 @@ def test_a_run_that_is_asked_to_stop_saves_itself_and_goes_on_as_if_nothing_had_
     assert again.code() == 0
     assert f"resumed from {run.folder}/checkpoints/{status['checkpoint']}" in run.log.read_text()
     assert_whole(run.folder, reference)
+
+
+@pytest.mark.parametrize("command", ["train", "launch", "torchrun"])
+def test_a_closed_terminal_saves_the_run_as_a_request_to_stop_does(world: World, command: str) -> None:
+    """The session's leader gets SIGHUP, and every later write to the terminal is an error."""
+    config = world.config(f"closed-{command}", CONFIG.replace("every = 2", "every = 100").replace("ep = 2", "ep = 1"))
+    words = ["-m", "megarl.cli", command, str(config), *(["--launch.ranks_per_node", "1"] * (command == "launch"))]
+    if command == "torchrun":
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "megarl.cli", "train"]
+        words.append(str(config))
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        env=world.environment(TERM="xterm"),
+        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+        cwd=world.root,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    said = b""
+    with suppress(OSError):  # the other side has ended
+        while b"step 2/" not in said:
+            said += os.read(ours, 1 << 16)
+    assert process.poll() is None, said.decode()
+    os.close(ours)
+    assert process.wait(timeout=300) == (75 if command != "torchrun" else 1), said.decode()
+    status = read_status(world.root / f"closed-{command}")
+    assert status["state"] == "stopped"
+    assert 2 <= status["step"] < STEPS
+    assert status["checkpoint"] == f"step_{status['step']:07d}"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -114,6 +114,8 @@ class StandIn:
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         control = self.control()
         self.tell(path, version=self.version, weights=sorted(self.weights), mine="mine" in body)
+        if path == "health" and control.get("stopping"):  # as SGLang's, which keeps its connections open meanwhile
+            return 503, {}
         if control.get("die_at") == path:
             (self.folder / "control.json").unlink()
             os._exit(9)

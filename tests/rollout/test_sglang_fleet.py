@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -39,7 +39,8 @@ from megarl.rollout.sglang.fleet import Fleet, FleetSettings
 from megarl.rollout.sglang.member import Member
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec, free_port
-from megarl.rollout.sglang.weights import ipc
+from megarl.rollout.sglang.weights import deadlines, ipc
+from megarl.rollout.sglang.weights import sender as sglang_sync
 from megarl.rollout.sglang.weights.ipc import Exchange
 from megarl.rollout.sglang.weights.payload import payload_of
 from megarl.rollout.weights import WeightForm, checkpoint_shapes
@@ -136,6 +137,20 @@ def process_of(member: Member) -> Server:
     return member.process
 
 
+STEPS = (
+    "pause_generation",
+    "begin_weight_update",
+    "update_weights_from_tensor",
+    "end_weight_update",
+    "flush_cache",
+    "update_weight_version",
+    "model_info",
+    "weights_checker",
+    "continue_generation",
+    "generate",
+)
+
+
 @pytest.fixture
 def world(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     def command(spec: ServerSpec, _: Path | None) -> list[str]:
@@ -145,6 +160,8 @@ def world(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setattr(sglang_server, "command", command)
     monkeypatch.setattr(sglang_fleet, "checkpoint_shapes", shapes_of)  # read once
     monkeypatch.setattr(sglang_fleet, "BUCKET_BYTES", 1 << 14)  # several buckets
+    monkeypatch.setattr(deadlines, "LATE_S", WAIT_S)
+    monkeypatch.setattr(deadlines, "CONTROL_S", WAIT_S)
     made = World(model, tmp_path)
     yield made
     print("\n".join(made.told))
@@ -181,21 +198,7 @@ def test_two_servers_come_back_at_the_same_time(world: World):
     assert max(began) < min(served)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "pause_generation",
-        "begin_weight_update",
-        "update_weights_from_tensor",
-        "end_weight_update",
-        "flush_cache",
-        "update_weight_version",
-        "model_info",
-        "weights_checker",
-        "continue_generation",
-        "generate",
-    ],
-)
+@pytest.mark.parametrize("path", STEPS)
 def test_a_server_may_die_in_every_step_of_an_update(world: World, path: str):
     fleet = world.start(checksums=True)
     world.update(fleet, 1)
@@ -206,6 +209,143 @@ def test_a_server_may_die_in_every_step_of_an_update(world: World, path: str):
     assert fleet._members[1].restarts == 1
     world.update(fleet, 3)
     assert [world.ask(member) for member in fleet._members] == [["3", [3.0]]] * 2
+
+
+@contextmanager
+def impatient(world: World, monkeypatch: pytest.MonkeyPatch, path: str, index: int = 1) -> Iterator[None]:
+    """Inside, a server is late as soon as another one has done the step ``path``, and not before."""
+    before = len(world.events(index))
+
+    def lose_patience() -> None:
+        world.until(lambda: any(event["event"] == path for event in world.events(index)[before:]))
+        monkeypatch.setattr(deadlines, "LATE_S", 0.0)
+
+    waiting = threading.Thread(target=lose_patience)
+    waiting.start()
+    yield
+    waiting.join()
+    monkeypatch.setattr(deadlines, "LATE_S", WAIT_S)
+
+
+@pytest.mark.parametrize("path", STEPS)
+def test_an_update_goes_on_without_a_server_that_is_late_in_a_step(
+    world: World, path: str, monkeypatch: pytest.MonkeyPatch
+):
+    """It lives: the one that has looked after it sends it the weights, without a restart."""
+    fleet = world.start(checksums=True)
+    world.update(fleet, 1)
+    world.control(1, hold=path)
+    with impatient(world, monkeypatch, path):
+        world.update(fleet, 2)
+    url = fleet._members[1].url
+    assert [line for line in world.told if "in a weight update" in line] == [
+        f"{url} is late in a weight update, which goes on without it; it gets the weights later"
+    ]
+    assert world.ask(fleet._members[0]) == ["2", [2.0]]
+    world.control(1)
+    world.until_back(fleet, 2)
+    assert fleet._members[1].restarts == 0
+    world.update(fleet, 3)
+    assert [world.ask(member) for member in fleet._members] == [["3", [3.0]]] * 2
+
+
+@pytest.mark.parametrize("path", STEPS)
+def test_a_server_that_stops_is_told_from_a_busy_one_in_every_step_and_started_again(
+    world: World, path: str, monkeypatch: pytest.MonkeyPatch
+):
+    """It answers nothing, as SGLang after a SIGTERM, and its health check says 503. Neither is waited for."""
+    monkeypatch.setattr(sglang_sync, "NOTICE_S", 0.05)
+    fleet = world.start(checksums=True)
+    world.update(fleet, 1)
+    world.control(0, **{path: 0.2})
+    world.control(1, hold=path, stopping=True)
+    world.update(fleet, 2)
+    (told,) = [line for line in world.told if "in a weight update" in line]
+    assert "stops or has gone" in told
+    assert f"its health check says HTTP 503 while it does {path}" in told
+    assert world.ask(fleet._members[0]) == ["2", [2.0]]
+    world.control(1)
+    world.until_back(fleet, 2)
+    assert [member.restarts for member in fleet._members] == [0, 1]
+
+
+@pytest.mark.parametrize("path", STEPS)
+def test_a_step_has_a_deadline_of_its_own(world: World, path: str, monkeypatch: pytest.MonkeyPatch):
+    """Of a server that no other one shows to be late."""
+    fleet = world.start(1, checksums=True)
+    world.update(fleet, 1)
+    world.control(0, hold=path)
+    limits = {"generate": "SCORE_S", "weights_checker": "WHOLE_S", "end_weight_update": "WHOLE_S"}
+    if path in limits:
+        monkeypatch.setattr(sglang_sync, limits[path], 0.5)
+    else:
+        monkeypatch.setattr(deadlines, "CONTROL_S", 0.5)
+    world.update(fleet, 2)
+    monkeypatch.setattr(deadlines, "CONTROL_S", WAIT_S)
+    (told,) = [line for line in world.told if "in a weight update" in line]
+    assert f"hangs in a weight update, which goes on without it ({fleet._members[0].url}/{path}: ReadTimeout" in told
+    world.control(0)
+    world.until_back(fleet, 2)
+
+
+@pytest.mark.parametrize("way", ["ipc", "disk", "broadcast", "join", "stranger"])
+def test_an_update_goes_on_without_a_late_server_however_weights_travel(
+    world: World, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    served = world.start(2)._members if way == "stranger" else []
+    fields: dict[str, Any] = {
+        "ipc": {"exchange": Exchange()},
+        "disk": {"folder": tmp_path / "weights"},
+        "stranger": {"number": 0, "urls": tuple(member.url for member in served)},
+    }.get(way, {"broadcast": True})
+    path = {"disk": "update_weights_from_disk", "broadcast": "update_weights_from_distributed"}.get(
+        way, "update_weights_from_tensor"
+    )
+    path = "init_weights_update_group" if way == "join" else path
+    fleet = world.start(**fields)
+    if way != "join":
+        world.update(fleet, 1)
+    world.control(1, hold=path)
+    if way == "join":  # nobody is in the group before all are
+        monkeypatch.setattr(deadlines, "CONTROL_S", 5.0)
+    with impatient(world, monkeypatch, path):
+        world.update(fleet, 2)
+    monkeypatch.setattr(deadlines, "CONTROL_S", WAIT_S)
+    assert any("in a weight update, which goes on without it" in line for line in world.told)
+    assert world.ask(fleet._members[0]) == ["2", [2.0]]
+    assert not fleet._members[1].ready
+    world.control(1)
+    world.until_back(fleet, 2)
+
+
+def test_deadlines_grow_with_the_bytes():
+    assert deadlines.deadline(0) == deadlines.CONTROL_S
+    assert deadlines.deadline(3 * 10**9) == deadlines.CONTROL_S + 60.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "num_done", "num_running", "late"),
+    [(4.9, 1, 1, False), (5.1, 1, 1, True), (1e6, 0, 1, False), (1e6, 1, 2, False), (5.1, 2, 1, True)],
+)
+def test_who_is_late_is_told_by_the_others(
+    seconds: float, num_done: int, num_running: int, late: bool, monkeypatch: pytest.MonkeyPatch
+):
+    now = 0.0
+    monkeypatch.setattr(deadlines.time, "monotonic", lambda: now)
+    patience = deadlines.Patience()
+    assert not patience.is_over(num_done, num_running)
+    now = seconds
+    assert patience.is_over(num_done, num_running) == late
+
+
+def test_a_step_that_took_long_is_given_as_long_again(monkeypatch: pytest.MonkeyPatch):
+    now = 0.0
+    monkeypatch.setattr(deadlines.time, "monotonic", lambda: now)
+    patience = deadlines.Patience()
+    found = []
+    for now in (99.0, 100.0, 199.0, 201.0):
+        found.append(patience.is_over(int(now >= 100.0), 1))
+    assert found == [False, False, False, True]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from megarl.rollout.sglang.fleet import Fleet, FleetSettings
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.sglang.versions import parse_version
-from megarl.rollout.sglang.weights import sender as sglang_sync
+from megarl.rollout.sglang.weights import deadlines
 from megarl.rollout.sglang.weights.process_group import BroadcastGroup
 from megarl.rollout.sglang.weights.sender import WeightSender
 from megarl.rollout.weights import WeightForm
@@ -65,7 +65,7 @@ def test_a_server_with_another_number_of_ranks_is_an_error_and_stays_usable(
     sender = WeightSender(updated_server.url, release, tp=2)
     sender.begin()
     with monkeypatch.context() as patch:
-        patch.setattr(sglang_sync, "GROUP_TIMEOUT_S", 3.0)
+        patch.setattr(deadlines, "CONTROL_S", 3.0)
         with pytest.raises(WeightSyncError, match="group"):
             sender.broadcast(Bucket(noisy(hostile_model, 1).items()))
     sender.close()
@@ -110,7 +110,7 @@ def test_a_server_that_is_lost_in_the_middle_of_a_broadcast_gets_the_weights_whe
 ):
     """The other server is not kept waiting, and both have the same weights in the end."""
     monkeypatch.setattr(sglang_fleet, "BUCKET_BYTES", 1 << 15)
-    monkeypatch.setattr(sglang_sync, "GROUP_TIMEOUT_S", 10.0)
+    monkeypatch.setattr(deadlines, "CONTROL_S", 10.0)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # as under torchrun
     spec = replace(sglang_spec, model_path=hostile_model, log_file=tmp_path / "log")
     told: list[str] = []

@@ -23,7 +23,6 @@ from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet, FleetSettings
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
-from megarl.rollout.sglang.weights import sender as sglang_sync
 from megarl.rollout.weights import WeightForm
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow(minutes=7)]
@@ -146,16 +145,13 @@ def test_a_hung_server_trips_the_deadline_and_is_started_again(pair: Pair, sglan
     assert len(pair.engine.generate(make_requests(10), PARAMS)) == 10
 
 
-def test_a_server_that_hangs_when_weights_come_is_started_again(
-    pair: Pair, sglang_model: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_server_that_hangs_when_weights_come_is_started_again(pair: Pair, sglang_model: Path):
     """It would answer no request for an update either, and the run has another one."""
     pair.update(noisy(sglang_model, 1), 2000)
-    monkeypatch.setattr(sglang_sync, "BEGIN_TIMEOUT_S", 10.0)
     hang(pair.servers[0])
     weights = noisy(sglang_model, 2)
     pair.engine.update_weights(weights.items(), 2001)
-    assert f"{pair.servers[0].url} is dead or hangs in a weight update: killed" in pair.told
+    assert any(line.startswith(f"{pair.servers[0].url} is late in a weight update") for line in pair.told)
     pair.wait_for(f"{pair.servers[0].url} is back with weights 2001")
     print("\n".join(pair.told))
     rollouts = pair.engine.generate(make_requests(20), PARAMS)

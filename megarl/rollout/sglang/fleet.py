@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
-from megarl.errors import ConfigError, MegarlError
+from megarl.errors import ConfigError, MegarlError, WeightSyncError
 from megarl.models.hf_files import bucket_bytes
 from megarl.models.hf_folder import read_json
 from megarl.rollout.buckets import Bucket, Intake, Staging
@@ -25,10 +25,12 @@ from megarl.rollout.sglang.keeper import FleetSettings, FleetState, Keeper
 from megarl.rollout.sglang.member import Member, Update
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
+from megarl.rollout.sglang.weights.deadlines import GoneError, HangError, await_most
 from megarl.rollout.sglang.weights.folder import WeightFolder
-from megarl.rollout.sglang.weights.ipc import Exchange, empty_shared
+from megarl.rollout.sglang.weights.ipc import CPU, Exchange, empty_shared
 from megarl.rollout.sglang.weights.line import Line
 from megarl.rollout.sglang.weights.payload import Handle, payload_of
+from megarl.rollout.sglang.weights.process_group import in_thread
 from megarl.rollout.sglang.weights.proof import Checksums, make_prompt
 from megarl.rollout.sglang.weights.sources import OtherSources, Sent, Target, Turn, broadcast_to
 from megarl.rollout.weights import Named, WeightForm, checkpoint_shapes
@@ -88,6 +90,8 @@ class Fleet:
         self._taken: list[Member] = []
         """The members whose locks this fleet holds: those of the update in progress."""
         self._resting: list[Member] = []
+        self._refusals: list[Callable[[], None]] = []
+        """Of the update in progress: each waits for the end of a server that refused a step, or raises the refusal."""
         self._apart = False
         """Whether each server gets the rest of the update through a group of its own."""
         self.failure: Exception | None = None
@@ -134,6 +138,7 @@ class Fleet:
         rounds = self._rounds(intake.buckets(tensors), sending)
         self._state.no_starts.clear()
         self._apart = False
+        self._refusals.clear()
         self.others.begin()
         try:
             with self._pause_keepers():
@@ -147,6 +152,7 @@ class Fleet:
                 self._resting = []
                 self._each(lambda member: member.sender.resume())
                 self._each(lambda member: member.settle(last, self._prompt))
+                self._raise_refusals()
                 self._state.last = last
         except MegarlError as error:
             if self.exchange is not None:
@@ -178,6 +184,7 @@ class Fleet:
 
         with self._take(lambda member: member.ready and member.holds is last is not None):
             self._each(ask)
+            self._raise_refusals()
             with ThreadPoolExecutor(len(changed) or 1) as threads:
                 list(threads.map(Keeper.send_copy, changed))
         return bool(changed)
@@ -187,6 +194,7 @@ class Fleet:
         self._state.no_starts.set()
         with self._pause_keepers():  # until the update: resting servers fail health checks, and there are no weights
             self._each(lambda member: member.sender.release_memory())
+            self._raise_refusals()
             self._resting = [*self._taken]
             for member in self._members:
                 if member.process is not None and member not in self._resting:
@@ -267,17 +275,33 @@ class Fleet:
             while self._taken:
                 self._taken.pop().lock.release()
 
-    def _each(self, step: Callable[[Member], object], among: Sequence[Member] | None = None) -> None:
-        """Run a step on all members of the update at the same time; those that are lost leave it.
+    def _each(self, step: Callable[[Member], object], among: Sequence[Member] | None = None) -> list[Member]:
+        """Run a step on all members of the update at the same time, and return those that have done it.
 
-        Raises the first error of one that lives.
+        The others leave the update: those that are late, hang, have gone, or refuse (``_raise_refusals``).
         """
-        members = [member for member in self._taken if among is None or member in among]
-        with ThreadPoolExecutor(len(members) or 1) as threads:
-            alive = list(threads.map(lambda member: member.attempt(step), members))
-        for member, lives in zip(members, alive, strict=True):
-            if not lives:
+        steps = {member: in_thread(partial(step, member)) for member in self._taken if among is None or member in among}
+        await_most(steps.values())
+        shares_gpu = self.exchange is not None and self.exchange.gpu != CPU
+        for member, running in steps.items():
+            is_late = not running.done()
+            error = None if is_late else running.exception()
+            if error is not None and not isinstance(error, WeightSyncError):
+                raise error
+            if is_late or isinstance(error, HangError | GoneError):
+                self._taken.remove(member)
+                member.leave_update(error, must_end=shares_gpu or bool(self._resting))
+            elif error is not None:
+                self._refusals.append(partial(member.await_death, error, time.monotonic(), member.restarts))
                 self._drop(member)  # its keeper need not wait for the end of the update
+        if not self._taken:
+            self._raise_refusals()
+        return [member for member in steps if member in self._taken]
+
+    def _raise_refusals(self) -> None:
+        """Raise the first refusal of a server that lives; one that was dying has gone by now, or soon."""
+        while self._refusals:
+            self._refusals.pop(0)()
 
     def _drop(self, member: Member) -> None:
         self._taken.remove(member)
@@ -326,12 +350,8 @@ class Fleet:
         """Send a bucket to all servers."""
         exchange = self.exchange
         if exchange is not None:
-
-            def share(member: Member) -> None:
-                member.sender.share(bucket, [handles[gpu] for gpu in member.gpus])
+            for member in self._each(lambda member: member.sender.share(bucket, [handles[g] for g in member.gpus])):
                 exchange.taken.update(member.gpus)
-
-            self._each(share)
         elif self.broadcast:
             self._note(broadcast_to([member.sender for member in self._taken], bucket, self._apart))
         else:

@@ -170,7 +170,11 @@ class Keeper(threading.Thread):
             member.settle(last, self._state.prompt())
 
     def _is_behind(self) -> bool:
-        return self._state.kept is not None and self.member.ready and self.member.holds is not self._state.kept
+        """Whether the server lacks the weights that are kept, or was late in an update."""
+        member, kept = self.member, self._state.kept
+        if not member.ready:
+            return member.process is not None and member.process.alive and not self._state.updating.is_set()
+        return kept is not None and member.holds is not kept
 
     def _look_at_stranger(self) -> None:
         """Send somebody else's server the weights if it lacks them; asked less often than processes are looked at.

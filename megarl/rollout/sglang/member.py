@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -14,8 +15,9 @@ from megarl.rollout.buckets import Bucket
 from megarl.rollout.sglang.http import server_info
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.versions import check_server
+from megarl.rollout.sglang.weights.deadlines import GoneError, deadline
 from megarl.rollout.sglang.weights.ipc import CPU
-from megarl.rollout.sglang.weights.process_group import GroupError
+from megarl.rollout.sglang.weights.process_group import in_thread
 from megarl.rollout.sglang.weights.proof import Checksums, Proof, differing
 from megarl.rollout.sglang.weights.sender import WeightSender
 
@@ -110,36 +112,43 @@ class Member:
             )
             self.away_since, self.said = None, ""
 
-    def attempt(self, step: "Callable[[Member], object]") -> bool:
-        """Runs one step of an update: True if it succeeded, False if the server is dead, else WeightSyncError."""
-        try:
-            step(self)
-        except WeightSyncError as error:
-            if isinstance(error, GroupError) or isinstance(error.__cause__, httpx.TimeoutException):
-                if self.process is not None:
-                    self.tell(f"{self.url} is dead or hangs in a weight update: killed")
-                    self.process.kill()
-                else:
-                    self.tell(f"{self.url} hangs in a weight update ({error}); it gets the weights when it answers")
-            else:
-                self._await_death(error)
-            self.leave()
-            return False
-        return True
+    def leave_update(self, error: WeightSyncError | None, *, must_end: bool) -> None:
+        """Let an update go on without the server, which is late (None), hangs, or has gone; its keeper looks after it.
 
-    def _await_death(self, error: WeightSyncError) -> None:
-        """A dying server fails the request before its process is gone; raises the error of one that lives."""
-        until = time.monotonic() + DEATH_WAIT_S
-        while self.process.alive if self.process is not None else self.find_version() is not None:
-            if time.monotonic() > until:
+        Releases the lock. A process that hangs or stops is killed; ``must_end``: one that is late, too.
+        """
+        what = "is late" if error is None else "stops or has gone" if isinstance(error, GoneError) else "hangs"
+        why = "" if error is None else f" ({error})"
+        self.tell(f"{self.url} {what} in a weight update, which goes on without it{why}; it gets the weights later")
+        self.sender.abandon()
+        self.leave()
+        in_thread(partial(self._let_go, error is not None or must_end))
+
+    def _let_go(self, kills: bool) -> None:
+        try:
+            if kills and self.process is not None:  # which may take seconds; what is left fails the next start
+                self.process.kill()
+        finally:
+            self.lock.release()
+
+    def await_death(self, error: WeightSyncError, refused_at: float, restarts: int) -> None:
+        """Wait for the end of a dying server, which may refuse a step before it; raises ``error`` of one that lives.
+
+        ``restarts``: how many it had then.
+        """
+        while self.restarts == restarts and (
+            self.process.alive if self.process is not None else self.find_version() is not None
+        ):
+            if time.monotonic() > refused_at + DEATH_WAIT_S:
                 raise error
             time.sleep(0.1)
+        self.tell(f"{self.url} has gone in a weight update ({error}); it gets the weights when it is back")
         if self.process is None:
-            self.tell(f"{self.url} is gone in a weight update; it gets the weights when it is back")
+            self.leave()
 
     def connect(self) -> None:
         """Make a new sender; RolloutError if nothing answers, ConfigError if megarl cannot use what answers."""
-        info = server_info(self.url, self.api_key)
+        info = server_info(self.url, self.api_key, deadline())
         release, warnings = check_server(info, self.tp, self.routes, self.nucleus, self.source)
         if self.connection is not None:
             self.connection.leave_group()  # not closed: a keeper may be asking through it. It keeps no connection
@@ -152,4 +161,5 @@ class Member:
         try:
             return self.sender.weight_version(timeout_s=5.0)
         except WeightSyncError as error:
-            return None if isinstance(error.__cause__, (httpx.ConnectError, httpx.ConnectTimeout)) else ""
+            gone = isinstance(error, GoneError) or isinstance(error.__cause__, httpx.ConnectTimeout)
+            return None if gone else ""

@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.config.process_environment import without_expandable_segments
+from megarl.config.process_environment import compile_caches, without_expandable_segments
 from megarl.errors import ConfigError, RolloutError
 from megarl.rollout.sglang.versions import check_arguments, parse_arguments
 
@@ -108,6 +108,7 @@ def environment(spec: ServerSpec) -> dict[str, str]:
     env = {name: os.environ[name] for name in os.environ.keys() - torchrun}
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     env["PYTHONSAFEPATH"] = "1"  # no modules of the current folder
+    env |= compile_caches(env)
     if "enable_memory_saver" in parse_arguments(spec.extra_args):  # SGLang asserts that the two do not meet
         env = without_expandable_segments(env)
     env.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # log-probabilities would ignore the temperature

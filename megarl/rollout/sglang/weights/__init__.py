@@ -2,6 +2,7 @@
 
 payload         what a server reads a bucket from (`megarl.rollout.buckets`)
 line            a thread that sends one bucket while the next one is made
+deadlines       how long a server may take for each step, and when it is late beside others
 sender          one update of one server: pause, receive, verify, resume
 ipc             transfer through memory that servers on this machine open
 process_group   transfer by broadcast: the trainer's end of a gloo or NCCL group with servers

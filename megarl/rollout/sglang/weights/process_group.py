@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -20,12 +20,10 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_proces
 
 from megarl.config.addresses import url_host
 from megarl.errors import WeightSyncError
+from megarl.rollout.sglang.weights.deadlines import HangError, Patience
 
+Found = TypeVar("Found")
 POLL_S = 0.002
-
-
-class GroupError(WeightSyncError):
-    """The server did not join or receive: it is dead, or hangs."""
 
 
 class BroadcastGroup:
@@ -41,6 +39,7 @@ class BroadcastGroup:
         self.world_size = 1 + tp
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self.device = device
+        self.timeout_s = timeout_s
         self._timeout = timedelta(seconds=timeout_s)
         # Not rendezvous(): under torchrun it uses torchrun's own store for every group.
         store = dist.TCPStore(
@@ -58,21 +57,23 @@ class BroadcastGroup:
         self._await(in_thread(self._rendezvous, daemon=False), *servers_join)
 
     def _await(self, *sides: Future[None]) -> None:
+        patience = Patience()
         while not all(side.done() for side in sides):
-            self._raise_failure(*sides)
+            self._raise_failure(patience, *sides)
             time.sleep(POLL_S)
-        self._raise_failure(*sides)
+        self._raise_failure(patience, *sides)
 
     def _rendezvous(self) -> None:
         self._use_device()
-        assert self._store is not None, "closed"
+        # Not the store itself, which must end at once when the group is closed: servers that still wait then give up.
+        store = dist.TCPStore(self.address, self.port, self.world_size, is_master=False, timeout=self._timeout)
         named: dict[str, Any] = {"group_name": self.name}  # of a type that older releases of torch do not have
         self._group, _ = _new_process_group_helper(
             self.world_size,
             0,
             [],
             Backend(self.backend),
-            PrefixStore(self.name, self._store),
+            PrefixStore(self.name, store),
             backend_options=None,
             timeout=self._timeout,
             **named,
@@ -83,12 +84,12 @@ class BroadcastGroup:
         """Send ``flat`` to the servers, which have been asked to receive it; WeightSyncError if one does not."""
         assert self._group is not None, "join first"
         self._use_device()
-        failure = None  # without its frames, which would keep the group alive
+        patience, failure = Patience(), None  # without its frames, which would keep the group alive
         try:
             work = dist.broadcast(flat, group_src=0, group=self._group, async_op=True)
             assert work is not None
             while not work.is_completed():
-                self._raise_failure(*servers_receive)
+                self._raise_failure(patience, *servers_receive)
                 time.sleep(POLL_S)
             work.wait()
         except WeightSyncError as error:  # a server refuses
@@ -102,7 +103,7 @@ class BroadcastGroup:
     def close(self) -> None:
         """Leave the group. A broadcast in progress ends with the group's timeout."""
         group, self._group = self._group, None
-        self._store = None  # without the store, a server that still waits gives up
+        self._store = None
         if group is None:
             return
         with contextlib.suppress(RuntimeError, ValueError):  # a failed group may refuse both
@@ -117,30 +118,33 @@ class BroadcastGroup:
         if self.device.type == "cuda":  # each thread starts with device 0
             torch.cuda.set_device(self.device)
 
-    def _raise_failure(self, *sides: Future[None]) -> None:
+    def _raise_failure(self, patience: Patience, *sides: Future[None]) -> None:
         for side in sides:
             error = side.exception() if side.done() else None
             if isinstance(error, WeightSyncError):
                 raise error
             if error is not None:
                 raise self._failure(str(error))
+        num_done = sum(side.done() for side in sides)
+        if patience.is_over(num_done, len(sides) - num_done) and num_done < len(sides):
+            raise self._failure(f"{len(sides) - num_done} of {len(sides)} are late")
 
-    def _failure(self, reason: str) -> GroupError:
-        return GroupError(f"the {self.backend} group at {url_host(self.address)}:{self.port} failed: {reason}")
+    def _failure(self, reason: str) -> HangError:
+        return HangError(f"the {self.backend} group at {url_host(self.address)}:{self.port} failed: {reason}")
 
 
-def in_thread(work: Callable[[], None], daemon: bool = True) -> Future[None]:
+def in_thread(work: Callable[[], Found], daemon: bool = True) -> Future[Found]:
     """Runs ``work`` in a thread. A daemon thread is killed with the process, which must not happen inside torch."""
-    done: Future[None] = Future()
+    done: Future[Found] = Future()
 
     def run() -> None:
         try:
-            work()
+            found = work()
         except Exception as error:  # from HTTP, gloo, NCCL or the store; the waiting thread raises it
             # Without its frames, which would keep store and group alive.
             done.set_exception(error.with_traceback(None))
         else:
-            done.set_result(None)
+            done.set_result(found)
 
     threading.Thread(target=run, name="weight-sync", daemon=daemon).start()
     return done

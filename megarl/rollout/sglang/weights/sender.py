@@ -9,9 +9,13 @@ Only the pause mode ``abort`` is consistent: with the others, running requests m
 with the routes of another. A server that refuses any step stays paused, because nobody knows what weights it holds.
 """
 
+import time
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import wait
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,15 +27,12 @@ from megarl.errors import DataError, WeightSyncError
 from megarl.rollout.buckets import Bucket
 from megarl.rollout.sglang.http import MODEL_INFO, authorization, read_object, request
 from megarl.rollout.sglang.versions import Version, can
+from megarl.rollout.sglang.weights.deadlines import JOIN_S, NOTICE_S, SCORE_S, WHOLE_S, GoneError, HangError, deadline
 from megarl.rollout.sglang.weights.payload import Handle, Rebuilt, payload_of
 from megarl.rollout.sglang.weights.process_group import BroadcastGroup, in_thread
 
-BEGIN_TIMEOUT_S = 60.0
-"""Timeout of a pause: finds a server that hangs before anything is sent to it."""
-PROBE_TIMEOUT_S = 60.0
-"""Timeout of a question after the log-probabilities of a short prompt."""
-GROUP_TIMEOUT_S = 60.0
-"""Timeout of joining a process group, and of one broadcast."""
+STOPPING = (502, 503, 504)
+"""HTTP statuses of a server that stops or has gone, the first and the last by a proxy before it."""
 
 
 class WeightSender:
@@ -44,7 +45,6 @@ class WeightSender:
         *,
         tp: int = 1,
         api_key: str | None = None,
-        timeout_s: float = 600.0,
         in_session: bool = False,
     ) -> None:
         """``version`` and ``tp`` are the server's release and tensor-parallel size.
@@ -61,39 +61,45 @@ class WeightSender:
         self._group: BroadcastGroup | None = None
         self._grouped = 0
         """Servers in this group."""
+        self._is_abandoned = False
         headers = authorization(api_key)
         # The server may close a kept connection just when a request is sent.
         limits = httpx.Limits(max_keepalive_connections=0)
-        self._http = httpx.Client(base_url=url, timeout=timeout_s, headers=headers, limits=limits, trust_env=False)
+        self._http = httpx.Client(base_url=url, headers=headers, limits=limits, trust_env=False)
 
     def close(self) -> None:
         self.leave_group()
         self._http.close()
+
+    def abandon(self) -> None:
+        """Let no more requests of a thread go out that still runs a step, because the update goes on without it."""
+        self._is_abandoned = True
 
     def begin(self) -> None:
         """Abort running requests, and keep new ones waiting.
 
         Also closes the session of an update that was interrupted, be it of an earlier trainer.
         """
-        self._post("pause_generation", {"mode": "abort"}, BEGIN_TIMEOUT_S)
+        self._post("pause_generation", {"mode": "abort"})
         if can(self.release, "update_session"):
-            self._ask("POST", "end_weight_update", {}, BEGIN_TIMEOUT_S)  # usually HTTP 400: none is open
+            self._ask("POST", "end_weight_update", {}, WHOLE_S)  # usually HTTP 400: none is open
             self._in_session = False
         if self._group is not None and self.weight_version() != self._named:
             self.leave_group()  # the server was restarted, and is in no group
 
     def send(self, bucket: Bucket, payload: str | None = None) -> None:
         """Send the tensors of a bucket over HTTP. ``payload``: its ``payload_of``, if it is made already."""
-        self._send([payload or payload_of(bucket)] * self.tp)
+        by_rank = [payload or payload_of(bucket)] * self.tp
+        self._send(by_rank, sum(map(len, by_rank)))
 
     def share(self, bucket: Bucket, handles: Sequence[Handle]) -> None:
         """Have the server read a bucket from memory that it opens by these handles, one for each of its ranks."""
-        self._send([payload_of(bucket, Rebuilt(handle)) for handle in handles])
+        self._send([payload_of(bucket, Rebuilt(handle)) for handle in handles], bucket.flat.numel())
 
-    def _send(self, by_rank: list[str]) -> None:
+    def _send(self, by_rank: list[str], num_bytes: int) -> None:
         self.open_session()
         body = {"serialized_named_tensors": by_rank, "load_format": "flattened_bucket", "flush_cache": False}
-        self._post("update_weights_from_tensor", body)
+        self._post("update_weights_from_tensor", body, deadline(num_bytes))
 
     def broadcast(self, bucket: Bucket, others: "Sequence[WeightSender]" = ()) -> None:
         """Send the tensors of a bucket through a process group, which the servers join with the first one.
@@ -107,11 +113,12 @@ class WeightSender:
         for sender in senders:
             sender.open_session()
         try:
-            group = self._group
-            if group is None or any(sender._group is not group for sender in senders) or self._grouped != len(senders):
-                group = _new_group(senders, bucket.flat.device)
-            told = body | {"group_name": group.name}
-            receive = [in_thread(partial(one._post, "update_weights_from_distributed", told)) for one in senders]
+            group, timeout_s = self._group, deadline(bucket.flat.numel())
+            is_common = self._grouped == len(senders) and all(sender._group is group for sender in senders)
+            if group is None or not is_common or group.timeout_s < timeout_s:
+                group = _new_group(senders, bucket.flat.device, timeout_s)
+            post = ("update_weights_from_distributed", body | {"group_name": group.name}, timeout_s)
+            receive = [in_thread(partial(sender._post, *post)) for sender in senders]
             with bucket.beside():
                 group.broadcast(bucket.flat, *receive)
         except WeightSyncError:
@@ -135,12 +142,15 @@ class WeightSender:
         """Have the server load a checkpoint folder."""
         # auto: not the server's own --load-format, which may be dummy
         body = {"model_path": folder, "load_format": "auto", "flush_cache": False}
-        self._post("update_weights_from_disk", body)
+        num_bytes = 0
+        with suppress(OSError):  # perhaps removed meanwhile, which the server will say
+            num_bytes = sum(file.stat().st_size for file in Path(folder).iterdir())
+        self._post("update_weights_from_disk", body, deadline(num_bytes))
 
     def finish(self, version: int) -> None:
         """Close the update, drop all cached keys and values, and name the new version; requests wait for ``resume``."""
         if self._in_session:
-            self._post("end_weight_update", {})
+            self._post("end_weight_update", {}, WHOLE_S)
             self._in_session = False
         flushed = self._ask("POST", "flush_cache")
         if flushed.status_code != 200:
@@ -162,21 +172,19 @@ class WeightSender:
 
     def release_memory(self) -> None:
         """Pause, and free the memory of weights and cache. The weights are lost: an update must follow."""
-        self._post("pause_generation", {"mode": "abort"}, BEGIN_TIMEOUT_S)
-        self._post("release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+        self._post("pause_generation", {"mode": "abort"})
+        self._post("release_memory_occupation", {"tags": ["kv_cache", "weights"]}, WHOLE_S)
 
     def take_memory(self, kind: str) -> None:
         """Allocate "weights" or "kv_cache" again."""
-        self._post("resume_memory_occupation", {"tags": [kind]})
+        self._post("resume_memory_occupation", {"tags": [kind]}, WHOLE_S)
 
     def checksums(self) -> list[dict[str, str]]:
         """Returns the server's own checksums, name -> checksum for each tensor-parallel rank."""
-        answer = self._ask("POST", "weights_checker", {"action": "checksum"})
-        try:
+        answer = self._ask("POST", "weights_checker", {"action": "checksum"}, WHOLE_S)
+        with suppress(WeightSyncError, LookupError, TypeError, ValueError):
             if answer.status_code == 200 and (ranks := self._read(answer)["ranks"]):
                 return [dict(rank["checksums"]) for rank in ranks]
-        except (LookupError, TypeError, ValueError):
-            pass
         told = f"{self.url} gives no checksums, HTTP {answer.status_code}: {answer.text[:300]}"
         raise WeightSyncError(f"{told}; take a later release, or set sglang.checksums = false")
 
@@ -185,14 +193,13 @@ class WeightSender:
         sampling = {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True}
         # From position 0 on, so that nothing comes from the prefix cache.
         asked = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-        answer = self._ask("POST", "generate", asked, PROBE_TIMEOUT_S)
-        if answer.status_code != 200:
-            raise WeightSyncError(f"{self.url} scores no prompt, HTTP {answer.status_code}: {answer.text[:300]}")
+        answer = self._ask("POST", "generate", asked, SCORE_S)
         try:
             entries = self._read(answer)["meta_info"]["input_token_logprobs"][1:]
             return np.nan_to_num(np.array([entry[0] for entry in entries], dtype=np.float64))
-        except (LookupError, TypeError, ValueError) as error:
-            raise WeightSyncError(f"{self.url} scores no prompt: {answer.text[:300]}") from error
+        except (WeightSyncError, LookupError, TypeError, ValueError) as error:
+            told = f"{self.url} scores no prompt, HTTP {answer.status_code}: {answer.text[:300]}"
+            raise WeightSyncError(told) from error
 
     def weight_version(self, timeout_s: float | None = None) -> str:
         """Returns the server's name for the version of its weights."""
@@ -204,12 +211,10 @@ class WeightSender:
         raise WeightSyncError(f"{self.url} does not say the version of its weights, HTTP {status}")
 
     def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
-        answer = self._ask("POST", path, body, timeout_s)
-        is_json = answer.headers.get("content-type", "").startswith("application/json")
-        has_failed = answer.status_code != 200
-        if is_json and not has_failed and answer.text != "null":  # some answer null
-            has_failed = self._read(answer).get("success") is False
-        if has_failed:
+        answer, content = self._ask("POST", path, body, timeout_s), dict[str, Any]()
+        with suppress(WeightSyncError):  # some answer null, or text
+            content = self._read(answer)
+        if answer.status_code != 200 or content.get("success") is False:
             told = f"{self.url}/{path} failed, HTTP {answer.status_code}: {answer.text[:300]}"
             raise WeightSyncError(f"{told}; the server stays paused")
 
@@ -222,17 +227,42 @@ class WeightSender:
     def _ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
     ) -> httpx.Response:
+        """What the server answers; HangError if it does not in time, GoneError if it stops or has gone."""
+        if self._is_abandoned and method == "POST":
+            raise GoneError(f"{self.url}/{path}: not asked, because the update goes on without the server")
+        timeout_s = deadline() if timeout_s is None else timeout_s
+        asked = in_thread(partial(request, self._http, method, f"/{path}", body, timeout_s))
+        until, pause_s = time.monotonic() + timeout_s, NOTICE_S
         try:
-            return request(self._http, method, f"/{path}", body, timeout_s)
+            while not wait([asked], min(pause_s, until - time.monotonic())).done:
+                if time.monotonic() >= until:
+                    raise httpx.ReadTimeout(f"no whole answer within {timeout_s:.0f} s")
+                self._require_life(path)
+                pause_s *= 2  # SGLang keeps each question for 20 s
+            answer = asked.result()
         except (httpx.HTTPError, DataError) as error:
-            raise WeightSyncError(f"{self.url}/{path}: {type(error).__name__}: {error}") from error
+            is_late, is_wrong = isinstance(error, httpx.TimeoutException), isinstance(error, DataError)
+            kind = WeightSyncError if is_wrong else HangError if is_late else GoneError
+            # Without its frames, which would keep the bucket.
+            raise kind(f"{self.url}/{path}: {type(error).__name__}: {error}") from error.with_traceback(None)
+        if answer.status_code in STOPPING:
+            raise GoneError(f"{self.url}/{path}: HTTP {answer.status_code}: {answer.text[:300]}")
+        return answer
+
+    def _require_life(self, path: str) -> None:
+        """GoneError if the server says that it stops, or refuses connections; one that says nothing may be busy."""
+        with suppress(httpx.TimeoutException, httpx.ReadError, httpx.RemoteProtocolError):
+            if (status := self._http.get("/health", timeout=NOTICE_S).status_code) in STOPPING:
+                raise GoneError(f"{self.url} stops: its health check says HTTP {status} while it does {path}")
 
 
-def _new_group(senders: Sequence[WeightSender], device: torch.device) -> BroadcastGroup:
+def _new_group(senders: Sequence[WeightSender], device: torch.device, timeout_s: float) -> BroadcastGroup:
     """The group of these servers, which leave those that they are in."""
     for sender in senders:
         sender.leave_group()
-    group = BroadcastGroup(senders[0].url, sum(sender.tp for sender in senders), device, GROUP_TIMEOUT_S)
+    ranks = sum(sender.tp for sender in senders)
+    timeout_s += JOIN_S * ranks
+    group = BroadcastGroup(senders[0].url, ranks, device, timeout_s)
     joins, first = [], 1
     for sender in senders:
         sender._group, sender._grouped = group, len(senders)
@@ -244,7 +274,8 @@ def _new_group(senders: Sequence[WeightSender], device: torch.device) -> Broadca
             "group_name": group.name,
             "backend": group.backend,
         }
-        joins.append(in_thread(partial(sender._post, "init_weights_update_group", body)))
+        # The trainer gives up first: while it waits, the other servers do, too, and join no group of their own.
+        joins.append(in_thread(partial(sender._post, "init_weights_update_group", body, 2 * timeout_s)))
         first += sender.tp
     group.join(*joins)
     return group

@@ -14,21 +14,20 @@ update has failed, the first one answers that instead of giving turns.
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from megarl.errors import WeightSyncError
 from megarl.models.hf_files import bucket_bytes
 from megarl.rollout.buckets import Bucket, Intake, Part, Staging
 from megarl.rollout.sglang.versions import Version
+from megarl.rollout.sglang.weights.deadlines import HangError, await_most
 from megarl.rollout.sglang.weights.line import Line
-from megarl.rollout.sglang.weights.process_group import GroupError, in_thread, own_address
+from megarl.rollout.sglang.weights.process_group import in_thread, own_address
 from megarl.rollout.sglang.weights.sender import WeightSender
 from megarl.rollout.weights import Named, WeightForm, checkpoint_shapes
 
@@ -57,16 +56,15 @@ def broadcast_to(senders: Sequence[WeightSender], bucket: Bucket, apart: bool) -
             common = str(error)
         else:
             return Sent()
-    failures: dict[str, WeightSyncError] = {}
-
-    def broadcast(sender: WeightSender) -> None:
-        try:
-            sender.broadcast(bucket)
-        except WeightSyncError as error:
-            failures[sender.url] = error
-
-    with ThreadPoolExecutor(len(senders) or 1) as threads:
-        list(threads.map(broadcast, senders))
+    failures = dict[str, WeightSyncError]()
+    steps = {sender.url: in_thread(partial(sender.broadcast, bucket), daemon=False) for sender in senders}
+    await_most(steps.values())
+    for url, step in steps.items():
+        error = step.exception() if step.done() else HangError(f"{url} is late")
+        if isinstance(error, WeightSyncError):
+            failures[url] = error
+        elif error is not None:
+            raise error
     return Sent(failures, common)
 
 
@@ -251,6 +249,5 @@ class Source:
 
 
 def _portable(error: WeightSyncError) -> WeightSyncError:
-    """The error without its cause, which does not survive a pickle; one of a server that hangs stays such a one."""
-    hangs = isinstance(error, GroupError) or isinstance(error.__cause__, httpx.TimeoutException)
-    return (GroupError if hangs else WeightSyncError)(str(error))
+    """The error without its cause, which does not survive a pickle."""
+    return type(error)(str(error))

@@ -1,0 +1,64 @@
+"""How long a server may take for each step of a weight update, and when it is late beside others.
+
+- **Deadline.** A server that does not answer by then hangs.
+- **Late.** Half of the servers have done a step, and as long again has passed, at least ``LATE_S``: the update goes on
+  without the others.
+- **Stop on purpose.** A server that got SIGTERM keeps its connections open and may never answer, but its health check
+  says 503 at once, or nobody listens any more. It is asked so while a step takes longer than ``NOTICE_S``.
+"""
+
+import math
+import time
+from collections.abc import Collection
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
+
+from megarl.errors import WeightSyncError
+
+CONTROL_S = 15.0
+"""Of a step without weights: pause, session, flush, name, resume. A scheduler answers between two forward passes, of
+which the longest, a chunk of prompts, takes a few seconds."""
+JOIN_S = 0.25
+"""More for each rank that joins a process group."""
+BYTES_PER_S = 50e6
+"""Slowest way of weights to a server: base64 in JSON through one Python process, or half of a gigabit network."""
+WHOLE_S = 120.0
+"""Of a step in which each rank goes over its GPU's memory: the end of a session, checksums, memory to allocate."""
+SCORE_S = 60.0
+"""Of the log-probabilities of a short prompt, whose kernels may have to be compiled."""
+LATE_S = 5.0
+NOTICE_S = 1.0
+
+
+def deadline(num_bytes: int = 0) -> float:
+    """Seconds for a step that moves ``num_bytes`` to one server: CONTROL_S + num_bytes / BYTES_PER_S."""
+    return CONTROL_S + num_bytes / BYTES_PER_S
+
+
+class HangError(WeightSyncError):
+    """The server has not answered by its deadline, or not taken part in a group."""
+
+
+class GoneError(WeightSyncError):
+    """The server refuses or loses connections, or says that it stops."""
+
+
+class Patience:
+    """Of one step that several servers do at the same time."""
+
+    def __init__(self) -> None:
+        self._began, self._until = time.monotonic(), math.inf
+
+    def is_over(self, num_done: int, num_running: int) -> bool:
+        """Whether those that still run are late; servers that have failed are in neither number."""
+        now = time.monotonic()
+        if num_done and num_done >= num_running:
+            self._until = min(self._until, now + max(LATE_S, now - self._began))
+        return now > self._until
+
+
+def await_most(steps: Collection[Future[Any]]) -> None:
+    """Return when all have ended, with or without an error, or those that have not are late."""
+    patience, running = Patience(), {*steps}
+    while running and not patience.is_over(sum(step.done() and not step.exception() for step in steps), len(running)):
+        running = wait(running, timeout=0.05, return_when=FIRST_COMPLETED).not_done
