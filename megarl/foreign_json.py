@@ -14,7 +14,7 @@ from pydantic_core import from_json
 from megarl.errors import DataError
 
 MAX_DEPTH = 201
-"""Lists and objects within each other; the limit of the parser. Files of models and answers of servers have below 12."""
+"""Lists and objects within each other; the limit of the parser. Honest files and answers have below 12."""
 
 
 def parse_json(data: bytes | str, source: str, max_bytes: int) -> Any:
