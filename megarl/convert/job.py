@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 
 from megarl.data.files import replace_folder, sha256_of, sync_all, write_atomically
 from megarl.errors import CheckpointError, ConfigError, MegarlError
+from megarl.foreign_files import read_object
 from megarl.megatron.checkpoints.manifest import MANIFEST as RUN_MANIFEST
 from megarl.megatron.checkpoints.manifest import read_manifest
 from megarl.megatron.distributed import shutdown
@@ -263,7 +264,7 @@ class ConversionJob:
         if not path.is_file():
             return None
         try:
-            kept = json.loads(path.read_bytes())
+            kept = read_object(path)
             file = self.folder / kept["file"]
         except (KeyError, TypeError, ValueError):  # damaged, or of an earlier megarl: the unit is written anew
             return None

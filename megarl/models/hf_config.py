@@ -125,6 +125,11 @@ def read_dtype(hf: Mapping[str, Any]) -> str:
     return value or "bfloat16"
 
 
+def count_prediction_layers(hf: Mapping[str, Any]) -> int:
+    """The layers that a config.json counts beyond the model's own; ConfigError, naming the key, for no such number."""
+    return HFConfig(hf, {"optional": ("num_nextn_predict_layers",)})["num_nextn_predict_layers"] or 0
+
+
 def find_quantization(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """What a config.json says of how the weights are quantised; None if they are not."""
     quantised = next((hf[key] for key in QUANTIZATION if hf.get(key) not in (None, {})), None)

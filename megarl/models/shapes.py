@@ -12,7 +12,15 @@ from typing import Any
 
 from megarl.errors import ConfigError, DataError
 from megarl.foreign_files import read_object
-from megarl.models.hf_config import BOUNDS, FAMILIES, LACKING, HFConfig, read_dtype, read_fp8_block
+from megarl.models.hf_config import (
+    BOUNDS,
+    FAMILIES,
+    LACKING,
+    HFConfig,
+    count_prediction_layers,
+    read_dtype,
+    read_fp8_block,
+)
 from megarl.models.rope import latent_rope, llama3_factor, read_rope
 
 
@@ -71,7 +79,7 @@ class MoeShape:
 
         ConfigError if it names no experts and is of no dense family (``DENSE``).
         """
-        if (kind := hf.get("model_type")) in DENSE:
+        if (kind := str(hf.get("model_type"))) in DENSE:
             return MoeShape(HFConfig.of(hf)["num_hidden_layers"], (), 0, 0)
         if kind in FAMILIES:
             return _read_moe(HFConfig.of(hf))
@@ -277,6 +285,7 @@ def read_shape(model_path: str | Path) -> ModelShape:
     try:
         read_dtype(hf)
         read_fp8_block(hf)
+        count_prediction_layers(hf)
         return _read(HFConfig.of(hf), kind)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error

@@ -6,6 +6,7 @@ from pathlib import Path
 from megarl.config import Config, Layout
 from megarl.errors import ConfigError
 from megarl.models.fit import check_fit
+from megarl.models.hf_config import count_prediction_layers
 from megarl.models.hf_folder import read_json
 from megarl.models.shapes import read_shape
 from megarl.plan import traffic
@@ -59,7 +60,7 @@ def plan(config: Config, model: Path | None = None) -> Plan:
     return Plan(
         model_path=str(folder),
         family=shape.family,
-        prediction_layers=read_json(folder / "config.json").get("num_nextn_predict_layers") or 0,
+        prediction_layers=count_prediction_layers(read_json(folder / "config.json")),
         layout=layout,
         server_gpus=nodes * config.sglang.servers * config.sglang.tp if config.rollout.engine_kind.server else 0,
         model=count_model(shape),

@@ -16,6 +16,7 @@ from typing import Any
 
 from megarl.data.files import read_record
 from megarl.errors import ConfigError, MegarlError, printable
+from megarl.foreign_files import read_object
 from megarl.run.health import Verdict
 from megarl.run.lock import is_held, read_holder
 
@@ -55,7 +56,8 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     """
     path = run_dir / "status.json"
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        path.lstat()
+        found = read_object(path)
         _require_fields(found, _STATUS)
         _require_verdicts(found.get("health"))
     except (FileNotFoundError, NotADirectoryError):
@@ -63,7 +65,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         if begun:
             raise ConfigError(f"{run_dir}: no rank has written a status; the launcher says: {begun['says']}") from None
         raise ConfigError(f"found no {path}: {run_dir} is no folder of a run that has begun") from None
-    except (ValueError, RecursionError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(f"{path} is damaged ({error}); a running run rewrites it every few seconds") from None
     now, lock = time.time(), run_dir / "lock"
     if found["state"] in ("starting", "running") and not is_held(lock):
