@@ -45,7 +45,8 @@ class BoundedProcess:
             is_right, found = self._connection.recv()
         except (EOFError, OSError) as error:
             self._end()
-            code, self._process = self._process.exitcode, None
+            process: Any = self._process
+            code, self._process = process.exitcode, None
             limit = f"it took more than {CPU_S} s of processor time" if code == -signal.SIGXCPU else f"exit code {code}"
             raise DataError(f"{limit}; its process has ended") from error
         if not is_right:

@@ -47,7 +47,7 @@ class HFConfig:
         self.values = dict(values)
         for alias, key in aliases.items():
             self.values[key] = self.values.pop(alias)
-            if key in values and values[key] != values[alias]:
+            if key in values and (values[key] != values[alias] or type(values[key]) is not type(values[alias])):
                 raise ConfigError(f"{alias} is {values[alias]!r} and {key} {values[key]!r}, expected one value")
         self._labels = {key: prefix + alias for alias, key in aliases.items()}
         self._optional, self._derived, self._harmless, sizes, stated = (
@@ -83,7 +83,7 @@ class HFConfig:
         if isinstance(value, list):
             is_kind = is_kind and {type(item) for item in value} <= {int if key == "mlp_only_layers" else str}
         low, high = BOUNDS.get(key, (0, 0))
-        if not is_kind or (high and not low <= value <= high):
+        if not is_kind or (isinstance(value, (int, float)) and high and not low <= value <= high):
             limits = f" from {low:g} to {high:g}" if high else ""
             raise ConfigError(f"{label} is {reprlib.repr(value)}, expected {_NOUNS.get(kind, 'a list')}{limits}")
         return value

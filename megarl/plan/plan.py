@@ -1,5 +1,6 @@
 """The plan of a run, from the configuration and the model's config.json; or the reason why the run cannot work."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def find_model(config: Config, model: Path | None) -> Path:
         return model
     named = Path(config.model.path)
     for folder in (named, MODELS / named.name, MODELS / config.run.name):
-        if (folder / "config.json").is_file():
+        if os.path.lexists(folder / "config.json"):
             return folder
     looked = ", ".join(str(folder) for folder in (named, MODELS / named.name))
     raise ConfigError(
