@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from safetensors import SafetensorError
 
+from megarl.data.disk import describe_write_error
 from megarl.data.files import replace_folder, sha256_of, sync_all, write_atomically
 from megarl.errors import CheckpointError, ConfigError, MegarlError
 from megarl.foreign_files import read_object
@@ -164,8 +165,8 @@ class ConversionJob:
             raise
         except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own errors
             raise CheckpointError(
-                f"{self.folder} cannot be written ({error}); {self.out} is as it was. What is finished stays: run "
-                "the same command again to go on"
+                f"{self.folder} cannot be written ({describe_write_error(error, self.folder)}); {self.out} is as it was. "
+                "What is finished stays: run the same command again to go on"
             ) from error
 
     def write(

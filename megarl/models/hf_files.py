@@ -2,6 +2,7 @@
 
 import fnmatch
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
@@ -320,7 +321,14 @@ def bucket_bytes(num_values: int, most: int) -> int:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-    save_file(dict(tensors), file, metadata={"format": "pt"})
+    """Raises OSError for what safetensors tells of the disk in an error of its own."""
+    try:
+        save_file(dict(tensors), file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
     file.chmod(0o644)  # safetensors 0.8 makes it private
 
 

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -222,7 +222,8 @@ def write_failure(error: MegarlError, *, is_cause: bool = False) -> None:
     path = Path(os.environ[FAILURE_VARIABLE])
     record = {"kind": type(error).__name__, "message": " ".join(str(error).split()), "second_hand": error.second_hand}
     own = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    with suppress(OSError):
+    with suppress(OSError), ExitStack() as cleanup:
+        cleanup.callback(own.unlink, missing_ok=True)
         own.write_text(json.dumps(record))
         try:
             os.link(own, path)  # the whole file at once, and never over that of another rank
@@ -231,4 +232,3 @@ def write_failure(error: MegarlError, *, is_cause: bool = False) -> None:
                 own.replace(path)
         except OSError:  # a file system without links
             own.replace(path)
-        own.unlink(missing_ok=True)
