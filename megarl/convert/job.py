@@ -164,9 +164,10 @@ class ConversionJob:
         except MegarlError:
             raise
         except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own errors
+            reason = describe_write_error(error, self.folder)
             raise CheckpointError(
-                f"{self.folder} cannot be written ({describe_write_error(error, self.folder)}); {self.out} is as it was. "
-                "What is finished stays: run the same command again to go on"
+                f"{self.folder} cannot be written ({reason}); {self.out} is as it was. What is finished stays: run the "
+                "same command again to go on"
             ) from error
 
     def write(

@@ -18,17 +18,16 @@ def describe_write_error(error: BaseException, folder: Path) -> str:
     place = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
     reason = " ".join(str(error).split())[-300:]
     if any(words in reason for words in _WITHOUT_CAUSE):
-        reason = (
-            _probe(place) or f"a write failed or was cut short, as on a full disk, and one more succeeds ({reason})"
-        )
+        reason = _probe(place) or f"a write was cut short, as on a full disk, and one more is not ({reason})"
     free, size = (getattr(shutil.disk_usage(place), name) for name in ("free", "total"))
     return f"{reason}; {free / 2**30:.3g} of {size / 2**30:.3g} GiB are free in {place}"
 
 
 def _probe(folder: Path) -> str | None:
     try:
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_PROBE_BYTES))
+            file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         return f"{error.strerror} ([Errno {error.errno}])"

@@ -48,7 +48,7 @@ def test_torch_hides_the_cause_and_the_disk_tells_it(tmp_path: Path) -> None:
 def test_every_writer_takes_its_temporary_file_away(
     disk: Callable[[int | None], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = disk(0)
+    folder = disk(4096)
     monkeypatch.setenv(status.FAILURE_VARIABLE, str(folder / "failure.json"))
     for write in (
         lambda: write_atomically(folder / "a.json", bytes(100_000)),
