@@ -19,8 +19,14 @@ def describe_write_error(error: BaseException, folder: Path) -> str:
     reason = " ".join(str(error).split())[-300:]
     if any(words in reason for words in _WITHOUT_CAUSE):
         reason = _probe(place) or f"a write was cut short, as on a full disk, and one more is not ({reason})"
-    free, size = (getattr(shutil.disk_usage(place), name) for name in ("free", "total"))
-    return f"{reason}; {free / 2**30:.3g} of {size / 2**30:.3g} GiB are free in {place}"
+    return f"{reason}; {describe_room(place)}"
+
+
+def describe_room(folder: Path) -> str:
+    """The free space and the size of a folder's file system."""
+    place = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+    found = shutil.disk_usage(place)
+    return f"{found.free / 2**30:.3g} of {found.total / 2**30:.3g} GiB are free in {place}"
 
 
 def _probe(folder: Path) -> str | None:

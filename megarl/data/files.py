@@ -30,6 +30,9 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write says no name
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -112,7 +112,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Record]]:
             except UnicodeDecodeError as error:
                 raise DataError(f"{place}: not UTF-8 text (byte {error.start} of the line)") from error
             except DataError as error:
-                raise DataError(f"{place}: broken JSON ({error}): expected one JSON object per line") from error
+                hint = ": half a character" if "hex escape" in str(error) else ""
+                raise DataError(f"{place}: broken JSON ({error}{hint}): expected one JSON object per line") from error
             if not isinstance(record, dict):
                 raise DataError(f"{place}: {type_name(record)} instead of a JSON object with named fields")
             yield place, record

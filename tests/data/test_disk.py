@@ -56,7 +56,7 @@ def test_every_writer_takes_its_temporary_file_away(
     ):
         with pytest.raises(OSError, match="No space left on device") as caught:
             write()
-        assert "0 of" in describe_write_error(caught.value, folder)
+        assert " GiB are free in " in describe_write_error(caught.value, folder)
         assert [*folder.iterdir()] == []
     status.write_failure(ConfigError("x" * 100_000))
     assert [*folder.iterdir()] == []
