@@ -144,7 +144,7 @@ CASES: dict[str, tuple[str, Callable[[], object], str]] = {
         nothing,
         "nowhere.toml: cannot be read as a configuration file: No such",
     ),
-    "a folder as a configuration": ("plan task", nothing, "Is a directory"),
+    "a folder as a configuration": ("plan task", nothing, "is a folder, expected a regular file"),
     "a name that is too long": (f"{TRAIN} --data.train {'a' * 300}.jsonl", nothing, "File name too long"),
     "not UTF-8": (TRAIN, whole("run.toml", b"\xff\xfe"), "cannot be read as a configuration file"),
     "not TOML": (TRAIN, whole("run.toml", b"{}"), "not valid TOML"),

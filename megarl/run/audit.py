@@ -70,7 +70,7 @@ def read_used(path: Path) -> dict[int, list[Key]]:
     """
     steps: dict[int, list[Key]] = {}
     torn: str | None = None
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             record = parse_json(line, "it", MOST_JSON_BYTES)
         except DataError:
