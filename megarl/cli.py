@@ -26,6 +26,7 @@ from megarl.commands import COMMANDS
 from megarl.config import file as config_file
 from megarl.config.command import POSITIONAL, Command, OnConfiguration
 from megarl.config.key_help import describe_tables
+from megarl.data.disk import describe_room
 from megarl.errors import ConfigError, DamageError, MegarlError, StopError, describe, printable
 from megarl.run.signals import drop_lost_outputs, say_what_ends
 from megarl.run.status import write_failure
@@ -38,7 +39,8 @@ BROKEN_PIPE = 141
 """As of a program that SIGPIPE has ended: whoever read the output has gone."""
 STOPPED = 75
 """The run was asked to stop and has saved itself (EX_TEMPFAIL): start it again to continue."""
-_PATH_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_PATH_ERRORS = (*_DISK_ERRORS, errno.EROFS, errno.EACCES, errno.EPERM)
 _PATH_ERRORS += (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 _DESCRIPTION = "Stable reinforcement learning of Mixture-of-Experts language models on Megatron-Core."
 _FIRST_RANK_SPEAKS_S = 3.0
@@ -80,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in _PATH_ERRORS:
             return _fail_unexpectedly(error, words)
         where = error.filename or "a file of the run"
-        said = f"{where} cannot be read or written: {error.strerror}; mend that and start again"
+        room = f" ({describe_room(Path(error.filename))})" if error.filename and error.errno in _DISK_ERRORS else ""
+        said = f"{where} cannot be read or written: {error.strerror}{room}; mend that and start again"
         return _fail(said, on_every_rank=True)
     except KeyboardInterrupt:
         _complain("interrupted", on_every_rank=False)

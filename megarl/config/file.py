@@ -18,7 +18,8 @@ from megarl.config import Config
 from megarl.config.moved import follow
 from megarl.config.tables.base import Table
 from megarl.config.trust import require_trust
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, DataError
+from megarl.foreign_files import require_regular
 
 SAVED = "config.toml"
 """The resolved configuration in a run folder."""
@@ -52,6 +53,7 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None, *, trust:
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the tables of a TOML file as they are. ConfigError, one line, whatever is in it."""
     try:
+        require_regular(path)
         if path.stat().st_size > _MAX_BYTES:
             raise ConfigError(
                 f"{path}: found {path.stat().st_size} bytes, expected a configuration of at most {_MAX_BYTES}"
@@ -62,6 +64,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read as a configuration file: {why}") from error
     except ConfigError:
         raise
+    except DataError as error:
+        raise ConfigError(str(error)) from error
     except (ValueError, RecursionError) as error:  # a number of too many digits among them
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
 

@@ -1,6 +1,7 @@
 """``megarl convert``: chooses the direction, converts, checks, and prints a summary."""
 
 import json
+import os
 import resource
 import sys
 import time
@@ -49,7 +50,7 @@ def convert(
     if checkpoint != source or (checkpoint / "metadata.json").is_file():
         done = to_hf(checkpoint, out, model, options, ranks)
         pair = (out, checkpoint)
-    elif (source / "config.json").is_file():
+    elif os.path.lexists(source / "config.json"):
         if model is not None:
             raise ConfigError("--model belongs to a Megatron source; a Hugging Face folder has its own config.json")
         done = to_megatron(source, out, options, ranks)

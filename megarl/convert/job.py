@@ -21,8 +21,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from safetensors import SafetensorError
 
+from megarl.data.disk import describe_write_error
 from megarl.data.files import replace_folder, sha256_of, sync_all, write_atomically
 from megarl.errors import CheckpointError, ConfigError, MegarlError
+from megarl.foreign_files import read_object
 from megarl.megatron.checkpoints.manifest import MANIFEST as RUN_MANIFEST
 from megarl.megatron.checkpoints.manifest import read_manifest
 from megarl.megatron.distributed import shutdown
@@ -162,9 +164,10 @@ class ConversionJob:
         except MegarlError:
             raise
         except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own errors
+            reason = describe_write_error(error, self.folder)
             raise CheckpointError(
-                f"{self.folder} cannot be written ({error}); {self.out} is as it was. What is finished stays: run "
-                "the same command again to go on"
+                f"{self.folder} cannot be written ({reason}); {self.out} is as it was. What is finished stays: run the "
+                "same command again to go on"
             ) from error
 
     def write(
@@ -263,7 +266,7 @@ class ConversionJob:
         if not path.is_file():
             return None
         try:
-            kept = json.loads(path.read_bytes())
+            kept = read_object(path)
             file = self.folder / kept["file"]
         except (
             KeyError,

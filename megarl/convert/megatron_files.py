@@ -11,6 +11,7 @@ import torch
 
 from megarl.convert.torch_dist import Place, TorchDistReader
 from megarl.errors import CheckpointError, ConfigError
+from megarl.foreign_files import read_regular
 from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.models.hf_files import describe_faults
 from megarl.models.names import LAYOUTS, Rule, dimensions, rules_of
@@ -130,7 +131,7 @@ def torch_dist_folder(path: Path) -> Path:
     """The newest checkpoint in a folder of Megatron-LM or of a megarl run; any other path as it is."""
     tracker = path / "latest_checkpointed_iteration.txt"
     if tracker.is_file():
-        word = tracker.read_text().strip()
+        word = read_regular(tracker, 64).decode(errors="replace").strip()
         if word != "release" and not word.isdecimal():
             raise CheckpointError(f"{tracker} says {word!r}, expected a number or 'release'")
         found = path / (word if word == "release" else f"iter_{int(word):07d}")

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megarl.data.pickles import load_metadata, load_plain
+from megarl.data.pickles import load_metadata, load_plain, part_of
 from megarl.errors import CheckpointError
 
 
@@ -162,6 +162,8 @@ class TorchDistReader:
     def _require_files(self) -> None:
         ends: dict[str, int] = {}
         for stored in self._metadata.storage_data.values():
+            with _explain_damage(self.path / ".metadata"):
+                part_of(self.path, stored)
             ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
         for name, end in sorted(ends.items()):
             file = self.path / name

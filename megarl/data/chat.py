@@ -4,15 +4,17 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
 from jinja2 import meta
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
+from megarl.data.bounded_process import BoundedProcess
 from megarl.errors import ConfigError, DataError
 
 _OWN = ("messages", "add_generation_prompt")
 """Variables of a template that megarl sets."""
+_MOST_ADDED, _MOST_COPIES = 1 << 18, 4
+"""Characters that a template may write of its own, and how often it may repeat what it is given."""
 
 
 class ChatTemplate:
@@ -28,6 +30,7 @@ class ChatTemplate:
         self._tokenizer, self._arguments = tokenizer, dict(arguments)
         self._tokens = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
         self._marks: dict[tuple[str, ...], re.Pattern[str]] = {}
+        self._process = BoundedProcess(render=self._render, find_variables=self._find_variables)
         if arguments:
             self._check_arguments()
 
@@ -48,12 +51,18 @@ class ChatTemplate:
         return self._apply(messages, place)
 
     def _apply(self, messages: Sequence[Mapping[str, str]], place: str) -> str:
-        chat = [dict(message) for message in messages]
-        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **self._arguments}
         try:
-            return str(self._tokenizer.apply_chat_template(chat, **options))
-        except Exception as error:  # the model's code, which may raise anything; ValueError for no default template
+            return self._process.call("render", [dict(message) for message in messages])
+        except DataError as error:
             raise DataError(f"{place}: the chat template refuses these messages ({error})") from error
+
+    def _render(self, chat: list[dict[str, str]]) -> str:
+        """Runs in the bounded process, as all that the template writes."""
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **self._arguments}
+        text = str(self._tokenizer.apply_chat_template(chat, **options))
+        if len(text) > (most := _MOST_ADDED + _MOST_COPIES * len(str([chat, self._arguments]))):
+            raise ValueError(f"it writes {len(text)} characters, expected at most {most} for messages of this length")
+        return text
 
     def _find_marks(self, roles: Sequence[str], place: str) -> re.Pattern[str]:
         """What the template writes around messages of these roles."""
@@ -75,16 +84,19 @@ class ChatTemplate:
 
     def _check_arguments(self) -> None:
         try:
-            source = self._tokenizer.get_chat_template(tools=self._arguments.get("tools"))
-            environment = chat_template_utils._compile_jinja_template(source).environment
-        except (ValueError, jinja2.TemplateError) as error:
+            known = self._process.call("find_variables")
+        except DataError as error:
             raise ConfigError(f"data.chat_template_args: the chat template cannot be read ({error})") from error
-        known = meta.find_undeclared_variables(environment.parse(source)) - {*_OWN, *environment.globals}
         if unknown := [name for name in self._arguments if name not in known]:
             raise ConfigError(
                 f"data.chat_template_args: found {unknown[0]!r}, which the chat template never reads, expected some of "
                 f"{', '.join(sorted(known)) or 'none'}; remove it"
             )
+
+    def _find_variables(self) -> set[str]:
+        source = self._tokenizer.get_chat_template(tools=self._arguments.get("tools"))
+        environment = chat_template_utils._compile_jinja_template(source).environment
+        return meta.find_undeclared_variables(environment.parse(source)) - {*_OWN, *environment.globals}
 
 
 _WORD = re.compile(r"\w")

@@ -3,13 +3,15 @@
 import ctypes
 import errno
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from megarl.errors import ConfigError, DataError
+from megarl.foreign_files import read_object
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -28,22 +30,32 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write says no name
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def read_record(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty if there is none that can be read."""
-    with suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_text())
-        return found if isinstance(found, dict) else {}
+    with suppress(DataError):
+        return read_object(path)
     return {}
 
 
 def model_files(folder: Path) -> Iterator[Path]:
-    """Yield the files of a Hugging Face folder other than weights: config, tokenizer, code."""
+    """Yield the files of a Hugging Face folder other than weights: config, tokenizer, code.
+
+    ConfigError for a link that leads out of the folder, which would hand on any file of the reader; links into the
+    ``blobs`` of Hugging Face's cache are how it stores a folder.
+    """
+    inside = folder.resolve()
+    blobs = inside.parent.parent / "blobs" if inside.parent.name == "snapshots" else inside
     for file in folder.iterdir():
         if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
+            if not {inside, blobs} & {*(target := file.resolve()).parents}:
+                raise ConfigError(f"{file} is a link to {target}, outside of its folder; put the file itself there")
             yield file
 
 

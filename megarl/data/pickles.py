@@ -7,7 +7,9 @@ without limits, so ``require_plain`` examines a checkpoint before they see it.
 import io
 import pickle
 import re
+import reprlib
 import tomllib
+import zipfile
 from argparse import Namespace
 from pathlib import Path, PosixPath
 from signal import Signals
@@ -17,6 +19,9 @@ from typing import IO, Any, ClassVar
 import numpy as np
 import torch
 
+from megarl.foreign_files import open_regular, read_regular
+
+_MOST_METADATA = 1 << 30
 _NO_PART = "which is no part of a checkpoint"
 _NAMES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 _PLAIN = {(module, name) for module, names in _NAMES["metadata"].items() for name in names}
@@ -50,7 +55,7 @@ class _PlainUnpickler(_InPython):
 
 def load_metadata(folder: Path) -> Any:
     """Returns torch's Metadata, which ``.metadata`` holds; UnpicklingError if it is damaged or names anything else."""
-    data = (folder / ".metadata").read_bytes()
+    data = read_regular(folder / ".metadata", _MOST_METADATA)
     try:
         return _PlainUnpickler(io.BytesIO(data)).load()
     except pickle.UnpicklingError:
@@ -59,8 +64,19 @@ def load_metadata(folder: Path) -> Any:
         raise pickle.UnpicklingError(f"its .metadata is damaged ({type(error).__name__}: {error})") from error
 
 
+def part_of(folder: Path, stored: Any) -> Path:
+    """The file of a record of ``.metadata``; UnpicklingError for one that is not in the folder itself."""
+    name, begin, length = stored.relative_path, stored.offset, stored.length
+    if type(name) is not str or Path(name).name != name or name == ".." or "\0" in name:
+        raise pickle.UnpicklingError(f"its .metadata names {reprlib.repr(name)}, expected a file of the folder itself")
+    if type(begin) is not int or type(length) is not int or begin < 0 or length < 0:
+        raise pickle.UnpicklingError(f"its .metadata has part {begin!r:.40}, {length!r:.40} of {name}, expected bytes")
+    return folder / name
+
+
 def load_plain(file: Path | IO[bytes]) -> Any:
     """``torch.load`` of tensors, numbers, texts, containers and _SAFE; UnpicklingError for the rest."""
+    _require_stored(file)
     try:
         known = torch.serialization.get_safe_globals()
         with torch.serialization.safe_globals([each for each in _SAFE if each not in known]):  # its end forgets them
@@ -70,17 +86,32 @@ def load_plain(file: Path | IO[bytes]) -> Any:
         raise pickle.UnpicklingError(f"it names {named[1]}, {_NO_PART}" if named else "no plain data") from error
 
 
+def _require_stored(file: Path | IO[bytes]) -> None:
+    """UnpicklingError for an archive that is larger inside than outside; torch compresses nothing."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            compressed = [each.filename for each in archive.infolist() if each.compress_type != zipfile.ZIP_STORED]
+    except zipfile.BadZipFile:  # older releases of torch write no archive
+        compressed = []
+    if compressed:
+        raise pickle.UnpicklingError(f"it holds {reprlib.repr(compressed[0])}, compressed, {_NO_PART}")
+    if not isinstance(file, Path):
+        file.seek(0)
+
+
 def require_plain(folder: Path) -> None:
     """Raises UnpicklingError if a pickle in a ``torch_dist`` checkpoint names anything else, or what torch raises for
     damaged files."""
     metadata = load_metadata(folder)
     try:
         for index, stored in metadata.storage_data.items():
+            part = part_of(folder, stored)
             if type(metadata.state_dict_metadata[index.fqn]).__name__ == "BytesStorageMetadata":
-                with (folder / stored.relative_path).open("rb") as file:
+                with open_regular(part) as file:
                     file.seek(stored.offset)
                     load_plain(io.BytesIO(file.read(stored.length)))
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise pickle.UnpicklingError(f"its .metadata is damaged ({type(error).__name__}: {error})") from error
     for file in sorted(folder.rglob("*.pt")):
-        load_plain(file)
+        with open_regular(file) as content:
+            load_plain(content)

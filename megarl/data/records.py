@@ -13,9 +13,12 @@ from typing import Any
 from megarl.config.tables.data import FILES
 from megarl.data.files import write_atomically
 from megarl.errors import ConfigError, DataError, describe
+from megarl.foreign_files import MOST_JSON_BYTES, open_regular, read_regular, require_regular
+from megarl.foreign_json import parse_json
 
 _TYPES = {str: "text", int: "a whole number", float: "a number", bool: "true/false", list: "a list", dict: "a table"}
 
+_MOST_LIST_BYTES = 1 << 30
 Record = dict[str, Any]
 
 
@@ -55,8 +58,10 @@ def read_records(
 
 def require_file(source: str | Path) -> None:
     """Raise DataError if a source is named as a file and is none; a folder or a hub name passes."""
-    if Path(source).suffix in FILES and not Path(source).is_file():
-        raise DataError(f"{source}: there is no such file")
+    if Path(source).suffix in FILES:
+        require_regular(Path(source))
+        if not Path(source).is_file():
+            raise DataError(f"{source}: there is no such file")
 
 
 def place_prefix(source: str | Path) -> str:
@@ -96,18 +101,19 @@ def type_name(value: object) -> str:
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Record]]:
     prefix = place_prefix(path)
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+    with open_regular(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(MOST_JSON_BYTES + 1), b""), start=1):
             place = f"{prefix}{number}"
             if not line.strip():
                 continue
             try:
                 # A byte order mark can only be at the start of the file; utf-8-sig removes it.
-                record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                record = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"), "it", MOST_JSON_BYTES)
             except UnicodeDecodeError as error:
                 raise DataError(f"{place}: not UTF-8 text (byte {error.start} of the line)") from error
-            except (ValueError, RecursionError) as error:  # ValueError also for a number of 4300 digits
-                raise DataError(f"{place}: broken JSON ({error}): expected one JSON object per line") from error
+            except DataError as error:
+                hint = ": half a character" if "hex escape" in str(error) else ""
+                raise DataError(f"{place}: broken JSON ({error}{hint}): expected one JSON object per line") from error
             if not isinstance(record, dict):
                 raise DataError(f"{place}: {type_name(record)} instead of a JSON object with named fields")
             yield place, record
@@ -116,9 +122,10 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Record]]:
 def _read_json(path: Path) -> Iterator[tuple[str, Record]]:
     """The objects of a list: of the file itself, or the only one in an object around it, as {"data": [...]}."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        hint = "; for one object per line, name the file .jsonl" if "Extra data" in str(error) else ""
+        text = read_regular(path, _MOST_LIST_BYTES).decode("utf-8-sig")
+        found = parse_json(text, "it", _MOST_LIST_BYTES)
+    except ValueError as error:
+        hint = "; for one object per line, name the file .jsonl" if "trailing" in str(error) else ""
         raise DataError(f"{path}: broken JSON ({error}): expected a list of objects{hint}") from error
     values = found.values() if isinstance(found, dict) else [found]
     lists = [value for value in values if isinstance(value, list)]

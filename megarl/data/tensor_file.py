@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from megarl.errors import TraceError
+from megarl.errors import DataError, TraceError
+from megarl.foreign_files import require_regular
+from megarl.foreign_json import parse_json
 
 _DTYPES = {f"{letter.upper()}{8 * size}": np.dtype(f"<{letter}{size}") for letter in "ui" for size in (1, 2, 4, 8)}
 """Integers alone: more than a routing trace has."""
@@ -45,13 +47,14 @@ def load_tensors(
     Raises TraceError if the file is damaged or has tensors that no trace has.
     """
     try:
+        require_regular(path)
         is_mapped = mapped and path.stat().st_size > 0  # nothing cannot be mapped
         content = np.memmap(path, np.uint8, "r") if is_mapped else np.frombuffer(path.read_bytes(), np.uint8)
         length = int.from_bytes(content[:8].tobytes(), "little")
         if len(content) < 8 or length > min(len(content) - 8, _MOST_HEADER_BYTES):
             raise _damaged(path, f"{len(content)} bytes cannot hold a header of {length}")
-        header = json.loads(content[8 : 8 + length].tobytes())
-    except (OSError, ValueError, RecursionError) as error:  # not UTF-8 and not JSON are ValueErrors
+        header = parse_json(content[8 : 8 + length].tobytes(), "its header", _MOST_HEADER_BYTES)
+    except (OSError, DataError) as error:
         raise _damaged(path, str(error)) from error
     if not isinstance(header, dict):
         raise _damaged(path, "its header is no table")

@@ -4,6 +4,7 @@
 class that it derives from the model's type, or the folder's own code makes it, where the user allows that.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -15,10 +16,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from megarl.config.tables.model import ModelConfig
 from megarl.data.files import find_tokenizer_code, read_record
-from megarl.errors import ConfigError, describe
+from megarl.errors import ConfigError, DataError, describe
+from megarl.foreign_files import read_object
 
 INCOMPLETE = "\ufffd"
 """What a decoder writes for bytes that are not a whole character."""
+_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("config.json", "generation_config.json"),
+)
+"""What transformers reads of a folder without a limit of size or depth."""
 _PROBE = (
     "The quick brown fox, don't stop: 0123456789 3.14\n\n\tdef f(a):\n        return a[0] != {'k': 1}  # yes\n"
     "Größe ÇA Привет мир Ελλάδα مرحبا עברית नमस्ते 你好,世界 日本語 한국어 🙂👍🏽 \\frac{1}{2} $x^2$ #### <tag>\n"
@@ -40,6 +47,12 @@ def load_tokenizer(folder: str | Path, key: str, trust: bool = False) -> PreTrai
     that is lost, and for a tokenizer that only untrusted code can make.
     """
     folder = Path(folder)
+    for name in _FILES:
+        if os.path.lexists(folder / name):
+            try:
+                read_object(folder / name)
+            except DataError as error:
+                raise ConfigError(f"{key}: {error}; download it again") from error
     code = find_tokenizer_code(folder)
     advice = f"; its tokenizer is code of its own, {code}: read it, then pass --trust" if code and not trust else ""
     has_file = (folder / "tokenizer.json").is_file()
@@ -72,7 +85,9 @@ def load_model_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 def count_rows(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The rows of the model's embedding: ``vocab_size`` of config.json beside the tokenizer; None without one."""
     config = read_record(Path(tokenizer.name_or_path) / "config.json") if tokenizer.name_or_path else {}
-    return config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    text = config.get("text_config")
+    size = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    return size if type(size) is int else None
 
 
 def find_prefix(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -152,7 +152,7 @@ class _Metadata(BaseModel):
 def read_traces(path: str | Path) -> TraceFile:
     """Open a file. Raises TraceError if it is missing, damaged, of another format or a later version."""
     path = Path(path)
-    if not path.is_file():
+    if not path.exists() or path.is_dir():
         what = "it is a folder" if path.is_dir() else "there is no such file"
         raise TraceError(f"{path}: {what}; expected a trace file")
 

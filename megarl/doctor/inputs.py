@@ -1,6 +1,5 @@
 """What a configuration names, as far as it can be examined without torch: model, data, keys, disk, [launch]."""
 
-import json
 import os
 import shutil
 import socket
@@ -13,10 +12,12 @@ from urllib.parse import urlsplit
 
 from megarl.config import Config
 from megarl.config.tables.data import FILES
+from megarl.data.files import model_files
 from megarl.data.records import get_field, read_records
 from megarl.data.rewards import load_reward
 from megarl.doctor.report import Check
-from megarl.errors import CheckpointError, ConfigError, MegarlError
+from megarl.errors import CheckpointError, ConfigError, DataError, MegarlError
+from megarl.foreign_files import read_object
 from megarl.launch import steps, topology
 from megarl.models.hf_folder import weight_files
 from megarl.models.shapes import ModelShape, read_shape
@@ -30,7 +31,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.jso
 def read_model(config: Config) -> tuple[list[Check], ModelShape | None]:
     """Return (checks, shape); the shape is None without a config.json that can be read."""
     folder = Path(config.model.path)
-    if not (folder / "config.json").is_file():
+    if not os.path.lexists(folder / "config.json"):
         what = f"{folder} has no config.json" if folder.is_dir() else f"there is no folder {folder}"
         advice = f"download one, `hf download OWNER/MODEL --local-dir {folder}`, or set model.path to one that is here"
         return [Check("model.path", "failed", what, "a Hugging Face checkpoint folder", advice)], None
@@ -43,13 +44,14 @@ def read_model(config: Config) -> tuple[list[Check], ModelShape | None]:
         checks.append(Check("tokenizer", "failed", f"none in {folder}", f"one of {', '.join(_TOKENIZERS)}"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         try:
-            json.loads((folder / name).read_text(encoding="utf-8") if (folder / name).is_file() else "{}")
-        except (ValueError, RecursionError) as error:
-            what = f"{folder / name} is no JSON ({error})"
-            checks.append(Check("tokenizer", "failed", what, advice="download it again"))
+            if os.path.lexists(folder / name):
+                read_object(folder / name)
+        except DataError as error:
+            checks.append(Check("tokenizer", "failed", str(error), advice="download it again"))
     try:
         weight_files(folder)
-    except CheckpointError as error:
+        list(model_files(folder))
+    except (CheckpointError, ConfigError) as error:
         checks.append(Check("weights", "failed", str(error)))
     return checks, shape
 

@@ -28,6 +28,8 @@ from megarl.data.records import write_jsonl
 from megarl.errors import ConfigError, DataError
 from megarl.evaluate.request import EvalRequest
 from megarl.evaluate.scores import Samples, score, score_prompts
+from megarl.foreign_files import MOST_JSON_BYTES, read_object
+from megarl.foreign_json import parse_json
 
 Json = dict[str, Any]
 _TRAINING = {"sampling", "estimate", "gvm", "credit", "train", "optim", "recompute", "checkpoint", "log", "sft"}
@@ -129,9 +131,10 @@ def read_samples(out: Path, request: EvalRequest, name: str, num_prompts: int) -
     path = out / name / "responses.jsonl"
     try:
         # Not splitlines: it also splits at separators that a response may contain.
-        responses = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        lines = path.read_text(encoding="utf-8").split("\n")
+        responses = [parse_json(line, "a line", MOST_JSON_BYTES) for line in lines if line]
         return _to_samples(responses, num_prompts, request, name)
-    except (OSError, ValueError, KeyError, IndexError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise DataError(f"{path}: {type(error).__name__}: {error}; remove {path.parent} to sample it again") from error
 
 
@@ -178,10 +181,10 @@ def _to_samples(responses: Sequence[Json], num_prompts: int, request: EvalReques
 
 def _read_json(path: Path) -> Json:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read: {error}; remove {path.parent} to sample it again") from error
-    if not isinstance(found, dict) or not {"settings", "figures"} <= set(found):
+        found = read_object(path)
+    except DataError as error:
+        raise DataError(f"{error}; remove {path.parent} to sample it again") from error
+    if not isinstance(found.get("settings"), dict) or not isinstance(found.get("figures"), dict):
         raise DataError(f"{path}: expected settings and figures of an evaluation; choose another --out")
     return found
 

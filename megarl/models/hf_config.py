@@ -4,12 +4,10 @@ Light on purpose, like ``megarl.models.shapes``.
 """
 
 import fnmatch
-import math
 import re
 import reprlib
 import tomllib
 from collections.abc import Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +21,15 @@ LACKING: Mapping[str, str] = _TABLES["lacking"]
 """Model types that no family reads -> what they have beyond the families."""
 _FEATURES = {what: re.compile(rf"(?:^|[_.])(?:{words})", re.IGNORECASE) for what, words in _TABLES["features"].items()}
 _ALL = (COMMON, ROPE, *FAMILIES.values())
+BOUNDS: Mapping[str, tuple[float, float]] = _TABLES["bounds"]
+"""The least and the largest value of each number; one that has a decimal point in the table may have one in a file."""
 _KINDS = {
-    **dict.fromkeys(("factor", "high_freq_factor", "low_freq_factor", "mscale", "mscale_all_dim"), float),
-    "qk_head_dim": int,
+    **{key: type(high) for key, (_, high) in BOUNDS.items()},
     **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
     **dict.fromkeys(("architectures", "layer_types", "mlp_only_layers"), list),
     **{key: type(value) for table in _ALL for key, value in table.get("defaults", {}).items()},
-    **dict.fromkeys(chain.from_iterable(table.get("sizes", ()) for table in _ALL), int),
 }
-_NOUNS = {int: "a natural number", float: "a number above 0", bool: "true or false", str: "a string", dict: "a table"}
-_MAY_BE_ZERO = "first_k_dense_replace"
+_NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a table"}
 QUANTIZATION = ("quantization_config", "compression_config")
 """Keys of config.json for how the weights are quantised."""
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -50,7 +47,7 @@ class HFConfig:
         self.values = dict(values)
         for alias, key in aliases.items():
             self.values[key] = self.values.pop(alias)
-            if key in values and values[key] != values[alias]:
+            if key in values and (values[key] != values[alias] or type(values[key]) is not type(values[alias])):
                 raise ConfigError(f"{alias} is {values[alias]!r} and {key} {values[key]!r}, expected one value")
         self._labels = {key: prefix + alias for alias, key in aliases.items()}
         self._optional, self._derived, self._harmless, sizes, stated = (
@@ -85,10 +82,10 @@ class HFConfig:
         is_kind = type(value) in ((int, float) if kind is float else (kind,))
         if isinstance(value, list):
             is_kind = is_kind and {type(item) for item in value} <= {int if key == "mlp_only_layers" else str}
-        elif isinstance(value, (int, float)) and kind is not bool:
-            is_kind = is_kind and (0 < value < math.inf or (value == 0 and key == _MAY_BE_ZERO))
-        if not is_kind:
-            raise ConfigError(f"{label} is {reprlib.repr(value)}, expected {_NOUNS.get(kind, 'a list')}")
+        low, high = BOUNDS.get(key, (0, 0))
+        if not is_kind or (isinstance(value, (int, float)) and high and not low <= value <= high):
+            limits = f" from {low:g} to {high:g}" if high else ""
+            raise ConfigError(f"{label} is {reprlib.repr(value)}, expected {_NOUNS.get(kind, 'a list')}{limits}")
         return value
 
     def check_unread(self) -> None:
@@ -126,6 +123,11 @@ def read_dtype(hf: Mapping[str, Any]) -> str:
             f'write "{key}": "bfloat16", or what the weights are in'
         )
     return value or "bfloat16"
+
+
+def count_prediction_layers(hf: Mapping[str, Any]) -> int:
+    """The layers that a config.json counts beyond the model's own; ConfigError, naming the key, for no such number."""
+    return HFConfig(hf, {"optional": ("num_nextn_predict_layers",)})["num_nextn_predict_layers"] or 0
 
 
 def find_quantization(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:

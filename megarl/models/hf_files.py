@@ -2,6 +2,7 @@
 
 import fnmatch
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
@@ -15,8 +16,9 @@ from safetensors.torch import save_file
 
 from megarl.core.fp8 import SCALE, dequantize_fp8, grid_of
 from megarl.data.files import model_files
-from megarl.errors import CheckpointError, ConfigError
-from megarl.models.hf_config import QUANTIZATION, read_dtype, read_fp8_block
+from megarl.errors import CheckpointError, ConfigError, DataError
+from megarl.foreign_files import require_regular
+from megarl.models.hf_config import QUANTIZATION, count_prediction_layers, read_dtype, read_fp8_block
 from megarl.models.hf_folder import INDEX, SINGLE, read_json, some, weight_files
 
 MANIFEST = "conversion.json"
@@ -93,9 +95,10 @@ class HFCheckpoint:
 
     def names_of_prediction_layers(self) -> set[str]:
         """Tensors of layers that follow the model's own: those with ``eh_proj``, else those that the config counts."""
-        last, more = (self._config.get(key) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
-        if not isinstance(last, int) or not isinstance(more, int):
-            raise CheckpointError(f"{self.path}: num_nextn_predict_layers is {more!r}, expected a number of layers")
+        try:
+            last, more = self._config.get("num_hidden_layers") or 0, count_prediction_layers(self._config)
+        except ConfigError as error:
+            raise CheckpointError(f"{self.path}: {error}") from error
         layers: dict[int, dict[str, str]] = {}
         for name in self.names():
             if (match := _LAYER.fullmatch(name)) and int(match[1]) >= last:
@@ -197,7 +200,7 @@ class HFCheckpoint:
 
     def _unfuse(self, stored: dict[str, _Place]) -> dict[str, _Place]:
         """The places by the names of the family's checkpoints, where transformers 5 has names of its own."""
-        module, *projections = _EXPERTS.get(self._config.get("model_type", ""), _OF_QWEN)
+        module, *projections = _EXPERTS.get(str(self._config.get("model_type")), _OF_QWEN)
         where: dict[str, _Place] = {}
         for name, place in stored.items():
             theirs = name.replace(".mlp.", f".{module}.")
@@ -232,8 +235,9 @@ class HFCheckpoint:
 
 def _opened(file: Path) -> Any:
     try:
+        require_regular(file)
         return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, DataError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}); truncated, or no safetensors file") from error
 
 
@@ -317,7 +321,14 @@ def bucket_bytes(num_values: int, most: int) -> int:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-    save_file(dict(tensors), file, metadata={"format": "pt"})
+    """Raises OSError for what safetensors tells of the disk in an error of its own."""
+    try:
+        save_file(dict(tensors), file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
     file.chmod(0o644)  # safetensors 0.8 makes it private
 
 

@@ -1,11 +1,12 @@
 """What lies in a Hugging Face folder, read without torch: its config.json and the files of its weights."""
 
-import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, DataError
+from megarl.foreign_files import read_object, require_regular
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -16,12 +17,9 @@ _OTHERS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; CheckpointError if there is none."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error})") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return found
+        return read_object(path)
+    except DataError as error:
+        raise CheckpointError(f"{error}; download it again") from error
 
 
 def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
@@ -32,6 +30,11 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     weights, and for files that are absent.
     """
     index, single, present = folder / INDEX, folder / SINGLE, sorted(folder.glob("[!.]*.safetensors"))
+    try:
+        for file in (*present, index, folder / "config.json"):
+            require_regular(file)
+    except DataError as error:
+        raise CheckpointError(str(error)) from error
     hf = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     pickles = [file.name for pattern in ("*", "original/*") for file in folder.glob(pattern) if file.suffix in _OTHERS]
     listed = read_json(index).get("weight_map") if index.is_file() else None
@@ -51,7 +54,7 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
         )
     elif not files:
         fault = "has no *.safetensors, expected a Hugging Face checkpoint folder; download the weights"
-    elif absent := [file.name for file in files if not file.is_file()]:
+    elif absent := [file.name for file in files if not os.path.isfile(file)]:
         fault = f"has an {INDEX} that names {some(absent)}, which are not there; download the rest"
     elif single.is_file() and files != [single]:
         fault = f"holds {SINGLE}, which transformers reads, and {INDEX} with {names}, which SGLang reads; move one away"
@@ -64,7 +67,8 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
 
 def _is_file_name(value: object) -> bool:
     """Whether a value names a file of the folder itself: SGLang reads no others."""
-    return isinstance(value, str) and Path(value).name == value
+    is_name = isinstance(value, str) and Path(value).name == value and value not in ("", "..")
+    return is_name and "\0" not in value and len(os.fsencode(value)) <= 255
 
 
 def some(names: Sequence[str]) -> str:

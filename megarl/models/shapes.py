@@ -3,14 +3,24 @@
 Light on purpose, without torch or pydantic: SGLang's processes and ``megarl plan`` read shapes too.
 """
 
-import json
+import os
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import ConfigError
-from megarl.models.hf_config import FAMILIES, LACKING, HFConfig, read_dtype, read_fp8_block
+from megarl.errors import ConfigError, DataError
+from megarl.foreign_files import read_object
+from megarl.models.hf_config import (
+    BOUNDS,
+    FAMILIES,
+    LACKING,
+    HFConfig,
+    count_prediction_layers,
+    read_dtype,
+    read_fp8_block,
+)
 from megarl.models.rope import latent_rope, llama3_factor, read_rope
 
 
@@ -69,12 +79,11 @@ class MoeShape:
 
         ConfigError if it names no experts and is of no dense family (``DENSE``).
         """
-        if hf.get("model_type") in DENSE:
-            return MoeShape(hf["num_hidden_layers"], (), 0, 0)
-        if hf.get("model_type") in FAMILIES:
+        if (kind := str(hf.get("model_type"))) in DENSE:
+            return MoeShape(HFConfig.of(hf)["num_hidden_layers"], (), 0, 0)
+        if kind in FAMILIES:
             return _read_moe(HFConfig.of(hf))
-        frequency = hf.get("moe_layer_freq") or 1
-        sizes = (hf.get("num_hidden_layers"), hf.get("num_experts_per_tok"), frequency)
+        sizes = (hf.get("num_hidden_layers"), hf.get("num_experts_per_tok"), hf.get("moe_layer_freq") or 1)
         if {type(size) for size in sizes} != {int} or not any(map(hf.get, _EXPERT_COUNTS)):
             *names, last = _EXPERT_COUNTS
             raise ConfigError(
@@ -83,7 +92,8 @@ class MoeShape:
             )
         if elsewhere := [key for key in _MOE_LAYERS if hf.get(key)]:
             raise ConfigError(f"{elsewhere[0]} says which layers have experts, in a way that is not known here")
-        return _read_moe(hf, frequency)
+        table = HFConfig(hf, _ANY_FAMILY)
+        return _read_moe(table, table["moe_layer_freq"] or 1)
 
     @staticmethod
     def of_megatron(config: Any) -> "MoeShape":
@@ -103,13 +113,26 @@ _MOE_LAYERS = (
 """Keys of other families that say which layers have experts."""
 
 
-def _read_moe(hf: Mapping[str, Any] | HFConfig, frequency: int = 1) -> MoeShape:
+_ANY_FAMILY: Mapping[str, Any] = {
+    "sizes": ("num_hidden_layers", "num_experts_per_tok"),
+    "optional": (*_EXPERT_COUNTS, "first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers", "moe_layer_freq"),
+}
+
+
+def _read_moe(hf: HFConfig, frequency: int = 1) -> MoeShape:
     num_layers, dense = hf["num_hidden_layers"], hf.get("mlp_only_layers") or ()
     first, step = hf.get("first_k_dense_replace") or 0, hf.get("decoder_sparse_step")
     frequency, offset = (step, 1) if step else (frequency, 0)  # Qwen counts layers from 1, DeepSeek from 0
-    layers = (i for i in range(first, num_layers) if i not in dense and (i + offset) % frequency == 0)
-    num_experts = next(filter(None, map(hf.get, _EXPERT_COUNTS)))
-    return MoeShape(num_layers, tuple(layers), num_experts, hf["num_experts_per_tok"])
+    if len(dense) > num_layers or not all(0 <= layer < num_layers for layer in dense):
+        raise ConfigError(f"mlp_only_layers is {reprlib.repr(dense)}, expected some of layers 0 to {num_layers - 1}")
+    layers = [i for i in range(first, num_layers) if i not in dense and (i + offset) % frequency == 0]
+    num_experts, topk = next(filter(None, map(hf.get, _EXPERT_COUNTS))), hf["num_experts_per_tok"]
+    if topk > num_experts:
+        raise ConfigError(f"num_experts_per_tok is {topk}, expected at most the {num_experts} experts")
+    if num_layers * num_experts > (most := BOUNDS["experts_of_all_layers"][1]):
+        found = f"num_hidden_layers is {num_layers} with {num_experts} experts each"
+        raise ConfigError(f"{found}, expected at most {most} experts in all")
+    return MoeShape(num_layers, tuple(layers), num_experts, topk)
 
 
 Part = Callable[[HFConfig], dict[str, Any]]
@@ -131,12 +154,20 @@ def _layers(hf: HFConfig) -> dict[str, Any]:
 
 def _grouped_attention(norm: str | bool = False, bias: str | bool = False) -> Part:
     """norm, bias: whether there are query and key norms, and biases of all three, or the key that says it."""
-    return lambda hf: {
-        "num_query_groups": hf["num_key_value_heads"] or hf["num_attention_heads"],
-        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-        "qk_layernorm": hf[norm] if isinstance(norm, str) else norm,
-        "add_qkv_bias": hf[bias] if isinstance(bias, str) else bias,
-    }
+
+    def read(hf: HFConfig) -> dict[str, Any]:
+        heads = hf["num_attention_heads"]
+        groups, width = hf["num_key_value_heads"] or heads, hf.get("head_dim") or hf["hidden_size"] // heads
+        if heads % groups:
+            raise ConfigError(f"num_key_value_heads is {groups}, expected a divisor of num_attention_heads, {heads}")
+        return {
+            "num_query_groups": groups,
+            "kv_channels": width,
+            "qk_layernorm": hf[norm] if isinstance(norm, str) else norm,
+            "add_qkv_bias": hf[bias] if isinstance(bias, str) else bias,
+        }
+
+    return read
 
 
 def _softmax_experts(width: str, normalised: bool = False) -> Part:
@@ -146,8 +177,11 @@ def _softmax_experts(width: str, normalised: bool = False) -> Part:
 
 def _experts(hf: HFConfig, width: str) -> dict[str, Any]:
     moe = _read_moe(hf)
-    if moe.topk > moe.num_experts:
-        raise ConfigError(f"num_experts_per_tok is {moe.topk}, expected at most the {moe.num_experts} experts")
+    if not moe.moe_layers:
+        said = "first_k_dense_replace, decoder_sparse_step or mlp_only_layers"
+        raise ConfigError(
+            f"none of num_hidden_layers, {moe.num_layers}, has experts by {said}, expected some with experts"
+        )
     return {
         "moe_ffn_hidden_size": hf[width],
         "num_moe_experts": moe.num_experts,
@@ -169,8 +203,15 @@ def _sigmoid_experts(hf: HFConfig) -> dict[str, Any]:
             f"num_experts_per_tok is {topk}, topk_group {chosen} and n_group {groups}; expected twice as many experts "
             "as groups, or n_group 1: Megatron ranks groups by another number of experts"
         )
+    experts = _experts(hf, "moe_intermediate_size")
+    per_group, odd = divmod(experts["num_moe_experts"], groups)
+    if groups > 1 and (odd or per_group < 2 or chosen * per_group < topk):
+        raise ConfigError(
+            f"n_group is {groups}, topk_group {chosen}, n_routed_experts {experts['num_moe_experts']} and "
+            f"num_experts_per_tok {topk}, expected groups of at least 2 experts, and enough experts in those chosen"
+        )
     return {
-        **_experts(hf, "moe_intermediate_size"),
+        **experts,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_num_groups": groups if groups > 1 else None,
@@ -230,14 +271,12 @@ DENSE = ("llama", "qwen2", "qwen3")
 def read_shape(model_path: str | Path) -> ModelShape:
     """The shape of the checkpoint in folder ``model_path``, from its config.json; ConfigError if it is unknown."""
     path = Path(model_path) / "config.json"
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise ConfigError(f"{path} does not exist, expected a folder with a Hugging Face checkpoint")
     try:
-        hf = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path} is no JSON ({error}), expected the config of a Hugging Face model") from error
-    if not isinstance(hf, dict):
-        raise ConfigError(f"{path} holds no JSON object, expected the config of a Hugging Face model")
+        hf = read_object(path)
+    except DataError as error:
+        raise ConfigError(f"{error}, expected the config of a Hugging Face model") from error
     kind = str(hf.get("model_type", ""))
     if kind not in SHAPES:
         why = f" ({LACKING[kind]})" if kind in LACKING else ""
@@ -246,6 +285,7 @@ def read_shape(model_path: str | Path) -> ModelShape:
     try:
         read_dtype(hf)
         read_fp8_block(hf)
+        count_prediction_layers(hf)
         return _read(HFConfig.of(hf), kind)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
@@ -262,8 +302,12 @@ def _read(hf: HFConfig, kind: str) -> ModelShape:
     is_latent = "multi_latent_attention" in fields
     if is_latent:
         fields |= latent_rope(rope)
-    if (rotated := rope["partial_rotary_factor"]) > 1 or (rotated != 1 and family != "glm4_moe"):
+    if (rotated := rope["partial_rotary_factor"]) != 1 and family != "glm4_moe":
         raise ConfigError(f"partial_rotary_factor is {rotated}, expected 1.0, or less for glm4_moe")
+    width = fields["qk_pos_emb_head_dim"] if is_latent else int(fields["kv_channels"] * rotated)
+    if width < 2 or width % 2:
+        told = "head_dim, partial_rotary_factor, hidden_size / num_attention_heads or qk_rope_head_dim"
+        raise ConfigError(f"rotary embeddings turn {width} values of a head, expected pairs; correct {told}")
     if family in ("llama", "olmoe") and hf["hidden_size"] % hf["num_attention_heads"]:
         sizes = f"hidden_size is {hf['hidden_size']} and num_attention_heads {hf['num_attention_heads']}"
         raise ConfigError(f"{sizes}, expected a multiple")

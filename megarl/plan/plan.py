@@ -1,11 +1,13 @@
 """The plan of a run, from the configuration and the model's config.json; or the reason why the run cannot work."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config import Config, Layout
 from megarl.errors import ConfigError
 from megarl.models.fit import check_fit
+from megarl.models.hf_config import count_prediction_layers
 from megarl.models.hf_folder import read_json
 from megarl.models.shapes import read_shape
 from megarl.plan import traffic
@@ -59,7 +61,7 @@ def plan(config: Config, model: Path | None = None) -> Plan:
     return Plan(
         model_path=str(folder),
         family=shape.family,
-        prediction_layers=read_json(folder / "config.json").get("num_nextn_predict_layers") or 0,
+        prediction_layers=count_prediction_layers(read_json(folder / "config.json")),
         layout=layout,
         server_gpus=nodes * config.sglang.servers * config.sglang.tp if config.rollout.engine_kind.server else 0,
         model=count_model(shape),
@@ -83,7 +85,7 @@ def find_model(config: Config, model: Path | None) -> Path:
         return model
     named = Path(config.model.path)
     for folder in (named, MODELS / named.name, MODELS / config.run.name):
-        if (folder / "config.json").is_file():
+        if os.path.lexists(folder / "config.json"):
             return folder
     looked = ", ".join(str(folder) for folder in (named, MODELS / named.name))
     raise ConfigError(

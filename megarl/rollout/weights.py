@@ -131,7 +131,7 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def read_model_config(folder: str | Path) -> PretrainedConfig:
     """transformers' config of a model folder. Of a type that it does not know, such as kimi_k2, that of its family."""
     hf = read_json(Path(folder) / "config.json")
-    like = FAMILIES.get(hf.get("model_type", ""), {}).get("like")
+    like = FAMILIES.get(str(hf.get("model_type")), {}).get("like")
     if like is None:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     return AutoConfig.for_model(like, **{key: hf[key] for key in hf.keys() - {"model_type", "auto_map"}})

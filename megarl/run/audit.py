@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from megarl.errors import DataError
+from megarl.foreign_files import MOST_JSON_BYTES
+from megarl.foreign_json import parse_json
 
 Key = tuple[int, int]
 """(place of the prompt, sample)."""
@@ -68,12 +70,14 @@ def read_used(path: Path) -> dict[int, list[Key]]:
     """
     steps: dict[int, list[Key]] = {}
     torn: str | None = None
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
-            record = json.loads(line)
-        except (RecursionError, ValueError):
+            record = parse_json(line, "it", MOST_JSON_BYTES)
+        except DataError:
             torn = f"{path}:{number}"
             continue
+        if not _is_record(record):
+            raise DataError(f"{path}:{number}: found {record!r:.80}, expected a step with its samples or a resumption")
         if "resumed_after" in record:
             steps = {step: keys for step, keys in steps.items() if step <= record["resumed_after"]}
             torn = None
@@ -85,6 +89,20 @@ def read_used(path: Path) -> dict[int, list[Key]]:
         keys = [(int(prompt), sample) for prompt, samples in record["prompts"].items() for sample in samples]
         steps[record["step"]] = keys
     return steps
+
+
+def _is_record(record: object) -> bool:
+    if not isinstance(record, dict):
+        return False
+    if "resumed_after" in record:
+        return type(record["resumed_after"]) is int
+    prompts = record.get("prompts")
+    return (
+        type(record.get("step")) is int
+        and isinstance(prompts, dict)
+        and all(number.isdecimal() and len(number) < 20 for number in prompts)
+        and all(isinstance(each, list) and all(type(sample) is int for sample in each) for each in prompts.values())
+    )
 
 
 def check(path: Path, steps: int) -> int:

@@ -9,10 +9,10 @@ from typing import Any
 from megarl.config import Config
 from megarl.config.file import RUN_ID, SAVED, read_toml
 from megarl.config.moved import is_same_place
-from megarl.data.files import read_record, write_atomically
+from megarl.data.files import write_atomically
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.checkpoints.folders import complete_checkpoints
-from megarl.megatron.checkpoints.manifest import MANIFEST
+from megarl.megatron.checkpoints.manifest import read_run
 from megarl.run.metrics_log import iterate_metrics
 
 _FREE = {"checkpoint", "launch", "log", "health", "eval", "sft", "recompute"}
@@ -53,7 +53,7 @@ def claim(config: Config) -> None:
             )
     write_atomically(saved, config.to_toml().encode())
     if not read_run_id(folder):
-        known = [record["run"] for _, path in checkpoints if (record := read_record(path / MANIFEST)).get("run")]
+        known = [run for _, path in checkpoints if (run := read_run(path))]
         write_atomically(folder / RUN_ID, (known[-1] if known else secrets.token_hex(8)).encode())
     if trained and not checkpoints:
         # Without a checkpoint the run begins again, and its records with it: the earlier ones are kept beside them.

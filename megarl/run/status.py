@@ -9,13 +9,14 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from megarl.data.files import read_record
 from megarl.errors import ConfigError, MegarlError, printable
+from megarl.foreign_files import read_object
 from megarl.run.health import Verdict
 from megarl.run.lock import is_held, read_holder
 
@@ -55,7 +56,8 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     """
     path = run_dir / "status.json"
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        path.lstat()
+        found = read_object(path)
         _require_fields(found, _STATUS)
         _require_verdicts(found.get("health"))
     except (FileNotFoundError, NotADirectoryError):
@@ -63,7 +65,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         if begun:
             raise ConfigError(f"{run_dir}: no rank has written a status; the launcher says: {begun['says']}") from None
         raise ConfigError(f"found no {path}: {run_dir} is no folder of a run that has begun") from None
-    except (ValueError, RecursionError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(f"{path} is damaged ({error}); a running run rewrites it every few seconds") from None
     now, lock = time.time(), run_dir / "lock"
     if found["state"] in ("starting", "running") and not is_held(lock):
@@ -220,7 +222,8 @@ def write_failure(error: MegarlError, *, is_cause: bool = False) -> None:
     path = Path(os.environ[FAILURE_VARIABLE])
     record = {"kind": type(error).__name__, "message": " ".join(str(error).split()), "second_hand": error.second_hand}
     own = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    with suppress(OSError):
+    with suppress(OSError), ExitStack() as cleanup:
+        cleanup.callback(own.unlink, missing_ok=True)
         own.write_text(json.dumps(record))
         try:
             os.link(own, path)  # the whole file at once, and never over that of another rank
@@ -229,4 +232,3 @@ def write_failure(error: MegarlError, *, is_cause: bool = False) -> None:
                 own.replace(path)
         except OSError:  # a file system without links
             own.replace(path)
-        own.unlink(missing_ok=True)

@@ -1,10 +1,12 @@
 """Builds the environment of a configuration, its tools, and the player that runs episodes in it."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from megarl.config import Config, EnvironmentConfig
 from megarl.config.plugs import load_plug
@@ -12,6 +14,7 @@ from megarl.core.choices.own import call_own
 from megarl.data.judge import Judge
 from megarl.data.tokenizer import count_rows
 from megarl.errors import ConfigError
+from megarl.foreign_files import read_object
 from megarl.models.shapes import read_shape
 from megarl.rollout.episodes import EpisodeLimits
 from megarl.rollout.player import Player
@@ -70,11 +73,13 @@ def make_environment(config: EnvironmentConfig) -> Environment | None:
 def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the end tokens of the checkpoint's generation config and tokenizer; ConfigError if there are none."""
     found: set[int] = set()
-    try:
-        eos = GenerationConfig.from_pretrained(model_path).eos_token_id
-        found.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    except OSError:  # the file is optional
-        pass
+    file = Path(model_path) / "generation_config.json"
+    if os.path.lexists(file):  # it is optional
+        eos = read_object(file).get("eos_token_id")
+        ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(type(token) is int and token >= 0 for token in ends):
+            raise ConfigError(f"{file}: eos_token_id is {eos!r:.80}, expected a token id or a list of them")
+        found.update(ends)
     if isinstance(tokenizer.eos_token_id, int):
         found.add(tokenizer.eos_token_id)
     if not found:

@@ -238,7 +238,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: edit_index(f, lambda w: w.update({NAME: f"model-{(int(w[NAME][6]) + 1) % 3}.safetensors"})),
         f"names {NAME}",
     ),
-    "index is no JSON": (lambda f: (f / INDEX).write_text("{"), f"{INDEX} cannot be read"),
+    "index is no JSON": (lambda f: (f / INDEX).write_text("{"), f"{INDEX} holds no JSON"),
     "missing tensor": (
         lambda f: (edit_tensors(f, lambda t: t.pop(NAME), file_of(f)), edit_index(f, lambda w: w.pop(NAME))),
         f"1 tensors missing: {NAME}",

@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megarl.data.disk import describe_write_error
 from megarl.data.files import replace_folder, sha256_of, sync
 from megarl.errors import SaveError
 from megarl.megatron.checkpoints.manifest import Files, step_name, write_manifest
@@ -44,9 +45,7 @@ def explained(path: Path) -> Iterator[None]:
         if is_collective_error(error):
             raise
         failed = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-        reason = " ".join(str(failed[0]).split())[-300:] if failed else "another rank says why"
-        if "unexpected pos" in reason or "<class 'OSError'>" in reason:  # all that torch or Megatron says
-            reason += " (a write failed or was cut short, as on a full disk)"
+        reason = describe_write_error(failed[0], partial_folder(path)) if failed else "another rank says why"
         if is_main_rank():
             shutil.rmtree(partial_folder(path), ignore_errors=True)
         kept = [older.name for _, older in complete_checkpoints(path.parent)]

@@ -7,12 +7,15 @@ damaged: a changed, truncated, missing or additional file, a file of another ste
 import hashlib
 import json
 import random
+import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.data.files import read_record, sha256_of, write_atomically
-from megarl.errors import DamageError
+from megarl.data.files import sha256_of, write_atomically
+from megarl.errors import DamageError, DataError
+from megarl.foreign_files import MOST_JSON_BYTES, read_regular
+from megarl.foreign_json import parse_json
 
 MANIFEST = "manifest.json"
 Files = Mapping[str, tuple[int, str]]
@@ -38,10 +41,7 @@ def read_manifest(path: Path, run: str = "") -> Files:
     file = path / MANIFEST
     if not file.is_file():
         raise DamageError(f"{path} has no {MANIFEST}, which a save writes last")
-    record = read_record(file)
-    record.pop("sha256", None)
-    if _encode(record) != file.read_bytes():
-        raise DamageError(f"{file} is not the file that was written")
+    record = _read(file)
     if path.name.startswith("step_") and path.name != step_name(record["step"]):
         raise DamageError(f"{path} is the checkpoint of step {record['step']} under another name")
     if run and record["run"] != run:
@@ -49,6 +49,36 @@ def read_manifest(path: Path, run: str = "") -> Files:
     files = {name: (size, digest) for name, (size, digest) in record["files"].items()}
     _require_files(path, files)
     return files
+
+
+def read_run(path: Path) -> str:
+    """The run that has saved checkpoint ``path``; empty if its manifest does not say."""
+    try:
+        return _read(path / MANIFEST)["run"]
+    except DamageError:
+        return ""
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A manifest of these fields and types, and no others; DamageError for anything else."""
+    try:
+        data = read_regular(file, MOST_JSON_BYTES)
+        record = parse_json(data, str(file), MOST_JSON_BYTES)
+    except DataError as error:
+        raise DamageError(f"{file} is not the file that was written ({error})") from error
+    if not isinstance(record, dict) or not record.pop("sha256", None) or _encode(record) != data:
+        raise DamageError(f"{file} is not the file that was written")
+    kinds = {key: type(value) for key, value in record.items()}
+    if kinds != {"run": str, "step": int, "files": dict} or not all(map(_is_file, record["files"].items())):
+        found = reprlib.repr(record)
+        raise DamageError(f"{file} holds {found}, expected run, step, and bytes and SHA-256 of each file")
+    return record
+
+
+def _is_file(entry: tuple[str, Any]) -> bool:
+    name, of_file = entry
+    is_pair = isinstance(of_file, list) and [type(value) for value in of_file] == [int, str]
+    return is_pair and of_file[0] >= 0 and name == Path(name).as_posix() and not {"..", "/"} & {*Path(name).parts}
 
 
 def _require_files(path: Path, files: Files) -> None:
