@@ -1,11 +1,10 @@
-"""Write files and folders so that they appear complete or not at all, even if the writer is killed."""
+"""Write files so that they appear complete or not at all, even if the writer is killed."""
 
 import ctypes
 import errno
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -41,34 +40,14 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def model_files(folder: Path) -> Iterator[Path]:
-    """Yield the files of a Hugging Face folder other than weights: config, tokenizer, code."""
+    """Yield the files of a Hugging Face folder other than weights: config, tokenizer, code. Not megarl's own lists."""
     for file in folder.iterdir():
-        if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
+        is_other = file.suffix in _WEIGHTS or file.name.endswith(".index.json") or file.name.startswith(".megarl")
+        if file.is_file() and not is_other:
             yield file
 
 
-def replace_folder(new: Path, target: Path) -> None:
-    """Rename folder ``new`` to ``target`` in one step, and remove the folder that had this name.
-
-    At every moment ``target`` is the old folder or the new one, except on network file systems that cannot exchange two
-    names: there is then a moment in which the old folder is called ``target.old`` and there is no ``target``. Raises
-    OSError.
-    """
-    if not target.exists():
-        new.rename(target)
-    elif _exchange(new, target):
-        sync(target.parent)
-        shutil.rmtree(new)
-    else:
-        aside = target.with_name(target.name + ".old")
-        target.rename(aside)
-        new.rename(target)
-        sync(target.parent)
-        shutil.rmtree(aside)
-    sync(target.parent)
-
-
-def _exchange(first: Path, second: Path) -> bool:
+def exchange(first: Path, second: Path) -> bool:
     """Exchange two names in one step. Return False where the system or the file system cannot."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.core.types import WeightShare
-from megarl.data.files import replace_folder, sync_all
+from megarl.data import outputs
 from megarl.errors import CheckpointError
 from megarl.megatron.distributed import all_gather, barrier, gather_objects
 from megarl.megatron.versions import unwrap
@@ -283,6 +282,7 @@ def save_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, source: str | 
     """Write the live weights as a Hugging Face checkpoint folder ``out``: a collective call, rank 0 writes.
 
     Config and tokenizer files are copied from ``source``. The folder appears under its name when it is complete.
+    ConfigError if ``out`` holds anything else than what an earlier call wrote.
     """
     tensors = export_hf(chunks, shape, receive=dist.get_rank() == 0)
     if dist.get_rank() == 0:
@@ -293,9 +293,9 @@ def save_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, source: str | 
 
 
 def _write_folder(tensors: Iterator[tuple[str, torch.Tensor]], source: Path, out: Path) -> None:
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    out = out.resolve()  # a link stays; its target is replaced
+    partial = outputs.partial_of(out)
+    outputs.begin(partial, outputs.HF_FILES, source)
     listing: dict[str, str] = {}
     total, dtype = 0, None
     on_host = ((name, tensor.detach().cpu().contiguous().clone()) for name, tensor in tensors)
@@ -307,5 +307,5 @@ def _write_folder(tensors: Iterator[tuple[str, torch.Tensor]], source: Path, out
         dtype = dtype or shard[0][1].dtype  # of the embedding
     write_index(partial, listing, total)
     copy_model_files(source, partial, dtype)
-    sync_all(partial)
-    replace_folder(partial, out)
+    outputs.seal(partial)
+    outputs.replace_folder(partial, out)

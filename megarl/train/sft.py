@@ -6,6 +6,7 @@ tokens in the batch, so the loss is the mean negative log-likelihood.
 
 import time
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from megarl.core.metrics import Stat, finalize
 from megarl.core.objectives.columns import Denominators
 from megarl.core.packing import pack
 from megarl.core.types import TrainBatch
+from megarl.data.outputs import partial_of, require_apart, require_own
 from megarl.data.prompts import Demonstration, PromptOrder, load_demonstrations
 from megarl.data.tokenizer import load_model_tokenizer
 from megarl.errors import ConfigError
@@ -37,9 +39,9 @@ def sft(config: Config) -> None:
     settings = config.sft
     if settings is None:
         raise ConfigError("found no [sft] table, expected one with data, steps, batch_size and lr")
-    out = config.sft_out
-    if out.exists() and any(out.iterdir()) and not (out / "model.safetensors.index.json").exists():
-        raise ConfigError(f"sft.out: {out} is not empty and no earlier output of megarl; choose another folder")
+    out = config.sft_out.resolve()
+    require_apart(out, Path(config.model.path), Path(settings.data))
+    require_own(out, partial_of(out))
     distributed.initialize(config)
     demonstrations = read_demonstrations(config)
     order = PromptOrder(len(demonstrations), config.run.seed)
