@@ -18,7 +18,7 @@ from typing import Any
 
 from megarl.config import Config
 from megarl.config.file import load
-from megarl.data.files import write_atomically
+from megarl.data.outputs import write_output
 from megarl.data.tiny import Family, write_sort_task, write_tiny_model
 from megarl.errors import ConfigError, MegarlError, RolloutError
 from megarl.models.shapes import read_shape
@@ -56,6 +56,8 @@ def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be made a folder ({error.strerror}); choose another one") from None
+    if not (out / "quickstart.toml").exists() and (held := [entry.name for entry in out.iterdir()]):
+        raise ConfigError(f"--out {out}: found {held[0]}, expected a new or empty folder; choose another one")
     run, model, task = out / "run", out / "model", out / "task"
     path = out / "quickstart.toml"
     text = config_text(family, config=path, run=run, model=model, task=task)
@@ -63,7 +65,7 @@ def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
     untrained = out / "model-untrained"
     if (untrained / "config.json").exists() and (found := read_shape(untrained).family) != family:
         raise MegarlError(f"{out} holds a model of the family {found}: add --family {found}, or choose another --out")
-    write_atomically(path, text.encode())
+    write_output(path, text.encode())
     if finished:
         raise MegarlError(
             f"{out} holds a finished quickstart, see {run / 'report' / 'index.html'}; to train on, run "

@@ -115,8 +115,8 @@ class ConversionJob:
         self.kept = 0  # units that an earlier start had finished
 
     def __enter__(self) -> Self:
-        require_own(self.out, self.folder)
-        self._require_leave()
+        require_own(self.out)
+        self._require_leave("exists; remove it, choose another folder, or ask for --overwrite")
         if self.ranks.rank == 0:
             with self._explain_disk_errors():
                 self._claim()
@@ -127,19 +127,20 @@ class ConversionJob:
         if self._lock is not None:
             self._lock.close()
 
-    def _require_leave(self) -> None:
+    def _require_leave(self, told: str) -> None:
         if self.out.exists() and any(self.out.iterdir()) and not self._overwrite:
-            raise CheckpointError(f"{self.out} exists; remove it, choose another folder, or ask for --overwrite")
+            raise CheckpointError(f"{self.out} {told}")
 
     def _claim(self) -> None:
+        require_own(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = (self.folder / _LOCK).open("a")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise CheckpointError(f"another process writes {self.folder}; wait for it or stop it") from error
-        if read_record(self.folder / MARK).get("job") != self._identity:
-            outputs.begin(self.folder, _WRITTEN, self._model, keep=_LOCK, job=self._identity)
+        continues = read_record(self.folder / MARK).get("job") == self._identity
+        outputs.begin(self.folder, _WRITTEN, self._model, keep=["*" if continues else _LOCK], job=self._identity)
 
     @contextmanager
     def _explain_disk_errors(self) -> Iterator[None]:
@@ -271,7 +272,7 @@ class ConversionJob:
                 text = json.dumps({**manifest, "sha256": digests}, indent=1)
                 write_atomically(self.folder / MANIFEST, text.encode())
                 outputs.seal(self.folder, job=self._identity)
-                self._require_leave()
+                self._require_leave(f"has appeared meanwhile; {self.folder} is whole: rename one")
                 replace_folder(self.folder, self.out)
                 # Last: until the folder has its name, another start goes on with these files.
                 for entry in (*self.out.glob(f"{_UNIT}*"), self.out / _LOCK):

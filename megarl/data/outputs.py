@@ -1,7 +1,7 @@
 """What megarl wrote and may therefore remove or replace: nothing else is ever removed, replaced or renamed.
 
-- A **folder** that is written as a whole holds the file ``MARK``: the patterns of names that are being written, and once
-  it is complete each file's bytes and time of change. It is replaced only if it holds nothing else.
+- A **folder** that is written as a whole holds the file ``MARK``: the patterns of names that are being written, and
+  once it is complete each file's bytes and time of change. It is replaced only if it holds nothing else.
 - A **file** is listed in ``FILES`` beside it, with the SHA-256 of what megarl wrote under its name.
 
 Everything else is foreign: a file of another name, size or time, a link, an empty folder.
@@ -53,8 +53,8 @@ def require_own(*folders: Path) -> None:
             raise ConfigError(f"{folder} is no folder; remove it, or choose another place")
         if foreign := find_foreign(folder, marked(folder)):
             raise ConfigError(
-                f"{folder} holds {_some(foreign)}, which megarl did not write there or which was changed since; nothing "
-                "was removed. Move it away, or choose another folder"
+                f"{folder} holds {_some(foreign)}, which megarl did not write or which was changed since; it stays. "
+                "Move it away, or choose another folder"
             )
 
 
@@ -113,15 +113,17 @@ def free_name(path: Path) -> Path:
     return next(name for name in names if not os.path.lexists(name))
 
 
-def begin(folder: Path, patterns: Sequence[str], model: Path | None = None, keep: str = "", **more: Any) -> None:
-    """Make an empty folder that will hold files of these names; one that megarl left is emptied, except for ``keep``.
+def begin(
+    folder: Path, patterns: Sequence[str], model: Path | None = None, keep: Iterable[str] = (), **more: Any
+) -> None:
+    """Make a folder that will hold files of these names; of what megarl left there, only ``keep`` (patterns) stays.
 
     model: a folder whose ``model_files`` will be copied, to the folder or to one below it. more: for the mark.
     ConfigError if the folder holds anything else.
     """
     require_own(folder)
     is_own = marked(folder)
-    remove_own(folder, lambda name, found: name != keep and is_own(name, found))
+    remove_own(folder, lambda name, found: is_own(name, found) and not matches(name, keep))
     folder.mkdir(parents=True, exist_ok=True)
     names = [] if model is None else [escape(file.name) for file in model_files(model)]
     copied = [pattern for name in names for pattern in (name, f"*/{name}")]
@@ -176,7 +178,7 @@ def require_own_files(*paths: Path) -> None:
     for path in paths:
         if os.path.lexists(path) and not _is_own_file(path):
             raise ConfigError(
-                f"{path} exists, and megarl did not write it or it was changed since; it is as it was. Move it away, or "
+                f"{path} exists, and megarl did not write it or it was changed since; it stays. Move it away, or "
                 "choose another name"
             )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.tables.data import FILES
-from megarl.data.files import write_atomically
+from megarl.data.outputs import write_output
 from megarl.errors import ConfigError, DataError, describe
 
 _TYPES = {str: "text", int: "a whole number", float: "a number", bool: "true/false", list: "a list", dict: "a table"}
@@ -68,9 +68,12 @@ def place_prefix(source: str | Path) -> str:
 
 
 def write_jsonl(path: Path, rows: Iterable[Record]) -> None:
-    """Write one JSON object per line; the file appears complete or not at all."""
+    """Write one JSON object per line; the file appears complete or not at all.
+
+    ConfigError if it exists and is not as megarl wrote it.
+    """
     lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-    write_atomically(path, "".join(lines).encode())
+    write_output(path, "".join(lines).encode())
 
 
 def get_field(record: Record, field: str, place: str) -> Any:

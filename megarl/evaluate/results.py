@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from megarl.data.benchmarks import Benchmark
-from megarl.data.files import write_atomically
+from megarl.data.outputs import write_output
 from megarl.data.prompts import Prompt
 from megarl.data.records import write_jsonl
 from megarl.errors import ConfigError, DataError
@@ -141,7 +141,7 @@ def write_result(
     """Compute the scores and mark the benchmark as complete. known: weights version and first error of the run."""
     asked = {"source": benchmark.source, "split": benchmark.split}
     result = {**asked, **known, "settings": settings, "figures": score(samples, ks)}
-    write_atomically(out / benchmark.name / "result.json", _json(result))
+    write_output(out / benchmark.name / "result.json", _json(result))
     return result
 
 
@@ -160,7 +160,7 @@ def write_summary(out: Path, request: EvalRequest, shared: Json) -> None:
         "config": request.config.model_dump(mode="json", exclude=_TRAINING),
         "packages": versions | {"python": platform.python_version()},
     }
-    write_atomically(out / "eval.json", _json(summary))
+    write_output(out / "eval.json", _json(summary))
 
 
 def _to_samples(responses: Sequence[Json], num_prompts: int, request: EvalRequest, name: str) -> Samples:

@@ -6,9 +6,10 @@ import itertools
 import math
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -278,21 +279,25 @@ def _gather(
                 yield rule.hf_names(piece.order[0], base + rank * num_local + first + offset), list(of_expert)
 
 
-def save_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, source: str | Path, out: str | Path) -> None:
+def save_hf(
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, source: str | Path, out: str | Path, **about: Any
+) -> None:
     """Write the live weights as a Hugging Face checkpoint folder ``out``: a collective call, rank 0 writes.
 
     Config and tokenizer files are copied from ``source``. The folder appears under its name when it is complete.
-    ConfigError if ``out`` holds anything else than what an earlier call wrote.
+    ConfigError if ``out`` holds anything else than what an earlier call wrote. about: plain data for its mark.
     """
     tensors = export_hf(chunks, shape, receive=dist.get_rank() == 0)
     if dist.get_rank() == 0:
-        _write_folder(tensors, Path(source), Path(out))
+        _write_folder(tensors, Path(source), Path(out), about)
     else:
         deque(tensors, maxlen=0)
     barrier()
 
 
-def _write_folder(tensors: Iterator[tuple[str, torch.Tensor]], source: Path, out: Path) -> None:
+def _write_folder(
+    tensors: Iterator[tuple[str, torch.Tensor]], source: Path, out: Path, about: Mapping[str, Any]
+) -> None:
     out = out.resolve()  # a link stays; its target is replaced
     partial = outputs.partial_of(out)
     outputs.begin(partial, outputs.HF_FILES, source)
@@ -307,5 +312,5 @@ def _write_folder(tensors: Iterator[tuple[str, torch.Tensor]], source: Path, out
         dtype = dtype or shard[0][1].dtype  # of the embedding
     write_index(partial, listing, total)
     copy_model_files(source, partial, dtype)
-    outputs.seal(partial)
+    outputs.seal(partial, **about)
     outputs.replace_folder(partial, out)

@@ -27,6 +27,7 @@ from megarl.megatron.hf_weights import save_hf
 from megarl.megatron.passes import forward
 from megarl.megatron.policy import Policy, Schedule
 from megarl.models.shapes import read_shape
+from megarl.run.inputs import fingerprint_data, fingerprint_model
 from megarl.run.progress import StepProgress
 from megarl.train.mini_batch import make_rollout, over_ranks, split
 from megarl.train.step import collect
@@ -43,6 +44,9 @@ def sft(config: Config) -> None:
     require_apart(out, Path(config.model.path), Path(settings.data))
     require_own(out, partial_of(out))
     distributed.initialize(config)
+    inputs = distributed.from_main_rank(
+        lambda: fingerprint_model(config) | {"sft.data": fingerprint_data(settings.data)}
+    )
     demonstrations = read_demonstrations(config)
     order = PromptOrder(len(demonstrations), config.run.seed)
     schedule = Schedule(
@@ -73,7 +77,7 @@ def sft(config: Config) -> None:
             if metrics and (time.monotonic() - said > _LINE_EVERY_S or step + 1 == settings.steps):
                 said = time.monotonic()
                 progress.line(f"cold start {step + 1}/{settings.steps}  loss {metrics['loss']:.4f}")
-    save_hf(policy.chunks, policy.shape, config.model.path, config.sft_out)
+    save_hf(policy.chunks, policy.shape, config.model.path, out, inputs=inputs)
     progress.line(f"cold start: wrote {config.sft_out}")
     distributed.shutdown()
 

@@ -29,7 +29,7 @@ WRITE_ERRORS = (dist_checkpointing.core.CheckpointingException, CheckpointExcept
 
 
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of every complete checkpoint in ``folder``, oldest first. Folders of other content are left alone."""
+    """(step, path) of every complete checkpoint in ``folder``, oldest first; not folders of other content."""
     entries = folder.iterdir() if folder.is_dir() else ()
     named = ((int(match[1]), path) for path in entries if (match := _NAME.fullmatch(path.name)) and path.is_dir())
     return sorted((step, path) for step, path in named if _is_checkpoint([*os.listdir(path)]))
