@@ -46,6 +46,12 @@ def claim(config: Config, tell: Callable[[str], None] = lambda _: None) -> None:
     saved, metrics = folder / SAVED, folder / "metrics.jsonl"
     checkpoints = complete_checkpoints(folder / "checkpoints")
     trained = bool(checkpoints) or _has_step(metrics)
+    run = read_run_id(folder) or next((read_record(path / MANIFEST).get("run") for _, path in checkpoints[::-1]), None)
+    if not run and (foreign := [name for name in _WRITTEN if os.path.lexists(folder / name)]):
+        raise ConfigError(
+            f"run.dir: {folder} holds {', '.join(foreign)}, but no {RUN_ID}: no run wrote it. Nothing was changed; "
+            "choose another run.dir, or move it away"
+        )
     if saved.exists() and trained:
         if not config.checkpoint.resume:
             raise ConfigError(
@@ -63,13 +69,7 @@ def claim(config: Config, tell: Callable[[str], None] = lambda _: None) -> None:
                 "run.dir, remove the folder, or set the old value to continue it"
             )
     if not read_run_id(folder):
-        known = [record["run"] for _, path in checkpoints if (record := read_record(path / MANIFEST)).get("run")]
-        if not known and (foreign := [name for name in _WRITTEN if os.path.lexists(folder / name)]):
-            raise ConfigError(
-                f"run.dir: {folder} holds {', '.join(foreign)}, but no {RUN_ID}: no run wrote it. Nothing was changed; "
-                "choose another run.dir, or move it away"
-            )
-        write_atomically(folder / RUN_ID, (known[-1] if known else secrets.token_hex(8)).encode())
+        write_atomically(folder / RUN_ID, (run or secrets.token_hex(8)).encode())
     if accepted := bind_inputs(config, folder, trained, tell):
         Audit(folder).record_inputs(accepted)
     write_atomically(saved, config.to_toml().encode())

@@ -54,7 +54,7 @@ def bind_inputs(config: Config, folder: Path, goes_on: bool, tell: Callable[[str
         name for name in sorted({*before, *now}) if not name.startswith("eval.sets.") or name in {*before} & {*now}
     ]
     differing = [name for name in names if goes_on and before.get(name) != now.get(name)]
-    accepted = {name: f"{name}:{_digest(now.get(name))}" for name in differing}
+    accepted = {name: f"{name}:{digest_of(now.get(name))}" for name in differing}
     if refused := [name for name in differing if accepted[name] not in config.checkpoint.accept_inputs]:
         told = "; ".join(f"{name} ({_describe(before.get(name), now.get(name))})" for name in refused)
         raise ConfigError(
@@ -139,7 +139,8 @@ def _module_file(module: str) -> Path | None:
     return None
 
 
-def _digest(fingerprint: Fingerprint | None) -> str:
+def digest_of(fingerprint: Fingerprint | None) -> str:
+    """A short name of an input's content."""
     return hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:12]
 
 
