@@ -93,7 +93,6 @@ def simulate(words: Sequence[str], budget: Budget, out: Path, as_json: bool = Fa
     compared = arms(rates, budget)
     results = [evaluate(arm, rates) for arm in compared]
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         subtitle = f"{rates.size} prompts, mean pass rate {rates.mean():.3f}"
         write_output(out, make_page("Sampling rules", subtitle, PLOT, [_plot(compared, rates)]))
     except OSError as error:

@@ -189,12 +189,16 @@ def _is_own_file(path: Path) -> bool:
 
 
 def write_output(path: Path, data: bytes) -> None:
-    """Write a file atomically, and list it; ConfigError if it exists and is not as megarl wrote it.
+    """Write a file atomically, and list it; its folder is made. ConfigError if it exists and is not as megarl wrote it.
 
     The new content is listed beside the one before it, so that a kill between the two writes leaves a file that is
     listed.
     """
     require_own_files(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(f"{error.filename}: found a file, expected a folder or nothing") from error
     listing = path.with_name(FILES)
     record = read_record(listing)
     before: Any = record.get(path.name)

@@ -143,7 +143,6 @@ def write_sort_task(
     else:
         is_wrong = choose_share(rng, shares[0], num_demonstrations)
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
     for name, numbers in (("train", train), ("heldout", heldout)):
         write_jsonl(folder / f"{name}.jsonl", ({"prompt": f"{n}=", "answer": "".join(sorted(n))} for n in numbers))
     responses = ("".join(sorted(n, reverse=wrong)) for n, wrong in zip(shown, is_wrong.tolist(), strict=True))

@@ -58,7 +58,6 @@ def write_report(*run_dirs: str | Path, out: Path | None = None) -> Path:
     sources = [_read_run(*pair) for pair in zip(folders, name_runs(folders), strict=True)]
     if out is None:
         out = Path("compare.html") if len(sources) > 1 else folders[0] / "report" / "index.html"
-        out.parent.mkdir(exist_ok=True)
     elif out.is_dir() or not out.parent.is_dir():
         raise ConfigError(f"--out: found {out}, expected the name of a file in a folder that exists")
     write_output(out, _make_page(sources))

@@ -50,10 +50,8 @@ def bind_inputs(config: Config, folder: Path, goes_on: bool, tell: Callable[[str
     record: Any = read_record(folder / INPUTS) if goes_on else {}
     before: Any = record.get("inputs") if isinstance(record.get("inputs"), dict) else {}
     # A benchmark of [eval] may come or go; what comes has no earlier figures that it could be taken for.
-    names = [
-        name for name in sorted({*before, *now}) if not name.startswith("eval.sets.") or name in {*before} & {*now}
-    ]
-    differing = [name for name in names if goes_on and before.get(name) != now.get(name)]
+    names = {name for name in {*before, *now} if not name.startswith("eval.sets.")} | ({*before} & {*now})
+    differing = [name for name in sorted(names) if goes_on and before.get(name) != now.get(name)]
     accepted = {name: f"{name}:{digest_of(now.get(name))}" for name in differing}
     if refused := [name for name in differing if accepted[name] not in config.checkpoint.accept_inputs]:
         told = "; ".join(f"{name} ({_describe(before.get(name), now.get(name))})" for name in refused)
@@ -64,7 +62,8 @@ def bind_inputs(config: Config, folder: Path, goes_on: bool, tell: Callable[[str
         )
     for name in differing:
         tell(f"warning: {name} is not what the run began with ({_describe(before.get(name), now.get(name))}); accepted")
-    history: Any = record.get("accepted") or []
+    history: Any = record.get("accepted")
+    history = [*(history if isinstance(history, list) else [])]
     history += [{"input": accepted[name], "before": before.get(name), "time": time.time()} for name in differing]
     write_atomically(folder / INPUTS, json.dumps({"inputs": now, "accepted": history}, indent=1).encode())
     return [*accepted.values()]
@@ -74,7 +73,7 @@ def fingerprint_inputs(config: Config) -> dict[str, Fingerprint]:
     """The inputs of a run by name; DataError for a prompt file that is missing or broken."""
     found = {**fingerprint_model(config), "data.train": fingerprint_data(config.data.train, config.data.split)}
     if config.model.reference:
-        found["model.reference"] = _digest_files(Path(config.model.reference), _WEIGHTS)
+        found["model.reference"] = fingerprint_files(Path(config.model.reference), _WEIGHTS)
     for benchmark in choose((), config) if config.benchmarks else ():
         name = "data.heldout" if benchmark.name == HELDOUT else f"eval.sets.{benchmark.name}"
         found[name] = fingerprint_data(benchmark.source, benchmark.split)
@@ -90,7 +89,7 @@ def fingerprint_inputs(config: Config) -> dict[str, Fingerprint]:
 def fingerprint_model(config: Config) -> dict[str, Fingerprint]:
     """The model that a run begins with, and its tokenizer."""
     model = Path(config.model.path)
-    return {"model.path": _digest_files(model, _WEIGHTS), "tokenizer": _digest_files(model, _TOKENIZER)}
+    return {"model.path": fingerprint_files(model, _WEIGHTS), "tokenizer": fingerprint_files(model, _TOKENIZER)}
 
 
 def fingerprint_data(source: str, split: str | None = None) -> Fingerprint:
@@ -105,7 +104,7 @@ def fingerprint_data(source: str, split: str | None = None) -> Fingerprint:
     return {"content": f"{count} records, sha256 {digest.hexdigest()}"}
 
 
-def _digest_files(folder: Path, patterns: Iterable[str]) -> Fingerprint:
+def fingerprint_files(folder: Path, patterns: Iterable[str]) -> Fingerprint:
     """The files of a folder whose names fit; large ones by samples."""
     files = sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
     with ThreadPoolExecutor(8) as pool:
@@ -139,7 +138,7 @@ def _module_file(module: str) -> Path | None:
     return None
 
 
-def digest_of(fingerprint: Fingerprint | None) -> str:
+def digest_of(fingerprint: Mapping[str, Any] | None) -> str:
     """A short name of an input's content."""
     return hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:12]
 

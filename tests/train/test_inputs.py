@@ -33,7 +33,7 @@ def place(world: World, tmp_path: Path) -> Path:
 def settings(world: World, place: Path, **more: object) -> Config:
     task = place / "task"
     return world.settings(
-        run__dir=str(place / "run"),
+        run__dir=str(place.parent / "run" if place.name == "moved" else place / "run"),
         model__path=str(place / "model"),
         model__reference=str(place / "reference"),
         data__train=str(task / "train.jsonl"),
@@ -126,7 +126,7 @@ def test_the_same_content_elsewhere_goes_on_without_a_word(world: World, place: 
         shutil.copytree(place / name, moved / name)
         shutil.rmtree(place / name)
     told: list[str] = []
-    claim(settings(world, moved, run__dir=str(place / "run")), told.append)
+    claim(settings(world, moved), told.append)
     assert told == []
 
 

@@ -106,10 +106,6 @@ def _check(recipe: Recipe) -> None:
 
 def _write(targets: dict[bool, Path], rows: dict[bool, list[Record]], heldout: bool) -> None:
     """The held-out file first, so that no training file stands beside an older one that it overlaps with."""
-    try:
-        targets[False].parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigError(f"{error.filename}: found a file, expected a folder or nothing") from error
     require_own_files(*targets.values())  # somebody may have written one meanwhile
     targets[False].unlink(missing_ok=True)
     targets[True].unlink(missing_ok=True)
