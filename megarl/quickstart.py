@@ -56,8 +56,6 @@ def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be made a folder ({error.strerror}); choose another one") from None
-    if not (out / "quickstart.toml").exists() and (held := [entry.name for entry in out.iterdir()]):
-        raise ConfigError(f"--out {out}: found {held[0]}, expected a new or empty folder; choose another one")
     run, model, task = out / "run", out / "model", out / "task"
     path = out / "quickstart.toml"
     text = config_text(family, config=path, run=run, model=model, task=task)
@@ -65,6 +63,8 @@ def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
     untrained = out / "model-untrained"
     if (untrained / "config.json").exists() and (found := read_shape(untrained).family) != family:
         raise MegarlError(f"{out} holds a model of the family {found}: add --family {found}, or choose another --out")
+    if not path.exists() and (held := [entry.name for entry in out.iterdir()]):
+        raise ConfigError(f"--out {out}: found {held[0]}, expected a new or empty folder; choose another one")
     write_output(path, text.encode())
     if finished:
         raise MegarlError(

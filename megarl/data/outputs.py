@@ -28,7 +28,6 @@ HF_FILES = ("model-*.safetensors", "model.safetensors.index.json", "config.json"
 """Names of what megarl writes of a model, besides ``model_files`` of its source."""
 _RESERVED = (".megarl*",)
 _WHILE_WRITTEN = (*_RESERVED, ".*.tmp", "*/.*.tmp")
-_KEPT = 2
 
 
 def partial_of(out: Path) -> Path:
@@ -49,7 +48,7 @@ def require_apart(out: Path, *sources: Path | None) -> None:
 def require_own(*folders: Path) -> None:
     """ConfigError unless each folder is new, empty, or holds nothing but what megarl wrote there as a whole."""
     for folder in folders:
-        if os.path.lexists(folder) and not folder.is_dir():
+        if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
             raise ConfigError(f"{folder} is no folder; remove it, or choose another place")
         if foreign := find_foreign(folder, marked(folder)):
             raise ConfigError(
@@ -191,7 +190,7 @@ def _is_own_file(path: Path) -> bool:
 def write_output(path: Path, data: bytes) -> None:
     """Write a file atomically, and list it; its folder is made. ConfigError if it exists and is not as megarl wrote it.
 
-    The new content is listed beside the one before it, so that a kill between the two writes leaves a file that is
+    The new content is listed beside the present one, so that a kill between the two writes leaves a file that is
     listed.
     """
     require_own_files(path)
@@ -200,10 +199,9 @@ def write_output(path: Path, data: bytes) -> None:
     except (FileExistsError, NotADirectoryError) as error:
         raise ConfigError(f"{error.filename}: found a file, expected a folder or nothing") from error
     listing = path.with_name(FILES)
-    record = read_record(listing)
-    before: Any = record.get(path.name)
-    digests = [hashlib.sha256(data).hexdigest(), *(before if isinstance(before, list) else [])][:_KEPT]
-    write_atomically(listing, json.dumps({**record, path.name: digests}, indent=1).encode())
+    digests = [hashlib.sha256(data).hexdigest(), *([sha256_of(path)] if path.exists() else [])]
+    record = {**read_record(listing), path.name: digests}
+    write_atomically(listing, json.dumps(record, indent=1).encode())
     write_atomically(path, data)
 
 

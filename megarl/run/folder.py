@@ -29,7 +29,7 @@ _FIXED = {"sglang": "fp8", "parallel": "distributed_optimizer"}
 """Of these tables, all other keys may change."""
 _WRITTEN = (
     *(SAVED, INPUTS, "metrics.jsonl", "samples.jsonl", "responses.jsonl.gz", "status.json"),
-    *("checkpoints", "traces", "sglang"),
+    *("checkpoints", "traces"),
 )
 """What a run writes over, cuts or removes in its folder."""
 

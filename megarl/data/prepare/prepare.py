@@ -107,8 +107,8 @@ def _check(recipe: Recipe) -> None:
 def _write(targets: dict[bool, Path], rows: dict[bool, list[Record]], heldout: bool) -> None:
     """The held-out file first, so that no training file stands beside an older one that it overlaps with."""
     require_own_files(*targets.values())  # somebody may have written one meanwhile
-    targets[False].unlink(missing_ok=True)
-    targets[True].unlink(missing_ok=True)
+    for earlier in (path for path in targets.values() if path.exists()):
+        earlier.unlink()
     for is_heldout in (True, False) if heldout else (False,):
         write_jsonl(targets[is_heldout], rows[is_heldout])
 

@@ -15,7 +15,7 @@ from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.data.files import sha256_of, sync
-from megarl.data.outputs import find_foreign, free_name, matches, remove_own, replace_folder
+from megarl.data.outputs import IsOwn, find_foreign, free_name, matches, remove_own, replace_folder
 from megarl.errors import SaveError
 from megarl.megatron.checkpoints.manifest import MANIFEST, Files, saved_files, step_name, write_manifest
 from megarl.megatron.distributed import from_main_rank, gather_on_main_rank, is_collective_error, is_main_rank
@@ -77,15 +77,20 @@ def clear_partial(folder: Path, step: int, run: str) -> Path:
         for stale in folder.glob("step_*.partial"):
             _remove_partial(stale)
         for place, is_own in ((partial_folder(path), _is_written), (path, saved_files(path, run))):
-            is_other = os.path.lexists(place) and (place.is_symlink() or not place.is_dir())
-            if is_other or (foreign := find_foreign(place, is_own)):
-                held = f"{place} is a link or a file" if is_other else f"{place} holds {foreign[0]}"
-                raise SaveError(f"{held}, which no save of this run wrote; move it away and start the run again")
+            if foreign := _find_foreign(place, is_own):
+                raise SaveError(
+                    f"{place} is or holds {foreign[0]}, which no save of this run wrote; move it away and start again"
+                )
         with explained(path):
             partial_folder(path).mkdir(parents=True, exist_ok=True)
 
     from_main_rank(make)
     return path
+
+
+def _find_foreign(place: Path, is_own: IsOwn) -> list[str]:
+    is_other = os.path.lexists(place) and (place.is_symlink() or not place.is_dir())
+    return ["a link or a file"] if is_other else find_foreign(place, is_own)
 
 
 def _remove_partial(folder: Path) -> None:
@@ -120,9 +125,9 @@ def publish(path: Path, run: str, files: Files, keep: int, find_lasting: FindLas
         found = complete_checkpoints(path.parent)
         lasting = {*find_lasting([step for step, _ in found]), int(path.name.removeprefix("step_"))}
         for old in (old for step, old in found[:-keep] if step not in lasting):
-            if old.is_symlink() or (foreign := find_foreign(old, saved_files(old, run))):
-                held = "is a link" if old.is_symlink() else f"holds {foreign[0]}, which this run did not save"
-                warnings.warn(f"{old} stays although checkpoint.keep is {keep}: it {held}", stacklevel=2)
+            if foreign := _find_foreign(old, saved_files(old, run)):
+                why = f"it is or holds {foreign[0]}, which this run did not save"
+                warnings.warn(f"{old} stays although checkpoint.keep is {keep}: {why}", stacklevel=2)
                 continue
             # what a kill leaves of it is no checkpoint
             _remove_partial(old.rename(partial_folder(old)))
