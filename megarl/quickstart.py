@@ -18,7 +18,7 @@ from typing import Any
 
 from megarl.config import Config
 from megarl.config.file import load
-from megarl.data.files import write_atomically
+from megarl.data.outputs import write_output
 from megarl.data.tiny import Family, write_sort_task, write_tiny_model
 from megarl.errors import ConfigError, MegarlError, RolloutError
 from megarl.models.shapes import read_shape
@@ -63,7 +63,9 @@ def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
     untrained = out / "model-untrained"
     if (untrained / "config.json").exists() and (found := read_shape(untrained).family) != family:
         raise MegarlError(f"{out} holds a model of the family {found}: add --family {found}, or choose another --out")
-    write_atomically(path, text.encode())
+    if not path.exists() and (held := [entry.name for entry in out.iterdir()]):
+        raise ConfigError(f"--out {out}: found {held[0]}, expected a new or empty folder; choose another one")
+    write_output(path, text.encode())
     if finished:
         raise MegarlError(
             f"{out} holds a finished quickstart, see {run / 'report' / 'index.html'}; to train on, run "

@@ -10,7 +10,7 @@ import numpy as np
 from megarl.core.choices.stopping import Allotted, SamplingRule, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.core.sampling import allocate, allocate_by_weights, budget_weights, gvm_allocate, stopping_law
 from megarl.core.sampling.subsampling import positives_to_keep
-from megarl.data.files import write_atomically
+from megarl.data.outputs import write_output
 from megarl.errors import ConfigError, printable
 from megarl.report.figures import COLORS, Figure, numbers
 from megarl.report.page import PLOT, make_page
@@ -93,9 +93,8 @@ def simulate(words: Sequence[str], budget: Budget, out: Path, as_json: bool = Fa
     compared = arms(rates, budget)
     results = [evaluate(arm, rates) for arm in compared]
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         subtitle = f"{rates.size} prompts, mean pass rate {rates.mean():.3f}"
-        write_atomically(out, make_page("Sampling rules", subtitle, PLOT, [_plot(compared, rates)]))
+        write_output(out, make_page("Sampling rules", subtitle, PLOT, [_plot(compared, rates)]))
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot write the file ({error.strerror}); choose another one") from error
     if as_json:

@@ -15,7 +15,7 @@ import pydantic
 from megarl.config import Config
 from megarl.config import file as config_file
 from megarl.config.command import Overrides, Positional, command
-from megarl.data.files import write_atomically
+from megarl.data.outputs import require_own_files, write_output
 from megarl.data.records import read_records
 from megarl.errors import ConfigError, MegarlError, printable
 from megarl.models.fit import check_fit
@@ -54,7 +54,7 @@ class Init:
     mini_batches: pydantic.PositiveInt | None = None
     """Updates of a step; default 1, with r2 2, with r3 4. Prompts per step grow with it."""
     force: bool = False
-    """Replace OUT if it exists."""
+    """Replace OUT if it exists as megarl wrote it."""
 
     def run(self, overrides: Overrides) -> None:
         init(self)
@@ -218,14 +218,18 @@ def _asked_keys(answers: Init, prompts: int) -> dict[str, Any]:
 
 
 def init(answers: Init) -> None:
-    """Ask, check, write ``answers.out``, and say what comes next. ConfigError if it exists, unless forced."""
+    """Ask, check, write ``answers.out``, and say what comes next.
+
+    ConfigError if it exists, unless forced and as an earlier call wrote it.
+    """
     out = answers.out
     if out.exists() and not answers.force:
         raise ConfigError(f"{out}: exists; pass --force to replace it, or another name")
+    require_own_files(out)
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"{out}: its folder does not exist; make it, or choose another")
     text, config, recipe = make_config(ask(answers))
-    write_atomically(out, text.encode())
+    write_output(out, text.encode())
     name = shlex.quote(str(out))
     origin = f"the recipe {recipe}" if recipe else "no recipe has this model and these GPUs: sizes are guesses"
     print(printable(f"{out}: {origin}"))

@@ -135,7 +135,7 @@ def test_a_wrong_command_line_costs_one_line(capsys, tmp_path, words, expected):
 def test_an_output_that_cannot_be_written(capsys, tmp_path):
     (tmp_path / "file").write_text("")
     assert cli.main(["simulate", "--rates", "0.5", "--out", str(tmp_path / "file" / "out.html")]) == 2
-    assert "cannot write the file" in capsys.readouterr().err
+    assert "file: found a file, expected a folder" in capsys.readouterr().err
 
 
 def test_from_the_command_line(capsys, tmp_path):

@@ -113,10 +113,14 @@ def test_a_file_is_replaced_only_by_force(folder: Path, capsys: pytest.CaptureFi
     assert main(["init", "run.toml", "--model", "m"]) == 2
     assert "run.toml: exists; pass --force" in capsys.readouterr().err
     assert main(["init", "run.toml", "--model", "m", "--objective", "gpro", "--force"]) == 2
+    assert main(["init", "run.toml", "--model", "m", "--force"]) == 2
+    assert "run.toml exists, and megarl did not write it" in capsys.readouterr().err
     assert Path("run.toml").read_text() == "mine"
+    Path("run.toml").unlink()
+    init("--model", "m")
     init("--model", "m", "--force")
     assert main(["init", "none/run.toml", "--model", "m"]) == 2
-    assert [path.name for path in folder.iterdir()] == ["run.toml"]
+    assert sorted(path.name for path in folder.iterdir()) == [".megarl-files.json", "run.toml"]
 
 
 @contextmanager

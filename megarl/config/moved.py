@@ -29,18 +29,6 @@ def follow(table: dict[str, Any], folder: Path) -> dict[str, Any]:
     return found
 
 
-def is_same_place(old: Mapping[str, Any], new: Mapping[str, Any], name: str, key: str) -> bool:
-    """Whether a key of two configurations names the same place, as seen from their run folders."""
-    before, now = (_from_run(table, name, key) for table in (old, new))
-    return before is not None and before == now
-
-
-def _from_run(table: Mapping[str, Any], name: str, key: str) -> str | None:
-    """The place that a key names, as seen from the run folder; None if it names none."""
-    value, start = _get(table, name, key), _get(table, "run", "dir")
-    return os.path.relpath(value, start) if (name, key) in PATHS and value and start else None
-
-
 def _get(table: Mapping[str, Any], name: str, key: str) -> str | None:
     inner = table.get(name)
     value = inner.get(key) if isinstance(inner, Mapping) else None

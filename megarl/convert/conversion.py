@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megarl.convert.job import ConversionJob, Ranks, fingerprint, require_apart, require_unchanged, same_bits
+from megarl.convert.job import ConversionJob, Ranks, fingerprint, require_unchanged, same_bits
 from megarl.convert.megatron_files import (
     HF_FOLDER,
     Keys,
@@ -26,6 +26,7 @@ from megarl.convert.megatron_files import (
     units_of,
 )
 from megarl.convert.torch_dist import Chunk, write_file, write_metadata
+from megarl.data.outputs import require_apart
 from megarl.errors import CheckpointError, ConfigError, NumericsError
 from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, pack_shards
 from megarl.models.names import LAYOUTS, hf_shapes, is_fp32
@@ -89,7 +90,7 @@ def to_megatron(source: Path, out: Path, options: Options, ranks: Ranks) -> Conv
         states = [sorted({name for piece in unit for name in keys.extra_states(piece, shape)}) for unit in units]
         sizes = [sum(math.prod(chunk.shape) * chunk.dtype.itemsize for chunk in unit) for unit in chunks]
         identity = fingerprint(hf.files(), source, **options.of_output())
-        with ConversionJob(out, identity, ranks, overwrite=options.overwrite) as job:
+        with ConversionJob(out, identity, ranks, overwrite=options.overwrite, model=source) as job:
 
             def write_unit(number: int, unit: list[Chunk]) -> tuple[Path, Any]:
                 return job.folder / f"__{number}_0.distcp", write_file(job.folder, number, unit, states[number])
@@ -128,7 +129,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: 
     lengths = [count * dtype.itemsize for count, dtype in zip(counts, dtypes, strict=True)]
     shards, sizes = pack_shards(pieces, lengths, options.shard_bytes)
     identity = fingerprint(source.glob("*.distcp"), model, **options.of_output())
-    with ConversionJob(out, identity, ranks, overwrite=options.overwrite) as job:
+    with ConversionJob(out, identity, ranks, overwrite=options.overwrite, model=model) as job:
         job.write_shards(
             shards,
             sizes,

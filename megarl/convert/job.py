@@ -8,7 +8,6 @@ import atexit
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,17 +20,21 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from safetensors import SafetensorError
 
+from megarl.data import outputs
 from megarl.data.disk import describe_write_error
-from megarl.data.files import replace_folder, sha256_of, sync_all, write_atomically
+from megarl.data.files import read_record, sha256_of, write_atomically
+from megarl.data.outputs import MARK, partial_of, replace_folder, require_own
 from megarl.errors import CheckpointError, ConfigError, MegarlError
 from megarl.foreign_files import read_object
 from megarl.megatron.checkpoints.manifest import MANIFEST as RUN_MANIFEST
 from megarl.megatron.checkpoints.manifest import read_manifest
 from megarl.megatron.distributed import shutdown
-from megarl.models.hf_files import MANIFEST, save_tensors, write_index
+from megarl.models.hf_files import FP8_ERRORS, MANIFEST, save_tensors, write_index
 from megarl.models.hf_folder import read_json, some
 
-_JOB, _LOCK = ".job.json", ".lock"
+_LOCK, _UNIT = ".megarl.lock", ".megarl-unit-"
+_WRITTEN = (*outputs.HF_FILES, "__*_0.distcp", ".metadata*", "metadata.json", "common.pt", MANIFEST, FP8_ERRORS)
+"""Names of files of a conversion, besides those copied from its model."""
 T = TypeVar("T")
 _WAIT = timedelta(hours=24)
 """Ranks wait for the slowest; a conversion of a large model takes hours."""
@@ -55,21 +58,6 @@ class Ranks:
     def share(self, units: Sequence[T]) -> list[tuple[int, T]]:
         """(number, unit) of this rank's units."""
         return list(enumerate(units))[self.rank :: self.size]
-
-
-def partial_of(out: Path) -> Path:
-    """The name of a folder until it is complete."""
-    if not out.name:
-        raise ConfigError(f"{out} cannot be written; name a folder")
-    return out.with_name(out.name + ".partial")
-
-
-def require_apart(out: Path, *sources: Path | None) -> None:
-    """ConfigError if ``out`` or its ``.partial`` folder is a source or contains one."""
-    written = (out.resolve(), partial_of(out.resolve()))
-    for source in sources:
-        if source is not None and {source.resolve(), *source.resolve().parents} & set(written):
-            raise ConfigError(f"{out} would replace its own source {source}; choose another folder")
 
 
 def require_unchanged(folder: Path, ranks: Ranks) -> bool:
@@ -111,22 +99,26 @@ class ConversionJob:
     """Writes folder ``out``; a context manager, on every rank.
 
     ``fingerprint`` is plain data that identifies source and settings; unfinished work with another one is removed.
-    CheckpointError if ``out`` exists and must not be replaced, if another process writes it, or if the disk fails.
+    ``model``: the folder whose config and tokenizer are copied.
+
+    ConfigError if ``out`` holds anything that megarl did not write. CheckpointError if it exists and must not be
+    replaced, if another process writes it, or if the disk fails.
     """
 
-    def __init__(self, out: Path, fingerprint: Mapping[str, Any], ranks: Ranks, *, overwrite: bool) -> None:
+    def __init__(
+        self, out: Path, fingerprint: Mapping[str, Any], ranks: Ranks, *, overwrite: bool, model: Path | None = None
+    ) -> None:
         self.out = out.resolve()  # a link stays; its target is replaced
         self.folder = partial_of(self.out)
         self.ranks = ranks
-        self._fingerprint, self._overwrite = fingerprint, overwrite
+        self._identity = json.loads(json.dumps(fingerprint))  # as it is read back
+        self._overwrite, self._model = overwrite, model
         self._lock: Any = None
         self.kept = 0  # units that an earlier start had finished
 
     def __enter__(self) -> Self:
-        if self.out.exists() and not self._overwrite:
-            raise CheckpointError(f"{self.out} exists; remove it, choose another folder, or ask for --overwrite")
-        if self.out.exists() and not self.out.is_dir():
-            raise CheckpointError(f"{self.out} is a file, expected a folder or nothing")
+        require_own(self.out)
+        self._require_leave("exists; remove it, choose another folder, or ask for --overwrite")
         if self.ranks.rank == 0:
             with self._explain_disk_errors():
                 self._claim()
@@ -137,25 +129,20 @@ class ConversionJob:
         if self._lock is not None:
             self._lock.close()
 
+    def _require_leave(self, told: str) -> None:
+        if self.out.exists() and any(self.out.iterdir()) and not self._overwrite:
+            raise CheckpointError(f"{self.out} {told}")
+
     def _claim(self) -> None:
+        require_own(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.folder / _LOCK).open("w")
+        self._lock = (self.folder / _LOCK).open("a")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise CheckpointError(f"another process writes {self.folder}; wait for it or stop it") from error
-        job, identity = self.folder / _JOB, json.dumps(self._fingerprint, sort_keys=True, indent=1).encode()
-        others = [entry.name for entry in self.folder.iterdir() if entry.name not in (_LOCK, _JOB)]
-        if others and not job.is_file():
-            raise CheckpointError(
-                f"{self.folder} holds {some(others)} and is not what an interrupted conversion leaves (it may be a "
-                "folder that --overwrite has replaced); remove it, or give it another name"
-            )
-        if not job.is_file() or job.read_bytes() != identity:
-            for entry in self.folder.iterdir():
-                if entry.name != _LOCK:
-                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-            write_atomically(job, identity)
+        continues = read_record(self.folder / MARK).get("job") == self._identity
+        outputs.begin(self.folder, _WRITTEN, self._model, keep=["*" if continues else _LOCK], job=self._identity)
 
     @contextmanager
     def _explain_disk_errors(self) -> Iterator[None]:
@@ -278,7 +265,7 @@ class ConversionJob:
         return kept["record"] if file.is_file() and file.stat().st_size == kept["bytes"] else None
 
     def _record_file(self, number: int) -> Path:
-        return self.folder / f".unit_{number:06d}"
+        return self.folder / f"{_UNIT}{number:06d}"
 
     def publish(self, manifest: Mapping[str, Any]) -> None:
         """Give the folder its name, with ``manifest`` and the SHA-256 of every file of weights in it."""
@@ -292,11 +279,10 @@ class ConversionJob:
             with self._explain_disk_errors():
                 text = json.dumps({**manifest, "sha256": digests}, indent=1)
                 write_atomically(self.folder / MANIFEST, text.encode())
-                sync_all(self.folder)
-                if self.out.exists() and not self._overwrite:
-                    raise CheckpointError(f"{self.out} has appeared meanwhile; {self.folder} is whole: rename one")
+                outputs.seal(self.folder, job=self._identity)
+                self._require_leave(f"has appeared meanwhile; {self.folder} is whole: rename one")
                 replace_folder(self.folder, self.out)
-                # Last: until the folder has its name, these files mark it as a conversion's.
-                for entry in (*self.out.glob(".unit_*"), self.out / _JOB, self.out / _LOCK):
+                # Last: until the folder has its name, another start goes on with these files.
+                for entry in (*self.out.glob(f"{_UNIT}*"), self.out / _LOCK):
                     entry.unlink()
         self.ranks.wait()

@@ -18,10 +18,11 @@ from rich.filesize import decimal
 from megarl.convert import conversion
 from megarl.convert.conversion import hf_tensors
 from megarl.convert.fp8_selection import Tensor, is_misread, select_tensors
-from megarl.convert.job import ConversionJob, Ranks, fingerprint, require_apart, require_unchanged, same_bits
+from megarl.convert.job import ConversionJob, Ranks, fingerprint, require_unchanged, same_bits
 from megarl.convert.megatron_files import MegatronCheckpoint, Piece, model_folder, torch_dist_folder, units_of
 from megarl.core.fp8 import BLOCK, SCALE, BlockErrors, ErrorSum, grid_of, quantize_by_stripes
 from megarl.data.files import write_atomically
+from megarl.data.outputs import require_apart
 from megarl.errors import CheckpointError, ConfigError, NumericsError
 from megarl.models.hf_config import find_quantization
 from megarl.models.hf_files import FP8_ERRORS, HFCheckpoint, copy_model_files, pack_shards
@@ -87,7 +88,7 @@ def quantize(source: Path, out: Path, model: Path | None, options: Options, rank
     shards, totals = pack_shards(found.parts, sizes, options.shard_bytes)
     settings = {"block": options.block, "keep": options.keep, "shard_bytes": options.shard_bytes}
     identity = fingerprint(found.files, found.model, to="fp8", **settings)
-    with ConversionJob(out, identity, ranks, overwrite=options.overwrite) as job:
+    with ConversionJob(out, identity, ranks, overwrite=options.overwrite, model=found.model) as job:
 
         def finish(errors: list[dict[str, dict[str, Any]]]) -> None:
             copy_model_files(found.model, job.folder, None, config, predicts=found.path == found.model)

@@ -1,10 +1,9 @@
-"""Write files and folders so that they appear complete or not at all, even if the writer is killed."""
+"""Write files so that they appear complete or not at all, even if the writer is killed."""
 
 import ctypes
 import errno
 import hashlib
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -45,7 +44,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def model_files(folder: Path) -> Iterator[Path]:
-    """Yield the files of a Hugging Face folder other than weights: config, tokenizer, code.
+    """Yield the files of a Hugging Face folder other than weights: config, tokenizer, code. Not megarl's own lists.
 
     ConfigError for a link that leads out of the folder, which would hand on any file of the reader; links into the
     ``blobs`` of Hugging Face's cache are how it stores a folder.
@@ -53,34 +52,14 @@ def model_files(folder: Path) -> Iterator[Path]:
     inside = folder.resolve()
     blobs = inside.parent.parent / "blobs" if inside.parent.name == "snapshots" else inside
     for file in folder.iterdir():
-        if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
+        is_other = file.suffix in _WEIGHTS or file.name.endswith(".index.json") or file.name.startswith(".megarl")
+        if file.is_file() and not is_other:
             if not {inside, blobs} & {*(target := file.resolve()).parents}:
                 raise ConfigError(f"{file} is a link to {target}, outside of its folder; put the file itself there")
             yield file
 
 
-def replace_folder(new: Path, target: Path) -> None:
-    """Rename folder ``new`` to ``target`` in one step, and remove the folder that had this name.
-
-    At every moment ``target`` is the old folder or the new one, except on network file systems that cannot exchange two
-    names: there is then a moment in which the old folder is called ``target.old`` and there is no ``target``. Raises
-    OSError.
-    """
-    if not target.exists():
-        new.rename(target)
-    elif _exchange(new, target):
-        sync(target.parent)
-        shutil.rmtree(new)
-    else:
-        aside = target.with_name(target.name + ".old")
-        target.rename(aside)
-        new.rename(target)
-        sync(target.parent)
-        shutil.rmtree(aside)
-    sync(target.parent)
-
-
-def _exchange(first: Path, second: Path) -> bool:
+def exchange(first: Path, second: Path) -> bool:
     """Exchange two names in one step. Return False where the system or the file system cannot."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2

@@ -2,8 +2,8 @@
 
 The file, as ``megarl.data.tensor_file`` writes it, has the arrays of PromptTable. It lies in
 ``$XDG_CACHE_HOME/megarl/prompts`` (``~/.cache/megarl/prompts``), or where that cannot be written in a folder of this
-user below the temporary one. Its name is a hash of all that its content depends on, so that it is never out of date.
-Between runs it may be removed.
+user below the temporary one. Its name is a hash of all that its content depends on, so that it is never out of date,
+and it holds the SHA-256 of this name with its arrays, which every process compares. Between runs it may be removed.
 """
 
 import fcntl
@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -122,18 +122,21 @@ def share(
     prefix = place_prefix(source)
     try:
         path = _folder() / f"{key}.prompts"
-        if (table := _map(path, prefix)) is not None:
-            return table
+        with suppress(TraceError):
+            return _map(path, prefix)
         with _lock(path.with_suffix(".lock")):
-            if (table := _map(path, prefix)) is not None:  # another process has built it meanwhile
-                return table
+            try:
+                return _map(path, prefix)  # another process has built it meanwhile
+            except TraceError as error:
+                if path.exists():
+                    warnings.warn(f"{error}; the prompts are tokenized again", stacklevel=2)
             table = build()
             if sha256_of(source) != digest:  # somebody has written it meanwhile
                 return table
             arrays = {name: getattr(table, name) for name in _ARRAYS}
-            write_atomically(path, dump_tensors(arrays, {}), durable=False)
-        return _map(path, prefix) or table
-    except OSError as error:
+            write_atomically(path, dump_tensors(arrays, {"sha256": _hash_arrays(key, arrays)}))
+        return _map(path, prefix)
+    except (OSError, TraceError) as error:
         warnings.warn(f"{source}: every process keeps its own prompts in memory ({error})", stacklevel=2)
         return build()
 
@@ -172,10 +175,17 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _map(path: Path, prefix: str) -> PromptTable | None:
-    """The table in a file; None if there is none, or it is not complete."""
-    try:
-        arrays, _ = load_tensors(path, mapped=True)
-        return PromptTable(**{name: arrays[name] for name in _ARRAYS}, prefix=prefix)
-    except (TraceError, KeyError):
-        return None
+def _map(path: Path, prefix: str) -> PromptTable:
+    """The table in a file; TraceError if there is none, or it is not as it was written."""
+    arrays, about = load_tensors(path, mapped=True)
+    if {*arrays} != {*_ARRAYS} or about.get("sha256") != _hash_arrays(path.stem, arrays):
+        raise TraceError(f"{path} is not as it was written: its SHA-256 is another")
+    return PromptTable(**arrays, prefix=prefix)
+
+
+def _hash_arrays(key: str, arrays: Mapping[str, np.ndarray]) -> str:
+    digest = hashlib.sha256(key.encode())
+    for name in _ARRAYS:
+        digest.update(f"{arrays[name].dtype} {arrays[name].shape} ".encode())
+        digest.update(np.ascontiguousarray(arrays[name]).data)
+    return digest.hexdigest()

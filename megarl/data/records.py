@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.tables.data import FILES
-from megarl.data.files import write_atomically
+from megarl.data.outputs import write_output
 from megarl.errors import ConfigError, DataError, describe
 from megarl.foreign_files import MOST_JSON_BYTES, open_regular, read_regular, require_regular
 from megarl.foreign_json import parse_json
@@ -73,9 +73,12 @@ def place_prefix(source: str | Path) -> str:
 
 
 def write_jsonl(path: Path, rows: Iterable[Record]) -> None:
-    """Write one JSON object per line; the file appears complete or not at all."""
+    """Write one JSON object per line; the file appears complete or not at all.
+
+    ConfigError if it exists and is not as megarl wrote it.
+    """
     lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-    write_atomically(path, "".join(lines).encode())
+    write_output(path, "".join(lines).encode())
 
 
 def get_field(record: Record, field: str, place: str) -> Any:

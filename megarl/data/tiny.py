@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from megarl.data.records import write_jsonl
-from megarl.errors import DataError
+from megarl.errors import ConfigError, DataError
 
 CHARACTERS = "0123456789=+-*/ ,.:?()abcdefgh"
 """The 30 characters of the vocabulary; with pad (id 0) and end (id 1) it has 32 tokens."""
@@ -78,6 +78,8 @@ def write_tiny_model(
         bos_token_id=None,
         dtype="float32",
     )
+    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"{target} exists; choose another folder, or remove it")
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -141,7 +143,6 @@ def write_sort_task(
     else:
         is_wrong = choose_share(rng, shares[0], num_demonstrations)
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
     for name, numbers in (("train", train), ("heldout", heldout)):
         write_jsonl(folder / f"{name}.jsonl", ({"prompt": f"{n}=", "answer": "".join(sorted(n))} for n in numbers))
     responses = ("".join(sorted(n, reverse=wrong)) for n, wrong in zip(shown, is_wrong.tolist(), strict=True))

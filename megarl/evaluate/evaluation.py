@@ -21,6 +21,7 @@ from megarl.core.types import WeightShare
 from megarl.data import benchmarks
 from megarl.data.benchmarks import Benchmark
 from megarl.data.judge import Judge
+from megarl.data.outputs import require_own_files
 from megarl.data.prompts import Prompt
 from megarl.data.records import require_file
 from megarl.data.rewards import load_reward
@@ -149,6 +150,9 @@ def _prepare(request: EvalRequest) -> Task:
     own = {b.name: results.benchmark_settings(request, b, prompts[b.name]) for b in request.benchmarks}
     found = results.complete_results(out)
     results.refuse_other_settings(out, found, shared, own)
+    folders = [out / name for name in prompts if name not in found]
+    names = ("responses.jsonl", "prompts.jsonl", "result.json")
+    require_own_files(out / "eval.json", *(folder / name for folder in folders for name in names))
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

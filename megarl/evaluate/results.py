@@ -13,7 +13,6 @@ import json
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megarl.data.benchmarks import Benchmark
-from megarl.data.files import write_atomically
+from megarl.data.outputs import write_output
 from megarl.data.prompts import Prompt
 from megarl.data.records import write_jsonl
 from megarl.errors import ConfigError, DataError
@@ -30,6 +29,7 @@ from megarl.evaluate.request import EvalRequest
 from megarl.evaluate.scores import Samples, score, score_prompts
 from megarl.foreign_files import MOST_JSON_BYTES, read_object
 from megarl.foreign_json import parse_json
+from megarl.run.inputs import digest_of, fingerprint_files, fingerprint_model
 
 Json = dict[str, Any]
 _TRAINING = {"sampling", "estimate", "gvm", "credit", "train", "optim", "recompute", "checkpoint", "log", "sft"}
@@ -39,19 +39,24 @@ _SHARED = (
     *("rollout.fp8_rounding", "rollout.fp8_activations", "rollout.fp8_kv_cache"),
     *("rollout.max_response_tokens", "eval.temperature", "reward.threshold", "run.seed"),
 )
+_PLACES = ("model.path", "checkpoint")
+"""Where weights are, which may change: they are compared by content."""
+_CHECKPOINT = ("manifest.json", "conversion.json", ".metadata", "common.pt")
 _PACKAGES = ("megarl", "torch", "transformers", "megatron-core", "numpy", "math-verify", "datasets")
 
 
 def shared_settings(request: EvalRequest, checkpoint: Path | None) -> Json:
     """Return the settings that all benchmarks of a folder share, by flag: weights, engine, sampling."""
     config = request.config
-    model = Path(config.model.path).resolve()
+    found: dict[str, Any] = {**fingerprint_model(config)}
+    if checkpoint is not None:
+        found["checkpoint"] = fingerprint_files(checkpoint, _CHECKPOINT)
     # The precision of training affects only weights that pass through Megatron.
     trained = {} if checkpoint is None else {"model.dtype": config.model.dtype}
     return {
-        "model.path": str(model),
+        "model.path": str(Path(config.model.path).resolve()),
         "checkpoint": None if checkpoint is None else str(checkpoint.resolve()),
-        "weights written": _weights_time(model if checkpoint is None else checkpoint),
+        "weights": digest_of(found),
         **trained,
         **{key: attrgetter(key)(config) for key in _SHARED},
         "[environment]": config.environment.model_dump(mode="json"),
@@ -77,20 +82,6 @@ def benchmark_settings(request: EvalRequest, benchmark: Benchmark, prompts: Sequ
     }
 
 
-def _weights_time(folder: Path) -> str:
-    files = [path for pattern in ("*.safetensors", "*.distcp") for path in folder.glob(pattern)]
-    newest = max((path.stat().st_mtime for path in files), default=0.0)
-    return datetime.fromtimestamp(newest, UTC).isoformat(timespec="milliseconds")
-
-
-def _has_moved(key: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether a place differs, but holds weights of the same name that were written at the same millisecond."""
-    before, now = found.get(key), wanted[key]
-    if key not in ("model.path", "checkpoint") or not (isinstance(before, str) and isinstance(now, str)):
-        return False
-    return Path(before).name == Path(now).name and found.get("weights written") == wanted["weights written"]
-
-
 def complete_results(out: Path) -> dict[str, Json]:
     return {path.parent.name: _read_json(path) for path in sorted(out.glob("*/result.json"))}
 
@@ -100,7 +91,7 @@ def refuse_other_settings(out: Path, results: Mapping[str, Json], shared: Json, 
     for name, result in results.items():
         wanted = shared | own.get(name, {})
         found = result["settings"]
-        differing = [key for key in wanted if found.get(key) != wanted[key] and not _has_moved(key, found, wanted)]
+        differing = [key for key in wanted if found.get(key) != wanted[key] and key not in _PLACES]
         if differing:
             first, rest = differing[0], differing[1:]
             more = f" (and {len(rest)} more: {', '.join(rest)})" if rest else ""
@@ -115,7 +106,6 @@ def write_benchmark(
     out: Path, request: EvalRequest, name: str, prompts: Sequence[Prompt], responses: Sequence[Json]
 ) -> Samples:
     folder = out / name
-    folder.mkdir(parents=True, exist_ok=True)
     write_jsonl(folder / "responses.jsonl", responses)
     samples = _to_samples(responses, len(prompts), request, name)
     rows = (
@@ -144,7 +134,7 @@ def write_result(
     """Compute the scores and mark the benchmark as complete. known: weights version and first error of the run."""
     asked = {"source": benchmark.source, "split": benchmark.split}
     result = {**asked, **known, "settings": settings, "figures": score(samples, ks)}
-    write_atomically(out / benchmark.name / "result.json", _json(result))
+    write_output(out / benchmark.name / "result.json", _json(result))
     return result
 
 
@@ -163,7 +153,7 @@ def write_summary(out: Path, request: EvalRequest, shared: Json) -> None:
         "config": request.config.model_dump(mode="json", exclude=_TRAINING),
         "packages": versions | {"python": platform.python_version()},
     }
-    write_atomically(out / "eval.json", _json(summary))
+    write_output(out / "eval.json", _json(summary))
 
 
 def _to_samples(responses: Sequence[Json], num_prompts: int, request: EvalRequest, name: str) -> Samples:

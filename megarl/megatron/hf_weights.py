@@ -5,18 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import shutil
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.core.types import WeightShare
-from megarl.data.files import replace_folder, sync_all
+from megarl.data import outputs
 from megarl.errors import CheckpointError
 from megarl.megatron.distributed import all_gather, barrier, gather_objects
 from megarl.megatron.versions import unwrap
@@ -279,23 +279,28 @@ def _gather(
                 yield rule.hf_names(piece.order[0], base + rank * num_local + first + offset), list(of_expert)
 
 
-def save_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, source: str | Path, out: str | Path) -> None:
+def save_hf(
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, source: str | Path, out: str | Path, **about: Any
+) -> None:
     """Write the live weights as a Hugging Face checkpoint folder ``out``: a collective call, rank 0 writes.
 
     Config and tokenizer files are copied from ``source``. The folder appears under its name when it is complete.
+    ConfigError if ``out`` holds anything else than what an earlier call wrote. about: plain data for its mark.
     """
     tensors = export_hf(chunks, shape, receive=dist.get_rank() == 0)
     if dist.get_rank() == 0:
-        _write_folder(tensors, Path(source), Path(out))
+        _write_folder(tensors, Path(source), Path(out), about)
     else:
         deque(tensors, maxlen=0)
     barrier()
 
 
-def _write_folder(tensors: Iterator[tuple[str, torch.Tensor]], source: Path, out: Path) -> None:
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+def _write_folder(
+    tensors: Iterator[tuple[str, torch.Tensor]], source: Path, out: Path, about: Mapping[str, Any]
+) -> None:
+    out = out.resolve()  # a link stays; its target is replaced
+    partial = outputs.partial_of(out)
+    outputs.begin(partial, outputs.HF_FILES, source)
     listing: dict[str, str] = {}
     total, dtype = 0, None
     on_host = ((name, tensor.detach().cpu().contiguous().clone()) for name, tensor in tensors)
@@ -307,5 +312,5 @@ def _write_folder(tensors: Iterator[tuple[str, torch.Tensor]], source: Path, out
         dtype = dtype or shard[0][1].dtype  # of the embedding
     write_index(partial, listing, total)
     copy_model_files(source, partial, dtype)
-    sync_all(partial)
-    replace_folder(partial, out)
+    outputs.seal(partial, **about)
+    outputs.replace_folder(partial, out)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megarl.config.file import read_toml
-from megarl.data.files import write_atomically
+from megarl.data.outputs import write_output
 from megarl.errors import ConfigError, DataError
 from megarl.report import page
 from megarl.report.figures import COLORS, Figure, Run, make_figures
@@ -58,10 +58,9 @@ def write_report(*run_dirs: str | Path, out: Path | None = None) -> Path:
     sources = [_read_run(*pair) for pair in zip(folders, name_runs(folders), strict=True)]
     if out is None:
         out = Path("compare.html") if len(sources) > 1 else folders[0] / "report" / "index.html"
-        out.parent.mkdir(exist_ok=True)
     elif out.is_dir() or not out.parent.is_dir():
         raise ConfigError(f"--out: found {out}, expected the name of a file in a folder that exists")
-    write_atomically(out, _make_page(sources))
+    write_output(out, _make_page(sources))
     return out
 
 

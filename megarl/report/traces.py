@@ -12,7 +12,7 @@ import numpy as np
 
 from megarl.core.routing import Disagreement, common_rows, shared_experts
 from megarl.core.types import RowSource
-from megarl.data.files import write_atomically
+from megarl.data.outputs import write_output
 from megarl.data.traces import TracedSequence, TraceFile, read_traces
 from megarl.errors import ConfigError, TraceError, printable
 from megarl.run.status import name_ranges
@@ -130,7 +130,7 @@ def diff(first: Path, second: Path, out: Path | None = None, as_json: bool = Fal
         figure = plot_trace_difference(share, found.total.per_layer_flip, a.info.layers, found.bin_tokens)
         title = f"{found.total.flip:.2%} of (token, layer) pairs differ"
         page = make_page(title, printable(f"{first} against {second}"), PLOT, [figure])
-        write_atomically(out, page)
+        write_output(out, page)
         print(printable(f"heat map: {out}"), file=sys.stderr if as_json else None)
 
 

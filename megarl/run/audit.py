@@ -3,6 +3,7 @@
     {"step": 7, "weights": 6, "prompts": {"96": [0, 1, 2, 3], ...}}   step 7 trained on these samples
     {..., "dropped": {"96/3": "k3 0.92, ..."}}                        a tripwire dropped this one: it did not train
     {"resumed_after": 5, "time": "2026-01-31 12:00:00"}               steps after 5 were undone, their weights are gone
+    {"accepted_inputs": ["data.train:0a1b2c3d4e5f"], "time": ...}     the run goes on with other inputs
 
 A prompt is named by its place in the run's order of prompts. No two draws share a place, so (prompt, sample) names one
 response. ``read_used`` replays the file; ``check`` finds steps that are missing and samples that were used twice.
@@ -52,6 +53,10 @@ class Audit:
         """The run continues from a checkpoint after step ``done``."""
         self._append({"resumed_after": done, "time": time.strftime("%Y-%m-%d %H:%M:%S")})
 
+    def record_inputs(self, accepted: Sequence[str]) -> None:
+        """The run goes on with other inputs than it began with, "NAME:DIGEST" each, because its user accepts them."""
+        self._append({"accepted_inputs": list(accepted), "time": time.strftime("%Y-%m-%d %H:%M:%S")})
+
     def _append(self, line: dict[str, object]) -> None:
         with self.path.open("a+b") as file:
             if file.tell():
@@ -81,6 +86,8 @@ def read_used(path: Path) -> dict[int, list[Key]]:
         if "resumed_after" in record:
             steps = {step: keys for step, keys in steps.items() if step <= record["resumed_after"]}
             torn = None
+            continue
+        if "accepted_inputs" in record:
             continue
         if torn is not None:
             raise DataError(f"{torn}: broken record, and no resumption after it")

@@ -1,40 +1,57 @@
 """The folder of a run: its resolved configuration, and whether a start there is new, a resumption or a mistake."""
 
+import os
 import secrets
 import shutil
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megarl.config import Config
 from megarl.config.file import RUN_ID, SAVED, read_toml
-from megarl.config.moved import is_same_place
 from megarl.data.files import write_atomically
+from megarl.data.outputs import free_name
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.megatron.checkpoints.manifest import read_run
+from megarl.run.audit import Audit
+from megarl.run.inputs import INPUTS, bind_inputs
 from megarl.run.metrics_log import iterate_metrics
 
 _FREE = {"checkpoint", "launch", "log", "health", "eval", "sft", "recompute"}
 """Tables that may change between a run and its resumption."""
 _FREE_KEYS = {("run", "dir"), ("run", "steps"), ("run", "collective_timeout_s"), ("train", "micro_batch_tokens")}
 _FREE_KEYS |= {("reward_model", key) for key in ("urls", "batch_size", "concurrency", "timeout_s", "attempts")}
+_FREE_KEYS |= {("data", "train"), ("data", "heldout"), ("model", "path"), ("model", "reference")}  # see ``inputs``
 _FREE_KEYS |= {("reward_model", "api_key_env"), ("model", "trust_remote_code"), ("optim", "decay_steps")}
 _FIXED = {"sglang": "fp8", "parallel": "distributed_optimizer"}
 """Of these tables, all other keys may change."""
+_WRITTEN = (
+    *(SAVED, INPUTS, "metrics.jsonl", "samples.jsonl", "responses.jsonl.gz", "status.json"),
+    *("checkpoints", "traces"),
+)
+"""What a run writes over, cuts or removes in its folder."""
 
 
-def claim(config: Config) -> None:
+def claim(config: Config, tell: Callable[[str], None] = lambda _: None) -> None:
     """Prepare the run folder on the main rank and save the resolved configuration there.
 
-    ConfigError if the folder holds a run that this configuration does not continue: with other settings, or with
-    ``checkpoint.resume`` off. More steps than before are fine. A run that finished no step holds nothing.
+    ConfigError if the folder holds a run that this configuration does not continue: with other settings or inputs, or
+    with ``checkpoint.resume`` off; and if what lies there is of no run. More steps than before are fine. A run that
+    finished no step holds nothing. tell: gets a line for each input that differs and is accepted.
     """
     folder = config.run_dir
     folder.mkdir(parents=True, exist_ok=True)
     saved, metrics = folder / SAVED, folder / "metrics.jsonl"
     checkpoints = complete_checkpoints(folder / "checkpoints")
     trained = bool(checkpoints) or _has_step(metrics)
+    run = read_run_id(folder) or next(filter(None, (read_run(path) for _, path in checkpoints[::-1])), "")
+    if not run and (foreign := [name for name in _WRITTEN if os.path.lexists(folder / name)]):
+        raise ConfigError(
+            f"run.dir: {folder} holds {', '.join(foreign)}, but no {RUN_ID}: no run wrote it. Nothing was changed; "
+            "choose another run.dir, or move it away"
+        )
     if saved.exists() and trained:
         if not config.checkpoint.resume:
             raise ConfigError(
@@ -51,14 +68,14 @@ def claim(config: Config) -> None:
                 f"{folder} holds a run with {key} = {before!r} (config.toml), this one has {now!r}; choose another "
                 "run.dir, remove the folder, or set the old value to continue it"
             )
-    write_atomically(saved, config.to_toml().encode())
     if not read_run_id(folder):
-        known = [run for _, path in checkpoints if (run := read_run(path))]
-        write_atomically(folder / RUN_ID, (known[-1] if known else secrets.token_hex(8)).encode())
+        write_atomically(folder / RUN_ID, (run or secrets.token_hex(8)).encode())
+    if accepted := bind_inputs(config, folder, trained, tell):
+        Audit(folder).record_inputs(accepted)
+    write_atomically(saved, config.to_toml().encode())
     if trained and not checkpoints:
         # Without a checkpoint the run begins again, and its records with it: the earlier ones are kept beside them.
-        number = len(list(folder.glob("metrics.earlier-*.jsonl"))) + 1
-        shutil.copy2(metrics, folder / f"metrics.earlier-{number}.jsonl")
+        shutil.copy2(metrics, free_name(folder / "metrics.earlier.jsonl"))
 
 
 def _has_step(metrics: Path) -> bool:
@@ -82,7 +99,6 @@ def _first_difference(before: dict[str, Any], config: Config) -> tuple[str, Any,
         old, new = before.get(table, {}), now.get(table, {})
         for key in sorted({*old, *stated.get(table, {})}):
             is_free = (table, key) in _FREE_KEYS or _FIXED.get(table, key) != key
-            is_free = is_free or is_same_place(before, now, table, key)
             if not is_free and old.get(key) != new.get(key):
                 return f"{table}.{key}", old.get(key), new.get(key)
     return None

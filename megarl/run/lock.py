@@ -42,6 +42,8 @@ class RunLock:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            if os.pread(self._file, 1, 0) not in (b"", b"{", b"\0"):
+                raise ConfigError(f"{self._path} is no lock of megarl; move it away, or choose another run.dir")
             self._await_kernel(self._file)
             self._await_other_node()
             self._owner = _owner()

@@ -64,11 +64,12 @@ def train(config: Config) -> None:
     with ExitStack() as held:
         # The launcher has a lock of its own. If this one is held under it, a killed trainer holds it for a moment.
         wait_s = 60.0 if "MEGARL_ATTEMPT" in os.environ else 0.0
-        lock = RunLock(folder / "lock", StepProgress(enabled=distributed.is_main_rank()).line, wait_s=wait_s)
+        tell = StepProgress(enabled=distributed.is_main_rank()).line
+        lock = RunLock(folder / "lock", tell, wait_s=wait_s)
 
         def lock_and_claim() -> None:
             held.enter_context(lock)
-            claim(config)
+            claim(config, tell)
 
         distributed.from_main_rank(lock_and_claim)
         vitals = Vitals(folder, rank, ranks, steps=config.run.steps, hang_s=config.log.hang_s)

@@ -6,6 +6,7 @@ tokens in the batch, so the loss is the mean negative log-likelihood.
 
 import time
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from megarl.core.metrics import Stat, finalize
 from megarl.core.objectives.columns import Denominators
 from megarl.core.packing import pack
 from megarl.core.types import TrainBatch
+from megarl.data.outputs import partial_of, require_apart, require_own
 from megarl.data.prompts import Demonstration, PromptOrder, load_demonstrations
 from megarl.data.tokenizer import load_model_tokenizer
 from megarl.errors import ConfigError
@@ -25,6 +27,7 @@ from megarl.megatron.hf_weights import save_hf
 from megarl.megatron.passes import forward
 from megarl.megatron.policy import Policy, Schedule
 from megarl.models.shapes import read_shape
+from megarl.run.inputs import fingerprint_data, fingerprint_model
 from megarl.run.progress import StepProgress
 from megarl.train.mini_batch import make_rollout, over_ranks, split
 from megarl.train.step import collect
@@ -37,10 +40,13 @@ def sft(config: Config) -> None:
     settings = config.sft
     if settings is None:
         raise ConfigError("found no [sft] table, expected one with data, steps, batch_size and lr")
-    out = config.sft_out
-    if out.exists() and any(out.iterdir()) and not (out / "model.safetensors.index.json").exists():
-        raise ConfigError(f"sft.out: {out} is not empty and no earlier output of megarl; choose another folder")
+    out = config.sft_out.resolve()
+    require_apart(out, Path(config.model.path), Path(settings.data))
+    require_own(out, partial_of(out))
     distributed.initialize(config)
+    inputs = distributed.from_main_rank(
+        lambda: fingerprint_model(config) | {"sft.data": fingerprint_data(settings.data)}
+    )
     demonstrations = read_demonstrations(config)
     order = PromptOrder(len(demonstrations), config.run.seed)
     schedule = Schedule(
@@ -71,7 +77,7 @@ def sft(config: Config) -> None:
             if metrics and (time.monotonic() - said > _LINE_EVERY_S or step + 1 == settings.steps):
                 said = time.monotonic()
                 progress.line(f"cold start {step + 1}/{settings.steps}  loss {metrics['loss']:.4f}")
-    save_hf(policy.chunks, policy.shape, config.model.path, config.sft_out)
+    save_hf(policy.chunks, policy.shape, config.model.path, out, inputs=inputs)
     progress.line(f"cold start: wrote {config.sft_out}")
     distributed.shutdown()
 

@@ -189,7 +189,7 @@ def test_files_are_replaced_only_if_asked_and_both(write_jsonl: Write, tmp_path:
         prepare(str(made), tmp_path / "out", Recipe(), limit=1, overwrite=True)
     assert made.read_bytes() == before
     # An old held-out file would share prompts with the new training file.
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["train.jsonl"]
+    assert [path.name for path in (tmp_path / "out").glob("*.jsonl")] == ["train.jsonl"]
 
 
 @pytest.mark.parametrize(

@@ -190,11 +190,35 @@ class TestSharing:
         (cache,) = shares.glob("*.prompts")
         whole = cache.read_bytes()
         cache.write_bytes(whole[:left])
-        assert plain(load(path, tokenizer)) == expected
+        with pytest.warns(UserWarning, match="the prompts are tokenized again"):
+            assert plain(load(path, tokenizer)) == expected
         assert cache.read_bytes() == whole
-        cache.write_bytes(b"\xff" * len(whole))
-        assert plain(load(path, tokenizer)) == expected
-        assert cache.read_bytes() == whole
+
+    def test_a_file_that_has_changed_is_written_again(
+        self, write_jsonl: Write, make_tokenizer: Make, shares: Path
+    ) -> None:
+        path, tokenizer = write_jsonl(*RECORDS), make_tokenizer(chat=True)
+        expected = plain(load(path, tokenizer))
+        (cache,) = shares.glob("*.prompts")
+        whole = cache.read_bytes()
+        begin = 8 + int.from_bytes(whole[:8], "little")
+        flipped = bytearray(whole)
+        flipped[begin::40] = bytes(byte ^ 1 for byte in flipped[begin::40])
+        load(write_jsonl(RECORDS[0]), tokenizer)
+        (other,) = (file for file in shares.glob("*.prompts") if file != cache)
+        for content in (
+            b"\xff" * len(whole),
+            bytes(len(whole)),
+            whole[:begin] + bytes(len(whole) - begin),
+            bytes(flipped),
+            whole[:-1] + bytes([whole[-1] ^ 1]),
+            other.read_bytes(),  # whole, but of another data set
+        ):
+            write_jsonl(*RECORDS)
+            cache.write_bytes(content)
+            with pytest.warns(UserWarning, match="the prompts are tokenized again"):
+                assert plain(load(path, tokenizer)) == expected
+            assert cache.read_bytes() == whole
 
     def test_without_a_place_to_write_every_process_has_its_own(
         self, write_jsonl: Write, make_tokenizer: Make, shares: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -96,7 +96,7 @@ def test_sort_task_is_right_disjoint_and_partly_wrong(tmp_path: Path) -> None:
     assert sum(right) == 225  # 45 %
     assert 0.3 < sum(right[:250]) / 250 < 0.6  # spread over the file
     assert all(sorted(row["response"]) == sorted(row["prompt"][:-1]) for row in demonstrations)
-    assert {p.name for p in tmp_path.iterdir()} == {"train.jsonl", "heldout.jsonl", "demonstrations.jsonl"}
+    assert {p.name for p in tmp_path.glob("[!.]*")} == {"train.jsonl", "heldout.jsonl", "demonstrations.jsonl"}
 
 
 def test_problems_of_the_sort_task_can_differ_in_how_hard_they_are(tmp_path: Path) -> None:

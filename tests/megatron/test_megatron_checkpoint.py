@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 import shutil
 from pathlib import Path
@@ -16,7 +17,7 @@ from ranks import Case, case, slow
 from saves import save
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, SaveError
 from megarl.megatron.checkpoints import checkpoint
 from megarl.megatron.checkpoints.folders import complete_checkpoints
 
@@ -102,11 +103,33 @@ def test_old_checkpoints_go_and_an_unfinished_one_is_never_taken(policy: Any, tm
     (folder / "notes").mkdir()
     assert [step for step, _ in complete_checkpoints(folder)] == [2, 12]
     # what a killed writer left of step 13 is replaced, not mixed with the new files
-    (folder / "step_0000013.partial" / "garbage").write_text("")
+    (folder / "step_0000013.partial" / "__7_7.distcp").write_text("")
     path = save(folder, 13, policy, {}, keep=1)
     assert complete_checkpoints(folder) == [(13, path)]
-    assert not (path / "garbage").exists()
+    assert not (path / "__7_7.distcp").exists()
     assert not (folder / "step_0000013.partial").exists()
+
+
+def test_what_no_save_wrote_is_never_removed(policy: Any, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, policy, {}, keep=9)
+    (tmp_path / "step_0000001" / "notes.txt").write_text("mine")  # beside the files of a save
+    elsewhere = (tmp_path / "step_0000002").rename(tmp_path / "elsewhere")
+    (tmp_path / "step_0000002").symlink_to(elsewhere)
+    changed = tmp_path / "step_0000003" / "common.pt"
+    changed.write_bytes(changed.read_bytes()[::-1])
+    os.utime(changed, ns=(2**62, 2**62))
+    for name in ("step_0000000", "step_0000007"):  # called like a checkpoint
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.tex").write_text("mine")
+    held = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.warns(UserWarning, match=r"step_000000\d stays although checkpoint.keep is 1"):
+        save(tmp_path, 5, policy, {}, keep=1)
+    assert {path: path.read_bytes() for path in held} == held
+    with pytest.raises(SaveError, match=r"step_0000007 is or holds thesis.tex, which no save of this run wrote"):
+        save(tmp_path, 7, policy, {}, keep=1)
+    assert {path: path.read_bytes() for path in held} == held
+    assert [step for step, _ in complete_checkpoints(tmp_path)] == [1, 2, 3, 5]
 
 
 def test_saving_a_step_again_replaces_it(policy: Any, tmp_path: Path) -> None:

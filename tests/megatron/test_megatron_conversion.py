@@ -388,13 +388,13 @@ class TestInterruptions:
         process = preloaded.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         partial = out.with_name(out.name + ".partial")
         deadline = time.monotonic() + 900
-        while len(list(partial.glob(".unit_*"))) < 2:
+        while len(list(partial.glob(".megarl-unit-*"))) < 2:
             assert process.poll() is None, "it ended before it could be killed"
             assert time.monotonic() < deadline
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        return len(list(partial.glob(".unit_*")))
+        return len(list(partial.glob(".megarl-unit-*")))
 
     def test_a_kill_leaves_no_half_checkpoint_and_the_next_start_goes_on(self, source: Path, tmp_path: Path) -> None:
         out = tmp_path / "out"
@@ -443,7 +443,7 @@ class TestInterruptions:
     def test_what_exists_is_not_touched_unasked(self, source: Path, tmp_path: Path) -> None:
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "precious").write_text("mine")
-        with pytest.raises(CheckpointError, match="exists; remove it"):
+        with pytest.raises(ConfigError, match="out holds precious, which megarl did not write"):
             to_megatron(source, tmp_path / "out", LOCAL, ALONE)
         assert (tmp_path / "out" / "precious").read_text() == "mine"
 
@@ -460,13 +460,14 @@ def test_a_full_disk_leaves_what_was_there(
 ) -> None:
     out = small_disk / "out"
     if before == "old":
-        out.mkdir()
-        (out / "old").write_text("old")
+        to_megatron(source, out, LOCAL, ALONE)
+    held = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     words = ["convert", str(source), str(out), "--layers", "local", "--overwrite"]
     assert cli.main(words) == 2
     assert "cannot be written" in (told := capsys.readouterr().err)
     assert "Traceback" not in told
-    assert (out / "old").read_text() == "old" if before == "old" else not out.exists()
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == held
+    assert out.exists() == (before == "old")
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
     assert cli.main(words) == 0  # what was finished is kept
     to_hf(out, tmp_path / "back", None, Options(), ALONE)
@@ -599,7 +600,7 @@ class TestWhatMustNotBeLost:
         with pytest.raises(ConfigError, match="would replace its own source"):
             to_megatron(partial, tmp_path / "out", LOCAL, ALONE)
         other = write_family(tmp_path / "other", "mixtral")
-        with pytest.raises(CheckpointError, match="is not what an interrupted conversion leaves"):
+        with pytest.raises(ConfigError, match=r"out.partial holds .*, which megarl did not write"):
             to_megatron(other, tmp_path / "out", LOCAL, ALONE)
         assert (partial / "config.json").is_file()
         assert len(list(partial.glob("*.safetensors"))) == 3
@@ -632,7 +633,7 @@ class TestWhatMustNotBeLost:
             except CheckpointError as error:
                 refused.append(str(error))
 
-        monkeypatch.setattr("megarl.convert.job.sync_all", another)
+        monkeypatch.setattr("megarl.data.outputs.sync_all", another)
         to_megatron(source, tmp_path / "out", LOCAL, ALONE)
         assert "another process writes" in refused[0]
         monkeypatch.undo()
@@ -644,7 +645,7 @@ class TestWhatMustNotBeLost:
             (tmp_path / "out").mkdir()
             (tmp_path / "out" / "precious").write_text("mine")
 
-        monkeypatch.setattr("megarl.convert.job.sync_all", appear)
+        monkeypatch.setattr("megarl.data.outputs.sync_all", appear)
         with pytest.raises(CheckpointError, match="has appeared meanwhile"):
             to_megatron(source, tmp_path / "out", LOCAL, ALONE)
         assert (tmp_path / "out" / "precious").read_text() == "mine"

@@ -144,7 +144,7 @@ def test_everything_is_flushed_before_it_gets_its_name_and_before_the_older_one_
 
     spy(os, "fsync", lambda file: f"{os.readlink(f'/proc/self/fd/{file}')} {os.fstat(file).st_size}")
     spy(os, "rename", lambda old, new: f"{old} {new}")
-    spy(shutil, "rmtree", lambda path, **rest: str(path))
+    spy(os, "unlink", lambda path: str(path))
     path = save(folder, 2, policy, {}, keep=1)
     calls = (tmp_path / "log").read_text().splitlines()
     partial, old = f"{path}.partial", folder / "step_0000001"
@@ -156,7 +156,7 @@ def test_everything_is_flushed_before_it_gets_its_name_and_before_the_older_one_
         assert calls.index(f"fsync {partial}/{name} {file.stat().st_size}") < named, name
     assert _at(calls, f"fsync {partial}/.{MANIFEST}")[-1] < _at(calls, f"fsync {partial} ")[-1] < named
     assert named < _at(calls, f"fsync {folder} ")[-1] < calls.index(f"rename {old} {old}.partial")
-    assert calls.index(f"rename {old} {old}.partial") < calls.index(f"rmtree {old}.partial")
+    assert calls.index(f"rename {old} {old}.partial") < _at(calls, f"unlink {old}.partial/")[0]
     assert damage(path, "") == "nothing"
 
 

@@ -26,7 +26,7 @@ from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet, FleetSettings
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
-from megarl.rollout.sglang.weights.folder import WeightFolder
+from megarl.rollout.sglang.weights.folder import WeightFolder, write_empty_model
 from megarl.rollout.sglang.weights.sender import WeightSender
 from megarl.rollout.weights import WeightForm, checkpoint_shapes
 
@@ -79,7 +79,8 @@ def test_a_weight_folder_is_a_checkpoint(source: Path, tmp_path: Path):
     for name, tensor in given_:
         assert torch.equal(load_file(found / listing["weight_map"][name])[name], tensor)
     others = {file.name for file in found.iterdir()} - set(listing["weight_map"].values())
-    assert others == {"config.json", "tokenizer.json", "modeling_mine.py", "model.safetensors.index.json"}
+    copied = {"config.json", "tokenizer.json", "modeling_mine.py", "model.safetensors.index.json"}
+    assert others == {".megarl.json", *copied}
 
 
 def test_only_the_newest_version_stays_and_a_half_written_one_is_none(source: Path, tmp_path: Path):
@@ -98,6 +99,22 @@ def test_only_the_newest_version_stays_and_a_half_written_one_is_none(source: Pa
     assert [path.name for path in out.iterdir()] == [second.name]
     again = write_weights(out, source, split_into_buckets(tensors(3), 1000), 2)
     assert torch.equal(load_file(again / "model-00000.safetensors")["a.weight"], tensors(3)[0][1])
+
+
+def test_what_megarl_did_not_write_stays(source: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    first = write_weights(out, source, split_into_buckets(tensors(1), 1000), 1)
+    for folder in (first, out / "version_of_mine", out / "version_0000003.part"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "notes.txt").write_text("mine")
+    write_weights(out, source, split_into_buckets(tensors(2), 1000), 2)
+    assert [path.name for path in first.iterdir()] == ["notes.txt"]
+    with pytest.raises(WeightSyncError, match=r"version_0000003\.part holds notes\.txt, which megarl did not write"):
+        write_weights(out, source, split_into_buckets(tensors(3), 1000), 3)
+    held = [path.read_text() for path in out.rglob("notes.txt")]
+    assert held == ["mine"] * 3
+    with pytest.raises(ConfigError, match=r"version_of_mine holds notes\.txt"):
+        write_empty_model(source, out / "version_of_mine", fp8=False)
 
 
 def test_a_disk_that_refuses_is_a_sync_error(source: Path, tmp_path: Path):

@@ -152,7 +152,7 @@ KILLED_AT = {
     "replace step_0000002.partial/.manifest": 1,
     "rename step_0000002.partial": 1,
     "rename step_0000001": 2,
-    "unlink .metadata": 2,  # in the middle of the older one, by its name in its folder
+    "unlink step_0000001.partial/.metadata": 2,  # in the middle of the older one
     "never": 2,
 }
 

@@ -64,6 +64,8 @@ class CheckpointConfig(Table):
     files are compared, and the names and sizes of all."""
     resume: bool = True
     """Continue from the newest checkpoint in run.dir, if there is one; false refuses a folder that holds a run."""
+    accept_inputs: list[str] = []
+    """Inputs that may differ from those that the run began with, each as the error names it: "NAME:DIGEST"."""
 
 
 class LaunchConfig(Table):

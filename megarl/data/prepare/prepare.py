@@ -11,6 +11,7 @@ from typing import Any
 
 from megarl.config.file import as_toml, split_overrides
 from megarl.data.chat import check_messages
+from megarl.data.outputs import require_own_files
 from megarl.data.prepare.command import Data, Recipe
 from megarl.data.prompts import PromptReader, Text, answer_text, in_batches
 from megarl.data.records import Record, get_field, read_records, type_name, write_jsonl
@@ -41,7 +42,8 @@ def prepare(
     held out in every version and order of the data set, whatever the template is.
 
     Raises DataError with file and line (a missing field, a wrong type), and if nothing is left for a file. ConfigError
-    for options that contradict each other and for files that exist, unless ``overwrite`` is set.
+    for options that contradict each other, and for files that exist, unless ``overwrite`` is set and an earlier call
+    wrote them.
     """
     _check(recipe)
     if not 0 <= heldout < 1:
@@ -52,6 +54,7 @@ def prepare(
         raise ConfigError(f"{' and '.join(map(str, there))}: exists; pass --overwrite or choose another folder")
     if Path(source).exists() and (same := [path for path in there if path.samefile(source)]):
         raise ConfigError(f"{same[0]} is the source itself, which would be replaced; choose another folder")
+    require_own_files(*targets.values())
     reader, chat = _make_reader(recipe)
     counts: Counter[str] = Counter()
     rows: dict[bool, list[Record]] = {True: [], False: []}
@@ -103,12 +106,9 @@ def _check(recipe: Recipe) -> None:
 
 def _write(targets: dict[bool, Path], rows: dict[bool, list[Record]], heldout: bool) -> None:
     """The held-out file first, so that no training file stands beside an older one that it overlaps with."""
-    try:
-        targets[False].parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigError(f"{error.filename}: found a file, expected a folder or nothing") from error
-    targets[False].unlink(missing_ok=True)
-    targets[True].unlink(missing_ok=True)
+    require_own_files(*targets.values())  # somebody may have written one meanwhile
+    for earlier in (path for path in targets.values() if path.exists()):
+        earlier.unlink()
     for is_heldout in (True, False) if heldout else (False,):
         write_jsonl(targets[is_heldout], rows[is_heldout])
 

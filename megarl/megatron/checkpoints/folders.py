@@ -4,31 +4,44 @@ A checkpoint is a folder ``step_<n>``. It is written as ``step_<n>.partial``, an
 manifest are on disk, so a folder under its final name was once complete.
 """
 
+import os
 import re
-import shutil
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.data.disk import describe_write_error
-from megarl.data.files import replace_folder, sha256_of, sync
+from megarl.data.files import sha256_of, sync
+from megarl.data.outputs import IsOwn, find_foreign, free_name, matches, remove_own, replace_folder
 from megarl.errors import SaveError
-from megarl.megatron.checkpoints.manifest import Files, step_name, write_manifest
+from megarl.megatron.checkpoints.manifest import MANIFEST, Files, saved_files, step_name, write_manifest
 from megarl.megatron.distributed import from_main_rank, gather_on_main_rank, is_collective_error, is_main_rank
 
 FindLasting = Callable[[Sequence[int]], Collection[int]]
 _NAME = re.compile(r"step_(\d+)")
+_WRITTEN = ("__*_*.distcp*", ".metadata*", "metadata.json*", "common.pt*", MANIFEST, ".*.tmp")
+"""Names of what Megatron and megarl write into the folder of a checkpoint."""
 # CheckpointException is torch's: a BaseException, no Exception.
 WRITE_ERRORS = (dist_checkpointing.core.CheckpointingException, CheckpointException, OSError, RuntimeError)
 
 
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of every complete checkpoint in ``folder``, oldest first."""
+    """(step, path) of every complete checkpoint in ``folder``, oldest first; not folders of other content."""
     entries = folder.iterdir() if folder.is_dir() else ()
-    return sorted((int(match[1]), path) for path in entries if (match := _NAME.fullmatch(path.name)))
+    named = ((int(match[1]), path) for path in entries if (match := _NAME.fullmatch(path.name)) and path.is_dir())
+    return sorted((step, path) for step, path in named if _is_checkpoint([*os.listdir(path)]))
+
+
+def _is_checkpoint(names: Sequence[str]) -> bool:
+    return not names or any(matches(name, (MANIFEST, ".metadata", "__*_*.distcp")) for name in names)
+
+
+def _is_written(name: str, _: os.stat_result) -> bool:
+    return matches(name, _WRITTEN)
 
 
 def partial_folder(path: Path) -> Path:
@@ -47,19 +60,26 @@ def explained(path: Path) -> Iterator[None]:
         failed = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
         reason = describe_write_error(failed[0], partial_folder(path)) if failed else "another rank says why"
         if is_main_rank():
-            shutil.rmtree(partial_folder(path), ignore_errors=True)
+            _remove_partial(partial_folder(path))
         kept = [older.name for _, older in complete_checkpoints(path.parent)]
         told = f"{kept[-1]} is as it was" if kept else "there is no earlier checkpoint"
         raise SaveError(f"{path} could not be written: {reason}; {told}") from error
 
 
-def clear_partial(folder: Path, step: int) -> Path:
-    """Make an empty partial folder for checkpoint ``step`` and return the final path; a collective call."""
+def clear_partial(folder: Path, step: int, run: str) -> Path:
+    """Make an empty partial folder for checkpoint ``step`` and return the final path; a collective call.
+
+    SaveError if something lies there that no save of ``run`` wrote."""
     path = folder / step_name(step)
 
     def make() -> None:
         for stale in folder.glob("step_*.partial"):
-            shutil.rmtree(stale, ignore_errors=True)
+            _remove_partial(stale)
+        for place, is_own in ((partial_folder(path), _is_written), (path, saved_files(path, run))):
+            if foreign := _find_foreign(place, is_own):
+                raise SaveError(
+                    f"{place} is or holds {foreign[0]}, which no save of this run wrote; move it away and start again"
+                )
         with explained(path):
             partial_folder(path).mkdir(parents=True, exist_ok=True)
 
@@ -67,12 +87,20 @@ def clear_partial(folder: Path, step: int) -> Path:
     return path
 
 
+def _find_foreign(place: Path, is_own: IsOwn) -> list[str]:
+    is_other = os.path.lexists(place) and (place.is_symlink() or not place.is_dir())
+    return ["a link or a file"] if is_other else find_foreign(place, is_own)
+
+
+def _remove_partial(folder: Path) -> None:
+    with suppress(OSError):
+        remove_own(folder, _is_written)
+
+
 def set_aside(damaged: Iterable[Path]) -> None:
     """Rename damaged checkpoints, so that nothing takes them for others."""
     for path in damaged:
-        aside = path.with_name(f"{path.name}.damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
+        path.rename(free_name(path.with_name(f"{path.name}.damaged")))
 
 
 def publish(path: Path, run: str, files: Files, keep: int, find_lasting: FindLasting) -> None:
@@ -92,12 +120,16 @@ def publish(path: Path, run: str, files: Files, keep: int, find_lasting: FindLas
             written = {name: record for part in parts or [] for name, record in part.items()}
             write_manifest(partial, run, int(path.name.removeprefix("step_")), _complete(partial, written))
             sync(partial)
-            replace_folder(partial, path)
+            replace_folder(partial, path, lambda folder: saved_files(folder, run))
         found = complete_checkpoints(path.parent)
         lasting = {*find_lasting([step for step, _ in found]), int(path.name.removeprefix("step_"))}
         for old in (old for step, old in found[:-keep] if step not in lasting):
-            removed = old.rename(partial_folder(old))  # what a kill leaves of it is no checkpoint
-            shutil.rmtree(removed, ignore_errors=True)
+            if foreign := _find_foreign(old, saved_files(old, run)):
+                why = f"it is or holds {foreign[0]}, which this run did not save"
+                warnings.warn(f"{old} stays although checkpoint.keep is {keep}: {why}", stacklevel=2)
+                continue
+            # what a kill leaves of it is no checkpoint
+            _remove_partial(old.rename(partial_folder(old)))
 
     from_main_rank(put_in_place)
 

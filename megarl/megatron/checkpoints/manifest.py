@@ -6,13 +6,15 @@ damaged: a changed, truncated, missing or additional file, a file of another ste
 
 import hashlib
 import json
+import os
 import random
 import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.data.files import sha256_of, write_atomically
+from megarl.data.files import read_record, sha256_of, write_atomically
+from megarl.data.outputs import IsOwn
 from megarl.errors import DamageError, DataError
 from megarl.foreign_files import MOST_JSON_BYTES, read_regular
 from megarl.foreign_json import parse_json
@@ -22,6 +24,8 @@ Files = Mapping[str, tuple[int, str]]
 """Bytes and SHA-256 of each file by its name."""
 _SMALL = 64 << 20
 """Files up to so many bytes are compared even if others are left out."""
+_CLOCKS_NS = 60 * 10**9
+"""The clocks of two nodes differ by less."""
 
 
 def write_manifest(folder: Path, run: str, step: int, files: Files) -> None:
@@ -92,6 +96,21 @@ def _require_files(path: Path, files: Files) -> None:
             raise DamageError(f"{path} holds {name}, with which it was not saved")
         if found[name] != (size := files[name][0]):
             raise DamageError(f"{path / name} has {found[name]} bytes, expected {size}")
+
+
+def saved_files(path: Path, run: str) -> IsOwn:
+    """What of folder ``path`` is as ``run`` saved it: by size, and by SHA-256 if it is newer than the manifest."""
+    record = read_record(path / MANIFEST)
+    files: Any = record.get("files") if record.get("run") == run else None
+
+    def is_saved(name: str, found: os.stat_result) -> bool:
+        if not isinstance(files, dict) or name == MANIFEST:
+            return isinstance(files, dict)
+        size, digest = files.get(name, (None, ""))
+        is_older = found.st_mtime_ns <= (path / MANIFEST).stat().st_mtime_ns + _CLOCKS_NS
+        return found.st_size == size and (is_older or sha256_of(path / name) == digest)
+
+    return is_saved
 
 
 def choose(files: Files, num_bytes: float) -> list[tuple[str, str]]:

@@ -53,7 +53,7 @@ class Saver:
         ``loop`` is what the training loop needs to resume: small, equal on all ranks, and plain data.
         """
         self.poll(wait=True)
-        path = clear_partial(self._folder, step)
+        path = clear_partial(self._folder, step, self._run)
         filesystem_async._results_queue = ForkedQueue()
         with explained(path), digested_writes() as self._written:
             request = dist_checkpointing.save(

@@ -1,6 +1,5 @@
 """Checkpoint folders that servers load: the weights of one version, and a model without weights."""
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,7 +7,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from megarl.core.fp8 import fp8_config
-from megarl.errors import WeightSyncError
+from megarl.data.outputs import HF_FILES, begin, marked, remove_own, replace_folder
+from megarl.errors import ConfigError, WeightSyncError
 from megarl.models.hf_files import copy_model_files, save_tensors, write_index
 from megarl.models.hf_folder import read_json
 from megarl.rollout.buckets import Bucket
@@ -17,8 +17,8 @@ from megarl.rollout.buckets import Bucket
 class WeightFolder:
     """Writes ``folder/version_<n>``, one shard per bucket; WeightSyncError from any method if the disk refuses.
 
-    The folder gets its name, and older versions are removed, once it is complete. Config and tokenizer files are copied
-    from the checkpoint folder ``source``.
+    The folder gets its name, and older versions are removed, once it is complete; what else lies there stays. Config
+    and tokenizer files are copied from the checkpoint folder ``source``.
     """
 
     def __init__(self, folder: Path, source: Path, version: int) -> None:
@@ -29,9 +29,7 @@ class WeightFolder:
         self._shards = 0
         self._bytes = 0
         with self._errors():
-            for stale in (self._part, self._target):
-                shutil.rmtree(stale, ignore_errors=True)
-            self._part.mkdir(parents=True)
+            begin(self._part, HF_FILES, source)
 
     def add(self, bucket: Bucket) -> None:
         """Write one more shard."""
@@ -49,23 +47,26 @@ class WeightFolder:
             write_index(self._part, self._where, self._bytes)
             held = read_json(self._source / "config.json").get("quantization_config")
             copy_model_files(self._source, self._part, None, held)
-            self._part.rename(self._target)
+            replace_folder(self._part, self._target)
             for old in self._folder.glob("version_*"):
                 if old != self._target:
-                    shutil.rmtree(old)
+                    remove_own(old, marked(old))
         return self._target
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, ConfigError) as error:
             told = f"{self._folder}: the weights of version {self._version} could not be written ({error})"
             raise WeightSyncError(told) from error
 
 
 def write_empty_model(source: Path, folder: Path, fp8: bool) -> Path:
-    """Write ``folder``: the model in ``source``, held in FP8 or not, without weights; the first update brings them."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write ``folder``: the model in ``source``, held in FP8 or not, without weights; the first update brings them.
+
+    ConfigError if something lies there that megarl did not write.
+    """
+    begin(folder, HF_FILES, source, keep=["*"])
     copy_model_files(source, folder, None, fp8_config(["lm_head"]) if fp8 else None)
     return folder

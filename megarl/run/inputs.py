@@ -1,0 +1,152 @@
+"""``inputs.json`` in a run's folder: what the run reads, by content. A run goes on only with the same inputs.
+
+An input is a set of files, each with its bytes and SHA-256. Where a file lies does not matter.
+
+- ``data.train``, ``data.heldout``, ``eval.sets.NAME``: the whole file; of a folder or hub name every record, in order.
+- ``model.path``, ``model.reference``: config.json, generation_config.json, the index; of each file of weights the size
+  and the SHA-256, which of one above 64 MiB covers its header and 64 blocks of 64 KiB at even distances.
+- ``tokenizer``: every file of the model's folder that makes a tokenizer or a chat template, its code included.
+- ``reward.function`` and the other keys of ``megarl.config.trust.PLUGS``: the file of the module that they name.
+"""
+
+import hashlib
+import importlib.util
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Config
+from megarl.config.trust import PLUGS
+from megarl.data.benchmarks import HELDOUT, choose
+from megarl.data.files import read_record, sha256_of, write_atomically
+from megarl.data.records import read_records, require_file
+from megarl.errors import ConfigError
+
+INPUTS = "inputs.json"
+Fingerprint = Mapping[str, str]
+"""Bytes and SHA-256 of each file by its name."""
+_WEIGHTS = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
+_TOKENIZER = (
+    *("tokenizer*", "*token*.json", "vocab*", "merges*", "spiece*", "sentencepiece*", "*.model", "*.tiktoken"),
+    *("chat_template*", "*.jinja", "*.py"),
+)
+_MODULE = re.compile(r"\b([A-Za-z_][\w.]*):[A-Za-z_]\w*")
+_WHOLE_BYTES, _BLOCK_BYTES, _BLOCKS = 64 << 20, 64 << 10, 64
+_MOST_HEADER_BYTES = 100_000_000
+
+
+def bind_inputs(config: Config, folder: Path, goes_on: bool, tell: Callable[[str], None]) -> list[str]:
+    """Compare the inputs with those that the run in ``folder`` began with, and record them; return what is accepted.
+
+    goes_on: whether there is a run; else the inputs are those of its start. ConfigError that names each input that
+    differs, unless ``checkpoint.accept_inputs`` has it as "NAME:DIGEST".
+    """
+    now = fingerprint_inputs(config)
+    record: Any = read_record(folder / INPUTS) if goes_on else {}
+    before: Any = record.get("inputs") if isinstance(record.get("inputs"), dict) else {}
+    # A benchmark of [eval] may come or go; what comes has no earlier figures that it could be taken for.
+    names = {name for name in {*before, *now} if not name.startswith("eval.sets.")} | ({*before} & {*now})
+    differing = [name for name in sorted(names) if goes_on and before.get(name) != now.get(name)]
+    accepted = {name: f"{name}:{digest_of(now.get(name))}" for name in differing}
+    if refused := [name for name in differing if accepted[name] not in config.checkpoint.accept_inputs]:
+        told = "; ".join(f"{name} ({_describe(before.get(name), now.get(name))})" for name in refused)
+        raise ConfigError(
+            f"{folder} holds a run that began with other inputs: {told}. Put back what the run began with, choose "
+            "another run.dir, or go on with the new inputs by checkpoint.accept_inputs = "
+            f"{json.dumps([*config.checkpoint.accept_inputs, *(accepted[name] for name in refused)])}"
+        )
+    for name in differing:
+        tell(f"warning: {name} is not what the run began with ({_describe(before.get(name), now.get(name))}); accepted")
+    history: Any = record.get("accepted")
+    history = [*(history if isinstance(history, list) else [])]
+    history += [{"input": accepted[name], "before": before.get(name), "time": time.time()} for name in differing]
+    write_atomically(folder / INPUTS, json.dumps({"inputs": now, "accepted": history}, indent=1).encode())
+    return [*accepted.values()]
+
+
+def fingerprint_inputs(config: Config) -> dict[str, Fingerprint]:
+    """The inputs of a run by name; DataError for a prompt file that is missing or broken."""
+    found = {**fingerprint_model(config), "data.train": fingerprint_data(config.data.train, config.data.split)}
+    if config.model.reference:
+        found["model.reference"] = fingerprint_files(Path(config.model.reference), _WEIGHTS)
+    for benchmark in choose((), config) if config.benchmarks else ():
+        name = "data.heldout" if benchmark.name == HELDOUT else f"eval.sets.{benchmark.name}"
+        found[name] = fingerprint_data(benchmark.source, benchmark.split)
+    for key in PLUGS:
+        table, _, name = key.partition(".")
+        value = json.dumps(getattr(getattr(config, table), name), default=str)
+        files = {module: _module_file(module) for module in _MODULE.findall(value)}
+        if digests := {module: _digest_file(file) for module, file in files.items() if file is not None}:
+            found[key] = digests
+    return found
+
+
+def fingerprint_model(config: Config) -> dict[str, Fingerprint]:
+    """The model that a run begins with, and its tokenizer."""
+    model = Path(config.model.path)
+    return {"model.path": fingerprint_files(model, _WEIGHTS), "tokenizer": fingerprint_files(model, _TOKENIZER)}
+
+
+def fingerprint_data(source: str, split: str | None = None) -> Fingerprint:
+    """The content of a source of records, as ``megarl.data.records.read_records`` takes it."""
+    require_file(source)
+    if Path(source).is_file():
+        return {"content": _digest_file(Path(source))}
+    digest, count = hashlib.sha256(), 0
+    for _, row in read_records(source, split=split):
+        digest.update(json.dumps(row, sort_keys=True, default=repr).encode())
+        count += 1
+    return {"content": f"{count} records, sha256 {digest.hexdigest()}"}
+
+
+def fingerprint_files(folder: Path, patterns: Iterable[str]) -> Fingerprint:
+    """The files of a folder whose names fit; large ones by samples."""
+    files = sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
+    with ThreadPoolExecutor(8) as pool:
+        return dict(zip((file.name for file in files), pool.map(_digest_file, files), strict=True))
+
+
+def _digest_file(file: Path) -> str:
+    size = file.stat().st_size
+    if file.suffix != ".safetensors" or size <= _WHOLE_BYTES:
+        return f"{size} bytes, sha256 {sha256_of(file)}"
+    digest = hashlib.sha256()
+    for part in _sample(file, size):
+        digest.update(part)
+    return f"{size} bytes, sha256 of samples {digest.hexdigest()}"
+
+
+def _sample(file: Path, size: int) -> Iterator[bytes]:
+    with file.open("rb") as stream:
+        length = stream.read(8)
+        yield length
+        yield stream.read(min(int.from_bytes(length, "little"), _MOST_HEADER_BYTES))
+        for number in range(_BLOCKS):
+            stream.seek((size - _BLOCK_BYTES) * number // (_BLOCKS - 1))
+            yield stream.read(_BLOCK_BYTES)
+
+
+def _module_file(module: str) -> Path | None:
+    with suppress(ImportError, ValueError, AttributeError):
+        spec = importlib.util.find_spec(module)
+        return Path(spec.origin) if spec is not None and spec.origin and Path(spec.origin).is_file() else None
+    return None
+
+
+def digest_of(fingerprint: Mapping[str, Any] | None) -> str:
+    """A short name of an input's content."""
+    return hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _describe(before: Any, now: Fingerprint | None) -> str:
+    """What differs, file by file."""
+    if not isinstance(before, dict) or now is None:
+        return "there is none now" if now is None else "there was none, or its record is gone"
+    names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    told = [f"{name}: {before.get(name, 'not there')} before, {now.get(name, 'not there')} now" for name in names]
+    return ", ".join(told[:2]) + (f" and {len(told) - 2} more" if len(told) > 2 else "")
