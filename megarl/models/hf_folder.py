@@ -67,8 +67,9 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
 
 def _is_file_name(value: object) -> bool:
     """Whether a value names a file of the folder itself: SGLang reads no others."""
-    is_name = isinstance(value, str) and Path(value).name == value and value not in ("", "..")
-    return is_name and "\0" not in value and len(os.fsencode(value)) <= 255
+    if not isinstance(value, str) or value in ("", "..") or "\0" in value:
+        return False
+    return Path(value).name == value and len(os.fsencode(value)) <= 255
 
 
 def some(names: Sequence[str]) -> str:

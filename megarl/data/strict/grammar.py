@@ -214,7 +214,7 @@ class Reader:
         if exponent.is_number:
             bits = max(base.p.bit_length(), base.q.bit_length()) if base.is_Rational else 1
             is_small = abs(sympy.N(exponent)) * bits <= (_MAX_ROOT_BITS if is_root else _MAX_BITS)
-            if not is_small or (is_root and exponent.q > 100) or (base == 0 and not exponent.is_positive):
+            if not is_small or (is_root and exponent.q > 100) or (base.is_zero and not exponent.is_positive):
                 raise UnreadableError("a power out of bounds")
         power = base**exponent
         if base.is_number and exponent.is_number:
