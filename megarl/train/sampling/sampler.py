@@ -187,7 +187,7 @@ class Sampler:
     def _excerpts(self, step: int, samples: Mapping[Key, Sample], failed: Key | None) -> dict[Key, excerpts.Excerpt]:
         count = self.config.log.samples_per_step
         chosen = excerpts.choose([*samples], count, step) if count == "all" or distributed.is_main_rank() else []
-        if count and failed in samples and failed not in chosen:
+        if count and failed is not None and failed in samples and failed not in chosen:
             chosen = sorted([*chosen, failed])
         return excerpts.describe(samples, chosen, self.tokenizer, tuple(self.config.reward.weights))
 
