@@ -27,7 +27,7 @@ from megarl.core.types import SampleRequest, TrainBatch
 
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 AROUND, TRIES, LONGEST = 64, 400, 128_000
-ENGINES: dict[str, dict[str, bool]] = {
+ENGINES: dict[str, dict[str, Any]] = {
     "bf16": {},
     "FP8 weights": {"fp8_rounding": True},
     "and activations": {"fp8_rounding": True, "fp8_activations": True},
@@ -75,8 +75,14 @@ def measure(work: Path, layers: int, experts: int, topk: int, replay: str) -> No
     from megarl.train import step as train_step
 
     model, task = work / "model", work / "task"
-    sizes = {"hidden_size": 64, "num_layers": layers, "num_experts": experts, "top_k": topk, "expert_width": 32}
-    write_tiny_model(model, initializer_range=0.05, max_positions=1024, **sizes)
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_layers": layers,
+        "num_experts": experts,
+        "top_k": topk,
+        "expert_width": 32,
+    }
+    write_tiny_model(model, initializer_range=0.05, max_positions=1024, expert_width=32, **sizes)
     write_sort_task(task, num_train=64, num_heldout=16, num_demonstrations=256)
     table: dict[str, Any] = {
         "run": {"steps": 1},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ NUM_SEQUENCES, PROMPT, RESPONSE = 16, 40, 60
 def made(folder: Path, num_layers: int) -> tuple[World, list[Rollout]]:
     """A model, and the responses of an engine in bf16, which flips some experts."""
     world = World(folder)
-    sizes = {"hidden_size": 32, "num_experts": 16, "top_k": 4, "expert_width": 8, "max_positions": 128}
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_experts": 16, "top_k": 4, "expert_width": 8, "max_positions": 128}
     write_tiny_model(world.model, num_layers=num_layers, num_heads=2, num_kv_heads=1, initializer_range=0.1, **sizes)
     write_sort_task(world.folder / "task", num_train=64, num_heldout=16, num_demonstrations=256, digits=3)
     engine = LocalEngine.from_pretrained(world.model, dtype=torch.bfloat16)
@@ -60,7 +61,7 @@ def test_acceptance_a_short_run_of_foreign_rows_is_dropped_and_named(tmp_path: P
         changed[rows] = change(mine, other, rows)
         rollouts[2 * index] = replace(rollouts[2 * index], routed_experts=changed)
     for replay in ("r3", "none"):
-        limits = {"train__micro_batch_tokens": 2048, "train__max_bad_steps": 0}
+        limits: dict[str, Any] = {"train__micro_batch_tokens": 2048, "train__max_bad_steps": 0}
         with training(world.settings(train__replay=replay, **limits)) as step:
             mini = step.prepare(rollouts, np.ones(NUM_SEQUENCES))
             step.old_logprobs(mini)

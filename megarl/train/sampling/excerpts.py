@@ -7,7 +7,6 @@ from typing import Any, Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megarl.core.diagnostics.tripwires import COLUMNS
 from megarl.core.types import Rollout
 from megarl.rollout.player import Sample
 from megarl.train.sampling.assignment import Key
@@ -75,10 +74,10 @@ def complete(
 ) -> list[Excerpt]:  # fmt: skip
     """Add what training has found out: whether each trained, how far the engines are apart, and why it was dropped.
 
-    trained: int64 [n, 2] (place of the prompt in the run's order, sample); gaps: float64 [n, COLUMNS] each, as in
+    trained: int64 [n, 2] (place of the prompt in the run's order, sample); gaps: float64 [n, 5 or more] each, as in
     ``megarl.core.diagnostics.tripwires``; dropped: by (group, sample) of the step.
     """
-    rows = np.concatenate([np.zeros((0, COLUMNS)), *gaps])
+    rows = np.concatenate([np.zeros((0, 5)), *(of_rank[:, :5] for of_rank in gaps)])
     rows = rows[(rows[:, 4] > 0) & np.isin(rows[:, 0], [prompt for prompt, _ in excerpts])]
     of_key = dict(zip(map(tuple, rows[:, :2].tolist()), (rows[:, 3] / rows[:, 4]).tolist(), strict=True))
     trains = set(map(tuple, trained.tolist()))
