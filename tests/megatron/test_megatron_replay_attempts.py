@@ -21,6 +21,7 @@ import torch.distributed as dist
 from cases_loops import A, B, C, World, largest_difference
 from matrix_world import NUM_EXPERTS, NUM_LAYERS, VOCAB, Variant, fields_of, fill, gradients, settings_of, shape_of
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from tiny_world import join
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
@@ -509,7 +510,8 @@ class _Unpickler(pickle.Unpickler):
 
 @pytest.fixture
 def shared_groups(monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:
-    """Copies of modules share their process groups, which torch does not copy."""
+    """Copies of modules share their process groups, which torch does not copy. Megatron's scale of losses is unset."""
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
     monkeypatch.setattr(dist.ProcessGroup, "__deepcopy__", lambda group, _: group, raising=False)
 
 

@@ -162,7 +162,8 @@ class PassLog:
             if remembered is not None and not remembered.inside:
                 new, first = self._repeat(remembered), False
         elif running is None and block is None:
-            self._count_elsewhere()
+            for other in self._blocks.values():
+                other.elsewhere += 1
             return
         elif running is None and block is not None:
             if torch._C._current_graph_task_id() != -1:
@@ -176,7 +177,8 @@ class PassLog:
     def enter_layer(self, module: torch.nn.Module, chunk: int, is_first: bool, hidden: object) -> None:
         """A layer of a chunk is called; only layers that the caller runs by itself matter."""
         block = self._blocks.get(get_ident())
-        if block is None or torch._C._current_graph_task_id() != -1 or self._is_in_pass():
+        in_pass = any(one.thread == get_ident() for one in self._running.values())
+        if block is None or in_pass or torch._C._current_graph_task_id() != -1:
             return
         before = block.carried.get(hidden) if isinstance(hidden, torch.Tensor) else None
         if before is not None and before.chunk == chunk:
@@ -273,13 +275,6 @@ class PassLog:
                 break
             inner, frame = frame, frame.f_back
         return running, recomputed, entered
-
-    def _is_in_pass(self) -> bool:
-        return any(one.thread == get_ident() for one in self._running.values())
-
-    def _count_elsewhere(self) -> None:
-        for block in self._blocks.values():
-            block.elsewhere += 1
 
     def _remember(self, region: Any) -> _Region:
         if region is None:
