@@ -404,6 +404,16 @@ def _checkpoint_without_ctx(lab: Lab, in_block: bool) -> None:
         del layer.forward
 
 
+def _native_after_a_checkpoint_without_ctx(lab: Lab) -> None:
+    """What is not known of one kind of checkpoint does not touch others."""
+    with pytest.raises(ReplayError, match="no known checkpoint started it"):
+        _checkpoint_without_ctx(lab, in_block=True)
+    lab.chunk.zero_grad_buffer()
+    lab.loss(B).backward()
+    with lab.block(A):
+        lab.loss(A).backward()
+
+
 KINDS = ("none", "uniform", "layers not reentrant", "moe")
 Attempt = Callable[[Lab], None]
 
@@ -450,6 +460,7 @@ RIGHT: Mapping[str, tuple[Attempt, Sequence[int], Sequence[int]]] = {
     "whole model, reentrant": (partial(_whole_model_in_a_checkpoint, reentrant=True), (A, B), ()),
     "whole model, not reentrant": (partial(_whole_model_in_a_checkpoint, reentrant=False), (A, B), ()),
     "swapped inputs": (_swapped_inputs, (A,), ()),
+    "native after a checkpoint without ctx": (_native_after_a_checkpoint_without_ctx, (A,), (B,)),
     "a native checkpoint without ctx": (partial(_checkpoint_without_ctx, in_block=False), (), (A,)),
 }
 """Name -> (what is done, the micro-batches whose gradients it has with replay, and natively)."""

@@ -126,7 +126,7 @@ class PassLog:
         self._blocks: dict[int, Block] = {}  # by thread
         self._running: dict[FrameType, _Running] = {}
         self._regions: WeakKeyDictionary[Any, _Region] = WeakKeyDictionary()
-        self._lost_region = False  # whether a pass of a block was in an autograd function that hides its context
+        self._hiding: set[type] = set()  # autograd functions around passes of blocks that hide their context
 
     @property
     def is_open(self) -> bool:
@@ -136,7 +136,7 @@ class PassLog:
     @property
     def is_watching(self) -> bool:
         """Whether a pass may matter: a block is open, or graphs of one are left."""
-        return bool(self._blocks or self._regions or self._lost_region)
+        return bool(self._blocks or self._regions or self._hiding)
 
     def open(self, session: Session) -> Block:
         """Start a block of this thread. ReplayError if it has one."""
@@ -154,7 +154,9 @@ class PassLog:
     def enter(self, module: torch.nn.Module, chunk: int) -> None:
         """A pass of a chunk begins, or begins again in a recomputation; called by a hook of the module."""
         block = self._blocks.get(get_ident())
-        frame = _frame_of_call()
+        frame = _frame_of_call(block is not None)
+        if frame is None:
+            return
         running, region, around = self._find_context(frame)
         new, first = Pass(chunk, -1, None), True  # a probe
         if region is not None:
@@ -187,7 +189,8 @@ class PassLog:
             current = block.start(chunk, True, False, None if before is None else before.micro)
         else:
             return  # its router says whether the pass is clear
-        frame = _frame_of_call()
+        frame = _frame_of_call(True)
+        assert frame is not None
         _, _, around = self._find_context(frame)
         for one in around:
             self._remember(one).inside.append(current)
@@ -255,7 +258,7 @@ class PassLog:
     def _find_context(self, frame: FrameType | None) -> tuple[_Running | None, object, list[Any]]:
         """(the running pass, or the region that is recomputed, whichever is inner; regions that were entered in it).
 
-        None stands in the list for an autograd function that hides its context.
+        A class in the list stands for an autograd function that hides its context.
         """
         running: _Running | None = None
         recomputed: object = None
@@ -266,7 +269,7 @@ class PassLog:
             if (running := self._running.get(frame)) is not None:
                 break
             if code is _APPLY:
-                entered.append(_context_of(inner))
+                entered.append(_context_of(inner) or frame.f_locals["cls"])
             elif code in _BACKWARD:
                 recomputed = frame.f_locals["self"]
                 break
@@ -277,15 +280,15 @@ class PassLog:
         return running, recomputed, entered
 
     def _remember(self, region: Any) -> _Region:
-        if region is None:
-            self._lost_region = True
+        if isinstance(region, type):
+            self._hiding.add(region)
             return _Region()
         return self._regions.setdefault(region, _Region())
 
     def _recall(self, region: Any) -> _Region | None:
         """What a region remembers; None if it ran outside of blocks."""
         remembered = self._regions.get(region)
-        if remembered is None and self._lost_region and isinstance(region, FunctionCtx):
+        if remembered is None and getattr(region, "_forward_cls", None) in self._hiding:
             self._refuse(_NO_REGION)
         return remembered
 
@@ -326,14 +329,15 @@ _NO_REGION = (
 )
 
 
-def _frame_of_call() -> FrameType:
-    """The frame of ``Module.__call__`` that runs the hook that calls the log."""
+def _frame_of_call(in_block: bool) -> FrameType | None:
+    """The frame of ``Module.__call__`` that runs the calling hook; None for a compiled model outside blocks."""
     frame = sys._getframe(3)
-    if frame.f_code.co_filename != torch.nn.modules.module.__file__:
+    is_known = frame.f_code.co_filename == torch.nn.modules.module.__file__
+    if in_block and not is_known:
         raise ReplayError(
             "a compiled model hides its forward passes; in a block, call the module itself (compile its parts instead)"
         )
-    return frame
+    return frame if is_known else None
 
 
 def _context_of(frame: FrameType | None) -> object:
