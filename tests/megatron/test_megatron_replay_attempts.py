@@ -21,6 +21,7 @@ import torch.distributed as dist
 from cases_loops import A, B, C, World, largest_difference
 from matrix_world import NUM_EXPERTS, NUM_LAYERS, VOCAB, Variant, fields_of, fill, gradients, settings_of, shape_of
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from tiny_world import join
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
@@ -403,6 +404,16 @@ def _checkpoint_without_ctx(lab: Lab, in_block: bool) -> None:
         del layer.forward
 
 
+def _native_after_a_checkpoint_without_ctx(lab: Lab) -> None:
+    """What is not known of one kind of checkpoint does not touch others."""
+    with pytest.raises(ReplayError, match="no known checkpoint started it"):
+        _checkpoint_without_ctx(lab, in_block=True)
+    lab.chunk.zero_grad_buffer()
+    lab.loss(B).backward()
+    with lab.block(A):
+        lab.loss(A).backward()
+
+
 KINDS = ("none", "uniform", "layers not reentrant", "moe")
 Attempt = Callable[[Lab], None]
 
@@ -449,6 +460,7 @@ RIGHT: Mapping[str, tuple[Attempt, Sequence[int], Sequence[int]]] = {
     "whole model, reentrant": (partial(_whole_model_in_a_checkpoint, reentrant=True), (A, B), ()),
     "whole model, not reentrant": (partial(_whole_model_in_a_checkpoint, reentrant=False), (A, B), ()),
     "swapped inputs": (_swapped_inputs, (A,), ()),
+    "native after a checkpoint without ctx": (_native_after_a_checkpoint_without_ctx, (A,), (B,)),
     "a native checkpoint without ctx": (partial(_checkpoint_without_ctx, in_block=False), (), (A,)),
 }
 """Name -> (what is done, the micro-batches whose gradients it has with replay, and natively)."""
@@ -509,7 +521,8 @@ class _Unpickler(pickle.Unpickler):
 
 @pytest.fixture
 def shared_groups(monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:
-    """Copies of modules share their process groups, which torch does not copy."""
+    """Copies of modules share their process groups, which torch does not copy. Megatron's scale of losses is unset."""
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
     monkeypatch.setattr(dist.ProcessGroup, "__deepcopy__", lambda group, _: group, raising=False)
 
 

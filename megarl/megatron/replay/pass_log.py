@@ -126,7 +126,7 @@ class PassLog:
         self._blocks: dict[int, Block] = {}  # by thread
         self._running: dict[FrameType, _Running] = {}
         self._regions: WeakKeyDictionary[Any, _Region] = WeakKeyDictionary()
-        self._lost_region = False  # whether a pass of a block was in an autograd function that hides its context
+        self._hiding: set[type] = set()  # autograd functions around passes of blocks that hide their context
 
     @property
     def is_open(self) -> bool:
@@ -136,7 +136,7 @@ class PassLog:
     @property
     def is_watching(self) -> bool:
         """Whether a pass may matter: a block is open, or graphs of one are left."""
-        return bool(self._blocks or self._regions or self._lost_region)
+        return bool(self._blocks or self._regions or self._hiding)
 
     def open(self, session: Session) -> Block:
         """Start a block of this thread. ReplayError if it has one."""
@@ -154,7 +154,9 @@ class PassLog:
     def enter(self, module: torch.nn.Module, chunk: int) -> None:
         """A pass of a chunk begins, or begins again in a recomputation; called by a hook of the module."""
         block = self._blocks.get(get_ident())
-        frame = _frame_of_call()
+        frame = _frame_of_call(block is not None)
+        if frame is None:
+            return
         running, region, around = self._find_context(frame)
         new, first = Pass(chunk, -1, None), True  # a probe
         if region is not None:
@@ -162,7 +164,8 @@ class PassLog:
             if remembered is not None and not remembered.inside:
                 new, first = self._repeat(remembered), False
         elif running is None and block is None:
-            self._count_elsewhere()
+            for other in self._blocks.values():
+                other.elsewhere += 1
             return
         elif running is None and block is not None:
             if torch._C._current_graph_task_id() != -1:
@@ -176,7 +179,8 @@ class PassLog:
     def enter_layer(self, module: torch.nn.Module, chunk: int, is_first: bool, hidden: object) -> None:
         """A layer of a chunk is called; only layers that the caller runs by itself matter."""
         block = self._blocks.get(get_ident())
-        if block is None or torch._C._current_graph_task_id() != -1 or self._is_in_pass():
+        in_pass = any(one.thread == get_ident() for one in self._running.values())
+        if block is None or in_pass or torch._C._current_graph_task_id() != -1:
             return
         before = block.carried.get(hidden) if isinstance(hidden, torch.Tensor) else None
         if before is not None and before.chunk == chunk:
@@ -185,7 +189,8 @@ class PassLog:
             current = block.start(chunk, True, False, None if before is None else before.micro)
         else:
             return  # its router says whether the pass is clear
-        frame = _frame_of_call()
+        frame = _frame_of_call(True)
+        assert frame is not None
         _, _, around = self._find_context(frame)
         for one in around:
             self._remember(one).inside.append(current)
@@ -253,7 +258,7 @@ class PassLog:
     def _find_context(self, frame: FrameType | None) -> tuple[_Running | None, object, list[Any]]:
         """(the running pass, or the region that is recomputed, whichever is inner; regions that were entered in it).
 
-        None stands in the list for an autograd function that hides its context.
+        A class in the list stands for an autograd function that hides its context.
         """
         running: _Running | None = None
         recomputed: object = None
@@ -264,7 +269,7 @@ class PassLog:
             if (running := self._running.get(frame)) is not None:
                 break
             if code is _APPLY:
-                entered.append(_context_of(inner))
+                entered.append(_context_of(inner) or frame.f_locals["cls"])
             elif code in _BACKWARD:
                 recomputed = frame.f_locals["self"]
                 break
@@ -274,23 +279,16 @@ class PassLog:
             inner, frame = frame, frame.f_back
         return running, recomputed, entered
 
-    def _is_in_pass(self) -> bool:
-        return any(one.thread == get_ident() for one in self._running.values())
-
-    def _count_elsewhere(self) -> None:
-        for block in self._blocks.values():
-            block.elsewhere += 1
-
     def _remember(self, region: Any) -> _Region:
-        if region is None:
-            self._lost_region = True
+        if isinstance(region, type):
+            self._hiding.add(region)
             return _Region()
         return self._regions.setdefault(region, _Region())
 
     def _recall(self, region: Any) -> _Region | None:
         """What a region remembers; None if it ran outside of blocks."""
         remembered = self._regions.get(region)
-        if remembered is None and self._lost_region and isinstance(region, FunctionCtx):
+        if remembered is None and getattr(region, "_forward_cls", None) in self._hiding:
             self._refuse(_NO_REGION)
         return remembered
 
@@ -331,14 +329,15 @@ _NO_REGION = (
 )
 
 
-def _frame_of_call() -> FrameType:
-    """The frame of ``Module.__call__`` that runs the hook that calls the log."""
+def _frame_of_call(in_block: bool) -> FrameType | None:
+    """The frame of ``Module.__call__`` that runs the calling hook; None for a compiled model outside blocks."""
     frame = sys._getframe(3)
-    if frame.f_code.co_filename != torch.nn.modules.module.__file__:
+    is_known = frame.f_code.co_filename == torch.nn.modules.module.__file__
+    if in_block and not is_known:
         raise ReplayError(
             "a compiled model hides its forward passes; in a block, call the module itself (compile its parts instead)"
         )
-    return frame
+    return frame if is_known else None
 
 
 def _context_of(frame: FrameType | None) -> object:
