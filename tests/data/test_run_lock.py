@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -140,6 +141,16 @@ def test_silence_is_by_the_clock_of_the_file_system(tmp_path: Path, monkeypatch:
         pass
     assert "waiting up to 4 s" in told[0]
     assert [file.name for file in tmp_path.iterdir()] == ["lock"]
+
+
+def test_who_looks_whether_it_is_held_makes_nobody_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lock"
+    looking = os.open(path, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)  # a busy machine changes nothing
+    monkeypatch.setattr(time, "sleep", lambda _: os.close(looking))
+    with RunLock(path):
+        assert read_holder(path)["pid"] == os.getpid()  # type: ignore[index]
 
 
 def test_a_holder_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
