@@ -214,7 +214,7 @@ class Reader:
         if exponent.is_number:
             bits = max(base.p.bit_length(), base.q.bit_length()) if base.is_Rational else 1
             is_small = abs(sympy.N(exponent)) * bits <= (_MAX_ROOT_BITS if is_root else _MAX_BITS)
-            if not is_small or (is_root and exponent.q > 100) or (base == 0 and not exponent.is_positive):
+            if not is_small or (is_root and exponent.q > 100) or (base.is_zero and not exponent.is_positive):
                 raise UnreadableError("a power out of bounds")
         power = base**exponent
         if base.is_number and exponent.is_number:
@@ -267,10 +267,10 @@ class Reader:
             return self._divide(self._digit_or_group(), self._digit_or_group())
         if token == r"\sqrt":
             degree = self._argument_in_brackets() if self._take("[") else Integer(2)
-            radicand: Any = self._digit_or_group()
+            radicand, exponent = self._digit_or_group(), Integer(1) / degree
             if radicand.is_negative and degree.is_Integer and degree % 2:
-                return -self._raise(-radicand, 1 / degree)
-            return self._raise(radicand, 1 / degree)
+                return -self._raise(-radicand, exponent)
+            return self._raise(radicand, exponent)
         if token == "|":
             value = require_number(self._sum())
             self._require("|")
