@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -142,6 +144,16 @@ def test_silence_is_by_the_clock_of_the_file_system(tmp_path: Path, monkeypatch:
     assert [file.name for file in tmp_path.iterdir()] == ["lock"]
 
 
+def test_who_looks_whether_it_is_held_makes_nobody_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lock"
+    looking = os.open(path, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)  # a busy machine changes nothing
+    monkeypatch.setattr(time, "sleep", lambda _: os.close(looking))
+    with RunLock(path):
+        assert read_holder(path)["pid"] == os.getpid()  # type: ignore[index]
+
+
 def test_a_holder_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     process = holder(path)
@@ -155,3 +167,39 @@ def test_a_holder_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
         assert process.wait() == -signal.SIGKILL
     assert len(told) == 1
     assert f"is held by process {process.pid} on" in told[0]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"run\.dir: .*/file/run cannot be written"):
+        RunLock(tmp_path / "file" / "run" / "lock").__enter__()
+
+
+@pytest.mark.parametrize(("number", "is_refused"), [(errno.ENOLCK, False), (errno.ENOSYS, False), (errno.EIO, True)])
+def test_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_refused: bool
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(number, "no lock")
+
+    path = tmp_path / "lock"
+    monkeypatch.setattr(fcntl, "flock", fails)
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"cannot be written: .*no lock"):
+            RunLock(path).__enter__()
+        return
+    with RunLock(path):
+        assert is_held(path)
+        os.utime(path, (0, 0))  # touched last long ago
+        assert not is_held(path)
+
+
+def test_who_waits_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, told, naps = tmp_path / "lock", [], iter(range(5))
+    held = os.open(path, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(time, "sleep", lambda _: os.close(held) if next(naps) == 4 else None)
+    with RunLock(path, told.append, wait_s=60):
+        assert len(told) == 1
+        assert "waiting for its end" in told[0]

@@ -267,10 +267,10 @@ class Reader:
             return self._divide(self._digit_or_group(), self._digit_or_group())
         if token == r"\sqrt":
             degree = self._argument_in_brackets() if self._take("[") else Integer(2)
-            radicand: Any = self._digit_or_group()
+            radicand, exponent = self._digit_or_group(), Integer(1) / degree
             if radicand.is_negative and degree.is_Integer and degree % 2:
-                return -self._raise(-radicand, 1 / degree)
-            return self._raise(radicand, 1 / degree)
+                return -self._raise(-radicand, exponent)
+            return self._raise(radicand, exponent)
         if token == "|":
             value = require_number(self._sum())
             self._require("|")
