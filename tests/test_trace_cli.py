@@ -107,7 +107,7 @@ def test_diff_plots_a_heat_map(files, capsys):
     assert heat["z"] == [[1.0, 0.0, 1.0, None], [0.0, 0.0, 1.0, None]]
     assert list(heat["x"]) == [0.0, 1.0, 2.0, 3.0]
     assert list(bars["x"]) == pytest.approx([2 / 3, 1 / 3], abs=1e-6)
-    assert sorted(path.name for path in files.iterdir()) == ["a.safetensors", "b.safetensors", "h.html"]
+    assert sorted(path.name for path in files.glob("[!.]*")) == ["a.safetensors", "b.safetensors", "h.html"]
 
 
 def test_the_map_counts_by_layer_and_position(files):

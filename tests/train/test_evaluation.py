@@ -128,7 +128,7 @@ def test_benchmarks_do_not_change_each_other_and_resume(
     told = capsys.readouterr().err
     assert "copy: no response has a reward, train_rewards:raises_on_demand or the environment failed" in told
     assert "first: ValueError: no verdict" in told
-    assert sorted(path.name for path in (out / "copy").iterdir()) == ["prompts.jsonl", "responses.jsonl"]
+    assert sorted(path.name for path in (out / "copy").glob("[!.]*")) == ["prompts.jsonl", "responses.jsonl"]
     assert not (out / "eval.json").exists()
     monkeypatch.delenv("NO_VERDICT_ON")
     before = (out / "train" / "responses.jsonl").stat().st_mtime_ns
