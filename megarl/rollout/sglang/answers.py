@@ -221,7 +221,7 @@ def _find_wrong_end(
             f"the server says that the response stopped at {finish.matched!r}, its last token is {output[-1]}, "
             f"expected one of {sorted(ends)}"
         )
-    is_cut_by_room = len(request.prompt_tokens) + size >= bounds.longest - ROOM_SLACK
+    is_cut_by_room = len(request.prompt_tokens) + size >= min(bounds.longest, bounds.positions) - ROOM_SLACK
     if finish.type == "length" and size < limit and (output[-1] in ends or not is_cut_by_room):
         yield f"the server says that the response was cut by its limit: it has {size} tokens, expected {limit}"
 
