@@ -27,7 +27,7 @@ LEAST_LOGPROB = -45.0
 """No honest token is less likely: with 262,144 ids, tokens below it are drawn once in 1e14 draws."""
 ROUNDING = 1e-6
 """Of a log-probability above 0, in float32."""
-ROOM_SLACK = 8
+ROOM_SLACK = 4
 """A server cuts a response so many tokens, at most, before its cache or context is full."""
 TOKEN_BYTES = 256
 """Of an answer, for each token: its ids, text and log-probability."""
