@@ -27,7 +27,7 @@ LEAST_LOGPROB = -45.0
 """No honest token is less likely: with 262,144 ids, tokens below it are drawn once in 1e14 draws."""
 ROUNDING = 1e-6
 """Of a log-probability above 0, in float32."""
-ROOM_SLACK = 8
+ROOM_SLACK = 4
 """A server cuts a response so many tokens, at most, before its cache or context is full."""
 TOKEN_BYTES = 256
 """Of an answer, for each token: its ids, text and log-probability."""
@@ -221,7 +221,7 @@ def _find_wrong_end(
             f"the server says that the response stopped at {finish.matched!r}, its last token is {output[-1]}, "
             f"expected one of {sorted(ends)}"
         )
-    is_cut_by_room = len(request.prompt_tokens) + size >= bounds.longest - ROOM_SLACK
+    is_cut_by_room = len(request.prompt_tokens) + size >= min(bounds.longest, bounds.positions) - ROOM_SLACK
     if finish.type == "length" and size < limit and (output[-1] in ends or not is_cut_by_room):
         yield f"the server says that the response was cut by its limit: it has {size} tokens, expected {limit}"
 
