@@ -8,7 +8,7 @@ prints it as one line and exits with code 2.
 import socket
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +127,9 @@ def describe(error: BaseException) -> str:
     except Exception:  # a foreign exception may fail to print itself
         text = type(error).__name__
     return " ".join(text.split())[:300]
+
+
+def some(names: Iterable[str]) -> str:
+    """Return the first three names of a list that may be long, sorted, and how many more there are."""
+    known = sorted(set(names))
+    return ", ".join(known[:3]) + (f" and {len(known) - 3} more" if len(known) > 3 else "")

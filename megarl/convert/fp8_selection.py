@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from megarl.core.fp8 import fp8_config, grid_of, is_fp8_weight
-from megarl.errors import ConfigError
-from megarl.models.hf_folder import some
+from megarl.errors import ConfigError, some
 
 _WEIGHT = ".weight"
 _HIGH = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

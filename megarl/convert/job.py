@@ -24,13 +24,12 @@ from megarl.data import outputs
 from megarl.data.disk import describe_write_error
 from megarl.data.files import read_record, sha256_of, write_atomically
 from megarl.data.outputs import MARK, partial_of, replace_folder, require_own
-from megarl.errors import CheckpointError, ConfigError, MegarlError
-from megarl.foreign_files import read_object
+from megarl.errors import CheckpointError, ConfigError, MegarlError, some
 from megarl.megatron.checkpoints.manifest import MANIFEST as RUN_MANIFEST
 from megarl.megatron.checkpoints.manifest import read_manifest
 from megarl.megatron.distributed import shutdown
 from megarl.models.hf_files import FP8_ERRORS, MANIFEST, save_tensors, write_index
-from megarl.models.hf_folder import read_json, some
+from megarl.models.hf_folder import read_json
 
 _LOCK, _UNIT = ".megarl.lock", ".megarl-unit-"
 _WRITTEN = (*outputs.HF_FILES, "__*_0.distcp", ".metadata*", "metadata.json", "common.pt", MANIFEST, FP8_ERRORS)
@@ -249,20 +248,9 @@ class ConversionJob:
 
     def _record(self, number: int) -> Any:
         """The record of a unit whose file is complete; else None."""
-        path = self._record_file(number)
-        if not path.is_file():
-            return None
-        try:
-            kept = read_object(path)
-            file = self.folder / kept["file"]
-        except (
-            KeyError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ):  # damaged, or of an earlier megarl: the unit is written anew
-            return None
-        return kept["record"] if file.is_file() and file.stat().st_size == kept["bytes"] else None
+        kept = read_record(self._record_file(number))  # empty if it is damaged: the unit is written anew
+        file = self.folder / str(kept.get("file", ""))
+        return kept.get("record") if file.is_file() and file.stat().st_size == kept.get("bytes") else None
 
     def _record_file(self, number: int) -> Path:
         return self.folder / f"{_UNIT}{number:06d}"

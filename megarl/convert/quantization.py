@@ -23,10 +23,10 @@ from megarl.convert.megatron_files import MegatronCheckpoint, Piece, model_folde
 from megarl.core.fp8 import BLOCK, SCALE, BlockErrors, ErrorSum, grid_of, quantize_by_stripes
 from megarl.data.files import write_atomically
 from megarl.data.outputs import require_apart
-from megarl.errors import CheckpointError, ConfigError, NumericsError
+from megarl.errors import CheckpointError, ConfigError, NumericsError, some
 from megarl.models.hf_config import find_quantization
 from megarl.models.hf_files import FP8_ERRORS, HFCheckpoint, copy_model_files, pack_shards
-from megarl.models.hf_folder import read_json, some
+from megarl.models.hf_folder import read_json
 from megarl.models.names import hf_shapes
 from megarl.models.shapes import read_shape
 

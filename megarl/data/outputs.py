@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megarl.data.files import exchange, model_files, read_record, sha256_of, sync, sync_all, write_atomically
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, some
 
 MARK, FILES = ".megarl.json", ".megarl-files.json"
 IsOwn = Callable[[str, os.stat_result], bool]
@@ -52,7 +52,7 @@ def require_own(*folders: Path) -> None:
             raise ConfigError(f"{folder} is no folder; remove it, or choose another place")
         if foreign := find_foreign(folder, marked(folder)):
             raise ConfigError(
-                f"{folder} holds {_some(foreign)}, which megarl did not write or which was changed since; it stays. "
+                f"{folder} holds {some(foreign)}, which megarl did not write or which was changed since; it stays. "
                 "Move it away, or choose another folder"
             )
 
@@ -155,7 +155,7 @@ def replace_folder(new: Path, target: Path, owner: Callable[[Path], IsOwn] = mar
     """
     is_own = owner(target)
     if foreign := find_foreign(target, is_own):
-        raise ConfigError(f"{target} holds {_some(foreign)}, which megarl did not write; {new} is whole: rename it")
+        raise ConfigError(f"{target} holds {some(foreign)}, which megarl did not write; {new} is whole: rename it")
     if not target.exists():
         new.rename(target)
     elif exchange(new, target):
@@ -203,7 +203,3 @@ def write_output(path: Path, data: bytes) -> None:
     record = {**read_record(listing), path.name: digests}
     write_atomically(listing, json.dumps(record, indent=1).encode())
     write_atomically(path, data)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

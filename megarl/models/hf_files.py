@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 
 from megarl.core.fp8 import SCALE, dequantize_fp8, grid_of
 from megarl.data.files import model_files
-from megarl.errors import CheckpointError, ConfigError, DataError
+from megarl.errors import CheckpointError, ConfigError, DataError, some
 from megarl.foreign_files import require_regular
 from megarl.models.hf_config import QUANTIZATION, count_prediction_layers, read_dtype, read_fp8_block
-from megarl.models.hf_folder import INDEX, SINGLE, read_json, some, weight_files
+from megarl.models.hf_folder import INDEX, SINGLE, read_json, weight_files
 
 MANIFEST = "conversion.json"
 """What a conversion writes beside the files: their checksums, and what it left out."""

@@ -1,11 +1,10 @@
 """What lies in a Hugging Face folder, read without torch: its config.json and the files of its weights."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import CheckpointError, DataError
+from megarl.errors import CheckpointError, DataError, some
 from megarl.foreign_files import read_object, require_regular
 
 INDEX = "model.safetensors.index.json"
@@ -70,9 +69,3 @@ def _is_file_name(value: object) -> bool:
     if not isinstance(value, str) or value in ("", "..") or "\0" in value:
         return False
     return Path(value).name == value and len(os.fsencode(value)) <= 255
-
-
-def some(names: Sequence[str]) -> str:
-    """The first three names of a list that may be long, and how many more there are."""
-    first = ", ".join(sorted(set(names))[:3])
-    return first if len(set(names)) <= 3 else f"{first} and {len(set(names)) - 3} more"

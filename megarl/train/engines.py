@@ -18,13 +18,13 @@ from megarl.config.plugs import ENGINES, load_plug
 from megarl.core.choices.own import call_own
 from megarl.core.types import WeightShare
 from megarl.data.files import find_tokenizer_code
-from megarl.errors import ConfigError, RolloutError, printable
+from megarl.errors import ConfigError, RolloutError, printable, some
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES
 from megarl.models.fit import servers_record
 from megarl.models.hf_config import find_quantization
 from megarl.models.hf_files import HFCheckpoint
-from megarl.models.hf_folder import read_json, some
+from megarl.models.hf_folder import read_json
 from megarl.models.names import hf_shapes
 from megarl.models.shapes import read_shape
 from megarl.rollout.engine import Engine
