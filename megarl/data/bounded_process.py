@@ -75,15 +75,14 @@ def _serve(connection: Connection, functions: dict[str, Callable[..., Any]]) -> 
     for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU):
         signal.signal(each, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the parent too, which ends this process
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + _MEMORY_BYTES)
-    _lower(resource.RLIMIT_CORE, 0)
+    limit_memory(_MEMORY_BYTES)
+    lower_limit(resource.RLIMIT_CORE, 0)
     while True:
         try:
             name, arguments = connection.recv()
         except (EOFError, OSError):  # the parent is gone
             return
-        _lower(resource.RLIMIT_CPU, int(time.process_time()) + 1 + CPU_S)
+        lower_limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + CPU_S)
         try:
             answer = True, functions[name](*arguments)
         except MemoryError:
@@ -93,7 +92,13 @@ def _serve(connection: Connection, functions: dict[str, Callable[..., Any]]) -> 
         connection.send(answer)
 
 
-def _lower(limit: int, value: int) -> None:
-    """Set a soft limit, below the hard one."""
+def limit_memory(num_bytes: int) -> None:
+    """Let this process have so many bytes of address space beyond those that it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    lower_limit(resource.RLIMIT_AS, pages * resource.getpagesize() + num_bytes)
+
+
+def lower_limit(limit: int, value: int) -> None:
+    """Set a soft limit of this process, at most the hard one."""
     most = resource.getrlimit(limit)[1]
     resource.setrlimit(limit, (value if most == resource.RLIM_INFINITY else min(value, most), most))

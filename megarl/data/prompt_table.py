@@ -24,6 +24,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl import __version__
+from megarl.config.trust import make_private
 from megarl.data.files import sha256_of, write_atomically
 from megarl.data.records import place_prefix
 from megarl.data.tensor_file import dump_tensors, load_tensors
@@ -153,17 +154,13 @@ def _key(digest: str, suffix: str, tokenizer: PreTrainedTokenizerBase, settings:
 
 def _folder() -> Path:
     """The first folder that can be written; OSError if there is none."""
-    own = Path(tempfile.gettempdir()) / f"megarl-{os.getuid()}"
     cache = os.environ.get("XDG_CACHE_HOME")
     with suppress(OSError, RuntimeError):  # no home
         folder = (Path(cache) if cache else Path.home() / ".cache") / "megarl" / "prompts"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    own.mkdir(mode=0o700, exist_ok=True)
-    if own.stat().st_uid != os.getuid():
-        raise PermissionError(f"{own} belongs to somebody else")
-    return own
+    return make_private(Path(tempfile.gettempdir()) / f"megarl-{os.getuid()}")
 
 
 @contextmanager

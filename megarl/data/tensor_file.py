@@ -19,7 +19,7 @@ from megarl.foreign_json import parse_json
 
 _DTYPES = {f"{letter.upper()}{8 * size}": np.dtype(f"<{letter}{size}") for letter in "ui" for size in (1, 2, 4, 8)}
 """Integers alone: more than a routing trace has."""
-_MOST_HEADER_BYTES = 100_000_000
+MOST_HEADER_BYTES = 100_000_000
 _ALIGNMENT = 8
 
 
@@ -51,9 +51,9 @@ def load_tensors(
         is_mapped = mapped and path.stat().st_size > 0  # nothing cannot be mapped
         content = np.memmap(path, np.uint8, "r") if is_mapped else np.frombuffer(path.read_bytes(), np.uint8)
         length = int.from_bytes(content[:8].tobytes(), "little")
-        if len(content) < 8 or length > min(len(content) - 8, _MOST_HEADER_BYTES):
+        if len(content) < 8 or length > min(len(content) - 8, MOST_HEADER_BYTES):
             raise _damaged(path, f"{len(content)} bytes cannot hold a header of {length}")
-        header = parse_json(content[8 : 8 + length].tobytes(), "its header", _MOST_HEADER_BYTES)
+        header = parse_json(content[8 : 8 + length].tobytes(), "its header", MOST_HEADER_BYTES)
     except (OSError, DataError) as error:
         raise _damaged(path, str(error)) from error
     if not isinstance(header, dict):

@@ -134,8 +134,7 @@ def _find_start(label: str, total: int, shape: MoeShape, start: int | None, earl
             "before this turn"
         )
     if start is None and earlier is not None:
-        known = np.ones(len(earlier.experts), bool) if earlier.present is None else earlier.present
-        start = min(int(np.append(known, False).argmin()), total - 1)
+        start = min(int(np.append(present_rows(earlier), False).argmin()), total - 1)
     if not 0 <= (start or 0) < total:
         raise TraceError(f"{label}: start is {start}, expected one of its {total} tokens")
     return start or 0
@@ -152,10 +151,8 @@ def _place(
                 f"{label}: earlier is {list(earlier.experts.shape)}, expected [T, {whole.shape[1]}, {whole.shape[2]}], "
                 "a trace of the same model"
             )
-        held = earlier.experts[:start].astype(np.int64)
+        held = np.where(present_rows(earlier)[:start, None, None], earlier.experts[:start].astype(np.int64), -1)
         whole[: len(held)] = held
-        if earlier.present is not None:
-            whole[: len(held)][~earlier.present[:start]] = -1
     whole[start : start + len(rows)] = rows
     return _trace_of(whole, shape, label)
 

@@ -25,6 +25,7 @@ from megarl.config.trust import PLUGS
 from megarl.data.benchmarks import HELDOUT, choose
 from megarl.data.files import read_record, sha256_of, write_atomically
 from megarl.data.records import read_records, require_file
+from megarl.data.tensor_file import MOST_HEADER_BYTES
 from megarl.errors import ConfigError
 
 INPUTS = "inputs.json"
@@ -37,7 +38,6 @@ _TOKENIZER = (
 )
 _MODULE = re.compile(r"\b([A-Za-z_][\w.]*):[A-Za-z_]\w*")
 _WHOLE_BYTES, _BLOCK_BYTES, _BLOCKS = 64 << 20, 64 << 10, 64
-_MOST_HEADER_BYTES = 100_000_000
 
 
 def bind_inputs(config: Config, folder: Path, goes_on: bool, tell: Callable[[str], None]) -> list[str]:
@@ -125,7 +125,7 @@ def _sample(file: Path, size: int) -> Iterator[bytes]:
     with file.open("rb") as stream:
         length = stream.read(8)
         yield length
-        yield stream.read(min(int.from_bytes(length, "little"), _MOST_HEADER_BYTES))
+        yield stream.read(min(int.from_bytes(length, "little"), MOST_HEADER_BYTES))
         for number in range(_BLOCKS):
             stream.seek((size - _BLOCK_BYTES) * number // (_BLOCKS - 1))
             yield stream.read(_BLOCK_BYTES)

@@ -21,8 +21,8 @@ import threading
 import time
 import types
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
+from megarl.data.bounded_process import limit_memory, lower_limit
 from megarl.data.rewards import Verdict, describe_failure, load_reward, read_verdict
 from megarl.errors import ConfigError
 
@@ -110,16 +110,10 @@ def _limit_use(cpu_s: float | None) -> None:
     No signal interrupts a library in C. Whole seconds, rounded up.
     """
     if cpu_s is not None:
-        _limit(resource.RLIMIT_CORE, 0)
-        _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + cpu_s))
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        lower_limit(resource.RLIMIT_CORE, 0)
+        lower_limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + cpu_s))
         if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
-            _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + MEMORY_BYTES)
-
-
-def _limit(kind: int, value: int) -> None:
-    hard = resource.getrlimit(kind)[1]
-    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+            limit_memory(MEMORY_BYTES)
 
 
 _load = functools.cache(load_reward)
