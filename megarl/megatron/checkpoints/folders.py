@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.data.disk import describe_write_error
 from megarl.data.files import sha256_of, sync
-from megarl.data.outputs import IsOwn, find_foreign, free_name, matches, remove_own, replace_folder
+from megarl.data.outputs import IsOwn, find_foreign, free_name, matches, partial_of, remove_own, replace_folder
 from megarl.errors import SaveError
 from megarl.megatron.checkpoints.manifest import MANIFEST, Files, saved_files, step_name, write_manifest
 from megarl.megatron.distributed import from_main_rank, gather_on_main_rank, is_collective_error, is_main_rank
@@ -44,11 +44,6 @@ def _is_written(name: str, _: os.stat_result) -> bool:
     return matches(name, _WRITTEN)
 
 
-def partial_folder(path: Path) -> Path:
-    """The folder in which checkpoint ``path`` is written before it is complete."""
-    return path.with_name(f"{path.name}.partial")
-
-
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
     """Turn an error of writing ``path`` into a SaveError, and remove what was written, which may fill a disk."""
@@ -58,9 +53,9 @@ def explained(path: Path) -> Iterator[None]:
         if is_collective_error(error):
             raise
         failed = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-        reason = describe_write_error(failed[0], partial_folder(path)) if failed else "another rank says why"
+        reason = describe_write_error(failed[0], partial_of(path)) if failed else "another rank says why"
         if is_main_rank():
-            _remove_partial(partial_folder(path))
+            _remove_partial(partial_of(path))
         kept = [older.name for _, older in complete_checkpoints(path.parent)]
         told = f"{kept[-1]} is as it was" if kept else "there is no earlier checkpoint"
         raise SaveError(f"{path} could not be written: {reason}; {told}") from error
@@ -75,13 +70,13 @@ def clear_partial(folder: Path, step: int, run: str) -> Path:
     def make() -> None:
         for stale in folder.glob("step_*.partial"):
             _remove_partial(stale)
-        for place, is_own in ((partial_folder(path), _is_written), (path, saved_files(path, run))):
+        for place, is_own in ((partial_of(path), _is_written), (path, saved_files(path, run))):
             if foreign := _find_foreign(place, is_own):
                 raise SaveError(
                     f"{place} is or holds {foreign[0]}, which no save of this run wrote; move it away and start again"
                 )
         with explained(path):
-            partial_folder(path).mkdir(parents=True, exist_ok=True)
+            partial_of(path).mkdir(parents=True, exist_ok=True)
 
     from_main_rank(make)
     return path
@@ -111,7 +106,7 @@ def publish(path: Path, run: str, files: Files, keep: int, find_lasting: FindLas
     ``files`` are those that the processes of this rank have written and flushed to disk. Everything of the checkpoint,
     and its name, is on disk before an older checkpoint is removed.
     """
-    partial = partial_folder(path)
+    partial = partial_of(path)
     sync(partial)  # each rank: the names of its files
     parts = gather_on_main_rank(files)
 
@@ -129,7 +124,7 @@ def publish(path: Path, run: str, files: Files, keep: int, find_lasting: FindLas
                 warnings.warn(f"{old} stays although checkpoint.keep is {keep}: {why}", stacklevel=2)
                 continue
             # what a kill leaves of it is no checkpoint
-            _remove_partial(old.rename(partial_folder(old)))
+            _remove_partial(old.rename(partial_of(old)))
 
     from_main_rank(put_in_place)
 

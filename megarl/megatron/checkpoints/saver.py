@@ -18,8 +18,9 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megarl.data.outputs import partial_of
 from megarl.errors import SaveError
-from megarl.megatron.checkpoints.folders import FindLasting, clear_partial, explained, partial_folder, publish
+from megarl.megatron.checkpoints.folders import FindLasting, clear_partial, explained, publish
 from megarl.megatron.checkpoints.state import run_state
 from megarl.megatron.checkpoints.versions import (
     ForkedQueue,
@@ -58,7 +59,7 @@ class Saver:
         with explained(path), digested_writes() as self._written:
             request = dist_checkpointing.save(
                 run_state(policy, step, loop),
-                str(partial_folder(path)),
+                str(partial_of(path)),
                 async_sharded_save=True,
                 **checkpoint_metadata("content_metadata"),
                 **writer(),
