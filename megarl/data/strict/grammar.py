@@ -23,9 +23,8 @@ _MAX_COUNT = 2000
 RELATIONS = {"=", "<", ">", r"\le", r"\ge", r"\ne", r"\in", r"\approx", r"\equiv"}
 _CONSTANTS = {r"\pi": pi, "e": E, "i": I}
 _FUNCTIONS: dict[str, Any] = {
-    **{
-        f"\\{name}": getattr(sympy, name) for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")
-    },
+    **{f"\\{name}": getattr(sympy, name) for name in ("sin", "cos", "tan", "cot", "sec", "csc")},
+    **{f"\\{name}h": getattr(sympy, f"{name}h") for name in ("sin", "cos", "tan")},
     **{f"\\arc{name}": getattr(sympy, f"a{name}") for name in ("sin", "cos", "tan")},
     **{r"\ln": sympy.log, r"\exp": sympy.exp},
     **dict.fromkeys((r"\log", r"\lg"), lambda value, base=10: sympy.log(value, base)),
@@ -132,10 +131,8 @@ class Reader:
                 term = -term
             terms.append(term)
         numbers = [term for term in terms if len(terms) > 1 and require_number(term).is_number]
-        total = sympy.Add(*numbers)
-        self._mark(
-            "sum", len(_parts(total, sympy.Add)) < sum(len(_parts(number, sympy.Add) or [0]) for number in numbers)
-        )
+        num_terms = sum(len(_parts(number, sympy.Add) or [0]) for number in numbers)
+        self._mark("sum", len(_parts(sympy.Add(*numbers), sympy.Add)) < num_terms)
         return terms[0] if len(terms) == 1 else sympy.Add(*terms)
 
     def _product(self) -> Any:
@@ -160,12 +157,9 @@ class Reader:
         product = require_number(left) * require_number(right)
         if left.is_number and right.is_number:
             (a, left_factors), (b, right_factors) = map(_factors, (left, right))
-            combined = len(_factors(left_factors * right_factors)[1].args or [0])
             is_open = (abs(a) != 1 and abs(b) != 1) or (left.is_Rational and right.is_Rational)
-            is_open |= len(_parts(left_factors * right_factors)) < len(_parts(left_factors)) + len(
-                _parts(right_factors)
-            )
-            self._mark("product", is_open or (left.is_Add and right.is_Add and combined))
+            is_open |= _is_combined(left_factors * right_factors, left_factors, right_factors)
+            self._mark("product", is_open or (left.is_Add and right.is_Add))
         return product
 
     def _divide(self, left: Any, right: Any) -> Any:
@@ -176,7 +170,7 @@ class Reader:
             ratio = left_factors / right_factors
             is_open = not (a.is_Integer and b.is_Integer) or (abs(b) != 1 and a % b == 0) or right_factors.is_Add
             is_open |= left.is_Rational and right.is_Rational and abs(right) == 1
-            is_combined = len(_parts(ratio)) < len(_parts(left_factors)) + len(_parts(right_factors))
+            is_combined = _is_combined(ratio, left_factors, right_factors)
             self._mark("quotient", is_open or (is_combined and _factors(ratio)[0].is_Integer))
         return left / right
 
@@ -323,11 +317,8 @@ class Reader:
     def _bracket(self, opening: str) -> Any:
         items = self._items(*CLOSING[opening])
         kind = (opening + self._next(-1)).replace("\\", "")
-        return (
-            items[0].value
-            if kind == "()" and len(items) == 1 and items[0] == Item(items[0].value)
-            else Collection(kind, items)
-        )
+        is_group = kind == "()" and len(items) == 1 and items[0] == Item(items[0].value)
+        return items[0].value if is_group else Collection(kind, items)
 
     def _matrix(self, end: str) -> Collection:
         rows: list[list[Item]] = [[]]
@@ -349,15 +340,19 @@ def _parts(value: Any, kind: Any = Mul) -> list[Any]:
     return [part for part in kind.make_args(value) if part not in ((0,) if kind is sympy.Add else (1, -1))]
 
 
+def _is_combined(value: Any, left: Any, right: Any) -> bool:
+    """Whether sympy has combined factors of two numbers in their product or quotient."""
+    return len(_parts(value)) < len(_parts(left)) + len(_parts(right))
+
+
 def _factors(value: Any) -> tuple[Any, Any]:
     """Return the rational factor of a number, and the others."""
     return value.as_coeff_Mul(rational=True)
 
 
 def _read_number(token: str) -> Any:
-    mantissa, _, exponent = (
-        re.sub(r"(?<=\d)(?:,|\\!)", "", token).replace("E", "e").partition("e" if "\\" not in token else "E")
-    )
+    digits = re.sub(r"(?<=\d)(?:,|\\!)", "", token).replace("E", "e")
+    mantissa, _, exponent = digits.partition("e" if "\\" not in token else "E")
     if len(exponent) > 5 or abs(int(exponent or 0)) > _MAX_COUNT:
         raise UnreadableError("an exponent out of bounds")
     head, *tail = re.split(r"\(|\\[a-z]+", mantissa)

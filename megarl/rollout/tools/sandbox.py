@@ -126,16 +126,9 @@ class Sandbox:
             if group:
                 ours.callback(group.remove)
                 wrapper = group.command(wrapper)
+            program = ["-I", "-u", "-c", BOOTSTRAP.read_text(), self._settings(ready_end, owner_fd)]
             process = subprocess.Popen(
-                [
-                    *wrapper,
-                    self.interpreter,
-                    "-I",
-                    "-u",
-                    "-c",
-                    BOOTSTRAP.read_text(),
-                    self._settings(ready_end, owner_fd),
-                ],
+                [*wrapper, self.interpreter, *program],
                 stdin=_close_with(_make_sealed_file(code.encode("utf-8", "replace")), theirs),
                 stdout=output_end,
                 stderr=output_end,
@@ -150,11 +143,8 @@ class Sandbox:
     def _make_group(self, mark: str) -> Group | None:
         if not self.groups:
             return None
-        beside = 3  # bubblewrap, the init, the code
-        limits = self.limits
-        return Group(
-            self.groups, limits.memory_bytes + limits.scratch_bytes, (limits.num_processes or 0) + beside, mark
-        )
+        num_processes = (self.limits.num_processes or 0) + 3  # bubblewrap, the init, the code
+        return Group(self.groups, self.limits.memory_bytes + self.limits.scratch_bytes, num_processes, mark)
 
     def _files(self) -> list[str]:
         """Arguments for the file tree. /tmp comes first, because an interpreter may lie below it."""
