@@ -10,10 +10,7 @@ from megarl.core.choices.table import OBJECTIVES
 from megarl.errors import ConfigError
 from megarl.text_table import text_table
 
-_NAMES: dict[str, Mapping[str, Any]] = {
-    "train.objective": OBJECTIVES,
-    "rollout.engine": ENGINES,
-}
+_NAMES: dict[str, Mapping[str, Any]] = {"train.objective": OBJECTIVES, "rollout.engine": ENGINES}
 """Keys with named choices, which also take "package.module:name"."""
 _UNITS = {"_s": "seconds", "_gib": "GiB", "_mb": "MiB", "_kb": "KiB", "_tokens": "tokens"}
 _TYPES = {"integer": "whole number", "boolean": "true | false", "string": "text", "object": "table", "null": "none"}

@@ -68,14 +68,13 @@ def find_warnings(tables: Tables) -> tuple[str, ...]:
         f"train.{name}" for name in ("max_k3", "max_native_flip") if getattr(tables.train, name) == "off"
     )
     blind = f'{off}: found "off": responses on which the engines disagree are trained unseen' if off else None
-    parts = tables.train.mini_batches
-    unwatched = (
-        f'train.old_logprobs: found "rollout" with train.mini_batches = {parts}: tripwires and '
-        "train.min_route_agreement look at the first mini-batch of a step, whose update finds the weights unmoved; the "
-        f"responses of the other {parts - 1} are trained unseen"
-        if tables.train.old_logprobs == "rollout" and parts > 1
-        else None
-    )
+    unwatched, parts = None, tables.train.mini_batches
+    if tables.train.old_logprobs == "rollout" and parts > 1:
+        unwatched = (
+            f'train.old_logprobs: found "rollout" with train.mini_batches = {parts}: tripwires and '
+            "train.min_route_agreement look at the first mini-batch of a step, whose update finds the weights unmoved; "
+            f"the responses of the other {parts - 1} are trained unseen"
+        )
     return tuple(filter(None, (family_warning(tables.train.resolved_objective), nucleus, blind, unwatched)))
 
 

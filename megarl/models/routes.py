@@ -61,11 +61,7 @@ def routes_from_sglang(
 
 
 def routes_from_vllm(
-    output: Any,
-    shape: MoeShape,
-    index: int = 0,
-    earlier: RoutingTrace | None = None,
-    start: int | None = None,
+    output: Any, shape: MoeShape, index: int = 0, earlier: RoutingTrace | None = None, start: int | None = None
 ) -> RoutingTrace:
     """Return the routes [T, L, K] of prompt and completion ``index`` from vLLM's RequestOutput, or its JSON answer.
 

@@ -252,11 +252,7 @@ SHAPES: Mapping[str, tuple[Part, ...]] = {
     "qwen3": (_QWEN3,),
     "qwen2": (_grouped_attention(bias=True),),
     "llama": (_grouped_attention(),),
-    "qwen2_moe": (
-        _grouped_attention(bias="qkv_bias"),
-        _softmax_experts("moe_intermediate_size"),
-        _gated_shared_expert,
-    ),
+    "qwen2_moe": (_grouped_attention(bias="qkv_bias"), _softmax_experts("moe_intermediate_size"), _gated_shared_expert),
     "mixtral": (_grouped_attention(), _softmax_experts("intermediate_size", normalised=True)),
     "olmoe": (_QWEN3, _softmax_experts("intermediate_size")),
     "glm4_moe": (_grouped_attention("use_qk_norm", "attention_bias"), _sigmoid_experts),

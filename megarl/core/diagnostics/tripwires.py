@@ -140,12 +140,8 @@ class Verdict:
         runs = self.over[:, 2].sum()
         flip, runs = (flip, runs) if self.gaps[:, 6].any() else (np.nan, np.nan)  # nan: no routes were compared
         found = {"dropped": self.dropped.sum(), "dropped_fraction": self.share, "foreign_runs": runs}
-        found |= {
-            "k3_max": k3,
-            "native_flip_max": flip,
-            "k3_limit": self.limits[0],
-            "native_flip_limit": self.limits[1],
-        }
+        found |= {"k3_max": k3, "native_flip_max": flip}
+        found |= {"k3_limit": self.limits[0], "native_flip_limit": self.limits[1]}
         known = {f"tripwires/{name}": float(value) for name, value in found.items() if math.isfinite(value)}
         return Stat.maxima_of(known)
 

@@ -171,8 +171,7 @@ class Judge:
 
     async def _run(self, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Verdict:
         for _ in range(TRIES):
-            if self._closed:
-                raise RuntimeError("the judge is closed")
+            self._require_open()
             starts: dict[str, Any] = {"initializer": set_up_worker, "initargs": (self.function,)}
             pool = self._idle.pop() if self._idle else ProcessPool(max_workers=1, context=WorkerContext(), **starts)
             self._busy[pool] = None
@@ -183,9 +182,8 @@ class Judge:
                 is_sound = False
             finally:
                 self._release(pool, is_sound)
-        return Verdict(
-            None, error=f"{TRIES} workers died, or did not start, before they began this call", may_pass=True
-        )
+        why = f"{TRIES} workers died, or did not start, before they began this call"
+        return Verdict(None, error=why, may_pass=True)
 
     def _begin(self, pool: ProcessPool, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Call:
         try:

@@ -40,11 +40,7 @@ class AdaEst:
         self._estimator: PassRateCounts | ValueHead
         if estimate.by == "counts":
             self._estimator = PassRateCounts(
-                num_prompts,
-                estimate.decay,
-                estimate.prior_positives,
-                estimate.prior_negatives,
-                pooled=estimate.pooled,
+                num_prompts, estimate.decay, estimate.prior_positives, estimate.prior_negatives, pooled=estimate.pooled
             )
         else:
             assert train_step is not None, "a value head needs a policy"

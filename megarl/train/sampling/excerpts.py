@@ -23,10 +23,7 @@ def choose(keys: Sequence[Key], count: int | Literal["all"], step: int) -> list[
 
 
 def describe(
-    samples: Mapping[Key, Sample],
-    chosen: Sequence[Key],
-    tokenizer: PreTrainedTokenizerBase,
-    components: Sequence[str],
+    samples: Mapping[Key, Sample], chosen: Sequence[Key], tokenizer: PreTrainedTokenizerBase, components: Sequence[str]
 ) -> dict[Key, Excerpt]:
     """Return the text and the facts of the chosen samples, without what training finds out about them.
 

@@ -39,13 +39,7 @@ class WeightSender:
     """The updates of one server."""
 
     def __init__(
-        self,
-        url: str,
-        version: Version,
-        *,
-        tp: int = 1,
-        api_key: str | None = None,
-        in_session: bool = False,
+        self, url: str, version: Version, *, tp: int = 1, api_key: str | None = None, in_session: bool = False
     ) -> None:
         """``version`` and ``tp`` are the server's release and tensor-parallel size.
 
