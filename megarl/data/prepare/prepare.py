@@ -154,7 +154,7 @@ def _read(
     answer = answer_text(answer, recipe.answer_field, place)
     prompt = _shape(asked, recipe, chat, place)
     text = reader.text({recipe.prompt_field: prompt}, place) if reader else None
-    return text, _digest(asked, answer, place), {"prompt": prompt, "answer": answer}
+    return text, _digest(asked), {"prompt": prompt, "answer": answer}
 
 
 def _shape(prompt: Any, recipe: Recipe, chat: bool, place: str) -> str | list[dict[str, str]]:
@@ -182,14 +182,10 @@ def _shape(prompt: Any, recipe: Recipe, chat: bool, place: str) -> str | list[di
     return [*([{"role": "system", "content": recipe.system}] if recipe.system is not None else []), *messages]
 
 
-def _digest(prompt: Any, answer: str, place: str) -> bytes:
+def _digest(prompt: Any) -> bytes:
     """SHA-256 of a prompt as the source has it, without whitespace around it."""
     text = prompt.strip() if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, sort_keys=True)
-    try:
-        answer.encode()
-        return hashlib.sha256(text.encode()).digest()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{place}: half a character (a lone surrogate), which UTF-8 cannot hold") from error
+    return hashlib.sha256(text.encode()).digest()
 
 
 def count_unreadable(files: Iterable[Path], reward: str) -> str:
