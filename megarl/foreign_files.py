@@ -50,9 +50,9 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
         raise DataError(f"{path} cannot be read ({error.strerror or error})") from error
 
 
-def read_object(path: Path, max_bytes: int = MOST_JSON_BYTES) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; DataError, naming the file, for anything else."""
-    found = parse_json(read_regular(path, max_bytes), str(path), max_bytes)
-    if not isinstance(found, dict):
+    record = parse_json(read_regular(path, MOST_JSON_BYTES), str(path), MOST_JSON_BYTES)
+    if not isinstance(record, dict):
         raise DataError(f"{path} holds no JSON object")
-    return found
+    return record

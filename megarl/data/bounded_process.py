@@ -42,7 +42,7 @@ class BoundedProcess:
             self._connection.send((name, arguments))
             if not self._connection.poll(_ANSWER_S):
                 raise EOFError
-            is_right, found = self._connection.recv()
+            is_right, result = self._connection.recv()
         except (EOFError, OSError) as error:
             self._end()
             process: Any = self._process
@@ -50,8 +50,8 @@ class BoundedProcess:
             limit = f"it took more than {CPU_S} s of processor time" if code == -signal.SIGXCPU else f"exit code {code}"
             raise DataError(f"{limit}; its process has ended") from error
         if not is_right:
-            raise DataError(found)
-        return found
+            raise DataError(result)
+        return result
 
     def _start(self) -> None:
         context = mp.get_context("fork")

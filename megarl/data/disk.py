@@ -25,8 +25,8 @@ def describe_write_error(error: BaseException, folder: Path) -> str:
 def describe_room(folder: Path) -> str:
     """The free space and the size of a folder's file system."""
     place = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
-    found = shutil.disk_usage(place)
-    return f"{found.free / 2**30:.3g} of {found.total / 2**30:.3g} GiB are free in {place}"
+    usage = shutil.disk_usage(place)
+    return f"{usage.free / 2**30:.3g} of {usage.total / 2**30:.3g} GiB are free in {place}"
 
 
 def _probe(folder: Path) -> str | None:

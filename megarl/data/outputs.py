@@ -64,8 +64,8 @@ def marked(folder: Path) -> IsOwn:
     patterns: Any = record.get("patterns")
     if not isinstance(files, dict) or not isinstance(patterns, list):
         files, patterns = {}, _RESERVED
-    return lambda name, found: (
-        files[name] == [found.st_size, found.st_mtime_ns] if name in files else matches(name, patterns)
+    return lambda name, status: (
+        files[name] == [status.st_size, status.st_mtime_ns] if name in files else matches(name, patterns)
     )
 
 
@@ -82,9 +82,9 @@ def _entries(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
 def _split(folder: Path, is_own: IsOwn) -> tuple[list[str], list[str]]:
     """The files that are megarl's, and what else is there; folders of megarl's files count as neither."""
     entries = dict(_entries(folder))
-    own = [name for name, found in entries.items() if stat.S_ISREG(found.st_mode) and is_own(name, found)]
-    folders = {str(parent) for name in own for parent in PurePosixPath(name).parents}
-    return own, sorted({*entries} - {*own} - folders)
+    written = [name for name, status in entries.items() if stat.S_ISREG(status.st_mode) and is_own(name, status)]
+    folders = {str(parent) for name in written for parent in PurePosixPath(name).parents}
+    return written, sorted({*entries} - {*written} - folders)
 
 
 def find_foreign(folder: Path, is_own: IsOwn) -> list[str]:
@@ -96,10 +96,10 @@ def remove_own(folder: Path, is_own: IsOwn) -> list[str]:
     """Remove megarl's files, and the folder if nothing else is in it; return what else is in it. Links stay."""
     if folder.is_symlink() or not folder.is_dir():
         return []
-    own, foreign = _split(folder, is_own)
-    for name in sorted(own, key=lambda name: name == MARK):  # last, so that a kill leaves what can be told
+    written, foreign = _split(folder, is_own)
+    for name in sorted(written, key=lambda name: name == MARK):  # last, so that a kill leaves what can be told
         (folder / name).unlink()
-    parents = {folder / parent for name in own for parent in PurePosixPath(name).parents} | {folder}
+    parents = {folder / parent for name in written for parent in PurePosixPath(name).parents} | {folder}
     for parent in sorted(parents, reverse=True):
         if not any(parent.iterdir()):
             parent.rmdir()
@@ -122,7 +122,7 @@ def begin(
     """
     require_own(folder)
     is_own = marked(folder)
-    remove_own(folder, lambda name, found: is_own(name, found) and not matches(name, keep))
+    remove_own(folder, lambda name, status: is_own(name, status) and not matches(name, keep))
     folder.mkdir(parents=True, exist_ok=True)
     names = [] if model is None else [escape(file.name) for file in model_files(model)]
     copied = [pattern for name in names for pattern in (name, f"*/{name}")]
@@ -133,9 +133,9 @@ def seal(folder: Path, **more: Any) -> None:
     """List the files that were written, and flush all to the disk: what is added or changed from now on is foreign."""
     is_own = marked(folder)
     files = {
-        name: [found.st_size, found.st_mtime_ns]
-        for name, found in sorted(_entries(folder))
-        if stat.S_ISREG(found.st_mode) and is_own(name, found) and not matches(name, _WHILE_WRITTEN)
+        name: [status.st_size, status.st_mtime_ns]
+        for name, status in sorted(_entries(folder))
+        if stat.S_ISREG(status.st_mode) and is_own(name, status) and not matches(name, _WHILE_WRITTEN)
     }
     _write_mark(folder, files, _WHILE_WRITTEN, more)
     sync_all(folder)

@@ -54,9 +54,9 @@ def bind_inputs(config: Config, folder: Path, goes_on: bool, tell: Callable[[str
     differing = [name for name in sorted(names) if goes_on and before.get(name) != now.get(name)]
     accepted = {name: f"{name}:{digest_of(now.get(name))}" for name in differing}
     if refused := [name for name in differing if accepted[name] not in config.checkpoint.accept_inputs]:
-        told = "; ".join(f"{name} ({_describe(before.get(name), now.get(name))})" for name in refused)
+        changes = "; ".join(f"{name} ({_describe(before.get(name), now.get(name))})" for name in refused)
         raise ConfigError(
-            f"{folder} holds a run that began with other inputs: {told}. Put back what the run began with, choose "
+            f"{folder} holds a run that began with other inputs: {changes}. Put back what the run began with, choose "
             "another run.dir, or go on with the new inputs by checkpoint.accept_inputs = "
             f"{json.dumps([*config.checkpoint.accept_inputs, *(accepted[name] for name in refused)])}"
         )
@@ -71,19 +71,19 @@ def bind_inputs(config: Config, folder: Path, goes_on: bool, tell: Callable[[str
 
 def fingerprint_inputs(config: Config) -> dict[str, Fingerprint]:
     """The inputs of a run by name; DataError for a prompt file that is missing or broken."""
-    found = {**fingerprint_model(config), "data.train": fingerprint_data(config.data.train, config.data.split)}
+    inputs = {**fingerprint_model(config), "data.train": fingerprint_data(config.data.train, config.data.split)}
     if config.model.reference:
-        found["model.reference"] = fingerprint_files(Path(config.model.reference), _WEIGHTS)
+        inputs["model.reference"] = fingerprint_files(Path(config.model.reference), _WEIGHTS)
     for benchmark in choose((), config) if config.benchmarks else ():
         name = "data.heldout" if benchmark.name == HELDOUT else f"eval.sets.{benchmark.name}"
-        found[name] = fingerprint_data(benchmark.source, benchmark.split)
+        inputs[name] = fingerprint_data(benchmark.source, benchmark.split)
     for key in PLUGS:
         table, _, name = key.partition(".")
         value = json.dumps(getattr(getattr(config, table), name), default=str)
         files = {module: _module_file(module) for module in _MODULE.findall(value)}
         if digests := {module: _digest_file(file) for module, file in files.items() if file is not None}:
-            found[key] = digests
-    return found
+            inputs[key] = digests
+    return inputs
 
 
 def fingerprint_model(config: Config) -> dict[str, Fingerprint]:
@@ -148,5 +148,5 @@ def _describe(before: Any, now: Fingerprint | None) -> str:
     if not isinstance(before, dict) or now is None:
         return "there is none now" if now is None else "there was none, or its record is gone"
     names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
-    told = [f"{name}: {before.get(name, 'not there')} before, {now.get(name, 'not there')} now" for name in names]
-    return ", ".join(told[:2]) + (f" and {len(told) - 2} more" if len(told) > 2 else "")
+    changes = [f"{name}: {before.get(name, 'not there')} before, {now.get(name, 'not there')} now" for name in names]
+    return ", ".join(changes[:2]) + (f" and {len(changes) - 2} more" if len(changes) > 2 else "")

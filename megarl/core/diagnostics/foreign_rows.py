@@ -64,9 +64,9 @@ def find_foreign(shared: np.ndarray, topk: int, batch: TrainBatch) -> np.ndarray
     """
     present, cu_seqlens = batch.routed_mask, batch.cu_seqlens
     assert present is not None
-    found = np.zeros((batch.num_sequences, 4))
+    runs = np.zeros((batch.num_sequences, 4))
     if not shared.size:
-        return found
+        return runs
     ids = segment_ids(cu_seqlens).numpy()[present.numpy()]
     rows = np.flatnonzero(present.numpy()) - cu_seqlens.numpy()[ids]
     num_layers = shared.shape[1]
@@ -75,16 +75,16 @@ def find_foreign(shared: np.ndarray, topk: int, batch: TrainBatch) -> np.ndarray
     sequences = np.flatnonzero(counts)
     lengths = counts[sequences]
     starts = np.cumsum(lengths) - lengths
-    found[sequences] = _judge(row_scores(num_layers, topk)[:, differing], starts, lengths)
-    for index in np.flatnonzero(found[sequences, 0] > LIMIT):
+    runs[sequences] = _judge(row_scores(num_layers, topk)[:, differing], starts, lengths)
+    for index in np.flatnonzero(runs[sequences, 0] > LIMIT):
         of_one = differing[starts[index] :][: lengths[index]]
         flip = min(math.ceil(20 * (np.median(of_one) + 0.5) / num_layers) / 20, HONEST_FLIPS[1])
         if flip > HONEST_FLIPS[0]:
             scores = row_scores(num_layers, topk, flip)[:, of_one]
-            found[sequences[index]] = _judge(scores, np.zeros(1, int), lengths[[index]])
-            found[sequences[index], 1:3] += starts[index]
-    found[sequences, 1:3] = rows[found[sequences, 1:3].astype(int)]
-    return found
+            runs[sequences[index]] = _judge(scores, np.zeros(1, int), lengths[[index]])
+            runs[sequences[index], 1:3] += starts[index]
+    runs[sequences, 1:3] = rows[runs[sequences, 1:3].astype(int)]
+    return runs
 
 
 def _judge(scores: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

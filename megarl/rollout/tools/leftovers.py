@@ -43,13 +43,13 @@ def reap() -> None:
 def kill_marked(is_meant: Callable[[str], bool]) -> None:
     """Kills the processes whose mark is meant, until there are none."""
     deadline = time.monotonic() + END_S
-    found = True
-    while found and time.monotonic() < deadline:
-        found = False
+    killed = True
+    while killed and time.monotonic() < deadline:
+        killed = False
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
                 if process.status() != psutil.STATUS_ZOMBIE and is_meant(process.environ().get(MARK, "")):
-                    found = True
+                    killed = True
                     process.kill()
 
 
