@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from megarl.data.records import write_jsonl
-from megarl.errors import ConfigError, DataError
+from megarl.errors import DataError
 
 CHARACTERS = "0123456789=+-*/ ,.:?()abcdefgh"
 """The 30 characters of the vocabulary; with pad (id 0) and end (id 1) it has 32 tokens."""
@@ -46,7 +46,7 @@ def write_tiny_model(
     of experts; all of them in a dense family. Raises DataError if ``path`` is not empty.
     """
     target = Path(path)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
         raise DataError(f"{target} already exists and is not an empty directory: remove it or choose another path")
 
     import torch
@@ -60,26 +60,19 @@ def write_tiny_model(
         "mlp_only_layers": list(dense_layers),
         "norm_topk_prob": True,
     }
+    sizes = {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size, "head_dim": hidden_size // num_heads}
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads}
+    tokens = {"vocab_size": len(CHARACTERS) + 2, "pad_token_id": PAD_ID, "eos_token_id": EOS_ID, "bos_token_id": None}
     config = AutoConfig.for_model(
         family,
         **(experts if family == "qwen3_moe" else {}),
-        vocab_size=len(CHARACTERS) + 2,
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
+        **(sizes | heads | tokens),
         num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=hidden_size // num_heads,
         tie_word_embeddings=False,
         max_position_embeddings=max_positions,
         initializer_range=initializer_range,
-        pad_token_id=PAD_ID,
-        eos_token_id=EOS_ID,
-        bos_token_id=None,
         dtype="float32",
     )
-    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(f"{target} exists; choose another folder, or remove it")
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:

@@ -40,17 +40,8 @@ def _predict_info(config: Config, python: str) -> Mapping[str, Any]:
     """Returns what /server_info of a server with these settings will say, as far as its command line shows."""
     settings = config.sglang
     gpus, arguments = tuple(settings.gpus[: settings.tp]) or None, tuple(settings.arguments)
-    routes = servers_record(config)
-    spec = ServerSpec(
-        config.model.path,
-        python,
-        SERVER_DTYPES[config.rollout.dtype],
-        os.devnull,
-        tp=settings.tp,
-        gpus=gpus,
-        routes=routes,
-        extra_args=arguments,
-    )
+    programs = config.model.path, python, SERVER_DTYPES[config.rollout.dtype], os.devnull
+    spec = ServerSpec(*programs, tp=settings.tp, gpus=gpus, routes=servers_record(config), extra_args=arguments)
     # Servers that megarl starts have a key, which is not on the command line.
     return {**parse_arguments(command(spec)), "api_key": True, "version": installed_release(Path(python))}
 
