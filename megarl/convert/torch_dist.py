@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megarl.data.pickles import load_metadata, load_plain, part_of
+from megarl.data.pickles import load_metadata, load_part, load_plain, part_of
 from megarl.errors import CheckpointError
 
 
@@ -180,9 +180,7 @@ class TorchDistReader:
             if file.is_file():
                 found = load_plain(file)
             elif place is not None:
-                with (self.path / place.relative_path).open("rb") as data:
-                    data.seek(place.offset)
-                    found = load_plain(io.BytesIO(data.read(place.length)))[0]
+                found = load_part(self.path, place)[0]
         return found if isinstance(found, dict) else {}
 
     def read(self, place: Place) -> torch.Tensor:

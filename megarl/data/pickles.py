@@ -86,6 +86,13 @@ def load_plain(file: Path | IO[bytes]) -> Any:
         raise pickle.UnpicklingError(f"it names {named[1]}, {_NO_PART}" if named else "no plain data") from error
 
 
+def load_part(folder: Path, stored: Any) -> Any:
+    """``load_plain`` of the object that a record of ``.metadata`` says is a part of a file."""
+    with open_regular(part_of(folder, stored)) as file:
+        file.seek(stored.offset)
+        return load_plain(io.BytesIO(file.read(stored.length)))
+
+
 def _require_stored(file: Path | IO[bytes]) -> None:
     """UnpicklingError for an archive that is larger inside than outside; torch compresses nothing."""
     try:
@@ -105,11 +112,9 @@ def require_plain(folder: Path) -> None:
     metadata = load_metadata(folder)
     try:
         for index, stored in metadata.storage_data.items():
-            part = part_of(folder, stored)
+            part_of(folder, stored)
             if type(metadata.state_dict_metadata[index.fqn]).__name__ == "BytesStorageMetadata":
-                with open_regular(part) as file:
-                    file.seek(stored.offset)
-                    load_plain(io.BytesIO(file.read(stored.length)))
+                load_part(folder, stored)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise pickle.UnpicklingError(f"its .metadata is damaged ({type(error).__name__}: {error})") from error
     for file in sorted(folder.rglob("*.pt")):
