@@ -5,6 +5,7 @@ looked at before it is opened, opened without waiting, and looked at again.
 """
 
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +21,13 @@ _KINDS = {
     stat.S_IFDIR: "a folder",
     **dict.fromkeys((stat.S_IFCHR, stat.S_IFBLK), "a device"),
 }
+
+
+def is_file_name(value: object) -> bool:
+    """Whether a value names a file of a folder itself, and none of another place."""
+    if not isinstance(value, str) or value in ("", "..") or re.search("[\0\ud800-\udfff]", value):
+        return False
+    return Path(value).name == value and len(os.fsencode(value)) <= 255
 
 
 def require_regular(path: Path) -> None:

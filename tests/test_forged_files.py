@@ -310,7 +310,7 @@ def test_metadata_of_a_checkpoint_name_no_file_elsewhere(torch_dist: Path, here:
     outside = here / "elsewhere.distcp"
     shutil.copyfile(torch_dist / "__0_0.distcp", outside)
     first = next(iter(whole.storage_data.values()))
-    for name in ("../elsewhere.distcp", str(outside), "..", 7):
+    for name in ("../elsewhere.distcp", str(outside), "..", "", "\ud800", 7):
         before, first.relative_path = first.relative_path, name
         file.write_bytes(pickle.dumps(whole))
         first.relative_path = before

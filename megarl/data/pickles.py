@@ -19,7 +19,7 @@ from typing import IO, Any, ClassVar
 import numpy as np
 import torch
 
-from megarl.foreign_files import open_regular, read_regular
+from megarl.foreign_files import is_file_name, open_regular, read_regular
 
 _MOST_METADATA = 1 << 30
 _NO_PART = "which is no part of a checkpoint"
@@ -67,7 +67,7 @@ def load_metadata(folder: Path) -> Any:
 def part_of(folder: Path, stored: Any) -> Path:
     """The file of a record of ``.metadata``; UnpicklingError for one that is not in the folder itself."""
     name, begin, length = stored.relative_path, stored.offset, stored.length
-    if type(name) is not str or Path(name).name != name or name == ".." or "\0" in name:
+    if not is_file_name(name):
         raise pickle.UnpicklingError(f"its .metadata names {reprlib.repr(name)}, expected a file of the folder itself")
     if type(begin) is not int or type(length) is not int or begin < 0 or length < 0:
         raise pickle.UnpicklingError(f"its .metadata has part {begin!r:.40}, {length!r:.40} of {name}, expected bytes")

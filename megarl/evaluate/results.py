@@ -23,12 +23,11 @@ import numpy as np
 from megarl.data.benchmarks import Benchmark
 from megarl.data.outputs import write_output
 from megarl.data.prompts import Prompt
-from megarl.data.records import write_jsonl
+from megarl.data.records import read_records, write_jsonl
 from megarl.errors import ConfigError, DataError
 from megarl.evaluate.request import EvalRequest
 from megarl.evaluate.scores import Samples, score, score_prompts
-from megarl.foreign_files import MOST_JSON_BYTES, read_object
-from megarl.foreign_json import parse_json
+from megarl.foreign_files import read_object
 from megarl.run.inputs import digest_of, fingerprint_files, fingerprint_model
 
 Json = dict[str, Any]
@@ -120,10 +119,7 @@ def read_samples(out: Path, request: EvalRequest, name: str, num_prompts: int) -
     """Return the samples of a complete benchmark. Raises DataError if responses are missing."""
     path = out / name / "responses.jsonl"
     try:
-        # Not splitlines: it also splits at separators that a response may contain.
-        lines = path.read_text(encoding="utf-8").split("\n")
-        responses = [parse_json(line, "a line", MOST_JSON_BYTES) for line in lines if line]
-        return _to_samples(responses, num_prompts, request, name)
+        return _to_samples([record for _, record in read_records(path)], num_prompts, request, name)
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise DataError(f"{path}: {type(error).__name__}: {error}; remove {path.parent} to sample it again") from error
 

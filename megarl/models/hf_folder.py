@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import CheckpointError, DataError, some
-from megarl.foreign_files import read_object, require_regular
+from megarl.foreign_files import is_file_name, read_object, require_regular
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -37,7 +37,7 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     hf = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     pickles = [file.name for pattern in ("*", "original/*") for file in folder.glob(pattern) if file.suffix in _OTHERS]
     listed = read_json(index).get("weight_map") if index.is_file() else None
-    if index.is_file() and not (isinstance(listed, dict) and listed and all(map(_is_file_name, listed.values()))):
+    if index.is_file() and not (isinstance(listed, dict) and listed and all(map(is_file_name, listed.values()))):
         raise CheckpointError(f"{index} cannot be read: expected weight_map, a table of names and files beside it")
     files = [single] if single.is_file() else present
     if listed is not None:
@@ -62,10 +62,3 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     else:
         return files, listed
     raise CheckpointError(f"{folder} {fault}")
-
-
-def _is_file_name(value: object) -> bool:
-    """Whether a value names a file of the folder itself: SGLang reads no others."""
-    if not isinstance(value, str) or value in ("", "..") or "\0" in value:
-        return False
-    return Path(value).name == value and len(os.fsencode(value)) <= 255
