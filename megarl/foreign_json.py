@@ -12,7 +12,7 @@ server up to a limit, before and after it is unpacked; send ``UNPACKED`` with th
 
 import zlib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pydantic_core import ValidationError, from_json
 
@@ -20,9 +20,9 @@ from megarl.errors import DataError
 
 if TYPE_CHECKING:
     import aiohttp
-    from pydantic import TypeAdapter  # which takes long to import
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 UNPACKED = {"Accept-Encoding": "identity"}
 """Header that asks for an answer as it is."""
@@ -42,7 +42,13 @@ def parse_json(data: bytes | str, source: str, max_bytes: int) -> Any:
         raise DataError(f"{source} holds {fault}") from error
 
 
-def check_types(schema: "TypeAdapter[T]", value: Any, source: str) -> T:
+class Schema(Protocol[T_co]):
+    """A ``pydantic.TypeAdapter``, which takes long to import."""
+
+    def validate_python(self, object: Any, /, *, strict: bool | None = None) -> T_co: ...
+
+
+def check_types(schema: Schema[T], value: Any, source: str) -> T:
     """Returns a value that was read, as its schema says; DataError if one of its parts has another type."""
     try:
         return schema.validate_python(value, strict=True)
