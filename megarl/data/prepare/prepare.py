@@ -205,10 +205,14 @@ def prepare_and_show(asked: Data) -> None:
     written = {key: asked.out / name for name, key in ((TRAIN, "train"), (HELDOUT, "heldout")) if counts[key]}
     for key, path in written.items():
         print(printable(f"{path}: {counts[key]} prompts"))
-    if asked.reward != "exact_match" and importlib.util.find_spec("math_verify") is None:
-        print("answers were not tried: pip install math-verify")
-    elif asked.reward != "exact_match":
-        print(printable(count_unreadable(written.values(), asked.reward)))
+    if asked.reward != "exact_match":
+        is_here = importlib.util.find_spec("math_verify") is not None
+        told = (
+            count_unreadable(written.values(), asked.reward)
+            if is_here
+            else "answers were not tried: pip install math-verify"
+        )
+        print(printable(told))
     lines = [f"{key} = {json.dumps(str(path), ensure_ascii=False)}" for key, path in written.items()]
     if arguments := _read_arguments(asked):
         lines.append(f"chat_template_args = {as_toml(arguments)}")
