@@ -12,6 +12,7 @@ import signal
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,10 @@ class BoundedProcess:
             code, self._process = process.exitcode, None
             limit = f"it took more than {CPU_S} s of processor time" if code == -signal.SIGXCPU else f"exit code {code}"
             raise DataError(f"{limit}; its process has ended") from error
+        except BaseException:  # of a signal: the next call would get the answer to this one
+            self._end()
+            self._process = None
+            raise
         if not is_right:
             raise DataError(found)
         return found
@@ -70,8 +75,10 @@ def _stop(process: Any, connection: Connection) -> None:
 
 def _serve(connection: Connection, functions: dict[str, Callable[..., Any]]) -> None:
     number = connection.fileno()
-    os.closerange(3, number)  # locks and other processes' pipes would live as long as this process
-    os.closerange(number + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    # Locks and other processes' pipes would live as long as this process. The limit of descriptors may be 1e9.
+    for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, number}:
+        with suppress(OSError):
+            os.close(descriptor)
     for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU):
         signal.signal(each, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the parent too, which ends this process

@@ -114,3 +114,15 @@ def test_the_process_ends_with_its_parent_and_holds_none_of_its_files(tmp_path: 
     calls._connection.close()
     calls._process.join()
     assert calls._process.exitcode == 0
+
+
+def test_an_interrupted_call_leaves_no_answer_for_the_next() -> None:
+    def interrupt(number: int) -> int:
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(0.2)
+        return number
+
+    calls = BoundedProcess(interrupt=interrupt, double=lambda number: 2 * number)
+    with pytest.raises(KeyboardInterrupt):
+        calls.call("interrupt", 1)
+    assert calls.call("double", 4) == 8
