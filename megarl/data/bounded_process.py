@@ -5,6 +5,7 @@ the language keeps it from ``9 ** 9 ** 9``, from loops in loops or from a text o
 process. One process serves all calls, so that a call costs a tenth of a millisecond.
 """
 
+import gc
 import multiprocessing as mp
 import os
 import resource
@@ -74,6 +75,7 @@ def _stop(process: Any, connection: Connection) -> None:
 
 
 def _serve(connection: Connection, functions: dict[str, Callable[..., Any]]) -> None:
+    gc.freeze()  # what the parent would finalize is not this process's to end
     number = connection.fileno()
     # Locks and other processes' pipes would live as long as this process. The limit of descriptors may be 1e9.
     for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, number}:
