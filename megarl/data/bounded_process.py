@@ -63,7 +63,13 @@ class BoundedProcess:
         context = mp.get_context("fork")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, self._functions), daemon=True)
-        self._process.start()
+        is_collecting = gc.isenabled()
+        gc.disable()  # until the process has put aside what is garbage now
+        try:
+            self._process.start()
+        finally:
+            if is_collecting:
+                gc.enable()
         theirs.close()
         self._end = weakref.finalize(self, _stop, self._process, self._connection)
 
@@ -76,6 +82,7 @@ def _stop(process: Any, connection: Connection) -> None:
 
 def _serve(connection: Connection, functions: dict[str, Callable[..., Any]]) -> None:
     gc.freeze()  # what the parent would finalize is not this process's to end
+    gc.enable()
     number = connection.fileno()
     # Locks and other processes' pipes would live as long as this process. The limit of descriptors may be 1e9.
     for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, number}:
