@@ -210,7 +210,7 @@ def prepare_and_show(asked: Data) -> None:
     for key, path in written.items():
         print(printable(f"{path}: {counts[key]} prompts"))
     if asked.reward != "exact_match":
-        is_here = importlib.util.find_spec("math_verify") is not None
+        is_here = asked.reward != "math_verify" or importlib.util.find_spec("math_verify") is not None
         told = (
             count_unreadable(written.values(), asked.reward)
             if is_here

@@ -56,8 +56,8 @@ _TOKEN = re.compile(
 _UNITS = {
     "$": "dollar", "¢": "cent", "€": "euro", "%": "percent", "degree": "°", "inch": "in", "inche": "in", "foot": "ft",
     "feet": "ft", "mile": "mi", "yard": "yd", "hour": "h", "hr": "h", "minute": "min", "second": "s", "sec": "s",
-    "gram": "g", "meter": "m", "metre": "m", "liter": "l", "litre": "l", "L": "l", "pound": "lb", "per": "/", "mph": "mi / h",
-    "square": "sq", "squared": "2",
+    "gram": "g", "meter": "m", "metre": "m", "liter": "l", "litre": "l", "L": "l", "pound": "lb", "per": "/",
+    "mph": "mi / h", "square": "sq", "squared": "2",
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def new_mark() -> str:
 
 
 def is_left(mark: str) -> bool:
-    """Whether the process that made the mark has ended; False for marks of other machines and namespaces, whose ids say nothing."""
+    """Whether the process that made the mark has ended; False for marks of other machines and namespaces."""
     namespace, _, owner = mark.partition(".")
     pid, _, rest = owner.partition(".")
     return namespace == _pid_namespace() and pid.isdigit() and _start_time(int(pid)) != rest.partition(".")[0]
