@@ -5,6 +5,7 @@ the language keeps it from ``9 ** 9 ** 9``, from loops in loops or from a text o
 process. One process serves all calls, so that a call costs a tenth of a millisecond.
 """
 
+import gc
 import multiprocessing as mp
 import os
 import resource
@@ -12,6 +13,7 @@ import signal
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,10 @@ class BoundedProcess:
             code, self._process = process.exitcode, None
             limit = f"it took more than {CPU_S} s of processor time" if code == -signal.SIGXCPU else f"exit code {code}"
             raise DataError(f"{limit}; its process has ended") from error
+        except BaseException:  # of a signal: the next call would get the answer to this one
+            self._end()
+            self._process = None
+            raise
         if not is_right:
             raise DataError(result)
         return result
@@ -57,7 +63,13 @@ class BoundedProcess:
         context = mp.get_context("fork")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, self._functions), daemon=True)
-        self._process.start()
+        is_collecting = gc.isenabled()
+        gc.disable()  # until the process has put aside what is garbage now
+        try:
+            self._process.start()
+        finally:
+            if is_collecting:
+                gc.enable()
         theirs.close()
         self._end = weakref.finalize(self, _stop, self._process, self._connection)
 
@@ -69,9 +81,13 @@ def _stop(process: Any, connection: Connection) -> None:
 
 
 def _serve(connection: Connection, functions: dict[str, Callable[..., Any]]) -> None:
+    gc.freeze()  # what the parent would finalize is not this process's to end
+    gc.enable()
     number = connection.fileno()
-    os.closerange(3, number)  # locks and other processes' pipes would live as long as this process
-    os.closerange(number + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    # Locks and other processes' pipes would live as long as this process. The limit of descriptors may be 1e9.
+    for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, number}:
+        with suppress(OSError):
+            os.close(descriptor)
     for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU):
         signal.signal(each, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the parent too, which ends this process

@@ -125,6 +125,11 @@ def can_read_answer(answer: str, reward: str = "math_verify") -> bool:
     return True
 
 
+def is_spelling(answer: str) -> bool:
+    """Whether math_strict knows an answer of a data set by its spelling alone."""
+    return can_read_answer(answer, "math_strict") and _read_strict_answer(answer).is_spelling
+
+
 def _read_strict_answer(answer: str) -> Any:
     from megarl.data.strict.grade import read_key  # imports sympy
 

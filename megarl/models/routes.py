@@ -244,7 +244,7 @@ def refuse_uncaptured(trace: RoutingTrace, tokens: Sequence[int] | None = None) 
 
         every row is the same                                            L (D - 1)     >= 24
         every row is 0..K-1 in every layer (zeros of a top-1 model)      b + L (D - 1) >= 24
-        rows of D different tokens are, others are not                   b + L (D - 1) >= 40
+        rows of D of N different tokens are, others are not              b + L (D - 1) - log2 C(N, D) >= 40
         8 rows or more are expected, and none is there
 
     A router that sends at most half of all tokens to any one set of experts is refused in one of 2^24 answers at most,
@@ -262,8 +262,10 @@ def refuse_uncaptured(trace: RoutingTrace, tokens: Sequence[int] | None = None) 
     bits = layers * math.log2(math.comb(trace.num_experts, top_k))
     found = None
     if is_padding.any():
-        limit = ANSWER_BITS if is_padding.all() else ROW_BITS
-        if bits + layers * (len(np.unique(names[is_padding])) - 1) >= limit:
+        padded, different = len(np.unique(names[is_padding])), len(np.unique(names))
+        ways = math.lgamma(different + 1) - math.lgamma(padded + 1) - math.lgamma(different - padded + 1)
+        limit = ANSWER_BITS if is_padding.all() else ROW_BITS + ways / math.log(2)
+        if bits + layers * (padded - 1) >= limit:
             found = f"{np.count_nonzero(is_padding)} of {len(experts)} rows name experts 0..{top_k - 1} in every layer"
     elif layers * (len(np.unique(names)) - 1) >= ANSWER_BITS and (experts == experts[:1]).all():
         found = f"all {len(experts)} rows are the same, of {len(np.unique(names))} different tokens"

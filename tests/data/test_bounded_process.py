@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -114,3 +115,31 @@ def test_the_process_ends_with_its_parent_and_holds_none_of_its_files(tmp_path: 
     calls._connection.close()
     calls._process.join()
     assert calls._process.exitcode == 0
+
+
+def test_an_interrupted_call_leaves_no_answer_for_the_next() -> None:
+    def interrupt(number: int) -> int:
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(0.2)
+        return number
+
+    calls = BoundedProcess(interrupt=interrupt, double=lambda number: 2 * number)
+    with pytest.raises(KeyboardInterrupt):
+        calls.call("interrupt", 1)
+    assert calls.call("double", 4) == 8
+
+
+def test_the_process_finalizes_nothing_of_its_parent(tmp_path: Path) -> None:
+    class Node:
+        other: object
+
+    gc.disable()
+    try:
+        node = Node()
+        node.other = node
+        weakref.finalize(node, (tmp_path / "finalized").touch)
+        del node
+        BoundedProcess(collect=gc.collect).call("collect")
+        assert not (tmp_path / "finalized").exists()
+    finally:
+        gc.enable()

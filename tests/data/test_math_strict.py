@@ -44,6 +44,15 @@ The answer is $5$. | 5 | x=5 | 6!
 \int_0^x f | \int_0^x f | \int_0^x g!
 x=1, y=2 | y=2, x=1 | x=2, y=1! | 1, 2!
 (1,234) | (1, 234) | 1234!
+11,\! 111,\! 100 | 11111100 | 11,111,100 | 11{,}111{,}100 | 11, 111, 100!
+\log_2 3 | \frac{\ln 3}{\ln 2} | 1.58496!
+\binom{10}{5} | 252 | \dbinom{10}{5} | \binom{10}{4}!
+\binom{2n}{n} | \frac{(2n)!}{(n!)^2} | \binom{2n}{n-1}! | \binom{10^9}{10^8}!
+(-1)^{n+1} | (-1)^{n-1} | (-1)^n! | 1!
+e^{ix} | \cos x + i \sin x | \cos x - i \sin x!
+(-\infty,\infty) | \mathbb{R} | x \in \mathbb R | (-\infty,0)!
+30\text{ mph} | 30\text{ miles per hour} | 30\text{ miles}!
+\text{yes} | \text{Yes.} | \text{No.}!
 """
 
 HIDING = [

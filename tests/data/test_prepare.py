@@ -71,15 +71,17 @@ def test_what_is_left_out_is_counted(write_jsonl: Write, tmp_path: Path) -> None
 def test_answers_that_the_reward_cannot_read_are_counted(
     write_jsonl: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answers = ["1", "$$", "\\frac{1}{2}", "x = 3", "$$", "$ $"]
+    answers = ["1", "$$", "\\frac{1}{2}", "x = 3", "$$", "$ $", r"\int f", r"\text{red}"]
     source = write_jsonl(*({"prompt": str(number), "answer": answer} for number, answer in enumerate(answers)))
     words = ["data", "prepare", str(source), str(tmp_path / "out"), "--overwrite"]
     for more, unread in ([], 3), (["--limit", "1"], 0):
         assert main([*words, *more]) == 0
         out = capsys.readouterr().out
-        told = f"{unread} of {6 if unread else 1} answers cannot be read by the reward math_strict"
+        told = f"{unread} of {8 if unread else 1} answers cannot be read by the reward math_strict"
         assert told + (f", first: {tmp_path}/out/train.jsonl:2 '$$'\n" if unread else "\n") in out
-    for answer in answers:  # the reward itself says the same
+        told = "1 of 8 answers must be spelled in the same way" if unread else "0 of 1 answers must be spelled"
+        assert told in out
+    for answer in answers[:6]:  # the reward itself says the same
         fails = answer in ("$$", "$ $")
         for reward in (math_verify, math_strict):
             assert can_read_answer(answer, reward.__name__) != fails

@@ -265,7 +265,7 @@ def missing(shape: MoeShape, rows: slice) -> np.ndarray:
         (padded(SMALL, slice(None)), OTHER_TOKENS, SMALL, "11 of 11 rows name experts 0..1"),
         (padded(SMALL, slice(None))[..., ::-1], OTHER_TOKENS, SMALL, "11 of 11 rows"),
         (padded(SMALL, slice(None)), SAME_TOKENS, SMALL, "11 of 11 rows"),
-        (padded(SMALL, slice(5)), OTHER_TOKENS, SMALL, "5 of 11 rows"),
+        (padded(SMALL, slice(8)), OTHER_TOKENS, SMALL, "8 of 11 rows"),
         (padded(LARGE, slice(7, 8)), OTHER_TOKENS, LARGE, "1 of 11 rows name experts 0..7"),
         (repeated(SMALL), OTHER_TOKENS, SMALL, "all 11 rows are the same, of 11 different tokens"),
         (repeated(LARGE), [1, 2] + [3] * 10, LARGE, "all 11 rows are the same, of 3 different tokens"),
@@ -293,6 +293,16 @@ def test_rows_that_no_router_has_chosen_are_refused(
     trace = reader(rows, tokens, shape)
     assert trace.present.tolist() == [*(rows[:, 0, 0] >= 0).tolist(), False]
     assert np.array_equal(trace.experts[:-1], np.maximum(rows, 0))
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "top_k", "rows"), [(2, 4, 2, 1000), (2, 4, 1, 400), (1, 2, 1, 100), (4, 2, 1, 256)]
+)
+def test_a_long_answer_of_a_tiny_model_may_have_many_rows_that_look_like_padding(
+    layers: int, experts: int, top_k: int, rows: int
+) -> None:
+    shape = shape_of(layers, experts, top_k)
+    from_sglang(routes(rows, shape), [*range(rows + 1)], shape)
 
 
 def test_without_token_ids_every_token_counts_as_another() -> None:

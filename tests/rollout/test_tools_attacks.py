@@ -438,8 +438,11 @@ def test_what_a_killed_run_left_goes_at_the_next_start_and_nothing_else(
     dead, living = made.stdout.strip(), leftovers.new_mark()
     namespace, pid, started, random = living.split(".")
     reused = f"{namespace}.{pid}.{int(started) - 1}.{random}"  # the process id of an earlier run is this one's
-    elsewhere = f"{int(namespace) + 1}.{dead.partition('.')[2]}"  # says nothing of processes in other namespaces
+    boot, _, number = namespace.rpartition("-")
+    elsewhere = f"{boot}-{int(number) + 1}.{dead.partition('.')[2]}"  # says nothing of processes in other namespaces
+    machine = f"{boot[::-1]}-{number}.{dead.partition('.')[2]}"  # every machine's first namespace has this number
     marks = {"dead": dead, "reused": reused, "living": living, "elsewhere": elsewhere, "other": "1234-left"}
+    marks["machine"] = machine
     for name, mark in marks.items():
         (tmp_path / f"{leftovers.FOLDER}{mark}").mkdir()
         (tmp_path / f"{leftovers.FOLDER}{mark}" / name).touch()
@@ -453,7 +456,7 @@ def test_what_a_killed_run_left_goes_at_the_next_start_and_nothing_else(
         parents = PythonTool(LIMITS)._sandbox.groups
         assert (of_dead.wait(), of_reused.wait()) == (-signal.SIGKILL, -signal.SIGKILL)
         assert [process.poll() for process in (of_living, of_elsewhere, of_other)] == [None] * 3
-        assert {path.name for path in tmp_path.glob("*/*")} == {"living", "elsewhere", "other"}
+        assert {path.name for path in tmp_path.glob("*/*")} == {"living", "elsewhere", "other", "machine"}
         for parent in parents:
             group = parent / f"megarl-{dead}"
             group.mkdir()

@@ -4,7 +4,7 @@ import hashlib
 import importlib.util
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from megarl.data.outputs import require_own_files
 from megarl.data.prepare.command import Data, Recipe
 from megarl.data.prompts import PromptReader, Text, answer_text, in_batches
 from megarl.data.records import Record, get_field, read_records, type_name, write_jsonl
-from megarl.data.rewards import can_read_answer
+from megarl.data.rewards import can_read_answer, is_spelling
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError, DataError, printable
 
@@ -188,13 +188,16 @@ def _digest(prompt: Any) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def count_unreadable(files: Iterable[Path], reward: str) -> str:
-    """How many answers of prepared files a reward cannot read, in words, with the line of the first one."""
-    can_read = cache(partial(can_read_answer, reward=reward))
+def count_unreadable(files: Iterable[Path], reward: str) -> Iterator[str]:
+    """Yield how many answers of prepared files a reward cannot read, or not but as text, each with the first one."""
     answers = [(place, record["answer"]) for file in files for place, record in read_records(file)]
-    unread = [(place, answer) for place, answer in answers if not can_read(answer)]
-    first = "".join(f", first: {place} {answer!r:.80}" for place, answer in unread[:1])
-    return f"{len(unread)} of {len(answers)} answers cannot be read by the reward {reward}{first}"
+    faults = {f"cannot be read by the reward {reward}": cache(lambda answer: not can_read_answer(answer, reward))}
+    if reward == "math_strict":
+        faults["must be spelled in the same way, because math_strict does not know what they say"] = cache(is_spelling)
+    for what, has_fault in faults.items():
+        found = [(place, answer) for place, answer in answers if has_fault(answer)]
+        first = "".join(f", first: {place} {answer!r:.80}" for place, answer in found[:1])
+        yield f"{len(found)} of {len(answers)} answers {what}{first}"
 
 
 def prepare_and_show(asked: Data) -> None:
@@ -206,13 +209,13 @@ def prepare_and_show(asked: Data) -> None:
     for key, path in written.items():
         print(printable(f"{path}: {counts[key]} prompts"))
     if asked.reward != "exact_match":
-        is_here = importlib.util.find_spec("math_verify") is not None
+        is_here = asked.reward != "math_verify" or importlib.util.find_spec("math_verify") is not None
         told = (
             count_unreadable(written.values(), asked.reward)
             if is_here
-            else "answers were not tried: pip install math-verify"
+            else ["answers were not tried: pip install math-verify"]
         )
-        print(printable(told))
+        print(*map(printable, told), sep="\n")
     lines = [f"{key} = {json.dumps(str(path), ensure_ascii=False)}" for key, path in written.items()]
     if arguments := _read_arguments(asked):
         lines.append(f"chat_template_args = {as_toml(arguments)}")

@@ -28,6 +28,11 @@ class Key:
     forms: frozenset[str]
     """What is left to be calculated in it."""
 
+    @property
+    def is_spelling(self) -> bool:
+        """Whether an answer must be spelled as this one: it is neither words nor what the grammar knows."""
+        return self.items is None and read_words(self.text) is None
+
 
 def read_key(answer: str) -> Key:
     """Read an answer of a data set: a box, a formula, a sentence whose last formula counts, or plain text.

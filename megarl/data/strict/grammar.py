@@ -33,7 +33,7 @@ _VARIABLE = re.compile(
     r"[A-Za-z]|\\mathbb\{[A-Z]\}|\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|theta|kappa|lambda|mu|nu|xi|rho|"
     r"sigma|tau|(?:var)?phi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Sigma|Phi|Psi|Omega|infty|ell)"
 )
-_FACTOR = re.compile(rf"\(|\\(?:frac|sqrt|pi)|{_VARIABLE.pattern}|{'|'.join(map(re.escape, _FUNCTIONS))}")
+_FACTOR = re.compile(rf"\(|\\(?:frac|sqrt|pi|binom)|{_VARIABLE.pattern}|{'|'.join(map(re.escape, _FUNCTIONS))}")
 
 
 class Reader:
@@ -265,6 +265,8 @@ class Reader:
             if radicand.is_negative and degree.is_Integer and degree % 2:
                 return -self._raise(-radicand, exponent)
             return self._raise(radicand, exponent)
+        if token == r"\binom":
+            return self._choose(self._digit_or_group(), self._digit_or_group())
         if token == "|":
             value = require_number(self._sum())
             self._require("|")
@@ -275,6 +277,13 @@ class Reader:
         if token in _FUNCTIONS:
             return self._function(token)
         raise UnreadableError(f"unknown: {token!r}")
+
+    def _choose(self, total: Any, chosen: Any) -> Any:
+        is_number = require_number(total).is_number and require_number(chosen).is_number
+        if is_number and not (total.is_Integer and chosen.is_Integer and 0 <= chosen <= total <= _MAX_COUNT):
+            raise UnreadableError("a binomial coefficient out of bounds")
+        self._mark(r"\binom", is_number)
+        return sympy.binomial(total, chosen)
 
     def _argument_in_brackets(self) -> Any:
         degree = self._primary()
@@ -308,7 +317,7 @@ class Reader:
             name, exponent = name.replace("\\", "\\arc"), S.One
         if any(value.is_number and not abs(sympy.N(value)) < 10**9 for value in (argument, *bases)):
             raise UnreadableError("a function of a number out of bounds")
-        self._mark(name, argument.is_number)
+        self._mark(r"\log" if name in (r"\ln", r"\lg") else name, argument.is_number)
         value = _FUNCTIONS[name](argument, *bases)
         if value.has(S.NaN, S.ComplexInfinity):
             raise UnreadableError("a function without a value")

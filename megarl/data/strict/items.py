@@ -133,16 +133,20 @@ def are_equal(key: Item, answer: Item) -> bool:
 
 
 def _evaluate(left: Any, right: Any) -> list[tuple[Any, Any]]:
-    """Return the values of two expressions of the same variables at fixed points where both are real, or none."""
+    """Return the values of two expressions of the same variables at fixed points, or none.
+
+    Points where both are real count alone, if there are any.
+    """
     symbols = sorted(left.free_symbols, key=str)
     pairs = []
     for point in range(_POINTS if left.free_symbols == right.free_symbols else 0):
         draws, (low, high) = random.Random(point), ((1, 1000), (1000, 4000), (-4000, 4000))[point % 3]
         values = {symbol: Float(draws.randint(low, high), 60) / 1009 for symbol in symbols}
         pair = N(left.xreplace(values), 60), N(right.xreplace(values), 60)
-        if all(value.is_Float or value.is_Rational for value in pair):
+        if all(part.is_Float or part.is_Rational for value in pair for part in value.as_real_imag()):
             pairs.append(pair)
-    return pairs if len(pairs) > 1 else []
+    real = [pair for pair in pairs if all(value.is_real for value in pair)]
+    return real if len(real) > 1 else [] if real or len(pairs) < 2 else pairs
 
 
 def _are_close(left: Any, right: Any) -> bool:

@@ -19,11 +19,13 @@ _REWRITES = tuple(
         (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![A-Za-z])", ""),
         (r"\\[dtc](?=(?:frac|binom)(?![A-Za-z]))", r"\\"),
         (r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:rm|bf|sf|it)|mbox|boldsymbol|operatorname)(?![A-Za-z])\s*", r"\\text"),
+        (r"\\mathbb ?([A-Z])(?![A-Za-z])", r"\\mathbb{\1}"),
+        (r"\\mathbb\{R\}", r"(-\\infty,\\infty)"),
         (r"\\(?:varnothing|emptyset)(?![A-Za-z])|\\\{\s*\\\}", r"\\{\\}"),
         (r"\\text\{\s*((?:\\\$)?[\d.,/ \\%()]+)\s*\}", r"\1"),
         (r"((?:^|[(,;={])\s*)\\text\{\s*(\(?[A-Za-z]\)?)\s*\}", r"\1\2"),
         (r"\s*[,;]?\s*(?:\\text\{\s*(?:and|or),?\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\lor|\\vee)\s*", ", "),
-        (r"(?<=\d)(?:\{,\}|,\\!|\\[,;: !]|~)(?=\d{3}(?!\d))", r"\\!"),  # between thousands
+        (r"(?<=\d)(?:\{,\}|,\\! *|\\[,;: !]|~)(?=\d{3}(?!\d))", r"\\!"),  # between thousands
         (r"\\!(?!\d{3}(?!\d))", ""),
         (r"\{,\}", "."),
         (r"(?<!\\)\\(?:[,;:> ]|q?quad(?![A-Za-z]))|~", " "),
@@ -55,7 +57,7 @@ _UNITS = {
     "$": "dollar", "¢": "cent", "€": "euro", "%": "percent", "degree": "°", "inch": "in", "inche": "in", "foot": "ft",
     "feet": "ft", "mile": "mi", "yard": "yd", "hour": "h", "hr": "h", "minute": "min", "second": "s", "sec": "s",
     "gram": "g", "meter": "m", "metre": "m", "liter": "l", "litre": "l", "L": "l", "pound": "lb", "per": "/",
-    "square": "sq", "squared": "2",
+    "mph": "mi / h", "square": "sq", "squared": "2",
 }  # fmt: skip
 
 
@@ -86,7 +88,7 @@ def squeeze(text: str) -> str:
 def read_words(text: str) -> list[str] | None:
     """Return the words, or lists of words, that a text consists of, in a sorted list; None for a formula."""
     plain = re.sub(r"\\text\{([^{}]*)\}", r"\1", text).casefold()
-    words = sorted(" ".join(word.split()) for word in plain.split(","))
+    words = sorted(" ".join(word.split()).rstrip(".") for word in plain.split(","))
     is_text = all(re.fullmatch(r"[^\W\d_](?:[^\W\d_]|[ .'-])*", word) for word in words)
     least = 2 if r"\text" in text else 3
     return words if is_text and re.search(rf"[^\W\d_]{{{least}}}", plain) else None

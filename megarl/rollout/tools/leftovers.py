@@ -20,12 +20,12 @@ END_S = 30.0
 
 
 def new_mark() -> str:
-    """Returns a mark that no other call has. It names this process: its PID namespace, id and start time."""
+    """Returns a mark that no other call has. It names this process: its machine, PID namespace, id and start time."""
     return f"{_pid_namespace()}.{os.getpid()}.{_start_time(os.getpid())}.{secrets.token_hex(16)}"
 
 
 def is_left(mark: str) -> bool:
-    """Whether the process that made the mark has ended; False for marks of other namespaces, whose ids say nothing."""
+    """Whether the process that made the mark has ended; False for marks of other machines and namespaces."""
     namespace, _, owner = mark.partition(".")
     pid, _, rest = owner.partition(".")
     return namespace == _pid_namespace() and pid.isdigit() and _start_time(int(pid)) != rest.partition(".")[0]
@@ -59,8 +59,12 @@ def remove(folder: Path) -> None:
         subprocess.run([*words, "--", folder], stderr=subprocess.DEVNULL, check=False)
 
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
 def _pid_namespace() -> str:
-    return str(os.stat("/proc/self/ns/pid").st_ino)
+    # The first one of every machine has the same number, and machines may share the folder of temporary files.
+    return f"{_BOOT_ID.read_text().strip()}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def _start_time(pid: int) -> str | None:
