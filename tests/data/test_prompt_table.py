@@ -22,7 +22,7 @@ Make = Callable[..., PreTrainedTokenizerFast]
 RECORDS = [
     {"prompt": "21=", "answer": "12"},
     {"prompt": [{"role": "user", "content": "3 1="}], "answer": 13},
-    {"prompt": "abc: ", "answer": "\u00fc \ud800"},  # a lone surrogate is no text, and JSON may have one
+    {"prompt": "abc: ", "answer": "\u00fc \U0001f642"},
     {"prompt": [{"role": "system", "content": "sort"}, {"role": "user", "content": "9"}], "answer": "9"},
     {"prompt": "1", "answer": "x" * 50},
 ]
@@ -110,9 +110,9 @@ def test_prompts_are_a_sequence_that_can_be_taken_from(write_jsonl: Write, make_
     assert found[0].tokens[0] != 99, "a prompt is nobody else's"
 
 
-def test_a_response_that_cannot_be_tokenized_is_named(write_jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_half_a_character_is_named(write_jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"prompt": "1", "response": response} for response in ("2", "\ud800", "3")]
-    with pytest.raises(DataError, match=r"train\.jsonl:2: the tokenizer cannot read the response \('response'\)"):
+    with pytest.raises(DataError, match=r"train\.jsonl:2: broken JSON .*: half a character"):
         load_demonstrations(write_jsonl(*rows), tokenizer)
 
 
