@@ -93,13 +93,13 @@ class Tripwires:
 
     def stop_if_bad(self) -> None:
         """RolloutError, on all ranks, if ``train.max_bad_steps`` steps in a row were bad, or if drops persist."""
-        if not self._settings.max_bad_steps:
-            return
-        if self.state["bad_steps"] >= self._settings.max_bad_steps:
-            raise self._error(f"{self.state['bad_steps']} bad steps in a row")
-        if self.state["drop_evidence"] >= foreign_rows.LIMIT:
+        most, bad_steps = self._settings.max_bad_steps, self.state["bad_steps"]
+        in_a_row = bad_steps >= most
+        if most and (in_a_row or self.state["drop_evidence"] >= foreign_rows.LIMIT):
             self.state["drop_evidence"] = 0.0  # the checkpoint that follows is continued with an engine that is new
-            raise self._error("responses are dropped in step after step")
+            raise self._error(
+                f"{bad_steps} bad steps in a row" if in_a_row else "responses are dropped in step after step"
+            )
 
     def _learn(self, verdict: Verdict, usual: list[float]) -> None:
         is_bad, known = verdict.share > MOST_DROPPED, self.state["usual_by_step"]

@@ -118,7 +118,8 @@ def test_acceptance_drops_that_persist_end_the_run_by_name(
 
 
 @pytest.mark.parametrize(
-    ("dropped", "responses", "steps"), [(4, 128, 3), (32, 128, 3), (1, 32, 12), (1, 128, None), (0, 8, None)]
+    ("dropped", "responses", "steps"),
+    [(4, 128, 3), (32, 128, 3), (64, 128, 3), (1, 32, 12), (1, 128, None), (0, 8, None)],
 )
 def test_how_many_steps_with_drops_end_a_run(world: World, dropped: int, responses: int, steps: int | None) -> None:
     judge = tripwires.Tripwires(world.settings().train)
@@ -128,8 +129,10 @@ def test_how_many_steps_with_drops_end_a_run(world: World, dropped: int, respons
     for step in range(1, 40):
         judge._learn(verdict, [0.0, 0.0])
         if step == steps:
-            with pytest.raises(RolloutError, match="dropped in step after step"):
+            why = "3 bad steps in a row" if 4 * dropped > responses else "dropped in step after step"
+            with pytest.raises(RolloutError, match=why):
                 judge.stop_if_bad()
+            assert judge.state["drop_evidence"] == 0.0  # says nothing of the engine that continues the run
             return
         judge.stop_if_bad()
     assert steps is None

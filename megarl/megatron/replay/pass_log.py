@@ -6,7 +6,7 @@ Python's stack tells it. From the router outwards, the innermost of these decide
   routers share one ``Pass``. A pass inside another pass is a probe, and routes natively;
 - the backward method of an autograd function: a *reentrant* checkpoint (Megatron's, Transformer Engine's, torch's with
   ``use_reentrant=True``, a caller's own). Autograd passes one object to ``forward`` and ``backward``;
-- the hook for saved tensors of torch's *non-reentrant* checkpoint, which has a frame object per region.
+- the hook for saved tensors of a *non-reentrant* checkpoint (torch's, Transformer Engine's), with an object per region.
 
 The latter two objects stand for regions that may be recomputed. A region remembers the pass that it is a part of, or
 the passes that began in it. A region that remembers nothing ran outside all blocks, and is recomputed natively.
@@ -25,7 +25,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._C import _autograd
 from torch.autograd.function import BackwardCFunction, FunctionCtx
-from torch.utils import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megarl.errors import ReplayError
@@ -233,10 +232,10 @@ class PassLog:
             if len({id(one) for one in remembered.inside}) != 1:
                 self._refuse("several passes have a part in its checkpoint", hook)
             current = remembered.inside[0]
+        elif torch._C._current_graph_task_id() != -1 and self._blocks:  # of a device's own thread too
+            self._refuse(_NO_REGION, hook)
         elif block is None:
             return None
-        elif torch._C._current_graph_task_id() != -1:
-            self._refuse(_NO_REGION, hook)
         else:
             current = self._continue(block, hook)
         session = None if current.block is None else current.block.session
@@ -273,7 +272,7 @@ class PassLog:
             elif code in _BACKWARD:
                 recomputed = frame.f_locals["self"]
                 break
-            elif code.co_name == "unpack_hook" and code.co_filename == checkpoint.__file__:
+            elif code.co_name == "unpack_hook" and "frame" in code.co_freevars:
                 recomputed = frame.f_locals["frame"]
                 break
             inner, frame = frame, frame.f_back
@@ -371,11 +370,14 @@ def _entered_checkpoints() -> list[Any]:
 
 
 def _frame_of(pack: Any) -> tuple[object, bool]:
-    """(frame of a hook for saved tensors in a first pass or None, whether it is of a recomputation)."""
+    """(frame of a hook for saved tensors in a first pass or None, whether it is of a recomputation).
+
+    The classes have the same names in torch and in Transformer Engine.
+    """
     while hasattr(pack, "__wrapped__"):  # torch disables compilation by a wrapper
         pack = pack.__wrapped__
+    owner = getattr(pack, "__qualname__", "").partition(".")[0]
     names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
-    if "target_frame_ref" in names:
-        return None, True
-    frame = pack.__closure__[names.index("frame")].cell_contents if "frame" in names else None
-    return (frame if isinstance(frame, checkpoint._CheckpointFrame) else None), False
+    if owner != "_checkpoint_hook" or "frame" not in names:
+        return None, owner == "_recomputation_hook"
+    return pack.__closure__[names.index("frame")].cell_contents, False
