@@ -74,7 +74,7 @@ class PromptTable(Sequence[Prompt]):
         parts: list[list[np.ndarray]] = [[], [], [], []]
         sizes: list[list[np.ndarray]] = [[], [], []]
         for numbers, tokens, *words in batches:
-            columns = [tokens, *([text.encode(errors="surrogatepass") for text in column] for column in words)]
+            columns = [tokens, *([text.encode() for text in column] for column in words)]
             parts[0].append(np.array(numbers, np.int64))
             parts[1].append(np.fromiter(chain.from_iterable(tokens), np.int32))
             for part, column in zip(parts[2:], columns[1:], strict=True):
@@ -95,7 +95,7 @@ class PromptTable(Sequence[Prompt]):
         row = range(len(self))[index]
         row = row if self.rows is None else int(self.rows[row])
         (begin, end), *words = self.bounds[:, row : row + 2].tolist()
-        text, answer = (self.letters[i:j].tobytes().decode(errors="surrogatepass") for i, j in words)
+        text, answer = (self.letters[i:j].tobytes().decode() for i, j in words)
         tokens = self.tokens[begin:end].copy()
         return Prompt(row, tokens, text, answer, f"{self.prefix}{self.numbers[row]}")
 

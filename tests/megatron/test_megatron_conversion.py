@@ -28,6 +28,7 @@ from megarl.convert.job import MANIFEST, ConversionJob, Ranks, same_bits
 from megarl.convert.megatron_files import HF_FOLDER, Keys, MegatronCheckpoint, torch_dist_folder, units_of
 from megarl.convert.torch_dist import Chunk, TorchDistReader, write_file, write_metadata
 from megarl.core.fp8 import quantize_fp8
+from megarl.data.outputs import MARK
 from megarl.errors import CheckpointError, ConfigError, NumericsError
 from megarl.models.hf_folder import INDEX
 from megarl.models.names import LAYOUTS
@@ -460,7 +461,7 @@ def test_a_full_disk_leaves_what_was_there(
 ) -> None:
     out = small_disk / "out"
     if before == "old":  # with room for one
-        subprocess.run(["mount", "-o", "remount,size=320k", str(small_disk)], check=True)
+        subprocess.run(["mount", "-o", "remount,size=640k", str(small_disk)], check=True)
         to_megatron(source, out, LOCAL, ALONE)
     held = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     words = ["convert", str(source), str(out), "--layers", "local", "--overwrite"]
