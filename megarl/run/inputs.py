@@ -146,9 +146,7 @@ def digest_of(fingerprint: Mapping[str, Any] | None) -> str:
 def _describe(before: Any, now: Fingerprint | None) -> str:
     """What differs, file by file."""
     if not isinstance(before, dict) or now is None:
-        return (
-            "there is none now" if now is None else f"there was none, or {INPUTS} has no record, as of earlier releases"
-        )
+        return "there is none now" if now is None else "there was none, or no record of it, as of earlier releases"
     names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     told = [f"{name}: {before.get(name, 'not there')} before, {now.get(name, 'not there')} now" for name in names]
     return ", ".join(told[:2]) + (f" and {len(told) - 2} more" if len(told) > 2 else "")
