@@ -65,13 +65,13 @@ def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
         raise MegarlError(f"{out} holds a model of the family {found}: add --family {found}, or choose another --out")
     if not path.exists() and (held := [entry.name for entry in out.iterdir()]):
         raise ConfigError(f"--out {out}: found {held[0]}, expected a new or empty folder; choose another one")
-    write_output(path, text.encode())
     if finished:
         raise MegarlError(
             f"{out} holds a finished quickstart, see {run / 'report' / 'index.html'}; to train on, run "
             f"`{program()} launch {_quoted(path)} --run.steps {_more_steps(run)}`; to begin anew, remove {out} or "
             "choose another --out"
         )
+    write_output(path, text.encode())
     # The ranks inherit this. Quickstarts are for a CPU; with more threads than cores, training is up to a hundred times
     # slower.
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}

@@ -16,8 +16,9 @@ from megarl.core.routing import RoutingTrace
 from megarl.data.outputs import begin, free_name, marked, partial_of, remove_own, replace_folder, require_own, seal
 from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.data.traces import TracedSequence, TraceInfo, write_traces
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, MegarlError
 from megarl.megatron import distributed
+from megarl.quickstart import quickstart
 
 CONFIG = """
 [run]
@@ -197,3 +198,28 @@ def test_a_folder_of_megarl_is_replaced_as_a_whole(
     assert remove_own(tmp_path / "link", lambda name, found: True) == []
     assert (out / "appeared").exists()
     assert free_name(out / "appeared") == out / "appeared-2"
+
+
+def test_a_folder_stays_of_megarl_where_flushing_sets_the_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flush = os.fsync
+
+    def flush_and_set_time(descriptor: int) -> None:
+        flush(descriptor)
+        os.utime(descriptor, (1_700_000_000, 1_700_000_000))
+
+    monkeypatch.setattr(os, "fsync", flush_and_set_time)
+    write(tmp_path / "out", "a.txt", "in/b.txt")
+    require_own(tmp_path / "out")
+
+
+def test_a_finished_quickstart_is_named_also_where_its_configuration_was_edited(tmp_path: Path) -> None:
+    page, settings = tmp_path / "run" / "report" / "index.html", tmp_path / "quickstart.toml"
+    page.parent.mkdir(parents=True)
+    page.write_text("")
+    (tmp_path / "run" / "metrics.jsonl").write_text(STEP)
+    settings.write_text("# mine")
+    with pytest.raises(MegarlError, match=r"finished quickstart, see .*index\.html; to train on"):
+        quickstart(tmp_path)
+    assert settings.read_text() == "# mine"

@@ -131,6 +131,7 @@ def begin(
 
 def seal(folder: Path, **more: Any) -> None:
     """List the files that were written, and flush all to the disk: what is added or changed from now on is foreign."""
+    sync_all(folder)  # first: a network file system may set the time of a file when it is flushed
     is_own = marked(folder)
     files = {
         name: [status.st_size, status.st_mtime_ns]
@@ -138,7 +139,7 @@ def seal(folder: Path, **more: Any) -> None:
         if stat.S_ISREG(status.st_mode) and is_own(name, status) and not matches(name, _WHILE_WRITTEN)
     }
     _write_mark(folder, files, _WHILE_WRITTEN, more)
-    sync_all(folder)
+    sync(folder)
 
 
 def _write_mark(folder: Path, files: dict[str, list[int]], patterns: Sequence[str], more: dict[str, Any]) -> None:

@@ -146,7 +146,7 @@ def digest_of(fingerprint: Mapping[str, Any] | None) -> str:
 def _describe(before: Any, now: Fingerprint | None) -> str:
     """What differs, file by file."""
     if not isinstance(before, dict) or now is None:
-        return "there is none now" if now is None else "there was none, or its record is gone"
+        return "there is none now" if now is None else "there was none, or no record of it, as of earlier releases"
     names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     changes = [f"{name}: {before.get(name, 'not there')} before, {now.get(name, 'not there')} now" for name in names]
     return ", ".join(changes[:2]) + (f" and {len(changes) - 2} more" if len(changes) > 2 else "")
