@@ -245,6 +245,7 @@ def test_an_update_goes_on_without_a_server_that_is_late_in_a_step(
     world.control(1)
     world.until_back(fleet, 2)
     assert fleet._members[1].restarts == 0
+    assert [member.leniency for member in fleet._members] == [1, 2]
     world.update(fleet, 3)
     assert [world.ask(member) for member in fleet._members] == [["3", [3.0]]] * 2
 
@@ -336,6 +337,16 @@ def test_who_is_late_is_told_by_the_others(
     assert not patience.is_over(num_done, num_running)
     now = seconds
     assert patience.is_over(num_done, num_running) == late
+
+
+@pytest.mark.parametrize(("seconds", "late"), [(19.9, False), (20.1, True)])
+def test_a_server_that_was_late_gets_longer(seconds: float, late: bool, monkeypatch: pytest.MonkeyPatch):
+    now = 0.0
+    monkeypatch.setattr(deadlines.time, "monotonic", lambda: now)
+    patience = deadlines.Patience(4)
+    assert not patience.is_over(1, 1)
+    now = seconds
+    assert patience.is_over(1, 1) == late
 
 
 def test_a_step_that_took_long_is_given_as_long_again(monkeypatch: pytest.MonkeyPatch):

@@ -281,7 +281,7 @@ class Fleet:
         The others leave the update: those that are late, hang, have gone, or refuse (``_raise_refusals``).
         """
         steps = {member: in_thread(partial(step, member)) for member in self._taken if among is None or member in among}
-        await_most(steps.values())
+        await_most(steps.values(), max((member.leniency for member in steps), default=1))
         shares_gpu = self.exchange is not None and self.exchange.gpu != CPU
         for member, running in steps.items():
             is_late = not running.done()

@@ -15,7 +15,7 @@ from megarl.rollout.buckets import Bucket
 from megarl.rollout.sglang.http import server_info
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.versions import check_server
-from megarl.rollout.sglang.weights.deadlines import GoneError, deadline
+from megarl.rollout.sglang.weights.deadlines import MOST_LENIENT, GoneError, deadline
 from megarl.rollout.sglang.weights.ipc import CPU
 from megarl.rollout.sglang.weights.process_group import in_thread
 from megarl.rollout.sglang.weights.proof import Checksums, Proof, differing
@@ -70,6 +70,8 @@ class Member:
     """When the server last passed a check; somebody else's server: when it was last asked for its weights."""
     generated_at: float = -math.inf
     """When it last passed a check that generates."""
+    leniency: int = 1
+    """How many times as long as others it may take in a step of an update; doubled each time that it is late."""
     silent_since: float | None = None
     said: str = ""
     """The last failure that was told."""
@@ -117,6 +119,7 @@ class Member:
 
         Releases the lock. A process that hangs or stops is killed; ``must_end``: one that is late, too.
         """
+        self.leniency = min(MOST_LENIENT, 2 * self.leniency) if error is None else self.leniency
         what = "is late" if error is None else "stops or has gone" if isinstance(error, GoneError) else "hangs"
         why = "" if error is None else f" ({error})"
         self.tell(f"{self.url} {what} in a weight update, which goes on without it{why}; it gets the weights later")

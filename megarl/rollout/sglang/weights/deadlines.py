@@ -2,7 +2,8 @@
 
 - **Deadline.** A server that does not answer by then hangs.
 - **Late.** Half of the servers have done a step, and as long again has passed, at least ``LATE_S``: the update goes on
-  without the others.
+  without the others. A server that was late gets twice as long from then on, up to ``MOST_LENIENT`` times, so that
+  a slow machine is left out once and not for ever.
 - **Stop on purpose.** A server that got SIGTERM keeps its connections open and may never answer, but its health check
   says 503 at once, or nobody listens any more. It is asked so while a step takes longer than ``NOTICE_S``.
 """
@@ -27,6 +28,7 @@ WHOLE_S = 120.0
 SCORE_S = 60.0
 """Of the log-probabilities of a short prompt, whose kernels may have to be compiled."""
 LATE_S = 5.0
+MOST_LENIENT = 4
 NOTICE_S = 1.0
 
 
@@ -46,19 +48,20 @@ class GoneError(WeightSyncError):
 class Patience:
     """Of one step that several servers do at the same time."""
 
-    def __init__(self) -> None:
-        self._began, self._until = time.monotonic(), math.inf
+    def __init__(self, leniency: int = 1) -> None:
+        """leniency: how many times as long as others the servers of this step may take."""
+        self._began, self._until, self._leniency = time.monotonic(), math.inf, leniency
 
     def is_over(self, num_done: int, num_running: int) -> bool:
         """Whether those that still run are late; servers that have failed are in neither number."""
         now = time.monotonic()
         if num_done and num_done >= num_running:
-            self._until = min(self._until, now + max(LATE_S, now - self._began))
+            self._until = min(self._until, now + self._leniency * max(LATE_S, now - self._began))
         return now > self._until
 
 
-def await_most(steps: Collection[Future[Any]]) -> None:
+def await_most(steps: Collection[Future[Any]], leniency: int = 1) -> None:
     """Return when all have ended, with or without an error, or those that have not are late."""
-    patience, running = Patience(), {*steps}
+    patience, running = Patience(leniency), {*steps}
     while running and not patience.is_over(sum(step.done() and not step.exception() for step in steps), len(running)):
         running = wait(running, timeout=0.05, return_when=FIRST_COMPLETED).not_done
