@@ -73,12 +73,14 @@ SAMPLED = {
     "core/sampling/gvm": "core/test_gvm",
     "train/sampling/assignment": "train/test_assignment",
     "rollout/sglang/client": "rollout/test_sglang_client",
-    "rollout/sglang/keeper": "rollout/test_sglang_supervision",
+    "rollout/sglang/keeper": "rollout/test_sglang_fleet",
     "megatron/replay/hooks": "megatron/test_megatron_replay megatron/test_megatron_replay_errors",
+    "megatron/replay/pass_log": "megatron/test_megatron_replay_passes megatron/test_megatron_replay_attempts",
     "megatron/plugin": "megatron/test_megatron_plugin",
     "megatron/checkpoints/manifest": "megatron/test_megatron_manifest",
     "launch/supervisor": "launch/test_supervisor",
     "core/diagnostics/tripwires": "core/test_tripwire_formulas",
+    "core/diagnostics/foreign_rows": "core/test_foreign_rows",
     "train/tripwires": "train/test_tripwires",
 }
 """Module of ``megarl`` -> the files below ``tests`` that must notice a change of it. A sample of mutants is tried."""
@@ -234,7 +236,8 @@ def score(module: str, sample: int | None) -> tuple[list[str], list[str], int]:
     if sample is not None and sample < len(mutants):
         mutants = random.Random(module).sample(mutants, sample)
     stems = [f"core/test_{stem}" for stem in SCORED[module].split()] if module in SCORED else SAMPLED[module].split()
-    files = [str(file) for stem in stems if (file := ROOT / f"tests/{stem}.py").exists()]
+    files = [str(ROOT / f"tests/{stem}.py") for stem in stems]
+    assert all(map(os.path.exists, files)), f"{module}: of {files} one is missing"
     survivors: list[str] = []
     timeouts = 0
     results = _run_forked(files, name, path, [m for m in mutants if m.function])
@@ -399,6 +402,7 @@ def main() -> int:
     parser.add_argument("--sampled", action="store_true", help="the modules of SAMPLED; 90 %% are to be killed")
     parser.add_argument("--sample", type=int, default=30, help="mutants of a module of SAMPLED, always the same ones")
     parser.add_argument("--list", action="store_true", help="list the mutants without running them")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further module after so long")
     parser.add_argument("--least", type=float, help="share of mutants to kill in each module; default 0.95 or 0.9")
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))
@@ -406,9 +410,12 @@ def main() -> int:
     import torch  # noqa: F401
 
     equivalents = tomllib.loads(EQUIVALENTS.read_text()) if EQUIVALENTS.exists() else {}
-    enough = True
+    enough, until = True, time.monotonic() + 60 * arguments.minutes
     for module in arguments.modules or (SAMPLED if arguments.sampled else SCORED):
         is_sampled = module in SAMPLED
+        if time.monotonic() > until:
+            print(f"{module:28} not begun: the {arguments.minutes:g} minutes are over")
+            continue
         if arguments.list:
             print("\n".join(m.key for m in find_mutants(find_module(module).read_text())))
             continue
