@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a suite under nohup would hand on that it is ignored
 # Before torch is imported: one thread per process (see the Makefile), and no look at a model hub.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
