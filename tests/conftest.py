@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a suite under nohup would hand on that it is ignored
 # Before torch is imported: one thread per process (see the Makefile), and no look at a model hub.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -36,6 +35,8 @@ settings.register_profile(
     "megarl", deadline=None, derandomize=True, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("megarl")
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a suite under nohup would hand on that it is ignored
 
 
 @pytest.fixture(scope="module", autouse=True)
