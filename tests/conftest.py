@@ -36,7 +36,10 @@ settings.register_profile(
 )
 settings.load_profile("megarl")
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a suite under nohup would hand on that it is ignored
+# A suite under nohup, or in the background of a shell, would hand on that these are ignored.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", autouse=True)
