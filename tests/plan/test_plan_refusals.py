@@ -89,7 +89,7 @@ def test_widths_of_experts_that_expert_tensor_parallelism_cannot_cut(tmp_path: P
 
 
 def test_key_value_heads_that_a_server_cannot_cut(tmp_path: Path) -> None:
-    model = write_config(tmp_path, "mixtral", num_attention_heads=6, num_key_value_heads=2)
+    model = write_config(tmp_path, "mixtral", hidden_size=48, num_attention_heads=6, num_key_value_heads=2)
     with pytest.raises(ConfigError, match=r"sglang.tp: found 3 for 2 key-value heads"):
         plan(config(model, **SGLANG, sglang__tp=3))
 

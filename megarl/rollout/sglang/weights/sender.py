@@ -205,10 +205,12 @@ class WeightSender:
         raise WeightSyncError(f"{self.url} does not say the version of its weights, HTTP {status}")
 
     def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
-        answer, content = self._ask("POST", path, body, timeout_s), dict[str, Any]()
-        with suppress(WeightSyncError):  # some answer null, or text
-            content = self._read(answer)
-        if answer.status_code != 200 or content.get("success") is False:
+        answer = self._ask("POST", path, body, timeout_s)
+        is_json = answer.headers.get("content-type", "").startswith("application/json")
+        has_failed = answer.status_code != 200
+        if is_json and not has_failed and answer.text != "null":  # some answer null
+            has_failed = self._read(answer).get("success") is False
+        if has_failed:
             told = f"{self.url}/{path} failed, HTTP {answer.status_code}: {answer.text[:300]}"
             raise WeightSyncError(f"{told}; the server stays paused")
 
