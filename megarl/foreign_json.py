@@ -14,8 +14,6 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from pydantic_core import ValidationError, from_json
-
 from megarl.errors import DataError
 
 if TYPE_CHECKING:
@@ -32,6 +30,8 @@ MAX_DEPTH = 201
 
 def parse_json(data: bytes | str, source: str, max_bytes: int) -> Any:
     """Returns the value that JSON text describes; DataError if it is too long, too deep, or no JSON."""
+    from pydantic_core import from_json  # not above: a loop of one's own that replays routes reads no JSON
+
     if len(data) > max_bytes:
         raise DataError(f"{source} holds {len(data)} bytes of JSON, expected at most {max_bytes}")
     try:
@@ -50,6 +50,8 @@ class Schema(Protocol[T_co]):
 
 def check_types(schema: Schema[T], value: Any, source: str) -> T:
     """Returns a value that was read, as its schema says; DataError if one of its parts has another type."""
+    from pydantic_core import ValidationError
+
     try:
         return schema.validate_python(value, strict=True)
     except ValidationError as error:

@@ -96,7 +96,9 @@ def test_a_malformed_call_is_answered_in_the_models_own_vocabulary(
 
 def test_products_are_right_different_and_partly_guessed(tool: ModuleType, tmp_path: Path) -> None:
     tool.write_tool_task(tmp_path, num_train=50, num_heldout=20, num_demonstrations=200, guess_share=0.25)
-    read = {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in tmp_path.glob("*.jsonl")}
+    read = {
+        path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in tmp_path.glob("*.jsonl")
+    }
     rows, demonstrations = read["train"] + read["heldout"], read["demonstrations"]
     for row in rows:
         a, b = row["prompt"].rstrip("=").split("*")
