@@ -82,7 +82,7 @@ def read_used(path: Path) -> dict[int, list[Key]]:
             torn = f"{path}:{number}"
             continue
         if not _is_record(record):
-            raise DataError(f"{path}:{number}: found {record!r:.80}, expected a step with its samples or a resumption")
+            raise DataError(f"{path}:{number}: found {record!r:.80}, expected a step, a resumption or inputs")
         if "resumed_after" in record:
             steps = {step: keys for step, keys in steps.items() if step <= record["resumed_after"]}
             torn = None
@@ -103,6 +103,8 @@ def _is_record(record: object) -> bool:
         return False
     if "resumed_after" in record:
         return type(record["resumed_after"]) is int
+    if "accepted_inputs" in record:
+        return True
     prompts = record.get("prompts")
     return (
         type(record.get("step")) is int

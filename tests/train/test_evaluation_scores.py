@@ -14,6 +14,7 @@ from megarl.config import Config
 from megarl.config.tables.data import RewardConfig
 from megarl.core.sampling.pass_at_k import fixed_prompts_interval, wilson_interval
 from megarl.data.benchmarks import Benchmark
+from megarl.data.outputs import FILES
 from megarl.data.prompts import Prompt
 from megarl.errors import ConfigError, DataError
 from megarl.evaluate import results
@@ -121,7 +122,7 @@ def test_responses_read_back_whatever_they_hold(tmp_path: Path) -> None:
     assert read.threshold == written.threshold == 0.4
     path = tmp_path / "b" / "responses.jsonl"
     assert json.loads(path.read_text().split("\n")[0])["response"] == lines[0]["response"]
-    assert [p.name for p in sorted((tmp_path / "b").iterdir())] == ["prompts.jsonl", "responses.jsonl"]
+    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == [FILES, "prompts.jsonl", "responses.jsonl"]
     with pytest.raises(DataError, match="found 2 responses, expected 1 prompts \\* 3 samples"):
         results.read_samples(tmp_path, replace(request, samples=3), "b", 1)
     path.write_text(json.dumps(line(0, 1)) + "\n" + json.dumps(line(0, 0)) + "\n")

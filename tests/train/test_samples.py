@@ -15,6 +15,7 @@ from train_world import World
 from transformers import AutoTokenizer
 
 from megarl import cli
+from megarl.config.file import RUN_ID
 from megarl.core.types import Rollout
 from megarl.errors import DataError
 from megarl.report.report import write_report
@@ -154,6 +155,7 @@ def test_a_sample_is_described_with_its_tools_and_errors(world: World) -> None:
 
 def test_a_run_stores_responses_and_a_second_start_no_step_twice(world: World, tmp_path: Path) -> None:
     settings = world.settings(run__dir=str(tmp_path), run__steps=2, log__samples_per_step="all")
+    (tmp_path / RUN_ID).write_text("0123456789abcdef")
     (tmp_path / NAME).write_bytes(pack([response(1)]) + pack([response(5)])[:-3])  # what a killed start has left
     train(settings)
     found = list(read_samples(tmp_path))
