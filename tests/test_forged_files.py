@@ -1,30 +1,27 @@
 """Files that a stranger has forged: each command ends with one line and exit code 2, soon, and within 4 GB of memory.
 
 A table of (what is forged, how, what the line says) is crossed with the commands that read such a file. Each runs in a
-forked process with the kernel's limits on memory and processor time, so that nothing can hang or fill the machine.
+process with the kernel's limits on memory and processor time, so that nothing can hang or fill the machine.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing as mp
 import os
-import resource
 import shutil
-import signal
 import socket
+import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from megarl import cli
-from megarl.convert import convert as _convert  # noqa: F401  (imported before the fork, once)
 from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.models.hf_config import BOUNDS
 from megarl.models.hf_folder import INDEX, SINGLE
@@ -47,7 +44,16 @@ lr = 1e-4
 """
 TRAIN, PLAN, DOCTOR, CONVERT = "train run.toml", "plan run.toml", "doctor run.toml", "convert model out"
 QUANTIZE, TRACE, DATA = "quantize model out", "trace inspect a.safetensors", "eval run.toml --data task/heldout.jsonl"
-_MEMORY_BYTES, _CPU_S = 4 << 30, 60
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from megarl import cli
+
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (4 << 30),) * 2)
+resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+sys.exit(cli.main(sys.argv[1:]))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -68,24 +74,10 @@ def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(command: str) -> tuple[int, str]:
-    """(exit code, what was printed) of a command in a forked process that the kernel limits."""
-
-    def child() -> None:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + _MEMORY_BYTES,) * 2)
-        resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
-        signal.alarm(500)  # of wall time: what waits takes no processor time
-        with open("said", "w", 1) as said:
-            sys.stdout = sys.stderr = said
-            code = cli.main(command.split())
-            said.flush()
-        os._exit(code)
-
-    process = mp.get_context("fork").Process(target=child)
-    process.start()
-    process.join()
-    assert process.exitcode is not None
-    return process.exitcode, Path("said").read_text()
+    """(exit code, what was printed) of a command in a process that the kernel limits."""
+    words = [sys.executable, "-c", LIMITED, *command.split()]
+    done = preloaded.run(words, stderr=subprocess.STDOUT, timeout=500)  # what waits takes no processor time
+    return done.returncode, done.stdout
 
 
 def check(command: str, expected: str) -> None:
@@ -272,7 +264,7 @@ def test_links_of_hugging_faces_cache_are_read_and_copied(here: Path) -> None:
     (here / "linked").symlink_to(snapshot)
     for source in (snapshot, here / "linked"):
         out = here / f"of {source.name}".replace(" ", "_")
-        assert run(f"convert {source} {out}") == (0, Path("said").read_text())
+        assert run(f"convert {source} {out}")[0] == 0
         copied = out / "huggingface" / "tokenizer.json"
         assert copied.read_bytes() == (snapshot / "tokenizer.json").read_bytes()
         assert not copied.is_symlink()

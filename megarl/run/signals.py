@@ -81,6 +81,8 @@ def say_what_ends(command: str, kept: str) -> Iterator[None]:
 
 
 def _end(number: signal.Signals, command: str, kept: str) -> None:
+    if number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ:
+        os._exit(128 + number)  # of torchrun, which says why: another rank has failed, or it was told to stop
     rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
     said = f"megarl {command}{rank} was ended by {number.name}: {kept}"
     with suppress(OSError):

@@ -67,6 +67,15 @@ def test_a_signal_ends_with_a_word_and_its_exit_code(number: signal.Signals, com
     assert kept.get(command, "nothing is saved") in line
 
 
+def test_a_rank_that_torchrun_ends_leaves_the_word_to_others(monkeypatch: pytest.MonkeyPatch):
+    """Another rank has said what failed."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    child = blocked(["train", "run.toml"])
+    child.send_signal(signal.SIGTERM)
+    assert child.communicate(timeout=120)[1] == ""
+    assert child.returncode == 128 + signal.SIGTERM
+
+
 def test_hangups_under_nohup_stay_ignored():
     child = blocked(["train", "run.toml"], ["nohup"])
     child.send_signal(signal.SIGHUP)
