@@ -504,7 +504,7 @@ def test_a_server_of_somebody_else_that_was_started_again_gets_the_weights(
             member.checked_at = math.inf  # else its keeper may see the death before the update does
             server.kill()
             engine.update_weights(weights[1].items(), 1)  # nobody is there; nothing is lost
-            assert any("is gone in a weight update" in line for line in told)
+            assert any("has gone in a weight update" in line for line in told)
             member.checked_at = -math.inf
             server.start()
             rollouts = engine.generate(make_requests(3, copies=2), PARAMS)
