@@ -32,7 +32,8 @@ from megarl.errors import ReplayError
 if TYPE_CHECKING:
     from megarl.megatron.replay.hooks import Hook, Session
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+"""None from torch 2.14 on, where it is written in C: the frame of ``forward`` itself is looked for then."""
 _BACKWARD = [
     getattr(BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed") if hasattr(BackwardCFunction, name)
 ]
@@ -269,6 +270,10 @@ class PassLog:
                 break
             if code is _APPLY:
                 entered.append(_context_of(inner) or frame.f_locals["cls"])
+            elif _APPLY is None and code.co_name == "forward" and code.co_varnames[:1] != ("self",):
+                context = _context_of(frame)
+                if context is not None and context not in entered:
+                    entered.append(context)
             elif code in _BACKWARD:
                 recomputed = frame.f_locals["self"]
                 break
