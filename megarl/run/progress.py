@@ -59,15 +59,11 @@ class StepProgress:
         """Print a line of its own, above a bar if there is one."""
         if not self._enabled:
             return
-        try:
+        with self._hanging_up():
             if self._terminal:
                 self._console.print(printable(text), soft_wrap=True)
             else:
                 print(printable(text), file=self._stream, flush=True)
-        except OSError:
-            if not drop_lost_outputs():
-                raise
-            signal.raise_signal(signal.SIGHUP)  # an output that is lost is a hang-up, also without a terminal
 
     @contextmanager
     def bar(self, label: str, total: int) -> Iterator[Advance]:
@@ -77,9 +73,27 @@ class StepProgress:
             return
         label_column = TextColumn("{task.description:>10}")
         columns = (label_column, BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self._console, transient=True) as bars:
-            task = bars.add_task(label, total=total)
+        bars = Progress(*columns, console=self._console, transient=True)
+        task = bars.add_task(label, total=total)
+        with self._hanging_up():
+            bars.start()
+        try:
             yield lambda count: bars.advance(task, count)
+        finally:
+            if self._terminal:
+                with self._hanging_up():
+                    bars.stop()
+
+    @contextmanager
+    def _hanging_up(self) -> Iterator[None]:
+        """Inside, an output that is lost is a hang-up, also without a terminal; no bar is shown from then on."""
+        try:
+            yield
+        except OSError:
+            if not drop_lost_outputs():
+                raise
+            self._terminal = False
+            signal.raise_signal(signal.SIGHUP)
 
 
 def format_step(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
