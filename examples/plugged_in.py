@@ -26,7 +26,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.megatron.plugin import OBJECTIVES, RoutingReplay, StepLoss, TokenColumns, reduce_metrics  # megarl
+from megarl.plugin import OBJECTIVES, RoutingReplay, StepLoss, TokenColumns, reduce_metrics  # megarl
 
 
 def build(args: argparse.Namespace) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:

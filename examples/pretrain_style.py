@@ -29,8 +29,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.core.megatron_facts import replay_blockers
-from megarl.megatron.plugin import OBJECTIVES, MicroRoutes, RoutingReplay, TokenColumns, policy_loss
+from megarl.core.replay_blockers import replay_blockers
+from megarl.plugin import OBJECTIVES, MicroRoutes, RoutingReplay, TokenColumns, policy_loss
 
 # ---- pretrain_gpt.py ----
 

@@ -12,7 +12,7 @@ Each line shows how much, and what replay changes:
 - flip: the share of the rollout's (token, layer, expert) choices that training does not use; native is without replay.
 - k3: an estimate of KL[rollout policy || training policy] over the sampled tokens, which importance weights correct.
 
-``megarl train`` does the same in ``megarl/train/loop.py``, on many ranks, with checkpoints and everything else.
+``megarl train`` does the same in ``megarl/trainer/loop.py``, on many ranks, with checkpoints and everything else.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.config import Config
 from megarl.config.file import parse
-from megarl.core.diagnostics.measures import mismatch_metrics
+from megarl.core.measures import mismatch_metrics
 from megarl.core.metrics import Stat, finalize, merge
 from megarl.core.objectives import OBJECTIVES, Denominators, TokenColumns, coefficients, sequence_advantages
 from megarl.core.packing import drop_routes, pack
-from megarl.core.routing import Disagreement
 from megarl.core.types import Rollout, SampleRequest, TrainBatch
 from megarl.data.tiny import EOS_ID, write_tiny_model
+from megarl.engines.local.engine import LocalEngine
+from megarl.engines.protocol import Engine, SamplingParams
 from megarl.megatron import distributed
 from megarl.megatron.passes import forward
 from megarl.megatron.passes.micro_batches import MicroBatch, split_micro_batches
 from megarl.megatron.policy import Policy, schedule_of
-from megarl.megatron.replay import MicroRoutes
-from megarl.megatron.replay.rollout_routes import check_rollouts, deliver_routes, gather_shared
-from megarl.rollout.engine import Engine, SamplingParams
-from megarl.rollout.local.engine import LocalEngine
+from megarl.replay import MicroRoutes
+from megarl.replay.rollout_routes import check_rollouts, deliver_routes, gather_shared
+from megarl.routes import Disagreement
 
 PROMPTS, GROUP_SIZE, RESPONSE_TOKENS = 8, 8, 10
 MINI_BATCHES = 2  # optimizer steps per RL step: the second one is off-policy, and MiniRL corrects for that

@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.megatron.stand_ins.attention import RMSNorm
+from megarl.stand_ins.attention import RMSNorm
 
 assert megarl.megatron
 HAVE_TE = importlib.util.find_spec("transformer_engine") is not None

@@ -26,8 +26,8 @@ from megarl.commands import COMMANDS
 from megarl.config import file as config_file
 from megarl.config.command import POSITIONAL, Command, OnConfiguration
 from megarl.config.key_help import describe_tables
-from megarl.data.disk import describe_room
 from megarl.errors import ConfigError, DamageError, MegarlError, StopError, describe, printable
+from megarl.files.disk import describe_room
 from megarl.run.signals import drop_lost_outputs, say_what_ends
 from megarl.run.status import write_failure
 

@@ -11,10 +11,10 @@ from megarl.config.command import Command, OnConfiguration, Overrides, Positiona
 from megarl.convert.command import Convert, Quantize
 from megarl.data.prepare.command import Data
 from megarl.errors import ConfigError
-from megarl.evaluate.command import Gap
-from megarl.plan.command import Plan
-from megarl.report.command import Report, Samples, Trace
-from megarl.starter import Init
+from megarl.ops.evaluate.command import Gap
+from megarl.ops.plan.command import Plan
+from megarl.ops.report.command import Report, Samples, Trace
+from megarl.ops.starter import Init
 from megarl.text_table import text_table
 
 
@@ -25,7 +25,7 @@ class Train(OnConfiguration):
     def run(self, overrides: Overrides) -> None:
         config = self.load_for_ranks(overrides)
         _require_inputs(config)
-        from megarl.train.loop import train
+        from megarl.trainer.loop import train
 
         train(config)
 
@@ -35,7 +35,7 @@ class Launch(OnConfiguration):
     """Train where the [launch] table says, with all ranks and servers, and keep the run going: docs/launch.md."""
 
     def run(self, overrides: Overrides) -> int:
-        from megarl.launch.supervisor import launch
+        from megarl.ops.launch.supervisor import launch
 
         words = [word for key, value in overrides.items() for word in (f"--{key}", config_file.as_flag(value))]
         trust = ["--trust"] if self.trust else []
@@ -57,7 +57,7 @@ class Sft(OnConfiguration):
                 f"{self.config}: found no [sft] table, expected one with data, steps, batch_size and lr; add it"
             )
         _require_inputs(config, "sft")
-        from megarl.train.sft import sft
+        from megarl.trainer.sft import sft
 
         sft(config)
 
@@ -82,14 +82,14 @@ class Eval(OnConfiguration):
     """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
-        from megarl.evaluate.request import WITHOUT_TRAINING, eval_request
+        from megarl.ops.evaluate.request import WITHOUT_TRAINING, eval_request
 
         options = {name: getattr(self, name) for name in ("data", "samples", "template", "checkpoint", "out", "json")}
         request = eval_request(self.load({**WITHOUT_TRAINING, **overrides}), ks=self.k, **options)
         request.layout(world_size())
         _require_inputs(request.config, "eval")
         process_environment.apply(request.config)
-        from megarl.evaluate.evaluation import evaluate
+        from megarl.ops.evaluate.evaluation import evaluate
 
         evaluate(request, world_size())
 
@@ -106,7 +106,7 @@ class Doctor:
     """Print everything as JSON."""
 
     def run(self, overrides: Overrides) -> int:
-        from megarl.doctor import doctor
+        from megarl.ops.doctor import doctor
 
         os.environ.update(process_environment.compile_caches(os.environ))
         return doctor(self.config, overrides, trust=self.trust, json=self.json)
@@ -147,7 +147,7 @@ class Simulate:
     """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
-        from megarl.simulate import Budget, simulate
+        from megarl.ops.simulate import Budget, simulate
 
         budget = Budget(self.samples, self.train_size, self.round_size, self.max_samples)
         simulate(self.rates, budget, self.out, self.json)
@@ -169,7 +169,7 @@ class Patch:
     """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
-        from megarl.patches import patch
+        from megarl.ops.patching import patch
 
         patch.run(self.action, self.target, self.version, self.dry_run, self.json)
 
@@ -188,7 +188,7 @@ class Recipes:
     """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
-        from megarl.recipes import shipped
+        from megarl.ops import shipped
 
         if self.action == "list":
             found = shipped.list_recipes()
@@ -237,7 +237,7 @@ class Quickstart:
     """A MoE, or a dense model."""
 
     def run(self, overrides: Overrides) -> None:
-        from megarl.quickstart import quickstart
+        from megarl.ops.quickstart import quickstart
 
         quickstart(self.out, self.family)
 
@@ -251,6 +251,6 @@ COMMANDS: dict[str, type[Command]] = {each.__name__.lower(): each for each in _L
 
 
 def _require_inputs(config: Config, stage: Literal["rl", "sft", "eval"] = "rl") -> None:
-    from megarl.doctor.inputs import require_inputs
+    from megarl.ops.doctor.inputs import require_inputs
 
     require_inputs(config, stage)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
-from megarl.megatron import plugin, replay
-from megarl.megatron.replay import MicroRoutes, Recording
+from megarl import plugin, replay
+from megarl.replay import MicroRoutes, Recording
 
 
 class TamperedReplay(replay.RoutingReplay):

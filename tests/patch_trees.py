@@ -41,7 +41,7 @@ class _Popen(preloaded.ForkedPopen):
 
 @functools.cache
 def _tool() -> preloaded.Zygote:
-    return preloaded.Zygote(sys.executable, ("megarl.commands", "megarl.patches.patch"), os.environ)
+    return preloaded.Zygote(sys.executable, ("megarl.commands", "megarl.ops.patching.patch"), os.environ)
 
 
 def run(command: str, *words: str | Path, **settings: object) -> subprocess.CompletedProcess[str]:

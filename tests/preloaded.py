@@ -2,7 +2,7 @@
 
 ``Popen`` and ``run`` are those of ``subprocess``, for commands that start with this interpreter; what they start is a
 child of this process like any other. zygote.py says how. ``launch`` runs a worker's plan: ``megatron/ranks.py`` and
-``train/forks.py`` run their ranks below it.
+``trainer/forks.py`` run their ranks below it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-PATH = [str(HERE), str(HERE / "megatron"), str(HERE / "train")]
-MODULES = ("megarl.train.loop", "megarl.cli", "torch.distributed.run")
+PATH = [str(HERE), str(HERE / "megatron"), str(HERE / "trainer")]
+MODULES = ("megarl.trainer.loop", "megarl.cli", "torch.distributed.run")
 STUCK_S = 3600.0
 """Only a launch that hangs takes so long: the ranks have limits of their own."""
 PADDING = "-" * 4096

@@ -16,9 +16,9 @@ import pytest
 from absent import SGLANG_PYTHON
 
 from megarl.data.tiny import write_tiny_model
-from megarl.rollout.sglang import server as server_module
-from megarl.rollout.sglang.server import Server
-from megarl.rollout.sglang.spec import ServerSpec
+from megarl.engines.sglang import server as server_module
+from megarl.engines.sglang.server import Server
+from megarl.engines.sglang.spec import ServerSpec
 
 START_DEADLINE_S = 300.0
 """A start is 20 s of imports on an idle machine and minutes on a busy one."""

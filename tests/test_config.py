@@ -27,7 +27,7 @@ SMALLEST: dict[str, Any] = {
     "rollout": {"prompts_per_step": 32, "group_size": 8, "max_response_tokens": 10},
     "optim": {"lr": 1e-4},
 }
-RECIPES = Path(__file__).parents[1] / "megarl" / "recipes"
+RECIPES = Path(__file__).parents[1] / "launch"
 SFT = {"data": "demos.jsonl", "steps": 5, "batch_size": 6, "lr": 1e-3}
 
 

@@ -19,16 +19,16 @@ import pytest
 from lean import make_environment
 from tiny_families import write_family
 
-from megarl import doctor
 from megarl.config import file as config_file
 from megarl.config import megatron_fields
-from megarl.core.megatron_facts import REPLAY_BLOCKERS
+from megarl.core.replay_blockers import REPLAY_BLOCKERS
 from megarl.data.tiny import write_sort_task, write_tiny_model
-from megarl.doctor import inputs, machine, trial
+from megarl.engines.sglang.versions import CAPABILITIES, FAULTS
 from megarl.errors import ConfigError
-from megarl.plan.plan import plan
-from megarl.rollout.sglang.versions import CAPABILITIES, FAULTS
-from megarl.train.loop import train
+from megarl.ops import doctor
+from megarl.ops.doctor import inputs, machine, trial
+from megarl.ops.plan.plan import plan
+from megarl.trainer.loop import train
 
 ROOT = Path(__file__).parents[1]
 CONFIG = """

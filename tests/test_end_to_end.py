@@ -17,8 +17,8 @@ import tomli_w
 
 from megarl.config.tables.health import HealthConfig
 from megarl.data.tiny import write_sort_task, write_tiny_model
-from megarl.run.health import judge_run
 from megarl.run.metrics_log import read_metrics
+from megarl.watch.health import judge_run
 
 pytestmark = pytest.mark.multirank
 Result = subprocess.CompletedProcess[str]

@@ -16,8 +16,8 @@ import preloaded
 import pytest
 import torch
 
-from megarl.core.megatron_facts import REPLAY_BLOCKERS
 from megarl.core.objectives import OBJECTIVES, Denominators, TokenColumns, policy_loss
+from megarl.core.replay_blockers import REPLAY_BLOCKERS
 
 ROOT = Path(__file__).parent.parent
 PLUGGED = ROOT / "examples" / "plugged_in.py"

@@ -12,13 +12,13 @@ import pytest
 import torch.distributed as dist
 
 from megarl import cli
-from megarl.core.routing import RoutingTrace
-from megarl.data.outputs import begin, free_name, marked, partial_of, remove_own, replace_folder, require_own, seal
 from megarl.data.tiny import write_sort_task, write_tiny_model
-from megarl.data.traces import TracedSequence, TraceInfo, write_traces
 from megarl.errors import ConfigError, MegarlError
+from megarl.files.outputs import begin, free_name, marked, partial_of, remove_own, replace_folder, require_own, seal
 from megarl.megatron import distributed
-from megarl.quickstart import quickstart
+from megarl.ops.quickstart import quickstart
+from megarl.routes import RoutingTrace
+from megarl.routes.trace_file import TracedSequence, TraceInfo, write_traces
 
 CONFIG = """
 [run]
@@ -180,7 +180,7 @@ def test_a_folder_of_megarl_is_replaced_as_a_whole(
     exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchanges:
-        monkeypatch.setattr("megarl.data.outputs.exchange", lambda first, second: False)
+        monkeypatch.setattr("megarl.files.outputs.exchange", lambda first, second: False)
     out = tmp_path / "out"
     write(out, "a.txt", "in/b.txt")
     (out / "a.txt").unlink()  # what is gone is nobody's

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.errors import DataError
-from megarl.foreign_json import MAX_DEPTH, parse_json
+from megarl.files.foreign_json import MAX_DEPTH, parse_json
 
 
 @pytest.mark.parametrize("value", [{"a": [1, -2.5, None, True, "ü", ""]}, [], 0, "x", 1 << 80, {"a": {}}])

@@ -295,7 +295,7 @@ def torch_dist(here: Path) -> Path:
 def test_metadata_of_a_checkpoint_name_no_file_elsewhere(torch_dist: Path, here: Path) -> None:
     import pickle
 
-    from megarl.data.pickles import load_metadata
+    from megarl.files.pickles import load_metadata
 
     file = torch_dist / ".metadata"
     whole = load_metadata(torch_dist)

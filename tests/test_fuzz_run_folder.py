@@ -173,7 +173,7 @@ def test_a_disk_that_is_full_is_one_line(
         with open("/dev/full", "wb", 0) as file:
             file.write(b"1")
 
-    monkeypatch.setattr("megarl.data.outputs.write_atomically", full)
+    monkeypatch.setattr("megarl.files.outputs.write_atomically", full)
     code, said = run(capsys, "report", folder)
     assert code == 2
     assert "No space left on device" in said

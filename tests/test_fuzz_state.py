@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from test_fuzz_run_folder import damaged, odd
 
 from megarl.errors import DamageError, DataError
-from megarl.evaluate.results import complete_results
 from megarl.megatron.checkpoints import manifest
+from megarl.ops.evaluate.results import complete_results
 from megarl.run.audit import check
 
 DIGEST = "0" * 64

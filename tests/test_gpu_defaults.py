@@ -8,8 +8,8 @@ import pytest
 from test_process_environment import config
 
 from megarl.config import gpu_defaults, megatron_fields
-from megarl.doctor import details
 from megarl.errors import ConfigError
+from megarl.ops.doctor import details
 
 ALL = {"overlap_grad_reduce", "overlap_param_gather", "gradient_accumulation_fusion", "moe_permute_fusion"}
 SEVERAL = {"train__mini_batches": 4}

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from lean import make_environment
 
-from megarl.core.routing import RoutingTrace
-from megarl.data.traces import TracedSequence, TraceInfo, write_traces
+from megarl.routes import RoutingTrace
+from megarl.routes.trace_file import TracedSequence, TraceInfo, write_traces
 
 ROOT = Path(__file__).parents[1]
-REPLAY = "import megarl.megatron.replay"
-PLUGIN = "import megarl.megatron.plugin"
+REPLAY = "import megarl.replay"
+PLUGIN = "import megarl.plugin"
 MEGATRON = "import torch, megatron.core.models.gpt, megatron.core.transformer.moe.moe_layer"
 CORE = "import " + ", ".join(
-    f"megarl.core.{name}" for name in ("objectives", "advantages", "ratios", "sampling", "routing")
+    f"megarl.core.{name}" for name in ("objectives", "advantages", "ratios", "sampling", "packing")
 )
 
 

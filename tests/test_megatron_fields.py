@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megarl.config import megatron_fields
-from megarl.core.megatron_facts import REPLAY_BLOCKERS, replay_blockers
+from megarl.core.replay_blockers import REPLAY_BLOCKERS, replay_blockers
 from megarl.errors import ConfigError
 
 

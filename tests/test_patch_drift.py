@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from megatron_releases import installed
 from patch_trees import FILES, VERSIONS, commit_all, contents, edit, git, refuse, run, succeed
 
-from megarl.patches import hunks
-from megarl.patches import patch as tool
+from megarl.ops.patching import hunks
+from megarl.ops.patching import patch as tool
 
 
 def test_lines_above_move_the_hunks(core_tree: Callable[..., Path]) -> None:

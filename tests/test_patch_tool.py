@@ -19,8 +19,8 @@ import pytest
 from patch_trees import FILES, VERSIONS, commit_all, contents, edit, git, refuse, run, succeed
 from release_checks import NEWER
 
-from megarl.patches import hunks
-from megarl.patches import patch as tool
+from megarl.ops.patching import hunks
+from megarl.ops.patching import patch as tool
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -16,8 +16,8 @@ from megatron_releases import installed
 from patch_trees import FILES, VERSIONS, contents, git, succeed
 from release_checks import ReleasePopen
 
-from megarl.patches import hunks
-from megarl.patches import patch as tool
+from megarl.ops.patching import hunks
+from megarl.ops.patching import patch as tool
 
 
 def test_every_release_that_the_tool_supports_has_a_patch() -> None:

@@ -10,7 +10,7 @@ import megatron_lm_names
 import pytest
 from test_examples import DRIVER, OLD_PASS, PLUGGED, ROLLOUT, ROOT, TORCHRUN, ran
 
-from megarl.core.megatron_facts import REPLAY_BLOCKERS
+from megarl.core.replay_blockers import REPLAY_BLOCKERS
 
 SCRIPT = ROOT / "examples" / "pretrain_style.py"
 PAGE = (ROOT / "docs" / "megatron_lm.md").read_text()

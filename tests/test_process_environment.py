@@ -15,8 +15,8 @@ from megarl.config import Config, process_environment
 from megarl.config.file import parse
 from megarl.config.process_environment import BLACKWELL, compile_caches, without_expandable_segments
 from megarl.data.tiny import write_sort_task, write_tiny_model
+from megarl.engines.sglang.spec import ServerSpec, environment
 from megarl.errors import ConfigError
-from megarl.rollout.sglang.spec import ServerSpec, environment
 
 TABLES: dict[str, Any] = {
     "run": {"steps": 3},

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
-from megarl.recipes import shipped
+from megarl.ops import shipped
 
 
 def files(folder: Path) -> set[str]:

@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoTokenizer
 
 from megarl.core.metrics import finalize
 from megarl.data.tiny import write_tiny_model
+from megarl.engines.local.engine import LocalEngine
 from megarl.megatron import distributed
 from megarl.megatron.policy import Policy, schedule_of
-from megarl.rollout.local.engine import LocalEngine
-from megarl.train.step import TrainStep
+from megarl.trainer.step import TrainStep
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "rl_step.py"

@@ -18,11 +18,11 @@ from ports import free_port
 from sglang_fixtures import START_DEADLINE_S
 from test_end_to_end import REWARDS, call, records, settings
 
-from megarl import quickstart
 from megarl.config.file import load
 from megarl.data.tiny import write_sort_task, write_tiny_model
-from megarl.rollout.sglang.server import Server
-from megarl.rollout.sglang.spec import ServerSpec
+from megarl.engines.sglang.server import Server
+from megarl.engines.sglang.spec import ServerSpec
+from megarl.ops import quickstart
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow(minutes=3), pytest.mark.multirank]
 

@@ -11,7 +11,7 @@ from megarl.core.choices.stopping import SamplingRule, Uniform, ada_seq_balance,
 from megarl.core.sampling import stopping_law
 from megarl.core.sampling.collector import Collector
 from megarl.errors import ConfigError
-from megarl.simulate import DEFAULT_RATES, Budget, arms, evaluate, moments, parse_rates, simulate
+from megarl.ops.simulate import DEFAULT_RATES, Budget, arms, evaluate, moments, parse_rates, simulate
 
 
 def enumerate_moments(rule: SamplingRule, most: int, rate: float) -> np.ndarray:

@@ -17,9 +17,9 @@ from tiny_families import write_family
 from megarl.cli import main
 from megarl.config import Config, file
 from megarl.data.tiny import write_tiny_model
-from megarl.plan.plan import plan
-from megarl.recipes import shipped
-from megarl.starter import set_key
+from megarl.ops import shipped
+from megarl.ops.plan.plan import plan
+from megarl.ops.starter import set_key
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ import plotly.graph_objects
 import pytest
 
 from megarl import cli
-from megarl.core.routing import RoutingTrace
-from megarl.data.traces import TracedSequence, TraceInfo, read_traces, write_traces
-from megarl.report.traces import compare_files
+from megarl.ops.report.traces import compare_files
+from megarl.routes import RoutingTrace
+from megarl.routes.trace_file import TracedSequence, TraceInfo, read_traces, write_traces
 
 INFO = TraceInfo("tiny", layers=(1, 2), num_experts=4, top_k=2)
 A = [[[0, 1], [2, 3]], [[0, 1], [1, 3]], [[2, 3], [0, 1]]]

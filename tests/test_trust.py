@@ -14,13 +14,13 @@ import pytest
 from megarl import cli, commands
 from megarl.config import file as config_file
 from megarl.config.trust import PLUGS, POWERS, find_stranger
-from megarl.doctor import machine
+from megarl.engines.sglang import spec
+from megarl.engines.sglang.server import Server
+from megarl.engines.sglang.spec import ServerSpec
+from megarl.engines.sglang.versions import installed_release, require_own
 from megarl.errors import ConfigError
-from megarl.launch.steps import Step
-from megarl.rollout.sglang import spec
-from megarl.rollout.sglang.server import Server
-from megarl.rollout.sglang.spec import ServerSpec
-from megarl.rollout.sglang.versions import installed_release, require_own
+from megarl.ops.doctor import machine
+from megarl.ops.launch.steps import Step
 
 CONFIG = """
 [run]
@@ -112,8 +112,8 @@ def test_it_does_when_the_user_says_so(folder: Path, command: str, capsys: pytes
 
 def test_the_ranks_of_a_launch_are_told_of_the_trust(folder: Path, monkeypatch: pytest.MonkeyPatch):
     launched: list[list[str]] = []
-    monkeypatch.setattr("megarl.launch.supervisor.launch", lambda config, words: launched.append(words) or 0)
-    monkeypatch.setattr("megarl.doctor.inputs.require_inputs", lambda *_: None)  # there is no model
+    monkeypatch.setattr("megarl.ops.launch.supervisor.launch", lambda config, words: launched.append(words) or 0)
+    monkeypatch.setattr("megarl.ops.doctor.inputs.require_inputs", lambda *_: None)  # there is no model
     path = write(folder, ENGINE)
     give_away(path)
     assert cli.main(["launch", "--trust", str(path), "--run.steps", "4"]) == 0

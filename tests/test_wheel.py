@@ -15,8 +15,8 @@ import pytest
 from lean import make_environment
 
 from megarl import __version__
-from megarl.core.routing import RoutingTrace
-from megarl.data.traces import TracedSequence, TraceInfo, write_traces
+from megarl.routes import RoutingTrace
+from megarl.routes.trace_file import TracedSequence, TraceInfo, write_traces
 
 ROOT = Path(__file__).parents[1]
 LOAD = """
@@ -68,7 +68,7 @@ def built(tmp_path_factory: pytest.TempPathFactory, tracked: list[str]) -> tuple
 def test_every_file_of_the_package_is_in_and_no_other(built: tuple[Path, Path], tracked: list[str]) -> None:
     package = {name for name in tracked if name.startswith("megarl/")}
     assert members(built[0]) == package
-    assert {"megarl/py.typed", "megarl/patches/0.15.3.patch", "megarl/recipes/scripts/local.sh"} <= package
+    assert {"megarl/py.typed", "patches/0.15.3.patch", "launch/scripts/local.sh"} <= package
     with tarfile.open(built[1]) as archive:
         names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
     described = {"PKG-INFO", "setup.cfg", "MANIFEST.in", "LICENSE", "README.md", "pyproject.toml"}
@@ -102,7 +102,7 @@ def test_it_works_where_only_numpy_and_pydantic_are(built: tuple[Path, Path], tm
     write_traces(tmp_path / "t", TraceInfo("tiny", (0,), 4, 2), [TracedSequence("s", RoutingTrace(experts, 4))])
     assert "top-2 of 4" in run(megarl, "trace", "inspect", "t")
     listed = run(megarl, "recipes")
-    recipes = [path.stem for path in (ROOT / "megarl" / "recipes").glob("*.toml")]
+    recipes = [path.stem for path in (ROOT / "launch").glob("*.toml")]
     assert len(recipes) == 8
     for name in recipes:
         assert name in listed

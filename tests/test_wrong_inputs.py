@@ -17,10 +17,10 @@ import pytest
 
 from megarl import cli
 from megarl.config.file import load
-from megarl.core.routing import RoutingTrace
 from megarl.data.tiny import write_sort_task, write_tiny_model
-from megarl.data.traces import TracedSequence, TraceInfo, write_traces
 from megarl.errors import ConfigError
+from megarl.routes import RoutingTrace
+from megarl.routes.trace_file import TracedSequence, TraceInfo, write_traces
 from megarl.run.folder import claim
 
 CONFIG = """\

@@ -97,7 +97,7 @@ def prepare(work: Path) -> None:
     if (work / "model" / "config.json").exists():
         return
     from megarl.data.tiny import write_sort_task, write_tiny_model
-    from megarl.quickstart import config_text
+    from megarl.ops.quickstart import config_text
 
     work.mkdir(parents=True, exist_ok=True)
     config = work / "quickstart.toml"

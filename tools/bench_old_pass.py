@@ -18,12 +18,12 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from megarl.config import Config
+from megarl.engines.local.engine import LocalEngine
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES, Policy, schedule_of
-from megarl.rollout.local.engine import LocalEngine
-from megarl.train.sampling.sampler import Sampler
-from megarl.train.sampling.step_rollouts import StepRollouts
-from megarl.train.step import TrainStep
+from megarl.trainer.sampling.sampler import Sampler
+from megarl.trainer.sampling.step_rollouts import StepRollouts
+from megarl.trainer.step import TrainStep
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_rows import finish, ratio_row, take_json

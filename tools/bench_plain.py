@@ -26,13 +26,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.config import Config
 from megarl.core.types import Rollout
+from megarl.engines.local.engine import LocalEngine
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES, Policy, schedule_of
-from megarl.megatron.replay import RoutingReplay
-from megarl.rollout.local.engine import LocalEngine
-from megarl.train.mini_batch import MiniBatch
-from megarl.train.sampling.sampler import Sampler
-from megarl.train.step import TrainStep
+from megarl.replay import RoutingReplay
+from megarl.trainer.mini_batch import MiniBatch
+from megarl.trainer.sampling.sampler import Sampler
+from megarl.trainer.step import TrainStep
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_rows import finish, ratio_row, take_json

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megarl.data.tiny import write_sort_task, write_tiny_model
-from megarl.quickstart import config_text
+from megarl.ops.quickstart import config_text
 from megarl.run.metrics_log import read_metrics
 
 WRONG_SHARES = (0.02, 0.02, 0.5, 0.7, 0.9, 0.9, 0.95, 0.98, 0.98, 0.98)

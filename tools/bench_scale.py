@@ -27,15 +27,15 @@ from megarl.core.choices.credit import Credit
 from megarl.core.choices.stopping import Uniform
 from megarl.core.metrics import Stat, flatten, join_layouts, layout_of, unflatten
 from megarl.core.packing import partition, select
-from megarl.core.routing import RoutingTrace
 from megarl.core.sampling.collector import Rewards
 from megarl.core.sampling.credit_assignment import assign
 from megarl.core.types import TrainBatch
 from megarl.data import prompt_table
 from megarl.data.prompts import PromptOrder, load_prompts
+from megarl.routes import RoutingTrace
 from megarl.run.audit import Audit
 from megarl.run.metrics_log import MetricsLog
-from megarl.train.sampling.assignment import PromptAssignment, RankCoordinates, Refill
+from megarl.trainer.sampling.assignment import PromptAssignment, RankCoordinates, Refill
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_rows import Row, add_json, finish

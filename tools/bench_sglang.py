@@ -36,18 +36,18 @@ from urllib.parse import urlsplit
 import httpx
 import numpy as np
 
-from megarl.core.turns import join, known_rows
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.tiny import write_tiny_model
-from megarl.models.routes import decode_routes
+from megarl.engines.protocol import SamplingParams
+from megarl.engines.sglang.answers import parse_answer
+from megarl.engines.sglang.client import ClientSettings
+from megarl.engines.sglang.engine import SGLangEngine
+from megarl.engines.sglang.plugin.compact import compact, make_header
+from megarl.engines.sglang.server import Server
+from megarl.engines.sglang.spec import ServerSpec
 from megarl.models.shapes import MoeShape
-from megarl.rollout.engine import SamplingParams
-from megarl.rollout.sglang.answers import parse_answer
-from megarl.rollout.sglang.client import ClientSettings
-from megarl.rollout.sglang.engine import SGLangEngine
-from megarl.rollout.sglang.plugin.compact import compact, make_header
-from megarl.rollout.sglang.server import Server
-from megarl.rollout.sglang.spec import ServerSpec
+from megarl.routes.answers import decode_routes
+from megarl.routes.turns import join, known_rows
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_rows import Row, add_json, finish, ratio_row

@@ -28,15 +28,15 @@ from transformers import AutoConfig
 
 from megarl.config import Config
 from megarl.config.file import parse, split_overrides
+from megarl.engines.local.engine import LocalEngine
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES, Policy, schedule_of
-from megarl.megatron.replay import RoutingReplay
-from megarl.megatron.replay.hooks import Hook
-from megarl.rollout.local.engine import LocalEngine
-from megarl.train.sampling.gradient_norms import gradient_norms
-from megarl.train.sampling.sampler import Sampler
-from megarl.train.sampling.step_rollouts import StepRollouts
-from megarl.train.step import TrainStep
+from megarl.replay import RoutingReplay
+from megarl.replay.hooks import Hook
+from megarl.trainer.sampling.gradient_norms import gradient_norms
+from megarl.trainer.sampling.sampler import Sampler
+from megarl.trainer.sampling.step_rollouts import StepRollouts
+from megarl.trainer.step import TrainStep
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_rows import Row, finish, interval_of_median, ratio_row, take_json

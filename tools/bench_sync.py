@@ -41,20 +41,20 @@ from transformers import AutoConfig
 
 from megarl.config.file import parse
 from megarl.data.tiny import write_tiny_model
+from megarl.engines.local.engine import LocalEngine
+from megarl.engines.sglang.fleet import BUCKET_BYTES, Fleet
+from megarl.engines.sglang.server import Server
+from megarl.engines.sglang.spec import ServerSpec, free_port
+from megarl.engines.sglang.transports.ipc import Exchange
+from megarl.engines.weights import WeightForm
 from megarl.megatron import distributed
 from megarl.megatron.policy import Policy, schedule_of
 from megarl.models.hf_files import bucket_bytes
-from megarl.rollout.local.engine import LocalEngine
-from megarl.rollout.sglang.fleet import BUCKET_BYTES, Fleet
-from megarl.rollout.sglang.server import Server
-from megarl.rollout.sglang.spec import ServerSpec, free_port
-from megarl.rollout.sglang.weights.ipc import Exchange
-from megarl.rollout.weights import WeightForm
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_rows import Row, finish
 
-STAND_IN = Path(__file__).parents[1] / "tests/rollout/sglang_stand_in.py"
+STAND_IN = Path(__file__).parents[1] / "tests/engines/sglang_stand_in.py"
 FP32, BF16 = torch.float32, torch.bfloat16
 SIZES = {"small": {"hidden_size": 64, "num_experts": 32}, "large": {"hidden_size": 256, "num_experts": 64}}
 BUDGET = 3.0

@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from megarl.core.routing import RoutingTrace, decode, encode
+from megarl.routes import RoutingTrace, decode, encode
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_rows import Row, add_json, finish, interval_of_median

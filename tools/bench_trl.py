@@ -122,14 +122,14 @@ def run_megarl(model: str, task: str, steps: int, fp8: bool) -> None:
     from megatron.core.pipeline_parallel import schedules
 
     from megarl.config.file import parse
+    from megarl.engines.local import decode, engine
     from megarl.megatron import distributed
     from megarl.megatron.passes import forward
-    from megarl.rollout.local import decode, engine
     from megarl.run.metrics_log import MetricsLog
     from megarl.run.stop_request import StopRequest
     from megarl.run.vitals import Vitals
-    from megarl.train import step as training
-    from megarl.train.loop import Trainer
+    from megarl.trainer import step as training
+    from megarl.trainer.loop import Trainer
 
     answers, sys.stdout = sys.stdout, sys.stderr
     run = Path(tempfile.mkdtemp())
@@ -172,7 +172,7 @@ def run_megarl(model: str, task: str, steps: int, fp8: bool) -> None:
 def _table(model: Path, task: Path, run: Path, steps: int, fp8: bool) -> dict[str, Any]:
     import tomllib
 
-    from megarl.quickstart import config_text
+    from megarl.ops.quickstart import config_text
 
     text = config_text("qwen3_moe", config=run / "quickstart.toml", run=run, model=model, task=task)
     table = tomllib.loads(text)
@@ -190,12 +190,12 @@ def _table(model: Path, task: Path, run: Path, steps: int, fp8: bool) -> dict[st
 
 def quickstart_model() -> Path:
     """A folder with the quickstart's ``model`` after its cold start, and ``task``; made once for all clones."""
-    sources = [ROOT / "megarl" / name for name in ("data/tiny.py", "quickstart.toml", "train/sft.py")]
+    sources = [ROOT / "megarl" / name for name in ("data/tiny.py", "ops/quickstart.toml", "trainer/sft.py")]
     folder = cache_folder() / f"quickstart-model-{key(*(path.read_text() for path in sources))}"
     with installation(folder) as is_missing:
         if is_missing:
             from megarl.data.tiny import write_sort_task, write_tiny_model
-            from megarl.quickstart import config_text
+            from megarl.ops.quickstart import config_text
 
             print("making the quickstart's model (a minute, once for all clones)", file=sys.stderr)
             write_tiny_model(folder / "untrained")

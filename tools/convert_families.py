@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from megarl.data.files import write_atomically
+from megarl.files.writing import write_atomically
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from tiny_families import FAMILIES, write_family

@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-GLOSSARY = Path(__file__).parents[1] / "megarl" / "report" / "glossary.toml"
+GLOSSARY = Path(__file__).parents[1] / "megarl" / "ops" / "report" / "glossary.toml"
 METRICS = "<!-- metrics -->"
 ROLE = re.compile(r":(?:func|class|mod):<code>(?:[\w.]+\.)?(\w+)</code>")
 

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.core.diagnostics.foreign_rows import LIMIT, SHARES, find_foreign, row_scores
 from megarl.core.types import SampleRequest, TrainBatch
+from megarl.watch.foreign_rows import LIMIT, SHARES, find_foreign, row_scores
 
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 AROUND, TRIES, LONGEST = 64, 400, 128_000
@@ -68,11 +68,11 @@ def measure(work: Path, layers: int, experts: int, topk: int, replay: str) -> No
 
     from megarl.config.file import parse
     from megarl.data.tiny import write_sort_task, write_tiny_model
+    from megarl.engines.local.engine import LocalEngine
+    from megarl.engines.protocol import SamplingParams
     from megarl.megatron import distributed
     from megarl.megatron.policy import Policy, schedule_of
-    from megarl.rollout.engine import SamplingParams
-    from megarl.rollout.local.engine import LocalEngine
-    from megarl.train import step as train_step
+    from megarl.trainer import step as train_step
 
     model, task = work / "model", work / "task"
     sizes: dict[str, Any] = {

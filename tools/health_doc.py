@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from megarl.config.tables.health import FALLING, HealthConfig
-from megarl.run.health.checks import CHECKS, Check
+from megarl.watch.health.checks import CHECKS, Check
 
 TARGET = Path(__file__).parent.parent / "docs" / "health.md"
 
@@ -45,7 +45,7 @@ A run without a verdict is not proven good. Look at held-out figures and at resp
 - A metric that a run does not record (routes of a dense model, clipping without masks) is no verdict.
 - After a resumption, the records before it are judged again, so that the start stays the start.
 
-Your own program can judge a run as well, without torch: `megarl.run.health.judge_run(read_metrics(path))`.
+Your own program can judge a run as well, without torch: `megarl.watch.health.judge_run(read_metrics(path))`.
 
 ## Limits
 

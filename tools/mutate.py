@@ -79,8 +79,8 @@ SAMPLED = {
     "megatron/plugin": "megatron/test_megatron_plugin",
     "megatron/checkpoints/manifest": "megatron/test_megatron_manifest",
     "launch/supervisor": "launch/test_supervisor",
-    "core/diagnostics/tripwires": "core/test_tripwire_formulas",
-    "core/diagnostics/foreign_rows": "core/test_foreign_rows",
+    "watch/tripwires": "core/test_tripwire_formulas",
+    "watch/foreign_rows": "core/test_foreign_rows",
     "train/tripwires": "train/test_tripwires",
 }
 """Module of ``megarl`` -> the files below ``tests`` that must notice a change of it. A sample of mutants is tried."""

@@ -11,9 +11,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from megarl.report.figures import Run, make_figures
-from megarl.report.panels import read_panels
-from megarl.report.series import make_curves
+from megarl.ops.report.figures import Run, make_figures
+from megarl.ops.report.panels import read_panels
+from megarl.ops.report.series import make_curves
 from megarl.run.metrics_log import read_metrics
 
 PARTS = {"reward": "Pass rate", "kl": "Gap between sampling and training", "router": "Router disagreement"}

@@ -171,7 +171,7 @@ MEANING = """\
   a new environment of servers alone. Beside an older SGLang install `megarl` without an extra
   ([releases that megarl samples with](sglang.md#releases)).
 - A library that brings Megatron-Core itself (a fork, a submodule, a source tree) needs no extra of megarl: install
-  `megarl` alone. `megarl.megatron.replay` imports the torch and the Megatron-Core that are there. Which releases of
+  `megarl` alone. `megarl.replay` imports the torch and the Megatron-Core that are there. Which releases of
   Megatron-Core work: [the version matrix](version_matrix.md).
 
 """

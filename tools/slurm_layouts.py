@@ -15,12 +15,12 @@ import sys
 import time
 from pathlib import Path
 
-from megarl.recipes.shipped import find
+from megarl.ops.shipped import find
 from megarl.run.audit import check
 from megarl.run.metrics_log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "launch"))
+sys.path.insert(0, str(ROOT / "tests" / "ops" / "launch"))
 from slurm_cluster import Cluster  # noqa: E402  (the tests' own)
 
 RECIPE = str(find("cpu-quickstart"))

@@ -21,14 +21,14 @@ import torch
 from bench_sync import FP32, _peak, _policy, _seconds
 
 from megarl.core.types import WeightShare
+from megarl.engines.buckets import Bucket
+from megarl.engines.sglang.engine import SGLangEngine
+from megarl.engines.sglang.fleet import BUCKET_BYTES, Fleet
+from megarl.engines.sglang.transports.sender import WeightSender
+from megarl.engines.weights import WeightForm
 from megarl.megatron import distributed, hf_weights
 from megarl.models.hf_files import bucket_bytes
-from megarl.rollout.buckets import Bucket
-from megarl.rollout.sglang.engine import SGLangEngine
-from megarl.rollout.sglang.fleet import BUCKET_BYTES, Fleet
-from megarl.rollout.sglang.weights.sender import WeightSender
-from megarl.rollout.weights import WeightForm
-from megarl.train import engines
+from megarl.trainer import engines
 
 COUNTED = {"gathered": 0, "sent": 0}
 

@@ -18,13 +18,13 @@ from pathlib import Path
 import numpy as np
 
 from megarl.config.file import parse
-from megarl.data.files import write_atomically
 from megarl.data.records import write_jsonl
 from megarl.data.rewards import instantaneous
 from megarl.data.tiny import choose_share, write_tiny_model
+from megarl.engines.tools.calculator import CalculatorTool
+from megarl.engines.tools.protocol import ToolResult
 from megarl.errors import ConfigError
-from megarl.rollout.tools.calculator import CalculatorTool
-from megarl.rollout.tools.protocol import ToolResult
+from megarl.files.writing import write_atomically
 from megarl.run.metrics_log import read_metrics
 
 CONFIG = """\

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "train"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "trainer"))
 
 from forks import Ended
 from release_checks import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megarl.config import megatron_fields
 from megarl.config.tables import Tables
-from megarl.core.megatron_facts import REPLAY_BLOCKERS
+from megarl.core.replay_blockers import REPLAY_BLOCKERS
 
 
 @dataclass(frozen=True, slots=True)

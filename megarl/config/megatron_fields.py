@@ -4,7 +4,7 @@ Importing ``megatron.core`` imports torch, which takes seconds; a wrong key shou
 reads names and annotations of the fields from the three dataclasses of the installed version.
 
 Which of them megarl sets itself is data, in derived.toml (``DERIVED``). Which of them bypass replay is told by
-``core/megatron_facts.py``.
+``core/replay_blockers.py``.
 """
 
 import ast

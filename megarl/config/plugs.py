@@ -60,7 +60,7 @@ class EngineKind:
     """A kind of sampling engine. A capability that is False makes settings that need it an error."""
 
     factory: str | Callable[..., Any]
-    """Makes the engine: ``factory(config, tell)`` returns a ``megarl.rollout.engine.Engine``. All ranks call it
+    """Makes the engine: ``factory(config, tell)`` returns a ``megarl.engines.protocol.Engine``. All ranks call it
     together. A string "package.module:name" is imported when the run starts."""
     routes: bool = False
     """Returns the experts of every token; train.replay = "r3" needs them."""
@@ -87,11 +87,11 @@ class EngineKind:
 ENGINES: Mapping[str, EngineKind] = MappingProxyType(
     {
         "local": EngineKind(
-            "megarl.train.engines:make_local_engine",
+            "megarl.trainer.engines:make_local_engine",
             **dict.fromkeys(("routes", "fp8", "fp8_arithmetic", "nucleus", "kept_sets", "resumable"), True),
         ),
         "sglang": EngineKind(
-            "megarl.train.engines:make_sglang_engine",
+            "megarl.trainer.engines:make_sglang_engine",
             **dict.fromkeys(("routes", "fp8", "nucleus", "kept_sets", "server"), True),
         ),
     }

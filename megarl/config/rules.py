@@ -7,7 +7,7 @@ from megarl.config import megatron_fields
 from megarl.config.tables import EstimateConfig, GvmConfig, Tables
 from megarl.core.choices.family import family_warning
 from megarl.core.choices.parts import GROUP_ADVANTAGES, TOKEN_ADVANTAGES
-from megarl.core.megatron_facts import replay_blockers
+from megarl.core.replay_blockers import replay_blockers
 from megarl.errors import ConfigError
 
 _CREDITED = ("group_mean", "grpo", "rloo", "raft")

@@ -26,8 +26,8 @@ from megarl.convert.megatron_files import (
     units_of,
 )
 from megarl.convert.torch_dist import Chunk, write_file, write_metadata
-from megarl.data.outputs import require_apart
 from megarl.errors import CheckpointError, ConfigError, NumericsError
+from megarl.files.outputs import require_apart
 from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, pack_shards
 from megarl.models.names import LAYOUTS, hf_shapes, is_fp32
 from megarl.models.shapes import ModelShape, read_shape

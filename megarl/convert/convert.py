@@ -19,10 +19,10 @@ from megarl.convert.megatron_files import Keys, Layers, torch_dist_folder
 from megarl.errors import CheckpointError, ConfigError, printable
 from megarl.megatron.checkpoints.checkpoint import read_weights
 from megarl.megatron.model import build_model, transformer_config
-from megarl.megatron.stand_ins.attention import PackedSequences
-from megarl.megatron.stand_ins.te import HAVE_TE
 from megarl.models.hf_files import describe_left_out
 from megarl.models.shapes import ModelShape
+from megarl.stand_ins.attention import PackedSequences
+from megarl.stand_ins.te import HAVE_TE
 
 DTYPES = {"keep": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Verify = Literal["none", "checksums", "logits"]

@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from safetensors import SafetensorError
 
-from megarl.data import outputs
-from megarl.data.disk import describe_write_error
-from megarl.data.files import read_record, sha256_of, write_atomically
-from megarl.data.outputs import MARK, partial_of, replace_folder, require_own
 from megarl.errors import CheckpointError, ConfigError, MegarlError, some
+from megarl.files import outputs
+from megarl.files.disk import describe_write_error
+from megarl.files.outputs import MARK, partial_of, replace_folder, require_own
+from megarl.files.writing import read_record, sha256_of, write_atomically
 from megarl.megatron.checkpoints.manifest import MANIFEST as RUN_MANIFEST
 from megarl.megatron.checkpoints.manifest import read_manifest
 from megarl.megatron.distributed import shutdown

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megarl.data.pickles import load_metadata, load_part, load_plain, part_of
 from megarl.errors import CheckpointError
+from megarl.files.pickles import load_metadata, load_part, load_plain, part_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,6 @@ Packages:
     choices        records that a configuration makes: objectives, sampling rules, credit; imports no torch or numpy
     objectives     the one equation: columns of a batch -> a coefficient per token
     sampling       which prompts get how many samples, which of them train, with what credit
-    routing        routing traces: validate, compare, write as bytes
-    diagnostics    what tells a healthy run from one that is about to collapse
 
 Modules:
 
@@ -20,8 +18,7 @@ Modules:
     packing        sequences into micro-batches
     parallel       which tokens a context- or sequence-parallel rank holds
     metrics        statistics that merge exactly over micro-batches and ranks
-    turns          several turns of a conversation as one sequence
     rollout_codec  rollouts as bytes, to exchange them between ranks
-    megatron_facts which settings of Megatron-Core bypass routing replay
+    replay_blockers which settings of Megatron-Core bypass routing replay
     fp8            weights in FP8 blocks, and the errors of that
 """

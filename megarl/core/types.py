@@ -61,7 +61,7 @@ class SampleRequest:
     """Seeds this response alone: the same seed and weights give the same response in any batch, on any rank."""
     known_rows: int = 0
     """Leading tokens of the prompt whose routes are known from an earlier turn, 0..P: an engine may leave them out, and
-    ``megarl.core.turns.join`` puts them back."""
+    ``megarl.routes.turns.join`` puts them back."""
     max_response_tokens: int | None = None
     """Longest response to this request, where it is less than that of all requests; None for no limit of its own."""
 

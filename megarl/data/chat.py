@@ -8,8 +8,8 @@ from jinja2 import meta
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from megarl.data.bounded_process import BoundedProcess
 from megarl.errors import ConfigError, DataError
+from megarl.files.bounded_process import BoundedProcess
 
 _OWN = ("messages", "add_generation_prompt")
 """Variables of a template that megarl sets."""

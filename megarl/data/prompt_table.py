@@ -1,6 +1,6 @@
 """Tokenized prompts as a few flat arrays, which the processes of a node share through a memory-mapped file.
 
-The file, as ``megarl.data.tensor_file`` writes it, has the arrays of PromptTable. It lies in
+The file, as ``megarl.files.tensor_file`` writes it, has the arrays of PromptTable. It lies in
 ``$XDG_CACHE_HOME/megarl/prompts`` (``~/.cache/megarl/prompts``), or where that cannot be written in a folder of this
 user below the temporary one. Its name is a hash of all that its content depends on, so that it is never out of date,
 and it holds the SHA-256 of this name with its arrays, which every process compares. Between runs it may be removed.
@@ -25,10 +25,10 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl import __version__
 from megarl.config.trust import make_private
-from megarl.data.files import sha256_of, write_atomically
 from megarl.data.records import place_prefix
-from megarl.data.tensor_file import dump_tensors, load_tensors
 from megarl.errors import TraceError
+from megarl.files.tensor_file import dump_tensors, load_tensors
+from megarl.files.writing import sha256_of, write_atomically
 
 SHARED_FROM_BYTES = 1 << 22
 """Smaller files are tokenized by every process: that takes less than a second."""

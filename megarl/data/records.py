@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.tables.data import FILES
-from megarl.data.outputs import write_output
 from megarl.errors import ConfigError, DataError, describe
-from megarl.foreign_files import MOST_JSON_BYTES, open_regular, read_regular, require_regular
-from megarl.foreign_json import parse_json
+from megarl.files.foreign_files import MOST_JSON_BYTES, open_regular, read_regular, require_regular
+from megarl.files.foreign_json import parse_json
+from megarl.files.outputs import write_output
 
 _TYPES = {str: "text", int: "a whole number", float: "a number", bool: "true/false", list: "a list", dict: "a table"}
 

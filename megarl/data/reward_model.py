@@ -22,7 +22,7 @@ from pydantic import BaseModel, TypeAdapter
 from megarl.config.tables.data import RewardModelConfig
 from megarl.data.rewards import StepReward, Steps
 from megarl.errors import ConfigError, RolloutError
-from megarl.foreign_json import UNPACKED, check_types, parse_json, read_body, retry_after
+from megarl.files.foreign_json import UNPACKED, check_types, parse_json, read_body, retry_after
 
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 8.0
 """Longest wait before the second attempt, which doubles from one to the next; and the longest of all."""

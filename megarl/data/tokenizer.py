@@ -15,9 +15,9 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from megarl.config.tables.model import ModelConfig
-from megarl.data.files import find_tokenizer_code, read_record
 from megarl.errors import ConfigError, DataError, describe
-from megarl.foreign_files import read_object
+from megarl.files.foreign_files import read_object
+from megarl.files.writing import find_tokenizer_code, read_record
 
 INCOMPLETE = "\ufffd"
 """What a decoder writes for bytes that are not a whole character."""

@@ -17,7 +17,7 @@ It may import ``models``, ``data``, ``config``, ``core`` and ``errors``.
 
 import warnings
 
-from megarl.megatron.stand_ins import cpu, te
+from megarl.stand_ins import cpu, te
 
 # Every rank would print these at import or first call, and the user can change nothing about them: absent optional
 # kernels (`megarl doctor` reports those), names that torch will rename, Megatron's own use of deprecated defaults.

@@ -12,9 +12,9 @@ from megarl.megatron.hf_weights import export_hf, load_hf
 from megarl.megatron.passes import forward
 from megarl.megatron.passes.micro_batches import MicroBatch
 from megarl.megatron.policy import Policy, build_chunks
-from megarl.megatron.replay import RoutingReplay
 from megarl.models.fit import check_reference
 from megarl.models.shapes import ModelShape, read_shape
+from megarl.replay import RoutingReplay
 
 
 class FrozenModel:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.core.types import WeightShare
-from megarl.data import outputs
 from megarl.errors import CheckpointError
+from megarl.files import outputs
 from megarl.megatron.distributed import all_gather, barrier, gather_objects
 from megarl.megatron.versions import unwrap
 from megarl.models.hf_files import (

@@ -17,10 +17,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.errors import ConfigError
-from megarl.megatron.stand_ins.attention import NormOverHeads, PackedAttention, RMSNorm
-from megarl.megatron.stand_ins.te import uses_te
 from megarl.megatron.versions import RELEASE, TAKES_PADDING_MASK, for_stage, refuse_missing
 from megarl.models.shapes import ModelShape
+from megarl.stand_ins.attention import NormOverHeads, PackedAttention, RMSNorm
+from megarl.stand_ins.te import uses_te
 
 
 def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:

@@ -18,18 +18,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import Config, gpu_defaults, megatron_fields
 from megarl.core.devices import HostCopies, to_device
-from megarl.core.megatron_facts import replay_blockers
+from megarl.core.replay_blockers import replay_blockers
 from megarl.core.types import WeightShare
 from megarl.errors import NumericsError
 from megarl.megatron.config_errors import as_config_error
 from megarl.megatron.hf_weights import export_hf, load_hf, place_parameters
 from megarl.megatron.model import build_model, transformer_config
 from megarl.megatron.passes.dispatchers import release_after_use
-from megarl.megatron.replay import RoutingReplay
-from megarl.megatron.stand_ins.experts import join_experts
-from megarl.megatron.stand_ins.te import uses_te
 from megarl.models.names import is_fp32
 from megarl.models.shapes import ModelShape, read_shape
+from megarl.replay import RoutingReplay
+from megarl.stand_ins.experts import join_experts
+from megarl.stand_ins.te import uses_te
 
 Settings = TypeVar("Settings")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

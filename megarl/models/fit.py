@@ -4,7 +4,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from megarl.config import Config
-from megarl.core.megatron_facts import replay_blockers
+from megarl.core.replay_blockers import replay_blockers
 from megarl.errors import ConfigError
 from megarl.models.shapes import ModelShape, read_shape
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError, DataError
-from megarl.foreign_files import read_object
+from megarl.files.foreign_files import read_object
 from megarl.models.hf_config import (
     BOUNDS,
     FAMILIES,

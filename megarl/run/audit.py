@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from megarl.errors import DataError
-from megarl.foreign_files import MOST_JSON_BYTES
-from megarl.foreign_json import parse_json
+from megarl.files.foreign_files import MOST_JSON_BYTES
+from megarl.files.foreign_json import parse_json
 
 Key = tuple[int, int]
 """(place of the prompt, sample)."""

@@ -10,9 +10,9 @@ from typing import Any
 
 from megarl.config import Config
 from megarl.config.file import RUN_ID, SAVED, read_toml
-from megarl.data.files import write_atomically
-from megarl.data.outputs import free_name
 from megarl.errors import ConfigError, DataError
+from megarl.files.outputs import free_name
+from megarl.files.writing import write_atomically
 from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.megatron.checkpoints.manifest import read_run
 from megarl.run.audit import Audit

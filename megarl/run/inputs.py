@@ -23,10 +23,10 @@ from typing import Any
 from megarl.config import Config
 from megarl.config.trust import PLUGS
 from megarl.data.benchmarks import HELDOUT, choose
-from megarl.data.files import read_record, sha256_of, write_atomically
 from megarl.data.records import read_records, require_file
-from megarl.data.tensor_file import MOST_HEADER_BYTES
 from megarl.errors import ConfigError
+from megarl.files.tensor_file import MOST_HEADER_BYTES
+from megarl.files.writing import read_record, sha256_of, write_atomically
 
 INPUTS = "inputs.json"
 Fingerprint = Mapping[str, str]

@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from megarl.data.files import read_record
 from megarl.errors import ConfigError
+from megarl.files.writing import read_record
 
 BEAT_S = 5.0
 """How often a holder should ``beat``."""

@@ -20,10 +20,10 @@ from megarl.config import Config
 from megarl.core.metrics import Stat, finalize
 from megarl.errors import DataError, printable
 from megarl.megatron import distributed
-from megarl.run.health import Health
 from megarl.run.metrics_log import UNJUDGED, MetricsLog, describe_judged, iterate_metrics
 from megarl.run.signals import drop_lost_outputs
 from megarl.run.vitals import Vitals
+from megarl.watch.health import Health
 
 Advance = Callable[[int], None]
 """Says that so many more items are done; fits an engine's ``on_finish``."""

@@ -14,11 +14,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megarl.data.files import read_record
 from megarl.errors import ConfigError, MegarlError, printable
-from megarl.foreign_files import read_object
-from megarl.run.health import Verdict
+from megarl.files.foreign_files import read_object
+from megarl.files.writing import read_record
 from megarl.run.lock import is_held, read_holder
+from megarl.watch.health import Verdict
 
 FAILURE_VARIABLE = "MEGARL_FAILURE"
 """The environment variable with the path of the file that ``write_failure`` writes."""

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from megarl.data.files import write_atomically
 from megarl.errors import ConfigError, describe
+from megarl.files.writing import write_atomically
 from megarl.run.lock import RunLock
 from megarl.run.status import rank_file, stacks_file, stop_file
 

@@ -32,7 +32,7 @@ class _Episode:
         self._tool = tool
 
     async def step(self, turn: Any) -> Any:
-        from megarl.rollout.tools.protocol import Observation
+        from megarl.engines.tools.protocol import Observation
 
         if self._tool is not None:
             await self._tool("import time; time.sleep(0.2)")
@@ -46,7 +46,7 @@ class _Environment:
     """One episode in eight runs code in a sandbox."""
 
     def __init__(self) -> None:
-        from megarl.rollout.tools.python_tool import PythonTool
+        from megarl.engines.tools.python_tool import PythonTool
 
         self._tool = PythonTool() if shutil.which("bwrap") else None
 
@@ -115,7 +115,7 @@ def _make_liar(config: Any, tell: Callable[[str], None]) -> Any:
     import torch
     from transformers import AutoConfig
 
-    from megarl.rollout.local.engine import LocalEngine
+    from megarl.engines.local.engine import LocalEngine
 
     class Liar(LocalEngine):
         """The local engine, which says what it has been told to say, and keeps a ledger of it."""

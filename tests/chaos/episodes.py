@@ -28,7 +28,7 @@ from invariants import (
 )
 
 if TYPE_CHECKING:
-    from megarl.rollout.sglang.server import Server
+    from megarl.engines.sglang.server import Server
 
 STOPPED, BAD_INPUT = 75, 2
 MOST_STARTS = 25

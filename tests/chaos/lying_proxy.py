@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
-from megarl.core.routing import RoutingTrace, decode, encode
-from megarl.models.routes import is_compact
-from megarl.rollout.sglang.plugin import compact
+from megarl.engines.sglang.plugin import compact
+from megarl.routes import RoutingTrace, decode, encode
+from megarl.routes.answers import is_compact
 
 Pair = tuple[dict[str, Any], dict[str, Any]]
 """Body of a request and its answer."""

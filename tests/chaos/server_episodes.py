@@ -18,8 +18,8 @@ from invariants import require, require_clean, require_explained, require_whole,
 from lying_proxy import BY_NUMBERS, LIARS, LIES, LyingProxy
 
 from megarl.data.tiny import write_tiny_model
-from megarl.rollout.sglang.server import Server
-from megarl.rollout.sglang.spec import ServerSpec
+from megarl.engines.sglang.server import Server
+from megarl.engines.sglang.spec import ServerSpec
 
 START_S = 300.0
 LYING_STEPS = 3

@@ -8,7 +8,7 @@ import pytest
 from episodes import Arena, play, table
 from server_episodes import SERVER_EPISODES
 
-from megarl.rollout.sglang.server import Server
+from megarl.engines.sglang.server import Server
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow(minutes=1)]
 

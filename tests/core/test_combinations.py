@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from megarl.core.routing.cells import MAX_PREFIX_BITS, Cells
-from megarl.core.routing.combinations import Combinations
-from megarl.core.routing.rows import BLOCK_ROWS, blocks, find_doubled, num_bytes, pack, sort_columns, unpack
+from megarl.routes.cells import MAX_PREFIX_BITS, Cells
+from megarl.routes.combinations import Combinations
+from megarl.routes.rows import BLOCK_ROWS, blocks, find_doubled, num_bytes, pack, sort_columns, unpack
 
 
 def as_integers(words: np.ndarray) -> list[int]:

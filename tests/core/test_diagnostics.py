@@ -8,7 +8,7 @@ import torch
 from core_batches import random_columns
 from oracles import reference
 
-from megarl.core.diagnostics.measures import (
+from megarl.core.measures import (
     effective_prompt_ratio,
     entropy,
     mismatch_metrics,

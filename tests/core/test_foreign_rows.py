@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.diagnostics import foreign_rows
-from megarl.core.diagnostics.foreign_rows import FALSE_ALARM, LIMIT, SHARES, find_foreign, row_scores
 from megarl.core.types import TrainBatch
+from megarl.watch import foreign_rows
+from megarl.watch.foreign_rows import FALSE_ALARM, LIMIT, SHARES, find_foreign, row_scores
 
 FLIPS = (0.01, 0.06, 0.15)
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megarl.core.metrics import finalize
-from megarl.core.routing.provenance import provenance_metrics, refuse_mixed_versions, row_sources, row_versions
 from megarl.core.types import Rollout, RowSource
 from megarl.errors import RolloutError
+from megarl.routes.provenance import provenance_metrics, refuse_mixed_versions, row_sources, row_versions
 
 
 def rollout(versions: list[int], present: list[bool] | None = None) -> Rollout:

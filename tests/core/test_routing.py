@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from oracles import reference
 
 from megarl.core.metrics import finalize, merge
-from megarl.core.routing import RoutingTrace, compare
 from megarl.errors import TraceError
+from megarl.routes import RoutingTrace, compare
 
 A = [[[0, 1], [2, 3]], [[0, 1], [1, 3]], [[2, 3], [0, 1]]]
 B = [[[0, 2], [2, 3]], [[0, 1], [1, 3]], [[0, 1], [2, 3]]]

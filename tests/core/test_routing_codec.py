@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.routing import RoutingTrace, compare, decode, encode
-from megarl.core.routing import codec as routing_codec
-from megarl.core.routing.codec import HEADER_BYTES
 from megarl.errors import TraceError
+from megarl.routes import RoutingTrace, compare, decode, encode
+from megarl.routes import codec as routing_codec
+from megarl.routes.codec import HEADER_BYTES
 
 SHAPES = {"qwen3-30b-a3b": (48, 8, 128), "qwen3-235b-a22b": (94, 8, 128), "deepseek-v3": (58, 8, 256)}
 START, FIELDS = "<4sBI", "<BHHHI"

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.core.diagnostics import foreign_rows
-from megarl.core.diagnostics.tripwires import (
+from megarl.core.metrics import finalize
+from megarl.core.types import TrainBatch
+from megarl.watch import foreign_rows
+from megarl.watch.tripwires import (
     Verdict,
     count_flips,
     count_k3,
@@ -19,8 +21,6 @@ from megarl.core.diagnostics.tripwires import (
     learnt_limits,
     usual_means,
 )
-from megarl.core.metrics import finalize
-from megarl.core.types import TrainBatch
 
 LIMITS = np.array([0.05, 0.25, foreign_rows.LIMIT])
 NO_RUN = [0.0] * 4

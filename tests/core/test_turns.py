@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megarl.core.turns import join, known_rows
 from megarl.core.types import Rollout
 from megarl.errors import RolloutError, TraceError
+from megarl.routes.turns import join, known_rows
 
 ROUTES = np.arange(9 * 2 * 2, dtype=np.uint8).reshape(9, 2, 2)
 """The routes of nine tokens."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megarl.core.diagnostics.measures import optimal_baselines, variance_metrics
+from megarl.core.measures import optimal_baselines, variance_metrics
 from megarl.core.metrics import finalize
 
 

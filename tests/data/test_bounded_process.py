@@ -15,10 +15,10 @@ import psutil
 import pytest
 from families import write_family
 
-from megarl.data.bounded_process import BoundedProcess
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError, DataError
+from megarl.files.bounded_process import BoundedProcess
 
 HOSTILE = {
     "loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "1 s of processor"),
@@ -38,7 +38,7 @@ HOSTILE = {
 
 @pytest.fixture(autouse=True)
 def one_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.data.bounded_process.CPU_S", 1)
+    monkeypatch.setattr("megarl.files.bounded_process.CPU_S", 1)
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.data.disk import describe_write_error
-from megarl.data.files import write_atomically
 from megarl.errors import ConfigError
+from megarl.files.disk import describe_write_error
+from megarl.files.writing import write_atomically
 from megarl.models.hf_files import save_tensors
 from megarl.run import status
 

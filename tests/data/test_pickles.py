@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megarl.convert.job import ConversionJob
 from megarl.convert.torch_dist import Chunk, Place, TorchDistReader, write_file, write_metadata
-from megarl.data.pickles import load_metadata, require_plain
 from megarl.errors import CheckpointError
+from megarl.files.pickles import load_metadata, require_plain
 from megarl.megatron.checkpoints import checkpoint
 
 PLACE = Place("weight", (), ())

@@ -1,4 +1,4 @@
-"""The reward function that asks a reward model, against a real HTTP server; tests/rollout has SGLang's own."""
+"""The reward function that asks a reward model, against a real HTTP server; tests/engines has SGLang's own."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.data.tiny import CHARACTERS, EOS_ID, PAD_ID, write_sort_task, write_tiny_model
 from megarl.errors import DataError, MegarlError
-from megarl.quickstart import quickstart
+from megarl.ops.quickstart import quickstart
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ _THREADED = """
 import torch
 import megarl.cli
 from pathlib import Path
-from megarl.quickstart import _start_ranks
+from megarl.ops.quickstart import _start_ranks
 
 def work(words):
     torch.randn(1 << 21).sum()

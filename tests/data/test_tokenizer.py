@@ -19,7 +19,7 @@ from megarl.config import file as config_file
 from megarl.data.tiny import write_tiny_model
 from megarl.data.tokenizer import decode_all, load_tokenizer, tokenize
 from megarl.errors import ConfigError
-from megarl.train.engines import server_specs
+from megarl.trainer.engines import server_specs
 
 TEXT = "The answer: 1234,\n\n  Größe 你好 🙂 def f(x):\n\treturn {'a': x}"
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from megarl.core.routing import RoutingTrace
 from megarl.core.types import Rollout, RowSource
-from megarl.data.traces import TracedSequence, TraceInfo, from_rollout, read_traces, write_traces
 from megarl.errors import ConfigError, TraceError
+from megarl.routes import RoutingTrace
+from megarl.routes.trace_file import TracedSequence, TraceInfo, from_rollout, read_traces, write_traces
 
 INFO = TraceInfo("tiny", layers=(1, 2, 5), num_experts=8, top_k=2, fingerprint="abc")
 

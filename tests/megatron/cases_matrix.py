@@ -19,7 +19,7 @@ from tiny_world import coefficients_of, gather_sequences, join, local_routes, mi
 
 from megarl.core.types import Rollout, TrainBatch
 from megarl.megatron.passes.forward import MicroOutput, run
-from megarl.megatron.replay import MicroRoutes, RoutingReplay
+from megarl.replay import MicroRoutes, RoutingReplay
 
 REFERENCES = Path("references")
 

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from megarl.config import Config
 from megarl.megatron.policy import Policy
-from megarl.plan.layout import count_rank, stages_of
-from megarl.plan.trainer_memory import gathered_bytes, state_bytes
+from megarl.ops.plan.layout import count_rank, stages_of
+from megarl.ops.plan.trainer_memory import gathered_bytes, state_bytes
 
 SLOTS = 512
 SIZES = {"hidden_size": 64, "vocab_size": 100, "max_position_embeddings": 256}

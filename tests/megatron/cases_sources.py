@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from tiny_world import MODELS, config, policy_of, safetensors_of
 
+from megarl.engines.sglang import fleet, member
+from megarl.engines.sglang.engine import SGLangEngine
+from megarl.engines.sglang.spec import free_port
 from megarl.errors import MegarlError
 from megarl.megatron import distributed, hf_weights
 from megarl.megatron.policy import Policy
-from megarl.rollout.sglang import fleet, member
-from megarl.rollout.sglang.engine import SGLangEngine
-from megarl.rollout.sglang.spec import free_port
-from megarl.train import engines
+from megarl.trainer import engines
 
-STAND_IN = Path(__file__).parents[1] / "rollout/sglang_stand_in.py"
+STAND_IN = Path(__file__).parents[1] / "engines/sglang_stand_in.py"
 MODEL = MODELS / "deepseek_v3"
 """With halves of projections that must come together, and a dense layer."""
 Layout = dict[str, int]

@@ -29,15 +29,15 @@ from tiny_world import (
 
 from megarl.config import Config
 from megarl.core.types import TrainBatch
+from megarl.engines.buckets import split_into_buckets
+from megarl.engines.sglang.transports.ipc import empty_shared
+from megarl.engines.sglang.transports.payload import Rebuilt
 from megarl.megatron import distributed, hf_weights
 from megarl.megatron.hf_weights import save_hf
 from megarl.megatron.passes.forward import MicroOutput, run
 from megarl.megatron.passes.micro_batches import MicroBatch
 from megarl.megatron.policy import Policy
-from megarl.rollout.buckets import split_into_buckets
-from megarl.rollout.sglang.weights.ipc import empty_shared
-from megarl.rollout.sglang.weights.payload import Rebuilt
-from megarl.train.engines import make_exchange
+from megarl.trainer.engines import make_exchange
 
 Layout = dict[str, int]
 

@@ -14,8 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megarl.megatron  # noqa: F401
 from megarl.errors import ConfigError
-from megarl.megatron.stand_ins.attention import PackedAttention, PackedSequences, RMSNorm
 from megarl.megatron.versions import takes
+from megarl.stand_ins.attention import PackedAttention, PackedSequences, RMSNorm
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
 MLA = takes(rope_utils._apply_rotary_pos_emb_bshd, "mla_rotary_interleaved")

@@ -28,8 +28,8 @@ from megarl.convert.job import MANIFEST, ConversionJob, Ranks, same_bits
 from megarl.convert.megatron_files import HF_FOLDER, Keys, MegatronCheckpoint, torch_dist_folder, units_of
 from megarl.convert.torch_dist import Chunk, TorchDistReader, write_file, write_metadata
 from megarl.core.fp8 import quantize_fp8
-from megarl.data.outputs import MARK
 from megarl.errors import CheckpointError, ConfigError, NumericsError
+from megarl.files.outputs import MARK
 from megarl.models.hf_folder import INDEX
 from megarl.models.names import LAYOUTS
 from megarl.models.shapes import read_shape
@@ -635,7 +635,7 @@ class TestWhatMustNotBeLost:
             except CheckpointError as error:
                 refused.append(str(error))
 
-        monkeypatch.setattr("megarl.data.outputs.sync_all", another)
+        monkeypatch.setattr("megarl.files.outputs.sync_all", another)
         to_megatron(source, tmp_path / "out", LOCAL, ALONE)
         assert "another process writes" in refused[0]
         monkeypatch.undo()
@@ -647,7 +647,7 @@ class TestWhatMustNotBeLost:
             (tmp_path / "out").mkdir()
             (tmp_path / "out" / "precious").write_text("mine")
 
-        monkeypatch.setattr("megarl.data.outputs.sync_all", appear)
+        monkeypatch.setattr("megarl.files.outputs.sync_all", appear)
         with pytest.raises(CheckpointError, match="has appeared meanwhile"):
             to_megatron(source, tmp_path / "out", LOCAL, ALONE)
         assert (tmp_path / "out" / "precious").read_text() == "mine"

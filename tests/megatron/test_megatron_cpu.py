@@ -22,7 +22,7 @@ def run_python(code: str) -> str:
 def test_enabling_again_changes_nothing() -> None:
     import torch
 
-    from megarl.megatron.stand_ins import cpu
+    from megarl.stand_ins import cpu
 
     before = (torch.cuda.synchronize, torch.cuda.Stream, torch.cuda.current_device, torch.Tensor.cuda)
     assert cpu.enable() is not torch.cuda.is_available()

@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from tiny_world import config, join
 
 from megarl.megatron.policy import Policy, schedule_of
-from megarl.megatron.stand_ins.experts import join_experts
+from megarl.stand_ins.experts import join_experts
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

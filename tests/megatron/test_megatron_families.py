@@ -17,12 +17,12 @@ from tiny_families import FAMILIES, write_family
 from tiny_world import safetensors_of
 
 from megarl.core.types import Rollout, SampleRequest
+from megarl.engines.local.engine import LocalEngine
+from megarl.engines.protocol import SamplingParams
+from megarl.engines.weights import checkpoint_shapes
 from megarl.errors import CheckpointError, ConfigError
 from megarl.models.names import hf_shapes
 from megarl.models.shapes import DENSE, SHAPES, read_shape
-from megarl.rollout.engine import SamplingParams
-from megarl.rollout.local.engine import LocalEngine
-from megarl.rollout.weights import checkpoint_shapes
 
 __all__ = ["reference_gradients"]  # a fixture
 

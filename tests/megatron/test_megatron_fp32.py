@@ -20,6 +20,12 @@ from tiny_world import config, policy_of, safetensors_of, transformers_model
 from megarl.convert.conversion import Options, to_hf, to_megatron
 from megarl.convert.job import Ranks
 from megarl.core.fp8 import is_fp8_weight
+from megarl.engines.buckets import Bucket, split_into_buckets
+from megarl.engines.local.engine import LocalEngine
+from megarl.engines.protocol import SamplingParams
+from megarl.engines.sglang.spec import CPU_SHIM
+from megarl.engines.sglang.transports.folder import WeightFolder
+from megarl.engines.weights import WeightForm
 from megarl.megatron.checkpoints import checkpoint
 from megarl.megatron.frozen import FrozenModel
 from megarl.megatron.hf_weights import save_hf
@@ -27,13 +33,7 @@ from megarl.megatron.model import build_model, transformer_config
 from megarl.megatron.policy import layout_fields
 from megarl.models.names import hf_shapes, is_fp32
 from megarl.models.shapes import read_shape
-from megarl.plan.engine_memory import weight_bytes
-from megarl.rollout.buckets import Bucket, split_into_buckets
-from megarl.rollout.engine import SamplingParams
-from megarl.rollout.local.engine import LocalEngine
-from megarl.rollout.sglang.spec import CPU_SHIM
-from megarl.rollout.sglang.weights.folder import WeightFolder
-from megarl.rollout.weights import WeightForm
+from megarl.ops.plan.engine_memory import weight_bytes
 
 WITH_BIASES = ("glm4_moe", "deepseek_v3", "kimi_k2", "moonlight")
 GLOBAL_AUX_LOSS: dict[str, Any] = {

@@ -14,14 +14,14 @@ from biased_models import SERVABLE, compare_routes, requests, write_biased
 from sglang_fixtures import START_DEADLINE_S
 from tiny_world import config, policy_of, transformers_model
 
-from megarl.rollout.engine import SamplingParams
-from megarl.rollout.sglang.engine import SGLangEngine
-from megarl.rollout.sglang.fleet import Fleet
-from megarl.rollout.sglang.server import Server
-from megarl.rollout.sglang.spec import ServerSpec
-from megarl.rollout.sglang.weights.ipc import Exchange
-from megarl.rollout.sglang.weights.proof import Checksums, differing
-from megarl.rollout.weights import WeightForm
+from megarl.engines.protocol import SamplingParams
+from megarl.engines.sglang.engine import SGLangEngine
+from megarl.engines.sglang.fleet import Fleet
+from megarl.engines.sglang.server import Server
+from megarl.engines.sglang.spec import ServerSpec
+from megarl.engines.sglang.transports.ipc import Exchange
+from megarl.engines.sglang.transports.proof import Checksums, differing
+from megarl.engines.weights import WeightForm
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow(minutes=2)]
 PLUGIN = Path(__file__).parents[1] / "latent_attention_on_cpu"
@@ -102,7 +102,7 @@ def test_policy_and_server_in_bf16_choose_the_same_experts_where_the_bias_decide
 ) -> None:
     """With equal scores nothing else does, so that activations in bf16 make no difference."""
     # All tokens go to the same experts then, as in rows that no router chose, which are refused otherwise.
-    monkeypatch.setattr("megarl.models.routes.refuse_uncaptured", lambda *_: None)
+    monkeypatch.setattr("megarl.routes.answers.refuse_uncaptured", lambda *_: None)
     settings = config(served.folder, model__dtype="bf16")
     policy, oracle = policy_of(settings), transformers_model(served.folder)
     with torch.no_grad():

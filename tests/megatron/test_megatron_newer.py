@@ -19,9 +19,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from test_megatron_replay_semantics import Setup
 
 from megarl.errors import ReplayError
-from megarl.megatron.replay import MicroRoutes, RoutingReplay
-from megarl.megatron.stand_ins.attention import PackedSequences
 from megarl.megatron.versions import unwrap
+from megarl.replay import MicroRoutes, RoutingReplay
+from megarl.stand_ins.attention import PackedSequences
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -13,7 +13,7 @@ import torch
 from test_megatron_replay_errors import World
 
 from megarl.errors import ConfigError, ReplayError
-from megarl.megatron.plugin import (
+from megarl.plugin import (
     OBJECTIVES,
     MoeShape,
     RoutingTrace,
@@ -23,7 +23,7 @@ from megarl.megatron.plugin import (
     reduce_metrics,
     stack_routes,
 )
-from megarl.megatron.replay.layout import local_rows
+from megarl.replay.layout import local_rows
 
 SHAPE = MoeShape(num_layers=5, moe_layers=(1, 3, 4), num_experts=64, topk=2)
 

@@ -16,9 +16,9 @@ from tiny_world import join
 from torch.utils.checkpoint import checkpoint
 
 from megarl.errors import ReplayError
-from megarl.megatron.replay import MicroRoutes, Recording, RoutingReplay
-from megarl.megatron.replay.agreement import LEAST_JUDGED, MOST_SAMPLED, check_agreement, sample_rows
 from megarl.megatron.versions import RELEASE, unwrap
+from megarl.replay import MicroRoutes, Recording, RoutingReplay
+from megarl.replay.agreement import LEAST_JUDGED, MOST_SAMPLED, check_agreement, sample_rows
 
 B, S = 4, 16
 

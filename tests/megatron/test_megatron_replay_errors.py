@@ -17,16 +17,16 @@ from dispatch_probe import DispatchProbe
 from megatron.core.transformer.moe.router import TopKRouter
 from tiny_world import batch_of, coefficients_of, config, local_batch, local_routes, micro_batches, policy_of, rollouts
 
-from megarl.core.megatron_facts import REPLAY_BLOCKERS
+from megarl.core.replay_blockers import REPLAY_BLOCKERS
 from megarl.core.types import TrainBatch
 from megarl.data.tiny import write_tiny_model
 from megarl.errors import ReplayError, TraceError
 from megarl.megatron.passes.forward import run
 from megarl.megatron.passes.micro_batches import MicroBatch, micro_batch
 from megarl.megatron.policy import Policy
-from megarl.megatron.replay import MicroRoutes, RoutingReplay
-from megarl.megatron.replay.rollout_routes import check_rollouts
 from megarl.models.shapes import read_shape
+from megarl.replay import MicroRoutes, RoutingReplay
+from megarl.replay.rollout_routes import check_rollouts
 
 
 class World:

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.megatron.replay import MicroRoutes, Recording
-from megarl.megatron.replay.hooks import Hook
-from megarl.megatron.replay.pass_log import Block, Call, PassLog
-from megarl.megatron.replay.sessions import Recorder, Replayer
+from megarl.replay import MicroRoutes, Recording
+from megarl.replay.hooks import Hook
+from megarl.replay.pass_log import Block, Call, PassLog
+from megarl.replay.sessions import Recorder, Replayer
 
 T, L, K, E = 12, 3, 2, 8
 WAITING = ("_local_scalar_dense", "nonzero", "item", "is_nonzero", "equal", "masked_select", "unique", "bincount")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from megarl.errors import ReplayError
-from megarl.megatron.replay.pass_log import Block, PassLog
+from megarl.replay.pass_log import Block, PassLog
 
 
 @dataclass

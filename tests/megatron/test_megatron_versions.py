@@ -35,7 +35,7 @@ SEMANTICS = ("megatron/test_megatron_replay_semantics.py", "megatron/test_megatr
 """Of the newest, whose hook is Megatron's own; test_release_training.py replays on those before it."""
 RESUMED = "megatron/test_megatron_checkpoint.py::test_a_run_resumes_in_its_own_and_in_other_layouts[pp2-vpp2]"
 """Where 0.12 names stages and orders parameter groups in its own way."""
-DOCTOR = "import sys; from megarl.doctor import doctor; sys.exit(doctor())"
+DOCTOR = "import sys; from megarl.ops.doctor import doctor; sys.exit(doctor())"
 
 
 @pytest.fixture(scope="module", params=[version for version in RELEASES if version not in NEWER[:-1]])

@@ -168,7 +168,7 @@ def test_a_folder_without_weights_is_refused(models: dict[str, Path], tmp_path: 
 def test_fp32_logits_equal_transformers_on_packed_ragged_sequences(models: dict[str, Path], one_rank: None) -> None:
     from tiny_world import config, logits_of_transformers, policy_of, rollouts
 
-    from megarl.megatron.stand_ins.attention import PackedSequences
+    from megarl.stand_ins.attention import PackedSequences
 
     policy = policy_of(config(models["base"]))
     sequences = [rollout.tokens for rollout in rollouts()]

@@ -18,16 +18,16 @@ from tiny_families import FAMILIES, write_family
 from megarl.config import Config
 from megarl.config.file import parse
 from megarl.core.packing import pack, select
-from megarl.core.routing.trace import narrow_dtype
 from megarl.core.types import Rollout, TrainBatch
 from megarl.data.tiny import write_tiny_model
 from megarl.megatron import distributed
 from megarl.megatron.distributed import cp_position, tp_position
 from megarl.megatron.passes.micro_batches import MicroBatch, router_tokens, split_micro_batches
 from megarl.megatron.policy import Policy, schedule_of
-from megarl.megatron.replay import MicroRoutes
-from megarl.megatron.replay.rollout_routes import select_routes
 from megarl.models.shapes import ModelShape
+from megarl.replay import MicroRoutes
+from megarl.replay.rollout_routes import select_routes
+from megarl.routes.trace import narrow_dtype
 
 MODELS = Path("models")
 """Where ranks find the checkpoints: the launch runs in a folder with this link."""

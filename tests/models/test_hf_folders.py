@@ -19,13 +19,13 @@ from megarl.convert.job import Ranks
 from megarl.convert.quantization import Options as QuantizeOptions
 from megarl.convert.quantization import quantize
 from megarl.core.fp8 import SCALE, quantize_fp8
+from megarl.engines.local.engine import LocalEngine
 from megarl.errors import CheckpointError, ConfigError
 from megarl.models.hf_config import read_dtype
 from megarl.models.hf_files import HFCheckpoint, check_tensors, describe_left_out
 from megarl.models.hf_folder import INDEX, SINGLE
 from megarl.models.names import hf_shapes
 from megarl.models.shapes import read_shape
-from megarl.rollout.local.engine import LocalEngine
 
 Tensors = dict[str, torch.Tensor]
 MOE = [name for name, (_, config) in FAMILIES.items() if any("expert" in key for key in config)]

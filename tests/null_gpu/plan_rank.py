@@ -35,12 +35,12 @@ from megatron.core import parallel_state  # noqa: E402
 
 from megarl.megatron import distributed, policy  # noqa: E402
 from megarl.megatron.passes import forward, micro_batches  # noqa: E402
-from megarl.plan.layout import Stage, count_rank, stages_of  # noqa: E402
-from megarl.plan.plan import find_model  # noqa: E402
-from megarl.plan.traffic import rank_traffic  # noqa: E402
-from megarl.plan.trainer_memory import rank_memory  # noqa: E402
-from megarl.recipes.shipped import HERE as RECIPES  # noqa: E402
-from megarl.train.mini_batch import make_rollout, split  # noqa: E402
+from megarl.ops.plan.layout import Stage, count_rank, stages_of  # noqa: E402
+from megarl.ops.plan.plan import find_model  # noqa: E402
+from megarl.ops.plan.traffic import rank_traffic  # noqa: E402
+from megarl.ops.plan.trainer_memory import rank_memory  # noqa: E402
+from megarl.ops.shipped import HERE as RECIPES  # noqa: E402
+from megarl.trainer.mini_batch import make_rollout, split  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from null_gpu.counting import Counts, host_waits
 
+from megarl.engines.buckets import Bucket, Intake
+from megarl.engines.weights import FP8Form, WeightForm
 from megarl.errors import WeightSyncError
-from megarl.rollout.buckets import Bucket, Intake
-from megarl.rollout.weights import FP8Form, WeightForm
 
 SHAPES = {f"layers.{i}.{part}_proj.weight": (130, 60) for i in range(3) for part in ("up", "down")}
 SHAPES |= {"norm.weight": (60,), "mlp.gate.weight": (3, 130)}

@@ -14,7 +14,7 @@ import torch
 from null_gpu.counting import host_waits
 
 from megarl.core.devices import HostCopies, to_device
-from megarl.core.diagnostics.measures import mismatch_metrics, surrogate_metrics
+from megarl.core.measures import mismatch_metrics, surrogate_metrics
 from megarl.core.metrics import finalize, merge, to_host
 from megarl.core.objectives import (
     OBJECTIVES,
@@ -154,13 +154,13 @@ def waits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_routers_never_wait(waits: dict[str, Any], phase: str) -> None:
     """Recording and replaying: what is checked is read once, when the block closes."""
     found = {file for file in waits[phase]["megarl"] if file.startswith("megatron/replay/")}
-    assert found <= {"megatron/replay/agreement.py", "megatron/replay/rollout_routes.py"}
-    assert waits[phase]["megarl"]["megatron/replay/agreement.py"] == 1
+    assert found <= {"replay/agreement.py", "replay/rollout_routes.py"}
+    assert waits[phase]["megarl"]["replay/agreement.py"] == 1
 
 
 def test_a_mini_batch_is_prepared_with_one_wait(waits: dict[str, Any]) -> None:
     """For the denominators over ranks; none for lengths, or for whether a rank failed."""
-    assert waits["prepare"]["megarl"] == {"train/mini_batch.py": 1}
+    assert waits["prepare"]["megarl"] == {"trainer/mini_batch.py": 1}
 
 
 def test_the_first_pass_over_a_mini_batch_waits_three_times(waits: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megarl.core.choices.parts import RATIOS, Mask, Objective
-from megarl.core.diagnostics.measures import prefix_variance_rate
+from megarl.core.measures import prefix_variance_rate
 from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import TokenState, call_part, copy_columns
 from megarl.core.objectives.policy_ratios import PolicyRatios

@@ -22,9 +22,9 @@ import time
 import types
 from collections.abc import Iterator, Mapping
 
-from megarl.data.bounded_process import limit_memory, lower_limit
 from megarl.data.rewards import Verdict, describe_failure, load_reward, read_verdict
 from megarl.errors import ConfigError
+from megarl.files.bounded_process import limit_memory, lower_limit
 
 DISTRIBUTED = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME|TORCHELASTIC_.*)")
 """Variables that a launcher sets. They would make a library take a worker for a rank."""

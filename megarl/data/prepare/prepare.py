@@ -11,13 +11,13 @@ from typing import Any
 
 from megarl.config.file import as_toml, split_overrides
 from megarl.data.chat import check_messages
-from megarl.data.outputs import require_own_files
 from megarl.data.prepare.command import Data, Recipe
 from megarl.data.prompts import PromptReader, Text, answer_text, in_batches
 from megarl.data.records import Record, get_field, read_records, type_name, write_jsonl
 from megarl.data.rewards import can_read_answer, is_spelling
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError, DataError, printable
+from megarl.files.outputs import require_own_files
 
 TRAIN, HELDOUT = "train.jsonl", "heldout.jsonl"
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megarl.data.pickles import require_plain
 from megarl.errors import CheckpointError, DamageError
+from megarl.files.pickles import require_plain
 from megarl.megatron.checkpoints.folders import WRITE_ERRORS
 from megarl.megatron.checkpoints.manifest import choose, find_change, read_manifest
 from megarl.megatron.checkpoints.state import (

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.data.files import read_record, sha256_of, write_atomically
-from megarl.data.outputs import IsOwn
 from megarl.errors import DamageError, DataError
-from megarl.foreign_files import MOST_JSON_BYTES, read_regular
-from megarl.foreign_json import parse_json
+from megarl.files.foreign_files import MOST_JSON_BYTES, read_regular
+from megarl.files.foreign_json import parse_json
+from megarl.files.outputs import IsOwn
+from megarl.files.writing import read_record, sha256_of, write_atomically
 
 MANIFEST = "manifest.json"
 Files = Mapping[str, tuple[int, str]]

@@ -18,8 +18,8 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megarl.data.outputs import partial_of
 from megarl.errors import SaveError
+from megarl.files.outputs import partial_of
 from megarl.megatron.checkpoints.folders import FindLasting, clear_partial, explained, publish
 from megarl.megatron.checkpoints.state import run_state
 from megarl.megatron.checkpoints.versions import (

@@ -21,7 +21,7 @@ from megarl.core.parallel import find_padded_positions, held_tokens, pad_cu_seql
 from megarl.core.types import TrainBatch
 from megarl.errors import ConfigError
 from megarl.megatron.distributed import all_gather, cp_position, fail_together, largest
-from megarl.megatron.stand_ins.attention import PackedSequences
+from megarl.stand_ins.attention import PackedSequences
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,73 @@
+"""Which settings of Megatron-Core let it route without asking the replay hook.
+
+They are plain data, with the reasons in replay_blockers.toml, so replay, a configuration and ``megarl doctor`` can ask
+without Megatron, torch or pydantic.
+"""
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+def _names(value: Any) -> list[str]:
+    """A setting that may be a string, an enum member, or a list of either, as a list of strings."""
+    items = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    return [part for item in items for part in str(getattr(item, "name", item)).split(",")]
+
+
+def _chooses_experts(settings: Mapping[str, Any]) -> bool:
+    known = {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}
+    return not known.issuperset(_names(settings.get("moe_router_load_balancing_type", "aux_loss")))
+
+
+def _drops_tokens(settings: Mapping[str, Any]) -> bool:
+    factor = settings.get("moe_expert_capacity_factor")
+    return factor is not None and factor >= 0  # a negative factor means no limit
+
+
+def _captures_router(settings: Mapping[str, Any]) -> bool:
+    kind = settings.get("cuda_graph_impl", "none")
+    scope = settings.get("cuda_graph_scope")
+    scope = _names(settings.get("cuda_graph_modules", "full") if scope is None else scope)  # its name from 0.18 on
+    # Only Transformer Engine's graphs end at the attention: "local" captures the whole layer of a GPT model for any
+    # scope, "full_iteration" everything, and an empty scope the whole layer.
+    parts = kind == "transformer_engine" and scope and {"attn", "mlp", "mamba"}.issuperset(scope)
+    return kind != "none" and not parts
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayBlocker:
+    """A Megatron setting under which the experts in use are not those that the replay hook returned."""
+
+    setting: str
+    """Field of TransformerConfig."""
+    reason: str
+    """What Megatron does then; completes "replay cannot hold, because"."""
+    test: Callable[[Mapping[str, Any]], bool] | None = None
+    """See ``hit``; default whether the setting is true."""
+
+    def hit(self, settings: Mapping[str, Any]) -> bool:
+        """Whether these settings (field -> value, absent means Megatron's default) bypass the hook."""
+        return bool(self.test(settings) if self.test else settings.get(self.setting))
+
+
+_TESTS: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
+    "moe_router_load_balancing_type": _chooses_experts,
+    "moe_expert_capacity_factor": _drops_tokens,
+    "moe_expert_rank_capacity_factor": lambda settings: settings.get("moe_expert_rank_capacity_factor") is not None,
+    "moe_router_force_biased": lambda settings: settings.get("moe_router_force_biased") is not None,
+    "mlp_chunks_for_training": lambda settings: settings.get("mlp_chunks_for_training", 1) > 1,
+    "cuda_graph_impl": _captures_router,
+}
+"""Of the settings that bypass the hook with some values only."""
+_REASONS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+assert _TESTS.keys() <= _REASONS.keys(), "replay_blockers.toml has no entry for a setting of _TESTS"
+REPLAY_BLOCKERS = tuple(ReplayBlocker(setting, why, _TESTS.get(setting)) for setting, why in _REASONS.items())
+"""Every such setting of megatron-core 0.12 to 0.19."""
+
+
+def replay_blockers(settings: Mapping[str, Any]) -> list[ReplayBlocker]:
+    """The entries of REPLAY_BLOCKERS that these settings hit; ``vars(transformer_config)`` serves as settings too."""
+    return [blocker for blocker in REPLAY_BLOCKERS if blocker.hit(settings)]

@@ -1,0 +1,357 @@
+"""Buckets: the tensors of a weight update, checked and converted together in one flat piece of memory.
+
+Every engine takes an update through ``Intake``.
+"""
+
+import copy
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Self, TypeVar
+
+import torch
+
+from megarl.core.fp8 import BLOCK, SCALE, grid_of, is_fp8_weight
+from megarl.engines.weights import Named, WeightForm, parts_at_once
+from megarl.errors import WeightSyncError
+from megarl.models.hf_files import split_by_size
+
+Item = TypeVar("Item")
+Kind = tuple[bool, torch.dtype, torch.dtype, torch.device, tuple[int, ...]]
+"""Of tensors that are converted in one call: whether to FP8, or else to what dtype; their dtype; device; shape."""
+Allocate = Callable[[int, torch.device], torch.Tensor]
+
+FUSED = ("q_a_proj", "kv_a_proj_with_mqa")
+"""Halves of a projection that SGLang's models with latent attention keep as one parameter."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_AS_IT_IS = WeightForm()
+
+
+def _empty(num_bytes: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+@dataclass(slots=True)
+class Stack:
+    """Tensors of one shape and dtype, back to back in a bucket."""
+
+    names: Sequence[str]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int = 0
+    """First byte."""
+    checks: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Sums of bits and finiteness of its tensors, in parts."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.names) * self.row_bytes
+
+
+class Bucket:
+    """Tensors back to back in one flat piece of memory, in the form of an engine.
+
+    Those of one shape are neighbours, so that a few large calls do the work of one for each tensor. They are sorted by
+    item size, so that each one is aligned.
+    """
+
+    def __init__(self, tensors: Iterable[Named], allocate: Allocate = _empty, form: WeightForm = _AS_IT_IS) -> None:
+        groups = _group(tensors, form)
+        made = [(key[0], [*group.values()], _stacks(form, key, [*group])) for key, group in groups.items()]
+        self.stacks = sorted(itertools.chain(*(stacks for *_, stacks in made)), key=lambda s: -s.dtype.itemsize)
+        total = 0
+        for stack in self.stacks:
+            stack.start, total = total, total + len(stack.names) * stack.row_bytes
+        device = next(iter(next(iter(groups.values())).values())).device
+        self.flat = allocate(total, device)
+        """uint8 [bytes], a copy of the tensors, on their device."""
+        for is_fp8, sources, stacks in made:
+            self._fill(form, is_fp8, sources, stacks)
+        checks = [checked for stack in self.stacks for checked in stack.checks]
+        self.sums, self.finite = (torch.cat(parts) for parts in zip(*checks, strict=True))
+        """int64 [tensors], of the bits of each one: they tell whether two updates are the same. bool [tensors], whether
+        all values of each one are finite."""
+        self.ready = torch.cuda.Event() if self.flat.is_cuda else None
+        """Of the work that fills a bucket on a GPU; None: it is filled."""
+        if self.ready is not None:
+            self.ready.record()
+
+    def _fill(self, form: WeightForm, is_fp8: bool, sources: list[torch.Tensor], stacks: list[Stack]) -> None:
+        for part in parts_at_once(sources):
+            places = [self.rows(stack)[part] for stack in stacks]
+            form.fill(sources[part], is_fp8, *places)
+            for stack, place in zip(stacks, places, strict=True):  # while it is in the cache
+                stack.checks.append((_add_bits(place, stack), _are_finite(place)))
+
+    def rows(self, stack: Stack) -> torch.Tensor:
+        """[n, *shape], the memory of its tensors."""
+        return self.flat[stack.start : stack.end].view(stack.dtype).view(len(stack.names), *stack.shape)
+
+    def places(self) -> Iterator[tuple[str, torch.dtype, torch.Size, int, int]]:
+        """Yields (name, dtype, shape, first byte, end byte) of each tensor."""
+        for stack in self.stacks:
+            for place, name in enumerate(stack.names):
+                start = stack.start + place * stack.row_bytes
+                yield name, stack.dtype, torch.Size(stack.shape), start, start + stack.row_bytes
+
+    @property
+    def names(self) -> list[str]:
+        return [name for stack in self.stacks for name in stack.names]
+
+    def tensors(self) -> Iterator[Named]:
+        """Yields the tensors as views of the flat memory."""
+        for stack in self.stacks:
+            yield from zip(stack.names, self.rows(stack).unbind(), strict=True)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """On a GPU, what is done inside waits for this bucket alone, and not for the work that makes the next one."""
+        if self.ready is None:
+            yield
+            return
+        stream = torch.cuda.Stream(self.flat.device)
+        stream.wait_event(self.ready)
+        with torch.cuda.stream(stream):
+            yield
+            stream.synchronize()
+
+    def on_host(self) -> Self:
+        """Returns the bucket itself; of one on a GPU a copy in pinned memory of the host."""
+        if self.ready is None:
+            return self
+        with self.beside():
+            return self._over(
+                torch.empty_like(self.flat, device="cpu", pin_memory=True).copy_(self.flat, non_blocking=True)
+            )
+
+    def spare(self) -> Self:
+        """Returns a copy in host memory of its own."""
+        return self.on_host() if self.ready is not None else self._over(self.flat.clone())
+
+    def _over(self, flat: torch.Tensor) -> Self:
+        copied = copy.copy(self)
+        copied.flat, copied.ready = flat, None
+        return copied
+
+
+class Staging:
+    """Memory of the host for buckets that follow each other: each takes that of the second before it."""
+
+    def __init__(self, least: int, allocate: Allocate = _empty) -> None:
+        """``least``: bytes that are allocated at a time, or those of a larger bucket."""
+        self._least, self._allocate = least, allocate
+        self._held: deque[torch.Tensor] = deque()
+
+    def __call__(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        if device.type == "cuda":  # torch's own allocator keeps it, and knows what streams still read
+            return self._allocate(num_bytes, device)
+        oldest = self._held.popleft() if len(self._held) > 1 else None
+        if oldest is None or len(oldest) < num_bytes:
+            oldest = None  # is freed before the new one is made
+            oldest = self._allocate(max(num_bytes, self._least), device)
+        self._held.append(oldest)
+        return oldest[:num_bytes]
+
+
+def _add_bits(rows: torch.Tensor, stack: Stack) -> torch.Tensor:
+    """int64 [n], sums of the integers that the bytes of each row are, wherever the row lies."""
+    width = math.gcd(stack.row_bytes, 8)
+    octets = rows.view(-1).view(torch.uint8)
+    bits = (octets.clone() if stack.start % width else octets).view(_INTEGERS[width])
+    return bits.view(len(rows), -1).sum(1, dtype=torch.int64)
+
+
+def _are_finite(rows: torch.Tensor) -> torch.Tensor:
+    """bool [n], of each row. A weight in FP8 has a scale, which is not finite if the weight is not."""
+    if rows.dtype == torch.float8_e4m3fn:
+        return rows.new_ones(len(rows), dtype=torch.bool)
+    rows = rows.reshape(len(rows), -1)
+    # A CPU adds up much faster than it looks at each value. Large values may have an infinite sum.
+    finite = None if rows.is_cuda else rows.sum(1).isfinite()
+    return finite if finite is not None and finite.all() else rows.isfinite().all(1)
+
+
+def _group(tensors: Iterable[Named], form: WeightForm, stacked: bool = True) -> dict[Kind, dict[str, torch.Tensor]]:
+    """The tensors by name, in groups; without ``stacked``, only those for FP8 need one shape."""
+    groups: dict[Kind, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors:
+        is_fp8 = form.fp8 != "off" and is_fp8_weight(name)
+        held, shape = form.dtype_of(name, tensor.dtype), tensor.shape if stacked or is_fp8 else ()
+        kind = is_fp8, held, tensor.dtype, tensor.device, shape
+        groups.setdefault(kind, {})[name] = tensor.detach() if tensor.requires_grad else tensor
+    return groups
+
+
+def _stacks(form: WeightForm, kind: Kind, names: Sequence[str]) -> list[Stack]:
+    is_fp8, held, _, _, shape = kind
+    if not (is_fp8 and form.fp8 == "blocks"):
+        return [Stack(names, held, shape)]
+    scales = Stack([name + SCALE for name in names], torch.float32, grid_of(shape, BLOCK))
+    return [Stack(names, torch.float8_e4m3fn, shape), scales]
+
+
+def split_into_buckets(
+    tensors: Iterable[Named],
+    max_bytes: int,
+    names: Container[str] = (),
+    allocate: Allocate = _empty,
+    form: WeightForm = _AS_IT_IS,
+) -> Iterator[Bucket]:
+    """Yields buckets of at most ``max_bytes``, or of one larger unit, in order; ``names`` are the checkpoint's."""
+    units = split_by_size(_units(tensors, names), lambda unit: sum(itertools.starmap(form.held_bytes, unit)), max_bytes)
+    return (Bucket(itertools.chain(*unit), allocate, form) for unit in units)
+
+
+def _units(tensors: Iterable[Named], names: Container[str]) -> Iterator[list[Named]]:
+    """Yields the tensors that must be in one request together: single ones, and the two halves of a fused projection.
+
+    SGLang drops one half of ``FUSED`` that comes in a request without the other, and answers success.
+    """
+    waiting: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        half = next((half for half in FUSED if half in name), None)
+        other = name.replace(half, FUSED[1 - FUSED.index(half)]) if half else ""
+        if other not in names:
+            yield [(name, tensor)]
+        elif other in waiting:
+            yield [(other, waiting.pop(other)), (name, tensor)]
+        else:
+            waiting[name] = tensor
+    assert not waiting, f"{list(waiting)} came without their other half, which the checkpoint names"
+
+
+class Stopwatch:
+    """Measures the seconds that an iterator needs to produce its items."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def over(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Yields the items unchanged."""
+        started = time.perf_counter()
+        for item in items:
+            self.seconds += time.perf_counter() - started
+            yield item
+            started = time.perf_counter()
+        self.seconds += time.perf_counter() - started
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one of several sources has taken in."""
+
+    names: frozenset[str]
+    """Of the checkpoint."""
+    sums: Mapping[str, int]
+    """``Bucket.sums`` by name."""
+
+
+@dataclass
+class Intake:
+    """One update on its way into an engine: the tensors of a checkpoint, each once, become buckets in its form."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    version: int
+    form: WeightForm
+    max_bytes: int
+    allocate: Allocate = _empty
+    of_several: bool = False
+    """Whether other sources take in the rest; ``join`` adds it."""
+    gathering: Stopwatch = field(default_factory=Stopwatch)
+    """Of the iterator of the tensors."""
+    making: Stopwatch = field(default_factory=Stopwatch)
+    """Of the buckets: gathering, and converting."""
+
+    def buckets(self, tensors: Iterable[Named]) -> Iterator[Bucket]:
+        """Yields the buckets; WeightSyncError unless the tensors are those of ``shapes``, each once and finite.
+
+        Of several sources, each has some of them.
+
+        Names and shapes are checked before a tensor is in a bucket: SGLang reports success for unknown names and
+        incomplete updates, and a wrong shape ends the server. Missing and non-finite ones are reported after the last
+        one, so that the host waits for the device once.
+        """
+        self._names: list[str] = []
+        self._sums: list[torch.Tensor] = []
+        return self.making.over(self._buckets(tensors))
+
+    def _buckets(self, tensors: Iterable[Named]) -> Iterator[Bucket]:
+        finite = [torch.ones(0, dtype=torch.bool)]
+        checked = self._check(self.gathering.over(tensors))
+        for bucket in split_into_buckets(checked, self.max_bytes, self.shapes, self.allocate, self.form):
+            self._names += bucket.names
+            finite.append(bucket.finite)
+            self._sums.append(bucket.sums)
+            yield bucket
+        self._require_finite(self._names, finite)
+
+    def write(self, tensors: Iterable[Named], places: Mapping[str, torch.Tensor]) -> None:
+        """Write the tensors into the memory of an engine in this process, each into its place; errors as ``buckets``.
+
+        What is written before an error stays.
+        """
+        names, finite = [], [torch.ones(0, dtype=torch.bool)]
+        for unit in split_by_size(self._check(tensors), lambda named: named[1].nbytes, self.max_bytes):
+            for (is_fp8, *_), group in _group(unit, self.form, stacked=False).items():
+                names += group
+                finite.append(self.form.write([*group.values()], is_fp8, [places[name] for name in group]))
+        self._require_finite(names, finite)
+
+    def _require_finite(self, names: Sequence[str], finite: Sequence[torch.Tensor]) -> None:
+        whole = torch.cat([flags.to(finite[-1].device) for flags in finite]).tolist()
+        if bad := [name.removesuffix(SCALE) for name, is_finite in zip(names, whole, strict=True) if not is_finite]:
+            raise WeightSyncError(
+                f"{len(bad)} of {len(self.shapes)} tensors hold NaN or infinite values, for example {bad[0]}: "
+                "look at the trainer's weights"
+            )
+
+    def _check(self, tensors: Iterable[Named]) -> Iterator[Named]:
+        self._outstanding = outstanding = dict(self.shapes)
+        for name, tensor in tensors:
+            if (expected := outstanding.pop(name, None)) is None:
+                twice = f"arrived twice in one update (version {self.version})"
+                unknown = "is unknown to the engine's model: send the names of its HF checkpoint"
+                raise WeightSyncError(f"{name} {twice if name in self.shapes else unknown}")
+            if tensor.shape != expected:
+                raise WeightSyncError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
+            if tensor.dtype not in _DTYPES:
+                raise WeightSyncError(f"{name} is {tensor.dtype}, expected one of {_DTYPES}")
+            yield name, tensor
+        if not self.of_several:
+            self._require_all(outstanding.keys())
+
+    def _require_all(self, outstanding: Set[str]) -> None:
+        if outstanding:
+            raise WeightSyncError(
+                f"{len(outstanding)} of {len(self.shapes)} tensors are missing from the update to version "
+                f"{self.version}, for example {', '.join(sorted(outstanding)[:3])}: send every tensor of the checkpoint"
+            )
+
+    def part(self) -> Part:
+        """What has been taken in; the host waits for the device."""
+        found = zip(self._names, torch.cat(self._sums).tolist(), strict=True) if self._sums else ()
+        return Part(frozenset(self.shapes.keys() - self._outstanding), dict(found))
+
+    def join(self, others: Iterable[Part] = ()) -> tuple[int, ...]:
+        """``Bucket.sums`` in the order of the names, whatever the buckets and the sources are.
+
+        WeightSyncError unless the other sources have taken in the rest, each tensor once.
+        """
+        names, sums = set(), {}
+        for part in (self.part(), *others):
+            if twice := sorted(names & part.names):
+                raise WeightSyncError(f"{twice[0]} arrived from two sources in one update (version {self.version})")
+            names |= part.names
+            sums |= part.sums
+        self._require_all(self.shapes.keys() - names)
+        return tuple(sums[name] for name in sorted(sums))

@@ -1,0 +1,248 @@
+"""Rollouts of several turns: the model writes, an environment answers, and all of it is one sequence.
+
+The sampled tokens of a turn are never tokenized again. Only an observation's text is tokenized; its tokens are appended
+and left out of loss and ratios. The next turn continues from these tokens, so the columns and routes of all turns line
+up.
+
+- **Ends normally** (judged and trained): the environment says that it is done; turns or tokens are spent.
+- **Fails** (not trained): the environment raises or answers with something wrong; one answer takes longer than
+  ``step_s``; the episode takes longer than ``episode_s``; the engine aborts a turn.
+"""
+
+import asyncio
+import math
+import numbers
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megarl.core.types import Rollout, SampleRequest
+from megarl.data.judge import is_being_cancelled
+from megarl.engines.protocol import Session
+from megarl.engines.tools.protocol import Environment, Episode, ModelTurn, Observation
+from megarl.errors import ConfigError, RolloutError, describe_call, may_pass
+from megarl.routes.turns import join, known_rows
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """Bounds on a rollout, in tokens, turns and seconds."""
+
+    response_tokens: int
+    """Tokens of all turns and observations together."""
+    turns: int = 1
+    """Turns of the model, at most."""
+    turn_tokens: int | None = None
+    """Tokens of one turn; None sets no limit of its own."""
+    positions: int | None = None
+    """Positions of the model, prompt included; None if it has no limit."""
+    vocabulary: int | None = None
+    """Tokens that the model has rows for; None if that is not known."""
+    step_s: float = 60.0
+    """Seconds for one answer of the environment."""
+    episode_s: float = 1800.0
+    """Seconds from the end of the first turn to the end of the rollout."""
+
+    def tokens_left(self, num_tokens: int, prompt_length: int) -> int:
+        """Returns how many tokens may follow a sequence of ``num_tokens``."""
+        left = self.response_tokens - (num_tokens - prompt_length)
+        # One position stays free: an SGLang server refuses a request that could fill the last one.
+        return left if self.positions is None else min(left, self.positions - num_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeResult:
+    """An episode that has ended."""
+
+    rollout: Rollout | None
+    """All turns as one sequence; None if the first turn failed. finish_reason: that of the last turn; length if a limit
+    ended the episode; abort if it failed."""
+    turn_ends: tuple[int, ...] = ()
+    """Index of the last token of each turn of the model."""
+    turn_rewards: tuple[float | None, ...] = ()
+    """The environment's reward of each turn; None where it gave none."""
+    failure: str | None = None
+    """Why the episode failed, in one line; None if it did not."""
+    may_pass: bool = False
+    """Whether it failed for a cause outside of the environment: a server, a time-out, the engine."""
+
+
+def one_turn(rollout: Rollout) -> EpisodeResult:
+    """Returns the episode without an environment: this response."""
+    return EpisodeResult(rollout, (rollout.num_tokens - 1,), (None,))
+
+
+async def play(
+    session: Session,
+    request: SampleRequest,
+    prompt: str,
+    environment: Environment,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: EpisodeLimits,
+    places: asyncio.Semaphore,
+) -> EpisodeResult:
+    """Plays an episode to its end; the same request, weights and answers give the same sequence.
+
+    prompt: the text of the request's tokens. places: bounds how many answers the environment works on at a time.
+    Failures of the environment and deadlines fail this episode alone; errors of the engine are raised.
+    """
+    run = _EpisodeRun(request)
+    episode: Episode | None = None
+    failure, passing = None, True
+    try:
+        async with asyncio.timeout(None) as clock:
+            with _foreign("the environment failed to begin"):
+                episode = environment.begin(prompt, request.seed)
+            await run.play_turns(session, episode, tokenizer, limits, places, clock)
+    except TimeoutError:
+        failure = f"the episode took more than {limits.episode_s:g} s"
+    except EpisodeError as error:
+        failure, passing = str(error), may_pass(error)
+    finally:
+        if episode is not None:
+            try:
+                with _foreign("the environment failed to close"):
+                    async with asyncio.timeout(limits.step_s):
+                        await episode.close()
+            except (EpisodeError, ConfigError) as error:  # raised here, it would hide an error of the engine
+                failure, passing = failure or str(error), passing and may_pass(error)
+    return run.result(failure, passing)
+
+
+class EpisodeError(Exception):
+    """This episode cannot go on; the others can."""
+
+
+class _EpisodeRun:
+    def __init__(self, request: SampleRequest) -> None:
+        self._request = request
+        self._prompt_length = len(request.prompt_tokens)
+        self._whole: Rollout | None = None
+        self._ends: list[int] = []
+        self._rewards: list[float | None] = []
+
+    def result(self, failure: str | None, passing: bool) -> EpisodeResult:
+        whole = self._whole
+        if whole is not None and failure is not None:
+            whole = replace(whole, finish_reason="abort")
+        return EpisodeResult(whole, tuple(self._ends), tuple(self._rewards), failure, failure is not None and passing)
+
+    async def play_turns(
+        self,
+        session: Session,
+        episode: Episode,
+        tokenizer: PreTrainedTokenizerBase,
+        limits: EpisodeLimits,
+        places: asyncio.Semaphore,
+        clock: asyncio.Timeout,
+    ) -> None:
+        tokens = self._request.prompt_tokens
+        for index in range(limits.turns):
+            left = limits.tokens_left(len(tokens), self._prompt_length)
+            if left < 1:  # only in the first turn: the room for later ones is checked below
+                raise EpisodeError(f"the prompt of {len(tokens)} tokens leaves no room in the model's positions")
+            asked = left if limits.turn_tokens is None else min(left, limits.turn_tokens)
+            whole = await self._sample_turn(session, index, tokens, asked)
+            if index == 0:  # the first turn may have waited in the engine's queue behind thousands of others
+                clock.reschedule(asyncio.get_running_loop().time() + limits.episode_s)
+            generated = whole.num_tokens - len(tokens)
+            if whole.finish_reason == "length" and (generated == left or generated < asked):
+                return  # cut by the response limit or the last position, not by turn_tokens: no turn can follow
+            written = whole.tokens[len(tokens) :].copy()  # a copy, which the environment may change
+            text = str(tokenizer.decode(written, skip_special_tokens=True))
+            step = ModelTurn(index, written, text, whole.finish_reason)
+            observation = await _step(episode, step, limits.step_s, places)
+            self._rewards[-1] = None if observation.reward is None else float(observation.reward)
+            if observation.done:
+                return
+            tokens = np.concatenate([whole.tokens, _encode(tokenizer, observation.text, limits.vocabulary)])
+            if index + 1 == limits.turns or limits.tokens_left(len(tokens), self._prompt_length) < 1:
+                self._whole = replace(whole, finish_reason="length")
+                return
+
+    async def _sample_turn(self, session: Session, index: int, tokens: np.ndarray, asked: int) -> Rollout:
+        """Sample one more turn, and return it joined to the earlier ones."""
+        before = self._whole
+        request = replace(
+            self._request,
+            prompt_tokens=tokens,
+            seed=turn_seed(self._request.seed, index),
+            known_rows=0 if before is None else known_rows(before),
+            max_response_tokens=asked,
+        )
+        turn = await session.sample(request)
+        if turn.finish_reason == "abort":
+            raise EpisodeError(f"the engine aborted turn {index}") from RolloutError(turn.finish_reason)
+        self._whole = whole = turn if before is None else join(before, turn)
+        self._ends.append(turn.num_tokens - 1)
+        self._rewards.append(None)
+        return whole
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Returns the seed of a turn; the first turn has the episode's own."""
+    return seed if turn == 0 else int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0])
+
+
+@contextmanager
+def _foreign(failed: str) -> Iterator[None]:
+    """Around foreign code: any error of it costs one episode, and is raised as EpisodeError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except asyncio.CancelledError as error:
+        if is_being_cancelled():
+            raise
+        # The environment has cancelled a task of its own. Raised, this would look as if the episode was dropped.
+        raise EpisodeError(f"{failed}: CancelledError") from error
+    except (Exception, SystemExit) as error:
+        raise EpisodeError(f"{failed}: {describe_call(error)}") from error
+
+
+async def _step(episode: Episode, turn: ModelTurn, seconds: float, places: asyncio.Semaphore) -> Observation:
+    """Returns the environment's answer; EpisodeError if it is late, raises, or is no observation."""
+    async with places:
+        deadline = asyncio.timeout(seconds)
+        try:
+            with _foreign(f"turn {turn.index}: the environment failed"):
+                async with deadline:
+                    observation = await episode.step(turn)
+                # An environment may swallow the CancelledError of the deadline, or of this task.
+                if deadline.expired():
+                    raise TimeoutError
+                if is_being_cancelled():
+                    raise asyncio.CancelledError
+                _check(observation)
+        except EpisodeError as error:
+            if isinstance(error.__cause__, TimeoutError) and deadline.expired():
+                raise EpisodeError(f"turn {turn.index}: the environment took more than {seconds:g} s") from error
+            raise
+    if observation.reward is not None and not math.isfinite(observation.reward):
+        raise EpisodeError(f"turn {turn.index}: the environment gave the reward {observation.reward}")
+    return observation
+
+
+def _check(observation: object) -> None:
+    """Raises TypeError for an answer that is no observation."""
+    if not isinstance(observation, Observation):
+        raise TypeError(f"step returned a {type(observation).__name__}, expected an Observation")
+    if not isinstance(observation.text, str):
+        raise TypeError(f"the text of its observation is a {type(observation.text).__name__}")
+    if observation.reward is not None and not isinstance(observation.reward, numbers.Real):
+        raise TypeError(f"the reward of its observation is a {type(observation.reward).__name__}, expected a number")
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, vocabulary: int | None) -> np.ndarray:
+    if not text:
+        return np.zeros(0, dtype=np.int32)
+    try:
+        tokens = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+    except Exception as error:  # tokenizers without byte fallback raise various errors for some texts
+        raise EpisodeError(f"the tokenizer cannot read the observation {text[:80]!r}: {error}") from error
+    if vocabulary is not None and tokens.max(initial=0) >= vocabulary:
+        raise EpisodeError(f"the observation {text[:80]!r} holds token {tokens.max()}; the model has {vocabulary} rows")
+    return tokens

@@ -1,0 +1,210 @@
+"""The decoding loop of the local engine: one batch of requests, from prompts to rollouts.
+
+1. Equal prompts are read once, left-padded to one length; the cache is then copied to every response.
+2. Each step draws a token for each row, and reads the tokens that were drawn.
+3. A finished row leaves the batch: at once, or after its last token was read if the experts are recorded, so that
+   this token has a row in the trace too.
+Nothing in the loop runs per sequence in Python: each step appends whole columns, which are sorted into sequences at
+the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from megarl.core.types import Rollout, SampleRequest
+from megarl.engines.local.distribution import Noise, draw, sampling_logprobs
+from megarl.engines.local.recorder import RouteRecorder
+from megarl.engines.protocol import OnFinish, SamplingParams, too_many_kept
+
+
+class _Reader:
+    """Feeds tokens to the model and keeps cache, positions and padding of the rows in step."""
+
+    def __init__(self, model: PreTrainedModel, recorder: RouteRecorder | None, cache: DynamicCache) -> None:
+        self._model = model
+        self._recorder = recorder
+        self._cache = cache
+        self._mask: torch.Tensor | None = None
+        self._positions = torch.empty(0)
+
+    def read_prompts(self, ids: np.ndarray, mask: np.ndarray) -> torch.Tensor:
+        """Logits [U, V] after each left-padded prompt; ids: int64 [U, P], mask: bool."""
+        positions = np.maximum(mask.cumsum(axis=1) - 1, 0)
+        device = self._model.device
+        # Without padding the model needs no mask, and its attention is faster for it.
+        self._mask = None if mask.all() else torch.from_numpy(mask).to(device)
+        return self._forward(torch.from_numpy(ids).to(device), torch.from_numpy(positions).to(device))
+
+    def read_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [B, V] after one more token per row."""
+        if self._mask is not None:
+            self._mask = torch.nn.functional.pad(self._mask, (0, 1), value=True)
+        return self._forward(tokens[:, None], self._positions + 1)
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Makes row ``i`` what was row ``rows[i]``."""
+        self._cache.batch_select_indices(rows)
+        self._positions = self._positions[rows]
+        if self._mask is not None:
+            self._mask = self._mask[rows]
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        self._positions = positions[:, -1:]
+        model: Any = self._model
+        output = model(
+            input_ids=ids,
+            attention_mask=self._mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        if self._recorder is not None:
+            self._recorder.end_pass(ids.numel())
+        return output.logits[:, -1]
+
+
+@torch.inference_mode()
+def decode(
+    model: PreTrainedModel,
+    recorder: RouteRecorder | None,
+    requests: Sequence[SampleRequest],
+    params: SamplingParams,
+    limits: np.ndarray,
+    version: int,
+    on_finish: OnFinish,
+    cache: DynamicCache,
+) -> list[Rollout]:
+    """Samples one response per request, at most ``limits`` int64 [B] tokens long, in one batch.
+
+    Experts are recorded if there is a ``recorder``, which is recording. The ``cache`` is empty. The requests must have
+    been checked.
+    """
+    reader = _Reader(model, recorder, cache)
+    prompts, prompt_of_request = _distinct([request.prompt_tokens for request in requests])
+    ids, mask = _pad_left(prompts)
+    logits = reader.read_prompts(ids, mask)
+    if len(prompts) != len(requests):
+        expand = torch.from_numpy(prompt_of_request).to(logits.device)
+        reader.select(expand)
+        logits = logits[expand]
+
+    first_limit, last_limit = int(limits.min()), int(limits.max())
+    noise = Noise([request.seed for request in requests], last_limit)
+    is_stop = np.zeros(logits.shape[-1], dtype=bool)
+    is_stop[list(params.stop_token_ids)] = True
+    num_kept, kept_steps = np.zeros(len(requests), dtype=np.int64), []  # ids of the sets so far; counts, ids of a step
+    owners, places = mask[prompt_of_request].nonzero()
+    read_as = prompt_of_request[owners] * ids.shape[1] + places  # the row of each token where equal prompts are one
+    steps = [(owners, ids.ravel()[read_as])]
+    """Of the tokens of all prompts, then of each step: their requests, and the tokens."""
+    logprobs = [logits.new_zeros(len(owners))]
+    alive = np.arange(len(requests))  # the request of each row
+    for step in range(last_limit):
+        tokens, logprobs_of_step, kept = _sample(logits, params, noise, step, alive)
+        drawn = tokens.cpu().numpy()
+        steps.append((alive, drawn))
+        logprobs.append(logprobs_of_step)
+        if kept is not None and params.max_kept_ids is not None:
+            kept_steps.append((kept.sum(dim=-1).cpu().numpy(), kept.nonzero()[:, 1].int().cpu().numpy()))
+            num_kept[alive] += kept_steps[-1][0]
+            if (most := num_kept.max()) > params.max_kept_ids:
+                raise too_many_kept(requests[int(num_kept.argmax())], most, params.max_kept_ids, step + 1)
+        is_finished = is_stop[drawn]
+        if step + 1 >= first_limit:
+            is_finished |= limits[alive] <= step + 1
+        num_finished = int(np.count_nonzero(is_finished))
+        if on_finish is not None and num_finished:
+            on_finish(num_finished)
+        if recorder is not None:
+            logits = reader.read_tokens(tokens)
+        if num_finished:
+            staying = np.flatnonzero(~is_finished)
+            alive = alive[staying]
+            if not alive.size:
+                break
+            stay = torch.from_numpy(staying).to(logits.device)
+            reader.select(stay)
+            tokens, logits = tokens[stay], logits[stay]
+        if recorder is None:
+            logits = reader.read_tokens(tokens)
+
+    columns = [np.concatenate(column) for column in zip(*steps, strict=True)]
+    columns.append(torch.cat(logprobs).float().cpu().numpy())
+    if recorder is not None:
+        routes, drawn_as = recorder.take(), np.arange(ids.size, ids.size + len(columns[0]) - len(owners))
+        columns.append(routes[np.concatenate([read_as, drawn_as])])
+    return _cut_into_rollouts(requests, columns, len(owners), kept_steps, is_stop, version)
+
+
+def _cut_into_rollouts(
+    requests: Sequence[SampleRequest],
+    columns: Sequence[np.ndarray],
+    num_read: int,
+    kept_steps: Sequence[tuple[np.ndarray, np.ndarray]],
+    is_stop: np.ndarray,
+    version: int,
+) -> list[Rollout]:
+    """The rollouts of a batch, as views of its columns: sequence after sequence, each the prompt and then the response.
+
+    ``columns``: the request of each token, the tokens, their log-probabilities, and their experts if recorded; first of
+    the ``num_read`` tokens of all prompts, then step after step, as ``kept_steps``.
+    """
+    owners = columns[0]
+    order, ends = np.argsort(owners, kind="stable"), np.bincount(owners).cumsum()
+    tokens, logprobs, *routes = (np.take(column, order, axis=0) for column in columns[1:])
+    tokens = tokens.astype(np.int32)
+    kept_counts, kept_ids = None, (empty := [None] * len(requests))
+    if kept_steps:
+        counts, ids = (np.concatenate(column) for column in zip(*kept_steps, strict=True))
+        kept_counts = np.append(np.zeros(num_read, np.int32), counts)[order].astype(np.int32)
+        ids = ids[np.argsort(np.repeat(owners[num_read:], counts), kind="stable")].astype(np.int32)
+        kept_ids = np.split(ids, kept_counts.cumsum()[ends[:-1] - 1])
+    generated, versions = order >= num_read, np.full(len(order), version, np.int32)
+    experts = [*routes, np.ones(len(order), bool)] if routes else [None, None]
+    bounds = [0, *ends.tolist()]
+    whole = [tokens, generated, logprobs, *experts, versions, kept_counts]
+    views = [empty if column is None else [column[i:j] for i, j in pairwise(bounds)] for column in whole]
+    reasons = ["stop" if is_last else "length" for is_last in is_stop[tokens[ends - 1]].tolist()]
+    groups, samples = [request.group for request in requests], [request.sample for request in requests]
+    *first, counts = views
+    return [*map(Rollout, groups, samples, *first, reasons, empty, counts, kept_ids)]
+
+
+def _sample(
+    logits: torch.Tensor, params: SamplingParams, noise: Noise, step: int, alive: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """One token per row, int64 [B], its log-probability under the distribution it was drawn from [B], and bool [B, V],
+    the ids it was drawn from, if they are asked for."""
+    greedy = params.temperature == 0.0
+    logprobs = sampling_logprobs(logits, 1.0 if greedy else params.temperature, 1.0 if greedy else params.top_p)
+    if greedy:
+        tokens = logprobs.argmax(dim=-1)
+        return tokens, logprobs.new_zeros(len(tokens)), None  # the log-probability of a point mass
+    tokens = draw(logprobs, noise.at(step, alive).to(logits.device))
+    kept = None if params.max_kept_ids is None else logprobs > -torch.inf
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0], kept
+
+
+def _distinct(prompts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
+    """The different prompts, and for each request the index of its prompt among them, int64 [B]."""
+    index: dict[bytes, int] = {}
+    objects = {id(prompt): prompt for prompt in prompts}  # samples share the array of their prompt
+    index_of = {each: index.setdefault(p.astype(np.int64).tobytes(), len(index)) for each, p in objects.items()}
+    return [np.frombuffer(key, np.int64) for key in index], np.array([index_of[id(prompt)] for prompt in prompts])
+
+
+def _pad_left(prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The prompts as int64 [U, P], and bool [U, P], True where they are."""
+    lengths = np.array([[len(prompt)] for prompt in prompts])
+    mask = np.arange(lengths.max()) >= lengths.max() - lengths
+    ids = np.zeros(mask.shape, dtype=np.int64)
+    ids[mask] = np.concatenate(prompts)
+    return ids, mask

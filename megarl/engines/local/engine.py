@@ -1,0 +1,255 @@
+"""A sampling engine in the trainer's own process, on transformers: small, exact, and runs anywhere.
+
+The quickstart and the tests use it. Its log-probabilities are those of the distribution that it samples from, and its
+routes are the expert ids that the model was called with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
+from transformers.initialization import no_init_weights
+
+from megarl.core.types import Rollout, SampleRequest
+from megarl.engines.buckets import Intake
+from megarl.engines.local.decode import decode
+from megarl.engines.local.fp8 import FP8Cache, FP8Products, hold_in_fp32, require_known_precision
+from megarl.engines.local.recorder import RouteRecorder
+from megarl.engines.protocol import (
+    Begin,
+    Engine,
+    OnFinish,
+    SamplingParams,
+    Session,
+    check_prompt,
+    limit_response,
+    run_session,
+)
+from megarl.engines.weights import WeightForm, checkpoint_views, read_model_config
+from megarl.errors import RolloutError, WeightSyncError
+from megarl.models.hf_files import HFCheckpoint
+from megarl.models.names import is_fp32
+
+BUCKET_BYTES = 32 << 20
+PROVED_TENSORS = 8
+"""Tensors of which ``prove_weights`` compares some numbers."""
+
+
+class LocalEngine(Engine):
+    """Samples with a transformers causal language model.
+
+    A response is a function of weights, prompt and seed. It does not depend on its batch, up to the float noise of
+    batched matrix products, which can change a token whose uniform number lies that close to a boundary. The cache of
+    keys and values lives for one batch, so no token is ever sampled with stale entries.
+    """
+
+    in_batches = True
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        fp8_rounding: bool = False,
+        fp8_activations: bool = False,
+        fp8_kv_cache: bool = False,
+        max_batch_size: int = 256,
+        experts_implementation: str | None = None,
+    ) -> None:
+        """Builds the model of a Hugging Face config without weights; ``update_weights`` must come first.
+
+        fp8_rounding: round the linear weights of attention and experts through FP8 blocks of 128 x 128 as they arrive.
+        fp8_activations: round what they multiply too, with ``fp8_rounding`` only (``FP8Products``).
+        fp8_kv_cache: round keys and values (``FP8Cache``).
+        max_batch_size: responses that are sampled at a time; RolloutError below 1.
+        experts_implementation: None is transformers' choice, "grouped_mm" (also fast on a CPU) where there is one.
+        """
+        if max_batch_size < 1:
+            raise RolloutError(f"max_batch_size is {max_batch_size}, expected at least 1")
+        if fp8_activations and not fp8_rounding:
+            raise RolloutError("fp8_activations without fp8_rounding: FP8 engines round weights too, set both")
+        if fp8_kv_cache and getattr(config.get_text_config(), "kv_lora_rank", None):
+            raise RolloutError("fp8_kv_cache: engines hold the latents of latent attention, this one keys and values")
+        with no_init_weights():
+            self._model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="sdpa", experts_implementation=experts_implementation
+            )
+        self._model.tie_weights()  # no_init_weights skips this too
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            if is_fp32(name):  # ``from_pretrained`` would see to it
+                tensor.data = tensor.data.float()
+        self._model = self._model.to(device).eval().requires_grad_(False)
+        self._views = checkpoint_views(self._model)
+        if fp8_rounding:
+            require_known_precision(self._views)
+        if fp8_activations:
+            hold_in_fp32(self._model, self._views)
+            self._views = checkpoint_views(self._model)
+        names = list(self._views)[:: -(-len(self._views) // PROVED_TENSORS)]
+        self._proved = {name: _some_of(self._views[name]) for name in names}
+        self._shapes = {name: tuple(view.shape) for name, view in self._views.items()}
+        self._arithmetic = FP8Products(self._views, dtype) if fp8_activations else nullcontext()
+        self._cache = FP8Cache if fp8_kv_cache else DynamicCache
+        self._recorder = RouteRecorder(self._model)
+        self._form = WeightForm(fp8="rounded" if fp8_rounding else "off")
+        self._max_batch_size = max_batch_size
+        self._sent: dict[str, torch.Tensor] = {}
+        self._version = -1
+        self._missing: str | None = "no weights have arrived yet"
+        self._closed = False
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, *, weight_version: int = 0, **options: Any) -> LocalEngine:
+        """Builds the engine from a Hugging Face checkpoint folder with safetensors files; ``options`` as above.
+
+        Raises RolloutError if the folder holds no config or weights, CheckpointError or WeightSyncError if they do not
+        fit.
+        """
+        folder = Path(path)
+        if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+            raise RolloutError(f"{folder} is no checkpoint: expected config.json and *.safetensors in it")
+        with HFCheckpoint(folder) as found:
+            engine = cls(read_model_config(folder), **options)
+            left_out = found.names_of_prediction_layers()
+            names = (name for name in found.names() if name not in left_out)
+            engine.update_weights(((name, found.read(name)) for name in names), weight_version)
+        return engine
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    @torch.no_grad()
+    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """See ``Engine.update_weights``. Tensors may be on any device; ``BUCKET_BYTES`` of them are held at a time."""
+        self._require_open()
+        self._missing = "the last weight update failed"
+        Intake(self._shapes, version, self._form, BUCKET_BYTES).write(tensors, self._views)
+        self._sent = {name: some.clone() for name, some in self._proved.items()}
+        self._version = version
+        self._missing = None
+
+    def prove_weights(self) -> bool:
+        """See ``Engine.prove_weights``. WeightSyncError if some numbers of some tensors are not those that arrived."""
+        for name, sent in self._sent.items():
+            if not torch.equal(self._proved[name], sent):
+                raise WeightSyncError(
+                    f"{name} in the local engine is not what was sent as version {self._version}: something in this "
+                    "process has written into the engine's model, and its responses cannot be trained"
+                )
+        return False
+
+    def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
+        """See ``Engine.converse``. Samples once every episode waits, so batches do not depend on timing.
+
+        A response ends early (``length``) at the model's last position.
+        """
+        self._require_weights(params)
+        BatchSession(lambda requests: self._sample(requests, params, on_finish)).run(begin)
+
+    def generate(
+        self, requests: Sequence[SampleRequest], params: SamplingParams, on_finish: OnFinish = None
+    ) -> list[Rollout]:
+        """See ``Engine.generate``. Where ``converse`` is this class's, there is no event loop: nothing is awaited."""
+        if getattr(self.converse, "__func__", None) is not LocalEngine.converse:
+            return super().generate(requests, params, on_finish)
+        self._require_weights(params)
+        return self._sample(requests, params, on_finish)
+
+    def _require_weights(self, params: SamplingParams) -> None:
+        self._require_open()
+        if self._missing is not None:
+            raise WeightSyncError(f"the engine cannot generate, {self._missing}: send all weights with update_weights")
+        if params.return_routed_experts and self._recorder.num_layers == 0:
+            raise RolloutError(f"{type(self._model).__name__} has no experts: set return_routed_experts to False")
+
+    def _sample(self, requests: Sequence[SampleRequest], params: SamplingParams, on_finish: OnFinish) -> list[Rollout]:
+        config = self._model.config.get_text_config()
+        positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
+        for request in {id(request.prompt_tokens): request for request in requests}.values():  # samples share prompts
+            check_prompt(request, params, config.vocab_size)
+        limits = np.array([limit_response(request, params, positions) for request in requests])
+        recorder = self._recorder if params.return_routed_experts else None
+        # Requests of similar length share a batch, so that little of it is padding.
+        order = np.argsort([len(request.prompt_tokens) for request in requests], kind="stable")
+        found: list[Rollout] = []
+        with self._arithmetic, nullcontext() if recorder is None else recorder.recording():
+            for start in range(0, len(requests), self._max_batch_size):  # refuses a generator, as ``sample_each``
+                chosen = order[start : start + self._max_batch_size]
+                batch, cache = [requests[i] for i in chosen.tolist()], self._cache(config=self._model.config)
+                found += decode(self._model, recorder, batch, params, limits[chosen], self._version, on_finish, cache)
+        return [found[i] for i in np.argsort(order).tolist()]
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._views = self._proved = {}
+            del self._model, self._recorder
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RolloutError("the engine is closed: build a new one")
+
+
+def _some_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a view of up to 5 numbers per dimension."""
+    return tensor[tuple(slice(None, None, -(-size // 5)) for size in tensor.shape)]
+
+
+class BatchSession(Session):
+    """Samples one batch whenever every episode waits for a response.
+
+    What is in a batch then depends on the episodes alone and not on their timing, and so does every float of the
+    results.
+    """
+
+    def __init__(self, sample: Callable[[Sequence[SampleRequest]], list[Rollout]]) -> None:
+        """``sample`` gets all waiting requests, in the order of (group, sample), and blocks the event loop."""
+        super().__init__()
+        self._sample_batch = sample
+        self._waiting: dict[asyncio.Future[Rollout], SampleRequest] = {}
+        self._will_answer = False
+
+    def run(self, begin: Begin) -> None:
+        """Run all episodes; raises the first error of one of them, or of ``begin``."""
+        run_session(self.run_episodes(begin))
+
+    async def sample(self, request: SampleRequest) -> Rollout:
+        answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
+        self._waiting[answer] = request
+        self._after_episode()
+        try:
+            return await answer
+        finally:
+            self._waiting.pop(answer, None)
+
+    def _after_episode(self) -> None:
+        if not self._will_answer:
+            asyncio.get_running_loop().call_soon(self._answer_all)
+            self._will_answer = True
+
+    def _answer_all(self) -> None:
+        self._will_answer = False
+        if not 0 < len(self._waiting) >= len(self._episodes):  # this is called again when another episode waits or ends
+            return
+        waiting = sorted(self._waiting.items(), key=lambda item: (item[1].group, item[1].sample))
+        self._waiting.clear()
+        try:
+            rollouts = self._sample_batch([request for _, request in waiting])
+        except Exception as error:  # any error must reach the waiting episodes, which end the session
+            for answer, _ in waiting:
+                if not answer.done():
+                    answer.set_exception(error)
+            return
+        for (answer, _), rollout in zip(waiting, rollouts, strict=True):
+            if not answer.done():  # done: the episode was cancelled
+                answer.set_result(rollout)

@@ -1,0 +1,233 @@
+"""Plays samples, an episode and its reward each, and draws those that a sampling rule asks for."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from megarl.core.sampling.collector import Ask
+from megarl.core.types import Rollout, SampleRequest
+from megarl.data.judge import Judge
+from megarl.data.prompts import Prompt
+from megarl.data.reasoning_steps import step_tokens
+from megarl.data.rewards import Verdict
+from megarl.data.tokenizer import decode_all
+from megarl.engines.episodes import EpisodeLimits, one_turn, play
+from megarl.engines.protocol import Engine, OnFinish, SamplingParams, Session
+from megarl.engines.tools.protocol import Environment
+from megarl.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a sample has no reward."""
+
+    error: str
+    """One line: type and message of an exception, and its file and line."""
+    about: str
+    """Prompt, response and answer, each shortened."""
+    may_pass: bool = False
+    """Whether the cause is outside of the user's code: a server, a time-out, the engine."""
+    of_episode: bool = False
+    """Whether the environment failed, and not the reward."""
+
+    def __str__(self) -> str:
+        return f"{self.error}; {self.about}"
+
+
+def describe_input(**texts: str) -> str:
+    """Return texts by name in one line; of a long one its begin and its end."""
+    shown = {name: text if len(text) <= 120 else f"{text[:60]}...{text[-60:]}" for name, text in texts.items()}
+    return ", ".join(f"{name} {text!r}" for name, text in shown.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A response and its reward."""
+
+    rollout: Rollout | None
+    """None if the episode failed in its first turn."""
+    reward: float | None
+    """None if the environment or the reward failed: the sample counts as drawn, but is not trained."""
+    steps: tuple[tuple[int, float], ...] = ()
+    """(index of the last token, reward) of each step, ascending; empty without process rewards."""
+    turns: int = 1
+    failure: Failure | None = None
+    """Why there is no reward; None if there is one."""
+    late_reward: bool = False
+    """Whether the reward took too long."""
+    components: tuple[float, ...] = ()
+    """Several rewards, in the order of ``reward.weights``; empty with one reward, or if the response was stopped."""
+
+
+class Player:
+    """Plays episodes and has them judged, in one event loop at a time."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        judge: Judge,
+        limits: EpisodeLimits,
+        environment: Environment | None = None,
+        concurrency: int = 4,
+    ) -> None:
+        """concurrency: how many answers the environment works on at a time."""
+        self._tokenizer, self._judge, self._limits = tokenizer, judge, limits
+        self._environment, self._concurrency = environment, concurrency
+        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+
+    async def play(self, session: Session, request: SampleRequest, prompt: Prompt) -> Sample:
+        """Draw and judge one sample. It names a failure of environment or reward, and a request that no server takes.
+
+        Other errors of the engine are raised.
+        """
+        try:
+            if self._environment is None:
+                played = one_turn(await session.sample(request))
+            else:
+                parts = self._environment, self._tokenizer, self._limits, self._semaphore()
+                played = await play(session, request, prompt.text, *parts)
+        except RequestError as error:
+            failure = Failure(str(error), describe_input(prompt=prompt.text), may_pass=True, of_episode=True)
+            return Sample(None, None, failure=failure)
+        if played.rollout is None or played.failure is not None:
+            error, about = played.failure or "no turn was sampled", describe_input(prompt=prompt.text)
+            failure = Failure(error, about, played.may_pass, of_episode=True)
+            return Sample(played.rollout, None, turns=len(played.turn_ends), failure=failure)
+        (text,) = decode_all(self._tokenizer, [played.rollout.response_tokens], self._judge.special_tokens)
+        verdict = await self._judge.score(prompt=prompt.text, response=text, answer=prompt.answer)
+        turns = zip(played.turn_ends, played.turn_rewards, strict=True)
+        rewarded = [(end, reward) for end, reward in turns if reward is not None]
+        return self._judged(played.rollout, verdict, prompt, text, len(played.turn_ends), rewarded)
+
+    @property
+    def is_instant(self) -> bool:
+        """Whether ``judge_now`` works: there is neither an environment nor a reward to wait for."""
+        return self._environment is None and self._judge.is_instant
+
+    def judge_now(self, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]) -> list[Sample]:
+        """Judge responses as ``play`` does; a prompt for each."""
+        tokens, judge = [rollout.response_tokens for rollout in rollouts], self._judge.score_now
+        texts = decode_all(self._tokenizer, tokens, self._judge.special_tokens)
+        return [
+            self._judged(rollout, judge(prompt=prompt.text, response=text, answer=prompt.answer), prompt, text)
+            for rollout, prompt, text in zip(rollouts, prompts, texts, strict=True)
+        ]
+
+    def _judged(
+        self, rollout: Rollout, verdict: Verdict, prompt: Prompt, response: str, turns: int = 1,
+        rewarded: Sequence[tuple[int, float]] = (),
+    ) -> Sample:  # fmt: skip
+        """``rewarded``: the last token and the reward of the turns that the environment rewarded."""
+        steps: tuple[tuple[int, float], ...] = ()
+        if verdict.reward is not None and (rewarded or verdict.steps):
+            steps = self._find_steps(rollout, verdict, verdict.reward, rewarded)
+        failure = None
+        if verdict.error is not None:
+            about = describe_input(prompt=prompt.text, response=response, answer=prompt.answer)
+            failure = Failure(verdict.error, about, verdict.may_pass)
+        return Sample(rollout, verdict.reward, steps, turns, failure, verdict.timed_out, verdict.components)
+
+    def close(self) -> None:
+        """End the processes of the reward."""
+        self._judge.close()
+
+    def _semaphore(self) -> asyncio.Semaphore:
+        loop = asyncio.get_running_loop()
+        if self._places is None or self._places[0] is not loop:
+            self._places = loop, asyncio.Semaphore(self._concurrency)
+        return self._places[1]
+
+    def _find_steps(
+        self, rollout: Rollout, verdict: Verdict, outcome: float, rewarded: Sequence[tuple[int, float]]
+    ) -> tuple[tuple[int, float], ...]:
+        """Collects the process rewards: of the turns that the environment rewarded, and of the reward function's steps.
+
+        A verdict without steps counts as one at the end of rewarded turns.
+        """
+        found = [*rewarded]
+        if not verdict.steps:
+            found.append((rollout.num_tokens - 1, outcome))
+        else:
+            ends = [step.end for step in verdict.steps]
+            response, special = rollout.response_tokens, self._judge.special_tokens
+            tokens = step_tokens(self._tokenizer, response, ends, special) + rollout.prompt_length
+            found += [(int(token), step.reward) for token, step in zip(tokens, verdict.steps, strict=True)]
+        return tuple(sorted(found))
+
+
+Key = tuple[int, int]
+"""(prompt, sample)."""
+RequestOf = Callable[[int, int], tuple[SampleRequest, Prompt]]
+"""(prompt, sample) -> the request to the engine, and the problem."""
+
+
+class Asker(Protocol):
+    """Decides what to draw next; ``megarl.core.sampling.collector.Collector`` is one."""
+
+    def start(self) -> Sequence[Ask]:
+        """Returns the first samples to draw."""
+        ...
+
+    def add(self, prompt: int, sample: int, reward: float | None) -> Sequence[Ask]:
+        """Takes a sample that has arrived; returns what to draw after it."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """Whether it has enough: samples in flight are not needed."""
+        ...
+
+
+class Draw:
+    """One rank's samples of a step."""
+
+    def __init__(self, asker: Asker, request_of: RequestOf, player: Player) -> None:
+        self.samples: dict[Key, Sample] = {}
+        """By (prompt, sample), as they arrive."""
+        self._asker, self._request_of, self._player = asker, request_of, player
+        self._in_flight: set[asyncio.Task[None]] = set()
+
+    def run(self, engine: Engine, params: SamplingParams, on_finish: OnFinish = None) -> dict[Key, Sample]:
+        """Draw all samples: in rounds without episodes where the engine samples in batches and nothing is awaited."""
+        # Asked of its own class: one that changes or wraps such an engine may have a ``converse`` that must be called.
+        if not (vars(type(engine)).get("in_batches") and self._player.is_instant):
+            engine.converse(self.begin, params, on_finish)
+            return self.samples
+        asks = self._asker.start()
+        while keys := sorted((ask.prompt, sample) for ask in asks for sample in ask.samples):
+            requests, prompts = zip(*(self._request_of(*key) for key in keys), strict=True)
+            rollouts = engine.generate(requests, params, on_finish)
+            asks = self._keep(keys, self._player.judge_now(rollouts, prompts))
+        return self.samples
+
+    def begin(self, session: Session) -> None:
+        """Start the first episodes; each one starts those that its reward calls for."""
+        self._start(session, self._asker.start())
+
+    def _start(self, session: Session, asks: Sequence[Ask]) -> None:
+        for key in [(ask.prompt, sample) for ask in asks for sample in ask.samples]:
+            task = session.start(self._play(session, key))
+            self._in_flight.add(task)
+            task.add_done_callback(self._in_flight.discard)
+
+    async def _play(self, session: Session, key: Key) -> None:
+        sample = await self._player.play(session, *self._request_of(*key))
+        if self._asker.done:
+            return  # other samples were enough in the meantime
+        self._start(session, self._keep([key], [sample]))
+        if self._asker.done:
+            for task in self._in_flight - {asyncio.current_task()}:
+                task.cancel()
+
+    def _keep(self, keys: Sequence[Key], drawn: Sequence[Sample]) -> list[Ask]:
+        """Keep samples until there are enough; return what their rewards call for."""
+        asks: list[Ask] = []
+        for key, sample in zip(keys, drawn, strict=True):
+            self.samples[key] = sample
+            asks += self._asker.add(*key, sample.reward)
+            if self._asker.done:
+                return []
+        return asks

@@ -1,0 +1,296 @@
+"""Turns the answers of SGLang servers into rollouts, and checks them first: against the request, and against the model.
+
+An answer has the experts of every token that the server has processed, prompt included: base64 of raw int32 for every
+layer, dense layers included. Servers with megarl's ``plugin`` send a short form without the dense layers. The last
+generated token was never processed, so it has no row.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, Field, TypeAdapter
+
+from megarl.core.types import FinishReason, Rollout, SampleRequest
+from megarl.engines.protocol import SamplingParams, limit_response, make_rollout, too_many_kept
+from megarl.engines.sglang.plugin.compact import SEAL, seal
+from megarl.errors import DataError, RolloutError, TraceError
+from megarl.files.foreign_json import check_types
+from megarl.models.shapes import MoeShape
+from megarl.routes.answers import decode_routes, longest_text, present_rows
+
+_FINISH: Mapping[object, FinishReason] = {"stop": "stop", "length": "length"}
+LEAST_LOGPROB = -45.0
+"""No honest token is less likely: with 262,144 ids, tokens below it are drawn once in 1e14 draws."""
+ROUNDING = 1e-6
+"""Of a log-probability above 0, in float32."""
+ROOM_SLACK = 4
+"""A server cuts a response so many tokens, at most, before its cache or context is full."""
+TOKEN_BYTES = 256
+"""Of an answer, for each token: its ids, text and log-probability."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What the model, and the server that answers, allow."""
+
+    vocabulary: int = 1 << 31
+    positions: int = 1 << 31
+    """Of the model, for prompt and response."""
+    end_tokens: frozenset[int] = frozenset()
+    """At which a server stops beside those of the request: the model's own."""
+    longest: float = math.inf
+    """Tokens of prompt and response at about which the server cuts a response."""
+
+
+_Id = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+class _Finish(BaseModel):
+    type: str
+    matched: Any = None
+
+
+class _Span(BaseModel):
+    start: int
+    end: int
+    version: str | int
+
+
+class _Meta(BaseModel):
+    id: str | None = None
+    finish_reason: _Finish | str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    output_token_logprobs: list[Annotated[list[Any], Field(min_length=2)]] | None = None
+    output_token_sampling_mask: list[list[_Id]] | None = None
+    output_token_sampling_logprobs: list[float | None] | None = None
+    weight_version: str | int | None = None
+    weight_versions: list[_Span] | None = None
+    routed_experts: str | None = None
+    num_retractions: Annotated[int, Field(ge=0)] | None = None
+
+
+class _Answer(BaseModel):
+    """The parts of a /generate answer that megarl reads."""
+
+    output_ids: list[int]
+    meta_info: _Meta
+    prompt_token_ids: list[int] | None = None
+
+
+_ANSWER, _LOGPROBS = TypeAdapter(_Answer), TypeAdapter(list[float | None])
+
+
+def parse_answer(
+    request: SampleRequest,
+    answer: Any,
+    version: int,
+    shape: MoeShape | None,
+    rid: str | None = None,
+    params: SamplingParams | None = None,
+    bounds: Bounds = Bounds(),
+) -> Rollout:
+    """Returns the rollout that a ``/generate`` answer describes.
+
+    version: of the last update of the weights; an answer names it, or an earlier one. shape: None if no routes were
+    asked for. rid: the id that the request carried, which its answer must repeat; None if it had none. params: what was
+    asked for; None leaves length, end and nucleus unchecked.
+    Raises RolloutError for an answer that is inconsistent, aborted or not SGLang's, TraceError for wrong routes.
+    """
+    label = request.label
+    if isinstance(answer, Mapping) and not {"output_ids", "meta_info"} <= answer.keys():
+        raise RolloutError(f"{label}: the server's answer has keys {sorted(answer)}, expected output_ids and meta_info")
+    try:
+        found = check_types(_ANSWER, answer, f"{label}: the server's answer")
+        values = [entry[0] for entry in found.meta_info.output_token_logprobs or ()]
+        logprobs = check_types(_LOGPROBS, values, f"{label}: output_token_logprobs of the server's answer")
+    except DataError as error:
+        raise RolloutError(str(error)) from error
+    fault = next(_find_faults(request, found, version, rid, params, bounds), None)
+    if fault is not None:
+        raise RolloutError(f"{label}: {fault}")
+    meta, output = found.meta_info, np.array(found.output_ids, np.int32)
+    checked, kept = _require_logprobs(logprobs, label), None
+    if params is not None and params.has_nucleus:
+        checked, kept = _parse_nucleus(meta, output, bounds.vocabulary, label)
+        if params.max_kept_ids is None:
+            kept = None
+        elif len(kept[1]) > params.max_kept_ids:
+            raise too_many_kept(request, len(kept[1]), params.max_kept_ids, len(output))
+    versions = np.concatenate([np.full(len(request.prompt_tokens), version), _versions(meta, len(output))])
+    experts = mask = None
+    if shape is not None:
+        experts, mask = _parse_routes(request, meta, output, shape)
+    if rid is not None and is_sealed(answer):  # last: the other checks say what is wrong
+        _require_seal(request, answer, label)
+    return make_rollout(request, output, checked, experts, mask, versions, _FINISH[_finish(meta).type], kept)
+
+
+def is_sealed(answer: Mapping[str, Any]) -> bool:
+    """Whether a server with megarl's plugin has sealed an answer."""
+    return SEAL in answer["meta_info"]
+
+
+def num_retractions(answer: Mapping[str, Any]) -> int:
+    """How often the server has dropped this response from its cache, and computed it again from the start."""
+    return answer["meta_info"].get("num_retractions") or 0
+
+
+def longest_answer(num_tokens: int, shape: MoeShape | None, params: SamplingParams, most_drawn_from: int) -> int:
+    """Returns the bytes of the longest honest answer of so many tokens, prompt included."""
+    kept = 12 * most_drawn_from if params.has_nucleus else 0
+    routes = 0 if shape is None else longest_text(num_tokens, shape)
+    return (1 << 20) + (TOKEN_BYTES + kept) * num_tokens + routes
+
+
+def _require_seal(request: SampleRequest, answer: Mapping[str, Any], label: str) -> None:
+    """Raises RolloutError for parts of several answers."""
+    if answer["meta_info"][SEAL] != seal(request.prompt_tokens.tolist(), answer):
+        raise RolloutError(
+            f"{label}: the answer does not fit its seal: prompt, tokens, log-probabilities, weight versions or routes "
+            "are not those of one answer to this request"
+        )
+
+
+def _finish(meta: _Meta) -> _Finish:
+    reason = meta.finish_reason
+    return reason if isinstance(reason, _Finish) else _Finish(type=str(reason))
+
+
+def _find_faults(
+    request: SampleRequest,
+    answer: _Answer,
+    version: int,
+    rid: str | None,
+    params: SamplingParams | None,
+    bounds: Bounds,
+) -> Iterator[str]:
+    """Yields what contradicts the request or the model."""
+    meta, output, prompt = answer.meta_info, answer.output_ids, request.prompt_tokens.tolist()
+    if rid is not None and meta.id != rid:
+        yield f"the answer is to another request: its id is {meta.id!r}, expected {rid!r}"
+    # From 0.5.13 on, without megarl's plugin, answers repeat the prompt.
+    if rid is not None and answer.prompt_token_ids not in (None, prompt):
+        yield "the answer is to another prompt than the one that was sent"
+    if not output:
+        yield "the server generated no token"
+    if wrong := [token for token in output if not 0 <= token < bounds.vocabulary]:
+        yield f"the answer has token {wrong[0]}, expected 0..{bounds.vocabulary - 1}, the model's vocabulary"
+    for name, count, expected in (
+        ("prompt_tokens", meta.prompt_tokens, len(prompt)),
+        ("completion_tokens", meta.completion_tokens, len(output)),
+    ):
+        if count != expected:
+            yield f"the server counts {name} = {count}, the tokens are {expected}"
+    entries = meta.output_token_logprobs
+    if entries is None or len(entries) != len(output):
+        yield f"{entries and len(entries)} output_token_logprobs for {len(output)} tokens"
+    elif [entry[1] for entry in entries] != output:
+        yield "output_token_logprobs are of other tokens than output_ids"
+    if (finish := _finish(meta)).type not in _FINISH:
+        yield f"the server finished with {finish.type} ({finish.matched}), expected stop or length"
+    if params is not None:
+        yield from _find_wrong_end(request, output, finish, params, bounds)
+    versions = _versions(meta, len(output))
+    if (unknown := (versions < 0) | (versions > version)).any():
+        named = meta.weight_version if meta.weight_versions is None else [span.version for span in meta.weight_versions]
+        yield (
+            f"weight versions {named} are not those that megarl has set: expected one of 0..{version} for response "
+            f"token {unknown.argmax()}"
+        )
+
+
+def _find_wrong_end(
+    request: SampleRequest, output: Sequence[int], finish: _Finish, params: SamplingParams, bounds: Bounds
+) -> Iterator[str]:
+    """Yields what contradicts the limit, or the tokens that end a response."""
+    limit = limit_response(request, params, bounds.positions - 1)
+    asked = set(params.stop_token_ids)
+    ends = asked | bounds.end_tokens if asked else asked  # without, the server ignores the model's own too
+    size = len(output)
+    if size > limit:
+        yield f"the response has {size} tokens, expected at most {limit}"
+    if asked.intersection(output[:-1]):
+        yield f"the response goes on behind its end token, one of {sorted(asked)}"
+    if finish.type == "stop" and (output[-1] not in ends or finish.matched not in (None, output[-1])):
+        yield (
+            f"the server says that the response stopped at {finish.matched!r}, its last token is {output[-1]}, "
+            f"expected one of {sorted(ends)}"
+        )
+    is_cut_by_room = len(request.prompt_tokens) + size >= min(bounds.longest, bounds.positions) - ROOM_SLACK
+    if finish.type == "length" and size < limit and (output[-1] in ends or not is_cut_by_room):
+        yield f"the server says that the response was cut by its limit: it has {size} tokens, expected {limit}"
+
+
+def _require_logprobs(values: Sequence[float | None], label: str) -> np.ndarray:
+    """Returns float32 [output]; RolloutError for one that no honest engine gives."""
+    found = np.array([np.nan if value is None else value for value in values], np.float64)
+    wrong = ~((found >= LEAST_LOGPROB) & (found <= ROUNDING))  # NaN is in no range
+    if wrong.any():
+        token = int(wrong.argmax())
+        raise RolloutError(
+            f"{label}: the log-probability of response token {token} is {found[token]:.9g}, expected "
+            f"{LEAST_LOGPROB:g} to 0"
+        )
+    return np.minimum(found, 0.0).astype(np.float32)
+
+
+def _parse_nucleus(
+    meta: _Meta, output: np.ndarray, vocabulary: int, label: str
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """Returns float32 [output], log-probabilities within the ids that each token was drawn from; how many these are,
+    and which, ascending."""
+    sets, logprobs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
+    if sets is None or logprobs is None or {len(sets), len(logprobs)} != {len(output)}:
+        raise RolloutError(
+            f"{label}: the answer does not say which ids each of {len(output)} tokens was drawn from, which top_p "
+            "below 1 needs: take SGLang 0.5.20 or later, or set rollout.top_p = 1"
+        )
+    counts = np.fromiter(map(len, sets), np.int32)
+    owner, ids = np.repeat(np.arange(len(output)), counts), np.fromiter(chain.from_iterable(sets), np.int32)
+    if ids.max(initial=0) >= vocabulary:
+        raise RolloutError(f"{label}: a token was drawn from id {ids.max()}, expected 0..{vocabulary - 1}")
+    ids = ids[np.lexsort((ids, owner))]
+    if (np.bincount(owner[ids == output[owner]], minlength=len(output)) != 1).any():
+        raise RolloutError(f"{label}: a token is not among the ids that it was drawn from")
+    if ((np.diff(ids) == 0) & (np.diff(owner) == 0)).any():
+        raise RolloutError(f"{label}: an id is twice among those that a token was drawn from")
+    return _require_logprobs(logprobs, label), (counts, ids)
+
+
+def _versions(meta: _Meta, size: int) -> np.ndarray:
+    """int64 [size], of each response token; -1 where the answer names none, or none that is a number.
+
+    Newer servers name the version of each span of output tokens.
+    """
+    found = np.full(size, -1)
+    whole = _Span(start=0, end=size, version="none" if meta.weight_version is None else meta.weight_version)
+    for span in meta.weight_versions or [whole]:
+        text = str(span.version)
+        is_number = text.isascii() and text.isdecimal() and len(text) < 10
+        if 0 <= span.start <= span.end <= size:
+            found[span.start : span.end] = int(text) if is_number else -1
+    return found
+
+
+def _parse_routes(
+    request: SampleRequest, meta: _Meta, output: np.ndarray, shape: MoeShape
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns experts [T, L, K] and mask [T]; the last token and the known prefix have no row."""
+    label, known = request.label, request.known_rows
+    if meta.routed_experts is None:
+        raise TraceError(
+            f"{label}: the answer has no routed_experts although they were asked for: start the server with "
+            "--enable-return-routed-experts (SGLang 0.5.7 or later)"
+        )
+    tokens = np.concatenate([request.prompt_tokens, output])
+    trace = decode_routes(meta.routed_experts, len(tokens) - 1, shape, label, known, tokens[known:-1].tolist())
+    experts = np.zeros((len(tokens), *trace.experts.shape[1:]), trace.experts.dtype)
+    experts[known:-1] = trace.experts
+    mask = np.zeros(len(tokens), bool)
+    mask[known:-1] = present_rows(trace)
+    return experts, mask

@@ -1,0 +1,65 @@
+"""Examines the servers of a configuration before a run: their release, and whether megarl can use them."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Config
+from megarl.engines.sglang.http import key_named, server_info
+from megarl.engines.sglang.spec import SERVER_DTYPES, ServerSpec, command
+from megarl.engines.sglang.versions import CAPABILITIES, can, check_server, installed_release, parse_arguments
+from megarl.errors import MegarlError
+from megarl.models.fit import servers_record
+
+ASK_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """One environment for servers, or one server that runs already."""
+
+    where: str
+    """Path of the interpreter, or URL."""
+    release: str | None = None
+    """None if it is unknown."""
+    able: tuple[str, ...] = ()
+    """Names of its capabilities, see ``versions.CAPABILITIES``."""
+    warnings: tuple[str, ...] = ()
+    problem: str | None = None
+    """Why a run would refuse it, and what to do; None if it would not."""
+
+
+def examine(config: Config) -> list[Examined]:
+    """Asks each server in sglang.urls, or else the interpreter sglang.python; starts no server."""
+    return [_check(config, where) for where in config.sglang.urls or [str(config.sglang.python)]]
+
+
+def _predict_info(config: Config, python: str) -> Mapping[str, Any]:
+    """Returns what /server_info of a server with these settings will say, as far as its command line shows."""
+    settings = config.sglang
+    gpus, arguments = tuple(settings.gpus[: settings.tp]) or None, tuple(settings.arguments)
+    programs = config.model.path, python, SERVER_DTYPES[config.rollout.dtype], os.devnull
+    spec = ServerSpec(*programs, tp=settings.tp, gpus=gpus, routes=servers_record(config), extra_args=arguments)
+    # Servers that megarl starts have a key, which is not on the command line.
+    return {**parse_arguments(command(spec)), "api_key": True, "version": installed_release(Path(python))}
+
+
+def _check(config: Config, where: str) -> Examined:
+    release = None
+    try:
+        if config.sglang.urls:
+            info = server_info(where, key_named(config.sglang.api_key_env), ASK_S)
+        else:
+            info = _predict_info(config, where)
+        release = str(info.get("version"))
+        needs = config.sglang.tp, servers_record(config), config.rollout.top_p < 1, Path(config.model.path)
+        version, warnings = check_server(info, *needs)
+    except MegarlError as error:
+        return Examined(where, release, problem=str(error))
+    problem = None
+    if config.sglang.checksums and info.get("device") == "cpu" and not can(version, "checksums_on_cpu"):
+        problem = f"SGLang {release} gives no checksums on a CPU: take a later one, or sglang.checksums = false"
+    able = tuple(entry.name for entry in CAPABILITIES if can(version, entry.name))
+    return Examined(where, release, able, tuple(warnings), problem)

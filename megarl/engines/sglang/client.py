@@ -1,0 +1,378 @@
+"""Requests to SGLang servers: balanced, bounded, with a deadline, and repeated where the server was at fault.
+
+- **Balance.** A group's samples go to one server, whose prefix cache then serves them. Each server has no
+  more requests than ``Places`` at once. The others wait here, and go to another server only if theirs is full or away.
+- **Repeats.** A request waits again after a failure that may pass: the connection, an HTTP 5xx, a truncated or wrong
+  answer, the deadline. HTTP 408, 429 and 503 say that a server has no place now, and are waited for longer; 413, that
+  it takes no request of this size. An answer counts only once it has been checked.
+- **Ids.** Each attempt has an id of its own, which the answer must repeat: a late, repeated or exchanged answer has
+  another one. SGLang refuses an id that is in use, and aborts by prefixes of ids, so they are new and equally long.
+"""
+
+import asyncio
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from megarl.core.types import Rollout, SampleRequest
+from megarl.engines.protocol import Begin, OnFinish, Session, run_session
+from megarl.engines.sglang.http import Places, authorization, find_places, is_ready
+from megarl.errors import DataError, RequestError, RolloutError, TraceError
+from megarl.files.foreign_json import UNPACKED, parse_json, read_body, retry_after
+
+KEEP_CONNECTION_S = 3.0
+"""SGLang closes a connection that was idle for five seconds, even while a request is on its way."""
+BUFFER_BYTES = 1 << 20
+TICK_S = 1.0
+"""Interval of ``on_finish(0)``, in which the trainer may end the wait for long responses."""
+RETURN_POLL_S = 0.5
+"""Time between two questions whether a server is back."""
+OPEN_S = 2.0
+"""How long a session waits at its beginning for a server that does not say which weights, or places, it has."""
+BUSY = (408, 429, 503)
+"""HTTP status of a server, or of a proxy, that has no place now."""
+TOO_LARGE = 413
+BACKOFF_S = 0.5
+"""Wait before a request is sent again, which doubles from one attempt to the next."""
+MAX_WAIT_S = 30.0
+"""Longest wait before a request is sent again, whatever its Retry-After says."""
+MAX_ANSWER_BYTES = 1 << 30
+"""Of the answer to a request of unknown length."""
+UNKNOWN = Places(64)
+"""Of a server that does not say how much it has room for."""
+
+Decode = Callable[[SampleRequest, Any, str, str], Rollout]
+"""(request, answer, URL of the server, id of the attempt) -> rollout; RolloutError or TraceError for a wrong answer."""
+Tell = Callable[[str], None]
+Body = Callable[[SampleRequest], dict[str, Any]]
+Limit = Callable[[SampleRequest], int]
+"""Returns the longest honest answer to a request, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSettings:
+    """Load on the servers, and how long they may take."""
+
+    concurrency: int | None = None
+    """Requests that one server has at a time; None: as many as it says it has room for."""
+    clients: int = 1
+    """Clients like this one, which share the servers' room."""
+    deadline_s: float = 600.0
+    """Longest time from sending a request to the whole answer."""
+    attempts: int = 4
+    """How often one request may fail (bad answer or deadline) before the rollout does."""
+    losses: int = 30
+    """How often one request may be lost with its connection, or find a server busy, before the rollout fails."""
+    recovery_s: float = 300.0
+    """How long a server may be away before it counts as down; the rollout fails when all are."""
+    api_key: str | None = None
+    """Sent as a bearer token."""
+    compact_routes: bool = True
+    """Ask for routes in the short form, which servers with megarl's plugin know and others ignore."""
+
+
+class RetryError(Exception):
+    """A failure that another attempt may not meet."""
+
+
+class AwayError(RetryError):
+    """The server could not be reached, or went away during an answer: not the request's fault."""
+
+
+class WrongAnswerError(RetryError):
+    """The server gave an answer that cannot be true."""
+
+
+class RefusedError(RetryError):
+    """The server did not serve the request."""
+
+    def __init__(self, message: str, status: int, wait_s: float) -> None:
+        super().__init__(message)
+        self.status, self.wait_s = status, wait_s
+
+
+@dataclass(eq=False)
+class _Job:
+    request: SampleRequest
+    answer: asyncio.Future[Rollout]
+    """Cancelled if its episode does not wait any more."""
+    tokens: int
+    """That it is expected to take in a server's cache."""
+    failures: int = 0
+    losses: int = 0
+    waits: int = 0
+    """How often its server was busy."""
+
+
+@dataclass(eq=False)
+class _Server:
+    url: str
+    queue: deque[_Job] = field(default_factory=deque)
+    """Requests of its own groups."""
+    busy: int = 0
+    tokens: int = 0
+    """Of the requests that it has."""
+    away: bool = False
+    """Does not answer at the moment, and gets no requests."""
+    down: bool = False
+    """Was away for too long, and is not asked any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What ``converse`` was given."""
+
+    body: Body
+    decode: Decode
+    on_finish: OnFinish
+    version: str | None
+    limit: int
+    max_bytes: Limit
+
+
+class SGLangClient:
+    """Sends ``/generate`` requests to the servers at ``urls``."""
+
+    def __init__(
+        self, urls: Sequence[str], settings: ClientSettings, headers: Mapping[str, str] = {}, tell: Tell = print
+    ) -> None:
+        """``headers`` go with every request. ``tell`` gets a line for the first event of a kind in a ``converse``."""
+        if not urls:
+            raise RolloutError("there is no SGLang server to send requests to")
+        self.urls = list(urls)
+        self.settings = settings
+        self.headers = authorization(settings.api_key) | UNPACKED | dict(headers)
+        self.tell = tell
+        self.counts = Counter[str]()
+        """Of the last ``converse``, see ``Engine.answer_counts``."""
+        self.places: dict[str, Places] = {}
+        """By URL, of the servers that have said it."""
+
+    def converse(
+        self,
+        begin: Begin,
+        body: Body,
+        decode: Decode,
+        on_finish: OnFinish = None,
+        version: str | None = None,
+        limit: int = 0,
+        max_bytes: Limit = lambda request: MAX_ANSWER_BYTES,
+    ) -> None:
+        """See ``Engine.converse``; RolloutError if a request keeps failing, naming the last failure.
+
+        A server gets no requests while its weights are not called ``version`` (None: any). ``limit``: longest response.
+        RequestError, from the request that it concerns, if no server takes one of its size.
+        """
+
+        self.counts.clear()
+        call = _Call(body, decode, on_finish, version, limit, max_bytes)
+
+        async def run() -> None:
+            # trust_env: servers are near, often on the loopback address, and no proxy may come between.
+            async with aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_CONNECTION_S),
+                headers=self.headers,
+                timeout=aiohttp.ClientTimeout(total=None),
+                read_bufsize=BUFFER_BYTES,
+                auto_decompress=False,  # ``read_body`` unpacks up to a limit
+                trust_env=False,
+            ) as http:
+                await _RequestSession(self, http, call).run_episodes(begin)
+
+        run_session(run())
+
+    def count(self, event: str, line: str, number: int = 1) -> None:
+        """Count an event of ``Engine.answer_counts``; the first of a ``converse`` is told."""
+        if not self.counts[event]:
+            self.tell(f"warning: {line}")
+        self.counts[event] += number
+
+
+class _RequestSession(Session):
+    def __init__(self, client: SGLangClient, http: aiohttp.ClientSession, call: _Call) -> None:
+        super().__init__()
+        self._servers = [_Server(url) for url in client.urls]
+        self._client, self._settings, self._http, self._call = client, client.settings, http, call
+        self._is_open = call.version is None and self._settings.concurrency is not None
+        self._helpers: list[asyncio.Task[None]] = []
+        """Tasks that end with the last episode: the ticks, and waits for servers that are away."""
+        self._serving: dict[asyncio.Future[Rollout], asyncio.Task[None]] = {}
+
+    async def run_episodes(self, begin: Begin) -> None:
+        async with self._tasks:
+            begin(self)
+            if self._episodes:
+                self._helpers += [self._tasks.create_task(work) for work in (self._tick(), self._open())]
+
+    async def _tick(self) -> None:
+        while self._call.on_finish is not None:
+            await asyncio.sleep(TICK_S)
+            self._call.on_finish(0)
+
+    async def _open(self) -> None:
+        """Begin with the servers that have the weights of this session; one that is fresh or behind is awaited."""
+        version, servers = self._call.version, self._servers if not self._is_open else ()
+        asked = (is_ready(self._http, server.url, version, timeout_s=OPEN_S, asks_health=False) for server in servers)
+        answers, _ = await asyncio.gather(asyncio.gather(*asked), asyncio.gather(*map(self._learn_places, servers)))
+        for server, ready in zip(servers, answers, strict=True):
+            if not ready:
+                self._lose(server, AwayError(f"{server.url} does not answer with weights {version}"))
+        self._is_open = True
+        self._assign()
+
+    async def _learn_places(self, server: _Server) -> None:
+        if server.url not in self._client.places:
+            found = await find_places(self._http, server.url, self._settings.clients, OPEN_S)
+            self._client.places |= {} if found is None else {server.url: found}
+
+    async def sample(self, request: SampleRequest) -> Rollout:
+        answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
+        queue = self._servers[request.group % len(self._servers)].queue
+        # A response is expected to take half of its limit, and on its way there half of that on average.
+        job = _Job(request, answer, len(request.prompt_tokens) + self._call.limit // 4)
+        # A later turn goes first: the prefix of its episode is still in the server's cache.
+        queue.appendleft(job) if request.known_rows else queue.append(job)
+        # Defer, so that a request does not take another group's preferred server.
+        asyncio.get_running_loop().call_soon(self._assign)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if answer in self._serving:  # closing its connection makes the server abort the request
+                self._serving[answer].cancel()
+            raise
+
+    def _after_episode(self) -> None:
+        if not self._episodes:
+            for task in self._helpers:
+                task.cancel()
+
+    def _assign(self) -> None:
+        """Give every server that answers as many requests as it may have."""
+        for server in self._servers if self._is_open else ():
+            while not self._is_blocked(server) and (job := self._next(server)) is not None:
+                server.busy += 1
+                server.tokens += job.tokens
+                serving = self._tasks.create_task(self._serve(server, job))
+                self._serving[job.answer] = serving
+                serving.add_done_callback(lambda task, server=server, job=job: self._release(server, job, task))
+
+    def _is_blocked(self, server: _Server) -> bool:
+        number = self._settings.concurrency
+        places = Places(number) if number is not None else self._client.places.get(server.url, UNKNOWN)
+        return server.away or server.busy >= places.requests or (server.busy > 0 and server.tokens >= places.tokens)
+
+    def _next(self, server: _Server) -> _Job | None:
+        """Take a request of the server's own groups, else the newest of the longest queue of a blocked server."""
+        while True:
+            blocked = [other.queue for other in self._servers if other.queue and self._is_blocked(other)]
+            if server.queue:
+                job = server.queue.popleft()
+            elif blocked:
+                job = max(blocked, key=len).pop()
+            else:
+                return None
+            if not job.answer.cancelled():
+                return job
+
+    async def _serve(self, server: _Server, job: _Job) -> None:
+        """Send a request; set its answer, or queue it again."""
+        settings, rid = self._settings, uuid.uuid4().hex
+        try:
+            async with asyncio.timeout(settings.deadline_s):
+                answer = await self._post(server.url, self._call.body(job.request) | {"rid": rid}, job.request)
+            try:
+                rollout = self._call.decode(job.request, answer, server.url, rid)
+            except (RolloutError, TraceError) as error:
+                raise WrongAnswerError(f"{server.url}: {error}") from error
+        except AwayError as failure:
+            job.losses += 1
+            if job.losses >= settings.losses:
+                raise RolloutError(
+                    f"{job.request.label}: lost {job.losses} times with its connection, the last: {failure}; if this "
+                    "request ends the server, its log says why"
+                ) from failure
+            server.queue.appendleft(job)
+            self._lose(server, failure)
+        except (RetryError, TimeoutError) as failure:
+            await self._repeat(server, job, failure)
+        else:
+            if not job.answer.done():
+                job.answer.set_result(rollout)
+            if self._call.on_finish is not None:
+                self._call.on_finish(1)
+
+    async def _repeat(self, server: _Server, job: _Job, failure: RetryError | TimeoutError) -> None:
+        """Queue a request at the next server after a while, or give it up."""
+        settings = self._settings
+        reason = str(failure) or f"{server.url}: no answer within {settings.deadline_s} s"
+        status, wait_s = (failure.status, failure.wait_s) if isinstance(failure, RefusedError) else (0, 0.0)
+        if isinstance(failure, WrongAnswerError):
+            self._client.count("wrong_answers", f"a wrong answer, which is asked for again: {reason}")
+        elif status:
+            self._client.count("refused_requests", f"a request that was not served is sent again: {reason}")
+        if status in BUSY:
+            job.waits += 1
+        else:
+            job.failures += 1
+        tries = job.failures + job.waits
+        if job.failures >= settings.attempts or job.waits >= settings.losses:
+            last = f"{job.request.label}: {tries} attempts failed, the last: {reason}"
+            if status != TOO_LARGE:
+                raise RolloutError(last) from failure
+            if not job.answer.done():
+                job.answer.set_exception(RequestError(f"{last}; raise the limit of this server or proxy"))
+            return
+        await asyncio.sleep(max(wait_s, min(BACKOFF_S * 2 ** (tries - 1), MAX_WAIT_S / 2)))
+        following = (self._servers.index(server) + 1) % len(self._servers)
+        self._servers[following].queue.append(job)
+
+    def _release(self, server: _Server, job: _Job, task: asyncio.Task[None]) -> None:
+        """Called when a request was answered, queued again or cancelled."""
+        server.busy -= 1
+        server.tokens -= job.tokens
+        if self._serving.get(job.answer) is task:  # else it was sent again already
+            del self._serving[job.answer]
+        if task.cancelled() or task.exception() is None:
+            self._assign()
+
+    async def _post(self, url: str, body: dict[str, Any], request: SampleRequest) -> Any:
+        limit = self._call.max_bytes(request)
+        try:
+            async with self._http.post(f"{url}/generate", json=body, allow_redirects=False) as response:
+                status, wait_s = response.status, retry_after(response.headers, MAX_WAIT_S)
+                answer = await read_body(response, f"{url}/generate", limit)
+            if status == 200:
+                return parse_json(answer, f"{url}/generate", limit)
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            raise AwayError(f"{url}: {type(error).__name__}: {error}") from error
+        except aiohttp.ClientError as error:
+            raise RetryError(f"{url}: {type(error).__name__}: {error}") from error
+        except DataError as error:
+            raise WrongAnswerError(str(error)) from error
+        told = f"HTTP {status}: {answer[:300].decode('utf-8', errors='replace')}"
+        if status >= 500 or status in (*BUSY, TOO_LARGE):
+            raise RefusedError(f"{url}: {told}", status, wait_s)
+        raise RolloutError(f"{url} refuses the request, {told}")
+
+    def _lose(self, server: _Server, failure: AwayError) -> None:
+        if not server.away:
+            server.away = True
+            self._helpers.append(self._tasks.create_task(self._await_return(server, failure)))
+
+    async def _await_return(self, server: _Server, failure: AwayError) -> None:
+        """Assign requests to a server again when it has its weights; RolloutError if all servers stay away."""
+        until = asyncio.get_running_loop().time() + self._settings.recovery_s
+        while asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(RETURN_POLL_S)
+            if await is_ready(self._http, server.url, self._call.version):
+                await self._learn_places(server)
+                server.away = False
+                self._assign()
+                return
+        server.down = True
+        if all(other.down for other in self._servers):
+            raise RolloutError(f"all {len(self._servers)} SGLang servers are down, the last failure: {failure}")

@@ -1,0 +1,224 @@
+"""The engine on SGLang servers: requests over HTTP, and weights through the fleet.
+
+Every rank of the trainer sends its own requests to the same servers. One rank, with the fleet, sends the weights.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.core.types import Rollout, SampleRequest, WeightShare
+from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, check_prompt, limit_response
+from megarl.engines.sglang.answers import Bounds, is_sealed, longest_answer, num_retractions, parse_answer
+from megarl.engines.sglang.client import UNKNOWN, ClientSettings, SGLangClient, Tell
+from megarl.engines.sglang.fleet import Fleet
+from megarl.engines.sglang.plugin.compact import make_header
+from megarl.engines.sglang.transports.ipc import Helper
+from megarl.engines.sglang.transports.sources import Source
+from megarl.engines.weights import WeightForm
+from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
+from megarl.models.shapes import MoeShape
+
+MOST_DRAWN_FROM = 4000
+"""With top_p below 1 the server draws from no more ids than this: it returns 4096 at most, ties included."""
+
+
+class SGLangEngine(Engine):
+    """Samples with the servers at ``urls``.
+
+    Two runs with the same seeds draw different responses: SGLang samples deterministically only with some GPU attention
+    backends.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        config: Mapping[str, Any],
+        *,
+        fleet: Fleet | None,
+        helper: Helper | Source | None = None,
+        share: WeightShare | None = None,
+        agree: Callable[[MegarlError | None], None] | None = None,
+        settings: ClientSettings | None = None,
+        form: WeightForm | None = None,
+        tell: Tell = print,
+    ) -> None:
+        """config: the model's config.json.
+        fleet: given to one of the ranks that share the servers; it sends the weights, in ``form`` (None: bf16).
+        helper: given to the others that make handles of their memory for the servers, or send a part of the weights.
+        share: given to all ranks where several send a part each.
+        agree: a barrier of those ranks, which raises on all of them if it gets an error on one.
+        tell: gets a line about wrong answers.
+        """
+        settings = settings or ClientSettings()
+        self._shape = MoeShape.of(config)
+        self._client = SGLangClient(urls, settings, make_header(self._shape) if settings.compact_routes else {}, tell)
+        self._sealing: set[str] = set()
+        """URLs of servers with megarl's plugin: all their answers are sealed."""
+        if config.get("model_type") in ("qwen2_moe", "qwen3_moe") and self._shape.dense_layers:
+            raise ConfigError(
+                f"only layers {self._shape.moe_layers} of {self._shape.num_layers} have experts: SGLang's Qwen models "
+                "have experts in every layer and would compute something else (mlp_only_layers, decoder_sparse_step); "
+                'set rollout.engine = "local", or take a model without dense layers'
+            )
+        self._positions = int(config.get("max_position_embeddings") or 1 << 30)
+        self._vocabulary = int(config.get("vocab_size") or 1 << 31)
+        ends = config.get("eos_token_id")
+        self._bounds = Bounds(
+            self._vocabulary, self._positions, frozenset([] if ends is None else np.ravel(ends).tolist())
+        )
+        self._fleet, self._helper, self._agree = fleet, helper, agree or _raise
+        self._share = share
+        self._form = form or WeightForm(torch.bfloat16)
+        self._sync_seconds: dict[str, float] = {}
+        self._sampling = False
+        self._version = -1
+        self._complete = False
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    @property
+    def receives_weights(self) -> bool | WeightShare:
+        return self._share if self._share is not None else self._fleet is not None or self._helper is not None
+
+    @property
+    def sync_seconds(self) -> Mapping[str, float]:
+        """Of gather, quantise and send, and those of sending that were hidden; empty on ranks that send nothing."""
+        return self._sync_seconds
+
+    @property
+    def answer_counts(self) -> Mapping[str, int]:
+        return self._client.counts
+
+    def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
+        """See ``Engine.converse``. WeightSyncError while an update is incomplete."""
+        if not self._complete:
+            raise WeightSyncError("the servers have no complete weights: update_weights first, and look for its error")
+        shape = self._shape if params.return_routed_experts else None
+        if shape is not None and not shape.moe_layers:
+            raise RolloutError("the servers' model has no experts: set return_routed_experts to False")
+
+        def decode(request: SampleRequest, answer: Any, url: str, rid: str) -> Rollout:
+            bounds = replace(self._bounds, longest=self._client.places.get(url, UNKNOWN).longest)
+            rollout = parse_answer(request, answer, self._version, shape, rid, params, bounds)
+            if retractions := num_retractions(answer):
+                self._client.count(
+                    "retractions",
+                    f"{url} has dropped a running response and computed it again, because its cache was full: its "
+                    "routes are those of the second pass; give the server more memory, or lower sglang.concurrency",
+                    retractions,
+                )
+            if is_sealed(answer):
+                self._sealing.add(url)
+            elif url in self._sealing:
+                raise RolloutError(f"{url} answers without the seal of megarl's plugin, and has sealed before")
+            found = set(rollout.weight_versions.tolist())
+            if found != {self._version}:
+                raise RolloutError(
+                    f"{request.label}: made with weight versions {sorted(found)}, expected {self._version} alone"
+                )
+            return rollout
+
+        self._sampling = True
+        try:
+            self._client.converse(
+                begin,
+                lambda request: self._make_body(request, params),
+                decode,
+                on_finish,
+                version=str(self._version),
+                limit=params.max_response_tokens,
+                max_bytes=lambda request: longest_answer(
+                    len(request.prompt_tokens) + params.max_response_tokens, shape, params, MOST_DRAWN_FROM
+                ),
+            )
+        finally:
+            self._sampling = False
+
+    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """See ``Engine.update_weights``; collective over the ranks that share the servers.
+
+        It waits for every rank, because an update aborts all running requests. WeightSyncError on all ranks if one
+        still samples in another thread.
+        """
+        busy = "responses are being sampled: wait for generate to return before the weights change"
+        self._agree(WeightSyncError(busy) if self._sampling else None)
+        self._complete = False
+        outstanding = iter(tensors)
+
+        def send() -> None:
+            if (sender := self._fleet or self._helper) is not None:
+                self._sync_seconds = sender.update(outstanding, version, self._form)
+
+        failure = self._try(send)
+        for _ in outstanding:  # gathering a sharded model is collective: every rank must reach the end
+            pass
+        self._agree(failure)
+        self._version, self._complete = version, True
+
+    def prove_weights(self) -> bool:
+        return self._fleet is not None and self._fleet.prove()
+
+    def rest(self) -> None:
+        self._complete, self._version = False, -1
+        self._agree(self._try(lambda: self._fleet and self._fleet.rest()))
+
+    def close(self) -> None:
+        """Stop the servers that this rank has started."""
+        if self._fleet is not None:
+            self._fleet.close()
+        if isinstance(self._helper, Source):
+            self._helper.close()
+
+    def _try(self, step: Callable[[], object]) -> MegarlError | None:
+        """Runs a step of this rank; returns its error, which all ranks then raise."""
+        try:
+            step()
+        except (RolloutError, WeightSyncError) as error:
+            return error
+        return None
+
+    def _make_body(self, request: SampleRequest, params: SamplingParams) -> dict[str, Any]:
+        # The last position stays free: a server refuses a request that could fill it.
+        check_prompt(request, params, self._vocabulary)
+        limit = limit_response(request, params, self._positions - 1)
+        if not 0 <= request.known_rows <= len(request.prompt_tokens):
+            raise RolloutError(
+                f"{request.label}: known_rows is {request.known_rows}, expected "
+                f"0..{len(request.prompt_tokens)}, the prompt"
+            )
+        return {
+            "input_ids": request.prompt_tokens.tolist(),
+            "sampling_params": {
+                # All named, because the server takes the others from the model's generation_config.json.
+                "temperature": params.temperature,
+                "top_p": params.top_p if params.has_nucleus else 1.0,
+                # SGLang returns ids of a top_p below 1 with a top_k only.
+                "top_k": min(MOST_DRAWN_FROM, self._vocabulary) if params.has_nucleus else -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                "max_new_tokens": limit,
+                "stop_token_ids": list(params.stop_token_ids),
+                "ignore_eos": not params.stop_token_ids,  # else the server stops at the model's own eos too
+                "skip_special_tokens": False,
+            },
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "return_sampling_mask": params.has_nucleus,
+            "return_prompt_token_ids": True,  # instead of them, megarl's plugin sends a seal
+            "return_routed_experts": params.return_routed_experts,
+            "routed_experts_start_len": request.known_rows,
+            "stream": False,
+        }
+
+
+def _raise(failure: MegarlError | None) -> None:
+    if failure is not None:
+        raise failure

@@ -1,0 +1,143 @@
+"""What all requests to SGLang servers share: the API key, limits on answers, and paths that differ between releases."""
+
+import asyncio
+import math
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import httpx
+from pydantic import BaseModel, Field, TypeAdapter
+
+from megarl.errors import ConfigError, DataError, RolloutError
+from megarl.files.foreign_json import UNPACKED, check_types, join_body, parse_json, read_body
+
+MAX_BYTES = 64 << 20
+"""Of an answer about a server or an update; the longest honest one holds the checksums of all tensors."""
+
+SERVER_INFO = ("server_info", "get_server_info")
+"""Paths that return the release and arguments; older releases know only the second."""
+MODEL_INFO = ("model_info", "get_model_info")
+"""Paths that return the version of the weights; older releases know only the second."""
+
+
+def key_named(variable: str | None) -> str | None:
+    """Returns the API key in a variable of the environment; None without a name, ConfigError without the variable."""
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise ConfigError(f"sglang.api_key_env: the environment has no variable {variable}; export it")
+    return os.environ[variable]
+
+
+def authorization(api_key: str | None) -> dict[str, str]:
+    """Returns the headers that carry an API key; none without a key."""
+    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+
+
+def request(
+    http: httpx.Client, method: str, path: str, body: Any = None, timeout_s: httpx.Timeout | float | None = None
+) -> httpx.Response:
+    """Returns the answer to a request, read up to MAX_BYTES; httpx.HTTPError without one, DataError for a wrong one."""
+    timeout = http.timeout if timeout_s is None else timeout_s
+    with http.stream(method, path, json=body, timeout=timeout, headers=UNPACKED, follow_redirects=False) as answer:
+        source = str(answer.url)
+        content = join_body(answer.status_code, answer.headers, answer.iter_raw(), source, MAX_BYTES)
+    kept = {name: answer.headers[name] for name in ("content-type",) if name in answer.headers}
+    return httpx.Response(answer.status_code, headers=kept, content=content, request=answer.request)
+
+
+def read_object(answer: httpx.Response) -> dict[str, Any]:
+    """Returns the JSON object that an answer is; DataError if it is none."""
+    found = parse_json(answer.content, str(answer.url), MAX_BYTES)
+    if not isinstance(found, dict):
+        raise DataError(f"{answer.url} answers {answer.text[:300]!r}, expected a JSON object")
+    return found
+
+
+def server_info(url: str, api_key: str | None, timeout_s: float = 60.0) -> dict[str, Any]:
+    """Returns the "version" and the arguments of a running server; RolloutError if it does not answer."""
+    try:
+        with httpx.Client(headers=authorization(api_key), timeout=timeout_s, trust_env=False) as http:
+            answer = request(http, "GET", f"{url}/{SERVER_INFO[0]}")
+            if answer.status_code == 404:
+                answer = request(http, "GET", f"{url}/{SERVER_INFO[1]}")
+        found = read_object(answer.raise_for_status())
+        return {**found, "version": str(found["version"])}
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
+        raise RolloutError(f"no SGLang server answers at {url} ({error!r}); start it, or correct the URL") from error
+
+
+class _Replica(BaseModel):
+    effective_max_running_requests_per_dp: int = Field(ge=1, le=1 << 40)
+
+
+class _Room(BaseModel):
+    """What ``/server_info`` says of it."""
+
+    internal_states: list[_Replica] = Field(min_length=1)
+    max_total_num_tokens: int = Field(ge=1, le=1 << 60)
+    context_length: int | None = None
+
+
+_ROOM = TypeAdapter(_Room)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """How much a server has room for at a time, or the part of it that one of several clients may take."""
+
+    requests: int
+    tokens: float = math.inf
+    """Of prompts and responses in its cache."""
+    longest: float = math.inf
+    """Tokens of one prompt and response, in its cache or its context: about there the server cuts a response."""
+
+    @classmethod
+    def of(cls, info: Any, clients: int = 1) -> "Places | None":
+        """Read what ``/server_info`` says, and divide it by ``clients``; None if it does not say."""
+        try:
+            room = check_types(_ROOM, info, "/server_info")
+        except DataError:
+            return None
+        running = [state.effective_max_running_requests_per_dp for state in room.internal_states]
+        longest = min(room.max_total_num_tokens, room.context_length or math.inf)
+        return cls(max(1, sum(running) // clients), room.max_total_num_tokens * len(running) / clients, longest)
+
+
+async def _ask(http: aiohttp.ClientSession, url: str, paths: Sequence[str]) -> Any:
+    """The JSON at the first of these paths that a server knows; None if it knows none."""
+    for path in paths:
+        async with http.get(f"{url}/{path}", allow_redirects=False) as response:
+            if response.status == 200:
+                return parse_json(await read_body(response, f"{url}/{path}", MAX_BYTES), f"{url}/{path}", MAX_BYTES)
+    return None
+
+
+async def find_places(http: aiohttp.ClientSession, url: str, clients: int, timeout_s: float) -> Places | None:
+    """Ask a server how much it has room for; None if it does not say in time."""
+    with suppress(aiohttp.ClientError, TimeoutError, DataError):
+        async with asyncio.timeout(timeout_s):
+            return Places.of(await _ask(http, url, SERVER_INFO), clients)
+    return None
+
+
+async def is_ready(
+    http: aiohttp.ClientSession, url: str, version: str | None, *, timeout_s: float = 20.0, asks_health: bool = True
+) -> bool:
+    """Whether a server is healthy, which it says after a second, and has the weights ``version`` (None: any)."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            if asks_health:
+                async with http.get(f"{url}/health", allow_redirects=False) as response:
+                    if response.status != 200:
+                        return False
+            if version is None:
+                return True
+            found = await _ask(http, url, MODEL_INFO)  # a restarted server is healthy before it has them
+            return isinstance(found, dict) and str(found.get("weight_version")) == version
+    except (aiohttp.ClientError, TimeoutError, DataError):
+        return False

@@ -1,0 +1,211 @@
+"""Looks after the servers of a fleet, each in a thread of its own, so that several come back at the same time.
+
+A server that died is restarted on its old port; somebody else's server is awaited. Then it gets the weights of the last
+complete update. A fresh server names its weights "default", which no rollout accepts, so it answers no request before
+that. An update that begins meanwhile is not kept waiting: the keeper stops after the bucket that it is sending, and the
+update takes the server along, or the next look sends the new weights.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megarl.engines.sglang.member import Member, Update
+from megarl.engines.sglang.server import Server
+from megarl.errors import RolloutError, WeightSyncError
+
+FRESH = "default"
+"""SGLang's name for the weights of a server that has not been given any."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """How long a fleet waits."""
+
+    start_deadline_s: float = 300.0
+    """Longest start of a server."""
+    hang_s: float = 120.0
+    """A server that fails its health checks for this long is killed and restarted."""
+    max_restarts: int = 20
+    """Restarts of one server before the fleet gives it up."""
+    poll_s: float = 0.5
+    """Time between two looks at the processes."""
+    health_s: float = 10.0
+    """Time between a passed check and the next one, in which the scheduler tells its state."""
+    generate_s: float = 300.0
+    """Time between two checks in which an idle server generates a token."""
+
+
+@dataclass
+class FleetState:
+    """What a fleet tells its keepers."""
+
+    settings: FleetSettings
+    prompt: Callable[[], list[int]]
+    """Of the proofs."""
+    last: Update | None = None
+    """The last complete update; None during an update, so that no server is sent half of one."""
+    updating: threading.Event = field(default_factory=threading.Event)
+    """Servers are paused, or have released their memory."""
+    no_starts: threading.Event = field(default_factory=threading.Event)
+    """The trainer needs the servers' memory, or the fleet is closed."""
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def kept(self) -> Update | None:
+        """This update, if there is a copy of it."""
+        return self.last if self.last is not None and self.last.copy is not None else None
+
+
+class Keeper(threading.Thread):
+    """Looks after one server until the fleet has ended."""
+
+    def __init__(self, member: Member, state: FleetState) -> None:
+        super().__init__(name=f"keeper of {member.url}", daemon=True)
+        self.member, self._state = member, state
+
+    def run(self) -> None:
+        while not self._state.ended.wait(self._state.settings.poll_s):
+            with self._telling_failure("could not be looked after"):
+                self.look()
+
+    def look(self) -> None:
+        """See whether the server is alive and up to date, and do what is missing."""
+        if self.member.process is None:
+            self._look_at_stranger()
+        elif self._is_behind():
+            with self.member.lock:
+                if self._is_behind():  # else an update had the lock
+                    self.send_copy()
+        elif self.needs_restart() and not self._state.no_starts.is_set():
+            self.restart()
+
+    def needs_restart(self) -> bool:
+        """Whether the process is dead and not given up; kills one that has failed its health checks for too long.
+
+        A server that passed is not checked again for a while. During an update it is paused and would fail.
+        """
+        member, settings = self.member, self._state.settings
+        assert member.process is not None
+        dead = not member.process.alive
+        if not dead and time.monotonic() - member.checked_at >= settings.health_s:
+            if self._state.updating.is_set():
+                member.silent_since = None
+            elif self._passes_check(member.process):
+                member.silent_since, member.checked_at = None, time.monotonic()
+            else:
+                member.silent_since = member.silent_since or time.monotonic()
+                if dead := time.monotonic() - member.silent_since > settings.hang_s:
+                    member.tell(f"{member.url} has not answered for {settings.hang_s:.0f} s: killed")
+                    member.process.kill()
+        return dead and member.restarts <= settings.max_restarts
+
+    def _passes_check(self, process: Server) -> bool:
+        """A scheduler that is stuck does not tell its state; one that runs and generates nothing is found later."""
+        if time.monotonic() - self.member.generated_at < self._state.settings.generate_s:
+            return process.responds()
+        passed = process.healthy()
+        if passed:
+            self.member.generated_at = time.monotonic()
+        return passed
+
+    def restart(self) -> None:
+        """Start the server again and send it the weights; tell it if that fails."""
+        member = self.member
+        assert member.process is not None
+        with member.lock:
+            member.leave()
+            member.restarts += 1
+            member.silent_since = None
+            if member.restarts > self._state.settings.max_restarts:
+                return member.tell(f"{member.url} died {member.restarts} times and is given up")
+            member.tell(f"{member.url} is dead: starting it again (restart {member.restarts})")
+            with self._telling_failure("could not be started again"):
+                member.process.start()
+                member.process.wait_ready(self._state.settings.start_deadline_s, self._state.no_starts)
+                self._rejoin()
+        return None
+
+    def send_copy(self) -> None:
+        """Send the server the last complete update, unless another one begins. The member's lock is held.
+
+        Tells it if that fails; a server that was started here is then killed, and the next look starts it again.
+        """
+        with self._telling_failure("could not take weights"):
+            self._rejoin()
+
+    def _rejoin(self) -> None:
+        member, last = self.member, self._state.kept
+        member.leave()
+        member.connect()
+        member.sender.begin()  # a server that hangs fails here, and keeps no update waiting
+        member.sender.name(FRESH)  # whatever weights it has, no rollout accepts them
+        member.ready = True
+        if last is None:
+            return member.sender.resume()
+        try:
+            self._send(last)
+        except WeightSyncError:
+            if self._state.last is last:  # else its folder may have been removed
+                raise
+        return None
+
+    def _send(self, last: Update) -> None:
+        member = self.member
+        if isinstance(last.copy, Path):
+            member.sender.load_from_disk(str(last.copy))
+        else:
+            for bucket in last.copy or ():
+                if self._state.last is not last:
+                    return
+                member.sender.send(bucket)
+        member.sender.finish(last.version)
+        if last.checksums is not None:
+            member.compare_checksums(member.sender.checksums(), last.checksums)
+        if self._state.last is last:
+            member.sender.resume()
+            member.settle(last, self._state.prompt())
+
+    def _is_behind(self) -> bool:
+        """Whether the server lacks the weights that are kept, or was late in an update."""
+        member, kept = self.member, self._state.kept
+        if not member.ready:
+            return member.process is not None and member.process.alive and not self._state.updating.is_set()
+        return kept is not None and member.holds is not kept
+
+    def _look_at_stranger(self) -> None:
+        """Send somebody else's server the weights if it lacks them; asked less often than processes are looked at.
+
+        Weights under any other name were sent by somebody else, and stay.
+        """
+        member, last = self.member, self._state.kept
+        if self._state.updating.is_set() or time.monotonic() - member.checked_at < 4 * self._state.settings.poll_s:
+            return
+        member.checked_at = time.monotonic()
+        name = member.find_version() if member.connection is not None else FRESH
+        if name is None:
+            member.ready = False
+        elif last is not None and member.holds is last and name != FRESH:
+            member.ready = True
+        elif last is not None or not member.ready:
+            with member.lock:  # perhaps of an update or a proof, which has sent the weights itself
+                sent = last is not None and member.holds is last and member.find_version() != FRESH
+                if self._state.kept is last and not sent:
+                    self.send_copy()
+
+    @contextmanager
+    def _telling_failure(self, what: str) -> Iterator[None]:
+        member = self.member
+        try:
+            yield
+        except Exception as error:  # of a server that may answer anything, or of a full disk: the keeper stays
+            member.leave()
+            if member.process is not None:
+                with suppress(RolloutError):  # processes that are left fail the next start, which tells it
+                    member.process.kill()
+            if str(error) != member.said and not self._state.no_starts.is_set():
+                member.said = str(error)
+                member.tell(f"{member.url} {what}: {error}")

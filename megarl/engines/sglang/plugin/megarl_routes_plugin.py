@@ -1,0 +1,121 @@
+"""What SGLang loads: rewrites the routing traces of answers to clients that ask for the short form, and seals them.
+
+The rewriting stands at the last step of a request, in the process that talks HTTP and in a thread of its own, so that
+neither the scheduler nor other requests wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import logging
+import sys
+from collections.abc import AsyncIterator, Callable
+from multiprocessing import parent_process
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megarl.models.shapes import MoeShape
+
+MODULE = "sglang.srt.managers.tokenizer_manager"
+TARGET = "TokenizerManager.generate_request"
+IN_THREAD_FROM = 1 << 16
+"""Characters of a trace; a shorter one is rewritten sooner than a thread takes over."""
+
+log = logging.getLogger("megarl.routes")
+
+
+def activate() -> None:
+    """Hook into this process if it is one that answers requests; called by SGLang in each of its processes.
+
+    Leaves an SGLang that it does not know as it is, and says so in the log.
+    """
+    if parent_process() is not None and MODULE not in sys.modules:
+        return  # a scheduler or detokenizer
+    try:
+        import_megarl()
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        manager, method = TARGET.split(".")
+        found = getattr(getattr(importlib.import_module(MODULE), manager), method)
+        names = list(inspect.signature(found).parameters)
+        if not inspect.isasyncgenfunction(found) or names[:3] != ["self", "obj", "request"]:
+            raise AttributeError(f"{TARGET}({', '.join(names)}) is another function than expected")
+        HookRegistry.register(f"{MODULE}.{TARGET}", generate_request, HookType.AROUND)
+    except (ImportError, AttributeError) as error:
+        log.warning("megarl: this SGLang is unknown (%s), routing traces stay as they are", error)
+        return
+    log.info("megarl: routing traces are sent in the short form to clients that ask for it")
+
+
+def import_megarl() -> None:
+    """Make ``megarl`` importable where it is not installed: the package that this file belongs to, and nothing else.
+
+    Its directory is no candidate for PYTHONPATH: it may be the site-packages of another environment.
+    """
+    if importlib.util.find_spec("megarl") is not None:
+        return
+    root = Path(__file__).resolve().parents[3]
+    spec = importlib.util.spec_from_file_location(
+        "megarl", root / "__init__.py", submodule_search_locations=[str(root)]
+    )
+    if spec is None or spec.loader is None:
+        raise ImportError(f"found no package megarl at {root}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["megarl"] = module
+    spec.loader.exec_module(module)
+
+
+def generate_request(
+    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None, **more: Any
+) -> AsyncIterator[Any]:
+    """Stands around ``TokenizerManager.generate_request``: the same answers, traces in the short form if asked for."""
+    from megarl.engines.sglang.plugin.compact import parse_header
+
+    answers = original(manager, obj, request, **more)
+    shape = parse_header(getattr(request, "headers", None) or {})
+    return answers if shape is None else _rewrite_all(answers, obj, shape)
+
+
+async def _rewrite_all(answers: Any, obj: Any, shape: MoeShape) -> AsyncIterator[Any]:
+    try:
+        async for answer in answers:
+            for one in answer if isinstance(answer, list) else [answer]:  # several prompts, or several samples
+                await _compact_one(one, shape)
+            if isinstance(answer, dict) and not getattr(obj, "stream", False):
+                await asyncio.to_thread(_seal_one, answer, obj)
+            yield answer
+    finally:  # SGLang takes one answer and drops the iterator, which must then let go of its locks
+        await answers.aclose()
+
+
+async def _compact_one(answer: Any, shape: MoeShape) -> None:
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    text = meta.get("routed_experts") if isinstance(meta, dict) else None
+    if not isinstance(meta, dict) or not isinstance(text, str):  # no routes, or not the last part of a stream
+        return
+    if len(text) < IN_THREAD_FROM:
+        meta["routed_experts"] = _short(text, shape)
+    else:
+        meta["routed_experts"] = await asyncio.to_thread(_short, text, shape)
+
+
+def _seal_one(answer: Any, obj: Any) -> None:
+    """Seal the answer to a prompt of token ids, and leave out their echo, which the seal covers."""
+    from megarl.engines.sglang.plugin.compact import SEAL, seal
+
+    prompt = answer.pop("prompt_token_ids", None) or getattr(obj, "input_ids", None)
+    if prompt and isinstance(answer.get("meta_info"), dict) and "output_ids" in answer:
+        answer["meta_info"][SEAL] = seal(prompt, answer)
+
+
+def _short(text: str, shape: MoeShape) -> str:
+    import pybase64  # SGLang's own, and many times as fast as the standard library's
+
+    from megarl.engines.sglang.plugin.compact import compact
+
+    short = compact(pybase64.b64decode(text), shape)
+    return text if short is None else pybase64.b64encode(short).decode("ascii")

@@ -1,0 +1,235 @@
+"""One SGLang server process: its start, its health, and its end without leftovers.
+
+The server runs in a session of its own under ``reaper``. It is ended by
+
+- ``stop``: SIGTERM, then SIGKILL, then a check that no process is left, because SGLang's children outlive a SIGTERM by
+  many seconds;
+- the exit of this interpreter;
+- the reaper, if this process is killed.
+"""
+
+import atexit
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+import httpx
+import psutil
+
+from megarl.config.addresses import url_host
+from megarl.engines.sglang.http import SERVER_INFO, authorization, server_info
+from megarl.engines.sglang.spec import ServerSpec, command, environment, free_port, write_config
+from megarl.engines.sglang.versions import require_own
+from megarl.errors import RolloutError
+
+REAPER = Path(__file__).parent / "reaper.py"
+LOG_TAIL_LINES = 30
+KILL_WAIT_S = 30.0
+"""How long the kernel may take to remove killed processes; a large one needs seconds."""
+HEALTH_TIMEOUT_S = 30.0
+"""SGLang's health check generates a token, and gives up after 20 seconds."""
+
+
+class Server:
+    """Starts, checks and stops one server, which may be started again after it has stopped or died."""
+
+    def __init__(self, spec: ServerSpec) -> None:
+        self.spec = spec
+        self._process: subprocess.Popen[bytes] | None = None
+        self._changing = threading.RLock()  # one thread may stop what another one starts
+        self._port = spec.port or free_port(spec.host)
+        self._config_file: Path | None = None
+        self._log_start = 0
+        self._owner_pid = os.getpid()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        """Base address without a slash at the end; a restart does not change it."""
+        return f"http://{url_host(self.spec.host)}:{self._port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the reaper, which is the id of the server's process group; None while stopped."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs; it may still be unhealthy."""
+        try:
+            return self._process is not None and self._exit_code() is None
+        except RolloutError:  # another thread has just stopped it
+            return False
+
+    def start(self) -> None:
+        """Starts the process and returns at once; RolloutError if it runs already or has no interpreter."""
+        with self._changing:
+            if self.alive:
+                raise RolloutError(f"the SGLang server at {self.url} already runs: stop it first")
+            self.kill()  # processes that a dead server has left
+            if not Path(self.spec.python).exists():
+                raise RolloutError(
+                    f"found no Python for SGLang at {self.spec.python}: set sglang.python (docs/sglang.md)"
+                )
+            require_own(Path(self.spec.python))
+            self._config_file = write_config(self.spec)
+            server_command = command(replace(self.spec, port=self._port), self._config_file)
+            reaper = [sys.executable, "-I", str(REAPER), str(os.getpid()), str(self._config_file or "")]
+            log_file = Path(self.spec.log_file)
+            log_file.parent.mkdir(parents=True, exist_ok=True)
+            with open(os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
+                os.fchmod(log.fileno(), 0o600)  # an earlier run may have left it readable to all
+                log.write(f"megarl: starting {shlex.join(server_command)}\n".encode())
+                log.flush()
+                self._log_start = log.tell()
+                self._process = subprocess.Popen(
+                    [*reaper, *server_command],
+                    env=environment(self.spec),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            self._owner_pid = os.getpid()
+            atexit.register(self._stop_at_exit)
+
+    def wait_ready(self, deadline_s: float, ended: threading.Event | None = None) -> None:
+        """Returns when the server has generated a token; RolloutError with the end of its log if it does not, and if
+        another thread sets ``ended``."""
+        end = time.monotonic() + deadline_s
+        log = f"{self.spec.log_file}, whose end is\n"
+        while True:
+            if ended is not None and ended.is_set():
+                raise RolloutError(f"the SGLang server at {self.url} is not needed any more")
+            if (code := self._exit_code()) is not None:
+                break
+            remaining = end - time.monotonic()
+            if remaining <= 0:
+                why = f"was not ready after {deadline_s:.0f} s: allow more time if it still loads, else look into"
+                raise RolloutError(f"the SGLang server at {self.url} {why} {log}{self.log_tail()}")
+            if self.healthy(timeout_s=min(HEALTH_TIMEOUT_S, remaining)):
+                return
+            time.sleep(min(0.2, remaining))
+        why = f"ended with exit code {code} before it was ready: the reason is in"
+        raise RolloutError(f"the SGLang server at {self.url} {why} {log}{self.log_tail()}")
+
+    def healthy(self, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
+        """Whether the server answers its health check (one generated token, unless it is busy generating) in time."""
+        return self._get("health", timeout_s) == 200
+
+    def responds(self, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
+        """Whether the scheduler tells its state in time, which it does between two forward passes, and needs none."""
+        statuses = (self._get(path, timeout_s) for path in SERVER_INFO)
+        return next((status for status in statuses if status != 404), 404) == 200
+
+    def _get(self, path: str, timeout_s: float) -> int | None:
+        headers = authorization(self.spec.api_key)
+        try:  # verify: loading certificates takes longer than the request, which is plain HTTP
+            answer = httpx.get(f"{self.url}/{path}", headers=headers, timeout=timeout_s, trust_env=False, verify=False)
+        except httpx.HTTPError:
+            return None
+        return answer.status_code
+
+    @property
+    def version(self) -> str:
+        """The running server's release of SGLang, for example 0.5.23."""
+        return str(server_info(self.url, self.spec.api_key)["version"])
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """Ends the server and all its processes: SIGTERM to the group, SIGKILL after ``grace_s``.
+
+        Does nothing if it is stopped; ``start`` may follow. RolloutError if processes are left after that.
+        """
+        with self._changing:
+            if self._process is None:
+                return
+            if grace_s:
+                self._signal(signal.SIGTERM)
+            if not grace_s or not self._wait_gone(grace_s):
+                self._end_by_force()
+            self._process.wait()
+            self._process = None
+            if self._config_file is not None:
+                self._config_file.unlink(missing_ok=True)
+                self._config_file = None
+            atexit.unregister(self._stop_at_exit)
+
+    def kill(self) -> None:
+        """Kills all processes of the server at once."""
+        self.stop(grace_s=0.0)
+
+    def members(self) -> list[psutil.Process]:
+        """Returns the server's processes, with the reaper and without zombies."""
+        if self._process is None:
+            return []
+        # The leader stays a zombie until the end, so no other process can have its id.
+        return [process for process in psutil.process_iter() if _is_living_member(process, self._process.pid)]
+
+    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+        """Returns the last lines that the server has printed since its start."""
+        with open(self.spec.log_file, "rb") as log:
+            log.seek(self._log_start)
+            text = "\n".join(log.read().decode("utf-8", errors="replace").splitlines()[-lines:])
+        return text.replace(self.spec.api_key, "***") if self.spec.api_key else text  # SGLang prints its arguments
+
+    def _exit_code(self) -> int | None:
+        """Exit code of the reaper, which is the server's; None while it runs. Leaves the zombie, see ``members``."""
+        process = self._process  # a copy: another thread may stop the server meanwhile
+        if process is None:
+            raise RolloutError("the SGLang server was not started: call start() first")
+        if process.returncode is None:
+            with contextlib.suppress(ChildProcessError):
+                ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                return None if ended is None else ended.si_status * (1 if ended.si_code == os.CLD_EXITED else -1)
+        return process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):  # none is left
+            os.killpg(self._process.pid, number)
+
+    def _wait_gone(self, timeout_s: float) -> bool:
+        end = time.monotonic() + timeout_s
+        while self.members():
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.1)
+        return True
+
+    def _end_by_force(self) -> None:
+        self._signal(signal.SIGKILL)
+        for process in self.members():  # some may have left the group, though not the session
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        if not self._wait_gone(KILL_WAIT_S):
+            left = ", ".join(f"{process.pid} ({' '.join(process.cmdline()[:3])})" for process in self.members())
+            raise RolloutError(
+                f"processes of the SGLang server at {self.url} are left {KILL_WAIT_S:.0f} s after SIGKILL, probably in "
+                f"a driver call: {left}; end them before the next start"
+            )
+
+    def _stop_at_exit(self) -> None:
+        if os.getpid() == self._owner_pid:  # not in a fork of this process
+            self.stop(grace_s=2.0)
+
+
+def _is_living_member(process: psutil.Process, leader_pid: int) -> bool:
+    """Whether the process is in the session that ``leader_pid`` has started, in whatever group."""
+    try:
+        return os.getsid(process.pid) == leader_pid and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess, PermissionError):
+        return False

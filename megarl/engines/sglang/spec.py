@@ -1,0 +1,149 @@
+"""How one SGLang server is started: its settings, command line, environment and secret file."""
+
+import contextlib
+import json
+import os
+import random
+import socket
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megarl.config.process_environment import compile_caches, without_expandable_segments
+from megarl.engines.sglang.versions import check_arguments, parse_arguments
+from megarl.errors import ConfigError, RolloutError
+
+CPU_SHIM = Path(__file__).parent / "cpu"
+PLUGIN = Path(__file__).parent / "plugin"
+SERVER_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""``rollout.dtype`` in SGLang's words."""
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE")
+TORCHRUN_PREFIXES = ("LOCAL_", "ROLE_", "TORCHELASTIC_")
+NOT_EXTRA = {
+    "api_key": "every user of the host could read it there: set api_key",
+    "config": "it could set anything unchecked: give the arguments themselves",
+    "weight_version": "a restarted server must not name its old weights as the current ones",
+    "model_path": "set model_path",
+    "model": "set model_path",
+    "host": "set host",
+    "port": "set port",
+    "tp_size": "set tp",
+    "tensor_parallel_size": "set tp",
+    "tp": "set tp",
+}
+"""Arguments that extra_args may not hold, and what to do instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """What is needed to start one server on this host."""
+
+    model_path: str | Path
+    """A local folder in Hugging Face format."""
+    python: str | Path
+    """Interpreter of the environment with SGLang, usually not megarl's own."""
+    dtype: str
+    """float32, bfloat16, float16 or auto."""
+    log_file: str | Path
+    """The server's output is appended here. Only the owner may read it, because SGLang logs its API key."""
+    host: str = "127.0.0.1"
+    """Loopback by default: whoever reaches an SGLang server can replace its weights."""
+    port: int = 0
+    """0 chooses a free port, which a restarted server keeps."""
+    tp: int = 1
+    """Tensor-parallel size."""
+    gpus: tuple[int, ...] | None = None
+    """Device indices as nvidia-smi counts them; None serves on the CPU, without CUDA."""
+    max_total_tokens: int | None = None
+    """Size of the KV cache in tokens; None lets SGLang derive it from mem_fraction."""
+    mem_fraction: float | None = None
+    """Share of the memory for weights and KV cache; None is 0.1 on a CPU and SGLang's own choice on GPUs."""
+    routes: bool = True
+    """Whether it is to record routes; one with a dense model cannot."""
+    api_key: str | None = field(default=None, repr=False)
+    """Bearer token that every request but the health check must then carry."""
+    extra_args: tuple[str, ...] = ()
+    """More arguments of sglang.launch_server; they come last, so they override the others."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port is {self.port}, expected 0 (a free one) to 65535")
+        if self.tp < 1 or (self.gpus is not None and len(self.gpus) != self.tp):
+            raise ConfigError(f"tp is {self.tp} and gpus are {self.gpus}, expected tp >= 1 and a GPU per rank, or None")
+        for name in parse_arguments(self.extra_args):
+            if name in NOT_EXTRA:
+                raise ConfigError(f"extra_args hold --{name.replace('_', '-')}: {NOT_EXTRA[name]}")
+        check_arguments(self.extra_args, self.routes)
+
+
+def command(spec: ServerSpec, config_file: Path | None = None) -> list[str]:
+    """Returns the command line of the server.
+
+    The API key is in ``config_file`` (see ``write_config``): every user of the host could read it among the arguments.
+    """
+    args = [str(spec.python), "-m", "sglang.launch_server"]
+    if config_file is not None:
+        args += ["--config", str(config_file)]
+    args += ["--model-path", str(spec.model_path), "--host", spec.host, "--port", str(spec.port)]
+    args += ["--dtype", spec.dtype, "--tp-size", str(spec.tp)]
+    args += ["--enable-return-routed-experts"] if spec.routes else []
+    # The warm-up sends English text, which ends the server if the tokenizer does not know one of its characters. The
+    # health check generates from a token id and is as good a test.
+    args += ["--skip-server-warmup", "--log-level-http", "warning"]
+    if spec.gpus is None:
+        args += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+        args += ["--grammar-backend", "none"]
+        args += ["--sleep-on-idle"]  # else an idle scheduler keeps a core busy
+    mem_fraction = 0.1 if spec.mem_fraction is None and spec.gpus is None else spec.mem_fraction
+    if mem_fraction is not None:
+        args += ["--mem-fraction-static", str(mem_fraction)]
+    if spec.max_total_tokens is not None:
+        args += ["--max-total-tokens", str(spec.max_total_tokens)]
+    return [*args, *spec.extra_args]
+
+
+def environment(spec: ServerSpec) -> dict[str, str]:
+    """Returns the server's environment: that of this process without torchrun's ranks, plus what the device needs."""
+    torchrun = {name for name in os.environ if name in TORCHRUN_VARIABLES or name.startswith(TORCHRUN_PREFIXES)}
+    env = {name: os.environ[name] for name in os.environ.keys() - torchrun}
+    env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    env["PYTHONSAFEPATH"] = "1"  # no modules of the current folder
+    env |= compile_caches(env)
+    if "enable_memory_saver" in parse_arguments(spec.extra_args):  # SGLang asserts that the two do not meet
+        env = without_expandable_segments(env)
+    env.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # log-probabilities would ignore the temperature
+    # Without these a crashed server stays for 65 seconds to dump its GPU state, and does not answer.
+    env.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
+    env.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
+    # Interval in seconds in which a server notices closed connections; megarl drops many requests.
+    env.setdefault("SGLANG_REQUEST_STATE_WAIT_TIMEOUT", "1")
+    ours = [PLUGIN] if spec.gpus is not None else [CPU_SHIM, PLUGIN]
+    env["PYTHONPATH"] = os.pathsep.join([*map(str, ours), *filter(None, [env.get("PYTHONPATH")])])
+    if spec.gpus is not None:
+        return env | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, spec.gpus))}
+    env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    if spec.tp > 1:
+        # SGLang demands one NUMA node per rank unless the cores of each rank are given.
+        cores = sorted(os.sched_getaffinity(0))
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(spec.tp))
+    return env
+
+
+def write_config(spec: ServerSpec) -> Path | None:
+    """Writes the API key to a YAML file that only the owner can read; None without a key. The caller removes it."""
+    if spec.api_key is None:
+        return None
+    descriptor, name = tempfile.mkstemp(prefix="megarl-sglang-", suffix=".yaml")  # created with mode 0600
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(f"api-key: {json.dumps(spec.api_key)}\n")  # a JSON string is a YAML string
+    return Path(name)
+
+
+def free_port(host: str) -> int:
+    """Returns a free port below 32768, where no outgoing connection takes it before the server binds it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in random.SystemRandom().sample(range(20000, 30000), 100):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((host, port))
+            return port
+    raise RolloutError(f"found no free port between 20000 and 30000 on {host}: give one")

@@ -1,0 +1,72 @@
+"""Checkpoint folders that servers load: the weights of one version, and a model without weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from megarl.core.fp8 import fp8_config
+from megarl.engines.buckets import Bucket
+from megarl.errors import ConfigError, WeightSyncError
+from megarl.files.outputs import HF_FILES, begin, marked, remove_own, replace_folder
+from megarl.models.hf_files import copy_model_files, save_tensors, write_index
+from megarl.models.hf_folder import read_json
+
+
+class WeightFolder:
+    """Writes ``folder/version_<n>``, one shard per bucket; WeightSyncError from any method if the disk refuses.
+
+    The folder gets its name, and older versions are removed, once it is complete; what else lies there stays. Config
+    and tokenizer files are copied from the checkpoint folder ``source``.
+    """
+
+    def __init__(self, folder: Path, source: Path, version: int) -> None:
+        self._folder, self._source, self._version = folder, source, version
+        self._target = folder / f"version_{version:07d}"
+        self._part = self._target.with_suffix(".part")
+        self._where: dict[str, str] = {}
+        self._shards = 0
+        self._bytes = 0
+        with self._errors():
+            begin(self._part, HF_FILES, source)
+
+    def add(self, bucket: Bucket) -> None:
+        """Write one more shard."""
+        name = f"model-{self._shards:05d}.safetensors"
+        host = bucket.on_host()
+        with self._errors():
+            save_tensors(dict(host.tensors()), self._part / name)
+        self._where |= dict.fromkeys(bucket.names, name)
+        self._shards += 1
+        self._bytes += bucket.flat.numel()
+
+    def finish(self) -> Path:
+        """Complete the folder and return it."""
+        with self._errors():
+            write_index(self._part, self._where, self._bytes)
+            held = read_json(self._source / "config.json").get("quantization_config")
+            copy_model_files(self._source, self._part, None, held)
+            replace_folder(self._part, self._target)
+            for old in self._folder.glob("version_*"):
+                if old != self._target:
+                    remove_own(old, marked(old))
+        return self._target
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError, ConfigError) as error:
+            told = f"{self._folder}: the weights of version {self._version} could not be written ({error})"
+            raise WeightSyncError(told) from error
+
+
+def write_empty_model(source: Path, folder: Path, fp8: bool) -> Path:
+    """Write ``folder``: the model in ``source``, held in FP8 or not, without weights; the first update brings them.
+
+    ConfigError if something lies there that megarl did not write.
+    """
+    begin(folder, HF_FILES, source, keep=["*"])
+    copy_model_files(source, folder, None, fp8_config(["lm_head"]) if fp8 else None)
+    return folder

@@ -1,0 +1,162 @@
+"""The process group through which servers receive weights. The trainer is rank 0; the ranks of the servers follow."""
+
+import contextlib
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+# The group must lie outside of the trainer's world, for which torch has no public function. SGLang makes its end in the
+# same way, and both ends must use the same keys in the store.
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+
+from megarl.config.addresses import url_host
+from megarl.engines.sglang.transports.deadlines import HangError, Patience
+from megarl.errors import WeightSyncError
+
+Found = TypeVar("Found")
+POLL_S = 0.002
+
+
+class BroadcastGroup:
+    """A gloo group for weights on the CPU, or an NCCL group for weights on a GPU."""
+
+    def __init__(self, url: str, tp: int, device: torch.device, timeout_s: float) -> None:
+        """Opens the port that the servers connect to, of which one is at ``url``. ``tp``: ranks of all servers.
+
+        ``device`` is that of the tensors to send.
+        """
+        self.name = f"megarl-{uuid.uuid4().hex}"
+        self.address = own_address(url)
+        self.world_size = 1 + tp
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self.device = device
+        self.timeout_s = timeout_s
+        self._timeout = timedelta(seconds=timeout_s)
+        # Not rendezvous(): under torchrun it uses torchrun's own store for every group.
+        store = dist.TCPStore(
+            self.address, 0, self.world_size, is_master=True, timeout=self._timeout, wait_for_workers=False
+        )
+        self.port = int(store.port)
+        self._store: dist.Store | None = store
+        self._group: dist.ProcessGroup | None = None
+
+    def join(self, *servers_join: Future[None]) -> None:
+        """Wait until the servers, which have been asked to join, are in the group; WeightSyncError if one refuses.
+
+        Watches their answers meanwhile, because a server that refuses never connects.
+        """
+        self._await(in_thread(self._rendezvous, daemon=False), *servers_join)
+
+    def _await(self, *sides: Future[None]) -> None:
+        patience = Patience()
+        while not all(side.done() for side in sides):
+            self._raise_failure(patience, *sides)
+            time.sleep(POLL_S)
+        self._raise_failure(patience, *sides)
+
+    def _rendezvous(self) -> None:
+        self._use_device()
+        # Not the store itself, which must end at once when the group is closed: servers that still wait then give up.
+        store = dist.TCPStore(self.address, self.port, self.world_size, is_master=False, timeout=self._timeout)
+        named: dict[str, Any] = {"group_name": self.name}  # of a type that older releases of torch do not have
+        self._group, _ = _new_process_group_helper(
+            self.world_size,
+            0,
+            [],
+            Backend(self.backend),
+            PrefixStore(self.name, store),
+            backend_options=None,
+            timeout=self._timeout,
+            **named,
+        )
+        _world.pg_group_ranks[self._group] = {member: member for member in range(self.world_size)}
+
+    def broadcast(self, flat: torch.Tensor, *servers_receive: Future[None]) -> None:
+        """Send ``flat`` to the servers, which have been asked to receive it; WeightSyncError if one does not."""
+        assert self._group is not None, "join first"
+        self._use_device()
+        patience, failure = Patience(), None  # without its frames, which would keep the group alive
+        try:
+            work = dist.broadcast(flat, group_src=0, group=self._group, async_op=True)
+            assert work is not None
+            while not work.is_completed():
+                self._raise_failure(patience, *servers_receive)
+                time.sleep(POLL_S)
+            work.wait()
+        except WeightSyncError as error:  # a server refuses
+            failure = error.with_traceback(None)
+        except RuntimeError as error:  # from gloo or NCCL
+            failure = self._failure(str(error))
+        if failure is not None:
+            raise failure
+        self._await(*servers_receive)
+
+    def close(self) -> None:
+        """Leave the group. A broadcast in progress ends with the group's timeout."""
+        group, self._group = self._group, None
+        self._store = None
+        if group is None:
+            return
+        with contextlib.suppress(RuntimeError, ValueError):  # a failed group may refuse both
+            group.abort()
+            dist.destroy_process_group(group)
+        held = [group]
+        del group
+        # Destroying a gloo group blocks until its broadcast has ended, so a thread does it.
+        threading.Thread(target=held.clear, name="weight-group-end").start()
+
+    def _use_device(self) -> None:
+        if self.device.type == "cuda":  # each thread starts with device 0
+            torch.cuda.set_device(self.device)
+
+    def _raise_failure(self, patience: Patience, *sides: Future[None]) -> None:
+        for side in sides:
+            error = side.exception() if side.done() else None
+            if isinstance(error, WeightSyncError):
+                raise error
+            if error is not None:
+                raise self._failure(str(error))
+        num_done = sum(side.done() for side in sides)
+        if patience.is_over(num_done, len(sides) - num_done) and num_done < len(sides):
+            raise self._failure(f"{len(sides) - num_done} of {len(sides)} are late")
+
+    def _failure(self, reason: str) -> HangError:
+        return HangError(f"the {self.backend} group at {url_host(self.address)}:{self.port} failed: {reason}")
+
+
+def in_thread(work: Callable[[], Found], daemon: bool = True) -> Future[Found]:
+    """Runs ``work`` in a thread. A daemon thread is killed with the process, which must not happen inside torch."""
+    done: Future[Found] = Future()
+
+    def run() -> None:
+        try:
+            found = work()
+        except Exception as error:  # from HTTP, gloo, NCCL or the store; the waiting thread raises it
+            # Without its frames, which would keep store and group alive.
+            done.set_exception(error.with_traceback(None))
+        else:
+            done.set_result(found)
+
+    threading.Thread(target=run, name="weight-sync", daemon=daemon).start()
+    return done
+
+
+def own_address(url: str) -> str:
+    """Returns the address of this machine as the server at ``url`` sees it."""
+    host = urlsplit(url).hostname or "127.0.0.1"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # UDP: sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise WeightSyncError(f"found no route to {url}: {error}") from error

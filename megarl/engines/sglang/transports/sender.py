@@ -1,0 +1,285 @@
+"""Sends new weights to one running server, so that no token is sampled from a mixture of old and new weights.
+
+    begin    pause, aborting all requests
+    send | share | broadcast | load_from_disk
+    finish   close the update, flush the cache, name the new version; each is verified
+    resume   let requests in
+
+Only the pause mode ``abort`` is consistent: with the others, running requests mix the log-probabilities of one version
+with the routes of another. A server that refuses any step stays paused, because nobody knows what weights it holds.
+"""
+
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import wait
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+
+from megarl.config.addresses import url_host
+from megarl.engines.buckets import Bucket
+from megarl.engines.sglang.http import MODEL_INFO, authorization, read_object, request
+from megarl.engines.sglang.transports.deadlines import (
+    JOIN_S,
+    NOTICE_S,
+    SCORE_S,
+    WHOLE_S,
+    GoneError,
+    HangError,
+    deadline,
+)
+from megarl.engines.sglang.transports.payload import Handle, Rebuilt, payload_of
+from megarl.engines.sglang.transports.process_group import BroadcastGroup, in_thread
+from megarl.engines.sglang.versions import Version, can
+from megarl.errors import DataError, WeightSyncError
+
+STOPPING = (502, 503, 504)
+"""HTTP statuses of a server that stops or has gone, the first and the last by a proxy before it."""
+
+
+class WeightSender:
+    """The updates of one server."""
+
+    def __init__(
+        self, url: str, version: Version, *, tp: int = 1, api_key: str | None = None, in_session: bool = False
+    ) -> None:
+        """``version`` and ``tp`` are the server's release and tensor-parallel size.
+
+        in_session: another sender begins and finishes the updates.
+        """
+        self.url = url
+        self.release = version
+        self.tp = tp
+        self.life = uuid.uuid4().hex
+        """Changes when this sender leaves a group: the server may be a new one, and in no other group either."""
+        self._in_session = in_session
+        self._named: str | None = None
+        self._group: BroadcastGroup | None = None
+        self._grouped = 0
+        """Servers in this group."""
+        self._is_abandoned = False
+        headers = authorization(api_key)
+        # The server may close a kept connection just when a request is sent.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.Client(base_url=url, headers=headers, limits=limits, trust_env=False)
+
+    def close(self) -> None:
+        self.leave_group()
+        self._http.close()
+
+    def abandon(self) -> None:
+        """Let no more requests of a thread go out that still runs a step, because the update goes on without it."""
+        self._is_abandoned = True
+
+    def begin(self) -> None:
+        """Abort running requests, and keep new ones waiting.
+
+        Also closes the session of an update that was interrupted, be it of an earlier trainer.
+        """
+        self._post("pause_generation", {"mode": "abort"})
+        if can(self.release, "update_session"):
+            self._ask("POST", "end_weight_update", {}, WHOLE_S)  # usually HTTP 400: none is open
+            self._in_session = False
+        if self._group is not None and self.weight_version() != self._named:
+            self.leave_group()  # the server was restarted, and is in no group
+
+    def send(self, bucket: Bucket, payload: str | None = None) -> None:
+        """Send the tensors of a bucket over HTTP. ``payload``: its ``payload_of``, if it is made already."""
+        by_rank = [payload or payload_of(bucket)] * self.tp
+        self._send(by_rank, sum(map(len, by_rank)))
+
+    def share(self, bucket: Bucket, handles: Sequence[Handle]) -> None:
+        """Have the server read a bucket from memory that it opens by these handles, one for each of its ranks."""
+        self._send([payload_of(bucket, Rebuilt(handle)) for handle in handles], bucket.flat.numel())
+
+    def _send(self, by_rank: list[str], num_bytes: int) -> None:
+        self.open_session()
+        body = {"serialized_named_tensors": by_rank, "load_format": "flattened_bucket", "flush_cache": False}
+        self._post("update_weights_from_tensor", body, deadline(num_bytes))
+
+    def broadcast(self, bucket: Bucket, others: "Sequence[WeightSender]" = ()) -> None:
+        """Send the tensors of a bucket through a process group, which the servers join with the first one.
+
+        Those of the ``others`` are in the same group. After an error all must have joined another one.
+        """
+        senders = [self, *others]
+        places = [(name, str(dtype).removeprefix("torch."), list(shape)) for name, dtype, shape, *_ in bucket.places()]
+        body = dict(zip(("names", "dtypes", "shapes"), zip(*places, strict=True), strict=True))
+        body |= {"load_format": "flattened_bucket", "flush_cache": False}
+        for sender in senders:
+            sender.open_session()
+        try:
+            group, timeout_s = self._group, deadline(bucket.flat.numel())
+            is_common = self._grouped == len(senders) and all(sender._group is group for sender in senders)
+            if group is None or not is_common or group.timeout_s < timeout_s:
+                group = _new_group(senders, bucket.flat.device, timeout_s)
+            post = ("update_weights_from_distributed", body | {"group_name": group.name}, timeout_s)
+            receive = [in_thread(partial(sender._post, *post)) for sender in senders]
+            with bucket.beside():
+                group.broadcast(bucket.flat, *receive)
+        except WeightSyncError:
+            for sender in senders:
+                sender.leave_group()
+            raise
+
+    def leave_group(self) -> None:
+        """Close the process group with the server, if there is one."""
+        if self._group is not None:
+            self._group.close()
+            self._group, self.life = None, uuid.uuid4().hex
+
+    def open_session(self) -> None:
+        """Open the session of an update, unless it is open or the release has none."""
+        if not self._in_session and can(self.release, "update_session"):
+            self._post("begin_weight_update", {})
+            self._in_session = True
+
+    def load_from_disk(self, folder: str) -> None:
+        """Have the server load a checkpoint folder."""
+        # auto: not the server's own --load-format, which may be dummy
+        body = {"model_path": folder, "load_format": "auto", "flush_cache": False}
+        num_bytes = 0
+        with suppress(OSError):  # perhaps removed meanwhile, which the server will say
+            num_bytes = sum(file.stat().st_size for file in Path(folder).iterdir())
+        self._post("update_weights_from_disk", body, deadline(num_bytes))
+
+    def finish(self, version: int) -> None:
+        """Close the update, drop all cached keys and values, and name the new version; requests wait for ``resume``."""
+        if self._in_session:
+            self._post("end_weight_update", {}, WHOLE_S)
+            self._in_session = False
+        flushed = self._ask("POST", "flush_cache")
+        if flushed.status_code != 200:
+            told = f"{self.url} refuses to flush its cache, HTTP {flushed.status_code}: {flushed.text[:300]}"
+            raise WeightSyncError(f"{told}; it would serve keys, values and routes of old weights and stays paused")
+        self.name(str(version))
+        found = self.weight_version()
+        if found != str(version):
+            raise WeightSyncError(f"{self.url} says its weights are version {found!r} after an update to {version}")
+        self._named = found
+
+    def name(self, version: str) -> None:
+        """Have the server call its weights this version."""
+        self._post("update_weight_version", {"new_version": version, "abort_all_requests": True})
+
+    def resume(self) -> None:
+        """Let requests in again."""
+        self._post("continue_generation", {})
+
+    def release_memory(self) -> None:
+        """Pause, and free the memory of weights and cache. The weights are lost: an update must follow."""
+        self._post("pause_generation", {"mode": "abort"})
+        self._post("release_memory_occupation", {"tags": ["kv_cache", "weights"]}, WHOLE_S)
+
+    def take_memory(self, kind: str) -> None:
+        """Allocate "weights" or "kv_cache" again."""
+        self._post("resume_memory_occupation", {"tags": [kind]}, WHOLE_S)
+
+    def checksums(self) -> list[dict[str, str]]:
+        """Returns the server's own checksums, name -> checksum for each tensor-parallel rank."""
+        answer = self._ask("POST", "weights_checker", {"action": "checksum"}, WHOLE_S)
+        with suppress(WeightSyncError, LookupError, TypeError, ValueError):
+            if answer.status_code == 200 and (ranks := self._read(answer)["ranks"]):
+                return [dict(rank["checksums"]) for rank in ranks]
+        told = f"{self.url} gives no checksums, HTTP {answer.status_code}: {answer.text[:300]}"
+        raise WeightSyncError(f"{told}; take a later release, or set sglang.checksums = false")
+
+    def score(self, prompt: Sequence[int]) -> np.ndarray:
+        """Returns the log-probabilities of the prompt's tokens behind the first one, float64; 0 for one that is NaN."""
+        sampling = {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True}
+        # From position 0 on, so that nothing comes from the prefix cache.
+        asked = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        answer = self._ask("POST", "generate", asked, SCORE_S)
+        try:
+            entries = self._read(answer)["meta_info"]["input_token_logprobs"][1:]
+            return np.nan_to_num(np.array([entry[0] for entry in entries], dtype=np.float64))
+        except (WeightSyncError, LookupError, TypeError, ValueError) as error:
+            told = f"{self.url} scores no prompt, HTTP {answer.status_code}: {answer.text[:300]}"
+            raise WeightSyncError(told) from error
+
+    def weight_version(self, timeout_s: float | None = None) -> str:
+        """Returns the server's name for the version of its weights."""
+        status = 0
+        for path in MODEL_INFO:
+            answer = self._ask("GET", path, timeout_s=timeout_s)
+            if (status := answer.status_code) == 200:
+                return str(self._read(answer).get("weight_version"))
+        raise WeightSyncError(f"{self.url} does not say the version of its weights, HTTP {status}")
+
+    def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
+        answer = self._ask("POST", path, body, timeout_s)
+        is_json = answer.headers.get("content-type", "").startswith("application/json")
+        has_failed = answer.status_code != 200
+        if is_json and not has_failed and answer.text != "null":  # some answer null
+            has_failed = self._read(answer).get("success") is False
+        if has_failed:
+            told = f"{self.url}/{path} failed, HTTP {answer.status_code}: {answer.text[:300]}"
+            raise WeightSyncError(f"{told}; the server stays paused")
+
+    def _read(self, answer: httpx.Response) -> dict[str, Any]:
+        try:
+            return read_object(answer)
+        except DataError as error:
+            raise WeightSyncError(str(error)) from error
+
+    def _ask(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
+    ) -> httpx.Response:
+        """What the server answers; HangError if it does not in time, GoneError if it stops or has gone."""
+        if self._is_abandoned and method == "POST":
+            raise GoneError(f"{self.url}/{path}: not asked, because the update goes on without the server")
+        timeout_s = deadline() if timeout_s is None else timeout_s
+        asked = in_thread(partial(request, self._http, method, f"/{path}", body, timeout_s))
+        until, pause_s = time.monotonic() + timeout_s, NOTICE_S
+        try:
+            while not wait([asked], min(pause_s, until - time.monotonic())).done:
+                if time.monotonic() >= until:
+                    raise httpx.ReadTimeout(f"no whole answer within {timeout_s:.0f} s")
+                self._require_life(path)
+                pause_s *= 2  # SGLang keeps each question for 20 s
+            answer = asked.result()
+        except (httpx.HTTPError, DataError) as error:
+            is_late, is_wrong = isinstance(error, httpx.TimeoutException), isinstance(error, DataError)
+            kind = WeightSyncError if is_wrong else HangError if is_late else GoneError
+            # Without its frames, which would keep the bucket.
+            raise kind(f"{self.url}/{path}: {type(error).__name__}: {error}") from error.with_traceback(None)
+        if answer.status_code in STOPPING:
+            raise GoneError(f"{self.url}/{path}: HTTP {answer.status_code}: {answer.text[:300]}")
+        return answer
+
+    def _require_life(self, path: str) -> None:
+        """GoneError if the server says that it stops, or refuses connections; one that says nothing may be busy."""
+        with suppress(httpx.TimeoutException, httpx.ReadError, httpx.RemoteProtocolError):
+            if (status := self._http.get("/health", timeout=NOTICE_S).status_code) in STOPPING:
+                raise GoneError(f"{self.url} stops: its health check says HTTP {status} while it does {path}")
+
+
+def _new_group(senders: Sequence[WeightSender], device: torch.device, timeout_s: float) -> BroadcastGroup:
+    """The group of these servers, which leave those that they are in."""
+    for sender in senders:
+        sender.leave_group()
+    ranks = sum(sender.tp for sender in senders)
+    timeout_s += JOIN_S * ranks
+    group = BroadcastGroup(senders[0].url, ranks, device, timeout_s)
+    joins, first = [], 1
+    for sender in senders:
+        sender._group, sender._grouped = group, len(senders)
+        body = {
+            "master_address": url_host(group.address),  # SGLang puts it into a URL
+            "master_port": group.port,
+            "rank_offset": first,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        # The trainer gives up first: while it waits, the other servers do, too, and join no group of their own.
+        joins.append(in_thread(partial(sender._post, "init_weights_update_group", body, 2 * timeout_s)))
+        first += sender.tp
+    group.join(*joins)
+    return group

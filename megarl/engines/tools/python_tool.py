@@ -1,0 +1,261 @@
+"""The Python tool: each call runs in a process of its own, in the sandbox of ``megarl.engines.tools.sandbox``."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+import psutil
+
+from megarl.engines.tools.leftovers import END_S, kill_marked, remove
+from megarl.engines.tools.protocol import ToolExit, ToolResult
+from megarl.engines.tools.sandbox import MEMORY_EXIT, Child, Limits, Sandbox, prepare
+from megarl.errors import ConfigError, RolloutError
+
+START_S = 5.0
+"""How long bubblewrap may take to name its process before it is killed without."""
+TRY_S = 60.0
+"""How long one line of code may take when the sandbox is tried."""
+
+
+class PythonTool:
+    """Runs the code of a model; a call sees no file and no variable of another one.
+
+    The constructor tries the sandbox once, which blocks for under a second. It raises ConfigError if there is no
+    bubblewrap or the host does not let it work. ``limits_alone`` asks for resource limits without isolation: the code
+    then has the network, reads and writes what this user can, and may leave its session.
+
+    Calls may overlap; the caller bounds how many. A cancelled call leaves no process and no file behind; the calls of
+    a killed process end within seconds, and what is left of them all the same ends when the next tool is made.
+    """
+
+    name = "python"
+
+    def __init__(
+        self, limits: Limits | None = None, *, interpreter: str | None = None, limits_alone: bool = False
+    ) -> None:
+        self.limits = limits or Limits()
+        self._sandbox = prepare(self.limits, interpreter or sys.executable, limits_alone)
+        self.limits_files = _try(self._sandbox)
+        """Whether ``Limits.scratch_files`` holds. It does not where the host takes all rights from the sandbox."""
+
+    def describe_limits(self) -> str:
+        """What bounds a call on this host, and what does not."""
+        memory = "of a call, with the kernel's" if self._sandbox.groups else "of each process, for want of a cgroup"
+        files = "number of files" if self.limits_files else "not the number of files, for want of CAP_SYS_ADMIN"
+        return f"limits processes, time, memory ({memory}), bytes on disk, {files}"
+
+    async def __call__(self, argument: str) -> ToolResult:
+        """Runs the code; raises RolloutError if its process did not start or could not be ended."""
+        num_bytes = len(argument.encode("utf-8", "replace"))
+        if num_bytes > self.limits.code_bytes:
+            return ToolResult(f"the code has {num_bytes} bytes, at most {self.limits.code_bytes} are run", "error")
+        return await _Call(self._sandbox.start(argument), self.limits).result()
+
+
+class _Call:
+    def __init__(self, child: Child, limits: Limits) -> None:
+        self._child, self._limits = child, limits
+        self._loop = asyncio.get_running_loop()
+        self._process_fd = os.pidfd_open(child.process.pid)
+        self._init_fd: int | None = None
+        self._was_full = False
+        self._stopped: asyncio.Future[ToolExit | None] = self._loop.create_future()
+        self._output = _Pipe(limits.output_bytes, on_data=lambda: self._output.more and self._stop("output_limit"))
+        self._status = _Pipe(1 << 12, on_data=self._on_status)
+
+    async def result(self) -> ToolResult:
+        started = time.monotonic()
+        try:
+            await _finish(self._connect())
+            exited = asyncio.ensure_future(_await_readable(self._process_fd))
+            exited.add_done_callback(lambda _: self._stop(None))
+            try:
+                async with asyncio.timeout(self._limits.wall_s - (time.monotonic() - started)):
+                    reason = await self._stopped
+            except TimeoutError:
+                reason = "timeout"
+            finally:
+                exited.cancel()
+        finally:
+            await _finish(self._end())
+        return self._make_result(reason)
+
+    async def _connect(self) -> None:
+        for pipe, fd in ((self._status, self._child.status_fd), (self._output, self._child.output_fd)):
+            await self._loop.connect_read_pipe(lambda pipe=pipe: pipe, os.fdopen(fd, "rb", 0))
+
+    def _stop(self, reason: ToolExit | None) -> None:
+        if not self._stopped.done():
+            self._stopped.set_result(reason)
+
+    def _on_status(self) -> None:
+        """Opens the sandbox's first process; killing it ends all others."""
+        line, complete, _ = bytes(self._status.data).partition(b"\n")
+        if self._init_fd is not None or not complete or not line.startswith(b"{"):
+            return
+        pid = json.loads(line)["child-pid"]
+        with contextlib.suppress(OSError, psutil.Error), contextlib.ExitStack() as closing:  # it may have ended
+            fd = os.pidfd_open(pid)
+            closing.callback(os.close, fd)
+            # With another parent, the process id was reused.
+            if psutil.Process(pid).ppid() == self._child.process.pid:
+                self._init_fd = fd
+                closing.pop_all()
+
+    async def _end(self) -> None:
+        """Kills all processes, waits until they are gone, and removes the scratch folder."""
+        try:
+            await self._kill()
+            async with asyncio.timeout(END_S):
+                await _await_readable(self._process_fd)  # bubblewrap ends after the last process in it
+                # Without a sandbox, a process that removed its mark may keep the pipe open.
+                with contextlib.suppress(TimeoutError) if self._child.scratch else contextlib.nullcontext():
+                    async with asyncio.timeout(1.0 if self._child.scratch else None):
+                        await self._output.ended.wait()
+        except TimeoutError as error:
+            raise RolloutError(f"a Python call could not be killed within {END_S:g} s: look at the host") from error
+        finally:
+            self._output.close()
+            self._status.close()
+            for fd in (self._process_fd, self._init_fd):
+                if fd is not None:
+                    os.close(fd)
+            self._child.process.poll()
+            if self._child.group:
+                self._was_full = self._child.group.was_full
+                self._child.group.remove()
+            if self._child.scratch:
+                await asyncio.to_thread(remove, self._child.scratch)
+
+    async def _kill(self) -> None:
+        if self._child.scratch is None:
+            # If killed before its child is set up, bubblewrap would leave that child waiting.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(START_S):
+                    await self._status.line.wait()
+            # Kill the first process: bubblewrap reaps it and ends. Killing bubblewrap would leave a zombie.
+            with contextlib.suppress(ProcessLookupError, psutil.Error):
+                if self._init_fd is None:
+                    for process in psutil.Process(self._child.process.pid).children():
+                        process.kill()
+                signal.pidfd_send_signal(self._process_fd if self._init_fd is None else self._init_fd, signal.SIGKILL)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.process.pid, signal.SIGKILL)
+        await asyncio.to_thread(kill_marked, self._child.mark.__eq__)
+
+    def _make_result(self, reason: ToolExit | None) -> ToolResult:
+        status = self._child.process.returncode
+        text = bytes(self._output.data).decode("utf-8", "replace")
+        if b"ready" not in self._status.data:
+            why = reason or f"exit status {status}"
+            raise RolloutError(f"a Python call did not start ({why}): {text.strip()[-500:]}")
+        if self._output.more:
+            text += f"\n[cut after {self._limits.output_bytes} bytes]"
+        if reason is None:
+            reason = "output_limit" if self._output.more else _classify_exit(status, self._was_full)
+        return ToolResult(text, reason, self._output.more)
+
+
+class _Pipe(asyncio.Protocol):
+    """Keeps the first bytes of a pipe, and stops reading if there are more."""
+
+    def __init__(self, max_bytes: int, on_data: Callable[[], object]) -> None:
+        self.data = bytearray()
+        self.more = False
+        self.line = asyncio.Event()
+        """Set at the first whole line, or at the end."""
+        self.ended = asyncio.Event()
+        """Set when all writers have closed the pipe, or reading has stopped."""
+        self._max_bytes, self._on_data = max_bytes, on_data
+        self._transport: asyncio.BaseTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        room = self._max_bytes - len(self.data)
+        self.data += data[:room]
+        self.more = self.more or len(data) > room
+        self._on_data()
+        if b"\n" in data:
+            self.line.set()
+        if self.more:
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.line.set()
+        self.ended.set()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+def _classify_exit(status: int, was_full: bool) -> ToolExit:
+    if status == 0:
+        return "ok"
+    if was_full or status == MEMORY_EXIT:
+        return "memory"
+    if status in (-signal.SIGXCPU, 128 + signal.SIGXCPU):
+        return "timeout"
+    return "killed" if status < 0 or 128 < status <= 192 else "error"  # bubblewrap reports a signal as 128 + number
+
+
+def _try(sandbox: Sandbox) -> bool:
+    """Runs one line of code; ConfigError if it does not print what it should. Returns whether its files are limited."""
+    child = sandbox.start("print(6 * 7)")
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(TRY_S)
+    finally:
+        child.process.kill()
+        child.process.wait()
+        with open(child.status_fd, "rb") as status:
+            limits_files = b"ready files" in status.read()
+        with open(child.output_fd, "rb") as output:
+            text = output.read().decode("utf-8", "replace")
+        if child.scratch:
+            remove(child.scratch)
+        if child.group:
+            child.group.remove()
+    if text != "42\n":
+        how = "with resource limits" if sandbox.bwrap is None else f"in bubblewrap ({sandbox.bwrap})"
+        raise ConfigError(
+            f"Python does not run {how} on this host: {text.strip()[-500:]!r}. A container may need the right to make "
+            "namespaces, memory_bytes may be too small for the interpreter; limits_alone=True goes without isolation"
+        )
+    return limits_files
+
+
+async def _await_readable(fd: int) -> None:
+    """Waits until a descriptor is readable; a process descriptor is when the process has ended."""
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+    loop.add_reader(fd, lambda: ready.done() or ready.set_result(None))
+    try:
+        await ready
+    finally:
+        loop.remove_reader(fd)
+
+
+async def _finish(work: Awaitable[None]) -> None:
+    """Awaits work that must not be interrupted; a cancellation is raised after it."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            if task.cancelled():
+                raise
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled

@@ -1,0 +1,280 @@
+"""Starts Python code in a bubblewrap sandbox, or under resource limits alone.
+
+In the sandbox the code has its own processes, network (only a loopback), host name and file tree. It can read the
+interpreter and the system's libraries, and write one small folder in memory, /tmp. It gets no environment variables of
+this process. All its processes end with the first one, which watches the process that started it and ends with it:
+bubblewrap's own --die-with-parent misses a parent that ends during the start.
+
+The kernel's limits hold per process; where a control group can be made, that of memory holds for the whole call
+(docs/environments.md).
+"""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from megarl.engines.tools import leftovers, seccomp
+from megarl.engines.tools.cgroup import Group, find_parents
+from megarl.errors import ConfigError, RolloutError
+
+BOOTSTRAP = Path(__file__).parent / "bootstrap.py"
+MEMORY_EXIT = 86
+"""Exit status of the bootstrap for a MemoryError."""
+_MAX_OPEN_FILES = 256
+_MAX_SIGNALS = 1024
+"""Pending ones and timers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one call; raises ConfigError for a bad value."""
+
+    wall_s: float = 10.0
+    """From the start of the process to its end; the start itself takes 0.1 to 0.2 s."""
+    cpu_s: int = 10
+    """Of each process."""
+    memory_bytes: int = 1 << 30
+    """Address space of each process; an interpreter with numpy needs about 200 MB."""
+    num_processes: int | None = 8
+    """Processes and threads beside the first one. None sets no limit; not allowed in the sandbox."""
+    scratch_bytes: int = 64 << 20
+    """All files in the scratch folder together; without the sandbox, each single file."""
+    scratch_files: int = 4096
+    """Files, folders and links in the scratch folder; without the sandbox not limited."""
+    output_bytes: int = 16 << 10
+    """Standard output and error together; more of it ends the call."""
+    code_bytes: int = 64 << 10
+    """Longer code is not run."""
+
+    def __post_init__(self) -> None:
+        for name in ("wall_s", "cpu_s", "memory_bytes", "scratch_bytes", "scratch_files", "output_bytes", "code_bytes"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected a finite number above 0")
+        if self.num_processes is not None and self.num_processes < 0:
+            raise ConfigError(f"num_processes is {self.num_processes}, expected at least 0, or None for no limit")
+
+
+@dataclass(slots=True)
+class Child:
+    """A started call: its process and the host's side of it. The receiver closes both descriptors."""
+
+    process: subprocess.Popen[bytes]
+    output_fd: int
+    """Read end of its standard output and error."""
+    status_fd: int
+    """Read end of a pipe with a line of JSON from bubblewrap, and "ready" once the code is about to run."""
+    scratch: Path | None
+    """Folder to remove; None where it is in the memory of the sandbox."""
+    mark: str
+    """See ``megarl.engines.tools.leftovers``."""
+    group: Group | None
+    """Its control group, which the receiver removes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sandbox:
+    """Starts Python code under limits."""
+
+    limits: Limits
+    interpreter: str
+    """Python that runs the code; what is installed for it can be imported."""
+    bwrap: str | None
+    """Path of bubblewrap; None for resource limits alone."""
+    readable: tuple[str, ...]
+    """Folders of the interpreter, which bubblewrap shows besides /usr and the system's libraries."""
+    groups: tuple[Path, ...] = ()
+    """Control groups below which each call gets its own; see ``megarl.engines.tools.cgroup``."""
+
+    def start(self, code: str) -> Child:
+        """Starts the code and returns at once. Raises RolloutError where the host cannot start a process."""
+        try:
+            return self._start(code)
+        except OSError as error:
+            raise RolloutError(f"the Python tool could not start a process: {error}") from error
+
+    def _start(self, code: str) -> Child:
+        mark = leftovers.new_mark()
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            scratch = None if self.bwrap else Path(tempfile.gettempdir(), leftovers.FOLDER + mark)
+            if scratch:
+                scratch.mkdir(0o700)
+                ours.callback(shutil.rmtree, scratch)
+            output_fd, output_end = _pipe(ours, theirs)
+            status_fd, write_end = _pipe(ours, theirs)
+            # It also reads: if this process ends, bubblewrap would die of SIGPIPE and leave its child waiting.
+            status_end = _close_with(os.open(f"/proc/self/fd/{write_end}", os.O_RDWR | os.O_CLOEXEC), theirs)
+            ready_end = _close_with(os.dup(status_end), theirs)  # bubblewrap does not pass on its own
+            owner_fd = _close_with(os.pidfd_open(os.getpid()), theirs)
+            passed = [status_end, ready_end, owner_fd]
+            wrapper: list[str] = []
+            if self.bwrap:
+                passed.append(_close_with(_make_sealed_file(seccomp.program()), theirs))
+                wrapper = [self.bwrap, *_namespaces(), *self._files()]
+                wrapper += ["--json-status-fd", str(status_end), "--seccomp", str(passed[-1]), "--"]
+            group = self._make_group(mark)
+            if group:
+                ours.callback(group.remove)
+                wrapper = group.command(wrapper)
+            program = ["-I", "-u", "-c", BOOTSTRAP.read_text(), self._settings(ready_end, owner_fd)]
+            process = subprocess.Popen(
+                [*wrapper, self.interpreter, *program],
+                stdin=_close_with(_make_sealed_file(code.encode("utf-8", "replace")), theirs),
+                stdout=output_end,
+                stderr=output_end,
+                pass_fds=passed,
+                cwd=scratch,
+                env=_environment(scratch or Path("/tmp"), mark),
+                start_new_session=True,
+            )
+            ours.pop_all()
+            return Child(process, output_fd, status_fd, scratch, mark, group)
+
+    def _make_group(self, mark: str) -> Group | None:
+        if not self.groups:
+            return None
+        num_processes = (self.limits.num_processes or 0) + 3  # bubblewrap, the init, the code
+        return Group(self.groups, self.limits.memory_bytes + self.limits.scratch_bytes, num_processes, mark)
+
+    def _files(self) -> list[str]:
+        """Arguments for the file tree. /tmp comes first, because an interpreter may lie below it."""
+        args = ["--perms", "1777", "--size", str(self.limits.scratch_bytes), "--tmpfs", "/tmp"]
+        args += ["--ro-bind", "/usr", "/usr"]
+        for folder in ("/bin", "/sbin", "/lib", "/lib64"):
+            if os.path.islink(folder):
+                args += ["--symlink", os.readlink(folder), folder]
+            else:
+                args += ["--ro-bind-try", folder, folder]
+        shown = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", *self.readable)
+        parents = {str(parent) for path in shown for parent in Path(path).parents} - {"/", "/tmp"}
+        for parent in sorted(parents):  # bubblewrap itself would make them readable by the owner only
+            args += ["--perms", "0755", "--dir", parent]
+        for path in shown:
+            args += ["--ro-bind-try", path, path]
+        # Not bubblewrap's /dev: it has terminals, of which the host has a limited number.
+        args += ["--proc", "/proc", "--tmpfs", "/dev", "--symlink", "/proc/self/fd", "/dev/fd"]
+        for name in ("null", "zero", "full", "random", "urandom"):
+            args += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+        return [*args, "--remount-ro", "/proc", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
+
+    def _settings(self, ready_end: int, owner_fd: int) -> str:
+        limits, unused_user = self.limits, self.bwrap is not None and os.geteuid() == 0
+        rlimits = {
+            "RLIMIT_CPU": (limits.cpu_s, limits.cpu_s + 1),  # SIGXCPU, and SIGKILL for code that ignores it
+            "RLIMIT_AS": (limits.memory_bytes, limits.memory_bytes),
+            "RLIMIT_FSIZE": (limits.scratch_bytes, limits.scratch_bytes),
+            "RLIMIT_NOFILE": (_MAX_OPEN_FILES, _MAX_OPEN_FILES),
+            "RLIMIT_SIGPENDING": (_MAX_SIGNALS, _MAX_SIGNALS),
+            "RLIMIT_CORE": (0, 0),
+        }
+        if limits.num_processes is not None:
+            # Counted per user and user namespace: an unused user has no other process, others have the init as well.
+            others = 0 if unused_user else 1 if self.bwrap else 1 + _count_own_threads()
+            total = others + 1 + limits.num_processes
+            rlimits["RLIMIT_NPROC"] = (total, total)
+        uid = _unused_uid() if unused_user else None
+        num_files = limits.scratch_files if self.bwrap else None
+        settings = {"rlimits": rlimits, "uid": uid, "num_files": num_files, "owner_fd": owner_fd}
+        return json.dumps(settings | {"status_fd": ready_end, "memory_exit": MEMORY_EXIT})
+
+
+def prepare(limits: Limits, interpreter: str, limits_alone: bool) -> Sandbox:
+    """Returns a sandbox for this host; ConfigError if the host cannot contain code as asked."""
+    if sys.platform != "linux":
+        raise ConfigError(f"the Python tool needs Linux and this is {sys.platform}: leave the tool out here")
+    interpreter = os.path.abspath(shutil.which(interpreter) or interpreter)
+    leftovers.reap()
+    if limits_alone:
+        if limits.num_processes is not None and os.geteuid() == 0:
+            raise ConfigError(
+                "num_processes cannot be limited for root without a sandbox: run as another user, install bubblewrap, "
+                "or set num_processes to None (environment.python_processes = -1) and accept that fork bombs work"
+            )
+        return Sandbox(limits, interpreter, None, ())
+    if limits.num_processes is None:
+        raise ConfigError("num_processes is None in a sandbox, expected a number: None is for resource limits alone")
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        raise ConfigError(
+            "the Python tool found no bubblewrap (bwrap) to contain the code of a model: install it (apt-get install "
+            "bubblewrap), or set limits_alone=True and accept resource limits without network and file isolation"
+        )
+    return Sandbox(limits, interpreter, bwrap, _find_prefixes(interpreter), find_parents())
+
+
+def _namespaces() -> list[str]:
+    args = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    # bubblewrap's own init is reaped by the host's init. Containers often have none: each call would leave a zombie.
+    # So the bootstrap is the init, and bubblewrap ends after it.
+    args += ["--as-pid-1", "--new-session"]
+    # The bootstrap drops this one after it has limited the files in /tmp, before the code runs.
+    args += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
+    if os.geteuid() != 0:
+        # As another id than 0 it would not own the namespace in which /tmp is mounted.
+        return ["--unshare-user", "--uid", "0", "--gid", "0", *args]
+    # In a user namespace the kernel would still exempt root from limits. Without one, the bootstrap becomes an unused
+    # user, and loses the capabilities with that.
+    return [*args, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+
+
+def _unused_uid() -> int:
+    """Returns a user id without processes, within the range of this user namespace."""
+    rows = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    first, _, count = max(rows, key=lambda row: row[2])
+    if count < 1 << 15:
+        raise ConfigError(f"this container has only {count} user ids, expected 32768 or more: run it as another user")
+    return first + count // 2 + secrets.randbelow(count // 2 - 2)
+
+
+def _find_prefixes(interpreter: str) -> tuple[str, ...]:
+    """Returns the folders of an interpreter, of its base and of its packages, without those below /usr."""
+    packages = "*(path for path in sys.path if path.endswith('site-packages'))"  # a .pth file can lead elsewhere
+    ask = f"import sys; print(sys.prefix, sys.base_prefix, {packages}, sep='\\n')"
+    try:
+        asked = subprocess.run([interpreter, "-I", "-c", ask], capture_output=True, text=True, timeout=60.0, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"interpreter {interpreter!r} does not run: {error}") from error
+    return tuple(dict.fromkeys(path for path in asked.stdout.splitlines() if not f"{path}/".startswith("/usr/")))
+
+
+def _environment(scratch: Path, mark: str) -> dict[str, str]:
+    """Returns all variables that the code sees: none of this process; libraries use one thread."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    home = str(scratch)
+    return threads | {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", leftovers.MARK: mark}
+
+
+def _count_own_threads() -> int:
+    found = [process.info for process in psutil.process_iter(["uids", "num_threads"])]
+    return sum(info["num_threads"] or 0 for info in found if info["uids"] and info["uids"].real == os.geteuid())
+
+
+def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack) -> tuple[int, int]:
+    read_end, write_end = os.pipe()
+    return _close_with(read_end, ours), _close_with(write_end, theirs)
+
+
+def _close_with(fd: int, stack: contextlib.ExitStack) -> int:
+    stack.callback(os.close, fd)
+    return fd
+
+
+def _make_sealed_file(data: bytes) -> int:
+    """Returns a descriptor of a read-only file in memory."""
+    fd = os.memfd_create("megarl-tool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
+    seals = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd

@@ -1,0 +1,206 @@
+"""What megarl wrote and may therefore remove or replace: nothing else is ever removed, replaced or renamed.
+
+- A **folder** that is written as a whole holds the file ``MARK``: the patterns of names that are being written, and
+  once it is complete each file's bytes and time of change. It is replaced only if it holds nothing else.
+- A **file** is listed in ``FILES`` beside it, with the SHA-256 of what megarl wrote under its name.
+
+Everything else is foreign: a file of another name, size or time, a link, an empty folder.
+"""
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from glob import escape
+from itertools import chain, count
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megarl.errors import ConfigError, some
+from megarl.files.writing import exchange, model_files, read_record, sha256_of, sync, sync_all, write_atomically
+
+MARK, FILES = ".megarl.json", ".megarl-files.json"
+IsOwn = Callable[[str, os.stat_result], bool]
+"""Whether megarl wrote the regular file of this path, relative to its folder."""
+HF_FILES = ("model-*.safetensors", "model.safetensors.index.json", "config.json")
+"""Names of what megarl writes of a model, besides ``model_files`` of its source."""
+_RESERVED = (".megarl*",)
+_WHILE_WRITTEN = (*_RESERVED, ".*.tmp", "*/.*.tmp")
+
+
+def partial_of(out: Path) -> Path:
+    """The name of a folder until it is complete."""
+    if not out.name:
+        raise ConfigError(f"{out} cannot be written; name a folder")
+    return out.with_name(out.name + ".partial")
+
+
+def require_apart(out: Path, *sources: Path | None) -> None:
+    """ConfigError if ``out`` or its ``.partial`` folder is a source or contains one."""
+    written = (out.resolve(), partial_of(out.resolve()))
+    for source in sources:
+        if source is not None and {source.resolve(), *source.resolve().parents} & set(written):
+            raise ConfigError(f"{out} would replace its own source {source}; choose another folder")
+
+
+def require_own(*folders: Path) -> None:
+    """ConfigError unless each folder is new, empty, or holds nothing but what megarl wrote there as a whole."""
+    for folder in folders:
+        if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
+            raise ConfigError(f"{folder} is no folder; remove it, or choose another place")
+        if foreign := find_foreign(folder, marked(folder)):
+            raise ConfigError(
+                f"{folder} holds {some(foreign)}, which megarl did not write or which was changed since; it stays. "
+                "Move it away, or choose another folder"
+            )
+
+
+def marked(folder: Path) -> IsOwn:
+    """What the ``MARK`` of a folder lists; nothing without a mark."""
+    record = read_record(folder / MARK)
+    files: Any = record.get("files")
+    patterns: Any = record.get("patterns")
+    if not isinstance(files, dict) or not isinstance(patterns, list):
+        files, patterns = {}, _RESERVED
+    return lambda name, status: (
+        files[name] == [status.st_size, status.st_mtime_ns] if name in files else matches(name, patterns)
+    )
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, str(pattern)) for pattern in patterns)
+
+
+def _entries(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    for place, folders, files in os.walk(folder):
+        for path in (Path(place, name) for name in (*folders, *files)):
+            yield path.relative_to(folder).as_posix(), path.lstat()
+
+
+def _split(folder: Path, is_own: IsOwn) -> tuple[list[str], list[str]]:
+    """The files that are megarl's, and what else is there; folders of megarl's files count as neither."""
+    entries = dict(_entries(folder))
+    written = [name for name, status in entries.items() if stat.S_ISREG(status.st_mode) and is_own(name, status)]
+    folders = {str(parent) for name in written for parent in PurePosixPath(name).parents}
+    return written, sorted({*entries} - {*written} - folders)
+
+
+def find_foreign(folder: Path, is_own: IsOwn) -> list[str]:
+    """What a folder holds that megarl did not write."""
+    return _split(folder, is_own)[1]
+
+
+def remove_own(folder: Path, is_own: IsOwn) -> list[str]:
+    """Remove megarl's files, and the folder if nothing else is in it; return what else is in it. Links stay."""
+    if folder.is_symlink() or not folder.is_dir():
+        return []
+    written, foreign = _split(folder, is_own)
+    for name in sorted(written, key=lambda name: name == MARK):  # last, so that a kill leaves what can be told
+        (folder / name).unlink()
+    parents = {folder / parent for name in written for parent in PurePosixPath(name).parents} | {folder}
+    for parent in sorted(parents, reverse=True):
+        if not any(parent.iterdir()):
+            parent.rmdir()
+    return foreign
+
+
+def free_name(path: Path) -> Path:
+    """The path, or the first of path-2, path-3 and so on under which nothing lies."""
+    names = chain([path], (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2)))
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def begin(
+    folder: Path, patterns: Sequence[str], model: Path | None = None, keep: Iterable[str] = (), **more: Any
+) -> None:
+    """Make a folder that will hold files of these names; of what megarl left there, only ``keep`` (patterns) stays.
+
+    model: a folder whose ``model_files`` will be copied, to the folder or to one below it. more: for the mark.
+    ConfigError if the folder holds anything else.
+    """
+    require_own(folder)
+    is_own = marked(folder)
+    remove_own(folder, lambda name, status: is_own(name, status) and not matches(name, keep))
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [] if model is None else [escape(file.name) for file in model_files(model)]
+    copied = [pattern for name in names for pattern in (name, f"*/{name}")]
+    _write_mark(folder, {}, [*patterns, *copied, *_WHILE_WRITTEN], more)
+
+
+def seal(folder: Path, **more: Any) -> None:
+    """List the files that were written, and flush all to the disk: what is added or changed from now on is foreign."""
+    sync_all(folder)  # first: a network file system may set the time of a file when it is flushed
+    is_own = marked(folder)
+    files = {
+        name: [status.st_size, status.st_mtime_ns]
+        for name, status in sorted(_entries(folder))
+        if stat.S_ISREG(status.st_mode) and is_own(name, status) and not matches(name, _WHILE_WRITTEN)
+    }
+    _write_mark(folder, files, _WHILE_WRITTEN, more)
+    sync(folder)
+
+
+def _write_mark(folder: Path, files: dict[str, list[int]], patterns: Sequence[str], more: dict[str, Any]) -> None:
+    write_atomically(folder / MARK, json.dumps({**more, "patterns": patterns, "files": files}, indent=1).encode())
+
+
+def replace_folder(new: Path, target: Path, owner: Callable[[Path], IsOwn] = marked) -> None:
+    """Rename folder ``new`` to ``target`` in one step, and remove the folder that had this name if it is megarl's.
+
+    At every moment ``target`` is the old folder or the new one, except on network file systems that cannot exchange two
+    names: there is then a moment in which the old folder is called ``target.old`` and there is no ``target``.
+
+    Raises OSError, and ConfigError if ``target`` holds anything that ``owner(target)`` does not list.
+    """
+    is_own = owner(target)
+    if foreign := find_foreign(target, is_own):
+        raise ConfigError(f"{target} holds {some(foreign)}, which megarl did not write; {new} is whole: rename it")
+    if not target.exists():
+        new.rename(target)
+    elif exchange(new, target):
+        sync(target.parent)
+        remove_own(new, is_own)
+    else:
+        aside = target.with_name(target.name + ".old")
+        if os.path.lexists(aside):
+            raise ConfigError(f"{aside} is in the way; move it, then rename {new} to {target}")
+        target.rename(aside)
+        new.rename(target)
+        sync(target.parent)
+        remove_own(aside, is_own)
+    sync(target.parent)
+
+
+def require_own_files(*paths: Path) -> None:
+    """ConfigError if a path exists and is not as megarl wrote it."""
+    for path in paths:
+        if os.path.lexists(path) and not _is_own_file(path):
+            raise ConfigError(
+                f"{path} exists, and megarl did not write it or it was changed since; it stays. Move it away, or "
+                "choose another name"
+            )
+
+
+def _is_own_file(path: Path) -> bool:
+    digests: Any = read_record(path.with_name(FILES)).get(path.name)
+    return isinstance(digests, list) and path.is_file() and not path.is_symlink() and sha256_of(path) in digests
+
+
+def write_output(path: Path, data: bytes) -> None:
+    """Write a file atomically, and list it; its folder is made. ConfigError if it exists and is not as megarl wrote it.
+
+    The new content is listed beside the present one, so that a kill between the two writes leaves a file that is
+    listed.
+    """
+    require_own_files(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(f"{error.filename}: found a file, expected a folder or nothing") from error
+    listing = path.with_name(FILES)
+    digests = [hashlib.sha256(data).hexdigest(), *([sha256_of(path)] if path.exists() else [])]
+    record = {**read_record(listing), path.name: digests}
+    write_atomically(listing, json.dumps(record, indent=1).encode())
+    write_atomically(path, data)

@@ -1,0 +1,122 @@
+"""Reads the pickles in checkpoints without running anything: a pickle is a program, which may call what it names.
+
+Only the records that torch and Megatron write are let through. torch's readers and older releases of Megatron unpickle
+without limits, so ``require_plain`` examines a checkpoint before they see it.
+"""
+
+import io
+import pickle
+import re
+import reprlib
+import tomllib
+import zipfile
+from argparse import Namespace
+from pathlib import Path, PosixPath
+from signal import Signals
+from types import FunctionType, SimpleNamespace
+from typing import IO, Any, ClassVar
+
+import numpy as np
+import torch
+
+from megarl.files.foreign_files import is_file_name, open_regular, read_regular
+
+_MOST_METADATA = 1 << 30
+_NO_PART = "which is no part of a checkpoint"
+_NAMES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_PLAIN = {(module, name) for module, names in _NAMES["metadata"].items() for name in names}
+_Inert = type("_Inert", (), {"__new__": lambda cls, *_: object.__new__(cls)})
+"""Stands for a record of Megatron's, which need not be installed to look into a checkpoint."""
+_SAFE = [
+    *(Namespace, SimpleNamespace, PosixPath, io.BytesIO, Signals, np.ndarray, np.dtype, np.dtypes.UInt32DType),
+    *((np.zeros(0).__reduce__()[0], f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    *((_Inert, f"{module}.{name}") for module, names in _NAMES["inert"].items() for name in names),
+]
+"""What ``torch.load`` needs besides tensors and containers: Megatron's own list."""
+
+
+_InPython: Any = pickle._Unpickler
+"""Tells what a pickle changes; the one in C does not."""
+
+
+class _PlainUnpickler(_InPython):
+    def load_build(self) -> None:
+        if isinstance(self.stack[-2], (type, FunctionType)):  # it could make a record look like another
+            raise pickle.UnpicklingError(f"it changes {self.stack[-2].__name__}, {_NO_PART}")
+        super().load_build()
+
+    dispatch: ClassVar = {**_InPython.dispatch, pickle.BUILD[0]: load_build}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _PLAIN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, {_NO_PART}")
+
+
+def load_metadata(folder: Path) -> Any:
+    """Returns torch's Metadata, which ``.metadata`` holds; UnpicklingError if it is damaged or names anything else."""
+    data = read_regular(folder / ".metadata", _MOST_METADATA)
+    try:
+        return _PlainUnpickler(io.BytesIO(data)).load()
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:  # the unpickler checks nothing itself
+        raise pickle.UnpicklingError(f"its .metadata is damaged ({type(error).__name__}: {error})") from error
+
+
+def part_of(folder: Path, stored: Any) -> Path:
+    """The file of a record of ``.metadata``; UnpicklingError for one that is not in the folder itself."""
+    name, begin, length = stored.relative_path, stored.offset, stored.length
+    if not is_file_name(name):
+        raise pickle.UnpicklingError(f"its .metadata names {reprlib.repr(name)}, expected a file of the folder itself")
+    if type(begin) is not int or type(length) is not int or begin < 0 or length < 0:
+        raise pickle.UnpicklingError(f"its .metadata has part {begin!r:.40}, {length!r:.40} of {name}, expected bytes")
+    return folder / name
+
+
+def load_plain(file: Path | IO[bytes]) -> Any:
+    """``torch.load`` of tensors, numbers, texts, containers and _SAFE; UnpicklingError for the rest."""
+    _require_stored(file)
+    try:
+        known = torch.serialization.get_safe_globals()
+        with torch.serialization.safe_globals([each for each in _SAFE if each not in known]):  # its end forgets them
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # torch's message is advice to load it without limits
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        raise pickle.UnpicklingError(f"it names {named[1]}, {_NO_PART}" if named else "no plain data") from error
+
+
+def load_part(folder: Path, stored: Any) -> Any:
+    """``load_plain`` of the object that a record of ``.metadata`` says is a part of a file."""
+    with open_regular(part_of(folder, stored)) as file:
+        file.seek(stored.offset)
+        return load_plain(io.BytesIO(file.read(stored.length)))
+
+
+def _require_stored(file: Path | IO[bytes]) -> None:
+    """UnpicklingError for an archive that is larger inside than outside; torch compresses nothing."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            compressed = [each.filename for each in archive.infolist() if each.compress_type != zipfile.ZIP_STORED]
+    except zipfile.BadZipFile:  # older releases of torch write no archive
+        compressed = []
+    if compressed:
+        raise pickle.UnpicklingError(f"it holds {reprlib.repr(compressed[0])}, compressed, {_NO_PART}")
+    if not isinstance(file, Path):
+        file.seek(0)
+
+
+def require_plain(folder: Path) -> None:
+    """Raises UnpicklingError if a pickle in a ``torch_dist`` checkpoint names anything else, or what torch raises for
+    damaged files."""
+    metadata = load_metadata(folder)
+    try:
+        for index, stored in metadata.storage_data.items():
+            part_of(folder, stored)
+            if type(metadata.state_dict_metadata[index.fqn]).__name__ == "BytesStorageMetadata":
+                load_part(folder, stored)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise pickle.UnpicklingError(f"its .metadata is damaged ({type(error).__name__}: {error})") from error
+    for file in sorted(folder.rglob("*.pt")):
+        with open_regular(file) as content:
+            load_plain(content)

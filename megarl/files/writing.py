@@ -1,0 +1,100 @@
+"""Write files so that they appear complete or not at all, even if the writer is killed."""
+
+import ctypes
+import errno
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import ConfigError, DataError
+from megarl.files.foreign_files import read_object
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Write a file so that a reader sees the old content or the new content, never a part, even after a kill.
+
+    durable: wait until the content is on the disk.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write says no name
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is none that can be read."""
+    with suppress(DataError):
+        return read_object(path)
+    return {}
+
+
+def model_files(folder: Path) -> Iterator[Path]:
+    """Yield the files of a Hugging Face folder other than weights: config, tokenizer, code. Not megarl's own lists.
+
+    ConfigError for a link that leads out of the folder, which would hand on any file of the reader; links into the
+    ``blobs`` of Hugging Face's cache are how it stores a folder.
+    """
+    inside = folder.resolve()
+    blobs = inside.parent.parent / "blobs" if inside.parent.name == "snapshots" else inside
+    for file in folder.iterdir():
+        is_other = file.suffix in _WEIGHTS or file.name.endswith(".index.json") or file.name.startswith(".megarl")
+        if file.is_file() and not is_other:
+            if not {inside, blobs} & {*(target := file.resolve()).parents}:
+                raise ConfigError(f"{file} is a link to {target}, outside of its folder; put the file itself there")
+            yield file
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Exchange two names in one step. Return False where the system or the file system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(second))
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk, so that they survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_all(folder: Path) -> None:
+    """Flush every file of a folder, and the folder."""
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+
+
+def sha256_of(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def find_tokenizer_code(folder: Path) -> str | None:
+    """The class in a Hugging Face folder's own code that makes its tokenizer (``auto_map``); None if none is named."""
+    named: Any = read_record(folder / "tokenizer_config.json").get("auto_map")
+    classes = named.get("AutoTokenizer") if isinstance(named, dict) else named
+    return next((str(name) for name in classes if name), None) if isinstance(classes, list) else classes

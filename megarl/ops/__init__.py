@@ -1,0 +1,1 @@
+"""What happens around a run: launching, planning, checking, evaluating, reporting, patching, starting."""

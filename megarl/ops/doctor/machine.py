@@ -1,0 +1,143 @@
+"""What this machine has: packages, Megatron-Core and its replay hook, devices, SGLang."""
+
+import importlib.util
+import os
+import platform
+import re
+import sys
+from collections.abc import Collection
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Config, SGLangConfig, megatron_fields
+from megarl.engines.sglang.versions import NEWEST, dotted, installed_release
+from megarl.errors import ConfigError, MegarlError
+from megarl.ops.doctor.inputs import check_gpus
+from megarl.ops.doctor.report import Check
+from megarl.ops.doctor.trial import run_trial
+
+_TRAIN = (
+    *("torch", "accelerate", "aiohttp", "datasets", "einops", "httpx", "math-verify", "pebble", "plotly", "psutil"),
+    *("rich", "safetensors", "tensorboard", "tomli-w", "transformers"),
+)
+"""What the extra ``train`` installs, beside Megatron-Core."""
+_OPTIONAL = (
+    *("numpy", "pydantic", "megatron-core", "triton", "transformer-engine", "apex", "grouped_gemm", "wandb", "sglang"),
+)
+_TE_FITS_0_16 = r"2\.(9|10|11)\b"
+
+
+def versions() -> dict[str, str | None]:
+    """Python, and the release of each package that megarl needs or can use; None if it is absent."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in (*_TRAIN, *_OPTIONAL)}}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:  # it may have been built in place
+        return "unknown" if importlib.util.find_spec(distribution.replace("-", "_")) else None
+
+
+def check_machine(
+    config: Config | None, found: dict[str, str | None], failed: Collection[str] = ()
+) -> tuple[list[Check], bool]:
+    """Return (checks, whether layers of Transformer Engine are used). ``failed``: inputs that need not be tried."""
+    missing = {name for name in _TRAIN if found[name] is None}
+    if config is not None and config.log.wandb_project and found["wandb"] is None:
+        missing.add("wandb")
+    checks = [Check("Python", "ok", platform.python_version())]
+    for name in sorted(missing):
+        advice = "pip install wandb" if name == "wandb" else "pip install 'megarl[train]'"
+        checks.append(Check(name, "failed", "not installed", advice=advice))
+    checks += _check_megatron(found["megatron-core"], config is None or config.train.replay != "none")
+    facts: dict[str, Any] = {}
+    if "torch" not in missing:
+        absent = {name.replace("-", "_") for name in (*missing, *(c.name for c in checks if c.status == "failed"))}
+        tried, facts = run_trial(config, absent | ({"megatron"} if "megatron_core" in absent else set()), failed)
+        checks += tried
+    if "torch" in facts:
+        checks += [_check_devices(facts), *(check_gpus(config, facts["gpus"]) if config else ())]
+    has_te = bool(facts.get("has_te")) if facts.get("gpus") else found["transformer-engine"] is not None
+    checks += [_check_te(found["transformer-engine"], facts)]
+    if config is None or (config.rollout.engine_kind.server and not config.sglang.urls):
+        checks.append(_check_sglang(config, found["sglang"]))
+    if config is None or ("python" in config.environment.tools and not config.environment.python_limits_alone):
+        checks += _check_bubblewrap(is_needed=config is not None)
+    return checks, has_te
+
+
+def _check_devices(facts: dict[str, Any]) -> Check:
+    if facts["gpus"]:
+        return Check("devices", "ok", f"{facts['gpus']} x {facts['gpu']} (CUDA {facts['cuda']}); trains over NCCL")
+    if has_gpu():
+        what = f"a GPU, which torch {facts['torch']} cannot use (built for CUDA {facts['cuda']})"
+        return Check("devices", "failed", what, advice="install a torch for CUDA that fits the driver")
+    return Check("devices", "ok", f"no GPU, {os.cpu_count()} CPU cores; trains on the CPU over gloo")
+
+
+def has_gpu() -> bool:
+    """Whether the driver shows a GPU of NVIDIA, whatever torch can do."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _check_megatron(release: str | None, replays: bool) -> list[Check]:
+    """Megatron, and the replay hook: read from its source, which is not imported."""
+    try:
+        root = megatron_fields.source_root()
+    except ConfigError:
+        newer = " (0.17 and later need Python 3.12)" if sys.version_info < (3, 12) else ""
+        wanted = f"{megatron_fields.RELEASES}{newer}"
+        return [Check("megatron-core", "failed", "not installed", wanted, "pip install 'megarl[megatron]'")]
+    moe = root / "transformer" / "moe"
+    checks = [Check("megatron-core", "ok", release or f"source at {root}")]
+    # The router must hold a replay object, and the top-k function must call it.
+    hook = {"moe_utils.py": ".get_replay_topk(", "router.py": "self.router_replay"}
+    if all((moe / file).is_file() and words in (moe / file).read_text() for file, words in hook.items()):
+        checks.append(Check("replay hook", "ok", 'present: train.replay = "r2" and "r3"'))
+    else:
+        status, advice = "failed" if replays else "warning", "run `megarl patch apply`"
+        checks.append(Check("replay hook", status, "this Megatron-Core cannot replay routes", advice=advice))
+    if (moe / "paged_stash.py").is_file() and importlib.util.find_spec("triton") is None:
+        why = "not installed; Megatron-Core imports it from 0.18 on without declaring it"
+        checks.append(Check("triton", "failed", why, advice="pip install triton"))
+    return checks
+
+
+def _check_te(release: str | None, facts: dict[str, Any]) -> Check:
+    name, advice = "transformer-engine", "pip install 'megarl[gpu]'"
+    if facts.get("te_problem"):
+        what = f"{release} cannot be imported ({facts['te_problem']}): GPUs train with the slower local layers"
+        return Check(name, "warning", what, advice=f"install one that fits torch: {advice}")
+    if release is None:
+        slower = "not installed: GPUs train with the slower local layers"
+        return Check(name, "warning" if has_gpu() else "ok", slower, advice=advice)
+    is_old = (_version("megatron-core") or "").startswith("0.16.")
+    if is_old and not re.match(_TE_FITS_0_16, release):
+        return Check(name, "warning", release, "2.9 to 2.11 with megatron-core 0.16", advice)
+    return Check(name, "ok", f"{release}; used on GPUs")
+
+
+def _check_sglang(config: Config | None, here: str | None) -> Check:
+    """In the environment that the configuration names, or in this one. Its servers are judged elsewhere."""
+    python = Path((config.sglang if config else SGLangConfig()).python)
+    try:
+        return Check("sglang", "ok", f"{installed_release(python)} in {python}")
+    except ConfigError as error:
+        found = f"{here} in this environment; {error}" if here else str(error)
+    own = f"make a venv of its own, there `pip install 'sglang=={dotted(NEWEST)}'`, and set sglang.python"
+    advice = own if has_gpu() else f"on a CPU run `make sglang-cpu`; on GPUs {own}"
+    return Check("sglang", "ok" if config is None else "failed", found, advice=f"{advice} (docs/sglang.md)")
+
+
+def _check_bubblewrap(*, is_needed: bool) -> list[Check]:
+    """Try it: on some hosts it is installed but may not run."""
+    try:
+        from megarl.engines.tools.python_tool import PythonTool
+
+        return [Check("bubblewrap", "ok", f"works; {PythonTool().describe_limits()}")]
+    except ImportError:  # psutil, which is named as missing
+        return []
+    except MegarlError as error:
+        return [Check("bubblewrap", "failed" if is_needed else "ok", f"the Python tool cannot run: {error}")]

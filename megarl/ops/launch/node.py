@@ -1,0 +1,132 @@
+"""The process of a trainer node, ``python -m megarl.ops.launch.node LAUNCH_JSON [NODE]``: it runs torchrun.
+
+The node's number is SLURM_NODEID if it is not given. launch.json has everything else, and no secrets.
+"""
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megarl.errors import MegarlError, describe
+from megarl.files.writing import read_record
+from megarl.ops.launch.topology import read_topology
+from megarl.run.status import rank_file, write_failure
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_S = 20
+"""Less than torchrun's time between SIGTERM and SIGKILL."""
+
+
+def torchrun(launch: Mapping[str, Any], node: int) -> list[str]:
+    """The words for torchrun on a node. Each rank writes its own files; the first rank also writes to stdout."""
+    topology = read_topology(launch)
+    logs = Path(launch["logs"]) / f"node{node}"
+    words = ["--nnodes", str(len(topology.trainers)), "--node-rank", str(node)]
+    words += ["--nproc-per-node", str(topology.ranks_per_node), "--max-restarts", "0"]
+    words += ["--master-addr", topology.trainers[0].address, "--master-port", str(topology.master_port)]
+    words += ["--log-dir", str(logs), "--redirects", "3", *(["--tee", "0:3"] if node == 0 else [])]
+    return [*words, "--module", "megarl.cli", *launch["command"]]
+
+
+def environment(launch: Mapping[str, Any], node: int) -> dict[str, str]:
+    """Environment variables that torchrun and its ranks also need: log lines without a prefix, and the interface with
+    this node's address, because host names need not resolve."""
+    address = read_topology(launch).trainers[node].address
+    addresses = {name: {each.address.split("%")[0] for each in found} for name, found in psutil.net_if_addrs().items()}
+    interface = next((name for name, found in addresses.items() if address in found), None)
+    wanted = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": " ", "OMP_NUM_THREADS": "1"}
+    if interface is not None and len(launch["topology"]["trainers"]) > 1:
+        wanted |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # NCCL takes prefixes
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def run_ranks(words: Sequence[str], log: Path, folder: Path) -> int:
+    """Run torchrun in this process; returns its exit code. What it says goes to ``log``: 45 lines for a dead rank."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    log.parent.mkdir(parents=True, exist_ok=True)
+    logging.root.addHandler(_LogFile(log))
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and any(type(each) is logging.StreamHandler for each in logger.handlers):
+            logger.handlers = [_LogFile(log)]
+    try:
+        run.run(run.parse_args(words))
+    except ChildFailedError as error:
+        logging.error("%s", error)
+        rank = find_cause(error.failures)
+        _write_cause(rank, error.failures[rank].exitcode, folder)
+    except SignalException:
+        return 0  # asked to end, no failure: the status says what the ranks made of it
+    except Exception as error:  # of torch's rendezvous
+        logging.exception("torchrun failed")
+        print(f"megarl: error: torchrun failed: {describe(error)}; see {log}", file=sys.stderr, flush=True)
+    else:
+        return 0
+    return 1
+
+
+class _LogFile(logging.Handler):
+    """Appends to a file that it does not hold open: a fork of this process may have closed all files."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError), self._path.open("a") as file:
+            print(time.strftime("%H:%M:%S"), self.format(record), file=file)
+
+
+def find_cause(failures: Mapping[int, Any]) -> int:
+    """The rank that died first: of those that torchrun did not end itself, by SIGTERM and later SIGKILL, one that was
+    killed before one that failed. failures: torch's ProcessFailure by rank, times in whole seconds."""
+    begin = min(failure.timestamp for failure in failures.values())
+
+    def order(rank: int) -> tuple[bool, bool, int]:
+        failure = failures[rank]
+        ended_by_torchrun = failure.exitcode == -signal.SIGTERM or failure.timestamp > begin + _GRACE_S
+        return ended_by_torchrun, failure.exitcode >= 0, failure.timestamp
+
+    return min(failures, key=order)
+
+
+def _write_cause(rank: int, exit_code: int, folder: Path) -> None:
+    """Leave for the launcher how the first rank ended. A rank that is killed can write no error itself, and what the
+    others write of it is only that they lost it."""
+    where = f"rank {rank} on {socket.gethostname()}"
+    if exit_code < 0:
+        killed = MegarlError(f"{where} was killed by {signal.Signals(-exit_code).name}")
+        write_failure(killed, is_cause=True)
+    elif exit_code == 1:  # an error that is not megarl's
+        sign = read_record(rank_file(folder, rank))
+        own = sign.get("error") if sign.get("attempt") == os.environ.get("MEGARL_ATTEMPT") else None
+        write_failure(MegarlError(f"{where} ended with exit code 1" + (f": {own}" if own else "")))
+
+
+def main(words: list[str]) -> int:
+    path = Path(words[0])
+    launch = json.loads(path.read_text())
+    node = int(words[1] if len(words) > 1 else os.environ["SLURM_NODEID"])
+    # SIGUSR1 asks the ranks to stop; it must not end torchrun.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if launch["topology"]["job"] is None:  # without Slurm, the kernel ends this process with its parent
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    os.environ.update(environment(launch, node))
+    return run_ranks(torchrun(launch, node), Path(launch["logs"]) / f"node{node}" / "torchrun.log", path.parent)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,124 @@
+"""Memory of the sampling engine on one GPU: weights, cache, and how many tokens and sequences the cache holds."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from megarl.config import Config
+from megarl.core.fp8 import BLOCK, grid_of, is_fp8_weight
+from megarl.models.names import Rule, dimensions, is_fp32, rules_of
+from megarl.models.shapes import ModelShape
+from megarl.ops.plan.trainer_memory import ELEMENT
+
+DEFAULT_MEM_FRACTION = 0.85
+"""Assumed if sglang.mem_fraction is not set; SGLang then chooses 0.8 to 0.9 by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Bytes on one GPU of a server, or on one rank of the trainer with the local engine."""
+
+    weights: int
+    cache: int  # keys and values
+    cache_per_token: int
+    tokens: int  # that the cache of one server holds
+    sequences: int  # of maximum length, that the cache of one server holds at once
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache
+
+
+def engine_memory(config: Config, shape: ModelShape, longest: int) -> EngineMemory:
+    """A server within ``mem_fraction`` of a GPU and ``max_total_tokens``; or the local engine with a full batch.
+
+    Without either limit, the cache holds one sequence of maximum length, the least that can work.
+    """
+    element = ELEMENT[config.rollout.dtype]
+    if not config.rollout.engine_kind.server:
+        per_token = cache_bytes_per_token(shape, element, expanded=True)
+        batch = min(config.rollout.max_batch_size, config.responses_per_step)
+        tokens = batch * longest
+        weights = weight_bytes(shape, ELEMENT["fp32"] if config.rollout.fp8_activations else element)
+        return EngineMemory(weights, per_token * tokens, per_token, tokens, batch)
+    settings, gib = config.sglang, config.launch.gpu_memory_gib
+    weights = weight_bytes(shape, element, fp8=settings.fp8, tp=settings.tp)
+    per_token = cache_bytes_per_token(shape, element, settings.tp)
+    limits = [] if settings.max_total_tokens is None else [settings.max_total_tokens]
+    if gib is not None:
+        pool = int((settings.mem_fraction or DEFAULT_MEM_FRACTION) * gib * 2**30)
+        limits.append(max(0, pool - weights) // per_token)
+    tokens = min(limits, default=longest)
+    return EngineMemory(weights, per_token * tokens, per_token, tokens, tokens // longest)
+
+
+def cache_bytes_per_token(shape: ModelShape, element: int, tp: int = 1, *, expanded: bool = False) -> int:
+    """Keys and values of all layers on one GPU.
+
+    Grouped attention: 2 L max(kv_heads / tp, 1) head_dim e. Latent attention: L (kv_rank + rope) e, whole on each GPU;
+    ``expanded``: keys and values of all heads / tp instead, as the trainer keeps them, and transformers before 5.15.
+    """
+    fields = shape.fields
+    if fields.get("multi_latent_attention") and expanded:
+        width = fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"] + fields["v_head_dim"]
+        width *= fields["num_attention_heads"] // tp
+    elif fields.get("multi_latent_attention"):
+        width = fields["kv_lora_rank"] + fields["qk_pos_emb_head_dim"]
+    else:
+        width = 2 * max(fields["num_query_groups"] // tp, 1) * fields["kv_channels"]
+    return shape.num_layers * width * element
+
+
+def weight_bytes(shape: ModelShape, element: int, *, fp8: bool = False, tp: int = 1) -> int:
+    """Weights on one of the ``tp`` GPUs of a server; with tp = 1 also what an update brings, in bytes.
+
+    FP8: one byte for each value of a linear weight and four for each block of 128 x 128; the rest in e bytes.
+    """
+    sizes = dimensions(shape)
+    total = 0
+    for rule in rules_of(shape):
+        count = sum(1 for _ in rule.places(shape))
+        for name, dims in zip(rule.hf, rule.dims, strict=True):
+            wanted = tuple(sizes[part] for part in dims.split())
+            in_fp8 = fp8 and is_fp8_weight(name)
+            size = (1 if in_fp8 else 4 if is_fp32(name) else element) * prod(wanted)
+            size += 4 * prod(grid_of(wanted, BLOCK)) if in_fp8 else 0
+            total += count * size // _shares(rule, name, shape, tp)
+    return total
+
+
+def _shares(rule: Rule, name: str, shape: ModelShape, tp: int) -> int:
+    """Into how many parts a server cuts a tensor; keys and values at most into one for each of their heads."""
+    if rule.layout == "replicated" or "_a_proj" in name:
+        return 1
+    if rule.layout == "qkv" and ".q_proj." not in name:
+        return min(tp, shape.fields["num_query_groups"])
+    return tp
+
+
+def cut_widths(shape: ModelShape) -> Iterator[tuple[str, int]]:
+    """(name, width) of the gated layers that tensor parallelism of a server cuts."""
+    fields = shape.fields
+    if len(shape.moe_layers) < shape.num_layers:
+        yield "intermediate_size", fields["ffn_hidden_size"]
+    if shape.num_experts:
+        yield "the experts' intermediate size", fields["moe_ffn_hidden_size"]
+    if fields.get("moe_shared_expert_intermediate_size"):
+        yield "the shared experts' intermediate size", fields["moe_shared_expert_intermediate_size"]
+
+
+def fp8_widths(shape: ModelShape, tp: int) -> Iterator[tuple[str, int]]:
+    """(name, width on one of ``tp`` GPUs) of what SGLang takes in whole blocks of 128 x 128 only.
+
+    Read in SGLang 0.5.23: matrices that it joins (queries, keys and values; gate and up) and those that tp cuts.
+    """
+    fields = shape.fields
+    for name, width in cut_widths(shape):
+        yield name, width // tp
+    heads, groups = fields["num_attention_heads"], fields.get("num_query_groups")
+    if groups:
+        yield "the queries", heads * fields["kv_channels"] // tp
+        yield "the keys", max(groups // tp, 1) * fields["kv_channels"]
+    elif tp > 1:
+        yield "the queries", heads * (fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"]) // tp
+        yield "the values", heads * fields["v_head_dim"] // tp

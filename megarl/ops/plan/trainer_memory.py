@@ -1,0 +1,270 @@
+"""Memory of one rank of the trainer: states that stay, activations of a step, buffers of an engine update.
+
+Activations are what layers keep for the backward pass, and what is there for a moment. Layers are those of Transformer
+Engine with fused attention, whose saved tensors were read from the allocator (docs/plan.md). e is the size of an
+element of the training dtype, H the hidden size, S the slots of a micro-batch on this rank (a share of 1/cp),
+S' = S / tp under sequence parallelism, R the rows that a rank's experts compute.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from megarl.config import Config, Layout
+from megarl.errors import ConfigError
+from megarl.megatron.passes.logprobs import COLUMNS, ROWS
+from megarl.models.fit import wants_routes
+from megarl.models.names import Rule, rules_of
+from megarl.models.shapes import ModelShape
+from megarl.ops.plan.layout import RankCount, Stage, count_rank, longest_sequence, numel
+
+ELEMENT = {"fp32": 4, "bf16": 2}
+"""Bytes of a dtype of the configuration."""
+BUCKET_BYTES = 256 << 20
+"""As in ``rollout.sglang.fleet``, and as much as ``megatron.hf_weights`` gathers of a layer's experts at once."""
+_OPTIMIZER = {"optimizer": "adam", "use_precision_aware_optimizer": False, "optimizer_cpu_offload": False}
+"""Fields of Megatron with the values that the formulas assume."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    stage: int
+    weights: int
+    gradients: int
+    optimizer: int  # fp32 main weights (unless the weights are fp32) and Adam's two moments, after sharding
+    reference: int  # weights of the reference policy; 0 unless the objective reads one
+    activations: int  # what the micro-batches in flight keep for their backward passes
+    working: int  # held for a moment: a recomputed unit and rows on their way, or what the output layer needs
+    sync: int  # what gathering for the engine takes at most, a bucket's tensors, and two buckets
+    exchange: int  # routes of a mini-batch, sent and received, while ranks exchange them
+    recorded: int  # routes that the old-log-prob pass recorded (r2), of all mini-batches of the step
+    compared: int  # hidden states of a mini-batch, routed natively, with which the update compares its own
+    host_routes: int  # routes of a step on the host: those that the rank sampled, those that its routers see
+
+    @property
+    def states(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.reference
+
+    @property
+    def training(self) -> int:
+        return self.states + self.activations + self.working + self.recorded + self.compared
+
+    @property
+    def peak(self) -> int:
+        """Of a step or of an update of the engine, without what CUDA and NCCL take."""
+        return max(self.training, self.states + self.sync, self.states + self.exchange)
+
+
+def rank_memory(config: Config, shape: ModelShape, layout: Layout, stage: Stage, micro_batches: int) -> RankMemory:
+    """Memory of a rank of the stage when a step has ``micro_batches`` full micro-batches."""
+    count, element = count_rank(shape, layout, stage), ELEMENT[config.model.dtype]
+    weights, gradients, optimizer = state_bytes(config, layout, count)
+    kept, moment = activation_bytes(config, shape, layout, stage, micro_batches)
+    routes, routed = route_bytes(config, shape, layout, stage), wants_routes(config, shape)
+    rows, compares = _rows(config, layout), config.train.replay_bias_every > 0
+    of_step, is_exchanged = routes * config.train.mini_batches, layout.tp * layout.cp * layout.pp > 1
+    return RankMemory(
+        stage=stage.rank,
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        reference=element * count.total if config.train.resolved_objective.needs_ref_logprobs else 0,
+        activations=kept,
+        working=moment,
+        sync=gathered_bytes(shape, element, layout.ep) + (3 * BUCKET_BYTES if config.rollout.engine_kind.server else 0),
+        exchange=2 * routes if routed and is_exchanged else 0,
+        recorded=of_step if config.train.replay == "r2" else 0,
+        compared=element * shape.fields["hidden_size"] * rows if compares and stage.is_last else 0,
+        host_routes=2 * of_step if routed else 0,
+    )
+
+
+def route_bytes(config: Config, shape: ModelShape, layout: Layout, stage: Stage) -> int:
+    """Routes of a mini-batch that one rank's routers see: rows L_local K, in one byte for each expert up to 256."""
+    local = sum(layer in shape.moe_layers for layer in stage.layers)
+    return _rows(config, layout) * local * shape.topk * (1 if shape.num_experts <= 256 else 2)
+
+
+def _rows(config: Config, layout: Layout) -> int:
+    """Tokens of a mini-batch that one rank's routers see, all sequences as long as they may be."""
+    return layout.sequences_per_rank * longest_sequence(config) // (layout.cp * layout.tp)
+
+
+def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, int, int]:
+    """(weights, gradients, optimizer) of a rank, bytes: e P, 4 P, and 8 or 12 per parameter after sharding."""
+    for key, value in _OPTIMIZER.items():
+        if config.megatron.get(key, value) != value:
+            raise ConfigError(
+                f"megarl plan assumes Adam in fp32 on the GPU: found megatron.{key} = {config.megatron[key]!r}, "
+                f"expected {value!r}; remove it for the plan"
+            )
+    element = ELEMENT[config.model.dtype]
+    gradients = (4 if config.megatron.get("grad_reduce_in_fp32", True) else element) * count.total
+    dense, expert = (layout.dp * layout.cp, layout.edp) if config.parallel.distributed_optimizer else (1, 1)
+    optimizer = (8 if element == 4 else 12) * (-(-count.dense // dense) + -(-count.expert // expert))
+    return element * count.total + 4 * count.buffers, gradients, optimizer
+
+
+def gathered_bytes(shape: ModelShape, element: int, ep: int) -> int:
+    """Bytes that an export holds, at most: the experts that are gathered at once twice, a dense parameter thrice."""
+    # Gathered parts and their whole; of a dense parameter then also the Hugging Face tensors.
+    return max((2 if rule.scope == "expert" else 3) * whole_bytes(rule, shape, element, ep) for rule in rules_of(shape))
+
+
+def whole_bytes(rule: Rule, shape: ModelShape, element: int, ep: int) -> int:
+    """Bytes of what an export gathers at once: a dense parameter, or experts of a layer up to ``BUCKET_BYTES``."""
+    one = element * numel(rule, shape)
+    return min(shape.num_experts * one, max(BUCKET_BYTES, ep * one)) if rule.scope == "expert" else one
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What a rank sees of a micro-batch."""
+
+    slots: int  # S: token slots of the micro-batch on this context-parallel rank
+    element: int  # e: bytes of a weight and an activation, 2 or 4
+    tp: int = 1
+    etp: int = 1
+
+    @property
+    def rows(self) -> int:
+        """S': slots that norms, routers and residuals of this rank see."""
+        return self.slots // self.tp
+
+
+def cut_of(config: Config, layout: Layout) -> Cut:
+    """A full micro-batch: train.micro_batch_tokens slots on each context-parallel rank.
+
+    Fewer where a mini-batch brings a rank no more than that, with all sequences as long as they may be.
+    """
+    slots = config.train.micro_batch_tokens
+    if config.sampling.fixed:
+        whole = -(-layout.sequences_per_rank * longest_sequence(config) // layout.cp)
+        slots = min(slots, -(-whole // layout.tp) * layout.tp)
+    return Cut(slots, ELEMENT[config.model.dtype], layout.tp, layout.etp)
+
+
+def activation_bytes(
+    config: Config, shape: ModelShape, layout: Layout, stage: Stage, micro_batches: int
+) -> tuple[int, int]:
+    """(kept by the layers of all micro-batches in flight, most that is held beside that for a moment), bytes.
+
+    For a moment: a recomputed unit and what its layers hold while they compute, or what the output layer needs.
+    """
+    cut = cut_of(config, layout)
+    kept, units = zip(*(_chunk_bytes(config, shape, cut, chunk) for chunk in stage.chunks), strict=True)
+    moment = max(max(units) + _moment(shape, cut, stage), head_bytes(shape, cut) if stage.is_last else 0)
+    return sum(kept) * in_flight(layout, stage.rank, micro_batches) // len(kept), moment
+
+
+def in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
+    """The most forward passes of a stage's chunks that wait for their backward pass at once.
+
+    1F1B: min(pp - p, m). Interleaved: min(2 (pp - p - 1) + (vpp - 1) pp + 1, m vpp).
+    """
+    if layout.vpp is None:
+        return min(layout.pp - stage, micro_batches)
+    ahead = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
+    return min(ahead, micro_batches * layout.vpp)
+
+
+def _chunk_bytes(config: Config, shape: ModelShape, cut: Cut, layers: tuple[int, ...]) -> tuple[int, int]:
+    """(kept, largest recomputed unit) of one micro-batch in one model chunk."""
+    recompute, whole = config.recompute, [layer_bytes(shape, layer, cut) for layer in layers]
+    if recompute.granularity != "full":
+        modules = recompute.modules if recompute.modules is not None else ["core_attn"]
+        chosen = modules if recompute.granularity == "selective" else []
+        rest = [layer_bytes(shape, layer, cut, chosen) for layer in layers]
+        return sum(rest), max((full - kept for full, kept in zip(whole, rest, strict=True)), default=0)
+    size = recompute.num_layers or 1
+    if recompute.method == "uniform":
+        units = [sum(whole[start : start + size]) for start in range(0, len(layers), size)]
+        return len(units) * input_bytes(shape, cut), max(units, default=0)
+    units = whole[:size]
+    return len(units) * input_bytes(shape, cut) + sum(whole[size:]), max(units, default=0)
+
+
+def _moment(shape: ModelShape, cut: Cut, stage: Stage) -> int:
+    """What a layer holds while it computes, beside what it keeps, and the gradient of its output: e H S'.
+
+    MoE: rows as they are permuted, sent, computed and sorted back, 2 e H (S' K + R), and the output of shared experts.
+    Dense: gradients of the widest rows, e (2 H + 3 width / tp) S.
+    """
+    fields, hidden = shape.fields, cut.element * shape.fields["hidden_size"]
+    if not any(layer in shape.moe_layers for layer in stage.layers):
+        return (2 * hidden + 3 * cut.element * fields["ffn_hidden_size"] // cut.tp) * cut.slots + hidden * cut.rows
+    shared = 1 if fields.get("moe_shared_expert_intermediate_size") else 0
+    return 2 * hidden * (cut.rows * shape.topk + routed_rows(shape, cut)) + (1 + shared) * hidden * cut.rows
+
+
+def head_bytes(shape: ModelShape, cut: Cut) -> int:
+    """End of the last stage: the final norm, what ``linear_logprobs`` keeps, its gradients and three blocks of logits.
+
+    (e H + 4) S' + (e H + 21 + 4 H) S + e H V / tp, and the blocks.
+    """
+    hidden, vocabulary = shape.fields["hidden_size"], -(-shape.vocab_size // cut.tp)
+    kept = (cut.element * hidden + 4) * cut.rows + (cut.element * hidden + 21) * cut.slots
+    gradients = 4 * hidden * cut.slots + vocabulary * hidden * cut.element
+    return kept + gradients + 8 * hidden * COLUMNS + 3 * 4 * ROWS * COLUMNS
+
+
+def layer_bytes(shape: ModelShape, layer: int, cut: Cut, recompute: Collection[str] = ()) -> int:
+    """What one layer keeps; ``recompute`` are modules of selective recomputation, which keep their input only."""
+    latent, is_moe = shape.fields.get("multi_latent_attention"), layer in shape.moe_layers
+    attention = (_latent_attention if latent else _grouped_attention)(shape, cut, recompute)
+    if is_moe:
+        mlp = 0 if "moe" in recompute else _moe(shape, cut, recompute)
+    else:
+        mlp = 0 if "mlp" in recompute else _gated(shape.fields["ffn_hidden_size"], cut)
+    # Two residuals, and each norm's output and scales. A norm that is part of a linear layer is not recomputed alone.
+    alone = bool(latent) + is_moe if "layernorm" in recompute else 0
+    alone += 0 if is_moe or "mlp" not in recompute else 1
+    return (4 - alone) * input_bytes(shape, cut) + 8 * cut.rows + attention + mlp
+
+
+def input_bytes(shape: ModelShape, cut: Cut) -> int:
+    """e H S': the hidden state at the start of a layer, all that full recomputation keeps of it."""
+    return cut.element * shape.fields["hidden_size"] * cut.rows
+
+
+def _grouped_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) -> int:
+    """Queries and keys before their norms, rotated ones, values, output and its fp32 statistics."""
+    fields = shape.fields
+    heads, groups = fields["num_attention_heads"] // cut.tp, fields["num_query_groups"] // cut.tp
+    q, kv = heads * fields["kv_channels"], groups * fields["kv_channels"]
+    normed = cut.element * (q + kv) + 4 * (heads + groups) if fields["qk_layernorm"] else 0
+    # Recomputed, the values are a view of the projection, which is kept whole.
+    held = q + 2 * kv if "core_attn" in recompute else kv
+    return (normed + cut.element * (2 * q + kv + held) + 4 * heads) * cut.slots
+
+
+def _latent_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) -> int:
+    """Latents with their norms' outputs, rotations, then queries, keys, values, output and its fp32 statistics."""
+    fields, e = shape.fields, cut.element
+    heads, rope, value = fields["num_attention_heads"] // cut.tp, fields["qk_pos_emb_head_dim"], fields["v_head_dim"]
+    latents = sum(2 * e * width + 4 for width in (fields["q_lora_rank"], fields["kv_lora_rank"]) if width)
+    held = fields["qk_head_dim"] if "core_attn" in recompute else 0
+    attention = e * heads * (2 * (fields["qk_head_dim"] + rope + value) + held) + 4 * heads
+    return latents * cut.rows + ((4 * e + 4) * rope + attention) * cut.slots
+
+
+def _gated(width: int, cut: Cut) -> int:
+    """Both halves of the inner product, and the product with silu of one: 3 e width S."""
+    return 3 * cut.element * width // cut.tp * cut.slots
+
+
+def _moe(shape: ModelShape, cut: Cut, recompute: Collection[str]) -> int:
+    """Router and dispatcher (13 E + 28 K) S'; rows, both halves, their product, gate weights: (e (H + 3 W) + 8) R."""
+    fields, e = shape.fields, cut.element
+    router = (13 * shape.num_experts + 28 * shape.topk) * cut.rows
+    inner = (2 if "moe_act" in recompute else 3) * (fields["moe_ffn_hidden_size"] // cut.etp)
+    experts = (e * (fields["hidden_size"] + inner) + 8) * routed_rows(shape, cut)
+    shared = fields.get("moe_shared_expert_intermediate_size")
+    if not shared or "shared_experts" in recompute:
+        return router + experts
+    gate = (e * (fields["hidden_size"] + 1) + 4) * cut.rows if fields.get("moe_shared_expert_gate") else 0
+    return router + experts + _gated(shared, cut) + gate
+
+
+def routed_rows(shape: ModelShape, cut: Cut) -> int:
+    """R: rows that a rank's experts compute if all experts get equally many: S' K etp."""
+    return cut.rows * shape.topk * cut.etp

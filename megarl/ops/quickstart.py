@@ -1,0 +1,179 @@
+"""``megarl quickstart``: from nothing to a report in a minute on two cores.
+
+It makes a tiny Qwen3-MoE, or a dense model, and the task of sorting six digits. Demonstrations, of which 55 % are
+sorted in the wrong order, teach the format. RL selects the right order. Both are ordinary megarl commands. Their ranks
+are forks of one process, so that torch and Megatron are imported once.
+"""
+
+import os
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Config
+from megarl.config.file import load
+from megarl.data.tiny import Family, write_sort_task, write_tiny_model
+from megarl.engines.sglang.spec import free_port
+from megarl.errors import ConfigError, MegarlError, RolloutError
+from megarl.files.outputs import write_output
+from megarl.models.shapes import read_shape
+from megarl.ops.report.report import write_report
+from megarl.run.console import program
+from megarl.run.metrics_log import describe_judged, read_metrics
+
+RANKS = 2
+
+CONFIG = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+"""The configuration, with the paths {config}, {run}, {model} and {task} left open."""
+_DENSE = {
+    "ep = 2": "ep = 1",
+    'replay = "r3"': 'replay = "none"',
+    "MiniRL with R3 on a tiny MoE, expert-parallel on two": "MiniRL on a tiny dense model, data-parallel on two",
+    ", routing included": "",
+    "--train.replay none | r2, or ": "",
+    "--parallel.ep 1 --parallel.tp 2": "--parallel.tp 2",
+}
+"""What is otherwise for a dense model."""
+
+
+def config_text(family: Family, **paths: Path) -> str:
+    """The configuration for a model of this family."""
+    text = CONFIG.format(**paths, megarl=program())
+    for found, dense in _DENSE.items() if family != "qwen3_moe" else ():
+        text = text.replace(found, dense)
+    return text
+
+
+def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
+    """Make model and task in ``out``, run cold start, RL and report, and print the result; skip finished steps."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be made a folder ({error.strerror}); choose another one") from None
+    run, model, task = out / "run", out / "model", out / "task"
+    path = out / "quickstart.toml"
+    text = config_text(family, config=path, run=run, model=model, task=task)
+    finished = (run / "report" / "index.html").exists()
+    untrained = out / "model-untrained"
+    if (untrained / "config.json").exists() and (found := read_shape(untrained).family) != family:
+        raise MegarlError(f"{out} holds a model of the family {found}: add --family {found}, or choose another --out")
+    if not path.exists() and (held := [entry.name for entry in out.iterdir()]):
+        raise ConfigError(f"--out {out}: found {held[0]}, expected a new or empty folder; choose another one")
+    if finished:
+        raise MegarlError(
+            f"{out} holds a finished quickstart, see {run / 'report' / 'index.html'}; to train on, run "
+            f"`{program()} launch {_quoted(path)} --run.steps {_more_steps(run)}`; to begin anew, remove {out} or "
+            "choose another --out"
+        )
+    write_output(path, text.encode())
+    # The ranks inherit this. Quickstarts are for a CPU; with more threads than cores, training is up to a hundred times
+    # slower.
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "start"):
+        config = load(path)
+        if not (untrained / "config.json").exists():
+            _say(f"making a tiny {family} model and 4096 sorting problems")
+            write_tiny_model(untrained, seed=config.run.seed, family=family)
+        if not (task / "demonstrations.jsonl").exists():
+            write_sort_task(task, seed=config.run.seed)
+        import megarl.trainer.loop
+        import megarl.trainer.sft  # noqa: F401
+    if not (model / "config.json").exists():
+        with _timed(seconds, "cold start"):
+            _say("cold start: Megatron learns the format from demonstrations, 55 % of them sorted the wrong way")
+            _start_ranks("sft", path, "--model.path", str(untrained))
+    replay, ep = config.train.replay, config.parallel.ep
+    with _timed(seconds, "RL"):
+        _say(f"RL: MiniRL, replay {replay}, FP8-rounded rollout weights, {RANKS} ranks, ep {ep}")
+        _start_ranks("train", path)
+    with _timed(seconds, "report"):
+        report = write_report(run)
+    _print_summary(out, config, report, seconds)
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    seconds[name] = time.monotonic() - started
+
+
+def _start_ranks(command: str, config: Path, *overrides: str) -> None:
+    """Run ``megarl COMMAND`` on the ranks, with the environment that torchrun would give them. Fork, do not import."""
+    from torch.multiprocessing.spawn import ProcessExitedException, start_processes
+
+    words = (command, str(config), *overrides)
+    arguments = free_port("127.0.0.1"), words
+    ranks: Any = start_processes(_be_rank, arguments, nprocs=RANKS, join=False, start_method="fork")
+    try:
+        while not ranks.join():
+            pass
+    except KeyboardInterrupt:
+        for process in ranks.processes:
+            process.join()  # the ranks also got the signal, and are saving
+        raise
+    except ProcessExitedException as error:
+        code = error.exit_code
+        raise RolloutError(f"`megarl {command}` ended with exit code {code}; its messages are above") from None
+
+
+def _be_rank(rank: int, port: int, words: tuple[str, ...]) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS), "RANK": str(rank)}
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS)}
+    import torch
+
+    torch.set_num_threads(1)  # a fork has none of the threads that its parent may have begun, and would wait for them
+    try:
+        code = import_module("megarl.cli").main(words)  # by its name, as torchrun would: this floor lies below it
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.exit(code)
+
+
+def _print_summary(out: Path, config: Config, report: Path, seconds: dict[str, float]) -> None:
+    metrics = read_metrics(config.run_dir / "metrics.jsonl")
+    evaluations = [record for record in metrics if record["kind"] == "eval"]
+    rates, judged = [record["eval/pass_rate"] for record in evaluations], describe_judged(evaluations[-1], "eval")
+    totals = {
+        part: sum(record.get(f"time/{part}_s", 0.0) for record in metrics if record["kind"] in ("step", "eval"))
+        for part in ("rollout", "old_logprobs", "train", "sync", "eval")
+    }
+    parts = ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())
+    inside = ", ".join(f"{name} {value:.1f}" for name, value in totals.items())
+    run, path, megarl = _quoted(config.run_dir), _quoted(out / "quickstart.toml"), program()
+    more = _more_steps(config.run_dir)
+    _say(
+        f"done in {sum(seconds.values()):.0f} s: held-out pass rate {rates[0]:.1%} -> {rates[-1]:.1%} "
+        f"(best {max(rates):.1%}){judged and f', {judged}'}\n"
+        f"  seconds  {parts}; of the RL: {inside}, the rest to begin and to end\n"
+        f"  report   {report}\n"
+        f"  curves   {program('tensorboard')} --logdir {run}/tensorboard\n"
+        f"  status   {megarl} status {run}\n"
+        f"  memory   {megarl} plan {path}\n"
+        f"  evaluate {program('torchrun')} --nproc-per-node {RANKS} -m megarl.cli eval {path} --checkpoint {run}\n"
+        f"  go on    {megarl} launch {path} --run.steps {more}\n"
+        f"  vary     {megarl} launch {path} --run.dir {run}-grpo --train.objective grpo\n"
+        f"           more in the comments of {out / 'quickstart.toml'}\n"
+        "  note     the task selects behaviour that the model already has, in seconds; a new skill takes longer"
+    )
+
+
+def _more_steps(run: Path) -> int:
+    """Twice the steps that the run has made."""
+    return 2 * max((record["step"] for record in read_metrics(run / "metrics.jsonl")), default=30)
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))
+
+
+def _say(text: str) -> None:
+    print(f"quickstart: {text}", flush=True)

@@ -1,0 +1,74 @@
+"""``megarl report``, ``megarl samples`` and ``megarl trace``."""
+
+from pathlib import Path
+from typing import Literal
+
+import pydantic
+
+from megarl.config.command import Overrides, Positional, command
+from megarl.errors import ConfigError, printable
+
+
+@command
+class Report:
+    """Write one HTML page about a run, or one that overlays the curves of several: docs/report.md."""
+
+    run_dirs: Positional[tuple[Path, ...]]
+    """The folder of the run, or of each run."""
+    out: Path | None = None
+    """The page; default RUN_DIR/report/index.html, of several runs compare.html here."""
+
+    def run(self, overrides: Overrides) -> None:
+        from megarl.ops.report.report import write_report
+
+        print(printable(f"report: {write_report(*self.run_dirs, out=self.out)}"))
+
+
+@command
+class Samples:
+    """Print prompts, responses and rewards that a run has stored, by default of its newest step: docs/report.md."""
+
+    run_dir: Positional[Path]
+    """The folder of the run."""
+    step: int | None = None
+    """Only this step's, from 1."""
+    sort: Literal["reward", "length", "gap"] | None = None
+    """From the best on: the highest reward, the smallest length or gap between the engines."""
+    worst: pydantic.PositiveInt | None = None
+    """Only so many, from the worst on; by reward unless --sort says otherwise."""
+    best: pydantic.PositiveInt | None = None
+    """Only so many, from the best on."""
+    search: str | None = None
+    """Only those with this text in prompt, response or error, in upper or lower case."""
+    json: bool = False
+    """Print JSON lines."""
+
+    def run(self, overrides: Overrides) -> None:
+        from megarl.ops.report import samples
+
+        options = {name: getattr(self, name) for name in ("step", "sort", "worst", "best", "search")}
+        samples.show(self.run_dir, **options, as_json=self.json)
+
+
+@command
+class Trace:
+    """Look into files of routing traces: inspect FILE, stats FILE, or diff A B [--out heatmap.html]."""
+
+    action: Positional[Literal["inspect", "stats", "diff"]]
+    """What to do."""
+    files: Positional[tuple[Path, ...]]
+    """One file, or two for diff."""
+    out: Path | None = None
+    """A map of the difference, an HTML page."""
+    json: bool = False
+    """Print the results as JSON."""
+
+    def run(self, overrides: Overrides) -> None:
+        expected = 2 if self.action == "diff" else 1
+        if len(self.files) != expected:
+            raise ConfigError(f"megarl trace {self.action}: found {len(self.files)} files, expected {expected}")
+        if self.out is not None and self.action != "diff":
+            raise ConfigError(f"megarl trace {self.action} plots nothing: remove --out; only megarl trace diff has it")
+        from megarl.ops.report import traces
+
+        getattr(traces, self.action)(*self.files, *([self.out] if self.action == "diff" else []), as_json=self.json)

@@ -1,0 +1,337 @@
+"""The figures of ``megarl report`` as plotly's JSON: a dict with "data" and "layout" each. page.js adds the theme.
+
+plotly, because its wheel brings the whole plotly.js: zoom, hover and legends that hide a line, without a network and
+without a build of our own. Colours and fonts of light and dark mode are set in the page; those here suit both.
+
+Of one run, each series has a colour; of several, each run has one. Each series has a dash pattern either way, and later
+lines are thinner: of two lines that coincide, the first shows on both sides of the second.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megarl.ops.report.panels import Line, Panel, read_table
+from megarl.ops.report.series import Curve, Curves, benchmarks, layer_curves, smooth, sum_judged, thin
+from megarl.run.metrics_log import describe_judged
+
+Figure = dict[str, Any]
+_THEME = read_table("colors.toml")
+COLORS: dict[str, str] = _THEME["series"]
+PHASES = {phase: color if color.startswith("#") else COLORS[color] for phase, color in _THEME["phases"].items()}
+"""Colour of each phase that the trainer times, in the order of a step. The last three lie outside the step."""
+_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+_SMOOTHED_FROM = 40
+"""Number of steps from which a curve is plotted as its moving average."""
+_MAX_BARS = 100
+_MAX_COLUMNS = 300
+"""Most columns of a map; each is then the mean of several steps."""
+_PERCENT = {"tickformat": ".3~%", "hoverformat": ".3~%"}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a report."""
+
+    name: str
+    curves: Curves
+    color: str | None = None
+    """Of all its lines; None gives each series its own."""
+
+
+def make_figures(panel: Panel, runs: Sequence[Run]) -> list[Figure]:
+    """Return the figures of a panel: one of all runs that have its metrics, or for maps and bars one of each."""
+    runs = [run for run in runs if panel.is_recorded(run.curves)]
+    if panel.kind in ("layers", "time"):
+        plot = _plot_layers if panel.kind == "layers" else _plot_time
+        figures = [plot(panel, run) for run in runs]
+        if runs[0].color is not None:  # several are compared
+            for run, figure in zip(runs, figures, strict=True):
+                figure["layout"]["title"] = {"text": html_name(run.name)}
+        if panel.kind == "layers":
+            maps = [figure["data"][0] for figure in figures]
+            top = max(one["zmax"] for one in maps)  # one scale, so that colours can be compared
+            for one in maps:
+                one["zmax"] = top
+        return figures
+    layout: Figure = {"xaxis": _axis("global step"), "yaxis": _axis(panel.y_label)}
+    plot = {"frontier": _plot_frontier, "by_index": _plot_by_index, "ratio": _plot_ratio}.get(panel.kind, _plot_lines)
+    data = [trace for place, run in enumerate(runs) for trace in plot(panel, run, place, layout)]
+    _scale_y(layout, panel, data)
+    return [{"data": data, "layout": layout}]
+
+
+def html_name(text: str) -> str:
+    """Return a name for plotly, which reads some HTML tags in texts."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def numbers(values: np.ndarray) -> list[float | None]:
+    """Return the values with six digits; None where there is nothing to plot."""
+    return [float(f"{value:.6g}") if np.isfinite(value) else None for value in np.asarray(values, float).tolist()]
+
+
+def map_trace(grid: np.ndarray, x: np.ndarray, layers: Sequence[int], **more: Any) -> Figure:
+    """Return a map of layers against columns, the share of tokens routed differently; NaN is left blank.
+
+    grid: float [L, columns]; x: [columns].
+    """
+    top = float(np.nanmax(grid, initial=0.0)) or 0.01  # without any disagreement the scale is one percent
+    return {
+        "type": "heatmap",
+        "z": [numbers(row) for row in grid],
+        "x": numbers(x),
+        "y": [str(layer) for layer in layers],
+        "zmin": 0.0,
+        "zmax": top,
+        "colorscale": "Viridis",
+        "colorbar": {"tickformat": ".3~%", "thickness": 12},
+        "hovertemplate": "layer %{y}, %{x}: %{z:.3~%}<extra></extra>",
+        **more,
+    }
+
+
+def plot_trace_difference(flips: np.ndarray, per_layer: np.ndarray, layers: Sequence[int], bin_tokens: int) -> Figure:
+    """Plot how two trace files differ: layers against token positions, and the share of each layer beside it.
+
+    flips: float [L, bins], share of tokens that are routed differently; NaN where no token was compared. per_layer:
+    float [L], the same over all positions.
+    """
+    positions = np.arange(flips.shape[1]) * bin_tokens + (bin_tokens - 1) / 2
+    share = {"type": "bar", "orientation": "h", "x": numbers(per_layer), "y": [str(layer) for layer in layers]}
+    share |= {
+        "xaxis": "x2",
+        "marker": {"color": COLORS["blue"]},
+        "hovertemplate": "layer %{y}: %{x:.3~%}<extra></extra>",
+    }
+    layout: Figure = {
+        "xaxis": _axis("token position" + ("" if bin_tokens == 1 else f", {bin_tokens} to a column"), domain=[0, 0.82]),
+        "xaxis2": _axis("all positions", domain=[0.86, 1], tickformat=".3~%", nticks=3, rangemode="tozero"),
+        "yaxis": _axis("layer of the model", type="category", autorange="reversed"),
+        "height": max(320, min(900, 220 + 14 * len(layers))),
+        "showlegend": False,
+    }
+    if not np.nan_to_num(flips).any():
+        layout["annotations"] = [_middle("no token differs")]
+    return {"data": [map_trace(flips, positions, layers), share], "layout": layout}
+
+
+def _middle(text: str) -> Figure:
+    return {"text": text, "showarrow": False, "xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5}
+
+
+def _axis(title: str, **more: Any) -> Figure:
+    return {"title": {"text": title}, **more}
+
+
+def _lines_of(panel: Panel, curves: Curves) -> list[Line]:
+    if panel.kind == "reward":
+        return _reward_lines(curves)
+    return [Line("rollout/k3", "k3")] if panel.kind == "kl" else list(panel.lines)
+
+
+def _reward_lines(curves: Curves) -> list[Line]:
+    """The training reward and pass rate, as one line where they are equal, and the evaluations."""
+    reward, passed = curves.get("reward/mean"), curves.get("reward/pass_rate")
+    if reward is not None and passed is not None and np.array_equal(reward.y, passed.y, equal_nan=True):
+        lines = [Line("reward/pass_rate", "pass rate = mean reward (training)")]
+    else:
+        judged = describe_judged(sum_judged(curves))
+        lines = [
+            Line("reward/pass_rate", "pass rate (training)"),
+            Line("reward/mean", f"mean reward (training{judged and f', {judged}'})", "grey"),
+        ]
+    if curves.get("eval/pass_rate") is not None:
+        lines.append(Line("eval/pass_rate", "pass rate (held-out)", "orange", "dots"))
+    else:
+        lines.append(Line("eval/reward", "mean reward (held-out)", "orange", "dots"))
+    colors = itertools.cycle(("teal", "purple", "red", "yellow", "cyan", "brown"))
+    return lines + [Line(f"eval/{name}/pass_rate", name, next(colors), "dots") for name in benchmarks(curves)]
+
+
+def _plot_lines(panel: Panel, run: Run, place: int, layout: Figure) -> Iterator[Figure]:
+    """Plot those of the metrics that were recorded: mini-batches as mean and range, long curves as moving averages."""
+    for index, line in enumerate(_lines_of(panel, run.curves)):
+        if (curve := run.curves.get(line.metric)) is not None:
+            style = _style(run, line, place, index)
+            if line.style == "dots":
+                yield _trace(style, curve, "lines+markers", marker={"size": 9, "color": style["line"]["color"]})
+            else:
+                yield from _plot_curve(curve, style, run)
+    if panel.kind == "kl" and (k1 := run.curves.get("rollout/k1")) is not None:
+        style = _style(run, Line("rollout/k1", "|k1|", "grey"), place, 1)
+        yield from _plot_curve(Curve(k1.x, np.abs(k1.y)), style, run)
+        below = k1.y < 0
+        if len(k1.x) < 2 * _SMOOTHED_FROM and below.any():
+            marker, name = {"symbol": "circle-open", "size": 7}, style["name"].replace("|k1|", "k1 &lt; 0")
+            yield _trace(style, Curve(k1.x[below], -k1.y[below]), "markers", marker=marker, name=name)
+
+
+def _style(run: Run, line: Line, place: int, index: int) -> Figure:
+    """What the traces of one line share. Hiding it in the legend hides its band and its pale values too."""
+    prefix = "" if run.color is None else f"{run.name}: "
+    width = (3.6, 2.2, 1.5)[min(index if run.color is None else place, 2)]
+    name = html_name(prefix + line.label)
+    return {
+        "type": "scatter",
+        "name": name,
+        "legendgroup": name,
+        "line": {"color": run.color or COLORS[line.color], "width": width, "dash": _DASHES[index % len(_DASHES)]},
+    }
+
+
+def _trace(style: Figure, curve: Curve, mode: str, **more: Any) -> Figure:
+    return {**style, "mode": mode, **more, "x": numbers(curve.x), "y": numbers(curve.y)}
+
+
+def _plot_curve(curve: Curve, style: Figure, run: Run) -> Iterator[Figure]:
+    mean, low, high = curve.per_step()
+    is_long = len(mean.x) >= _SMOOTHED_FROM
+    if len(mean.x) < len(curve.x) and run.color is None:
+        yield from _band(low, high, style)
+    elif is_long:
+        pale = {"line": {**style["line"], "width": 1, "dash": "solid"}, "opacity": 0.35, "showlegend": False}
+        yield _trace(style, thin(mean), "lines", **pale, hoverinfo="skip")
+    shown = thin(replace(mean, y=smooth(mean.y, max(5, len(mean.y) // 25)))) if is_long else mean
+    yield _trace(style, shown, "lines" if len(shown.x) > 12 else "lines+markers", marker={"size": 4})
+
+
+def _band(low: Curve, high: Curve, style: Figure, opacity: float = 0.16, label: str = "") -> Iterator[Figure]:
+    """The area between two curves with the same steps; in the legend only with a label of its own."""
+    known = np.isfinite(low.y) & np.isfinite(high.y)
+    low, high = thin(Curve(low.x[known], low.y[known])), thin(Curve(high.x[known], high.y[known]))
+    outline = Curve(np.concatenate([high.x, low.x[::-1]]), np.concatenate([high.y, low.y[::-1]]))
+    color = style["line"]["color"]
+    area = {"line": {"width": 0, "color": color}, "fill": "toself", "fillcolor": _with_opacity(color, opacity)}
+    own = {"name": label, "legendgroup": label} if label else {"showlegend": False}
+    yield _trace(style, outline, "lines", **area, **own, hoverinfo="skip")
+
+
+def _with_opacity(color: str, opacity: float) -> str:
+    red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{opacity})"
+
+
+def _plot_by_index(panel: Panel, run: Run, place: int, layout: Figure) -> Iterator[Figure]:
+    """Plot metrics of mini-batches against the index of the mini-batch in its step, as means over all steps."""
+    layout["xaxis"] = _axis("index of the mini-batch", dtick=1)
+    for index, line in enumerate(panel.lines):
+        if (curve := run.curves.get(line.metric)) is not None:
+            known = np.isfinite(curve.y)
+            _, where = np.unique(np.round(curve.x[known] % 1, 9), return_inverse=True)
+            means = np.bincount(where, curve.y[known]) / np.bincount(where)
+            yield _trace(_style(run, line, place, index), Curve(np.arange(len(means)), means), "lines+markers")
+
+
+def _plot_frontier(panel: Panel, run: Run, place: int, layout: Figure) -> Iterator[Figure]:
+    """Plot the held-out pass rate, else that of training, over the tokens drawn; one run is coloured by entropy."""
+    passed, tokens = run.curves.get("eval/pass_rate", run.curves.get("reward/pass_rate")), run.curves["cost/tokens"]
+    layout["xaxis"] = _axis("tokens drawn for training")
+    if passed is None:
+        return
+    passed = thin(passed)
+    spent = np.interp(passed.x, np.append(0, tokens.x), np.append(0, tokens.y))
+    style = _style(run, Line("", "pass rate", "grey"), place, 0)
+    marker: Figure = {"size": 8, "color": style["line"]["color"]}
+    entropy = run.curves.get("entropy")
+    if entropy is not None and run.color is None:
+        values = numbers(np.interp(passed.x, entropy.x, entropy.y))
+        bar = {"title": {"text": "entropy", "side": "right"}, "thickness": 12}
+        marker |= {"color": values, "colorscale": "Viridis", "colorbar": bar}
+    more = {"line": {**style["line"], "width": 1.2}, "marker": marker, "showlegend": run.color is not None}
+    yield _trace(style, Curve(spent, passed.y), "lines+markers", **more)
+
+
+def _plot_ratio(panel: Panel, run: Run, place: int, layout: Figure) -> Iterator[Figure]:
+    """Plot the mean policy ratio; of one run also bands of its spread and its range."""
+    low, high, mean, std = (run.curves.get(f"ratio/{name}") for name in ("min", "max", "mean", "std"))
+    style = _style(run, Line("ratio/mean", "mean"), place, 0)
+    if low is not None and high is not None and run.color is None:
+        yield from _band(low.per_step()[1], high.per_step()[2], style, 0.13, "min to max")
+    if mean is not None:
+        middle = mean.per_step()[0]
+        if std is not None and run.color is None:
+            spread = std.per_step()[2].y
+            if len(spread) == len(middle.y):
+                band = (replace(middle, y=middle.y - spread), replace(middle, y=middle.y + spread))
+                yield from _band(*band, style, 0.3, "mean ± largest std")
+        yield _trace(style, thin(middle), "lines")
+    layout["shapes"] = [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1,
+                         "line": {"color": COLORS["grey"], "width": 1, "dash": "dot"}}]  # fmt: skip
+
+
+def _plot_layers(panel: Panel, run: Run) -> Figure:
+    """Plot a map of MoE layers against steps; the metrics of the panel are prefixes as in ``layer_curves``."""
+    layers = {layer: curve.per_step()[0] for layer, curve in layer_curves(run.curves, panel.metrics).items()}
+    steps = np.unique(np.concatenate([curve.x for curve in layers.values()]))
+    grid = np.full((len(layers), len(steps)), np.nan)
+    for row, curve in enumerate(layers.values()):
+        grid[row, np.searchsorted(steps, curve.x)] = np.where(np.isfinite(curve.y), curve.y, np.nan)
+    starts = np.arange(0, len(steps), -(-len(steps) // _MAX_COLUMNS))
+    known = np.add.reduceat(np.isfinite(grid), starts, axis=1)
+    grid = np.where(known, np.add.reduceat(np.nan_to_num(grid), starts, axis=1) / np.maximum(known, 1), np.nan)
+    vertical = _axis(panel.y_label, type="category", autorange="reversed")
+    layout = {"xaxis": _axis("global step"), "yaxis": vertical}
+    return {"data": [map_trace(grid, steps[starts], tuple(layers))], "layout": layout}
+
+
+def _plot_time(panel: Panel, run: Run) -> Figure:
+    """Plot the seconds of each phase as stacked bars, and the whole step as a line."""
+    phases = {phase: curve for phase in PHASES if (curve := run.curves.get(f"time/{phase}_s")) is not None}
+    steps = np.unique(np.concatenate([curve.x for curve in phases.values()]))
+    # More bars than _MAX_BARS would be thinner than a pixel. Then each bar is the mean of several steps.
+    stride = -(-len(steps) // _MAX_BARS)
+    starts = np.arange(0, len(steps), stride)
+    sizes = np.diff(np.append(starts, len(steps)))
+    middles = np.add.reduceat(steps, starts) / sizes
+    data: list[Figure] = []
+    for phase, curve in phases.items():
+        height = np.add.reduceat(_align_to(curve, steps), starts) / sizes
+        look = {"type": "bar", "name": phase.replace("_", " "), "marker": {"color": PHASES[phase]}}
+        data.append({**look, "x": numbers(middles), "y": numbers(height)})
+    if (total := run.curves.get("time/step_s")) is not None:
+        # Before the first step there may be an evaluation. It belongs to no step, so the line has a gap there.
+        known = np.add.reduceat(np.isin(steps, total.x[np.isfinite(total.y)]).astype(np.float64), starts)
+        whole = np.add.reduceat(_align_to(total, steps), starts) / np.where(known > 0, known, np.nan)
+        look = {"type": "scatter", "mode": "lines+markers", "marker": {"size": 4}, "name": "whole step"}
+        data.append(
+            {**look, "line": {"color": COLORS["red"], "width": 1.4}, "x": numbers(middles), "y": numbers(whole)}
+        )
+    label = panel.y_label if stride == 1 else f"{panel.y_label} (mean of {stride})"
+    bars = {"barmode": "stack", "bargap": 0.08 if stride == 1 else 0.0, "legend": {"traceorder": "normal"}}
+    return {"data": data, "layout": {"xaxis": _axis("global step"), "yaxis": _axis(label), **bars}}
+
+
+def _align_to(curve: Curve, steps: np.ndarray) -> np.ndarray:
+    """Return the curve at the given steps [P]; 0 where it has no finite value, because the phase did not run."""
+    values = np.zeros(len(steps))
+    known = np.isin(curve.x, steps) & np.isfinite(curve.y)
+    values[np.searchsorted(steps, curve.x[known])] = curve.y[known]
+    return values
+
+
+def _scale_y(layout: Figure, panel: Panel, data: Sequence[Figure]) -> None:
+    """Set the y axis of a panel whose lines are plotted."""
+    axis, scale = layout["yaxis"], panel.scale
+    values = [value for trace in data for value in trace["y"] if value is not None]
+    top = max(values, default=0.0)
+    if "percent" in scale:
+        axis |= _PERCENT
+    if scale == "whole percent" or (panel.kind == "reward" and min(values, default=0.0) >= 0 and top <= 1):
+        axis["range"] = [-0.02, 1.02]
+    elif scale == "percent to 100":
+        axis["autorangeoptions"] = {"include": 1.0}
+    elif (scale == "log" or panel.kind == "kl") and top > 0:
+        axis |= {"type": "log", "exponentformat": "power", "hoverformat": ".3g"}
+        least = min(value for value in values if value > 0)
+        for trace in data:  # zero has no logarithm: a line has a gap there, a band ends at the least value
+            none = least if "fill" in trace else None
+            trace["y"] = [value if value is None or value > 0 else none for value in trace["y"]]
+    elif scale in ("percent", "log") and top <= 0:
+        axis["range"] = [-0.0005, 0.0105]
+        layout["annotations"] = [_middle("zero in every step")]
+    elif scale in ("zero", "percent"):
+        axis["rangemode"] = "tozero"

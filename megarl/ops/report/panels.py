@@ -1,0 +1,81 @@
+"""The panels of a run's report, and the glossary of their metrics: data in panels.toml and glossary.toml."""
+
+import tomllib
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
+
+from megarl.ops.report.series import Curves, layer_curves
+
+Scale = Literal["free", "zero", "log", "percent", "whole percent", "percent to 100"]
+"""The y axis: as it comes; from zero up; decades; percent from zero up, from 0 to 100, from anywhere to 100."""
+Kind = Literal["lines", "by_index", "reward", "frontier", "kl", "ratio", "time", "layers"]
+"""What ``megarl.ops.report.figures`` plots: by_index, means over all steps against the index of the mini-batch; layers,
+a map of layers against steps; the rest is a figure of that panel alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One metric in a panel."""
+
+    metric: str
+    label: str
+    color: str = "blue"
+    """A name of ``figures.COLORS``."""
+    style: Literal["line", "dots"] = "line"
+    """"dots" is for evaluations: they are few and each one counts, so they are never smoothed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One figure of the report."""
+
+    title: str
+    caption: str
+    """How to read it, one or two sentences."""
+    y_label: str
+    lines: tuple[Line, ...] = ()
+    metrics: tuple[str, ...] = ()
+    """Those of a panel that is not lines alone; for layers, prefixes, of which the first that has metrics counts."""
+    kind: Kind = "lines"
+    scale: Scale = "free"
+    wide: bool = False
+    """Whether it takes the whole width of the page."""
+    optional: bool = False
+    """Whether only some runs have it, so that the page does not mention its absence."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Its metrics; one of them is enough."""
+        if self.kind == "layers":
+            return tuple(f"{prefix}XX" for prefix in self.metrics)
+        return self.metrics or tuple(line.metric for line in self.lines)
+
+    def is_recorded(self, curves: Curves) -> bool:
+        """Whether any of its metrics has a value that can be plotted."""
+        if self.kind == "layers":
+            return bool(layer_curves(curves, self.metrics))
+        return any(name in curves for name in self.needs)
+
+
+@cache
+def read_panels() -> dict[str, Panel]:
+    """Return the panels by their short names, in the order of the page."""
+    return {key: _make_panel(**table) for key, table in read_table("panels.toml").items()}
+
+
+@cache
+def read_glossary() -> dict[str, str]:
+    """Return what each metric means, by name; XX in a name stands for a number, NAME for a name of the user's."""
+    return read_table("glossary.toml")
+
+
+def read_table(name: str) -> dict[str, Any]:
+    """Return what a TOML file of this package holds."""
+    return tomllib.loads((files("megarl.ops.report") / name).read_text(encoding="utf-8"))
+
+
+def _make_panel(**values: Any) -> Panel:
+    panel = Panel(**values)
+    return replace(panel, lines=tuple(Line(*row) for row in panel.lines), metrics=tuple(panel.metrics))  # type: ignore

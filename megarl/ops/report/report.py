@@ -1,0 +1,174 @@
+"""``megarl report RUN_DIR ...``: one HTML page with the curves, verdicts and samples of a run, or of several overlaid.
+
+The page needs no other file and no network (``megarl.ops.report.page``).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.config.file import read_toml
+from megarl.errors import ConfigError, DataError
+from megarl.files.outputs import write_output
+from megarl.ops.report import page
+from megarl.ops.report.figures import COLORS, Figure, Run, make_figures
+from megarl.ops.report.panels import Panel, read_panels
+from megarl.ops.report.samples import for_page
+from megarl.ops.report.series import Curves, benchmarks, make_curves, sum_judged
+from megarl.ops.report.verdicts import render_verdicts
+from megarl.run.metrics_log import Record, describe_judged, read_metrics
+from megarl.run.status import format_duration
+
+NOT_RECORDED = "not recorded"
+JUDGED = "Responses with a reward"
+TILES = (
+    *("Held-out pass rate, first", "Held-out pass rate, last", JUDGED),
+    *("Steps", "Wall time", "Tokens per second (median)"),
+)
+"""Rows of the headline that are also shown as large tiles."""
+_RUN_COLORS = ("blue", "orange", "teal", "red", "purple", "yellow", "cyan", "brown")
+_NOTE = """Drag over a figure to zoom, double-click to go back; a click on a name in the legend hides its line, a
+double-click shows it alone. Bands show the range over the mini-batches of a step. In runs of 40 steps and more, bold
+lines are centred moving averages, and pale lines are the values, of long runs the smallest and largest ones. Dots
+(held-out) are never averaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What is read of one run."""
+
+    name: str
+    folder: Path
+    records: list[Record]
+    curves: Curves
+    config: dict[str, Any]
+
+
+def write_report(*run_dirs: str | Path, out: Path | None = None) -> Path:
+    """Write a page about one run, or one that compares several; return its path.
+
+    out: default RUN_DIR/report/index.html, of several runs compare.html in this folder. The file appears complete or
+    not at all. Raises DataError if a metrics.jsonl is missing, empty or broken, or a config.toml is broken (it may be
+    missing); ConfigError if there are too many runs, or one is given twice.
+    """
+    folders = [Path(run_dir) for run_dir in run_dirs]
+    sources = [_read_run(*pair) for pair in zip(folders, name_runs(folders), strict=True)]
+    if out is None:
+        out = Path("compare.html") if len(sources) > 1 else folders[0] / "report" / "index.html"
+    elif out.is_dir() or not out.parent.is_dir():
+        raise ConfigError(f"--out: found {out}, expected the name of a file in a folder that exists")
+    write_output(out, _make_page(sources))
+    return out
+
+
+def name_runs(folders: Sequence[Path]) -> list[str]:
+    """Return the name of each run's folder, with as many of its parents as tell it from the others.
+
+    Last parts that all paths share tell nothing: a/run and b/run are "a" and "b".
+    """
+    paths = [folder.resolve() for folder in folders]
+    if len(paths) > len(_RUN_COLORS):
+        raise ConfigError(f"megarl report: found {len(paths)} runs, expected at most {len(_RUN_COLORS)}: a colour each")
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ConfigError(f"megarl report: {path} is given twice")
+    while len(paths) > 1 and len({path.name for path in paths}) == 1:
+        paths = [path.parent for path in paths]
+
+    def unique_part(path: Path) -> str:
+        ends = (path.parts[-length:] for length in range(1, len(path.parts) + 1))
+        return "/".join(next(end for end in ends if [other.parts[-len(end) :] for other in paths].count(end) == 1))
+
+    return [unique_part(path) for path in paths]
+
+
+def _read_run(folder: Path, name: str) -> _Source:
+    path = folder / "metrics.jsonl"
+    records = read_metrics(path)
+    if not records:
+        found = f"no whole record in {size} bytes" if (size := path.stat().st_size) else "the file is empty"
+        raise DataError(f"{path}: {found}: the run has not finished its first step")
+    return _Source(name, folder, records, make_curves(records), _read_config(folder / "config.toml"))
+
+
+def _make_page(sources: Sequence[_Source]) -> bytes:
+    first, alone = sources[0], len(sources) == 1
+    colors = [None] if alone else [COLORS[name] for name in _RUN_COLORS[: len(sources)]]
+    runs = [Run(source.name, source.curves, color) for source, color in zip(sources, colors, strict=True)]
+    figures: list[Figure] = []
+    cards = ""
+    for key, panel in read_panels().items():
+        if any(panel.is_recorded(run.curves) for run in runs):
+            made = make_figures(panel, runs)
+            cards += page.render_card(key, panel, range(len(figures), len(figures) + len(made)))
+            figures += made
+    headlines = [_make_headline(source.records, source.curves, source.config) for source in sources]
+    tiles = {label: headlines[0].get(label, NOT_RECORDED) for label in TILES} if alone else {}
+    tiles = {label: value for label, value in tiles.items() if value not in (NOT_RECORDED, "all")}
+    labels = dict.fromkeys(label for headline in headlines for label in headline)
+    rows = [[label, *(headline.get(label, NOT_RECORDED) for headline in headlines)] for label in labels]
+    named = [(source, "" if alone else source.name) for source in sources]
+    verdicts = [render_verdicts(each.records, each.config, name) for each, name in named]
+    stored = [for_page(each.folder, name) for each, name in named]
+    samples, notes = [one for found, _ in stored for one in found], [note for _, note in stored]
+    body = (
+        f'<section id="health">{"".join(verdicts)}</section><div class="tiles">{page.render_tiles(tiles)}</div>'
+        f"{page.render_table(rows if alone else [['', *(source.name for source in sources)], *rows])}"
+        f'<p class="note">{_NOTE}</p><div class="panels">{cards}</div>{_render_absent(runs)}'
+        f"{page.render_samples(notes, bool(samples))}{page.render_glossary()}"
+    )
+    title = _get_setting(first.config, "run", "name", first.name) if alone else " against ".join(r.name for r in runs)
+    return page.make_page(title, ", ".join(str(each.folder.resolve()) for each in sources), body, figures, samples)
+
+
+def _render_absent(runs: Sequence[Run]) -> str:
+    def is_absent(panel: Panel) -> bool:
+        return not panel.optional and not any(panel.is_recorded(run.curves) for run in runs)
+
+    absent = [
+        f"{panel.title.lower()} ({', '.join(panel.needs)})" for panel in read_panels().values() if is_absent(panel)
+    ]
+    return f'<p class="note">Not recorded: {"; ".join(absent)}.</p>' if absent else ""
+
+
+def _make_headline(records: Sequence[Mapping[str, Any]], curves: Curves, config: dict[str, Any]) -> dict[str, str]:
+    """Return the table at the top of the page, label -> value; "not recorded" where the run has no value."""
+    evaluations = {record["step"]: record for record in records if record["kind"] == "eval"}
+    rows = {} if "eval/pass_rate" in curves else {"Held-out pass rate": NOT_RECORDED}
+    evaluated = {"Held-out pass rate": "eval/pass_rate"} if not rows else {}
+    evaluated |= {f"Pass rate on {name}": f"eval/{name}/pass_rate" for name in benchmarks(curves)}
+    for title, metric in evaluated.items():
+        steps, values = curves[metric].x[np.isfinite(curves[metric].y)], curves[metric].finite
+        for label, point in (("first", 0), ("best", int(values.argmax())), ("last", -1)):
+            judged = describe_judged(evaluations.get(steps[point], {}), metric.rpartition("/")[0])
+            rows[f"{title}, {label}"] = f"{values[point]:.1%}{judged and f', {judged}'} (step {steps[point]:.0f})"
+    rows["Steps"] = str(len({record["step"] for record in records if record["kind"] == "step"}) or NOT_RECORDED)
+    costs = [(curves[f"cost/{name}"], name) for name in ("samples", "tokens", "updates") if f"cost/{name}" in curves]
+    rows["Cost"] = ", ".join(f"{curve.finite[-1]:,.0f} {name}" for curve, name in costs) or NOT_RECORDED
+    rows["Wall time"] = format_duration(max(record["wall_s"] for record in records), 1)
+    speed = curves.get("speed/tokens_per_s")
+    rows["Tokens per second (median)"] = NOT_RECORDED if speed is None else f"{np.median(speed.finite):,.0f}"
+    rows[JUDGED] = describe_judged(sum_judged(curves)) or ("all" if "reward/judged" in curves else NOT_RECORDED)
+    if (failed := curves.get("episode/failed_fraction")) is not None:
+        rows["Episodes that failed"] = f"{100.0 * failed.finite.mean():.3g}%"
+    rows["Objective"] = _get_setting(config, "train", "objective")
+    rows["Routing replay"] = _get_setting(config, "train", "replay")
+    sizes = {key: _get_setting(config, "parallel", key) for key in ("tp", "pp", "vpp", "cp", "ep", "etp")}
+    layout = " · ".join(f"{key.upper()} {size}" for key, size in sizes.items() if size != NOT_RECORDED)
+    rows["Layout"] = layout or NOT_RECORDED
+    return rows
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return read_toml(path) if path.is_file() else {}
+    except ConfigError as error:
+        raise DataError(f"{error}; something has changed the file since the run wrote it") from error
+
+
+def _get_setting(config: dict[str, Any], table: str, key: str, missing: str = NOT_RECORDED) -> str:
+    section = config.get(table)
+    return str((section.get(key) if isinstance(section, dict) else None) or missing)

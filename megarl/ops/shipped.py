@@ -1,0 +1,77 @@
+"""Finds and copies what is shipped: recipes, scripts, and the config.json of models."""
+
+import difflib
+import os
+import shutil
+import tomllib
+from pathlib import Path
+
+from megarl.errors import ConfigError
+from megarl.files.shipped import shipped_folder
+
+HERE = shipped_folder("launch")
+MODELS = HERE / "models"
+SCRIPTS = HERE / "scripts"
+GPU = HERE / "gpu"
+"""A container recipe and the requirements of its two environments."""
+RUNS_ON = {
+    "local": ("local.sh",),
+    "colocated": ("colocated.sbatch",),
+    "disaggregated": ("disaggregated.sbatch", "heterogeneous.sbatch"),
+}
+"""The scripts for each layout of ``[launch]``."""
+
+
+def list_recipes() -> dict[str, str]:
+    """The first comment of each recipe, by its name."""
+    return {path.stem: path.read_text().partition("\n")[0].removeprefix("# ") for path in sorted(HERE.glob("*.toml"))}
+
+
+def find(name: str) -> Path:
+    """The file of a recipe or of a script; ConfigError if there is none of this name."""
+    files = {path.name: path for path in (*SCRIPTS.iterdir(), *GPU.iterdir())} | {
+        path.stem: path for path in HERE.glob("*.toml")
+    }
+    if name not in files:
+        close = difflib.get_close_matches(name, files, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(sorted(files))}"
+        raise ConfigError(f"found no recipe or script {name!r}; {hint}")
+    return files[name]
+
+
+def copy(name: str, folder: Path) -> list[Path]:
+    """Copy a recipe, the scripts that run it, and the config.json of its model to where the recipe looks for it.
+
+    Returns the copies. ConfigError, before anything is written, if one of the files is there with another content.
+    """
+    copies = {folder / place: source for place, source in _parts(name).items()}
+    for target, source in copies.items():
+        same = target.is_file() and target.read_bytes() == source.read_bytes()
+        if os.path.lexists(target) and not same:
+            raise ConfigError(f"{target} exists and is another file; nothing was copied, choose another folder")
+    for target, source in copies.items():
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ConfigError(f"{error.filename}: found a file, expected a folder or nothing") from error
+        shutil.copyfile(source, target)  # not its mode, for an installed file may be read-only
+        if source.parent == SCRIPTS:
+            target.chmod(target.stat().st_mode | 0o111)
+    return list(copies)
+
+
+def _parts(name: str) -> dict[str, Path]:
+    recipe = find(name)
+    if recipe.parent == SCRIPTS:
+        return {recipe.name: recipe}
+    if recipe.parent == GPU:
+        return {path.name: path for path in sorted(GPU.iterdir())}
+    table = tomllib.loads(recipe.read_text())
+    launch, model = table["launch"], Path(table["model"]["path"])
+    one_node = launch.get("nodes", 1) == 1 and not launch.get("server_nodes")
+    layouts = {launch.get("layout", "local"), *(["local"] if one_node else [])}
+    parts = {recipe.name: recipe}
+    parts |= {script: SCRIPTS / script for layout in sorted(layouts) for script in RUNS_ON[layout]}
+    if (MODELS / model.name).is_dir():  # the quickstart makes its own
+        parts[f"{model}/config.json"] = MODELS / model.name / "config.json"
+    return parts

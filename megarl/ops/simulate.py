@@ -1,0 +1,242 @@
+"""``megarl simulate``: the exact cost and gain of each sampling rule at given pass rates (docs/simulate.md)."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megarl.core.choices.stopping import Allotted, SamplingRule, Uniform, ada_seq_balance, ada_seq_pos
+from megarl.core.sampling import allocate, allocate_by_weights, budget_weights, gvm_allocate, stopping_law
+from megarl.core.sampling.subsampling import positives_to_keep
+from megarl.errors import ConfigError, printable
+from megarl.files.outputs import write_output
+from megarl.ops.report.figures import COLORS, Figure, numbers
+from megarl.ops.report.page import PLOT, make_page
+from megarl.text_table import text_table
+
+DEFAULT_RATES = (
+    *("0:19", "0.05:7", "0.15:10", "0.25:11", "0.35:11", "0.45:10"),
+    *("0.55:9", "0.65:8", "0.75:7", "0.85:5", "0.95:3"),
+)
+"""100 prompts like those of a post on adaptive sampling: docs/simulate.md."""
+_MAX_SAMPLES = 256
+_MAX_PROMPTS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Numbers that the rules share, as the options of the command. ConfigError if they do not fit together."""
+
+    samples: int = 8
+    train_size: int = 4
+    round_size: int = 8
+    max_samples: int = 32
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.samples <= _MAX_SAMPLES or self.round_size < 1:
+            raise ConfigError(
+                f"--samples {self.samples}, --round-size {self.round_size}: expected 2 to {_MAX_SAMPLES} samples, and "
+                "rounds of 1 or more"
+            )
+        if not 2 <= self.train_size <= self.max_samples <= _MAX_SAMPLES:
+            raise ConfigError(
+                f"--train-size {self.train_size}, --max-samples {self.max_samples}: expected a train size of 2 or "
+                f"more, a cap that is at least as large, and a cap of at most {_MAX_SAMPLES}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A sampling rule as the table compares it."""
+
+    name: str
+    rules: list[SamplingRule]
+    """The rule of each prompt [P]; rules that divide a budget draw another number of samples for each prompt."""
+    replaces: bool = False
+    """Whether prompts without contrast are replaced by others, as in DAPO."""
+    plotted: bool = True
+    """Whether the picture shows it too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a rule costs and gives: averages over the prompts that it begins."""
+
+    name: str
+    samples: float
+    """Samples drawn of a prompt."""
+    trained: float
+    """Samples of a prompt that are in the batch."""
+    contrast: float
+    """Chance that the samples of a prompt differ in reward."""
+    trains: float
+    """Share of the batch's prompts with a gradient: ``contrast``, or 1 where the others are replaced."""
+    precision: float
+    """Squared expected gradient over the gradient's variance; 0 if nothing has a gradient."""
+
+    @property
+    def cost(self) -> float:
+        """Samples drawn per prompt with a gradient."""
+        return self.samples / self.contrast if self.contrast else float("inf")
+
+
+def simulate(words: Sequence[str], budget: Budget, out: Path, as_json: bool = False) -> list[Result]:
+    """Print a table, or JSON, for pass rates (``P`` or ``P:PROMPTS``, none for the default); write a page.
+
+    Raises ConfigError.
+    """
+    rates = parse_rates(words or DEFAULT_RATES)
+    if out.suffix != ".html" or out.is_dir():
+        raise ConfigError(f"--out {out}: expected the name of a .html file")
+    compared = arms(rates, budget)
+    results = [evaluate(arm, rates) for arm in compared]
+    try:
+        subtitle = f"{rates.size} prompts, mean pass rate {rates.mean():.3f}"
+        write_output(out, make_page("Sampling rules", subtitle, PLOT, [_plot(compared, rates)]))
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot write the file ({error.strerror}); choose another one") from error
+    if as_json:
+        rules = [asdict(result) | {"cost": result.cost if result.contrast else None} for result in results]
+        print(json.dumps({"prompts": rates.size, "mean_pass_rate": rates.mean(), "rules": rules, "figure": str(out)}))
+        return results
+    print(f"{rates.size} prompts, mean pass rate {rates.mean():.3f}\n")
+    print(_table(results, f"uniform {budget.samples}"), printable(f"\nfigure: {out}"), sep="\n")
+    return results
+
+
+def parse_rates(words: Sequence[str]) -> np.ndarray:
+    """Return the pass rate of every prompt, float64 [P]: ``0.1 0.5:3`` is one prompt at 0.1 and three at 0.5."""
+    rates: list[float] = []
+    for word in words:
+        rate, _, count = word.partition(":")
+        try:
+            value, prompts = float(rate), int(count or 1)
+        except ValueError:
+            value, prompts = -1.0, 0
+        if not 0 <= value <= 1 or prompts < 1:
+            raise ConfigError(f"--rates {word}: expected P or P:PROMPTS, such as 0.25 or 0.25:10, with P from 0 to 1")
+        if len(rates) + prompts > _MAX_PROMPTS:
+            raise ConfigError(f"--rates: more than {_MAX_PROMPTS} prompts; give fewer prompts at each pass rate")
+        rates += [value] * prompts
+    return np.array(rates)
+
+
+def arms(rates: np.ndarray, budget: Budget) -> list[Arm]:
+    """Return the rules to compare. rates: [P]; rules that divide a budget are given them, where a run has estimates."""
+    n, keep, size = budget.samples, budget.train_size, rates.size
+    found = [Arm(f"uniform {m}", [Uniform(m)] * size, plotted=m == n) for m in sorted({keep, n, 2 * n})]
+    for name, make in (("ada-seq-pos", ada_seq_pos), ("ada-seq-balance", ada_seq_balance)):
+        arm = Arm(name, [make(keep, round_size=budget.round_size, max_samples=budget.max_samples)] * size)
+        # Ada-Seq stops by itself, so no budget can be set: compare with uniform sampling at the same cost.
+        same = max(round(evaluate(arm, rates).samples), keep)
+        found += [arm, Arm(f"uniform {same}, {keep} train", [Uniform(same, keep, "balance")] * size, plotted=False)]
+    found.append(Arm(f"dapo {n}", [Uniform(n)] * size, replaces=True, plotted=False))
+    total, high = n * size, max(32, n)
+    shares = {
+        "allotted, linear": allocate(rates, total, "linear", 2),  # at least 2: one sample has no contrast
+        "allotted, log": allocate(rates, total, "log", 2),
+        "ada-est": allocate_by_weights(budget_weights(rates, "ada_est"), total, 1, high),
+        "gvm": gvm_allocate(rates, np.ones(size), total, high=4 * n),
+    }
+    return found + [Arm(name, [Allotted((count,)) for count in counts.tolist()]) for name, counts in shares.items()]
+
+
+def evaluate(arm: Arm, rates: np.ndarray) -> Result:
+    """Return the exact averages of a rule over prompts with pass rates ``rates`` [P]."""
+    # Many prompts have one pass rate and one rule, so each pair is computed once.
+    pairs = list(zip(arm.rules, rates.tolist(), strict=True))
+    known = {pair: moments(*pair) for pair in set(pairs)}
+    samples, trained, contrast, variance, signal = np.mean([known[pair] for pair in pairs], axis=0).tolist()
+    precision = signal / variance if variance else 0.0
+    if not arm.replaces:
+        return Result(arm.name, samples, trained, contrast, contrast, precision)
+    # Only prompts with contrast reach the batch. Uniform(n) trains on all n samples of each of them.
+    return Result(arm.name, samples, trained * contrast, contrast, 1.0 if contrast else 0.0, precision)
+
+
+def moments(rule: SamplingRule, rate: float) -> tuple[float, float, float, float, float]:
+    """Return samples drawn, samples that train, contrast, and the gradient's variance and squared mean, for one prompt.
+
+    The gradient is the mean of ``A * score`` over the samples that train, with advantage ``A = r - mean(r)`` over all
+    drawn samples. A sample's score has two independent parts: ``r - p``, the derivative of its outcome's
+    log-probability by the logit of p, and the rest of the response, with mean 0 and variance 1. The second part adds
+    ``sum A^2 / size^2`` to the variance.
+    """
+    law = stopping_law(rule, rate)
+    drawn, positives = law.samples, law.positives
+    size = np.maximum(drawn if rule.train_size is None else np.minimum(drawn, rule.train_size), 1)
+    right = np.array([_num_right(rule, k, n - k) for k, n in zip(positives.tolist(), drawn.tolist(), strict=True)])
+    wrong = np.where(drawn > 0, size - right, 0)
+    mean_reward = positives / np.maximum(drawn, 1)
+    up, down = 1 - mean_reward, -mean_reward  # advantages of a right and of a wrong sample
+    gradient = (right * up * (1 - rate) + wrong * down * -rate) / size
+    squares = (right * up**2 + wrong * down**2) / size**2
+    mean = float(law.probabilities @ gradient)
+    variance = float(law.probabilities @ ((gradient - mean) ** 2 + squares))
+    return law.expected_samples, float(law.probabilities @ (right + wrong)), law.contrast, variance, mean**2
+
+
+def _num_right(rule: SamplingRule, positives: int, negatives: int) -> int:
+    if rule.train_size is None or positives + negatives <= rule.train_size:
+        return positives
+    return positives_to_keep(positives, negatives, rule.train_size, rule.keeps(positives, negatives))
+
+
+def _table(results: list[Result], reference: str) -> str:
+    base = next(result for result in results if result.name == reference)
+    headings = ("rule", "samples", "contrast", "trains", "in batch", "cost", "efficiency drawn", "trained")
+    rows = [
+        (
+            row.name,
+            f"{row.samples:.2f}",
+            f"{row.contrast:.1%}",
+            f"{row.trains:.1%}",
+            f"{row.trained:.2f}",
+            f"{row.cost:.2f}",
+            _ratio(row.precision / row.samples, base.precision / base.samples),
+            _ratio(row.precision / row.trained if row.trained else 0.0, base.precision / base.trained),
+        )
+        for row in results
+    ]
+    return text_table(rows, headings, words=1)
+
+
+def _ratio(value: float, base: float) -> str:
+    return f"{value / base:.2f}" if base else "-"
+
+
+def _plot(compared: list[Arm], rates: np.ndarray) -> Figure:
+    values, counts = np.unique(rates, return_counts=True)
+    bars = {"type": "bar", "x": numbers(values), "y": numbers(counts / rates.size), "name": "share of the prompts"}
+    data: list[Figure] = [{**bars, "xaxis": "x2", "yaxis": "y2", "width": 0.03, "marker": {"color": COLORS["grey"]}}]
+    colors = iter(COLORS.values())
+    for arm in compared:
+        if not arm.plotted:
+            continue
+        same = len(set(arm.rules)) == 1
+        # One rule for all prompts is a curve over pass rates. A divided budget has counts at the given ones only.
+        points = np.linspace(0, 1, 51) if same else values
+        ends = np.array([_mean_law(arm, rates, point, same) for point in points.tolist()])
+        line = {"color": next(colors), "width": 2.2 if same else 1.2, "dash": "solid" if same else "dot"}
+        look = {"type": "scatter", "mode": "lines" if same else "lines+markers", "line": line, "x": numbers(points)}
+        look |= {"name": arm.name, "legendgroup": arm.name}
+        right = {"xaxis": "x2", "yaxis": "y2", "showlegend": False}
+        data += [{**look, "y": numbers(ends[:, 0])}, {**look, **right, "y": numbers(ends[:, 1])}]
+    across = {"title": {"text": "pass rate p"}, "range": [-0.02, 1.02]}
+    layout = {
+        "xaxis": {**across, "domain": [0, 0.45]},
+        "xaxis2": {**across, "domain": [0.55, 1], "anchor": "y2"},
+        "yaxis": {"title": {"text": "samples drawn"}, "rangemode": "tozero"},
+        "yaxis2": {"title": {"text": "chance of contrast"}, "tickformat": ".0%", "anchor": "x2"},
+        "height": 420,
+    }
+    return {"data": data, "layout": layout}
+
+
+def _mean_law(arm: Arm, rates: np.ndarray, rate: float, same: bool) -> np.ndarray:
+    """Samples and contrast at one pass rate, averaged over its prompts: equal prompts may get other counts."""
+    rules = arm.rules[:1] if same else [arm.rules[place] for place in np.flatnonzero(rates == rate)]
+    laws = [stopping_law(rule, rate) for rule in rules]
+    return np.mean([(law.expected_samples, law.contrast) for law in laws], axis=0)

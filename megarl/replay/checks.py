@@ -1,0 +1,178 @@
+"""Checks of what a RoutingReplay and its blocks are given, before a router is asked."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+
+from megarl.core.replay_blockers import replay_blockers
+from megarl.errors import ReplayError
+from megarl.megatron.versions import RELEASE
+from megarl.replay.hooks import Hook
+from megarl.replay.records import MicroRoutes
+
+MOST_EXPERTS = 1 << 15
+"""Expert numbers are stored as int16, because torch does not index uint16 on every device."""
+_CHOOSING = ("forward", "routing", "aux_loss_load_balancing", "seq_aux_loss_load_balancing")
+"""Methods of TopKRouter on the way to the hook; the latter two are of 0.12 and 0.13."""
+_KNOWN = ("TopKRouter", "InferenceTopKRouter")
+"""Megatron's own classes; the second, from 0.17 on, routes as the first outside of Megatron's inference engine."""
+
+
+def find_routers(chunk: Any) -> list[TopKRouter]:
+    """Routers of the decoder layers in layer order; ReplayError if the router of a MoE layer does not call the hook."""
+    decoder = getattr(chunk, "decoder", None)
+    if decoder is None:
+        raise ReplayError(f"{type(chunk).__name__} has no decoder; expected a Megatron GPTModel")
+    found = []
+    for layer in decoder.layers:
+        modules = list(layer.modules())
+        routers = [module for module in modules if isinstance(module, TopKRouter)]
+        moe_layers = [module for module in modules if isinstance(module, BaseMoELayer)]
+        strangers = [type(one.router).__name__ for one in moe_layers if not isinstance(one.router, TopKRouter)]
+        number = getattr(layer, "layer_number", 0)
+        if strangers:
+            raise ReplayError(
+                f"layer {number - 1}: its router is a {strangers[0]}, expected a TopKRouter of megatron-core {RELEASE} "
+                "or a subclass, which asks router_replay for its experts; replay would skip this layer. Derive the "
+                "router from TopKRouter"
+            )
+        for router in routers:
+            _check_choice(router, number - 1)
+        expected = len(routers)
+        if isinstance(chunk, GPTModel):
+            frequency = layer.config.moe_layer_freq
+            is_moe = frequency[number - 1] if isinstance(frequency, list) else (number - 1) % frequency == 0
+            expected = int(bool(layer.config.num_moe_experts and is_moe))
+        if len(routers) != expected:
+            raise ReplayError(
+                f"layer {number - 1}: found {len(routers)} routers, expected {expected} by moe_layer_freq = "
+                f"{layer.config.moe_layer_freq!r}. Likely a MoE layer is not Megatron's; it must have one TopKRouter"
+            )
+        found += routers
+    return found
+
+
+def _check_choice(router: TopKRouter, layer: int) -> None:
+    """ReplayError if the router's class chooses experts by code that replay does not know."""
+    for method in _CHOOSING:
+        owner = next((kind for kind in type(router).__mro__ if method in vars(kind)), TopKRouter)
+        is_known = owner.__module__ == TopKRouter.__module__ and owner.__name__ in _KNOWN
+        if not is_known and not vars(owner).get("asks_router_replay"):
+            raise ReplayError(
+                f"layer {layer}: its router is a {type(router).__name__}, and {owner.__name__}.{method} is not that of "
+                f"megatron-core {RELEASE}: its experts may not be those that router_replay returns. Override gating "
+                f"instead; or, if they always are, set {owner.__name__}.asks_router_replay = True"
+            )
+
+
+def find_untraced_routers(chunk: Any) -> Iterator[TopKRouter]:
+    """Routers outside the decoder: those of multi-token-prediction layers."""
+    traced = {module for layer in chunk.decoder.layers for module in layer.modules()}
+    yield from (m for m in chunk.modules() if isinstance(m, TopKRouter) and m not in traced)
+
+
+def check_routers(routers: Sequence[Any]) -> None:
+    """ReplayError if a router would not call the hook, is in an open block, or has the layer number of another."""
+    layers = [router.layer_number - 1 for router in routers]
+    twice = sorted({layer for layer in layers if layers.count(layer) > 1})
+    if twice:
+        raise ReplayError(f"found two routers of layer {twice[0]}, expected one; make one RoutingReplay per model")
+    for router in routers:
+        config = router.config
+        if not hasattr(router, "router_replay"):
+            raise ReplayError(
+                f"this Megatron-Core has no replay hook: found {RELEASE} without the patch, expected 0.16 to 0.19; "
+                "run `megarl patch apply`, or install one of those"
+            )
+        if (config.num_moe_experts or 0) > MOST_EXPERTS:
+            raise ReplayError(f"{config.num_moe_experts} experts, expected at most {MOST_EXPERTS}: rows are 16 bits")
+        for blocker in replay_blockers(vars(config)):
+            found = getattr(config, blocker.setting, None)
+            raise ReplayError(f"{blocker.setting} = {found!r}: replay cannot hold, because {blocker.reason}")
+        hook = router.router_replay
+        if isinstance(hook, Hook) and hook.log.is_open:
+            raise ReplayError(f"layer {hook.layer}: another RoutingReplay is recording or replaying; close its block")
+
+
+def check_chunks(chunks: Sequence[Any]) -> None:
+    """ReplayError unless these are all model chunks of this rank, and of one model."""
+    config = chunks[0].config if chunks else None
+    expected = getattr(config, "virtual_pipeline_model_parallel_size", None)
+    if expected is None and parallel_state.model_parallel_is_initialized():
+        expected = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    if len(chunks) != (expected or 1):
+        raise ReplayError(
+            f"found {len(chunks)} model chunks, expected {expected or 1} "
+            f"(virtual_pipeline_model_parallel_size = {expected}): give RoutingReplay all chunks of one model on this "
+            "rank, and make one RoutingReplay per model"
+        )
+
+
+def check_routes(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence[Hook], recorded: bool) -> MicroRoutes:
+    """A copy of the routes of a micro-batch, ``present`` on the host; ReplayError if they cannot be replayed.
+
+    ``recorded``: the experts are neither checked, which costs one pass over them, nor copied on a device.
+    """
+    given = MicroRoutes(routes) if isinstance(routes, torch.Tensor) else routes
+    if not isinstance(given, MicroRoutes):
+        raise ReplayError(f"{label}: routes are a {type(given).__name__}, expected MicroRoutes or a torch.Tensor")
+    experts, present, token_ids = given.experts, given.present, given.token_ids
+    if experts.dim() != 3 or experts.size(1) != len(hooks):
+        raise ReplayError(
+            f"{label}: routes of shape {tuple(experts.shape)}, expected [tokens, {len(hooks)} MoE layers of this rank, "
+            "top-k]"
+        )
+    if not _holds_integers(experts):
+        raise ReplayError(f"{label}: experts are {experts.dtype}, expected integers; convert them before the block")
+    if hooks and experts.size(2) != hooks[0].topk:
+        raise ReplayError(
+            f"{label}: {experts.size(2)} experts per token, expected {hooks[0].topk}, the top-k of the model's routers"
+        )
+    for name, column in (("present", present), ("token_ids", token_ids)):
+        if column is not None and tuple(column.shape) != (len(experts),):
+            raise ReplayError(f"{label}: {name} of shape {tuple(column.shape)}, expected [{len(experts)}], one per row")
+    if present is not None and present.dtype is not torch.bool:
+        raise ReplayError(f"{label}: present is {present.dtype}, expected bool")
+    if token_ids is not None and not _holds_integers(token_ids):
+        raise ReplayError(f"{label}: token_ids are {token_ids.dtype}, expected integers")
+    # The caller may overwrite its memory while the block is open, also by numpy, which torch does not notice.
+    present, token_ids = (None if one is None else one.detach().clone() for one in (present, token_ids))
+    present = None if present is None else present.cpu()
+    if experts.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has few operations for these
+        experts = experts.to(torch.int64)
+    if not recorded and hooks:
+        _check_experts(label, experts, present, hooks)
+    if hooks and (not recorded or experts.is_cpu or experts.is_inference()):
+        by_layer = torch.empty(len(hooks), len(experts), hooks[0].topk, dtype=hooks[0].dtype, device=experts.device)
+        experts = by_layer.copy_(experts.detach().transpose(0, 1)).transpose(0, 1)
+    return MicroRoutes(experts, present, token_ids)
+
+
+def _holds_integers(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+
+
+def _check_experts(label: str, experts: torch.Tensor, present: torch.Tensor | None, hooks: Sequence[Hook]) -> None:
+    """Every present row must have different experts of the model. Reads the device once if the experts are there."""
+    num_experts = hooks[0].num_experts
+    slots = experts.permute(2, 0, 1).contiguous()  # slot by slot: few large operations
+    # Not compared as uint8, in which 256 experts are 0.
+    wrong = (slots.amin(0) < 0) | (slots.amax(0).long() >= num_experts)
+    for one, other in itertools.combinations(slots, 2):
+        wrong |= one == other
+    if present is not None:
+        wrong &= present.to(wrong.device)[:, None]
+    if not bool(wrong.any()):
+        return
+    row, column = wrong.nonzero()[0].tolist()
+    found = experts[row, column].tolist()
+    raise ReplayError(
+        f"{label}, row {row}, layer {hooks[column].layer}: experts {found}, expected {len(found)} different ones of 0 "
+        f"to {num_experts - 1}; mark a row that is missing as not present instead of filling it"
+    )

@@ -1,0 +1,273 @@
+"""The objects that Megatron's routers ask for experts (``router.router_replay``).
+
+A ``Hook`` identifies the pass that it is asked for (``PassLog``) and passes the question to the open session. Without
+a session, and for passes outside the block, it routes natively.
+
+Megatron's auxiliary losses multiply each expert's mean score by its share of the tokens, and compute that share from a
+top-k of their own. Under replay, tokens go elsewhere, so the losses count what is dispatched (``count_dispatched``).
+
+A copy of a hooked model (``copy.deepcopy``, pickle) routes natively: its hooks and wrapped methods become inert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from threading import get_ident
+from typing import Any, Literal, Protocol
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from torch.utils.hooks import RemovableHandle
+
+from megarl.megatron.distributed import tp_position
+from megarl.replay.pass_log import Call, PassLog
+from megarl.routes.trace import narrow_dtype
+
+AuxLoss = Literal["dispatch", "off"]
+_Method = Callable[..., Any]
+TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+class Session(Protocol):
+    """Answers the routers while a block is open."""
+
+    replays: bool
+    """Whether the experts come from given routes and not from the router."""
+    tokens: dict[int, torch.Tensor]
+    """By micro-batch, the ids that the model gets, one per row of its routers."""
+
+    def choose(self, hook: Hook, call: Call, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scores at the experts [T_local, K], experts int64 [T_local, K]) for a pass of the block."""
+        ...
+
+
+class Question:
+    """One call of a router: its scores [T_local, E], and the router's own choice."""
+
+    def __init__(self, scores: torch.Tensor, compute: TopK, topk: int, *groups: int | None) -> None:
+        self.scores, self._compute, self._topk, self._groups = scores, compute, topk, groups
+        self._preferred: torch.Tensor | None = None
+
+    def native(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scores, experts) of the router's own choice, with their graph."""
+        return self._compute(self.scores, self._topk, *self._groups)
+
+    @torch.no_grad()  # non-reentrant checkpointing requires that both passes of a layer save the same tensors
+    def preferred(self) -> torch.Tensor:
+        """Experts int64 [T_local, K] of the router's own choice, computed once."""
+        if self._preferred is None:
+            self._preferred = self._compute(self.scores.detach(), self._topk, *self._groups)[1]
+        return self._preferred
+
+    @torch.no_grad()
+    def preferred_at(self, rows: torch.Tensor) -> torch.Tensor:
+        """The same in some rows, int64 [R, K]; computed for these rows alone where that is possible."""
+        if self._groups[1] or self._preferred is not None:  # Megatron's group-limited top-k takes all tokens
+            return self.preferred().index_select(0, rows)
+        return self._compute(self.scores.detach().index_select(0, rows), self._topk, *self._groups)[1]
+
+    def at(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scores at the experts, experts)."""
+        return self.scores.gather(1, experts), experts
+
+
+class RouterHook:
+    """What Megatron finds as ``router.router_replay``. A copied router has None there."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def answer(self, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scores at the chosen experts [T_local, K], experts int64 [T_local, K])."""
+        raise NotImplementedError
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: TopK | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Megatron, from 0.16 on, calls this in place of its own top-k."""
+        assert default_compute_topk is not None
+        return self.answer(Question(scores, default_compute_topk, topk, num_groups, group_topk))
+
+
+class Hook(RouterHook):
+    """The hook of one router of the decoder."""
+
+    def __init__(self, router: Any, column: int, log: PassLog, chunk: int = 0, is_first: bool = True) -> None:
+        self.layer: int = router.layer_number - 1
+        self.column = column
+        self.router = router
+        self.topk: int = router.topk
+        self.num_experts: int = router.config.num_moe_experts
+        self.dtype: torch.dtype = getattr(torch, narrow_dtype(self.num_experts, signed=True).__name__)
+        self.log = log
+        self.chunk, self.is_first = chunk, is_first
+        """Index of its model chunk, and whether it is the first router there."""
+        self.taps: list[RemovableHandle] = []
+        """Of ``tap``, on the first router of a chunk."""
+        self.keeps_dispatched = False
+        self.dispatched: dict[int, torch.Tensor] = {}
+        """By thread, int64 [T_local, K]: experts of the latest call under replay; kept for auxiliary losses only."""
+
+    def remove_taps(self) -> None:
+        """Remove the hooks of the chunk."""
+        while self.taps:
+            self.taps.pop().remove()
+
+    def answer(self, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``RouterHook``."""
+        self.dispatched.pop(get_ident(), None)
+        call = self.log.identify(self)
+        if call is None:
+            return question.native()
+        chosen = call.session.choose(self, call, question)
+        if self.keeps_dispatched and call.session.replays:
+            self.dispatched[get_ident()] = chosen[1]
+        return chosen
+
+
+class Tap:
+    """Tells the log which forward pass of a chunk is running, and the session the token ids of the pass."""
+
+    def __init__(
+        self, log: PassLog | None = None, chunk: int = 0, module: Any = None, place: int | None = None
+    ) -> None:
+        self._log, self._chunk, self._module, self._place = log, chunk, module, place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tap, ()  # inert
+
+    def attach(self) -> list[RemovableHandle]:
+        """Set the hooks of the module."""
+        entered = self._module.register_forward_pre_hook(self.enter, with_kwargs=True)
+        left = self._module.register_forward_hook(self.leave, with_kwargs=True, always_call=True)
+        return [entered, left]
+
+    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The module is called."""
+        if self._log is None or not self._log.is_watching:
+            return
+        if self._place is None:
+            self._log.enter(module, self._chunk)
+        else:
+            self._log.enter_layer(module, self._chunk, self._place == 0, kwargs.get("hidden_states", *args[:1]))
+
+    def leave(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+        """The module has returned, or raised."""
+        ended = None if self._log is None else self._log.leave(module, result)
+        if self._place is None and ended is not None and ended.block is not None and ended.block.session is not None:
+            ids = kwargs.get("input_ids", args[0] if args else None)  # as other hooks of the module have left them
+            if isinstance(ids, torch.Tensor) and not ids.is_floating_point() and ids.dim() == 2:
+                ended.block.session.tokens[ended.micro] = _router_order(ids, module.config, kwargs)
+
+
+def tap(chunk: Any, index: int, log: PassLog) -> list[RemovableHandle]:
+    """Hook a chunk and its layers."""
+    taps = [
+        Tap(log, index, chunk),
+        *(Tap(log, index, layer, place) for place, layer in enumerate(chunk.decoder.layers)),
+    ]
+    return [handle for one in taps for handle in one.attach()]
+
+
+def _router_order(ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """int32, a copy of token ids [b, s] in the order of the rows of this rank's routers."""
+    by_row = ids.transpose(0, 1)  # hidden states are [s, b, h]
+    if config.sequence_parallel:
+        size, rank = tp_position()
+        by_row = by_row.chunk(size)[rank]
+    # From 0.19 on, MoE layers turn packed samples [b s, 1, h] back into [s, b, h].
+    sample = getattr(kwargs.get("packed_seq_params"), "tokens_per_sample", None)
+    if sample is not None and len(by_row) >= 2 * sample:
+        by_row = by_row.reshape(-1, sample).transpose(0, 1)
+    return by_row.flatten().to(torch.int32, copy=True)
+
+
+class Bystander(RouterHook):
+    """The hook of a router that no trace has rows for: it routes natively, and counts its rows."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def answer(self, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``RouterHook``."""
+        if torch._C._current_graph_task_id() == -1:  # not a recomputation
+            self.rows += question.scores.size(0)
+        return question.native()
+
+
+def count_dispatched(router: TopKRouter, hook: Hook, aux_loss: AuxLoss) -> None:
+    """Make the auxiliary losses of this router count the experts that tokens are dispatched to."""
+    count_natively(router)  # undo what an earlier RoutingReplay did
+    if hasattr(router, "is_aux_loss_enabled"):  # from 0.14 on
+        hook.keeps_dispatched = router.is_aux_loss_enabled()
+    else:
+        coefficient = router.config.moe_aux_loss_coeff
+        is_used = not isinstance(coefficient, list) and coefficient > 0
+        hook.keeps_dispatched = is_used and router.routing_type in ("aux_loss", "seq_aux_loss")
+    if hook.keeps_dispatched:
+        for name, wrapper in _METHODS.items():
+            if hasattr(router, name):  # a partial, which is copied with its router; a closure would stay the original's
+                setattr(router, name, partial(wrapper, getattr(router, name), hook, aux_loss))
+
+
+def count_natively(router: TopKRouter) -> None:
+    """Restore Megatron's own losses."""
+    for name in _METHODS:
+        vars(router).pop(name, None)
+
+
+def _dispatched(hook: Hook | None) -> torch.Tensor | None:
+    """The experts of this thread's latest call under replay; None on a router that is a copy."""
+    return None if hook is None else hook.dispatched.get(get_ident())
+
+
+def _attach_loss(
+    method: _Method,
+    hook: Hook | None,
+    aux_loss: AuxLoss,
+    probs: Any,
+    scores: Any,
+    routing_map: Any,
+    *rest: Any,
+    **named: Any,
+) -> Any:
+    """A method (probs, scores, routing map, ...) -> probs with the loss attached."""
+    experts = _dispatched(hook)
+    if experts is None:
+        return method(probs, scores, routing_map, *rest, **named)
+    if aux_loss == "off":
+        return probs
+    counted = routing_map.any(1, keepdim=True)  # rows of padding are empty
+    return method(probs, scores, torch.zeros_like(routing_map).scatter(1, experts, 1) * counted, *rest, **named)
+
+
+def _score(method: _Method, hook: Hook | None, _: AuxLoss, logits: torch.Tensor) -> Any:
+    """A method logits -> (scores, routing map), as in 0.13. In 0.12, it returns scores only."""
+    scored, experts = method(logits), _dispatched(hook)
+    if experts is None or isinstance(scored, torch.Tensor):
+        return scored
+    return scored[0], torch.zeros_like(scored[1]).scatter(1, experts, 1)
+
+
+def _switch(
+    method: _Method, hook: Hook | None, aux_loss: AuxLoss, activation: Any, load_balancing_loss_func: Any
+) -> Any:
+    """A method (probs, loss function) -> probs with the loss attached, as releases before 0.14 have."""
+    off = aux_loss == "off" and _dispatched(hook) is not None
+    return activation if off else method(activation, load_balancing_loss_func)
+
+
+_METHODS: dict[str, _Method] = {
+    "_apply_aux_loss": _attach_loss,
+    "_apply_seq_aux_loss": _attach_loss,
+    "_apply_global_aux_loss": _attach_loss,
+    "compute_routing_scores_for_aux_loss": _score,
+    "apply_load_balancing_loss": _switch,
+}
+"""Methods of a router that compute balancing losses, with their wrappers; each release has some of them."""

@@ -1,0 +1,89 @@
+"""Which rows of a micro-batch this rank's routers see, and in which order: the layouts of Megatron-Core."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megarl.core.parallel import held_tokens, sequence_parallel_slice, zigzag_indices
+from megarl.errors import ReplayError
+from megarl.models.shapes import MoeShape
+from megarl.replay.records import MicroRoutes
+from megarl.routes import RoutingTrace
+
+
+def stack_routes(traces: Sequence[RoutingTrace], seq_length: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return (experts, present) of the sequences of a batch, as ``RoutingReplay.rows`` takes them.
+
+    [b, s, L, K] and bool [b, s] if ``seq_length`` s is given, else packed [T, L, K] and bool [T]. ReplayError if a
+    trace is longer than s, or if two traces are of different models.
+    """
+    kinds = {(*trace.experts.shape[1:], trace.num_experts) for trace in traces}
+    if len(kinds) != 1:
+        raise ReplayError(f"found traces of {len(kinds)} models (layers, top-k, experts: {kinds}), expected one")
+    lengths = [len(trace.experts) for trace in traces]
+    if seq_length is not None and max(lengths) > seq_length:
+        raise ReplayError(f"a trace has {max(lengths)} tokens, expected at most seq_length = {seq_length}")
+    width = [length if seq_length is None else seq_length for length in lengths]
+    layers, topk, num_experts = kinds.pop()
+    experts = torch.zeros(sum(width), layers, topk, dtype=torch.uint8 if num_experts <= 256 else torch.int16)
+    present = torch.zeros(sum(width), dtype=torch.bool)
+    for trace, start in zip(traces, torch.tensor([0, *width]).cumsum(0).tolist(), strict=False):
+        here = slice(start, start + len(trace.experts))
+        experts[here] = torch.from_numpy(trace.experts.astype("int64")).to(experts.dtype)
+        present[here] = True if trace.present is None else torch.from_numpy(trace.present)
+    if seq_length is None:
+        return experts, present
+    return experts.unflatten(0, (-1, seq_length)), present.unflatten(0, (-1, seq_length))
+
+
+def local_rows(
+    shape: MoeShape,
+    layers: Sequence[int],
+    tp: tuple[int, int],
+    cp: tuple[int, int],
+    experts: Tensor,
+    present: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_padded: Tensor | None = None,
+) -> MicroRoutes:
+    """``RoutingReplay.rows`` of any rank: its global layers, and its size and rank in tp (1, 0 without SP) and cp."""
+    form = "[b, s, L, K]" if cu_seqlens is None else "[T, L, K] with cu_seqlens"
+    lead = experts.dim() - 2
+    if lead != (2 if cu_seqlens is None else 1):
+        raise ReplayError(f"experts are {list(experts.shape)}, expected {form}; packed sequences need cu_seqlens")
+    if experts.size(-2) != len(shape.moe_layers):
+        raise ReplayError(
+            f"experts have {experts.size(-2)} layers, expected all {len(shape.moe_layers)} MoE layers of the model "
+            f"({list(shape.moe_layers)}), without dense ones: rows() takes the columns of this rank itself"
+        )
+    for name, column in (("present", present), ("token_ids", token_ids)):
+        if column is not None and column.shape != experts.shape[:lead]:
+            raise ReplayError(f"{name} is {list(column.shape)}, expected {list(experts.shape[:lead])} as of experts")
+    try:
+        if cu_seqlens is None:
+            token = _padded_rows(experts.size(0), experts.size(1), tp, cp)
+        else:
+            bounds = cu_seqlens.cpu().long()
+            padded = bounds if cu_seqlens_padded is None else cu_seqlens_padded.cpu().long()
+            token = held_tokens(bounds, padded, tp, cp)
+            if int(bounds[-1]) != len(experts):
+                raise ValueError(f"cu_seqlens end at {int(bounds[-1])}, expected {len(experts)}, the rows of experts")
+    except ValueError as error:
+        raise ReplayError(f"rows do not divide as Megatron divides them: {error}") from error
+    place, columns = token.clamp(min=0), [shape.moe_layers.index(layer) for layer in layers]
+    there = token >= 0 if present is None else (token >= 0) & present.flatten().cpu()[place]
+    ids = None if token_ids is None else _take(token_ids, lead, place)
+    return MicroRoutes(_take(experts, lead, place)[:, columns], there, ids)
+
+
+def _padded_rows(b: int, s: int, tp: tuple[int, int], cp: tuple[int, int]) -> Tensor:
+    """int64 [rows]: of flattened [b, s]. Hidden states are [s, b, h], so positions come first."""
+    position = zigzag_indices(torch.tensor([0, s]), *cp)
+    position = position[sequence_parallel_slice(len(position), *tp)]
+    return (torch.arange(b) * s + position[:, None]).flatten()
+
+
+def _take(column: Tensor, lead: int, place: Tensor) -> Tensor:
+    return column.flatten(0, lead - 1)[place.to(column.device)]

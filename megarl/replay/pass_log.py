@@ -1,0 +1,388 @@
+"""Finds the forward pass of the model that a router's call belongs to, whatever the order and the threads of passes.
+
+Python's stack tells it. From the router outwards, the innermost of these decides (``PassLog._find_context``):
+
+- the call of a chunk, or of a layer that the caller runs by itself (hooks of the modules note their frames): all its
+  routers share one ``Pass``. A pass inside another pass is a probe, and routes natively;
+- the backward method of an autograd function: a *reentrant* checkpoint (Megatron's, Transformer Engine's, torch's with
+  ``use_reentrant=True``, a caller's own). Autograd passes one object to ``forward`` and ``backward``;
+- the hook for saved tensors of a *non-reentrant* checkpoint (torch's, Transformer Engine's), with an object per region.
+
+The latter two objects stand for regions that may be recomputed. A region remembers the pass that it is a part of, or
+the passes that began in it. A region that remembers nothing ran outside all blocks, and is recomputed natively.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import dataclass, field
+from threading import get_ident
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+from torch._C import _autograd
+from torch.autograd.function import BackwardCFunction, FunctionCtx
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megarl.errors import ReplayError
+
+if TYPE_CHECKING:
+    from megarl.replay.hooks import Hook, Session
+
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+"""None from torch 2.14 on, where it is written in C: the frame of ``forward`` itself is looked for then."""
+_BACKWARD = [
+    getattr(BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed") if hasattr(BackwardCFunction, name)
+]
+_top_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """An open ``record()`` or ``replay()``: it sees the passes of the thread that opened it."""
+
+    session: Session | None
+    """None once the block has closed."""
+    passes: list[Pass] = field(default_factory=list)
+    """Without those that ended in an exception."""
+    carried: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    """The pass of hidden states that a layer returned, where the caller runs the layers."""
+    elsewhere: int = 0
+    """Native passes on other threads while the block was open."""
+
+    def start(self, chunk: int, by_layers: bool, is_recomputable: bool = False, micro: int | None = None) -> Pass:
+        """A new pass. Its micro-batch is the first that has no pass of this chunk."""
+        if micro is None:
+            taken = {one.micro for one in self.passes if one.chunk == chunk}
+            micro = next(number for number in itertools.count() if number not in taken)
+        self.passes.append(Pass(chunk, micro, self, by_layers, is_recomputable))
+        return self.passes[-1]
+
+    def micros_of(self, column: int) -> set[int]:
+        """Micro-batches whose forward passes asked a router."""
+        return {one.micro for one in self.passes if column in one.asked}
+
+
+@dataclass(eq=False, slots=True)
+class Pass:
+    """A forward pass of a chunk: what its routers and all their recomputations share."""
+
+    chunk: int
+    micro: int
+    block: Block | None
+    """None for a pass that routes natively."""
+    by_layers: bool = False
+    """Whether the caller runs the layers by itself."""
+    is_recomputable: bool = False
+    """Whether it began in a region."""
+    has_graph: bool = field(default_factory=torch.is_grad_enabled)
+    asked: set[int] = field(default_factory=set)
+    """Columns of the routers that it has called."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The pass of a block that a router's call belongs to."""
+
+    session: Session
+    micro: int
+    first: bool
+    """True in the forward pass, False in a recomputation."""
+    checkpointed: bool
+    """Whether the router may be recomputed from this call."""
+
+
+@dataclass(eq=False, slots=True)
+class _Region:
+    """What ran first in a region that may be recomputed."""
+
+    inside: list[Pass] = field(default_factory=list)
+    """Passes that the region is a part of."""
+    begun: list[Pass] = field(default_factory=list)
+    """Passes that are a part of the region."""
+    repeated: tuple[int, int] = (-1, 0)
+    """(graph task of the current recomputation, passes that have begun in it)."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Running:
+    """A call of a module that is on the stack of a thread."""
+
+    of: Pass
+    first: bool
+    module: torch.nn.Module
+    around: list[Any]
+    """Regions that were entered before."""
+    thread: int = field(default_factory=get_ident)
+
+
+class PassLog:
+    """The passes of one model. A newer RoutingReplay of the model takes it over."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, Block] = {}  # by thread
+        self._running: dict[FrameType, _Running] = {}
+        self._regions: WeakKeyDictionary[Any, _Region] = WeakKeyDictionary()
+        self._hiding: set[type] = set()  # autograd functions around passes of blocks that hide their context
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any thread has an open block."""
+        return bool(self._blocks)
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether a pass may matter: a block is open, or graphs of one are left."""
+        return bool(self._blocks or self._regions or self._hiding)
+
+    def open(self, session: Session) -> Block:
+        """Start a block of this thread. ReplayError if it has one."""
+        if get_ident() in self._blocks:
+            raise ReplayError("already recording or replaying; blocks do not nest")
+        return self._blocks.setdefault(get_ident(), Block(session))
+
+    def close(self, block: Block) -> None:
+        """End a block: recomputations of its passes are refused from now on."""
+        self._blocks = {thread: one for thread, one in self._blocks.items() if one is not block}
+        self._running = {frame: one for frame, one in self._running.items() if one.of.block is not block}
+        block.session = None
+        block.carried.clear()
+
+    def enter(self, module: torch.nn.Module, chunk: int) -> None:
+        """A pass of a chunk begins, or begins again in a recomputation; called by a hook of the module."""
+        block = self._blocks.get(get_ident())
+        frame = _frame_of_call(block is not None)
+        if frame is None:
+            return
+        running, region, around = self._find_context(frame)
+        new, first = Pass(chunk, -1, None), True  # a probe
+        if region is not None:
+            remembered = self._recall(region)
+            if remembered is not None and not remembered.inside:
+                new, first = self._repeat(remembered), False
+        elif running is None and block is None:
+            for other in self._blocks.values():
+                other.elsewhere += 1
+            return
+        elif running is None and block is not None:
+            if torch._C._current_graph_task_id() != -1:
+                self._refuse(_NO_REGION)
+            new = block.start(chunk, False, bool(around))
+        if new.block is not None:
+            for one in around:
+                self._remember(one).begun.append(new)
+        self._running[frame] = _Running(new, first, module, around)
+
+    def enter_layer(self, module: torch.nn.Module, chunk: int, is_first: bool, hidden: object) -> None:
+        """A layer of a chunk is called; only layers that the caller runs by itself matter."""
+        block = self._blocks.get(get_ident())
+        in_pass = any(one.thread == get_ident() for one in self._running.values())
+        if block is None or in_pass or torch._C._current_graph_task_id() != -1:
+            return
+        before = block.carried.get(hidden) if isinstance(hidden, torch.Tensor) else None
+        if before is not None and before.chunk == chunk:
+            current = before
+        elif is_first:
+            current = block.start(chunk, True, False, None if before is None else before.micro)
+        else:
+            return  # its router says whether the pass is clear
+        frame = _frame_of_call(True)
+        assert frame is not None
+        _, _, around = self._find_context(frame)
+        for one in around:
+            self._remember(one).inside.append(current)
+        self._running[frame] = _Running(current, True, module, around)
+
+    def leave(self, module: torch.nn.Module, result: object) -> Pass | None:
+        """The call that ``enter`` or ``enter_layer`` announced is over; its pass, if this was a whole first one."""
+        frame = sys._getframe(2)
+        ended = self._running.pop(frame, None)
+        if ended is not None:
+            if ended.of.by_layers and ended.of.block is not None:
+                hidden = result[0] if isinstance(result, tuple) else result
+                if isinstance(hidden, torch.Tensor):
+                    ended.of.block.carried[hidden] = ended.of
+            return ended.of if ended.first and ended.of.block is not None else None
+        for frame, one in reversed(self._running.items()):  # after an exception
+            if one.module is module and one.thread == get_ident():
+                del self._running[frame]
+                if one.first and one.of.block is not None and not one.of.by_layers:
+                    one.of.block.passes.remove(one.of)  # its number is the next one's: a caller tries again
+                break
+        return None
+
+    def identify(self, hook: Hook) -> Call | None:
+        """The pass of the current call of a router; None if it routes natively. ReplayError if it cannot be known."""
+        block = self._blocks.get(get_ident())
+        if not self.is_watching:
+            return None
+        running, region, around = self._find_context(sys._getframe(1))
+        first = region is None and (running is None or running.first)
+        if running is not None:
+            current = running.of
+            if current.block is None or current.chunk != hook.chunk:
+                return None
+            around = [one for one in around if not any(one is other for other in running.around)]
+        elif region is not None:
+            remembered = self._recall(region)
+            if remembered is None:
+                return None
+            if len({id(one) for one in remembered.inside}) != 1:
+                self._refuse("several passes have a part in its checkpoint", hook)
+            current = remembered.inside[0]
+        elif torch._C._current_graph_task_id() != -1 and self._blocks:  # of a device's own thread too
+            self._refuse(_NO_REGION, hook)
+        elif block is None:
+            return None
+        else:
+            current = self._continue(block, hook)
+        session = None if current.block is None else current.block.session
+        if session is None:
+            self._refuse("the block of its forward pass has closed", hook)
+        if first and hook.column in current.asked:
+            if current.has_graph and not torch.is_grad_enabled() and not around:
+                return None  # a probe of a layer
+            raise ReplayError(
+                f"layer {hook.layer}: its router was called twice in the forward pass of micro-batch {current.micro}; "
+                "run a probe of single layers outside the block, or the whole model"
+            )
+        if first:
+            current.asked.add(hook.column)
+        for one in around:
+            self._remember(one).inside.append(current)
+        return Call(session, current.micro, first, current.is_recomputable or bool(around and current.has_graph))
+
+    def _find_context(self, frame: FrameType | None) -> tuple[_Running | None, object, list[Any]]:
+        """(the running pass, or the region that is recomputed, whichever is inner; regions that were entered in it).
+
+        A class in the list stands for an autograd function that hides its context.
+        """
+        running: _Running | None = None
+        recomputed: object = None
+        entered: list[Any] = _entered_checkpoints()
+        inner = frame
+        while frame is not None:
+            code = frame.f_code
+            if (running := self._running.get(frame)) is not None:
+                break
+            if code is _APPLY:
+                entered.append(_context_of(inner) or frame.f_locals["cls"])
+            elif _APPLY is None and code.co_name == "forward" and code.co_varnames[:1] != ("self",):
+                context = _context_of(frame)
+                if context is not None and context not in entered:
+                    entered.append(context)
+            elif code in _BACKWARD:
+                recomputed = frame.f_locals["self"]
+                break
+            elif code.co_name == "unpack_hook" and "frame" in code.co_freevars:
+                recomputed = frame.f_locals["frame"]
+                break
+            inner, frame = frame, frame.f_back
+        return running, recomputed, entered
+
+    def _remember(self, region: Any) -> _Region:
+        if isinstance(region, type):
+            self._hiding.add(region)
+            return _Region()
+        return self._regions.setdefault(region, _Region())
+
+    def _recall(self, region: Any) -> _Region | None:
+        """What a region remembers; None if it ran outside of blocks."""
+        remembered = self._regions.get(region)
+        if remembered is None and getattr(region, "_forward_cls", None) in self._hiding:
+            self._refuse(_NO_REGION)
+        return remembered
+
+    def _repeat(self, region: _Region) -> Pass:
+        """The pass that begins again in a recomputation of a region."""
+        task = torch._C._current_graph_task_id()
+        number = region.repeated[1] if region.repeated[0] == task else 0
+        region.repeated = task, number + 1
+        if number >= len(region.begun):
+            self._refuse("the model was called more often than in the first pass")
+        return region.begun[number]
+
+    def _continue(self, block: Block, hook: Hook) -> Pass:
+        """The pass of a router that the caller calls by itself. ReplayError if several may be meant."""
+        flying = [
+            one for one in block.passes if one.by_layers and one.chunk == hook.chunk and hook.column not in one.asked
+        ]
+        if not flying and hook.is_first:
+            return block.start(hook.chunk, True)
+        if len(flying) != 1:
+            raise ReplayError(
+                f"layer {hook.layer}: called outside of a forward pass of the model, and it could belong to "
+                f"{len(flying)} micro-batches; give each layer the very tensor that the layer before returned, or call "
+                "the model for each micro-batch"
+            )
+        return flying[0]
+
+    def _refuse(self, why: str, hook: Hook | None = None) -> NoReturn:
+        raise ReplayError(
+            f"{'' if hook is None else f'layer {hook.layer}: '}recomputation of an unknown forward pass: {why}; run "
+            "the backward pass inside the same block as its forward pass"
+        )
+
+
+_NO_REGION = (
+    "it runs inside a backward pass, and no known checkpoint started it (torch's, or an autograd function whose "
+    "forward takes ctx)"
+)
+
+
+def _frame_of_call(in_block: bool) -> FrameType | None:
+    """The frame of ``Module.__call__`` that runs the calling hook; None for a compiled model outside blocks."""
+    frame = sys._getframe(3)
+    is_known = frame.f_code.co_filename == torch.nn.modules.module.__file__
+    if in_block and not is_known:
+        raise ReplayError(
+            "a compiled model hides its forward passes; in a block, call the module itself (compile its parts instead)"
+        )
+    return frame if is_known else None
+
+
+def _context_of(frame: FrameType | None) -> object:
+    """The ``ctx`` of an autograd function's forward, which may be decorated; None if it takes none."""
+    names = () if frame is None else frame.f_code.co_varnames[:1]
+    for name in names:
+        value = frame.f_locals.get(name)  # type: ignore[union-attr]
+        value = value[0] if isinstance(value, tuple) and value else value
+        return value if isinstance(value, FunctionCtx) else None
+    return None
+
+
+def _entered_checkpoints() -> list[Any]:
+    """The frames of the non-reentrant checkpoints in their first pass, up to one that is being recomputed.
+
+    They are on torch's stack of hooks for saved tensors, possibly below others.
+    """
+    taken: list[tuple[Any, Any]] = []
+    entered: list[Any] = []
+    is_again = False
+    try:
+        while not is_again and (hooks := _top_hooks(True)) is not None:
+            _autograd._pop_saved_tensors_default_hooks()
+            taken.append(hooks)
+            frame, is_again = _frame_of(hooks[0])
+            entered += [] if frame is None else [frame]
+    finally:
+        for hooks in reversed(taken):
+            _autograd._push_saved_tensors_default_hooks(*hooks)
+    return entered
+
+
+def _frame_of(pack: Any) -> tuple[object, bool]:
+    """(frame of a hook for saved tensors in a first pass or None, whether it is of a recomputation).
+
+    The classes have the same names in torch and in Transformer Engine.
+    """
+    while hasattr(pack, "__wrapped__"):  # torch disables compilation by a wrapper
+        pack = pack.__wrapped__
+    owner = getattr(pack, "__qualname__", "").partition(".")[0]
+    names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
+    if owner != "_checkpoint_hook" or "frame" not in names:
+        return None, owner == "_recomputation_hook"
+    return pack.__closure__[names.index("frame")].cell_contents, False

@@ -1,0 +1,255 @@
+"""Routes between the trainer's rollouts and its micro-batches: check, move, deliver to routers, compare afterwards.
+
+A row is the experts of one token in the MoE layers. A ``Placement``, a few integers per sequence, says which rows a
+rank has or wants. Ranks exchange placements and compute the rest. Then each row is sent once, as one byte per expert
+(two above 256 experts). A loop that builds ``MicroRoutes`` itself needs nothing of this.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megarl.core.devices import to_device
+from megarl.core.types import Rollout, TrainBatch
+from megarl.errors import TraceError
+from megarl.megatron.distributed import cp_position, gather_bytes, gather_objects, model_group, tp_position
+from megarl.megatron.passes.micro_batches import MicroBatch, gather_slots, router_tokens
+from megarl.models.shapes import ModelShape
+from megarl.replay.records import MicroRoutes
+from megarl.routes import RoutingTrace
+from megarl.routes.trace import narrow_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The sequences of one micro-batch, or any sequences back to back."""
+
+    sequences: np.ndarray
+    """int64 [N], an id of each sequence, the same on all ranks of the exchange."""
+    lengths: np.ndarray
+    num_slots: int
+    """Of the micro-batch, padding included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The rows that one rank has or wants: those of the tokens that its routers see, in their order."""
+
+    pieces: tuple[Piece, ...]
+    layers: tuple[int, ...]
+    """0-based global layers."""
+    tp: tuple[int, int] = (1, 0)
+    cp: tuple[int, int] = (1, 0)
+    """Size and rank."""
+
+    @staticmethod
+    def of_micro_batches(micro_batches: Sequence[MicroBatch], layers: Sequence[int]) -> Placement:
+        """What this rank's routers see. Sequences have the numbers 0..N-1 of their places in the mini-batch."""
+        pieces = []
+        for micro in micro_batches:
+            lengths = np.diff(micro.batch.cu_seqlens.cpu().numpy())
+            pieces.append(Piece(np.asarray(micro.sequences, np.int64), lengths, micro.num_slots))
+        return Placement(tuple(pieces), tuple(layers), tp_position(), cp_position())
+
+    @staticmethod
+    def of_sequences(sequences: Sequence[int], lengths: Sequence[int], layers: Sequence[int]) -> Placement:
+        """Whole sequences, each token once, as an engine returns them."""
+        piece = Piece(np.asarray(sequences, np.int64), np.asarray(lengths, np.int64), int(sum(lengths)))
+        return Placement((piece,), tuple(layers))
+
+    def rows(self) -> np.ndarray:
+        """int64 [R]: sequence * 2^32 + position of each row, -1 for padding."""
+        return np.concatenate([np.empty(0, np.int64), *(self._rows_of(piece) for piece in self.pieces)])
+
+    def encode(self) -> np.ndarray:
+        """Return all numbers of the placement as bytes."""
+        pieces = [(piece.sequences.tolist(), piece.lengths.tolist(), piece.num_slots) for piece in self.pieces]
+        return np.frombuffer(json.dumps((pieces, self.layers, self.tp, self.cp), default=int).encode(), np.uint8)
+
+    @staticmethod
+    def decode(data: np.ndarray) -> Placement:
+        """Inverse of ``encode``."""
+        pieces, *rest = json.loads(data.tobytes())
+        made = (Piece(np.array(ids, np.int64), np.array(lengths, np.int64), slots) for ids, lengths, slots in pieces)
+        return Placement(tuple(made), *map(tuple, rest))
+
+    def rows_by_piece(self) -> list[int]:
+        """How many rows each piece has."""
+        return [piece.num_slots // (self.tp[0] * self.cp[0]) for piece in self.pieces]
+
+    def _rows_of(self, piece: Piece) -> np.ndarray:
+        bounds = np.concatenate([[0], np.cumsum(piece.lengths)])
+        tokens = router_tokens(torch.from_numpy(bounds), piece.num_slots, self.tp, self.cp).numpy()
+        ids = np.repeat((piece.sequences << 32) - bounds[:-1], piece.lengths) + np.arange(bounds[-1])
+        return np.where(tokens >= 0, ids[tokens], -1) if len(ids) else np.full(len(tokens), -1)
+
+
+def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.ProcessGroup) -> torch.Tensor:
+    """Send each rank of a group the rows that it wants: [R_have, L_have, K] -> [R_want, L_want, K]; a collective call.
+
+    The result is stored layer by layer. Padding rows are 0. TraceError names the sequence if no rank has a wanted row.
+    """
+    mine, wanted = have.rows(), want.rows()
+    if len(mine) != len(rows) or rows.size(1) != len(have.layers):
+        raise TraceError(f"routes are {list(rows.shape)}, expected {len(mine)} rows of {len(have.layers)} layers")
+    if group.size() == 1:
+        has, wants = [(have, mine)], [(want, wanted)]
+    else:  # as tensors: no pickled object travels in a step
+        everywhere = ([Placement.decode(d) for d in gather_bytes(p.encode(), group)] for p in (have, want))
+        has, wants = ([(theirs, theirs.rows()) for theirs in placements] for placements in everywhere)
+    given = [_find_common(have, mine, *other) for other in wants]
+    taken = given if group.size() == 1 else [_find_common(*other, want, wanted) for other in has]
+    parcels = []
+    for (theirs, _), (columns, _, sent) in zip(wants, given, strict=True):
+        layers = [have.layers.index(theirs.layers[column]) for column in columns]
+        part = rows.index_select(0, sent)
+        parcels.append((part if layers == [*range(rows.size(1))] else part[:, layers]).flatten())
+    result = rows.new_zeros(len(wanted), len(want.layers), rows.size(2))
+    filled = np.zeros((len(wanted), len(want.layers)), bool)
+    sizes = [len(columns) * len(at) * rows.size(2) for columns, at, _ in taken]
+    for (columns, at, _), parcel in zip(taken, _all_to_all(parcels, sizes, group), strict=True):
+        part = parcel.view(len(at), len(columns), rows.size(2))
+        if part.shape == result.shape:  # all of them, in their order
+            return _by_layer(part)
+        if len(columns) == len(want.layers):
+            result.index_copy_(0, at, part)
+            filled[at.numpy()] = True
+        elif columns:
+            result[at[:, None], torch.tensor(columns)] = part
+            filled[at.numpy()[:, None], columns] = True
+    lacking = ~filled & (wanted >= 0)[:, None]
+    if lacking.any():
+        row, column = np.argwhere(lacking)[0]
+        sequence, position = divmod(int(wanted[row]), 1 << 32)
+        raise TraceError(
+            f"sequence {sequence}, token {position}: no rank has its route in layer {want.layers[column]} "
+            f"({np.count_nonzero(lacking)} such rows); the rank that sampled or recorded the sequence must pass it"
+        )
+    return _by_layer(result)
+
+
+def _by_layer(experts: torch.Tensor) -> torch.Tensor:
+    """Return [T, L, K] stored layer by layer, because each replay of it reads one layer at a time."""
+    return experts.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def _find_common(
+    have: Placement, rows: np.ndarray, want: Placement, wanted: np.ndarray
+) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+    """Which wanted columns and rows (int64) another placement has, and where these rows are in it.
+
+    ``rows`` and ``wanted`` are those of the placements.
+    """
+    nothing = torch.empty(0, dtype=torch.int64)
+    columns = [column for column, layer in enumerate(want.layers) if layer in have.layers]
+    mine, theirs = ({name for piece in one.pieces for name in piece.sequences.tolist()} for one in (have, want))
+    if not columns or mine.isdisjoint(theirs):  # a cheap test that most pairs of ranks fail
+        return [], nothing, nothing
+    order = np.argsort(rows, kind="stable")
+    place = order[np.searchsorted(rows[order], wanted).clip(max=len(rows) - 1)]
+    at = np.flatnonzero((rows[place] == wanted) & (wanted >= 0))
+    return columns, torch.from_numpy(at), torch.from_numpy(place[at])
+
+
+def _all_to_all(parcels: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    if group.size() == 1:
+        return list(parcels)
+    device, width = torch.cuda.current_device(), parcels[0].element_size()
+    received = torch.empty(sum(sizes) * width, dtype=torch.uint8, device=device)
+    sent = to_device(torch.cat(list(parcels)).view(torch.uint8), device)
+    taken, given = [size * width for size in sizes], [parcel.numel() * width for parcel in parcels]
+    dist.all_to_all_single(received, sent, taken, given, group=group)
+    return list(received.cpu().view(parcels[0].dtype).split(list(sizes)))
+
+
+def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape) -> None:
+    """TraceError naming the first rollout whose routes cannot be of this model. Called before a step."""
+    expected = (len(shape.moe_layers), shape.topk)
+    held: list[tuple[np.ndarray, np.ndarray]] = []
+    for r in rollouts:
+        experts, present = r.routed_experts, r.routed_mask
+        if experts is None:
+            if present is not None:
+                continue  # its routes are on another rank, which checks them
+            raise TraceError(f"{r.label}: no routed experts, but replay needs them: was the engine asked for routes?")
+        if experts.shape[1:] != expected or (present is not None and present.shape != experts.shape[:1]):
+            RoutingTrace(experts, shape.num_experts, present, r.label)
+            raise TraceError(
+                f"{r.label}: routes of {experts.shape[1]} layers and top-{experts.shape[2]}, but the model "
+                f"has {expected[0]} MoE layers and top-{expected[1]}: engine and trainer run different models"
+            )
+        held.append((experts, np.ones(len(experts), bool) if present is None else present))
+    if not held:
+        return
+    try:  # all at once: most of the cost of a short response is not its rows
+        traces, masks = map(np.concatenate, zip(*held, strict=True))
+        RoutingTrace(traces, shape.num_experts, masks)
+    except (TraceError, ValueError):
+        for r in rollouts:
+            if r.routed_experts is not None:
+                RoutingTrace(r.routed_experts, shape.num_experts, r.routed_mask, r.label)
+        raise
+
+
+def deliver_routes(
+    rollouts: Sequence[Rollout], micro_batches: Sequence[MicroBatch], layers: Sequence[int], shape: ModelShape
+) -> list[MicroRoutes]:
+    """R3: bring routes from the ranks that sampled to the ranks that replay; a collective call of a model copy.
+
+    ``rollouts`` are the mini-batch that ``micro_batches`` split, each with ``routed_experts`` on at least one rank.
+    """
+    here = {index: r.routed_experts for index, r in enumerate(rollouts) if r.routed_experts is not None}
+    dtype = narrow_dtype(shape.num_experts, signed=True)
+    empty = np.empty((0, len(shape.moe_layers), shape.topk), dtype)
+    held = np.concatenate([empty, *here.values()], dtype=dtype, casting="unsafe")
+    have = Placement.of_sequences([*here], [*map(len, here.values())], shape.moe_layers)
+    want = Placement.of_micro_batches(micro_batches, layers)
+    received = exchange(have, torch.from_numpy(held), want, model_group()).split(want.rows_by_piece())
+    return [
+        select_routes(router_tokens(one.batch.cu_seqlens, one.num_slots, want.tp, want.cp), experts, one.batch)
+        for one, experts in zip(micro_batches, received, strict=True)
+    ]
+
+
+def select_routes(token: torch.Tensor, experts: torch.Tensor, batch: TrainBatch) -> MicroRoutes:
+    """Experts [T_local, L_local, K] of ``router_tokens`` as MicroRoutes; missing rows and padding are not present."""
+    assert batch.routed_mask is not None
+    place = token.clamp(min=0)
+    present = (token >= 0) & batch.routed_mask[place]
+    return MicroRoutes(experts, None if bool(present.all()) else present, batch.tokens[place])
+
+
+def gather_shared(
+    counts: Sequence[Sequence[torch.Tensor]], micro_batches: Sequence[MicroBatch], layers: Sequence[int]
+) -> list[np.ndarray]:
+    """How many experts sets of routes share: per micro-batch uint8 [T', L, C], of the T' tokens with a rollout row.
+
+    ``counts``: C times the uint8 [T_local, L_local] of all micro-batches, of this rank's tokens and ``layers``
+    (``Recording.shared``). Without rollout routes, T' is T. A collective call: a stage without MoE layers takes part
+    with tensors that have no columns. The host waits for the device once.
+    """
+    shared = [torch.stack(of_micro, -1) for of_micro in zip(*counts, strict=True)]
+    if not layers:
+        device = torch.cuda.current_device()  # tensors of all stages must be on the same kind of device
+        rows = Placement.of_micro_batches(micro_batches, layers).rows_by_piece()
+        shared = [torch.zeros(count, 0, len(counts), dtype=torch.uint8, device=device) for count in rows]
+    by_token = [gather_slots(share, micro)[micro.slots] for share, micro in zip(shared, micro_batches, strict=True)]
+    on_host = torch.cat(by_token).cpu().split([micro.batch.num_tokens for micro in micro_batches])
+    masks = (micro.batch.routed_mask for micro in micro_batches)
+    found = [
+        share.numpy() if mask is None else share.numpy().compress(mask.numpy(), 0)
+        for share, mask in zip(on_host, masks, strict=True)
+    ]
+    stages = gather_objects((layers, found), parallel_state.get_pipeline_model_parallel_group())
+    if len(stages) == 1:
+        return found
+    order = np.argsort([layer for of_stage, _ in stages for layer in of_stage])
+    of_stages = zip(*(counts for _, counts in stages), strict=True)
+    return [np.concatenate(parts, 1).take(order, 1) for parts in of_stages]

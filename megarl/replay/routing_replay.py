@@ -1,0 +1,196 @@
+"""The object that a training loop holds: it sets one hook per router, and opens blocks that record or replay.
+
+Megatron-Core from 0.16 on, or an older release that is patched (``megarl patch``), asks ``router.router_replay`` for
+the experts of a batch. ``RoutingReplay`` sets one hook there per router, which routes natively outside of
+``record()`` and ``replay(routes)``. There is no module-level state, so models do not affect each other. Only the
+choice of experts is replayed. Gate weights are computed from the logits of the pass, at the replayed experts, and
+gradients reach the router through them (Ma et al., arXiv 2510.11370; Zheng et al., arXiv 2512.01374).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any, NoReturn, get_args
+
+import torch
+
+from megarl.errors import ReplayError
+from megarl.megatron.distributed import cp_position, tp_position
+from megarl.megatron.versions import unwrap
+from megarl.models.shapes import MoeShape
+from megarl.replay.checks import check_chunks, check_routers, check_routes, find_routers, find_untraced_routers
+from megarl.replay.hooks import AuxLoss, Bystander, Hook, count_dispatched, count_natively, tap
+from megarl.replay.layout import local_rows
+from megarl.replay.pass_log import PassLog
+from megarl.replay.records import MicroRoutes, Recording
+from megarl.replay.sessions import Recorder, Replayer
+
+MIN_AGREEMENT = 0.5
+"""Of replayed experts with the routers' own choice, beyond chance; engines that run one model agree in about 0.9."""
+
+Routes = Recording | Sequence[MicroRoutes | torch.Tensor]
+"""One entry per micro-batch; a tensor has all rows present."""
+
+
+class RoutingReplay:
+    """Record and replay the expert choice of all routers of a model's chunks on this rank.
+
+    >>> replay = RoutingReplay(model_chunks)
+    >>> with replay.record() as recording: ...     # old-log-prob pass (R2)
+    >>> with replay.replay(recording.routes): ...  # forward and backward, each micro-batch exactly once
+
+    A rank without MoE layers has empty routes. Routers of multi-token-prediction layers route natively, because no
+    trace has rows for them (``Recording.untraced_rows``). ReplayError if Megatron is too old to call the hook, if a
+    setting would bypass it (``megarl doctor`` lists them), if the router of a MoE layer is no TopKRouter or
+    has a choice of its own, or if these are not all chunks of one model on this rank.
+
+    aux_loss: what load-balancing losses count under replay. "dispatch": the experts that tokens are sent to (Megatron
+    would count those that the router would have chosen). "off": nothing, the losses are left out. The z-loss does not
+    change. Expert-bias updates always count what was dispatched.
+
+    min_agreement: in [0, 1], the least agreement of the replayed experts with the routers' own choice, beyond chance
+    (``agreement.py``). 0 switches the check off.
+    """
+
+    def __init__(
+        self,
+        model_chunks: Sequence[torch.nn.Module] | torch.nn.Module,
+        aux_loss: AuxLoss = "dispatch",
+        min_agreement: float = MIN_AGREEMENT,
+    ) -> None:
+        if aux_loss not in get_args(AuxLoss):
+            raise ReplayError(f"aux_loss = {aux_loss!r}, expected one of {', '.join(get_args(AuxLoss))}")
+        self._min_agreement = _check_agreement(min_agreement)
+        self._hooks: list[Hook] = []
+        self._bystanders: list[tuple[Any, Bystander]] = []
+        given = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else model_chunks
+        chunks = [unwrap(chunk) for chunk in given]
+        routers = [find_routers(chunk) for chunk in chunks]
+        check_chunks(chunks)
+        self._config = chunks[0].config
+        self.shape = MoeShape.of_megatron(self._config)
+        """Of the whole model's routes."""
+        check_routers([router for of_chunk in routers for router in of_chunk])
+        known = [router.router_replay for of_chunk in routers for router in of_chunk]
+        log = next((hook.log for hook in known if isinstance(hook, Hook)), None)
+        self._log = PassLog() if log is None else log  # of an earlier RoutingReplay, whose graphs may be left
+        for index, (chunk, of_chunk) in enumerate(zip(chunks, routers, strict=True)):
+            for place, router in enumerate(of_chunk):
+                self._attach(router, aux_loss, index, place == 0)
+                if place == 0:
+                    self._hooks[-1].taps = tap(chunk, index, self._log)
+            self._bystanders += [(router, Bystander()) for router in find_untraced_routers(chunk)]
+        for router, bystander in self._bystanders:
+            router.router_replay = bystander
+
+    def __reduce__(self) -> NoReturn:
+        raise ReplayError("a RoutingReplay is not copied: a copy of its model routes natively, and takes a new one")
+
+    def _attach(self, router: Any, aux_loss: AuxLoss, chunk: int, is_first: bool) -> None:
+        if isinstance(router.router_replay, Hook):
+            router.router_replay.remove_taps()
+        hook = Hook(router, len(self._hooks), self._log, chunk, is_first)
+        router.router_replay = hook
+        count_dispatched(router, hook, aux_loss)
+        self._hooks.append(hook)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """0-based global layers of this rank's routers, in the order of the columns of ``MicroRoutes``."""
+        return tuple(hook.layer for hook in self._hooks)
+
+    def rows(
+        self,
+        experts: torch.Tensor,
+        present: torch.Tensor | None = None,
+        token_ids: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        cu_seqlens_padded: torch.Tensor | None = None,
+    ) -> MicroRoutes:
+        """Return the routes of one micro-batch as this rank's routers see them (TP with SP, CP, PP, VPP).
+
+        Give the whole micro-batch on every rank, with all MoE layers of the model in layer order: experts [b, s, L, K],
+        present bool [b, s], token_ids [b, s]; or packed [T, L, K], [T] and [T] with ``cu_seqlens`` int64 [N+1].
+        ``cu_seqlens_padded``: those with padding, as in Megatron's PackedSeqParams; one more sequence may stand for
+        padding at the end. ReplayError if shapes do not fit.
+        """
+        tp = tp_position() if self._config.sequence_parallel else (1, 0)
+        given = experts, present, token_ids, cu_seqlens, cu_seqlens_padded
+        return local_rows(self.shape, self.layers, tp, cp_position(), *given)
+
+    def detach(self) -> None:
+        """Remove this object's hooks, when no autograd graph of a block is left; those of a newer object stay."""
+        if self._log.is_open:
+            raise ReplayError("recording or replaying; detach after the block has closed")
+        for hook in self._hooks:
+            hook.remove_taps()
+            if hook.router.router_replay is hook:
+                hook.router.router_replay = None
+                count_natively(hook.router)
+        for router, bystander in self._bystanders:
+            if router.router_replay is bystander:
+                router.router_replay = None
+
+    @contextmanager
+    def record(self, keep: bool = True, compared: Routes | None = None) -> Iterator[Recording]:
+        """Route natively; ``recording.routes`` has the choice, one MicroRoutes per forward micro-batch.
+
+        compared: routes of the same micro-batches; ``recording.shared`` counts the experts that they share with the
+        choice. keep: False keeps these counts only.
+        """
+        others = None if compared is None else self._check(compared, recorded=True)
+        with self._open(Recorder(self._hooks, keep, others)) as recording:
+            yield recording
+
+    @contextmanager
+    def replay(
+        self, routes: Routes, observe: bool = False, compared: Routes | None = None, min_agreement: float | None = None
+    ) -> Iterator[Recording]:
+        """Use ``routes``, one entry per micro-batch in the order of the forward passes.
+
+        With activation checkpointing, run the backward pass in the block of its forward pass, in any order. ReplayError
+
+        - on opening, if routes cannot be of this model;
+        - on closing, if a router did not use every micro-batch once, if rows are of other tokens than the model's
+          (``MicroRoutes.token_ids``), or if they agree too little with the routers (``min_agreement``);
+        - in a recomputation whose first pass is unknown.
+
+        observe: the Recording also has the routers' own choice. compared: other routes of the same micro-batches; the
+        Recording counts the experts that they share with those in use, and with the routers' own choice.
+        """
+        checked = self._check(routes, recorded=isinstance(routes, Recording))
+        others = None
+        if compared is not None:
+            others = checked if compared is routes else self._check(compared, recorded=True)
+        limit = self._min_agreement if min_agreement is None else _check_agreement(min_agreement)
+        with self._open(Replayer(checked, self._hooks, observe, others, limit)) as recording:
+            yield recording
+
+    def _check(self, routes: Routes, recorded: bool) -> list[MicroRoutes]:
+        entries = routes.routes if isinstance(routes, Recording) else routes
+        if isinstance(entries, (MicroRoutes, torch.Tensor)):
+            raise ReplayError(f"routes are one {type(entries).__name__}, expected a list with one per micro-batch")
+        return [check_routes(f"micro-batch {i}", one, self._hooks, recorded) for i, one in enumerate(entries)]
+
+    @contextmanager
+    def _open(self, session: Recorder | Replayer) -> Iterator[Recording]:
+        for hook in self._hooks:
+            if hook.router.router_replay is not hook:
+                raise ReplayError(f"layer {hook.layer}: the router's hook was replaced; use the newest RoutingReplay")
+        block, recording = self._log.open(session), Recording()
+        bystanders = [bystander for _, bystander in self._bystanders]
+        before = sum(bystander.rows for bystander in bystanders)
+        try:
+            yield recording
+            session.close(self._hooks, block, recording)
+        finally:
+            recording.untraced_rows = sum(bystander.rows for bystander in bystanders) - before
+            self._log.close(block)
+            for hook in self._hooks:
+                hook.dispatched.pop(get_ident(), None)
+
+
+def _check_agreement(value: float) -> float:
+    if not 0.0 <= value <= 1.0:
+        raise ReplayError(f"min_agreement = {value!r}, expected a number from 0 (no check) to 1")
+    return value

@@ -1,0 +1,293 @@
+"""Routes in the answers of inference engines, as one checked trace of the whole sequence.
+
+``routes_from_sglang`` and ``routes_from_vllm`` are for a loop that calls these engines itself; megarl's own client
+calls ``decode_routes``. An answer has a row for each token that went through the model: prompt and response without the
+last token, which was sampled and never read. A row of -1 is missing: its token routes natively, and is counted.
+
+An engine that routes inside a kernel captures nothing, and answers with the zeros of a new buffer, with padding, or
+with one row of an earlier pass for all tokens. ``refuse_uncaptured`` finds such answers.
+"""
+
+import base64
+import binascii
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megarl.errors import TraceError
+from megarl.models.shapes import MoeShape
+from megarl.routes import RoutingTrace, decode
+from megarl.routes.codec import MAGIC
+
+
+def routes_from_sglang(
+    response: Any, shape: MoeShape, earlier: RoutingTrace | None = None, start: int | None = None
+) -> RoutingTrace:
+    """Return the routes [T, L, K] of prompt and response from one JSON answer of SGLang's ``/generate``.
+
+    Ask with ``return_routed_experts`` a server that was started with ``--enable-return-routed-experts``. ``shape``:
+    ``MoeShape.of(config.json)``, or ``RoutingReplay.shape``. T is prompt_tokens + completion_tokens; ``present`` is
+    False for the last token.
+
+    Multi-turn: ``start`` is the ``routed_experts_start_len`` of the request (default the rows that ``earlier`` has).
+    Rows before it come from ``earlier``, the trace of the turns before, and are not present without it.
+    TraceError for an answer without routes, with another number of rows, layers or experts, or with rows that no router
+    has chosen (``refuse_uncaptured``).
+    """
+    label = "SGLang's answer"
+    if not isinstance(response, Mapping) or not isinstance(meta := response.get("meta_info"), Mapping):
+        raise _no_answer(label, response, "the JSON object of one /generate request, with meta_info", "n above 1")
+    text = meta.get("routed_experts")
+    if not isinstance(text, str):
+        raise TraceError(
+            f"{label} has no routed_experts: send return_routed_experts = true, to a server that was started with "
+            "--enable-return-routed-experts (SGLang 0.5.7 or later)"
+        )
+    counts: list[Any] = [meta.get(name) for name in ("prompt_tokens", "completion_tokens")]
+    if not all(isinstance(count, int) and count >= 0 for count in counts) or counts == [0, 0]:
+        raise TraceError(f"{label}: prompt_tokens and completion_tokens are {counts}, expected two counts above 0")
+    total = sum(map(int, counts))
+    start = _find_start(label, total, shape, start, earlier)
+    prompt, output = response.get("prompt_token_ids"), response.get("output_ids")
+    tokens = [*prompt, *output] if isinstance(prompt, list) and isinstance(output, list) else []
+    known = tokens[start : total - 1] if len(tokens) == total else None
+    trace = decode_routes(text, total - 1, shape, label, start, known)
+    rows = trace.experts.astype(np.int64)
+    rows[~present_rows(trace)] = -1
+    return _place(rows, start, total, shape, label, earlier)
+
+
+def routes_from_vllm(
+    output: Any, shape: MoeShape, index: int = 0, earlier: RoutingTrace | None = None, start: int | None = None
+) -> RoutingTrace:
+    """Return the routes [T, L, K] of prompt and completion ``index`` from vLLM's RequestOutput, or its JSON answer.
+
+    Start vLLM with ``--enable-return-routed-experts``, or ``LLM(enable_return_routed_experts=True)``. The forms of its
+    releases are told apart: rows of all tokens in ``routed_experts`` of a completion, or those of the prompt in
+    ``prompt_routed_experts``; MoE layers, or all layers; arrays, lists, or base64 of a .npy file in JSON, which also
+    needs ``return_token_ids``. A row of -1, which stands for a cached token, is not present. The last token's row, if
+    there is one, is left out. ``shape``, ``earlier`` and ``start`` (vLLM left out a prefix) are as for SGLang.
+    Not tried against a running vLLM. TraceError as ``routes_from_sglang``.
+    """
+    label = "vLLM's output"
+    outputs = _get(output, "outputs") or _get(output, "choices")
+    if not isinstance(outputs, Sequence) or not outputs:
+        raise _no_answer(label, output, "one RequestOutput with outputs, or one JSON answer with choices", "prompts")
+    if not 0 <= index < len(outputs):
+        raise TraceError(f"{label} has {len(outputs)} completions, there is none of index {index}")
+    completion = outputs[index]
+    if _get(output, "finished") is False:
+        raise TraceError(f"{label} is not finished: routes come with the last output of a request")
+    label = f"{label}, completion {index}"
+    prompt = _get(output, "prompt_token_ids") or _get(completion, "prompt_token_ids")
+    response = _get(completion, "token_ids")
+    if prompt is None or response is None:
+        raise TraceError(f"{label} names no token ids, so rows cannot be counted: send return_token_ids = true")
+    given = [_get(output, "prompt_routed_experts"), _get(completion, "routed_experts")]
+    if given[1] is None:
+        raise TraceError(
+            f"{label} has no routed_experts: start vLLM with --enable-return-routed-experts. Some releases also lose "
+            "them when they preempt a request: send it again"
+        )
+    start = _find_start(label, total := len(prompt) + len(response), shape, start, earlier)
+    parts = [_read_array(each, shape, label) for each in given if each is not None]
+    if given[0] is not None and len(parts[0]) != len(prompt):
+        raise TraceError(
+            f"{label}: prompt_routed_experts of {len(parts[0])} rows, expected {len(prompt)}, one for each prompt token"
+        )
+    rows = np.concatenate(parts)
+    if len(rows) in (total, total - 1):
+        rows = rows[start : total - 1]  # nothing is predicted from the last token
+    elif len(rows) != total - 1 - start:
+        raise TraceError(
+            f"{label}: {len(rows)} rows, expected {total - 1} for {len(prompt)} prompt and {len(response)} response "
+            f"tokens, or {total - 1 - start} after start = {start}: vLLM lost rows, or these are not all tokens of the "
+            "request (ask for output_kind FINAL_ONLY); give start if it was told to leave out a cached prefix"
+        )
+    refuse_uncaptured(_trace_of(rows, shape, label), [*prompt, *response][start : total - 1])
+    return _place(rows, start, total, shape, label, earlier)
+
+
+def _no_answer(label: str, found: Any, expected: str, several: str) -> TraceError:
+    kind = f"a list of {len(found)}" if isinstance(found, (list, tuple)) else f"a {type(found).__name__}"
+    return TraceError(f"{label} is {kind}, expected {expected}; of several ({several}), call once for each")
+
+
+def _get(record: Any, name: str) -> Any:
+    return record.get(name) if isinstance(record, Mapping) else getattr(record, name, None)
+
+
+def _find_start(label: str, total: int, shape: MoeShape, start: int | None, earlier: RoutingTrace | None) -> int:
+    """The first row that the answer must have."""
+    if not shape.moe_layers:
+        raise TraceError(f"{label}: the model has no experts, so there is nothing to replay: ask for no routes")
+    if earlier is not None and len(earlier.experts) > total:
+        raise TraceError(
+            f"{label} has {total} tokens, but earlier {len(earlier.experts)}: give the trace of the same conversation "
+            "before this turn"
+        )
+    if start is None and earlier is not None:
+        start = min(int(np.append(present_rows(earlier), False).argmin()), total - 1)
+    if not 0 <= (start or 0) < total:
+        raise TraceError(f"{label}: start is {start}, expected one of its {total} tokens")
+    return start or 0
+
+
+def _place(
+    rows: np.ndarray, start: int, total: int, shape: MoeShape, label: str, earlier: RoutingTrace | None
+) -> RoutingTrace:
+    """The trace of all tokens, with these rows from ``start`` on. A row of -1 is missing."""
+    whole = np.full((total, len(shape.moe_layers), shape.topk), -1, np.int64)
+    if earlier is not None and start:
+        if earlier.experts.shape[1:] != whole.shape[1:]:
+            raise TraceError(
+                f"{label}: earlier is {list(earlier.experts.shape)}, expected [T, {whole.shape[1]}, {whole.shape[2]}], "
+                "a trace of the same model"
+            )
+        held = np.where(present_rows(earlier)[:start, None, None], earlier.experts[:start].astype(np.int64), -1)
+        whole[: len(held)] = held
+    whole[start : start + len(rows)] = rows
+    return _trace_of(whole, shape, label)
+
+
+def _trace_of(rows: np.ndarray, shape: MoeShape, label: str) -> RoutingTrace:
+    """The trace of rows in which one of -1 is missing."""
+    missing = (rows == -1).all((1, 2))
+    return RoutingTrace(rows, shape.num_experts, ~missing if missing.any() else None, label)
+
+
+def _read_array(given: Any, shape: MoeShape, label: str) -> np.ndarray:
+    """int64 [rows, L, K] of the MoE layers from any form of vLLM."""
+    try:
+        if isinstance(given, str):
+            given = np.load(io.BytesIO(base64.b64decode(given, validate=True)), allow_pickle=False)
+        rows = np.asarray(given)
+    except (binascii.Error, ValueError, EOFError) as error:
+        raise TraceError(f"{label}: routed_experts are no array, and no base64 of a .npy file ({error})") from error
+    if rows.size == 0:
+        return np.empty((0, len(shape.moe_layers), shape.topk), np.int64)
+    layers = (len(shape.moe_layers), shape.num_layers)
+    if rows.dtype.kind not in "iu" or rows.ndim != 3 or rows.shape[1] not in layers or rows.shape[2] != shape.topk:
+        raise TraceError(
+            f"{label}: routes are {rows.dtype} {list(rows.shape)}, expected integers [rows, {layers[0]} MoE layers or "
+            f"{layers[1]} layers, top-{shape.topk}]: engine and trainer run different models"
+        )
+    rows = rows.astype(np.int64)
+    return rows[:, list(shape.moe_layers)] if rows.shape[1] != layers[0] else rows
+
+
+def read_routes(raw: bytes, shape: MoeShape, label: str = "routes") -> RoutingTrace:
+    """Return SGLang's int32 [rows, layers, K] without the dense layers; TraceError if it is of another shape."""
+    per_row = 4 * shape.num_layers * shape.topk
+    if len(raw) % per_row:
+        raise TraceError(
+            f"{label}: routes of {len(raw)} bytes, no whole number of rows of {shape.num_layers} layers with "
+            f"top-{shape.topk}: the server runs another model"
+        )
+    whole = np.frombuffer(raw, "<i4").reshape(-1, shape.num_layers, shape.topk)
+    rows = whole[:, list(shape.moe_layers)] if shape.dense_layers else whole
+    for layer in shape.dense_layers:
+        if (whole[:, layer].any(1) & (rows != -1).any((1, 2))).any():
+            raise TraceError(f"{label}: the dense layer {layer} has routes: the server runs another model")
+    return _trace_of(rows, shape, label)
+
+
+def decode_routes(
+    text: str, num_rows: int, shape: MoeShape, label: str, known_rows: int = 0, tokens: Sequence[int] | None = None
+) -> RoutingTrace:
+    """Return the routes of the MoE layers without the known rows; ``present`` is None if no row is missing.
+
+    ``text`` is base64 of int32 [rows, all layers, K], or of the plugin's short form. Servers before 0.5.12 send the
+    known rows too, which are cut off. ``tokens``: those of the rows, if they are known. Raise TraceError for damaged
+    text, for another number of rows, layers or experts, for routes in a dense layer, and as ``refuse_uncaptured``.
+    """
+    if len(text) > (longest := longest_text(num_rows, shape)):
+        raise TraceError(f"{label}: routed_experts of {len(text)} characters, expected at most {longest}")
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise TraceError(f"{label}: routed_experts are no base64 ({error}); the answer was cut short") from error
+    trace = _decode_short(raw, shape, label) if is_compact(raw) else read_routes(raw, shape, label)
+    expected = num_rows - known_rows
+    if len(trace.experts) not in (num_rows, expected):
+        raise TraceError(
+            f"{label}: routes of {len(trace.experts)} rows, expected {expected} rows of {shape.num_layers} layers with "
+            f"top-{shape.topk}: the server runs another model, or lost part of the routes"
+        )
+    first = len(trace.experts) - expected
+    present = None if trace.present is None else trace.present[first:]
+    trace = RoutingTrace.of_sets(trace.experts[first:], trace.num_experts, present, label)
+    refuse_uncaptured(trace, tokens)
+    return trace
+
+
+def longest_text(num_rows: int, shape: MoeShape) -> int:
+    """Return the length of base64 of that many rows, with room for some more, which are then refused by number."""
+    return (num_rows + 16) * shape.num_layers * shape.topk * 16 // 3 + 256
+
+
+def present_rows(trace: RoutingTrace) -> np.ndarray:
+    """bool [T], True where there is a row."""
+    return np.ones(len(trace.experts), bool) if trace.present is None else trace.present
+
+
+ANSWER_BITS, ROW_BITS, LEAST_ROWS = 24.0, 40.0, 8
+
+
+def refuse_uncaptured(trace: RoutingTrace, tokens: Sequence[int] | None = None) -> None:
+    """TraceError for rows that an engine has not captured: no row at all, padding, or the same row for every token.
+
+    With L layers, b = L log2 C(E, K) and D different tokens (``tokens``; None: all differ) the rows are refused if
+
+        every row is the same                                            L (D - 1)     >= 24
+        every row is 0..K-1 in every layer (zeros of a top-1 model)      b + L (D - 1) >= 24
+        rows of D of N different tokens are, others are not              b + L (D - 1) - log2 C(N, D) >= 40
+        8 rows or more are expected, and none is there
+
+    A router that sends at most half of all tokens to any one set of experts is refused in one of 2^24 answers at most,
+    because the numbers of experts are arbitrary. So short answers of small models may repeat a row.
+    """
+    rows, (_, layers, top_k) = present_rows(trace), trace.experts.shape
+    if not rows.any() and len(rows) >= LEAST_ROWS:
+        raise TraceError(f"{trace.label}: all {len(rows)} rows of routes are missing: the engine captured nothing")
+    if not rows.any() or top_k == trace.num_experts:
+        return
+    experts = trace.experts[rows]
+    names = np.flatnonzero(rows) if tokens is None else np.asarray(tokens)[rows]
+    is_padding = experts[:, 0].max(1) < top_k  # K different experts below K
+    is_padding[is_padding] = (experts[is_padding].max(2) < top_k).all(1)
+    bits = layers * math.log2(math.comb(trace.num_experts, top_k))
+    found = None
+    if is_padding.any():
+        padded, different = len(np.unique(names[is_padding])), len(np.unique(names))
+        ways = math.lgamma(different + 1) - math.lgamma(padded + 1) - math.lgamma(different - padded + 1)
+        limit = ANSWER_BITS if is_padding.all() else ROW_BITS + ways / math.log(2)
+        if bits + layers * (padded - 1) >= limit:
+            found = f"{np.count_nonzero(is_padding)} of {len(experts)} rows name experts 0..{top_k - 1} in every layer"
+    elif layers * (len(np.unique(names)) - 1) >= ANSWER_BITS and (experts == experts[:1]).all():
+        found = f"all {len(experts)} rows are the same, of {len(np.unique(names))} different tokens"
+    if found is not None:
+        raise TraceError(
+            f"{trace.label}: {found}: no router chose them. The engine routes inside a kernel and captures nothing "
+            "(SGLang: take --moe-runner-backend triton), or serves padding for rows that it has lost"
+        )
+
+
+def _decode_short(raw: bytes, shape: MoeShape, label: str) -> RoutingTrace:
+    trace = decode(raw, label)
+    found = (*trace.experts.shape[1:], trace.num_experts)
+    expected = (len(shape.moe_layers), shape.topk, shape.num_experts)
+    if found != expected:
+        raise TraceError(
+            f"{label}: routes of {found[0]} layers, top-{found[1]} of {found[2]} experts, expected {expected[0]} "
+            f"layers, top-{expected[1]} of {expected[2]}: the server's plugin is not megarl's"
+        )
+    return trace
+
+
+def is_compact(raw: bytes) -> bool:
+    """Whether decoded bytes are the short form."""
+    return raw[: len(MAGIC)] == MAGIC

@@ -1,0 +1,131 @@
+"""Compare routing traces as sets: how often two of them use different experts for the same tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megarl.errors import TraceError
+from megarl.routes.trace import RoutingTrace
+
+if TYPE_CHECKING:
+    from megarl.core.metrics import Stat
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Disagreement:
+    """How often two traces use different experts, as counts: adding two gives that of both sets of tokens.
+
+    The rates raise TraceError if no token was compared.
+    """
+
+    num_tokens: int
+    """Tokens present in both traces."""
+    top_k: int
+    """K."""
+    flips: np.ndarray
+    """int64 [L], tokens whose expert set differs, by layer."""
+    shared_experts: int
+    """Sum of |A and B| over tokens and layers."""
+    tokens_differing: int
+    """Tokens that differ in at least one layer."""
+
+    @property
+    def flip(self) -> float:
+        """Share of (token, layer) pairs with different expert sets."""
+        return float(self.flips.sum()) / (self._require_tokens() * len(self.flips))
+
+    @property
+    def overlap(self) -> float:
+        """Mean of |A and B| / K over (token, layer) pairs."""
+        return self.shared_experts / (self._require_tokens() * len(self.flips) * self.top_k)
+
+    @property
+    def token_any(self) -> float:
+        """Share of tokens with at least one differing layer."""
+        return self.tokens_differing / self._require_tokens()
+
+    @property
+    def layers_per_token(self) -> float:
+        """Mean number of differing layers of a token."""
+        return float(self.flips.sum()) / self._require_tokens()
+
+    @property
+    def per_layer_flip(self) -> np.ndarray:
+        """float64 [L], share of tokens with different expert sets in each layer."""
+        return self.flips / self._require_tokens()
+
+    def __add__(self, other: Disagreement) -> Disagreement:
+        if (self.top_k, len(self.flips)) != (other.top_k, len(other.flips)):
+            raise TraceError(
+                f"cannot add a disagreement of {len(other.flips)} layers, top-{other.top_k}, to one of "
+                f"{len(self.flips)} layers, top-{self.top_k}: they are of different models"
+            )
+        return Disagreement(
+            self.num_tokens + other.num_tokens,
+            self.top_k,
+            self.flips + other.flips,
+            self.shared_experts + other.shared_experts,
+            self.tokens_differing + other.tokens_differing,
+        )
+
+    @classmethod
+    def of(cls, shared: np.ndarray, top_k: int) -> Disagreement:
+        """Count from ``shared`` [T, L], the number of experts |A and B| that two traces share per token and layer."""
+        differs = np.asfortranarray(shared) < top_k  # stored by layer, over whose tokens numpy counts much faster
+        return cls(
+            num_tokens=len(shared),
+            top_k=top_k,
+            flips=differs.sum(axis=0, dtype=np.int64),
+            shared_experts=int(shared.sum()),
+            tokens_differing=int(np.count_nonzero(differs.any(axis=1))),
+        )
+
+    def stats(self, prefix: str = "router") -> dict[str, Stat]:
+        """Return the same as mergeable metrics: ``router/flip`` ... and ``router/flip/layer_00`` ... by layer."""
+        from megarl.core.metrics import Stat  # it needs torch, and files of traces are compared where that is not there
+
+        tokens, flips = float(self.num_tokens), float(self.flips.sum())
+        pairs = tokens * len(self.flips)
+        shares = {
+            "flip": (flips, pairs),
+            "overlap": (self.shared_experts, pairs * self.top_k),
+            "token_any": (self.tokens_differing, tokens),
+            "layers_per_token": (flips, tokens),
+        }
+        by_layer = {f"flip/layer_{i:02d}": (count, tokens) for i, count in enumerate(self.flips.tolist())}
+        return Stat.means_of({f"{prefix}/{name}": share for name, share in (shares | by_layer).items()})
+
+    def _require_tokens(self) -> int:
+        if not self.num_tokens:
+            raise TraceError("no token is present in both traces, so their disagreement is undefined")
+        return self.num_tokens
+
+
+def compare(a: RoutingTrace, b: RoutingTrace) -> Disagreement:
+    """Compare two traces of the same tokens as sets, on the rows that both hold. Raises TraceError if shapes differ."""
+    both = common_rows(a, b)
+    return Disagreement.of(shared_experts(a.experts[both], b.experts[both]), a.experts.shape[2])
+
+
+def common_rows(a: RoutingTrace, b: RoutingTrace) -> np.ndarray:
+    """bool [T], tokens whose row both traces hold. Raises TraceError unless they are of the same tokens and model."""
+    if a.experts.shape != b.experts.shape or a.num_experts != b.num_experts:
+        raise TraceError(
+            f"{a.label} has {list(a.experts.shape)} of {a.num_experts} experts, {b.label} has "
+            f"{list(b.experts.shape)} of {b.num_experts}: only traces of the same tokens and model compare"
+        )
+    both = np.ones(len(a.experts), dtype=bool)
+    for trace in (a, b):
+        if trace.present is not None:
+            both &= trace.present
+    return both
+
+
+def shared_experts(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """|A and B| per token and layer: two [T, L, K] without duplicates in a row -> int64 [T, L]."""
+    # Neither row has duplicates, so an expert stands twice in the joined row exactly if both rows hold it.
+    joined = np.sort(np.concatenate([left, right], axis=2), axis=2)
+    return (joined[:, :, 1:] == joined[:, :, :-1]).sum(axis=2)

@@ -1,0 +1,248 @@
+"""Files of routing traces: many sequences of one model in one safetensors file, encoded by ``megarl.routes``.
+
+    metadata  format, format_version, model, fingerprint, layers, num_experts, top_k, weight_versions, names
+    tensors   routes uint8 [bytes] and route_offsets int64 [N+1]: the encoded traces back to back
+              cu_seqlens int64 [N+1]
+              optional: tokens int32 [T], row_versions int32 [T], row_sources uint8 [T]
+
+Lists in the metadata are JSON. Each encoded trace has its own checksum, and is decoded when it is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel, Field, Json, StrictInt, StrictStr, ValidationError
+
+from megarl.core.types import Rollout, RowSource
+from megarl.errors import ConfigError, TraceError
+from megarl.files.tensor_file import dump_tensors, load_tensors
+from megarl.files.writing import write_atomically
+from megarl.routes import RoutingTrace, decode, encode
+from megarl.routes.provenance import row_sources, row_versions
+
+FORMAT, FORMAT_VERSION = "megarl-routing-traces", 1
+MOST_EXPERTS = 65536
+_COLUMNS = {"tokens": np.dtype(np.int32), "row_versions": np.dtype(np.int32), "row_sources": np.dtype(np.uint8)}
+"""Optional tensors with one entry per token."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceInfo:
+    """What all sequences of a file have in common."""
+
+    model: str
+    """Name or folder of the model."""
+    layers: tuple[int, ...]
+    """0-based index in the model of each of the L MoE layers of a trace."""
+    num_experts: int
+    """E."""
+    top_k: int
+    """K."""
+    fingerprint: str = ""
+    """Tells models of one name apart, for instance a hash of the weights; "" if unknown."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TracedSequence:
+    """One sequence of T tokens and its routes. Raises TraceError if the columns do not fit the trace."""
+
+    name: str
+    """Unique in its file, for instance "group 3 sample 1"."""
+    trace: RoutingTrace
+    """[T, L, K]."""
+    tokens: np.ndarray | None = None
+    """int32 [T], token ids."""
+    row_versions: np.ndarray | None = None
+    """int32 [T], version of the weights that chose the experts of each token."""
+    row_sources: np.ndarray | None = None
+    """uint8 [T], a RowSource. A token without a row is MISSING or NATIVE."""
+
+    def __post_init__(self) -> None:
+        num_tokens = len(self.trace.experts)
+        for column, dtype in _COLUMNS.items():
+            values = getattr(self, column)
+            if values is not None and (values.dtype != dtype or values.shape != (num_tokens,)):
+                raise TraceError(
+                    f"{self.name}: {column} is {values.dtype} {list(values.shape)}, expected {dtype} [{num_tokens}]"
+                )
+        sources, present = self.row_sources, self.trace.present
+        if sources is None:
+            return
+        present = np.ones(num_tokens, dtype=bool) if present is None else present
+        wrong = (sources > max(RowSource)) | (sources == np.where(present, RowSource.MISSING, RowSource.CAPTURED))
+        if wrong.any():
+            token = int(wrong.argmax())
+            has = "a row" if present[token] else "no row"
+            raise TraceError(
+                f"{self.name}: token {token} has {has} and row source {sources[token]}; expected a fitting one of "
+                f"{', '.join(f'{s.value} {s.name.lower()}' for s in RowSource)}"
+            )
+
+
+def from_rollout(rollout: Rollout, num_experts: int, prefix: str = "") -> TracedSequence:
+    """Return the routes that the engine recorded with a rollout, named "<prefix>group 3 sample 1".
+
+    Raises TraceError if the rollout has no routes.
+    """
+    name = f"{prefix}group {rollout.group} sample {rollout.sample}"
+    if rollout.routed_experts is None:
+        raise TraceError(f"{name}: the rollout has no routes; sample with return_routed_experts = True")
+    trace = RoutingTrace(rollout.routed_experts, num_experts, present=rollout.routed_mask, label=name)
+    return TracedSequence(name, trace, rollout.tokens, row_versions(rollout), row_sources(rollout))
+
+
+def write_traces(path: str | Path, info: TraceInfo, sequences: Sequence[TracedSequence]) -> None:
+    """Write a file; it appears complete or not at all.
+
+    Raises TraceError if a sequence is not of the model that ``info`` describes, if two have one name, or if only some
+    of them have tokens, row_versions or row_sources; ConfigError if the folder does not exist.
+    """
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: there is no folder {path.parent}; create it first")
+    names, lengths = [sequence.name for sequence in sequences], [len(sequence.trace.experts) for sequence in sequences]
+    _number(names, path)
+    for sequence, length in zip(sequences, lengths, strict=True):
+        _check_model(sequence.trace, info, length, sequence.name)
+    encoded = [encode(sequence.trace) for sequence in sequences]
+    tensors = {
+        "routes": np.frombuffer(b"".join(encoded), dtype=np.uint8),
+        "route_offsets": np.cumsum([0, *map(len, encoded)], dtype=np.int64),
+        "cu_seqlens": np.cumsum([0, *lengths], dtype=np.int64),
+    }
+    for name in _COLUMNS:
+        column = [values for sequence in sequences if (values := getattr(sequence, name)) is not None]
+        if len(column) not in (0, len(names)):
+            raise TraceError(
+                f"{path}: {len(column)} of {len(names)} sequences have {name}; expected it in all of them or in none"
+            )
+        if column:
+            tensors[name] = np.concatenate(column)
+    versions = np.unique(tensors.get("row_versions", ())).tolist()
+    known = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(info)}
+    known |= {"weight_versions": versions, "names": names}
+    metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in known.items()}
+    write_atomically(path, dump_tensors(tensors, metadata))
+
+
+def _check_model(trace: RoutingTrace, info: TraceInfo, num_tokens: int, label: str) -> None:
+    found, expected = list(trace.experts.shape), [num_tokens, len(info.layers), info.top_k]
+    if found != expected or trace.num_experts != info.num_experts:
+        raise TraceError(
+            f"{label}: routes {found} of {trace.num_experts} experts, expected {expected} of {info.num_experts} for "
+            f"{info.model}"
+        )
+
+
+class _Metadata(BaseModel):
+    model: str = ""
+    layers: Json[tuple[StrictInt, ...]]
+    num_experts: int = Field(ge=1, le=MOST_EXPERTS)
+    top_k: int = Field(ge=1)
+    fingerprint: str = ""
+    weight_versions: Json[tuple[StrictInt, ...]]
+    names: Json[tuple[StrictStr, ...]]
+
+
+def read_traces(path: str | Path) -> TraceFile:
+    """Open a file. Raises TraceError if it is missing, damaged, of another format or a later version."""
+    path = Path(path)
+    if not path.exists() or path.is_dir():
+        what = "it is a folder" if path.is_dir() else "there is no such file"
+        raise TraceError(f"{path}: {what}; expected a trace file")
+
+    def check_format(metadata: Mapping[str, str]) -> None:
+        found, version = metadata.get("format", "unknown"), metadata.get("format_version")
+        if found != FORMAT:
+            raise TraceError(f"{path}: a safetensors file of format {found!r}, expected {FORMAT!r}")
+        if version != str(FORMAT_VERSION):
+            raise TraceError(f"{path}: format version {version!r}, expected '{FORMAT_VERSION}': of another megarl")
+
+    tensors, metadata = load_tensors(path, check_format)
+    try:
+        return TraceFile(path, _Metadata.model_validate(metadata), tensors)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise TraceError(
+            f"{path}: its metadata has {first['loc'][0]} = {str(first['input'])[:40]!r}: {first['msg']}"
+        ) from error
+
+
+class TraceFile:
+    """The sequences of a file, in order. A sequence is decoded when it is asked for, by position or by name."""
+
+    def __init__(self, path: Path, metadata: _Metadata, tensors: Mapping[str, np.ndarray]) -> None:
+        self.path, self.names, self.weight_versions = path, metadata.names, metadata.weight_versions
+        self.info = TraceInfo(**metadata.model_dump(exclude={"names", "weight_versions"}))
+        if self.info.top_k > self.info.num_experts:
+            raise TraceError(f"{path}: top-{self.info.top_k} of {self.info.num_experts} experts")
+        self._routes = _read_column(path, tensors, "routes", np.dtype(np.uint8))
+        self.num_route_bytes = len(self._routes)
+        """Size of all encoded traces, headers included."""
+        self._columns = {name: _read_column(path, tensors, name, t) for name, t in _COLUMNS.items() if name in tensors}
+        self.columns = tuple(self._columns)
+        """Which of tokens, row_versions and row_sources the file holds."""
+        self._offsets = _read_bounds(path, tensors, "route_offsets", len(self.names), self.num_route_bytes)
+        self._cu_seqlens = _read_bounds(path, tensors, "cu_seqlens", len(self.names))
+        self.num_tokens, self.lengths = int(self._cu_seqlens[-1]), np.diff(self._cu_seqlens)
+        """lengths: int64 [N], tokens of each sequence."""
+        for name, column in self._columns.items():
+            if len(column) != self.num_tokens:
+                raise TraceError(f"{path}: {name} has {len(column)} entries, expected {self.num_tokens}, one per token")
+        self._position = _number(self.names, path)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __iter__(self) -> Iterator[TracedSequence]:
+        return (self[i] for i in range(len(self)))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._position
+
+    def __getitem__(self, which: int | str) -> TracedSequence:
+        """Decode one sequence. Raises TraceError if its routes are damaged or not of the file's model."""
+        i = self._position[which] if isinstance(which, str) else range(len(self))[which]
+        label = f"{self.path}: {self.names[i]}"
+        data = self._routes[self._offsets[i] : self._offsets[i + 1]]
+        trace = decode(data.tobytes(), label=label)
+        start, stop = self._cu_seqlens[i], self._cu_seqlens[i + 1]
+        _check_model(trace, self.info, int(stop - start), label)
+        columns = {name: column[start:stop] for name, column in self._columns.items()}
+        return TracedSequence(self.names[i], trace, **columns)
+
+
+def _number(names: Sequence[str], path: Path) -> dict[str, int]:
+    """Name -> position; TraceError if two sequences have one name."""
+    found: dict[str, int] = {}
+    for position, name in enumerate(names):
+        if found.setdefault(name, position) != position:
+            raise TraceError(f"{path}: two sequences are called {name!r}; give each its own name")
+    return found
+
+
+def _read_column(path: Path, tensors: Mapping[str, np.ndarray], name: str, dtype: np.dtype) -> np.ndarray:
+    found = tensors.get(name)
+    if found is None or found.dtype != dtype or found.ndim != 1:
+        what = "none" if found is None else f"{found.dtype} {list(found.shape)}"
+        raise TraceError(f"{path}: of tensor {name} found {what}, expected {dtype} with one dimension")
+    return found
+
+
+def _read_bounds(
+    path: Path, tensors: Mapping[str, np.ndarray], name: str, num_sequences: int, end: int | None = None
+) -> np.ndarray:
+    """Return [N+1] offsets that rise from 0 to ``end``; None takes their own last one."""
+    bounds = _read_column(path, tensors, name, np.dtype(np.int64))
+    end = int(bounds[-1]) if end is None and len(bounds) else end or 0
+    rising = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == end and bool((np.diff(bounds) >= 0).all())
+    if len(bounds) != num_sequences + 1 or not rising:
+        raise TraceError(
+            f"{path}: {name} has {len(bounds)} entries, expected {num_sequences + 1} that rise from 0 to {end}"
+        )
+    return bounds

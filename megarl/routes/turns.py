@@ -1,0 +1,84 @@
+"""Several turns of one conversation as one sequence: the columns of the earlier turns, and what the last one adds.
+
+A later turn begins with all tokens of the earlier one. Its engine reads them again, as a prompt: the log-probabilities
+and routes that they were sampled with are those of the earlier turn. One row is missing there, that of its last token,
+which nothing had processed yet: the later turn brings it.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from megarl.core.types import Rollout
+from megarl.errors import RolloutError, TraceError
+from megarl.routes.provenance import row_versions
+
+
+def known_rows(rollout: Rollout) -> int:
+    """How many leading tokens have their row: the ``known_rows`` of a request that goes on from the rollout."""
+    if rollout.routed_experts is None or rollout.routed_mask is None:
+        return 0
+    return rollout.num_tokens if rollout.routed_mask.all() else int(rollout.routed_mask.argmin())
+
+
+def join(earlier: Rollout, later: Rollout) -> Rollout:
+    """``later`` with the columns of ``earlier`` for the tokens that both have.
+
+    Generated tokens of both are trained on; rows come from ``earlier`` where it has them, from ``later`` elsewhere.
+    Both have routes, or neither has; so with kept sets, or RolloutError. Raises TraceError if ``later`` does not begin
+    with the tokens of ``earlier``, or if their routes are of different models.
+    """
+    label = later.label
+    size = earlier.num_tokens
+    if later.prompt_length < size or not np.array_equal(later.tokens[:size], earlier.tokens):
+        raise TraceError(
+            f"{label}: the prompt of {later.prompt_length} tokens does not begin with the {size} tokens of the earlier "
+            "turn: tokens are to be kept, not made from text again"
+        )
+    whole = replace(
+        later,
+        loss_mask=np.concatenate([earlier.loss_mask, later.loss_mask[size:]]),
+        rollout_logprobs=np.concatenate([earlier.rollout_logprobs, later.rollout_logprobs[size:]]),
+        weight_versions=np.concatenate([earlier.weight_versions, later.weight_versions[size:]]),
+    )
+    return _join_routes(_join_kept(whole, earlier, later, label), earlier, later, label)
+
+
+def _join_kept(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -> Rollout:
+    if earlier.kept_counts is None and later.kept_counts is None:
+        return whole
+    if earlier.kept_counts is None or earlier.kept_ids is None or later.kept_counts is None or later.kept_ids is None:
+        raise RolloutError(f"{label}: one turn has kept sets and the other has none: sample both with the same top_p")
+    old, new = earlier.kept_counts, later.kept_counts
+    known = int(new[: len(old)].sum())  # the later turn has the earlier one as its prompt, which has no sets
+    return replace(
+        whole,
+        kept_counts=np.concatenate([old, new[len(old) :]]),
+        kept_ids=np.concatenate([earlier.kept_ids, later.kept_ids[known:]]),
+    )
+
+
+def _join_routes(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -> Rollout:
+    old, new, old_mask, new_mask = earlier.routed_experts, later.routed_experts, earlier.routed_mask, later.routed_mask
+    if old is None and new is None and old_mask is None and new_mask is None:
+        return whole
+    if old is None or new is None or old_mask is None or new_mask is None:
+        raise TraceError(f"{label}: one turn has routes here and the other has none: join them where both have")
+    if old.shape[1:] != new.shape[1:]:
+        raise TraceError(
+            f"{label}: routes of {list(old.shape[1:])} and {list(new.shape[1:])} layers and experts: the turns are of "
+            "different models"
+        )
+    kept = np.flatnonzero(old_mask)
+
+    def rows(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        found = second.copy()
+        found[kept] = first[kept]
+        return found
+
+    return replace(
+        whole,
+        routed_experts=rows(old, new),
+        routed_mask=rows(old_mask, new_mask),
+        route_versions=rows(row_versions(earlier), row_versions(later)),
+    )

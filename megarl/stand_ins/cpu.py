@@ -1,0 +1,241 @@
+"""Runs megatron-core 0.12 to 0.19 without CUDA: gloo and CPU tensors; ``te`` has what it lacks of Transformer Engine.
+
+Megatron-Core assumes a GPU in seven ways. Each has one remedy here. Nothing else of torch or Megatron is changed, and
+nothing is changed on a machine with CUDA.
+
+1. It calls ``torch.cuda`` for streams, events, synchronisation, the current device and the random generator. A CPU has
+   one stream and one generator, so the stand-ins do nothing, return ``"cpu"``, or use the CPU generator.
+2. It has the literals ``"cuda"`` and ``"torch.cuda.FloatTensor"`` inside functions. They are replaced in the compiled
+   functions of the listed modules: same code, other constants.
+3. It fuses small functions with ``torch.compile`` at import. On a CPU, that needs a C++ compiler and seconds per
+   function. During that import, ``torch.compile`` returns functions unchanged.
+4. Parts of it need NCCL: gloo takes no split sizes in tensors (all-to-all dispatcher), and no shares of unequal size
+   (expert-tensor parallelism).
+5. Each of its dozens of process groups starts an event loop of gloo, a thread that wakes up a hundred times a second.
+   All groups of a process share one loop.
+6. Without a fused kernel it rotates packed sequences one by one, in every layer. All are rotated at once.
+7. One rank exchanges gradients and weights with itself, and sorts what is sorted. Both copies are left out.
+
+``import megarl.megatron`` calls ``enable()``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+_RETARGETED_MODULES = (
+    "distributed.param_and_grad_buffer dist_checkpointing.exchange_utils"
+    " dist_checkpointing.strategies.state_dict_saver models.common.language_module.language_module"
+    " optimizer.clip_grads optimizer.distrib_optimizer optimizer.grad_scaler optimizer.optimizer"
+    " pipeline_parallel.schedules pipeline_parallel.utils tensor_parallel.data transformer.moe.moe_utils"
+    " transformer.utils utils"
+)  # in megatron.core
+
+
+class _Stream:
+    """The one stream of a CPU, and any event on it: work is finished when the call returns."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def synchronize(self, *_: Any) -> _Stream:
+        return self  # true, which is the answer to ``query``
+
+    record = wait = wait_stream = wait_event = query = record_event = synchronize
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return hash(_Stream)
+
+
+class _Event(_Stream):
+    """A class of its own, as torch's compiler expects."""
+
+
+class _SharedLoopGloo(distributed_c10d.ProcessGroupGloo):
+    """Remedy 5: a gloo group that uses the one event loop of this process."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False) -> None:
+        assert not enable_reconfigure, "groups of the CPU layer keep their ranks"  # torch 2.14 passes it
+        gloo: Any = type(self)  # torch's stubs lack _Options
+        options = gloo._Options()
+        options._devices, options._timeout = [_gloo_device(os.getpid())], timeout
+        super().__init__(store, rank, size, options)
+
+
+@cache
+def _gloo_device(process: int) -> Any:
+    del process  # a key of the cache, because threads do not survive a fork
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    gloo = distributed_c10d.ProcessGroupGloo
+    return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
+
+
+def enable() -> bool:
+    """Make megatron-core usable without CUDA. Return whether the layer is active. May be called again."""
+    if torch.cuda.is_available():
+        return False
+    if getattr(torch.cuda, "_megarl_cpu_layer", False):
+        return True
+    _replace_cuda_calls()
+    distributed_c10d.ProcessGroupGloo = _SharedLoopGloo
+    with _eager_functions(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        names = [f"megatron.core.{name}" for name in _RETARGETED_MODULES.split()]
+        modules = [importlib.import_module(name) for name in names if importlib.util.find_spec(name)]
+    for module in modules:
+        _retarget(module)
+    _replace_helpers()
+    torch.cuda.__dict__["_megarl_cpu_layer"] = True
+    return True
+
+
+def _replace_cuda_calls() -> None:
+    """Remedy 1: stand-ins for the parts of ``torch.cuda`` that Megatron calls unconditionally."""
+    # Each name gets a function of its own: torch's compiler has a rule per function and refuses to load if two collide.
+    stream = _Stream()
+    for name in ("synchronize", "set_device", "empty_cache"):
+        setattr(torch.cuda, name, lambda *_, **__: None)
+    torch.cuda.current_device = lambda: "cpu"
+    torch.cuda.current_stream = lambda *_: stream
+    torch.cuda.default_stream = lambda *_: stream
+    torch.cuda.stream = lambda *_: contextlib.nullcontext()
+    torch.cuda.Stream = _Stream
+    torch.cuda.Event = _Event
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda new_state, *_, **__: torch.set_rng_state(new_state)
+    torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
+    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed) and None
+    torch.Tensor.cuda = lambda self, *_, **__: self
+
+
+@contextlib.contextmanager
+def _eager_functions() -> Iterator[None]:
+    """Remedy 3: inside, ``torch.compile`` returns functions unchanged."""
+    if "megatron.core.jit" in sys.modules:  # Megatron was imported before megarl: its functions are already compiled
+        torch.compiler.set_stance("force_eager")
+        yield
+        return
+
+    def leave(function: Any = None, **_: Any) -> Any:
+        return (lambda inner: inner) if function is None else function
+
+    compile_function, torch.compile = torch.compile, leave
+    try:
+        yield
+    finally:
+        torch.compile = compile_function
+
+
+def _replace_literals(constant: Any) -> Any:
+    """The constant of a function without CUDA: a string, a tuple of constants, or the code of an inner function."""
+    if constant == "cuda":
+        return "cpu"
+    if isinstance(constant, str) and constant.startswith("torch.cuda.") and constant.endswith("Tensor"):
+        return constant.replace("torch.cuda.", "torch.")
+    if isinstance(constant, tuple):
+        return tuple(_replace_literals(item) for item in constant)
+    if isinstance(constant, types.CodeType):
+        return constant.replace(co_consts=tuple(_replace_literals(item) for item in constant.co_consts))
+    return constant
+
+
+def _retarget(module: types.ModuleType) -> None:
+    """Remedy 2: replace device literals in all functions and methods that the module defines."""
+    for value in list(vars(module).values()):
+        members = vars(value).values() if isinstance(value, type) else (value,)
+        for member in members:
+            function = getattr(member, "__func__", getattr(member, "fget", member))
+            while function is not None:
+                if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
+                    function.__code__ = _replace_literals(function.__code__)
+                function = getattr(function, "__wrapped__", None)
+
+
+def _allow_unequal_shares(mappings: Any) -> None:
+    """Remedy 4: gather shares of unequal size by padding them; reduce-scatter them by reducing the whole."""
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_unequal(share: torch.Tensor, group: Any = None, sizes: Any = None, *rest: Any, **named: Any) -> Any:
+        if sizes is None or group.size() == 1:
+            return gather(share, group, sizes, *rest, **named)
+        sizes = [int(size) for size in sizes]
+        padded = share.new_zeros(max(sizes), *share.shape[1:])
+        padded[: share.size(0)] = share
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def reduce_scatter_unequal(whole: Any, group: Any = None, sizes: Any = None, *rest: Any, **named: Any) -> Any:
+        if sizes is None or group.size() == 1:
+            return reduce_scatter(whole, group, sizes, *rest, **named)
+        reduced = whole.clone()
+        torch.distributed.all_reduce(reduced, group=group)
+        return torch.split(reduced, [int(size) for size in sizes])[group.rank()].clone()
+
+    mappings._gather_along_first_dim = gather_unequal
+    mappings._reduce_scatter_along_first_dim = reduce_scatter_unequal
+
+
+def _keep_in_place(buffers: types.ModuleType) -> None:
+    """Remedy 7: a rank alone has its share of the gradients, and all weights, already where they belong."""
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        exchange = getattr(buffers, name)
+
+        def exchange_if_needed(
+            to: torch.Tensor,
+            given: torch.Tensor,
+            *,
+            group: Any,
+            async_op: bool = False,
+            exchange: Any = exchange,
+            **of: Any,
+        ) -> Any:
+            if group.size() == 1 and not async_op and to.data_ptr() == given.data_ptr():
+                return None
+            return exchange(to, given, group=group, async_op=async_op, **of)
+
+        setattr(buffers, name, exchange_if_needed)
+
+
+def _keep_in_order(dispatcher: Any) -> None:
+    """Remedy 7 of the all-to-all dispatcher: the tokens of one expert-parallel rank are sorted by expert already."""
+    sort = dispatcher.sort_chunks_by_idxs
+
+    def sort_if_needed(tokens: Any, sizes: Any, order: torch.Tensor, probs: Any = None, fused: bool = False) -> Any:
+        is_sorted = bool((order[1:] > order[:-1]).all())
+        return (tokens, probs) if is_sorted else sort(tokens, sizes, order, probs, fused)
+
+    dispatcher.sort_chunks_by_idxs = sort_if_needed
+
+
+def _replace_helpers() -> None:
+    """Remedies 1 (generator of the tensor-parallel tracker), 4, 6 and 7."""
+    from megarl.stand_ins.rotation import rotate_packed  # the package, being imported, calls this
+
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state, random._set_cuda_rng_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
+    _keep_in_order(dispatcher)
+    _allow_unequal_shares(importlib.import_module("megatron.core.tensor_parallel.mappings"))
+    rope: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+    rope._apply_rotary_pos_emb_thd = rotate_packed(rope)
+    _keep_in_place(importlib.import_module("megatron.core.distributed.param_and_grad_buffer"))

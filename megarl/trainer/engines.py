@@ -1,0 +1,306 @@
+"""Builds the sampling engine of a configuration."""
+
+import os
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.config import Config
+from megarl.config.addresses import url_host
+from megarl.config.plugs import ENGINES, load_plug
+from megarl.core.choices.own import call_own
+from megarl.core.types import WeightShare
+from megarl.engines.local.engine import LocalEngine
+from megarl.engines.protocol import Engine
+from megarl.engines.sglang.client import ClientSettings
+from megarl.engines.sglang.engine import SGLangEngine
+from megarl.engines.sglang.fleet import BUCKET_BYTES, Fleet, FleetSettings
+from megarl.engines.sglang.http import key_named
+from megarl.engines.sglang.spec import SERVER_DTYPES, ServerSpec
+from megarl.engines.sglang.transports.folder import write_empty_model
+from megarl.engines.sglang.transports.ipc import Exchange, Helper
+from megarl.engines.sglang.transports.process_group import own_address
+from megarl.engines.sglang.transports.sources import OtherSources, Source
+from megarl.engines.weights import FP8Form, WeightForm, checkpoint_shapes, read_model_config
+from megarl.errors import ConfigError, RolloutError, printable, some
+from megarl.files.writing import find_tokenizer_code
+from megarl.megatron import distributed
+from megarl.megatron.policy import DTYPES
+from megarl.models.fit import servers_record
+from megarl.models.hf_config import find_quantization
+from megarl.models.hf_files import HFCheckpoint
+from megarl.models.hf_folder import read_json
+from megarl.models.names import hf_shapes
+from megarl.models.shapes import read_shape
+
+MOST_SOURCES = 8
+"""Each takes memory for an NCCL group on every server. Where it would be more, there is one for each pipeline stage."""
+
+
+def make_engine(config: Config, tell: Callable[[str], None]) -> Engine:
+    """Return an engine without weights; a collective call. ``tell`` prints a line about the servers of this rank."""
+    factory = load_factory(config)
+    if config.rollout.engine in ENGINES:
+        return factory(config, tell)
+    engine = call_own(f'rollout.engine "{config.rollout.engine}"', factory, config, tell)
+    if not callable(getattr(engine, "update_weights", None)):
+        raise ConfigError(
+            f'rollout.engine "{config.rollout.engine}": its factory made a {type(engine).__name__}, expected an Engine'
+        )
+    return engine
+
+
+def load_factory(config: Config) -> Callable[..., Any]:
+    """Return what makes the engine; ConfigError if it cannot be imported, or holds other tensors than the trainer."""
+    if config.rollout.engine in ENGINES:
+        theirs, ours = checkpoint_shapes(config.model.path), hf_shapes(read_shape(config.model.path))
+        if other := [name for name in theirs.keys() | ours if theirs.get(name) != ours.get(name)]:
+            pairs = [f"{name} {theirs.get(name, 'absent')} (Megatron's {ours.get(name, 'absent')})" for name in other]
+            raise ConfigError(f"model.path: transformers builds another model of config.json: {some(pairs)}")
+    factory = config.rollout.engine_kind.factory
+    if isinstance(factory, str):
+        factory = load_plug(f'rollout.engine "{config.rollout.engine}": factory', factory)
+    return factory
+
+
+def make_local_engine(config: Config, tell: Callable[[str], None]) -> LocalEngine:
+    """Return the engine on transformers, in this process."""
+    return LocalEngine(
+        read_model_config(config.model.path),
+        dtype=DTYPES[config.rollout.dtype],
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        fp8_rounding=config.rollout.fp8_rounding,
+        fp8_activations=config.rollout.fp8_activations,
+        fp8_kv_cache=config.rollout.fp8_kv_cache,
+        max_batch_size=config.rollout.max_batch_size,
+    )
+
+
+def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEngine:
+    """Return the engine on SGLang servers.
+
+    The first rank of each node starts the node's servers. With ``sglang.urls``, the main rank connects to running ones.
+    """
+    settings, key = config.sglang, _api_key(config)
+    exchange = make_exchange(config)
+    share, others, source = _divide_weights(config, key)
+    fleet, urls = _start_servers(config, key, exchange, others, tell)
+    helper = source
+    if fleet is None and exchange is not None and exchange.gpu in settings.gpus:
+        helper = Helper(exchange, Path(config.model.path), BUCKET_BYTES)
+    fp8: FP8Form = "blocks" if settings.fp8 else "rounded" if config.rollout.fp8_rounding else "off"
+    client = ClientSettings(
+        concurrency=settings.concurrency,
+        clients=dist.get_world_size(),
+        deadline_s=settings.deadline_s,
+        attempts=settings.attempts,
+        api_key=key,
+        compact_routes=settings.compact_routes,
+        # Do not wait for own servers that are never restarted.
+        recovery_s=settings.start_deadline_s if settings.urls or settings.max_restarts else 1.0,
+    )
+    return SGLangEngine(
+        urls,
+        read_json(Path(config.model.path) / "config.json"),
+        fleet=fleet,
+        helper=helper,
+        share=share,
+        agree=lambda failure: distributed.fail_together(failure, "the weight update"),
+        settings=client,
+        form=WeightForm(DTYPES[config.rollout.dtype], fp8),
+        tell=tell,
+    )
+
+
+def _api_key(config: Config) -> str | None:
+    """Return the key of the user's variable, or else a new one for servers that are started here; a collective call."""
+    if config.sglang.urls or config.sglang.api_key_env is not None:
+        return key_named(config.sglang.api_key_env)
+    return distributed.from_main_rank(lambda: secrets.token_hex(16))
+
+
+def make_exchange(config: Config) -> Exchange | None:
+    """Return what this node's ranks share memory with its servers through, if they do; a collective call.
+
+    ConfigError if the GPU of a server has no rank of the trainer.
+    """
+    if config.weight_sync != "ipc":
+        return None
+    gpus = config.sglang.gpus
+    if not gpus:
+        return Exchange()  # of the first rank alone, in memory of the host
+    local_ranks, leaders = distributed.gather_objects(distributed.local_rank()), distributed.node_leaders()
+    found = Exchange(gpus, distributed.local_rank())
+    for start, end in zip(leaders, [*leaders[1:], len(local_ranks)], strict=True):
+        on_node = local_ranks[start:end]
+        if missing := sorted({*gpus} - {*on_node}):
+            raise ConfigError(
+                f"sglang.gpus: found {missing}, where a node with {len(on_node)} ranks of the trainer has none, "
+                f'expected a rank on each of {gpus}; set sglang.sync = "distributed" if the trainer uses none of them'
+            )
+        members = [rank for rank in range(start, end) if local_ranks[rank] in (0, *gpus)]
+        group = dist.new_group(members, timeout=timedelta(seconds=config.collective_timeout_s), backend="gloo")
+        if isinstance(group, dist.ProcessGroup):  # ranks outside of it get a number
+            found.gather = partial(distributed.gather_objects, group=group)
+    return found
+
+
+def _divide_weights(config: Config, key: str | None) -> tuple[WeightShare | None, OtherSources, Source | None]:
+    """Return what this rank sends of the weights, and how, if several broadcast a part each; a collective call.
+
+    They do where one rank looks after all servers and keeps no copy of the weights, which it would have to gather: the
+    first rank of each pipeline stage, or of each expert-parallel rank of it.
+    """
+    settings, alone = config.sglang, (None, OtherSources(), None)
+    if config.weight_sync != "distributed" or settings.spare_weights != "none" or config.servers_share_gpus:
+        return alone
+    if not settings.urls and len(distributed.node_leaders()) > 1:
+        return alone
+    places = distributed.gather_objects((distributed.pp_rank(), distributed.ep_rank()))
+    splits_experts = len(set(places)) <= MOST_SOURCES
+    parts = [place if splits_experts else place[0] for place in places]
+    ranks = sorted(parts.index(part) for part in set(parts))
+    if len(ranks) == 1:
+        return alone
+    group = dist.new_group(ranks, timeout=timedelta(seconds=config.collective_timeout_s), backend="gloo")
+    rank = dist.get_rank()
+    share = WeightShare(rank in ranks, splits_experts)
+    if not isinstance(group, dist.ProcessGroup):  # a number: this rank is outside of it
+        return share, OtherSources(), None
+    tell, hear = partial(distributed.send_object, group=group), partial(distributed.receive_object, group=group)
+    if rank == 0:
+        return share, OtherSources(ranks[1:], tell, hear), None
+    source = Source(partial(tell, rank=0), partial(hear, rank=0), Path(config.model.path), BUCKET_BYTES, key)
+    return share, OtherSources(), source
+
+
+def _start_servers(
+    config: Config,
+    key: str | None,
+    exchange: Exchange | None,
+    others: OtherSources,
+    tell: Callable[[str], None],
+) -> tuple[Fleet | None, list[str]]:
+    """Return the servers of this rank's node, on the rank that started them, and all URLs; a collective call."""
+    settings = config.sglang
+    nodes = [0] if settings.urls else distributed.node_leaders()
+    host = settings.host or (_find_host(nodes) if len(nodes) > 1 else "127.0.0.1")
+    fleet: Fleet | None = None
+    urls: list[str] = []
+    failure: Exception | None = None
+    if dist.get_rank() in nodes:
+        try:
+            fleet = _make_fleet(config, key, nodes, host, exchange, others, tell)
+            if fleet.specs:
+                logs = ", ".join(str(spec.log_file) for spec in fleet.specs)
+                tell(f"starting SGLang; what it prints is in {logs}")
+            urls = fleet.start(alone=len(nodes) == 1)
+            failure = fleet.failure
+        except Exception as error:  # send it to the other ranks, which wait for the URLs
+            failure = error
+    by_rank = distributed.gather_objects((urls, failure))
+    failures = [found for _, found in by_rank if found is not None]
+    fatal = [found for found in failures if not isinstance(found, RolloutError)]
+    if fatal or len(failures) == len(nodes):
+        if fleet is not None:
+            fleet.close()
+        raise (fatal or failures)[0]
+    return fleet, [url for of_rank, _ in by_rank for url in of_rank]
+
+
+def _find_host(nodes: Sequence[int]) -> str:
+    """Return the address of this rank's node as other nodes see it; a collective call."""
+    mine = own_address(f"tcp://{url_host(os.environ['MASTER_ADDR'])}")
+    addresses = distributed.gather_objects(mine)
+    if dist.get_rank() != nodes[0]:
+        return mine
+    # On the master node, the master's name may resolve to the loopback address: ask for the way to another node.
+    return own_address(f"tcp://{url_host(addresses[nodes[1]])}")
+
+
+def _make_fleet(
+    config: Config,
+    key: str | None,
+    nodes: Sequence[int],
+    host: str,
+    exchange: Exchange | None,
+    others: OtherSources,
+    tell: Callable[[str], None],
+) -> Fleet:
+    """Return the servers of this rank's node. They write below run.dir, with several nodes in a folder for each."""
+    settings = config.sglang
+    folder = config.run_dir / "sglang"
+    if len(nodes) > 1:
+        node = nodes.index(dist.get_rank())
+        folder = folder / f"node{node}"
+        tell = tell if node == 0 else lambda line: print(printable(f"node {node}: {line}"), file=sys.stderr, flush=True)
+    source = Path(config.model.path)
+    return Fleet(
+        specs=[] if settings.urls else server_specs(config, host, key, folder),
+        urls=settings.urls,
+        tp=settings.tp,
+        api_key=key,
+        routes=servers_record(config),
+        nucleus=config.rollout.top_p < 1,
+        folder=folder / "weights" if config.weight_sync == "disk" else None,
+        broadcast=config.weight_sync == "distributed",
+        exchange=exchange,
+        others=others,
+        checksums=settings.checksums,
+        keeps_copy=settings.spare_weights != "none",
+        spare=folder / "spare" if settings.spare_weights == "disk" else None,
+        source=source,
+        served=_served_model(config, folder),
+        settings=FleetSettings(settings.start_deadline_s, max_restarts=settings.max_restarts),
+        tell=tell,
+    )
+
+
+def server_specs(config: Config, host: str, key: str | None, folder: Path) -> list[ServerSpec]:
+    """Return the ``sglang.servers`` servers of one node, on free ports. Their logs are written to ``folder``."""
+    settings, model = config.sglang, _served_model(config, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return [
+        ServerSpec(
+            model_path=model,
+            python=settings.python,
+            dtype=SERVER_DTYPES[config.rollout.dtype],
+            host=host,
+            tp=settings.tp,
+            gpus=tuple(settings.gpus[index * settings.tp : (index + 1) * settings.tp]) or None,
+            mem_fraction=settings.mem_fraction,
+            max_total_tokens=settings.max_total_tokens,
+            log_file=folder / f"server{index}.log",
+            routes=servers_record(config),
+            api_key=key,
+            extra_args=(
+                *(["--trust-remote-code"] if config.model.trust_remote_code and find_tokenizer_code(model) else []),
+                *(["--load-format", "dummy"] if model != Path(config.model.path) else []),
+                *(["--enable-memory-saver"] if settings.release_memory and settings.gpus else []),
+                *settings.arguments,
+            ),
+        )
+        for index in range(settings.servers)
+    ]
+
+
+def _served_model(config: Config, folder: Path) -> Path:
+    """Return the model folder for servers: model.path, or one without weights, which come with the first update.
+
+    Servers cannot load model.path as the trainer reads it where one of the two is in FP8, where the experts of a layer
+    are one tensor, and where there are no weights.
+    """
+    source = Path(config.model.path)
+    if not (source / "config.json").is_file():  # not on this machine
+        return source
+    is_quantized = find_quantization(read_json(source / "config.json")) is not None
+    if config.sglang.fp8 or is_quantized or not any(source.glob("*.safetensors")) or HFCheckpoint(source).is_fused:
+        return write_empty_model(source, folder / "model", config.sglang.fp8)
+    return source

@@ -1,0 +1,216 @@
+"""Rules that decide before a step how many samples each prompt gets: Ada-Est, and GVM."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megarl.config import Config
+from megarl.core.choices.stopping import Allotted
+from megarl.core.metrics import Stat
+from megarl.core.packing import drop_routes
+from megarl.core.sampling.allocation import allocate_after_probe, allocate_by_weights, budget_weights
+from megarl.core.sampling.gvm import gvm_allocate, gvm_estimates
+from megarl.core.sampling.pass_rates import PassRateCounts
+from megarl.core.types import Rollout
+from megarl.data.prompts import Prompt
+from megarl.engines.player import Sample
+from megarl.errors import CheckpointError, ConfigError
+from megarl.megatron import distributed
+from megarl.megatron.gradients.block import find_block
+from megarl.trainer.sampling.assignment import Key
+from megarl.trainer.sampling.gradient_norms import gradient_norms
+from megarl.trainer.sampling.value_head import ValueHead
+from megarl.trainer.step import TrainStep
+
+Presample = Callable[[int, Sequence[Key]], dict[Key, Sample]]
+"""Draws samples of a step's prompts: (step, this rank's keys) -> samples. A collective call."""
+
+
+class AdaEst:
+    """Allocates by estimates of pass rates that are kept from step to step (Ada-Est, arXiv 2510.04996v3).
+
+    All methods are collective calls with equal arguments on all ranks.
+    """
+
+    def __init__(self, config: Config, num_prompts: int, train_step: TrainStep | None) -> None:
+        """``train_step``: for a value head, which needs the policy."""
+        estimate = config.estimate
+        self._config = config
+        self._estimator: PassRateCounts | ValueHead
+        if estimate.by == "counts":
+            self._estimator = PassRateCounts(
+                num_prompts, estimate.decay, estimate.prior_positives, estimate.prior_negatives, pooled=estimate.pooled
+            )
+        else:
+            assert train_step is not None, "a value head needs a policy"
+            self._estimator = ValueHead(
+                train_step.policy,
+                micro_batch_tokens=config.train.micro_batch_tokens,
+                lr=estimate.head_lr,
+                decay=min(estimate.decay, 0.99),  # without any decay, its statistics would not follow the policy
+                prior=estimate.prior_positives / (estimate.prior_positives + estimate.prior_negatives),
+            )
+        self._last_rates = np.zeros(0)
+
+    def allot(self, step: int, prompts: Sequence[Prompt]) -> Allotted:
+        """Return the number of samples of each prompt; the sum is prompts_per_step * group_size.
+
+        With ``estimate.probe``, the first samples of a prompt decide on the others, and this is the expected sum.
+        """
+        self._last_rates = rates = self._estimator.rates(self._inputs(prompts))
+        estimate, sampling, size = self._config.estimate, self._config.sampling, self._config.rollout.group_size
+        total, bounds = size * len(prompts), (estimate.min_samples, sampling.max_samples)
+        counts, more = np.full(len(prompts), estimate.probe), np.zeros((0, 0), np.int64)
+        if estimate.probe:
+            worth = np.full(len(prompts), estimate.prior_positives + estimate.prior_negatives)
+            if isinstance(self._estimator, PassRateCounts):
+                worth = self._estimator.strengths(self._inputs(prompts))
+            weighed = (estimate.objective, estimate.eps)
+            more = allocate_after_probe(rates, worth, estimate.probe, total, *weighed, *bounds) - estimate.probe
+        else:
+            counts = allocate_by_weights(budget_weights(rates, estimate.objective, estimate.eps), total, *bounds)
+        keep = sampling.subsample or "balance"
+        rows = tuple(map(tuple, more.tolist()))
+        return Allotted(tuple(counts.tolist()), self._config.reward.threshold, sampling.train_size, keep, rows)
+
+    def learn(self, prompts: Sequence[Prompt], samples: np.ndarray, positives: np.ndarray) -> dict[str, Stat]:
+        """Update the estimates: of each prompt, samples with a reward and positive ones. Return metrics."""
+        found = {"estimate/rate_mean": Stat.mean(self._last_rates)}
+        drawn = samples > 0
+        if self._last_rates.shape == drawn.shape:
+            gaps = np.abs(self._last_rates - positives / np.maximum(samples, 1))
+            found["estimate/error"] = Stat.mean(gaps, drawn)
+        loss = self._estimator.update(self._inputs(prompts), samples, positives)
+        if loss is not None:
+            found["estimate/loss"] = Stat.mean(loss)
+        return found
+
+    def _inputs(self, prompts: Sequence[Prompt]) -> Any:
+        return [p.tokens if isinstance(self._estimator, ValueHead) else p.index for p in prompts]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds; plain, and equal on all ranks."""
+        if isinstance(self._estimator, ValueHead):
+            return {"value_head": self._estimator.state_dict()}
+        return {"counts": {name: column.tolist() for name, column in self._estimator.state_dict().items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``; CheckpointError if it is of another allocator."""
+        kind = "value_head" if isinstance(self._estimator, ValueHead) else "counts"
+        if kind not in state:
+            raise CheckpointError(
+                f'the checkpoint holds estimates of the kind {", ".join(state) or "none"}, expected "{kind}"; set '
+                "[estimate] as it was, or begin a new run"
+            )
+        self._estimator.load_state_dict(state[kind])
+
+
+class Gvm:
+    """Allocates by acceptance rates and gradient norms, which one first stage estimates for several steps.
+
+    GVM, arXiv 2505.02391. Its methods are those of ``AdaEst``.
+    """
+
+    def __init__(
+        self, config: Config, train_step: TrainStep, prompts_of: Callable[[int], Sequence[Prompt]], presample: Presample
+    ) -> None:
+        try:
+            find_block(train_step.policy, config.gvm.block)  # refuse a wrong name before anything is sampled
+        except ConfigError as error:
+            raise ConfigError(f"gvm.block: {error}") from error
+        self._config, self._train_step = config, train_step
+        self._prompts_of, self._presample = prompts_of, presample
+        self._until = 0
+        """The first step without estimates."""
+        self._estimates: dict[int, tuple[float, float]] = {}
+        """Acceptance rate and gradient norm, by the prompt's index in the data."""
+        self.spent = np.zeros(3)
+        """Cost of the first stage before this step: samples, tokens, samples without a reward. 0 if there was none."""
+
+    def allot(self, step: int, prompts: Sequence[Prompt]) -> Allotted:
+        """Also runs a first stage if there are no estimates for this step."""
+        gvm = self._config.gvm
+        self.spent = np.zeros(3)
+        if step >= self._until:
+            self._refresh(step)
+        rates, norms = np.array([self._estimates[prompt.index] for prompt in prompts]).T
+        total = self._config.rollout.group_size * len(prompts)
+        limits = {"solved_above": gvm.solved_above, "min_accepted": gvm.min_accepted}
+        high = gvm.max_samples or 4 * self._config.rollout.group_size
+        counts = gvm_allocate(rates, norms, total, gvm.alpha, gvm.beta, **limits, high=high)
+        return Allotted(tuple(counts.tolist()), self._config.reward.threshold)
+
+    def learn(self, prompts: Sequence[Prompt], samples: np.ndarray, positives: np.ndarray) -> dict[str, Stat]:
+        """Returns metrics only, since only a first stage makes estimates."""
+        rates, norms = np.array([self._estimates[prompt.index] for prompt in prompts]).T
+        # These are sums, and equal on all ranks: one model copy reports them.
+        spent = (self.spent if distributed.dp_rank() == 0 else np.zeros(3)).tolist()
+        return {
+            "gvm/first_stage_samples": Stat.total(spent[0]),
+            "gvm/first_stage_tokens": Stat.total(spent[1]),
+            "gvm/first_stage_failed": Stat.total(spent[2]),
+            "gvm/acceptance_rate": Stat.mean(rates),
+            "gvm/gradient_norm": Stat.mean(norms, rates > 0),
+            "gvm/hopeless_fraction": Stat.mean(rates == 0),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"gvm": {"until": self._until, "estimates": [[i, *pair] for i, pair in sorted(self._estimates.items())]}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "gvm" not in state:
+            raise CheckpointError('the checkpoint holds no estimates of rule = "gvm"; begin a new run, or set its rule')
+        self._until = int(state["gvm"]["until"])
+        self._estimates = {int(index): (rate, norm) for index, rate, norm in state["gvm"]["estimates"]}
+
+    def _refresh(self, step: int) -> None:
+        """Estimate the prompts of the next steps. Step by step, so that the routes of one step can be freed."""
+        until = min(step + self._config.gvm.refresh_every, self._config.run.steps)
+        estimates: dict[int, tuple[float, float]] = {}
+        for later in range(step, until):
+            prompts = self._prompts_of(later)
+            rates, norms = self._run_stage(later, len(prompts))
+            estimates |= {
+                prompt.index: (float(rate), float(norm))
+                for prompt, rate, norm in zip(prompts, rates, norms, strict=True)
+            }
+        # All or nothing: if the engine fails, the next checkpoint must not hold half of a stage.
+        self._until, self._estimates = until, estimates
+
+    def _run_stage(self, step: int, num_prompts: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return acceptance rates and gradient norms, [B] each, of one step's prompts."""
+        gvm = self._config.gvm
+        copy, copies = distributed.dp_rank(), distributed.dp_size()
+        keys = [(prompt, sample) for prompt in range(copy, num_prompts, copies) for sample in range(gvm.pre_samples)]
+        group = distributed.model_group()
+        mine = self._presample(step, keys[group.rank() :: group.size()])
+        accepted = self._gather_accepted(mine)
+        norms = gradient_norms(self._train_step, [rollout for _, rollout in accepted], gvm.block)
+        norm_of = {key: norm for (key, _), norm in zip(accepted, norms.tolist(), strict=True)}
+        rows = []
+        for key, sample in mine.items():
+            tokens = 0 if sample.rollout is None else sample.rollout.num_tokens
+            rows.append([*key, sample.reward is not None, key in norm_of, norm_of.get(key, 0.0), tokens])
+        found = distributed.gather_rows(np.array(rows, dtype=np.float64).reshape(-1, 6))
+        judged = found[:, 2] > 0
+        self.spent += [len(found), found[:, 5].sum(), (~judged).sum()]
+        found, missing = found[judged], np.setdiff1d(np.arange(num_prompts), found[judged, 0])
+        # A prompt without rewards has acceptance rate 0.
+        found = np.concatenate([found, np.pad(missing[:, None], ((0, 0), (0, 5)))])
+        return gvm_estimates(found[:, 0].astype(np.int64), found[:, 3] > 0, found[:, 4], num_prompts, gvm.average)
+
+    def _gather_accepted(self, mine: Mapping[Key, Sample]) -> list[tuple[Key, Rollout]]:
+        """Return the model copy's accepted responses in their order; this rank's with routes."""
+        threshold = self._config.reward.threshold
+        good = {
+            key: sample.rollout
+            for key, sample in mine.items()
+            if sample.reward is not None and sample.reward > threshold and sample.rollout is not None
+        }
+        gathered = distributed.gather_rollouts([drop_routes(rollout) for rollout in good.values()])
+        found = {(rollout.group, rollout.sample): rollout for rollout in gathered}
+        return sorted((found | good).items(), key=lambda item: item[0])
+
+
+Allocator = AdaEst | Gvm

@@ -1,0 +1,259 @@
+"""Which rank draws which samples of a step, and which rank trains on those that are selected.
+
+The prompts of a step are numbered 0..B-1 in the order of the data; refill continues with B, B+1, ... After sampling,
+all ranks know the reward of every (prompt, sample). Each rank computes the whole selection from these.
+
+- ``SequenceAssignment``, for a fixed number of samples per prompt, assigns single sequences. Sequence
+  ``s = prompt * G + sample`` belongs to mini-batch ``s // (B * G / N)``, of which each data-parallel rank has an equal,
+  contiguous share.
+- ``PromptAssignment``, for rules that look at rewards, assigns whole prompts: to mini-batches, to model copies, and to
+  the ranks of a copy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from megarl.core.choices.stopping import Allotted, SamplingRule, Uniform
+from megarl.core.metrics import merge
+from megarl.core.packing import partition_into
+from megarl.core.sampling.collector import Ask, Collector, Rewards, Selection
+from megarl.engines.player import Asker, Key
+from megarl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RankCoordinates:
+    """Where a rank is. The ranks of one model copy train on the same sequences, different copies on different ones."""
+
+    copy: int
+    copies: int
+    rank: int
+    """In the copy."""
+    ranks: int
+    """Of each copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refill:
+    """DAPO's dynamic sampling; see ``megarl.core.sampling.collector``. Both numbers are over all ranks."""
+
+    max_prompts: int
+    """Prompts that may be begun."""
+    spare: int
+    """Prompts that are drawn ahead."""
+
+
+class SequenceAssignment:
+    """Assigns single sequences. All of them train, and all prompts have the same number of samples.
+
+    Every rank has an assignment for a step, for its own coordinates.
+    """
+
+    def __init__(self, rule: Uniform, num_prompts: int, mini_batches: int, at: RankCoordinates) -> None:
+        self._rule, self._num_prompts = rule, num_prompts
+        shares = split_sequences(num_prompts * rule.num_samples, mini_batches, at.copy, at.copies)
+        self._own = [[divmod(sequence, rule.num_samples) for sequence in share] for share in shares]
+        keys = [key for share in self._own for key in share]
+        self._mine = [keys[i] for i in np.array_split(np.arange(len(keys)), at.ranks)[at.rank].tolist()]
+
+    def asker(self) -> Asker:
+        """Return what asks for the samples that this rank draws."""
+        return FixedSamples(self._mine)
+
+    def select(self, rewards: Rewards) -> Selection:
+        """Return the samples that train, equal on all ranks. ``rewards``: of what any rank has drawn."""
+        return Collector(self._rule, self._num_prompts).replay(rewards)
+
+    def own_keys(self, selection: Selection) -> list[list[Key]]:
+        """Return the samples that this model copy trains on, by mini-batch.
+
+        Sequences without a reward are included: they keep their place, but do not train.
+        """
+        return self._own
+
+
+class PromptAssignment:
+    """Assigns whole prompts, for any rule; its methods are those of ``SequenceAssignment``."""
+
+    def __init__(
+        self,
+        rule: SamplingRule,
+        num_prompts: int,
+        mini_batches: int,
+        at: RankCoordinates,
+        *,
+        refill: Refill | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """``seed``: see ``Collector``."""
+        self._rule, self._num_prompts, self._at = rule, num_prompts, at
+        self._refill, self._seed = refill, seed
+        sizes = [1] * num_prompts
+        if isinstance(rule, Allotted):
+            sizes = [min(count, rule.train_size or count) for count in rule.counts]
+        self._bins = split_prompts(sizes, mini_batches, at.copies)
+        self._places = [sorted(chain(*(mini[copy] for mini in self._bins))) for copy in range(at.copies)]
+        """The prompts that each model copy trains on, or that hold their places."""
+        # New prompts go in turn to the ranks that have places. So no two ranks begin the same prompt, none is left
+        # out, and ranks need not communicate.
+        having = [(copy, rank) for copy, of in enumerate(self._places) for rank in range(min(at.ranks, len(of)))]
+        self._turns = {place: turn for turn, place in enumerate(having)}
+
+    def asker(self) -> Asker:
+        if (self._at.copy, self._at.rank) in self._turns:
+            return self._share(self._at.copy, self._at.rank)
+        if self._places[self._at.copy] or self._at.rank:
+            return FixedSamples([])
+        # A copy without prompts needs something to run the model on: a sample that does not train.
+        assert isinstance(self._rule, Allotted), "other rules have a prompt for each copy"
+        prompt, count = max(enumerate(self._rule.counts), key=lambda item: item[1])
+        count += max(self._rule.more[prompt]) if self._rule.more else 0
+        return FixedSamples([(prompt, count + self._at.copy)])
+
+    def select(self, rewards: Rewards) -> Selection:
+        if self._refill is None:
+            return Collector(self._rule, self._num_prompts, seed=self._seed).replay(rewards)
+        return join_selections([self._share(*at).replay(rewards) for at in self._turns], self._rule)
+
+    def own_keys(self, selection: Selection) -> list[list[Key]]:
+        copy, prompts, samples = self._at.copy, selection.prompts, selection.samples
+        if self._refill is None:
+            groups = [[sorted(chain(*mini)) for mini in self._bins]]
+        else:
+            # The prompts that found a place are known only now: split those of each copy evenly over the mini-batches.
+            placed = {pool.prompt for pool in selection.pools}
+            found = [
+                [n for at in self._turns if at[0] == c for n in self._numbers(*at)] for c in range(self._at.copies)
+            ]
+            shares = [np.array_split(sorted(placed.intersection(numbers)), len(self._bins)) for numbers in found]
+            groups = [[part.astype(int).tolist() for part in share] for share in shares]
+        if not isinstance(self._rule, Allotted) or self._rule.more:  # otherwise the numbers were known beforehand
+            sizes = np.bincount(prompts, minlength=max(chain(*chain(*groups)), default=0) + 1).tolist()
+            groups = exchange_prompts(groups, sizes)
+        mine = set(self._places[copy])
+        chosen = groups[copy] if self._refill else [[n for n in mini if n in mine] for mini in groups[0]]
+        parts = [np.array(part, np.int64) for part in chosen]
+        mini_of = np.full(max(prompts.max(initial=0), *(part.max(initial=0) for part in parts)) + 1, -1)
+        for index, part in enumerate(parts):
+            mini_of[part] = index
+        rows = np.flatnonzero(mini_of[prompts] >= 0)
+        own: list[list[Key]] = [[] for _ in parts]
+        columns = (mini_of[prompts[rows]], prompts[rows], samples[rows])
+        for mini, prompt, sample in zip(*(column.tolist() for column in columns), strict=True):
+            own[mini].append((prompt, sample))
+        return own
+
+    def _share(self, copy: int, rank: int) -> Collector:
+        """Return the collector of the prompts that a rank with places may begin."""
+        numbers, places = self._numbers(copy, rank), len(self._places[copy][rank :: self._at.ranks])
+        if self._refill is None:
+            return Collector(self._rule, places, numbers=numbers)
+        seed = None if self._seed is None else self._seed + self._turns[copy, rank]
+        spare = -(-self._refill.spare // len(self._turns))
+        options = {"refill": True, "spare": spare, "max_prompts": len(numbers), "seed": seed, "numbers": numbers}
+        return Collector(self._rule, places, **options)
+
+    def _numbers(self, copy: int, rank: int) -> list[int]:
+        """The prompts that a rank may begin, in this order."""
+        first = self._places[copy][rank :: self._at.ranks]
+        if self._refill is None:
+            return first
+        return [*first, *range(self._num_prompts + self._turns[copy, rank], self._refill.max_prompts, len(self._turns))]
+
+
+Assignment = SequenceAssignment | PromptAssignment
+
+
+class FixedSamples:
+    """Asks for given samples, whatever their rewards are."""
+
+    done = False
+
+    def __init__(self, keys: Sequence[Key]) -> None:
+        self._keys = keys
+
+    def start(self) -> list[Ask]:
+        return [Ask(prompt, range(sample, sample + 1)) for prompt, sample in self._keys]
+
+    def add(self, prompt: int, sample: int, reward: float | None) -> list[Ask]:
+        return []
+
+
+def split_sequences(num_sequences: int, mini_batches: int, rank: int, ranks: int) -> list[list[int]]:
+    """Return the sequences of data-parallel rank ``rank`` of ``ranks``, by mini-batch; ConfigError if uneven."""
+    per_mini, rest = divmod(num_sequences, mini_batches)
+    share, uneven = divmod(per_mini, ranks)
+    if rest or uneven:
+        raise ConfigError(
+            f"{num_sequences} responses of a step do not divide into {mini_batches} mini-batches of {ranks} equal parts"
+        )
+    return [list(range(n * per_mini + rank * share, n * per_mini + (rank + 1) * share)) for n in range(mini_batches)]
+
+
+def split_prompts(sizes: Sequence[int], mini_batches: int, copies: int) -> list[list[list[int]]]:
+    """Return the prompts of each mini-batch and model copy, with nearly equal numbers of samples.
+
+    Prompts of size 0 are left out. Equal sizes give contiguous blocks, so that a mini-batch holds the same prompts for
+    any number of copies. With fewer prompts than parts, some parts are empty. A whole mini-batch is empty only if there
+    are fewer prompts than mini-batches.
+    """
+    some = [prompt for prompt, size in enumerate(sizes) if size]
+    if len({sizes[prompt] for prompt in some}) == 1 and len(some) >= mini_batches * copies:
+        blocks = [np.array_split(mini, copies) for mini in np.array_split(np.array(some), mini_batches)]
+        return [[part.tolist() for part in block] for block in blocks]
+    indices = partition_into([sizes[prompt] for prompt in some], min(mini_batches * copies, len(some)))
+    parts = [[some[index] for index in part] for part in indices]
+    parts += [[] for _ in range(mini_batches * copies - len(parts))]
+    if not parts[-1]:
+        return [parts[n::mini_batches] for n in range(mini_batches)]
+    return [parts[n * copies : (n + 1) * copies] for n in range(mini_batches)]
+
+
+def exchange_prompts(groups: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int]) -> list[list[list[int]]]:
+    """Return the prompts of each group and mini-batch with nearly equal numbers of samples in the mini-batches.
+
+    Only prompts at the same place of their mini-batches change places, the largest into the mini-batch with the fewest
+    samples so far; so each mini-batch keeps its number of prompts. No two mini-batches of one group of equal lengths
+    differ by more samples than two prompts do. Prompts of equal sizes stay where they are.
+    """
+    exchanged = [[list(mini) for mini in group] for group in groups]
+    loads = [0] * len(exchanged[0])
+    rows: list[tuple[bool, int, list[tuple[list[int], int, int]]]] = []
+    for group in exchanged:
+        for place in range(max(map(len, group))):
+            row = [(mini, place, index) for index, mini in enumerate(group) if place < len(mini)]
+            row_sizes = [sizes[mini[place]] for mini, *_ in row]
+            rows.append((len(row) == len(group), min(row_sizes) - max(row_sizes), row))
+    # Places that only some have first, and large differences: what comes later levels them.
+    for _, difference, row in sorted(rows, key=lambda item: item[:2]):
+        prompts = sorted((mini[place] for mini, place, _ in row), key=lambda prompt: -sizes[prompt])
+        if difference:
+            row.sort(key=lambda item: loads[item[2]])
+        else:
+            prompts = [mini[place] for mini, place, _ in row]
+        for (mini, place, index), prompt in zip(row, prompts, strict=True):
+            mini[place] = prompt
+            loads[index] += sizes[prompt]
+    return exchanged
+
+
+def join_selections(selections: Sequence[Selection], rule: SamplingRule) -> Selection:
+    """Return selections of different prompts as one, in the order of (prompt, sample)."""
+    prompts, samples, rewards = (
+        np.concatenate([getattr(selection, name) for selection in selections])
+        for name in ("prompts", "samples", "rewards")
+    )
+    order = np.lexsort((samples, prompts))
+    pools = sorted((pool for selection in selections for pool in selection.pools), key=lambda pool: pool.prompt)
+    return Selection(
+        prompts=prompts[order],
+        samples=samples[order],
+        rewards=rewards[order],
+        pools=tuple(pools),
+        rule=rule,
+        drawn=np.concatenate([selection.drawn for selection in selections], axis=1),
+        metrics=merge(selection.metrics for selection in selections),
+    )

@@ -1,0 +1,93 @@
+"""What the model wrote, as responses.jsonl.gz stores it: a few of a rank's samples, or all, decoded."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megarl.core.types import Rollout
+from megarl.engines.player import Sample
+from megarl.trainer.sampling.assignment import Key
+
+Excerpt = dict[str, Any]
+
+
+def choose(keys: Sequence[Key], count: int | Literal["all"], step: int) -> list[Key]:
+    """Return ``count`` of the keys, evenly spread over the prompts and others in each step, or all of them."""
+    keys = sorted(keys)
+    if count == "all" or count >= len(keys):
+        return keys
+    return [keys[(index * len(keys) // count + step) % len(keys)] for index in range(count)]
+
+
+def describe(
+    samples: Mapping[Key, Sample], chosen: Sequence[Key], tokenizer: PreTrainedTokenizerBase, components: Sequence[str]
+) -> dict[Key, Excerpt]:
+    """Return the text and the facts of the chosen samples, without what training finds out about them.
+
+    components: the names of several rewards. A sample without a response, because its episode failed in the first
+    turn, has empty texts.
+    """
+    return {key: _describe(samples[key], tokenizer, components) for key in chosen}
+
+
+def _describe(sample: Sample, tokenizer: PreTrainedTokenizerBase, components: Sequence[str]) -> Excerpt:
+    rollout = sample.rollout
+    found: Excerpt = {"prompt": "", "response": "", "parts": [], "length": 0, "prompt_tokens": 0, "finish": "abort"}
+    if rollout is not None:
+        found |= {
+            "prompt": tokenizer.decode(rollout.tokens[: rollout.prompt_length].tolist()),
+            "response": tokenizer.decode(rollout.response_tokens.tolist()),
+            "parts": _split(rollout, tokenizer),
+            "length": int(rollout.loss_mask.sum()),
+            "prompt_tokens": rollout.prompt_length,
+            "finish": rollout.finish_reason,
+        }
+    return found | {
+        "reward": None if sample.reward is None else float(sample.reward),
+        "rewards": {name: float(value) for name, value in zip(components, sample.components, strict=False)},
+        "error": sample.failure and sample.failure.error,
+        "tool_calls": sum(who == "environment" for who, _ in found["parts"]),
+        "truncated": found["finish"] == "length",
+    }
+
+
+def _split(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
+    """The response by who wrote it, if that is not the model alone; its calls of tools are in its own parts."""
+    mask = rollout.loss_mask[rollout.prompt_length :]
+    bounds = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)] if len(mask) else []
+    tokens = rollout.response_tokens
+    return [
+        ["model" if mask[begin] else "environment", str(tokenizer.decode(tokens[begin:end].tolist()))]
+        for begin, end in pairwise(bounds if len(bounds) > 2 else ())
+    ]
+
+
+def complete(
+    excerpts: Mapping[Key, Excerpt], step: int, rank: int, first_prompt: int, trained: np.ndarray,
+    gaps: Sequence[np.ndarray], dropped: Mapping[Key, str],
+) -> list[Excerpt]:  # fmt: skip
+    """Add what training has found out: whether each trained, how far the engines are apart, and why it was dropped.
+
+    trained: int64 [n, 2] (place of the prompt in the run's order, sample); gaps: float64 [n, 5 or more] each, as in
+    ``megarl.watch.tripwires``; dropped: by (group, sample) of the step.
+    """
+    rows = np.concatenate([np.zeros((0, 5)), *(of_rank[:, :5] for of_rank in gaps)])
+    rows = rows[(rows[:, 4] > 0) & np.isin(rows[:, 0], [prompt for prompt, _ in excerpts])]
+    of_key = dict(zip(map(tuple, rows[:, :2].tolist()), (rows[:, 3] / rows[:, 4]).tolist(), strict=True))
+    trains = set(map(tuple, trained.tolist()))
+    return [
+        {
+            **excerpt,
+            "step": step,
+            "group": first_prompt + prompt,
+            "sample": sample,
+            "rank": rank,
+            "gap": of_key.get((prompt, sample)),
+            "trained": (first_prompt + prompt, sample) in trains and (prompt, sample) not in dropped,
+            "dropped": dropped.get((prompt, sample)),
+        }
+        for (prompt, sample), excerpt in excerpts.items()
+    ]

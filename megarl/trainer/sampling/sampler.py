@@ -1,0 +1,297 @@
+"""Samples the responses of a step, judges them, and says what this rank trains on.
+
+Every rank draws the samples that ``assignment`` gives it. Only rewards, a few numbers per sample, are known on all
+ranks: advantages need whole groups, which may span ranks.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from megarl.config import Config
+from megarl.core.choices.stopping import Uniform
+from megarl.core.metrics import Stat
+from megarl.core.objectives import Objective
+from megarl.core.sampling.collector import Selection
+from megarl.data.prompts import Prompt, PromptOrder
+from megarl.engines.player import Asker, Draw, Player, Sample
+from megarl.engines.protocol import Engine, SamplingParams
+from megarl.errors import CheckpointError, MegarlError
+from megarl.megatron import distributed
+from megarl.models.fit import wants_routes
+from megarl.models.shapes import read_shape
+from megarl.routes.provenance import provenance_metrics, refuse_mixed_versions
+from megarl.run.progress import Advance
+from megarl.trainer.sampling import excerpts, requests, seeds
+from megarl.trainer.sampling.allocators import AdaEst, Allocator, Gvm
+from megarl.trainer.sampling.assignment import (
+    Assignment,
+    FixedSamples,
+    Key,
+    PromptAssignment,
+    RankCoordinates,
+    Refill,
+    SequenceAssignment,
+)
+from megarl.trainer.sampling.benchmarks import pool, score
+from megarl.trainer.sampling.inputs import read_inputs
+from megarl.trainer.sampling.step_rollouts import (
+    SampleTable,
+    StepRollouts,
+    count_answers,
+    exchange_rollouts,
+    process_advantages,
+    response_advantages,
+    sampling_metrics,
+    select,
+)
+from megarl.trainer.step import TrainStep
+from megarl.trainer.token_advantages import Judged
+
+
+@dataclass(frozen=True, slots=True)
+class _AssignedStep:
+    """A step whose samples are assigned to ranks, and perhaps being drawn in the background."""
+
+    step: int
+    position: int
+    """Where its first prompt is in the run's order."""
+    assignment: Assignment
+    background: requests.BackgroundSampling | None = None
+
+
+class Sampler:
+    """Prompts, engine, environment and reward of a run, on one rank."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        objective: Objective,
+        train_step: TrainStep | None = None,
+        while_waiting: Advance | None = None,
+    ) -> None:
+        """``train_step``: for rules that run the policy, GVM and Ada-Est with a value head.
+
+        ``while_waiting`` is called with responses that no progress bar counts, and may be called with 0. What it raises
+        ends the sampling.
+        """
+        self.config, self.engine, self.objective = config, engine, objective
+        self._inputs = read_inputs(config)
+        self.tokenizer, self.prompts, self.player = self._inputs.tokenizer, self._inputs.prompts, self._inputs.player
+        self.benchmarks, self._stop_tokens = self._inputs.benchmarks, self._inputs.stop_tokens
+        self.order = PromptOrder(len(self.prompts), config.run.seed)
+        self._shape = read_shape(config.model.path)
+        self._position = 0
+        """The next prompt in the run's order, with refill. Without refill it follows from the step."""
+        self._redraws = 0
+        """Draws since the last step that were repeated because somebody else had changed the engine's weights."""
+        self._spent = np.zeros(2)
+        """Responses and tokens drawn for training since the run began, those of first stages included."""
+        self._ahead: _AssignedStep | None = None
+        self._while_waiting = while_waiting
+        self._allocator: Allocator | None = None
+        if config.sampling.rule == "ada_est":
+            self._allocator = AdaEst(config, len(self.prompts), train_step)
+        elif config.sampling.rule == "gvm":
+            assert train_step is not None, "gradients are of a policy"
+            self._allocator = Gvm(config, train_step, self._step_prompts, self._presample)
+
+    def close(self) -> None:
+        """End the processes of the rewards."""
+        self._inputs.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of sampling; plain, and equal on all ranks."""
+        estimates = {} if self._allocator is None else self._allocator.state_dict()
+        return {"position": self._position, "estimates": estimates, "spent": self._spent.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``."""
+        if "position" not in state:
+            raise CheckpointError(
+                "the checkpoint has no state of the sampler: it is of an earlier megarl; begin a new run"
+            )
+        self._position = int(state["position"])
+        self._spent = np.array(state.get("spent", (0.0, 0.0)))  # absent in an earlier megarl: count from here
+        if self._allocator is not None:
+            self._allocator.load_state_dict(state["estimates"])
+
+    def begin_step(self, step: int) -> None:
+        """Have the engine sample a step's responses in the background, with its present weights; a collective call.
+
+        ``sample_step`` of the same step returns them. Until then the engine's weights must not change.
+        """
+        assert self._ahead is None, "one step ahead is all there is"
+        assigned = self._assign(step)
+        draw, params = self._make_step_draw(assigned), self._params(step)
+        background = requests.BackgroundSampling(lambda on_finish: draw.run(self.engine, params, on_finish))
+        self._ahead = replace(assigned, background=background)
+
+    def settle(self) -> None:
+        """Wait until the engine may get other weights, and have it prove those that have sampled; a collective call.
+
+        ``sample_step`` raises the error if there was one.
+        """
+        if self._ahead is None or (background := self._ahead.background) is None:
+            return
+        has_failed = False
+        try:
+            background.result(self._while_waiting)
+        except MegarlError:
+            has_failed = True
+        if not distributed.largest(int(has_failed)) and requests.is_changed(self.engine):
+            self._redraws += 1
+            self._ahead = replace(self._ahead, background=None)
+
+    def sample_step(self, step: int, on_finish: Advance | None = None) -> StepRollouts:
+        """Sample, judge and distribute the responses of a global step; a collective call."""
+        assigned, self._ahead = self._ahead or self._assign(step), None
+        assert assigned.step == step, f"step {assigned.step} was begun, step {step} is asked for"
+        samples = self._draw(lambda: self._make_step_draw(assigned), self._params(step), on_finish, assigned.background)
+        table = SampleTable.gather(samples, tuple(self.config.reward.weights))
+        selection = select(assigned.assignment, table, step)
+        advantages, trains = response_advantages(self.config, self.objective, selection, table)
+        own = assigned.assignment.own_keys(selection)
+        share = exchange_rollouts(own, selection, samples)
+        by_token = process_advantages(self.objective, share, selection, samples)
+        metrics = sampling_metrics(self.config, table, selection, trains, self._redraws)
+        self._redraws = 0
+        if self.config.rollout.engine_kind.server:
+            metrics |= count_answers(self.engine)
+        if rollouts := share.without_dummies(own):  # else nothing that this model copy drew was selected
+            metrics |= provenance_metrics(rollouts, trainer_version=step)
+            metrics["rollout/tokens"] = Stat.total(float(sum(rollout.num_tokens for rollout in rollouts)))
+        # Update persistent state last, so that a failed step leaves the previous checkpoint valid.
+        metrics |= self._update_estimates(step, selection) | self._count_cost(step, table)
+        # The next step begins behind the last prompt that trains, or behind all if there were too few. Spare prompts
+        # come again: how many of them were drawn depends on timing, and the training data must not.
+        full = len(selection.pools) == self.config.rollout.prompts_per_step
+        used = selection.pools[-1].prompt + 1 if full else self.config.prompts_per_step_at_most
+        self._position = assigned.position + used
+        return StepRollouts(
+            share.mask_unless(trains),
+            by_token or [np.append(advantages, 0.0)[rows] for rows in share.rows],
+            Judged(np.append(selection.rewards, 0.0), np.append(selection.prompts, -1), share.rows),
+            metrics,
+            table.describe_unjudged(),
+            assigned.position,
+            np.stack([assigned.position + selection.prompts, selection.samples], 1)[trains],
+            self._excerpts(step, samples, table.failed),
+        )
+
+    def _excerpts(self, step: int, samples: Mapping[Key, Sample], failed: Key | None) -> dict[Key, excerpts.Excerpt]:
+        count = self.config.log.samples_per_step
+        chosen = excerpts.choose([*samples], count, step) if count == "all" or distributed.is_main_rank() else []
+        if count and failed is not None and failed in samples and failed not in chosen:
+            chosen = sorted([*chosen, failed])
+        return excerpts.describe(samples, chosen, self.tokenizer, tuple(self.config.reward.weights))
+
+    def evaluate(self, step: int, on_finish: Advance | None = None) -> tuple[dict[str, float], str | None]:
+        """Return mean reward, pass rate and length on every benchmark, and their averages; a collective call.
+
+        Also returns how many responses of which benchmark have a reward, and their first failure; None if all have one.
+        There are ``eval.samples`` responses per prompt. Their seeds do not depend on the step, so that a change of the
+        metrics comes from the weights. An average weighs benchmarks by their prompts.
+        """
+        per_prompt = self.config.eval.samples
+        params = requests.eval_params(self.config, self._stop_tokens)
+        found: dict[str, dict[str, float]] = {}
+        unjudged: list[str] = []
+        for name, benchmark in self.benchmarks.items():
+            keys = range(dist.get_rank(), len(benchmark.prompts) * per_prompt, dist.get_world_size())
+            mine = FixedSamples([divmod(key, per_prompt) for key in keys])
+            where = benchmark.prompts, seeds.EVALUATE, requests.benchmark_number(name), benchmark.player
+            table = SampleTable.gather(self._draw(partial(self._make_draw, mine, *where), params, on_finish))
+            found[name] = score(name, table, benchmark.threshold)
+            if told := table.describe_unjudged():
+                unjudged.append(f"{name}: {told}")
+        sizes = [len(benchmark.prompts) for benchmark in self.benchmarks.values()]
+        return pool(found, sizes), "; ".join(unjudged) or None
+
+    def _assign(self, step: int) -> _AssignedStep:
+        """Assign the samples of a step to ranks; a collective call for rules that allocate counts."""
+        config, sampling, number = self.config, self.config.sampling, self.config.rollout.prompts_per_step
+        position = self._position if sampling.refill else step * number
+        mini_batches, threshold, group = config.train.mini_batches, config.reward.threshold, distributed.model_group()
+        at = RankCoordinates(distributed.dp_rank(), distributed.dp_size(), group.rank(), group.size())
+        seed = seeds.sampling_seed(config.run.seed, seeds.KEEP, step, 0, 0) if sampling.keep == "random" else None
+        if self._allocator is not None:
+            allotted = self._allocator.allot(step, self._step_prompts(step))
+            if isinstance(self._allocator, Gvm):  # counted now, for checkpoints hold its estimates from now on
+                self._spent = self._spent + self._allocator.spent[:2]
+            return _AssignedStep(step, position, PromptAssignment(allotted, number, mini_batches, at, seed=seed))
+        rule = sampling.rule_of(config.rollout.group_size, threshold)
+        if sampling.fixed:
+            assert isinstance(rule, Uniform)
+            return _AssignedStep(step, position, SequenceAssignment(rule, number, mini_batches, at))
+        refill = Refill(config.prompts_per_step_at_most, sampling.spare) if sampling.refill else None
+        assignment = PromptAssignment(rule, number, mini_batches, at, refill=refill, seed=seed)
+        return _AssignedStep(step, position, assignment)
+
+    def _presample(self, step: int, keys: Sequence[Key]) -> dict[Key, Sample]:
+        """Draw given samples of a step's prompts, with seeds of their own."""
+        make_draw = partial(self._make_draw, FixedSamples(keys), self._step_prompts(step), seeds.PRESAMPLE, step)
+        replayed = self.config.train.replay == "r3"  # nothing else is done with their routes
+        params = requests.train_params(self.config, self._stop_tokens, routes=replayed)
+        return self._draw(make_draw, params, self._while_waiting)
+
+    def _params(self, step: int) -> SamplingParams:
+        routes = wants_routes(self.config, self._shape, step + 1)
+        return requests.train_params(self.config, self._stop_tokens, routes)
+
+    def _step_prompts(self, step: int) -> Sequence[Prompt]:
+        """The prompts of a step without refill."""
+        number = self.config.rollout.prompts_per_step
+        return self.prompts.take(self.order.take(step * number, number))
+
+    def _make_step_draw(self, assigned: _AssignedStep) -> Draw:
+        most = self.config.prompts_per_step_at_most
+        prompts = self.prompts.take(self.order.take(assigned.position, most))
+        return self._make_draw(assigned.assignment.asker(), prompts, seeds.TRAIN, assigned.step)
+
+    def _make_draw(
+        self, asker: Asker, prompts: Sequence[Prompt], purpose: int, step: int, player: Player | None = None
+    ) -> Draw:
+        request_of = requests.make_requests(self.config.run.seed, purpose, step, prompts)
+        return Draw(asker, request_of, player or self.player)
+
+    def _draw(
+        self,
+        make_draw: Callable[[], Draw],
+        params: SamplingParams,
+        on_finish: Advance | None,
+        background: requests.BackgroundSampling | None = None,
+    ) -> dict[Key, Sample]:
+        """Return this rank's samples, those of ``background`` if they were begun there; a collective call."""
+
+        def sample(redraws: int) -> dict[Key, Sample]:
+            self._redraws += redraws > 0
+            begun = None if redraws else background
+            samples = begun.result(on_finish) if begun else make_draw().run(self.engine, params, on_finish)
+            if self.config.train.mixed_versions == "refuse":
+                refuse_mixed_versions([s.rollout for s in samples.values() if s.rollout is not None])
+            return samples
+
+        return requests.sample_together(self.engine, sample)
+
+    def _update_estimates(self, step: int, selection: Selection) -> dict[str, Stat]:
+        """Give the allocator the outcomes of each prompt; a collective call."""
+        if self._allocator is None:
+            return {}
+        prompts = self._step_prompts(step)
+        samples, positives = np.zeros((2, len(prompts)), dtype=np.int64)
+        number, _, judged, good = selection.drawn
+        samples[number], positives[number] = judged, good
+        return self._allocator.learn(prompts, samples, positives)
+
+    def _count_cost(self, step: int, table: SampleTable) -> dict[str, Stat]:
+        """Return what the run has cost up to this step; equal on all ranks."""
+        self._spent = self._spent + np.array([len(table.rows), table.column("tokens").sum()])
+        samples, tokens = self._spent.tolist()
+        costs = {"samples": samples, "tokens": tokens, "updates": (step + 1) * self.config.train.mini_batches}
+        return Stat.means_of({f"cost/{name}": (cost, 1) for name, cost in costs.items()})

@@ -1,0 +1,331 @@
+"""From the samples of a step to what each rank trains on: a row of numbers per sample, rollouts, and advantages.
+
+All ranks get the rows, and compute the advantages that follow from rewards alone for the whole step. Rollouts are
+exchanged within a model copy and without their routes: each rank needs other rows of the routes, so routes stay on the
+rank that drew them until the step is split into micro-batches.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import itemgetter
+from typing import Any, Self
+
+import numpy as np
+
+from megarl.config import Config
+from megarl.core.choices.credit import Credit
+from megarl.core.choices.parts import TOKEN_ADVANTAGES
+from megarl.core.measures import effective_prompt_ratio
+from megarl.core.metrics import Stat
+from megarl.core.objectives import Objective, select_responses, sequence_advantages, step_advantages
+from megarl.core.sampling.collector import PoolRows, Rewards, Selection, find_rows
+from megarl.core.sampling.credit_assignment import assign, weigh
+from megarl.core.types import Rollout
+from megarl.engines.player import Failure, Sample
+from megarl.engines.protocol import Engine
+from megarl.errors import ConfigError, RewardError, RolloutError
+from megarl.megatron import distributed
+from megarl.trainer.sampling.assignment import Assignment, Key
+from megarl.trainer.token_advantages import Judged
+
+_COLUMNS = (
+    *("tokens", "appended", "generated"),
+    *("prompt", "sample", "reward", "judged", "turns", "cut", "episode_failed", "late_reward"),
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleTable:
+    """The samples of all ranks, in the order of (prompt, sample)."""
+
+    rows: np.ndarray
+    """float64 [S, C + M]: the columns above, and M rewards by name."""
+    components: tuple[str, ...] = ()
+    """Names of the M rewards; empty if there is one."""
+    failure: Failure | None = None
+    """The first one of any rank; one of the user's code comes before those that may pass."""
+    failed: Key | None = None
+    """The sample that it is of."""
+
+    @classmethod
+    def gather(cls, samples: Mapping[Key, Sample], components: tuple[str, ...] = ()) -> Self:
+        """Exchange the rows of all ranks; a collective call.
+
+        samples: this rank's; components: names of their several rewards, empty to leave these out.
+        """
+        # A response without components failed, or was stopped and is wrong: all its rewards are 0.
+        none = (0.0,) * len(components)
+        facts = [_facts(key, each) + (each.components or none)[: len(none)] for key, each in samples.items()]
+        lengths = _count_tokens([each.rollout for each in samples.values()])
+        mine = np.hstack([lengths, np.array(facts, np.float64).reshape(len(facts), len(_COLUMNS) - 3 + len(none))])
+        found = cls(distributed.gather_rows(mine), components)
+        found = replace(found, rows=found.rows[np.lexsort(found._numbers()[::-1])])
+        if found.is_judged.all():
+            return found
+        own = [(each.failure.may_pass, key, each.failure) for key, each in samples.items() if each.failure]
+        failures = distributed.gather_objects(min(own, key=itemgetter(0, 1), default=None))
+        _, failed, failure = min(filter(None, failures), key=itemgetter(0, 1))
+        return replace(found, failure=failure, failed=failed)
+
+    def column(self, name: str) -> np.ndarray:
+        """float64 [S]."""
+        return self.rows[:, _COLUMNS.index(name)]
+
+    def of(self, selection: Selection) -> Self:
+        """Return the rows of the selected samples, in their order."""
+        prompts, samples = self._numbers()
+        return replace(self, rows=self.rows[find_rows(prompts, samples, selection.prompts, selection.samples)])
+
+    def rewards(self) -> Rewards:
+        """Return the rewards alone."""
+        return Rewards.of(*self._numbers(), self.column("reward"), self.is_judged)
+
+    def _numbers(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.column("prompt").astype(np.int64), self.column("sample").astype(np.int64)
+
+    @property
+    def is_judged(self) -> np.ndarray:
+        """bool [S]: whether there is a reward."""
+        return self.column("judged") > 0
+
+    @property
+    def error_type(self) -> type[RolloutError]:
+        """Of an error for a lack of rewards: RewardError, or RolloutError if their failure may pass."""
+        return RolloutError if self.failure is None or self.failure.may_pass else RewardError
+
+    def require_rewards(self, where: str) -> None:
+        """Raise ``error_type`` if no sample has a reward."""
+        if not self.is_judged.any():
+            raise self.error_type(f"{where}: no response has a reward; first: {self.failure}")
+
+    def describe_unjudged(self) -> str | None:
+        """Return how many samples have a reward, and the first failure; None if all have one."""
+        judged = int(self.is_judged.sum())
+        return None if self.failure is None else f"{judged} of {len(self.rows)} judged; first failure: {self.failure}"
+
+    def metrics(self, environment: bool, threshold: float) -> dict[str, Stat]:
+        """Return means over all samples. They are equal on every rank, so merging ranks does not change them.
+
+        environment: include the metrics of episodes. threshold: a larger reward passes; a sample without one does not.
+        """
+        judged, drawn = self.is_judged, len(self.rows)
+        passed = judged & (self.column("reward") > threshold)
+        failed = ~judged & (self.column("episode_failed") == 0)
+        names = (*_COLUMNS, *(f"reward/component/{name}" for name in self.components))
+        sums = dict(zip(names, self.rows.sum(axis=0).tolist(), strict=True))  # rewards are 0 where there is none
+        means = {
+            "reward/mean": (sums["reward"], sums["judged"]),
+            "reward/pass_rate": (np.count_nonzero(passed), drawn),
+            "reward/judged": (sums["judged"], 1),
+            "reward/responses": (drawn, 1),
+            "reward/error_fraction": (np.count_nonzero(failed), drawn),
+            "reward/late_fraction": (sums["late_reward"], drawn),
+            "response/length_mean": (sums["generated"], drawn),
+            "response/truncated_fraction": (sums["cut"], drawn),
+            **{name: (sums[name], sums["judged"]) for name in names[len(_COLUMNS) :]},
+        }
+        if environment:
+            means |= {
+                "episode/turns_mean": (sums["turns"], drawn),
+                "episode/environment_tokens_mean": (sums["appended"], drawn),
+                "episode/failed_fraction": (sums["episode_failed"], drawn),
+            }
+        return Stat.means_of(means) | {"response/length_max": Stat.max(self.column("generated"))}
+
+
+def _facts(key: Key, sample: Sample) -> tuple[float, ...]:
+    is_cut = sample.rollout is not None and sample.rollout.finish_reason == "length"
+    judged = (sample.reward or 0.0, sample.reward is not None)
+    failed = sample.failure is not None and sample.failure.of_episode
+    return (*key, *judged, sample.turns, is_cut, failed, sample.late_reward)
+
+
+def _count_tokens(rollouts: Sequence[Rollout | None]) -> np.ndarray:
+    """int64 [S, 3]: the tokens of each, those that its environment appended, and those that the model generated."""
+    masks = [np.zeros(0, bool) if rollout is None else rollout.loss_mask for rollout in rollouts]
+    tokens = np.array([len(mask) for mask in masks], np.int64)
+    begins, ends = np.cumsum(tokens) - tokens, np.cumsum(tokens)
+    before = np.cumsum(np.concatenate([[0], *masks]) != 0)  # so many generated tokens are before each token
+    generated = before[ends] - before[begins]
+    prompts = np.minimum(np.searchsorted(before, before[begins], "right") - 1, ends) - begins
+    return np.stack([tokens, tokens - prompts - generated, generated], 1)
+
+
+def select(assignment: Assignment, table: SampleTable, step: int) -> Selection:
+    """Return the samples that train; RolloutError, or RewardError, if there are none."""
+    table.require_rewards(f"step {step + 1}")
+    selection = assignment.select(table.rewards())
+    if not len(selection.prompts):
+        unjudged = table.describe_unjudged()
+        raise table.error_type(
+            f"step {step + 1}: none of {int(selection.drawn.shape[1])} prompts had rewards that differ: take other "
+            "prompts, raise sampling.max_prompts or rollout.group_size, or set sampling.refill = false"
+            + (f"; {unjudged}" if unjudged else "")
+        )
+    return selection
+
+
+def sampling_metrics(
+    config: Config, table: SampleTable, selection: Selection, trains: np.ndarray, redraws: int
+) -> dict[str, Stat]:
+    """Return what was drawn and what of it trains, over all ranks. trains: bool [N], of the selected responses."""
+    places = len(table.rows) if config.sampling.fixed else len(trains)
+    found = table.metrics(config.environment.function is not None, config.reward.threshold) | {
+        "prompts/effective_ratio": effective_prompt_ratio(selection.rewards, selection.prompts),
+        **Stat.means_of({"rollout/trains_fraction": (int(trains.sum()), places)}),
+    }
+    if distributed.dp_rank() == 0:  # these are sums, and equal on all ranks: count them once
+        totals = {"sampling/tokens": table.column("tokens").sum(), "sampling/redraws": redraws}
+        found |= selection.metrics | Stat.totals_of(totals)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class StepRollouts:
+    """What one data-parallel rank trains on in a global step."""
+
+    mini_batches: list[list[Rollout]]
+    """Rollouts by mini-batch, in the order of the sequences; equally many on all ranks."""
+    advantages: list[np.ndarray] | list[list[np.ndarray]]
+    """By mini-batch, float64: one per rollout, or for process rewards one per token of each rollout. All 0 where the
+    objective computes them from log-probabilities."""
+    judged: Judged
+    """The rewards that such an objective needs."""
+    metrics: dict[str, Stat]
+    """Rewards are over the whole step and equal on all ranks; the rest is of this rank's rollouts."""
+    unjudged: str | None
+    """How many responses of all ranks have a reward, and the first failure; None if all have one."""
+    first_prompt: int
+    """The place of the step's first prompt in the run's order."""
+    trained: np.ndarray
+    """int64 [n, 2], all samples that train, on any rank: (place of the prompt in the run's order, sample). No two steps
+    share one."""
+    excerpts: dict[Key, dict[str, Any]] = field(default_factory=dict)
+    """The texts to store (``megarl.trainer.sampling.excerpts``), of samples that this rank drew."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyShare:
+    """The rollouts of a model copy, by mini-batch; equally many in all copies."""
+
+    rollouts: list[list[Rollout]]
+    rows: list[list[int]]
+    """For each rollout its row in the selection. Dummies and samples that are not selected have the number of rows."""
+
+    def mask_unless(self, trains: np.ndarray) -> list[list[Rollout]]:
+        """Return the rollouts, with an empty loss mask for those that do not train. ``trains``: bool [rows].
+
+        They keep their place in the batch, but count in no denominator.
+        """
+        counts = [*trains.tolist(), False]
+        return [
+            [
+                r if counts[row] else replace(r, loss_mask=np.zeros_like(r.loss_mask))
+                for r, row in zip(*part, strict=True)
+            ]
+            for part in zip(self.rollouts, self.rows, strict=True)
+        ]
+
+    def without_dummies(self, own: list[list[Key]]) -> list[Rollout]:
+        """Return each rollout of ``own`` once."""
+        placed = chain.from_iterable(map(zip, own, self.rollouts))  # dummies are behind, or have another key
+        return [rollout for key, rollout in placed if key == (rollout.group, rollout.sample)]
+
+
+def exchange_rollouts(own: list[list[Key]], selection: Selection, samples: Mapping[Key, Sample]) -> CopyShare:
+    """Exchange rollouts between the ranks of a model copy, and fill up so that all copies have equally many.
+
+    A collective call. own: equal on the ranks of a model copy; samples: this rank's.
+    """
+    mine = {key: sample.rollout for key, sample in samples.items() if sample.rollout is not None}
+    wanted = {key for part in own for key in part}
+    # Each rank also offers its shortest rollout: the copy may need a dummy and have nothing else.
+    _, shortest = min(((len(rollout.tokens), key) for key, rollout in mine.items()), default=(0, None))
+    offered = [rollout for key, rollout in mine.items() if key in wanted or key == shortest]
+    of_copy = *distributed.gather_rollouts(offered), *offered  # this rank's come last: they have their routes
+    found = {(rollout.group, rollout.sample): rollout for rollout in of_copy}
+    failure = None if found else RolloutError("this rank's model copy drew no complete response to hold its place")
+    distributed.fail_together(failure, "sampling")
+    _, dummy = min((len(rollout.tokens), key) for key, rollout in found.items())
+    share = CopyShare([], [])
+    for part in own:
+        size = distributed.largest(max(len(part), 1))
+        present = [key if key in found else None for key in part] + [None] * (size - len(part))
+        share.rollouts.append([found[key or dummy] for key in present])
+        columns = np.array([(-1, 0) if key is None else key for key in present]).T
+        share.rows.append(find_rows(selection.prompts, selection.samples, *columns).tolist())
+    return share
+
+
+def response_advantages(
+    config: Config, objective: Objective, selection: Selection, table: SampleTable
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the advantage of each selected response, float64 [N], and whether it trains, bool [N].
+
+    Statistics are over the step's selected responses on all ranks; those without a reward, as aborted ones, are not
+    selected. Advantages are 0 where the objective has one per token. ConfigError if a reward is negative where credit
+    divides by pass rates.
+    """
+    rewards, groups, threshold = selection.rewards, selection.prompts, config.reward.threshold
+    chosen = table.of(selection)
+    given: dict[str, Any] = {"lengths": chosen.column("generated")}
+    if weights := config.reward.weights:
+        given["components"] = chosen.rows[:, len(_COLUMNS) :], list(weights.values())
+    trains = select_responses(objective, rewards, groups, threshold, **given).numpy()
+    if config.sampling.uses_credit:
+        credit = config.credit_record
+        _require_rates(credit, selection)
+        values, factors = assign(credit, selection, trains)
+        return values * factors, trains
+    if objective.advantage in TOKEN_ADVANTAGES:
+        return np.zeros(len(rewards)), trains
+    # The objective has its own advantages; only the weights of the prompts come from credit assignment.
+    factors = weigh(config.credit_record, selection, trains)
+    return sequence_advantages(objective, rewards, groups, threshold, **given).double().numpy() * factors, trains
+
+
+def count_answers(engine: Engine) -> dict[str, Stat]:
+    """Return the ``answer_counts`` of all ranks in the last sampling; a collective call."""
+    names = "wrong_answers", "refused_requests", "retractions"
+    counts = getattr(engine, "answer_counts", {})  # an engine of the user's own need not count
+    totals = distributed.gather_rows(np.array([[float(counts.get(name, 0)) for name in names]])).sum(0)
+    is_first = distributed.dp_rank() == 0
+    return {f"rollout/{name}": Stat.total(float(n) * is_first) for name, n in zip(names, totals, strict=True)}
+
+
+def process_advantages(
+    objective: Objective, share: CopyShare, selection: Selection, samples: Mapping[Key, Sample]
+) -> list[list[np.ndarray]] | None:
+    """Return the advantages of process rewards, one per token of each rollout of the share; a collective call.
+
+    None for other objectives. ``samples``: this rank's.
+    """
+    if objective.advantage != "process":
+        return None
+    mine = {
+        # A response that was judged as a whole is one step.
+        key: sample.steps or ((sample.rollout.num_tokens - 1, sample.reward),)
+        for key, sample in samples.items()
+        if sample.reward is not None and sample.rollout is not None
+    }
+    steps = {key: each for of_rank in distributed.gather_objects(mine) for key, each in of_rank.items()}
+    placed = [list(zip(*part, strict=True)) for part in zip(share.rollouts, share.rows, strict=True)]
+    keys = selection.keys
+    length_of = {row: rollout.num_tokens for part in placed for rollout, row in part}
+    lengths = [length_of.get(row, 0) for row in range(len(keys))]  # 0: another model copy has it
+    values = step_advantages(objective, [steps[key] for key in keys], selection.prompts, lengths)
+    return [
+        [values[row] if row < len(keys) else np.zeros(rollout.num_tokens) for rollout, row in part] for part in placed
+    ]
+
+
+def _require_rates(credit: Credit, selection: Selection) -> None:
+    """Raise ConfigError at the first negative reward, not at the first prompt whose mean is negative."""
+    if credit.combination == "unbiased" or credit.scale not in ("rate", "root_rate"):
+        return
+    if (least := PoolRows.of(selection.pools).value.min(initial=0.0)) < 0:
+        raise ConfigError(
+            f'credit.scale: found "{credit.scale}", which divides by the mean of rewards from 0 to 1, but a reward is '
+            f'{least:g}; set credit.scale = "none" or "std", or change the reward'
+        )

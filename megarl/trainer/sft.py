@@ -1,0 +1,119 @@
+"""The supervised cold start: a short phase on demonstrations, with the trainer's own forward and backward passes.
+
+Only the coefficients differ from RL. Each demonstrated token has ``1 / D``, with ``D`` the number of demonstrated
+tokens in the batch, so the loss is the mean negative log-likelihood.
+"""
+
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megarl.config import Config
+from megarl.core.metrics import Stat, finalize
+from megarl.core.objectives.columns import Denominators
+from megarl.core.packing import pack
+from megarl.core.types import TrainBatch
+from megarl.data.prompts import Demonstration, PromptOrder, load_demonstrations
+from megarl.data.tokenizer import load_model_tokenizer
+from megarl.errors import ConfigError
+from megarl.files.outputs import partial_of, require_apart, require_own
+from megarl.megatron import distributed
+from megarl.megatron.config_errors import as_config_error
+from megarl.megatron.hf_weights import save_hf
+from megarl.megatron.passes import forward
+from megarl.megatron.policy import Policy, Schedule
+from megarl.models.shapes import read_shape
+from megarl.run.inputs import fingerprint_data, fingerprint_model
+from megarl.run.progress import StepProgress
+from megarl.trainer.mini_batch import make_rollout, over_ranks, split
+from megarl.trainer.step import collect
+
+_LINE_EVERY_S = 5.0
+
+
+def sft(config: Config) -> None:
+    """Train on ``config.sft`` and write a Hugging Face checkpoint to ``config.sft_out``; a collective call."""
+    settings = config.sft
+    if settings is None:
+        raise ConfigError("found no [sft] table, expected one with data, steps, batch_size and lr")
+    out = config.sft_out.resolve()
+    require_apart(out, Path(config.model.path), Path(settings.data))
+    require_own(out, partial_of(out))
+    distributed.initialize(config)
+    inputs = distributed.from_main_rank(
+        lambda: fingerprint_model(config) | {"sft.data": fingerprint_data(settings.data)}
+    )
+    demonstrations = read_demonstrations(config)
+    order = PromptOrder(len(demonstrations), config.run.seed)
+    schedule = Schedule(
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        warmup_steps=settings.warmup_steps,
+        decay_steps=max(settings.steps, settings.warmup_steps + 1),
+        decay_style=settings.decay_style,
+        weight_decay=settings.weight_decay,
+    )
+    policy = Policy(config, schedule)
+    progress = StepProgress(enabled=distributed.is_main_rank())
+    progress.line(
+        f"cold start of {config.model.path}: {settings.steps} steps of {settings.batch_size} demonstrations from "
+        f"{settings.data}, on {dist.get_world_size()} ranks; the result goes to {out}"
+    )
+    if policy.left_out:
+        progress.line(policy.left_out)
+    share = settings.batch_size // distributed.dp_size()
+    own = slice(distributed.dp_rank() * share, (distributed.dp_rank() + 1) * share)
+    said = time.monotonic()
+    with progress.bar("cold start", settings.steps) as advance:
+        for step in range(settings.steps):
+            chosen = order.take(step * settings.batch_size, settings.batch_size)[own]
+            with as_config_error("train", config.megatron) if step == 0 and config.megatron else nullcontext():
+                metrics = _step(config, policy, [demonstrations[i] for i in chosen])
+            advance(1)
+            if metrics and (time.monotonic() - said > _LINE_EVERY_S or step + 1 == settings.steps):
+                said = time.monotonic()
+                progress.line(f"cold start {step + 1}/{settings.steps}  loss {metrics['loss']:.4f}")
+    save_hf(policy.chunks, policy.shape, config.model.path, out, inputs=inputs)
+    progress.line(f"cold start: wrote {config.sft_out}")
+    distributed.shutdown()
+
+
+def read_demonstrations(config: Config) -> list[Demonstration]:
+    """Read the demonstrations of the [sft] table; errors as in ``load_demonstrations``."""
+    settings = config.sft
+    assert settings is not None, "there is an [sft] table"
+    return load_demonstrations(
+        settings.data,
+        load_model_tokenizer(config.model),
+        settings.prompt_field,
+        settings.response_field,
+        chat_template=config.data.chat_template,
+        chat_template_args=config.data.chat_template_args,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+        max_positions=read_shape(config.model.path).max_sequence_length,
+    )
+
+
+def _step(config: Config, policy: Policy, demonstrations: list[Demonstration]) -> dict[str, float]:
+    batch = pack([make_rollout(d.tokens, d.loss_mask) for d in demonstrations], np.zeros(len(demonstrations)))
+    total = over_ranks(Denominators.of(batch.loss_mask, batch.cu_seqlens)).num_tokens
+    micro_batches = split(config, batch)
+
+    def weigh(
+        index: int, part: TrainBatch, logprobs: torch.Tensor, entropies: torch.Tensor
+    ) -> tuple[torch.Tensor, None, dict[str, Stat]]:
+        del index, entropies
+        return part.loss_mask.to(logprobs.device, torch.float32) / total, None, {}
+
+    policy.zero_grad()
+    outputs = forward.run(
+        policy.chunks, micro_batches, temperature=1.0, vocab_size=policy.shape.vocab_size, coefficients=weigh
+    )
+    policy.optimizer_step()
+    found = collect([output.metrics for output in outputs])
+    return finalize(found) if found is not None else {}

@@ -1,0 +1,125 @@
+"""The local engine on other transformers MoE models: other routers, other checkpoint names, tied and dense ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rollout_oracle import make_requests
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
+
+from megarl.engines.local.engine import LocalEngine
+from megarl.engines.local.recorder import RouteRecorder
+from megarl.engines.protocol import SamplingParams
+from megarl.errors import RolloutError, TraceError
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+GLM = Glm4MoeConfig(
+    **SMALL, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1, n_group=1
+)
+MIXTRAL = MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
+TIED = Qwen3MoeConfig(
+    **SMALL, num_experts=300, num_experts_per_tok=3, moe_intermediate_size=8, tie_word_embeddings=True
+)
+PARAMS = SamplingParams(max_response_tokens=6)
+
+
+def save(config: Any, path: Path) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape))  # zero at first, which would hide a bias that is not synced
+    model.save_pretrained(path)
+    return model.eval()
+
+
+@pytest.mark.parametrize(("config", "num_layers"), [(GLM, 2), (MIXTRAL, 3), (TIED, 3)], ids=["glm", "mixtral", "tied"])
+def test_agrees_with_a_full_forward(config: Any, num_layers: int, tmp_path: Path) -> None:
+    model = save(config, tmp_path)
+    called: list[torch.Tensor] = []
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(lambda m, args: called.append(args[1]))
+    for rollout in LocalEngine.from_pretrained(tmp_path).generate(make_requests(5), PARAMS):
+        tokens = torch.tensor(rollout.tokens).long()
+        called.clear()
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(tokens[None], use_cache=False).logits[0], -1)
+        expected = logprobs[:-1].gather(1, tokens[1:, None])[:, 0].numpy()
+        start = rollout.prompt_length
+        np.testing.assert_allclose(rollout.rollout_logprobs[start:], expected[start - 1 :], atol=2e-5)
+        routes = torch.stack(called, dim=1).numpy()
+        assert rollout.routed_experts is not None
+        assert routes.shape[1] == num_layers
+        assert rollout.routed_experts.dtype == (np.uint16 if config is TIED else np.uint8)
+        assert np.array_equal(np.sort(rollout.routed_experts), np.sort(routes))
+
+
+def test_dense_model_has_no_routes(tmp_path: Path) -> None:
+    save(Qwen3Config(**SMALL), tmp_path)
+    engine = LocalEngine.from_pretrained(tmp_path)
+    with pytest.raises(RolloutError, match="no experts"):
+        engine.generate(make_requests(1), PARAMS)
+    params = SamplingParams(max_response_tokens=6, return_routed_experts=False)
+    assert engine.generate(make_requests(1), params)[0].routed_experts is None
+
+
+def test_recorder_proves_one_row_per_token(tmp_path: Path) -> None:
+    model = save(MIXTRAL, tmp_path)
+    recorder = RouteRecorder(model)
+    ids = torch.arange(2, 8).view(2, 3)
+    with torch.no_grad(), recorder.recording():
+        model(ids)
+        recorder.end_pass(6)
+        with pytest.raises(TraceError, match="routed None, expected"):  # ended already
+            recorder.end_pass(6)
+        model(ids[:, :1])
+        recorder.end_pass(2)
+    assert recorder.take().shape == (8, 3, 2)
+    with torch.no_grad(), recorder.recording():
+        model(ids)
+        with pytest.raises(TraceError, match=r"routed \(6, 2\), expected \[8, top-k\]: one row per token"):
+            recorder.end_pass(8)
+    with torch.no_grad(), recorder.recording():
+        model(ids)
+        with pytest.raises(TraceError, match="twice"):
+            model(ids)
+    with torch.no_grad():
+        model(ids)
+        model(ids)  # not recording: not counted
+    with recorder.recording(), pytest.raises(TraceError, match="routed None"):  # nothing of them is left
+        recorder.end_pass(6)
+
+
+def test_recorded_rows_do_not_depend_on_when_they_leave_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save(MIXTRAL, tmp_path)
+    recorder = RouteRecorder(model)
+
+    def record() -> np.ndarray:
+        with torch.no_grad(), recorder.recording():
+            for length in (3, 1, 2):
+                model(torch.arange(2, 2 + 2 * length).view(2, length))
+                recorder.end_pass(2 * length)
+        return recorder.take()
+
+    whole = record()
+    assert whole.shape == (12, 3, 2)
+    assert len(np.unique(whole)) > 1
+    monkeypatch.setattr("megarl.engines.local.recorder._ROWS_ON_DEVICE", 8)  # the third pass is sent with ``take``
+    assert np.array_equal(record(), whole)

@@ -1,0 +1,110 @@
+"""When an engine that computes in batches samples, and for whom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.core.types import Rollout, SampleRequest
+from megarl.engines.local.engine import BatchSession
+from megarl.errors import RolloutError
+
+
+def request(group: int, sample: int = 0) -> SampleRequest:
+    return SampleRequest(np.array([3], np.int32), group, sample, 0)
+
+
+class Echo:
+    """Remembers the groups of each batch."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+
+    def __call__(self, requests: Sequence[SampleRequest]) -> list[Rollout]:
+        self.batches.append([each.group for each in requests])
+        zeros = np.zeros(2, np.int32)
+        return [
+            Rollout(r.group, r.sample, zeros, zeros > 0, np.zeros(2, np.float32), None, None, zeros, "stop")
+            for r in requests
+        ]
+
+
+def test_a_batch_waits_for_whoever_is_between_two_samples_and_is_in_order() -> None:
+    echo = Echo()
+
+    def begin(session: Any) -> None:
+        async def two_turns(group: int, pause: float) -> None:
+            first = await session.sample(request(group))
+            assert first.group == group
+            await asyncio.sleep(pause)
+            await session.sample(request(group))
+
+        for group, pause in ((2, 0.05), (0, 0.0), (1, 0.02)):
+            session.start(two_turns(group, pause))
+
+    BatchSession(echo).run(begin)
+    assert echo.batches == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_who_ends_or_begins_between_changes_the_next_batch_alone() -> None:
+    echo = Echo()
+
+    def begin(session: Any) -> None:
+        async def once(group: int) -> None:
+            await session.sample(request(group))
+            if group < 2:
+                session.start(once(group + 2))
+
+        for group in range(2):
+            session.start(once(group))
+
+    BatchSession(echo).run(begin)
+    assert echo.batches == [[0, 1], [2, 3]]
+
+
+def test_the_cancelled_are_left_out() -> None:
+    echo = Echo()
+
+    def begin(session: Any) -> None:
+        async def once(group: int) -> None:
+            await session.sample(request(group))
+
+        async def cancels() -> None:
+            await asyncio.sleep(0.01)
+            doomed.cancel()
+            await asyncio.sleep(0.01)
+
+        doomed = session.start(once(0))
+        session.start(once(1))
+        session.start(cancels())
+
+    BatchSession(echo).run(begin)
+    assert echo.batches == [[1]]
+
+
+@pytest.mark.parametrize("where", ["engine", "episode"])
+def test_an_error_is_raised_once_and_ends_all(where: str) -> None:
+    def broken(_: Sequence[SampleRequest]) -> list[Rollout]:
+        raise RolloutError("no token")
+
+    def begin(session: Any) -> None:
+        async def once(group: int) -> None:
+            if where == "episode" and group == 1:
+                raise RolloutError("no token")
+            await session.sample(request(group))
+
+        for group in range(3):
+            session.start(once(group))
+
+    with pytest.raises(RolloutError, match="no token"):
+        BatchSession(broken if where == "engine" else Echo()).run(begin)
+
+
+def test_without_episodes_nothing_is_sampled() -> None:
+    echo = Echo()
+    BatchSession(echo).run(lambda session: None)
+    assert echo.batches == []

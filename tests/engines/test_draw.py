@@ -1,0 +1,438 @@
+"""Drawing what a rule asks for: over a session whose answers come one by one, and over one that works in batches."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from megarl.core.choices.stopping import SamplingRule, Sequential, Uniform
+from megarl.core.sampling.collector import Ask, Collector, Selection
+from megarl.core.types import Rollout, SampleRequest
+from megarl.data.judge import Judge
+from megarl.data.prompts import Prompt
+from megarl.engines.episodes import EpisodeLimits
+from megarl.engines.local.engine import BatchSession, LocalEngine
+from megarl.engines.player import Draw, Player
+from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, Session
+from megarl.engines.sglang.client import ClientSettings, SGLangClient
+from megarl.errors import RolloutError
+
+TIMEOUT_S = 30.0
+Key = tuple[int, int]
+
+
+def says_one(*, prompt: str, response: str, answer: str) -> float:
+    if response == "2":
+        raise ValueError("no verdict")
+    return float(response == "1")
+
+
+says_one.instantaneous = True  # type: ignore[attr-defined]
+
+
+async def says_one_later(*, prompt: str, response: str, answer: str) -> float:
+    await asyncio.sleep(0)
+    return says_one(prompt=prompt, response=response, answer=answer)
+
+
+def first_is_digit(*, prompt: str, response: str, answer: str) -> float:
+    return float(response[:1].isdigit())
+
+
+first_is_digit.instantaneous = True  # type: ignore[attr-defined]
+
+
+class Server:
+    """Answers ``/generate`` with a character for (group, sample), once it lets it go."""
+
+    def __init__(self, says: Callable[[int, int], str], holds: Callable[[Server, int, int], bool]) -> None:
+        """``holds(server, group, sample)``: whether this answer has to wait still; asked again when any comes."""
+        self.says, self.holds = says, holds
+        self.asked: list[Key] = []
+        self.answered: list[Key] = []
+        self.lost: list[Key] = []
+        self.url = ""
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(TIMEOUT_S)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._changed = asyncio.Condition()
+        app = web.Application()
+        app.router.add_post("/generate", self._generate)
+        runner = web.AppRunner(app, handler_cancellation=True)
+        self._loop.run_until_complete(runner.setup())
+        self._loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", 0).start())
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self._ready.set()
+        self._loop.run_forever()
+        self._loop.run_until_complete(runner.cleanup())
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        key = body["group"], body["sample"]
+        try:
+            async with self._changed:
+                self.asked.append(key)
+                self._changed.notify_all()
+                await asyncio.wait_for(self._changed.wait_for(lambda: not self.holds(self, *key)), TIMEOUT_S)
+                self.answered.append(key)
+                self._changed.notify_all()
+        except TimeoutError:
+            return web.Response(status=400, text=f"{key} waited for what never came")
+        except asyncio.CancelledError:
+            self.lost.append(key)
+            raise
+        if (said := self.says(*key)) == "413":
+            return web.Response(status=413, text="too large")
+        return web.json_response({"says": said})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(model_path)
+
+
+@contextmanager
+def draw_of(asker: Any, tokenizer: PreTrainedTokenizerBase, reward: str = "says_one") -> Iterator[Draw]:
+    prompt = Prompt(0, np.array([3], np.int32), "1", "1", "here")
+    with Judge(f"test_draw:{reward}") as judge:
+        yield Draw(
+            asker,
+            lambda number, sample: (SampleRequest(prompt.tokens, number, sample, seed=100 * number + sample), prompt),
+            Player(tokenizer, judge, EpisodeLimits(4)),
+        )
+
+
+def make_rollout(request: SampleRequest, token: int) -> Rollout:
+    zeros = np.zeros(2, np.int32)
+    return Rollout(
+        request.group, request.sample, np.array([3, token], np.int32), np.array([False, True]),
+        np.zeros(2, np.float32), None, None, zeros, "stop",
+    )  # fmt: skip
+
+
+@contextmanager
+def serving(
+    says: Callable[[int, int], str], holds: Callable[[Server, int, int], bool] = lambda *_: False
+) -> Iterator[Server]:
+    server = Server(says, holds)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def served(server: Server, draw: Draw, tokenizer: PreTrainedTokenizerBase) -> None:
+    client = SGLangClient([server.url], ClientSettings())
+    client.converse(
+        draw.begin,
+        lambda request: {"group": request.group, "sample": request.sample},
+        lambda request, answer, url, rid: make_rollout(request, tokenizer.convert_tokens_to_ids(answer["says"])),
+    )
+
+
+def collected(rule: SamplingRule, says: Callable[[int, int], str], prompts: int, **options: Any) -> Selection:
+    """What the rule selects when everything comes in order."""
+    collector = Collector(rule, prompts, **options)
+    asks = collector.start()
+    while not collector.done:
+        ask = asks.pop(0)
+        for sample in ask.samples:
+            text = says(ask.prompt, sample)
+            asks += collector.add(ask.prompt, sample, None if text == "2" else float(text == "1"))
+    return collector.select()
+
+
+def test_no_prompt_waits_for_another_one(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The server keeps the first prompt's samples back until it was asked for everything of the others' last rounds."""
+    rule = Sequential(1, 1, round_size=2, max_samples=6, train_size=2)
+
+    def says(group: int, sample: int) -> str:
+        return "1" if group == 0 and sample == 1 else "0"
+
+    later = {(group, sample) for group in (1, 2, 3) for sample in range(6)}
+    collector = Collector(rule, 4)
+    with (
+        serving(says, lambda server, group, sample: group == 0 and not later <= set(server.answered)) as server,
+        draw_of(collector, tokenizer) as draw,
+    ):
+        served(server, draw, tokenizer)
+    assert sorted(draw.samples) == sorted({*later, (0, 0), (0, 1)})
+    assert set(server.answered[-2:]) == {(0, 0), (0, 1)}
+    found, expected = collector.select(), collected(rule, says, 4)
+    np.testing.assert_array_equal(found.samples, expected.samples)
+    np.testing.assert_array_equal(found.drawn, expected.drawn)
+
+
+def test_a_round_is_asked_for_when_the_one_before_is_complete(tokenizer: PreTrainedTokenizerBase) -> None:
+    rule = Sequential(1, 0, round_size=2, max_samples=6, train_size=2)
+    collector = Collector(rule, 1)
+    with serving(lambda group, sample: "01"[sample == 3]) as server, draw_of(collector, tokenizer) as draw:
+        served(server, draw, tokenizer)
+    assert set(server.asked[:2]) == {(0, 0), (0, 1)}
+    assert set(server.asked[2:]) == {(0, 2), (0, 3)}
+    assert {key: sample.reward for key, sample in draw.samples.items()} == {
+        (0, 0): 0.0, (0, 1): 0.0, (0, 2): 0.0, (0, 3): 1.0
+    }  # fmt: skip
+
+
+def test_a_request_that_no_server_takes_fails_alone(tokenizer: PreTrainedTokenizerBase) -> None:
+    collector = Collector(Uniform(3), 2)
+    with (
+        serving(lambda group, sample: "413" if (group, sample) == (1, 1) else "1") as server,
+        draw_of(collector, tokenizer) as draw,
+    ):
+        served(server, draw, tokenizer)
+        assert server.asked.count((1, 1)) == ClientSettings().attempts
+    failed = draw.samples.pop((1, 1))
+    assert [sample.reward for sample in draw.samples.values()] == [1.0] * 5
+    assert (failed.rollout, failed.reward) == (None, None)
+    assert failed.failure is not None
+    assert "HTTP 413: too large" in failed.failure.error
+    assert failed.failure.may_pass
+
+
+def test_what_is_under_way_when_there_is_enough_is_cancelled(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Two spare prompts whose answers never come: the session ends without them, and the server hears of it."""
+    collector = Collector(Uniform(2), 1, refill=True, max_prompts=9, spare=2)
+    with (
+        serving(
+            lambda group, sample: str(sample), lambda server, group, sample: group > 0 or len(server.asked) < 6
+        ) as server,
+        draw_of(collector, tokenizer) as draw,
+    ):
+        served(server, draw, tokenizer)
+        assert sorted(draw.samples) == [(0, 0), (0, 1)]
+        assert collector.done
+        for _ in range(3000):
+            if len(server.lost) == 4:
+                break
+            threading.Event().wait(0.02)
+        assert sorted(server.lost) == [(1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+def test_a_prompt_without_contrast_is_replaced_while_another_one_is_under_way(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    collector = Collector(Uniform(2), 2, refill=True, max_prompts=9)
+    with (
+        serving(
+            lambda group, sample: str(sample) if group in (0, 3) else "1",
+            lambda server, group, sample: group == 0 and (3, 1) not in server.answered,
+        ) as server,
+        draw_of(collector, tokenizer) as draw,
+    ):
+        served(server, draw, tokenizer)
+    assert sorted({group for group, _ in draw.samples}) == [0, 1, 2, 3]
+    assert np.unique(collector.select().prompts).tolist() == [0, 3]
+
+
+def test_samples_that_fail_count_as_drawn(tokenizer: PreTrainedTokenizerBase) -> None:
+    rule = Sequential(1, 1, round_size=2, max_samples=4, train_size=2)
+
+    def says(group: int, sample: int) -> str:
+        return "2012"[sample] if group == 0 else "2"
+
+    collector = Collector(rule, 2)
+    with serving(says) as server, draw_of(collector, tokenizer) as draw:
+        served(server, draw, tokenizer)
+    assert len(draw.samples) == 8
+    assert {key for key, sample in draw.samples.items() if sample.reward is None} == {
+        (0, 0), (0, 3), *((1, sample) for sample in range(4))
+    }  # fmt: skip
+    assert all(sample.failure for sample in draw.samples.values() if sample.reward is None)
+    assert all(sample.rollout is not None for sample in draw.samples.values())
+    assert collector.select().drawn.tolist() == [[0, 1], [4, 4], [2, 0], [1, 0]]
+
+
+def test_an_answer_that_comes_with_the_last_one_is_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
+    """A batch of the engine holds more than is needed: what follows the decisive sample is left out, whatever it is."""
+
+    def sample(requests: Sequence[SampleRequest]) -> list[Rollout]:
+        return [make_rollout(r, tokenizer.convert_tokens_to_ids(str(r.sample))) for r in requests]
+
+    for kind in (Batches, Changed):
+        collector = Collector(Uniform(2), 1, refill=True, max_prompts=9, spare=2)
+        with draw_of(collector, tokenizer) as draw:
+            draw.run(kind(sample), SamplingParams())
+        assert sorted(draw.samples) == [(0, 0), (0, 1)]
+
+
+def test_the_real_engine_answers_the_same_whatever_it_is_asked_for_together(
+    engine: LocalEngine, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rule = Sequential(2, 2, round_size=1, max_samples=12, train_size=4)
+    params = SamplingParams(max_response_tokens=2, stop_token_ids=(1,))
+    found = []
+    for prompts in (6, 3):
+        collector = Collector(rule, prompts)
+        with draw_of(collector, tokenizer, "first_is_digit") as draw:
+            draw.run(engine, params)
+        assert collector.done
+        asked = {(pool.prompt, i) for pool in collector.select().pools for i in range(pool.num_asked)}
+        assert set(draw.samples) == asked
+        assert len({pool.num_asked for pool in collector.select().pools}) > 1
+        found.append({key: sample.rollout.tokens.tolist() for key, sample in draw.samples.items() if sample.rollout})
+    assert found[1] == {key: tokens for key, tokens in found[0].items() if key[0] < 3}
+
+
+class Batches(Engine):
+    """Samples in batches; a token for each (group, sample)."""
+
+    in_batches = True
+
+    def __init__(self, sample: Callable[[Sequence[SampleRequest]], list[Rollout]]) -> None:
+        self._sample, self.num_generated = sample, 0
+
+    def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
+        BatchSession(self._sample).run(begin)
+
+    def generate(
+        self, requests: Sequence[SampleRequest], params: SamplingParams, on_finish: OnFinish = None
+    ) -> list[Rollout]:
+        self.num_generated += 1
+        return self._sample(requests)
+
+
+class Changed(Batches):
+    """Does not say so itself: it is asked through ``converse``, which it may have changed."""
+
+
+@pytest.mark.parametrize("reward", ["says_one", "says_one_later"])
+@pytest.mark.parametrize("rule", [Uniform(3), Sequential(1, 1, round_size=2, max_samples=6, train_size=2)])
+def test_rounds_give_what_an_episode_for_each_response_gives(
+    tokenizer: PreTrainedTokenizerBase, rule: SamplingRule, reward: str
+) -> None:
+    """In rounds if no reward has to be awaited, and only with an engine that samples in batches."""
+
+    def sample(requests: Sequence[SampleRequest]) -> list[Rollout]:
+        batches.append([(r.group, r.sample) for r in requests])
+        says = (str((5 * r.group + 3 * r.sample) % 4) for r in requests)
+        return [make_rollout(r, tokenizer.convert_tokens_to_ids(s)) for r, s in zip(requests, says, strict=True)]
+
+    found = []
+    for kind in (Batches, Changed):
+        engine = kind(sample)
+        batches: list[list[Key]] = []
+        collector = Collector(rule, 4)
+        with draw_of(collector, tokenizer, reward) as draw:
+            samples = draw.run(engine, SamplingParams())
+        assert samples is draw.samples
+        assert engine.num_generated == (len(batches) if kind is Batches and reward == "says_one" else 0)
+        assert batches == [sorted(batch) for batch in batches]
+        facts = {key: (s.reward, str(s.failure), s.turns, s.rollout.tokens.tolist()) for key, s in samples.items()
+                 if s.rollout}  # fmt: skip
+        found.append((batches, facts, collector.select().drawn.tolist()))
+    assert found[0] == found[1]
+    assert any(error for _, error, *_ in found[0][1].values())
+
+
+def test_nothing_to_draw_is_done_at_once(tokenizer: PreTrainedTokenizerBase) -> None:
+    class Nothing:
+        done = False
+
+        def start(self) -> list[Ask]:
+            return []
+
+        def add(self, prompt: int, sample: int, reward: float | None) -> list[Ask]:
+            raise AssertionError
+
+    with serving(lambda *_: "1") as server, draw_of(Nothing(), tokenizer) as draw:
+        served(server, draw, tokenizer)
+        assert draw.run(Batches(lambda _: pytest.fail("nothing was asked for")), SamplingParams()) == {}
+    assert draw.samples == {}
+    assert server.asked == []
+
+
+def test_engines_that_change_or_wrap_another_are_asked_as_any_engine(
+    engine: LocalEngine, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    class Wrapped:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(engine, name)
+
+        def converse(self, *given: Any) -> None:
+            asked.append(given)
+            engine.converse(*given)
+
+    asked: list[Any] = []
+    with draw_of(Collector(Uniform(2), 2), tokenizer) as draw:
+        assert len(draw.run(Wrapped(), SamplingParams(max_response_tokens=2))) == 4  # type: ignore[arg-type]
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("kind", [Batches, Changed])
+@pytest.mark.parametrize("where", ["engine", "rule"])
+def test_an_error_ends_the_session_and_is_raised_as_it_was(
+    tokenizer: PreTrainedTokenizerBase, where: str, kind: type[Batches]
+) -> None:
+    def broken(requests: Sequence[SampleRequest]) -> list[Rollout]:
+        if where == "engine":
+            raise RolloutError("the engine broke")
+        return [make_rollout(r, tokenizer.convert_tokens_to_ids("1")) for r in requests]
+
+    class Broken(Collector):
+        def add(self, prompt: int, sample: int, reward: float | None) -> list[Ask]:
+            raise RolloutError("the rule broke")
+
+    collector = Broken(Uniform(2), 3)
+    with draw_of(collector, tokenizer) as draw, pytest.raises(RolloutError, match=f"the {where} broke"):
+        draw.run(kind(broken), SamplingParams())
+
+
+def test_a_session_is_any_session(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Answers in the reverse order of asking: the same is collected."""
+
+    class Reverse:
+        def __init__(self, tasks: asyncio.TaskGroup) -> None:
+            self._tasks, self._waiting = tasks, []
+
+        def start(self, episode: Any) -> asyncio.Task[None]:
+            return self._tasks.create_task(episode)
+
+        async def sample(self, request: SampleRequest) -> Rollout:
+            turn = asyncio.Event()
+            self._waiting.append(turn)
+            await asyncio.sleep(0.001)
+            if self._waiting[-1] is turn:
+                self._pass()
+            await turn.wait()
+            self._waiting.remove(turn)
+            self._pass()
+            return make_rollout(request, tokenizer.convert_tokens_to_ids(says(request.group, request.sample)))
+
+        def _pass(self) -> None:
+            if self._waiting:
+                self._waiting[-1].set()
+
+    def says(group: int, sample: int) -> str:
+        return str(int((7 * group + 3 * sample) % 5 == 0))
+
+    async def run(begin: Callable[[Session], None]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            begin(Reverse(tasks))
+
+    rule = Sequential(1, 1, round_size=2, max_samples=8, train_size=2)
+    collector = Collector(rule, 5)
+    with draw_of(collector, tokenizer) as draw:
+        asyncio.run(run(draw.begin))
+    found, expected = collector.select(), collected(rule, says, 5)
+    for name in ("prompts", "samples", "rewards", "drawn"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))

@@ -1,0 +1,346 @@
+"""What is sent to servers: every tensor once, in the form that they compute with, and back out of its bucket."""
+
+from __future__ import annotations
+
+import base64
+import math
+import os
+import pickle
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang_fixtures import SGLANG_PYTHON
+from tiny_families import write_family
+
+from megarl.core.fp8 import dequantize_fp8, is_fp8_weight, quantize_fp8, round_through_fp8
+from megarl.engines import weights
+from megarl.engines.buckets import Bucket, Intake, Staging, Stopwatch, split_into_buckets
+from megarl.engines.sglang.spec import CPU_SHIM
+from megarl.engines.sglang.transports.payload import payload_of
+from megarl.engines.weights import WeightForm, checkpoint_shapes
+from megarl.errors import WeightSyncError
+
+SHAPES = {"a.weight": (2, 3), "b.weight": (4,), "c.weight": (1, 5)}
+DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
+
+
+def tensors(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(name, torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()]
+
+
+def intake() -> Intake:
+    return Intake(SHAPES, 3, WeightForm(), 32)
+
+
+@given(st.lists(st.integers(0, 20), max_size=12), st.integers(1, 100))
+def test_buckets_are_in_order_and_as_large_as_allowed(sizes: list[int], max_bytes: int):
+    """Within a bucket, tensors of one shape are neighbours."""
+    given_ = [(f"t{i:02}", torch.zeros(size)) for i, size in enumerate(sizes)]
+    found = list(split_into_buckets(iter(given_), max_bytes))
+    assert [name for bucket in found for name in sorted(bucket.names)] == [name for name, _ in given_]
+    weight = [bucket.flat.numel() for bucket in found]
+    for i, bucket in enumerate(found):
+        assert len(bucket.stacks) == len({sizes[int(name[1:])] for name in bucket.names})
+        assert weight[i] <= max_bytes or len(bucket.names) == 1
+        if i + 1 < len(found):  # the next tensor would not have fitted
+            assert weight[i] + 4 * sizes[int(min(found[i + 1].names)[1:])] > max_bytes
+
+
+def test_buckets_are_made_one_at_a_time():
+    taken: list[int] = []
+
+    def stream():
+        for i in range(6):
+            taken.append(i)
+            yield f"t{i}", torch.zeros(2)
+
+    next(iter(split_into_buckets(stream(), 16)))
+    assert taken == [0, 1, 2]  # a sharded model is never gathered as a whole
+
+
+@pytest.mark.parametrize("order", ["exported", "sorted", "backwards"])
+@pytest.mark.parametrize("fp8", ["off", "blocks"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_k2", "moonlight"])
+def test_the_halves_of_a_fused_projection_are_in_one_bucket(tmp_path: Path, family: str, fp8: str, order: str):
+    """SGLang answers success to one half, and drops it. Moonlight has no q_a_proj, and nothing is held back."""
+    shapes = checkpoint_shapes(write_family(tmp_path / "model", family))
+    names = {"exported": list(shapes), "sorted": sorted(shapes), "backwards": sorted(shapes, reverse=True)}[order]
+    form = WeightForm(torch.bfloat16, fp8)  # type: ignore[arg-type]
+    given_ = ((name, torch.ones(shapes[name])) for name in names)
+    made = [set(bucket.names) for bucket in split_into_buckets(given_, 1, shapes, form=form)]
+    scales = [f"{name}_scale_inv" for name in names if fp8 == "blocks" and is_fp8_weight(name)]
+    assert sorted(name for bucket in made for name in bucket) == sorted([*names, *scales])
+    halves = [name for name in shapes if "q_a_proj" in name]
+    assert bool(halves) == (family != "moonlight")
+    for name in halves:
+        for end in ("", "_scale_inv") if fp8 == "blocks" else ("",):
+            both = {f"{name}{end}", f"{name}{end}".replace("q_a_proj", "kv_a_proj_with_mqa")}
+            assert any(both <= bucket for bucket in made)
+    whole = [bucket for bucket in made if len({name.removesuffix("_scale_inv") for name in bucket}) > 1]
+    assert len(whole) == len(halves)
+
+
+@pytest.mark.sglang
+def test_sglangs_own_loader_drops_a_half_that_comes_alone_and_takes_the_buckets(tmp_path: Path):
+    names = [
+        f"model.layers.{layer}.self_attn.{half}.weight"
+        for layer in (0, 1)
+        for half in ("kv_a_proj_with_mqa", "q_a_proj")
+    ]
+    tensors = {name: torch.full((2 + place, 3), 1.0 + place) for place, name in enumerate(names)}
+    fused = {f"model.layers.{layer}.self_attn.fused_qkv_a_proj_with_mqa.weight": (5 + 4 * layer, 3) for layer in (0, 1)}
+    whole = [list(bucket.tensors()) for bucket in split_into_buckets(tensors.items(), 1, tensors)]
+    alone = [[item] for item in tensors.items()]
+    torch.save((fused, [alone, whole]), tmp_path / "in.pt")
+    words = [str(SGLANG_PYTHON), str(Path(__file__).with_name("sglang_loader.py"))]
+    environment = os.environ | {"PYTHONPATH": str(CPU_SHIM), "SGLANG_USE_CPU_ENGINE": "1"}
+    subprocess.run([*words, tmp_path / "in.pt", tmp_path / "out.pt"], check=True, env=environment)
+    found = torch.load(tmp_path / "out.pt")
+    assert not any(parameter.any() for parameter in found[0].values())  # the defect itself
+    for layer, parameter in enumerate(found[1].values()):
+        kv, q = (tensors[name] for name in names[2 * layer : 2 * layer + 2])
+        assert torch.equal(parameter, torch.cat([q, kv]))
+
+
+def test_a_whole_update_passes_unchanged():
+    found = {name: tensor.clone() for bucket in intake().buckets(tensors()) for name, tensor in bucket.tensors()}
+    assert list(found) == list(SHAPES)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t[:-1], r"1 of 3 tensors are missing from the update to version 3, for example c\.weight"),
+        (lambda t: [], "3 of 3 tensors are missing"),
+        (lambda t: [*t, ("d.weight", torch.zeros(1))], r"d\.weight is unknown to the engine.s model"),
+        (lambda t: [*t, t[0]], r"a\.weight arrived twice in one update \(version 3\)"),
+        (lambda t: [("a.weight", torch.zeros(3, 2)), *t[1:]], r"a\.weight has shape \(3, 2\), expected \(2, 3\)"),
+        (
+            lambda t: [("a.weight", torch.full((2, 3), torch.nan)), *t[1:]],
+            r"1 of 3 tensors hold NaN or infinite values, for example a\.weight",
+        ),
+        (
+            lambda t: [("a.weight", torch.full((2, 3), torch.inf)), *t[1:]],
+            r"1 of 3 tensors hold NaN or infinite values, for example a\.weight",
+        ),
+    ],
+    ids=["lacks one", "lacks all", "unknown", "twice", "shape", "nan", "inf"],
+)
+def test_an_update_that_is_not_the_checkpoint_is_an_error(change, message: str):
+    with pytest.raises(WeightSyncError, match=message):
+        list(intake().buckets(change(tensors())))
+
+
+def part_of(*which: int) -> Intake:
+    one = Intake(SHAPES, 3, WeightForm(), 32, of_several=True)
+    given_ = tensors()
+    assert all(list(bucket.tensors()) for bucket in one.buckets([given_[place] for place in which]))
+    return one
+
+
+def test_the_parts_of_several_sources_are_one_update():
+    alone = intake()
+    list(alone.buckets(tensors()))
+    for parts in ([(0, 1), (2,)], [(2, 0), (1,)], [(0,), (1,), (2,)], [(0, 1, 2), ()]):
+        first, *others = [part_of(*which) for which in parts]
+        assert first.join([other.part() for other in others]) == alone.join()
+    with pytest.raises(WeightSyncError, match=r"b\.weight arrived from two sources in one update \(version 3\)"):
+        part_of(0, 1).join([part_of(1, 2).part()])
+    with pytest.raises(WeightSyncError, match=r"1 of 3 tensors are missing .* for example c\.weight"):
+        part_of(0).join([part_of(1).part()])
+
+
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(1, 4), min_size=1, max_size=3)), min_size=1))
+def test_what_goes_into_a_bucket_comes_out_of_it(sizes: list[tuple[torch.dtype, list[int]]]):
+    """Also where a byte stands before a float32, which could not be viewed at an odd address."""
+    given_ = {f"t{i}": torch.randn(shape).to(dtype) for i, (dtype, shape) in enumerate(sizes)}
+    bucket = Bucket(given_.items())
+    found = dict(bucket.tensors())
+    assert found.keys() == given_.keys()
+    for name, tensor in given_.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].float(), tensor.float())
+    for name, dtype, _, start, _ in bucket.places():
+        assert start % dtype.itemsize == 0, name
+
+
+def test_a_bucket_is_a_copy_and_its_payload_names_every_place():
+    given_ = tensors()
+    bucket = Bucket(given_)
+    before = given_[0][1].clone()
+    given_[0][1].zero_()
+    content = pickle.loads(base64.b64decode(payload_of(bucket)))
+    (place,) = [place for place in content["metadata"] if place.name == "a.weight"]
+    found = content["flattened_tensor"][place.start_idx : place.end_idx].view(place.dtype).view(place.shape)
+    assert torch.equal(found, before)
+    assert sum(place.numel for place in content["metadata"]) == bucket.flat.numel() == 4 * (6 + 4 + 5)
+
+
+@pytest.mark.parametrize("fp8", ["rounded", "blocks"])
+def test_linear_weights_are_held_in_fp8_and_the_rest_as_it_is(fp8: str):
+    weight = torch.randn(130, 200, generator=torch.Generator().manual_seed(1))
+    linear, kept = "model.layers.0.self_attn.q_proj.weight", ("model.layers.0.mlp.gate.weight", "lm_head.weight")
+    form = WeightForm(torch.float32, fp8)  # type: ignore[arg-type]
+    found = dict(Bucket([(name, weight) for name in (linear, *kept)], form=form).tensors())
+    if fp8 == "blocks":
+        assert found.keys() == {linear, f"{linear}_scale_inv", *kept}
+        assert found[linear].dtype == torch.float8_e4m3fn
+        assert found[f"{linear}_scale_inv"].shape == (2, 2)
+        assert found[f"{linear}_scale_inv"].dtype == torch.float32
+        found[linear] = dequantize_fp8(found[linear], found[f"{linear}_scale_inv"])
+    assert torch.equal(found[linear], round_through_fp8(weight))
+    assert 0.01 < float((found[linear] - weight).norm() / weight.norm()) < 0.05
+    for name in kept:
+        assert torch.equal(found[name], weight)
+
+
+def test_without_fp8_everything_has_the_dtype_of_the_engine():
+    found = dict(Bucket(tensors(), form=WeightForm(torch.bfloat16)).tensors())
+    assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in tensors())
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+
+
+def test_a_stopwatch_counts_the_time_of_the_iterator_alone():
+    def slow() -> Iterator[int]:
+        for number in range(3):
+            time.sleep(0.02)
+            yield number
+
+    watch, started = Stopwatch(), time.monotonic()
+    for _ in watch.over(slow()):
+        time.sleep(0.1)
+    assert 0.06 <= watch.seconds <= time.monotonic() - started - 0.29
+
+
+def bits_by_loops(tensor: torch.Tensor) -> int:
+    """The little-endian integers of 8 bytes, or of as many as divide the tensor, added modulo 2^64."""
+    raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    width = next(width for width in (8, 4, 2, 1) if len(raw) % width == 0)
+    total = sum(int.from_bytes(raw[at : at + width], "little", signed=True) for at in range(0, len(raw), width))
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def test_sums_are_those_of_the_bits_of_each_tensor():
+    given_ = {"a": torch.randn(4, 6), "b": torch.randn(2, 2).double(), "c": torch.randn(4, 6), "d": torch.randn(8)}
+    bucket = Bucket(given_.items())
+    assert bucket.names == ["b", "a", "c", "d"]
+    assert bucket.sums.tolist() == [bits_by_loops(given_[name]) for name in bucket.names]
+    odd = Bucket([("x", torch.randn(3).bfloat16()), ("y", torch.randn(5).bfloat16())])
+    assert odd.sums.tolist() == [bits_by_loops(tensor) for _, tensor in odd.tensors()]
+    given_["c"][3, 5] = given_["c"][3, 5].nextafter(torch.tensor(9.0))
+    changed = Bucket(given_.items()).sums != bucket.sums
+    assert changed.tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize("fp8", ["off", "blocks"])
+def test_sums_of_an_update_do_not_depend_on_its_buckets(fp8: str):
+    """A server's shared memory has another size left for each update."""
+    shapes = {"a.q_proj.weight": (3, 5), "b.norm.weight": (4,), "c.q_proj.weight": (4, 6), "d.bias": (8,)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    found = set()
+    for max_bytes in (1, 60, 100, 1000):
+        intake = Intake(shapes, 1, WeightForm(torch.bfloat16, fp8), max_bytes)  # type: ignore[arg-type]
+        assert [bucket.names for bucket in intake.buckets(tensors.items())]
+        found.add(intake.join())
+    assert len(found) == 1
+    assert len(set(*found)) == 4 + 2 * (fp8 == "blocks")
+
+
+@pytest.mark.parametrize("fp8", ["off", "rounded", "blocks"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("bad", ["model.layers.0.mlp.experts.1.up_proj.weight", "model.norm.weight"])
+def test_a_value_that_is_not_finite_is_named_in_every_form(fp8: str, value: float, bad: str):
+    names = [f"model.layers.0.mlp.experts.{expert}.up_proj.weight" for expert in range(3)]
+    given_ = {name: torch.randn(130, 60) for name in names} | {"model.norm.weight": torch.randn(60)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in given_.items()}
+    form = WeightForm(torch.bfloat16, fp8)  # type: ignore[arg-type]
+    given_[names[0]][:2] = 3e38  # finite, but for their sum
+    assert list(Intake(shapes, 1, form, 1 << 20).buckets(given_.items()))
+    given_[bad].view(-1)[-1] = value
+    with pytest.raises(WeightSyncError, match=f"1 of 4 tensors hold NaN or infinite values, for example {bad}:"):
+        list(Intake(shapes, 1, form, 1 << 20).buckets(given_.items()))
+
+
+@pytest.mark.parametrize("fp8", ["off", "rounded", "blocks"])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, None)]
+)
+def test_many_tensors_at_once_are_what_each_is_alone(
+    fp8: str, dtypes: tuple[torch.dtype, torch.dtype | None], monkeypatch: pytest.MonkeyPatch
+):
+    """Bit for bit, also where a bucket is converted in several parts, and from views that are not contiguous."""
+    monkeypatch.setattr(weights, "CACHE_BYTES", 1 << 16)
+    source, held = dtypes
+    shapes = {f"layers.{i}.{part}_proj.weight": (130, 40 + 20 * (i % 2)) for i in range(5) for part in ("up", "down")}
+    given_ = {name: torch.randn(shape[::-1]).to(source).t() for name, shape in shapes.items()}
+    given_["layers.0.mlp.gate.weight"] = torch.randn(40, 130).to(source).t()
+    found = dict(Bucket(given_.items(), form=WeightForm(held, fp8)).tensors())  # type: ignore[arg-type]
+    assert len(found) == len(given_) + len(shapes) * (fp8 == "blocks")
+    for name, tensor in given_.items():
+        if name in shapes and fp8 == "blocks":
+            codes, scale = quantize_fp8(tensor)
+            assert torch.equal(found[name].view(torch.uint8), codes.view(torch.uint8))
+            assert torch.equal(found[f"{name}_scale_inv"], scale)
+            continue
+        if name in shapes and fp8 == "rounded":
+            tensor = round_through_fp8(tensor.float())
+        assert torch.equal(found[name], tensor.to(held or source))
+        assert found[name].dtype == (held or source)
+
+
+def test_staging_gives_the_memory_of_the_second_bucket_before():
+    made: list[int] = []
+
+    def allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
+        made.append(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    staging, cpu = Staging(100, allocate), torch.device("cpu")
+    first, second, third, fourth = (staging(size, cpu) for size in (60, 90, 100, 80))
+    assert [len(one) for one in (first, second, third, fourth)] == [60, 90, 100, 80]
+    assert first.data_ptr() == third.data_ptr() != second.data_ptr() == fourth.data_ptr()
+    assert made == [100, 100]
+    staging(300, cpu)  # a tensor that is larger than a bucket
+    assert made == [100, 100, 300]
+
+
+@pytest.mark.parametrize("fp8", ["off", "rounded"])
+@pytest.mark.parametrize("max_bytes", [1, 300, 1 << 20])
+def test_tensors_are_written_into_their_places(
+    monkeypatch: pytest.MonkeyPatch, fp8: Literal["off", "rounded"], max_bytes: int
+) -> None:
+    monkeypatch.setattr("megarl.engines.weights.CACHE_BYTES", 1600)  # three of four
+    shapes = {f"model.layers.0.mlp.experts.{index}.up_proj.weight": (8, 8) for index in range(4)}
+    shapes |= {"model.norm.weight": (8,), "model.embed_tokens.weight": (3, 8)}
+    tensors = [(name, torch.randn(shape, dtype=torch.float64)) for name, shape in shapes.items()]
+    places = {name: torch.zeros(shape, dtype=torch.float32) for name, shape in shapes.items()}
+    Intake(shapes, 1, WeightForm(fp8=fp8), max_bytes).write(iter(tensors), places)
+    for name, tensor in tensors:
+        is_rounded = fp8 == "rounded" and "up_proj" in name
+        expected = round_through_fp8(tensor.float()) if is_rounded else tensor.float()
+        assert torch.equal(places[name], expected)
+
+
+@pytest.mark.parametrize("form", [WeightForm(), WeightForm(fp8="rounded")])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_is_found_where_it_is_written(bad: float, form: WeightForm) -> None:
+    first, second, third = names = [f"{letter}.up_proj.weight" for letter in "abc"]
+    shapes = {name: (2, 200) for name in names}
+    large = torch.full((2, 200), 3e38)  # their norm is infinite, they are not
+    wrong = torch.ones(2, 200)
+    wrong[1, 150] = bad  # in the second block
+    places = {name: torch.zeros(2, 200) for name in names}
+    Intake(shapes, 1, form, 1 << 20).write([(name, large) for name in names], places)
+    with pytest.raises(WeightSyncError, match="1 of 3 tensors hold NaN or infinite values, for example b"):
+        Intake(shapes, 1, form, 1 << 20).write([(first, large), (second, wrong), (third, large)], places)
+    with pytest.raises(WeightSyncError, match="missing"):
+        Intake(shapes, 1, form, 1 << 20).write([(first, large)], places)

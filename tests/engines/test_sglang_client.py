@@ -1,0 +1,421 @@
+"""Who is asked for what: groups stay together, nobody has more than allowed, and idle servers help busy ones."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import threading
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from megarl.core.types import Rollout, SampleRequest
+from megarl.engines.protocol import sample_each
+from megarl.engines.sglang import client as client_module
+from megarl.engines.sglang.client import ClientSettings, SGLangClient
+from megarl.engines.sglang.http import Places
+from megarl.errors import RequestError, RolloutError, StopError
+from megarl.files.foreign_json import retry_after
+
+Fault = Callable[[], web.Response]
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "BACKOFF_S", 0.01)
+
+
+class Counting:
+    """Answers ``/generate`` after a while; knows who has asked for what, and how many at a time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.info: Any = None
+        """What it says of itself, at the older of two paths; None: nothing."""
+        self.told = 0
+        self.groups: Counter[int] = Counter()
+        self.faults: list[Fault] = []
+        """Of the next requests, one each."""
+        self.always: Fault | None = None
+        self.now = self.most = self.awaited = 0
+        """How many it answers now, the most so far, and how many it has to have seen at a time before it answers."""
+        self.url = ""
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(60.0)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        app = web.Application()
+        app.router.add_post("/generate", self._generate)
+        app.router.add_get("/get_server_info", self._tell_info)
+        runner = web.AppRunner(app)
+        self._loop.run_until_complete(runner.setup())
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        self._loop.run_until_complete(site.start())
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self._ready.set()
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._drop_requests())
+        self._loop.run_until_complete(runner.cleanup())
+
+    async def _drop_requests(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _tell_info(self, request: web.Request) -> web.Response:
+        self.told += 1
+        return web.json_response(self.info)
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        group = (await request.json())["group"]
+        self.now += 1
+        self.most = max(self.most, self.now)
+        patience = 6000
+        while self.most < self.awaited and (patience := patience - 1):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(self.seconds)
+        self.now -= 1
+        if fault := self.faults.pop(0) if self.faults else self.always:
+            return fault()
+        self.groups[group] += 1
+        return web.json_response({"group": group})
+
+
+@contextmanager
+def servers(*seconds: float) -> Iterator[list[Counting]]:
+    made = [Counting(each) for each in seconds]
+    try:
+        yield made
+    finally:
+        for server in made:
+            server.close()
+
+
+def requests_of(groups: int, samples: int) -> list[SampleRequest]:
+    prompt = np.array([3], np.int32)
+    return [SampleRequest(prompt, group, sample, 0) for group in range(groups) for sample in range(samples)]
+
+
+def decode(request: SampleRequest, answer: Any, url: str, rid: str) -> Rollout:
+    assert answer == {"group": request.group}
+    return Rollout(
+        group=request.group,
+        sample=request.sample,
+        tokens=np.array([3, 4], np.int32),
+        loss_mask=np.array([False, True]),
+        rollout_logprobs=np.zeros(2, np.float32),
+        routed_experts=None,
+        routed_mask=None,
+        weight_versions=np.zeros(2, np.int32),
+        finish_reason="stop",
+    )
+
+
+def ask(made: list[Counting], requests: list[SampleRequest], limit: int = 0, **settings: Any) -> list[tuple[int, int]]:
+    client = SGLangClient([server.url for server in made], ClientSettings(**settings))
+    return ask_client(client, requests, limit)
+
+
+def ask_client(client: SGLangClient, requests: list[SampleRequest], limit: int = 0) -> list[tuple[int, int]]:
+    finished: list[int] = []
+    found = sample_each(
+        lambda begin: client.converse(
+            begin, lambda request: {"group": request.group}, decode, finished.append, limit=limit
+        ),
+        requests,
+    )
+    assert [number for number in finished if number] == [1] * len(requests)
+    return [(rollout.group, rollout.sample) for rollout in found]
+
+
+def test_a_group_goes_to_one_server_while_that_has_room():
+    requests = requests_of(6, 4)
+    with servers(0.02, 0.02) as made:
+        assert ask(made, requests, concurrency=64) == [(r.group, r.sample) for r in requests]
+        assert [dict(server.groups) for server in made] == [{0: 4, 2: 4, 4: 4}, {1: 4, 3: 4, 5: 4}]
+
+
+def test_no_server_has_more_than_allowed_and_an_idle_one_helps_a_slow_one():
+    with servers(0.01, 2.0) as made:
+        quick, slow = made
+        quick.awaited = 3
+        ask(made, requests_of(4, 8), concurrency=3)
+        assert quick.most == slow.most == 3
+        assert quick.groups[0] == quick.groups[2] == 8  # its own
+        assert quick.groups.total() > 24  # and of the other's 16, which would have taken it 6 turns
+
+
+def info_of(running: int, tokens: int, replicas: int = 1) -> dict[str, Any]:
+    states = [{"effective_max_running_requests_per_dp": running}] * replicas
+    return {"internal_states": states, "max_total_num_tokens": tokens}
+
+
+@pytest.mark.parametrize(
+    ("info", "limit", "settings", "most"),
+    [
+        (info_of(5, 10_000), 8, {}, 5),
+        (info_of(5, 10_000, replicas=2), 8, {}, 10),
+        (info_of(20, 10_000), 8, {"clients": 3}, 6),
+        (info_of(5, 10_000), 8, {"clients": 9}, 1),
+        (info_of(50, 21), 8, {}, 7),  # tokens: 1 of the prompt, and a quarter of the limit
+        (info_of(50, 20), 8, {}, 7),  # the last one need not fit whole
+        (info_of(50, 42), 8, {"clients": 2}, 7),
+        (info_of(50, 2), 8, {}, 1),  # one always gets its turn
+        (info_of(5, 10_000), 8, {"concurrency": 9}, 9),
+        (None, 8, {}, 64),
+    ],
+)
+def test_a_server_gets_what_it_says_it_can_run_unless_the_user_gives_a_number(
+    info: Any, limit: int, settings: dict[str, int], most: int
+):
+    with servers(0.05) as made:
+        made[0].info, made[0].awaited = info, most
+        ask(made, requests_of(70, 1), limit, **settings)
+        assert made[0].most == most
+
+
+def test_each_server_is_asked_once_and_has_its_own_room():
+    with servers(0.05, 0.05) as made:
+        for server, running in zip(made, (2, 9), strict=True):
+            server.info, server.awaited = info_of(running, 1000), running
+        client = SGLangClient([server.url for server in made], ClientSettings())
+        for _ in range(2):
+            ask_client(client, requests_of(10, 4))
+        assert [server.most for server in made] == [2, 9]
+        assert [server.told for server in made] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        None,
+        [],
+        "text",
+        {},
+        {"internal_states": [], "max_total_num_tokens": 9},
+        {"internal_states": [{}], "max_total_num_tokens": 9},
+        {"internal_states": [{"effective_max_running_requests_per_dp": 4}]},
+        info_of(0, 9),
+        info_of(4, 0),
+        {**info_of(4, 9), "max_total_num_tokens": None},
+        {**info_of(4, 9), "internal_states": 3},
+        {**info_of(4, 9), "max_total_num_tokens": float("inf")},
+        info_of(True, 9),
+        info_of(1 << 80, 9),
+    ],
+)
+def test_what_is_no_room_is_none(info: Any):
+    assert Places.of(info_of(4, 9, 2)) == Places(8, 18, 9)
+    assert Places.of({**info_of(4, 9), "context_length": 5}) == Places(4, 9, 5)
+    assert Places.of(info) is None
+
+
+def test_a_trainer_that_is_asked_to_stop_ends_the_wait_for_a_long_response():
+    ticks: list[int] = []
+
+    def asked(number: int) -> None:
+        ticks.append(number)
+        if len(ticks) == 2:
+            raise StopError("asked to stop")
+
+    with servers(60.0) as made:
+        client = SGLangClient([made[0].url], ClientSettings())
+        started = time.monotonic()
+        with pytest.raises(StopError):
+            sample_each(
+                lambda begin: client.converse(begin, lambda r: {"group": r.group}, decode, asked), requests_of(1, 2)
+            )
+        assert time.monotonic() - started < 30.0
+    assert ticks == [0, 0]
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_server_that_is_gone_leaves_its_work_to_the_other(dead: int):
+    with servers(0.01, 0.01) as made:
+        made[dead].close()
+        requests = requests_of(4, 4)
+        assert ask(made, requests, recovery_s=30.0) == [(r.group, r.sample) for r in requests]
+        assert made[1 - dead].groups.total() == 16
+
+
+def test_without_any_server_the_rollout_fails():
+    with servers(0.01, 0.01) as made:
+        for server in made:
+            server.close()
+        with pytest.raises(RolloutError, match=r"all 2 SGLang servers are down, the last failure: http://127\.0\.0\.1"):
+            ask(made, requests_of(2, 2), recovery_s=1.0)
+
+
+def test_what_is_wrong_here_is_no_fault_of_the_server():
+    def fails(request: SampleRequest) -> dict[str, Any]:
+        raise RolloutError("the prompt is empty")
+
+    with servers(0.01) as made:
+        client = SGLangClient([made[0].url], ClientSettings())
+        body: Callable[[SampleRequest], dict[str, Any]] = fails
+        with pytest.raises(RolloutError, match="the prompt is empty"):
+            sample_each(lambda begin: client.converse(begin, body, decode), requests_of(2, 2))
+        assert made[0].groups.total() == 0
+
+
+def test_a_request_that_nobody_waits_for_is_dropped_and_frees_its_place():
+    """Of three episodes one ends the two others: one of them under way, one waiting for its turn."""
+    answered: list[int] = []
+    with servers(1.5) as made:
+        client = SGLangClient([made[0].url], ClientSettings(concurrency=2))
+        requests = requests_of(4, 1)
+
+        def begin(session: Any) -> None:
+            async def ask_for(request: SampleRequest) -> None:
+                answered.append((await session.sample(request)).group)
+
+            async def ends_others() -> None:
+                await asyncio.sleep(0.1)
+                for task in doomed:
+                    task.cancel()
+                await ask_for(requests[3])
+
+            doomed = [session.start(ask_for(request)) for request in requests[:3]]
+            session.start(ends_others())
+
+        client.converse(begin, lambda request: {"group": request.group}, decode)
+    assert answered == [3]
+    assert made[0].groups[2] == 0
+
+
+def test_an_error_of_an_episode_ends_the_others_and_is_raised():
+    with servers(30.0) as made:
+        client = SGLangClient([made[0].url], ClientSettings())
+
+        def begin(session: Any) -> None:
+            async def fails() -> None:
+                await asyncio.sleep(0.05)
+                raise RolloutError("the environment is broken")
+
+            async def waits() -> None:
+                await session.sample(requests_of(1, 1)[0])
+
+            session.start(waits())
+            session.start(fails())
+
+        with pytest.raises(RolloutError, match="the environment is broken"):
+            client.converse(begin, lambda request: {"group": request.group}, decode)
+
+
+def status(code: int, body: bytes = b"out of luck", **headers: str) -> Fault:
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    return lambda: web.Response(status=code, body=body, headers=names)
+
+
+PACKED = gzip.compress(b" " * (50 << 20), 1)
+WRONG = {
+    "deep": (status(200, b"[" * 200_000), "more than 201 levels"),
+    "no JSON": (status(200, b"<html>"), "holds no JSON"),
+    "too long": (status(200, b" " * (11 << 20)), "sends more than 10485760 bytes"),
+    "too long, packed": (status(200, PACKED, Content_Encoding="gzip"), "unpacks to more than 10485760 bytes"),
+    "packed by halves": (status(200, PACKED[:-9], Content_Encoding="gzip"), "unpacks to more"),
+    "no gzip": (status(200, b"abc", Content_Encoding="gzip"), "packed as 'gzip'"),
+    "brotli": (status(200, b"abc", Content_Encoding="br"), "packed as 'br'"),
+    "redirected": (status(307, Location="http://elsewhere.test/x"), "redirects to 'http://elsewhere.test/x'"),
+}
+REFUSED = {str(code): (status(code), f"HTTP {code}: out of luck") for code in (408, 413, 429, 500, 502, 503, 504)}
+
+
+def ask_faulty(made: list[Counting], requests: list[SampleRequest], **settings: Any) -> tuple[SGLangClient, list[str]]:
+    told: list[str] = []
+    client = SGLangClient([server.url for server in made], ClientSettings(concurrency=64, **settings), tell=told.append)
+
+    def begin_all(begin: Any) -> None:
+        client.converse(begin, lambda request: {"group": request.group}, decode, max_bytes=lambda _: 10 << 20)
+
+    sample_each(begin_all, requests)
+    return client, told
+
+
+@pytest.mark.parametrize("name", [*WRONG, *REFUSED])
+def test_a_fault_that_passes_is_counted_and_told_once(name: str) -> None:
+    fault, message = (WRONG | REFUSED)[name]
+    with servers(0.0) as made:
+        made[0].faults = [fault, fault]
+        client, told = ask_faulty(made, requests_of(3, 1))
+        assert made[0].groups == {0: 1, 1: 1, 2: 1}
+    assert client.counts == {"wrong_answers" if name in WRONG else "refused_requests": 2}
+    assert [message in line for line in told] == [True]
+
+
+@pytest.mark.parametrize("name", [*WRONG, *REFUSED])
+def test_a_fault_that_stays_ends_with_its_cause(name: str) -> None:
+    fault, message = (WRONG | REFUSED)[name]
+    with servers(0.0, 0.0) as made:
+        for server in made:
+            server.always = fault
+        error = RequestError if name == "413" else RolloutError
+        with pytest.raises(error, match=f"group 0 sample 0: 2 attempts failed, the last: {made[1].url}.*{message}"):
+            ask_faulty(made, requests_of(1, 1), attempts=2, losses=2)
+
+
+def test_a_busy_server_is_waited_for_longer_than_one_that_fails() -> None:
+    with servers(0.0) as made:
+        made[0].faults = [status(429), status(503), status(408), status(429, Retry_After="1")]
+        started = time.monotonic()
+        client, _ = ask_faulty(made, requests_of(1, 1), attempts=1)
+        assert time.monotonic() - started > 1.0
+    assert client.counts == {"refused_requests": 4}
+
+
+def test_a_wait_that_a_server_asks_for_is_bounded() -> None:
+    assert retry_after({"retry-after": "9" * 400}, 30.0) == 30.0
+    assert retry_after({"retry-after": "2"}, 30.0) == 2.0
+    for text in ("", "-3", "1e9", "inf", "Wed, 21 Oct 2015 07:28:00 GMT"):
+        assert retry_after({"retry-after": text}, 30.0) == 0.0
+
+
+def test_one_request_that_no_server_takes_leaves_the_others() -> None:
+    """Its episode hears why; the others are answered."""
+    refused: list[str] = []
+    with servers(0.0) as made:
+        made[0].faults = [status(413)]
+        client = SGLangClient([made[0].url], ClientSettings(concurrency=1, attempts=1))
+
+        def begin(session: Any) -> None:
+            async def ask_for(request: SampleRequest) -> None:
+                try:
+                    await session.sample(request)
+                except RequestError as error:
+                    refused.append(str(error))
+
+            for request in requests_of(4, 1):
+                session.start(ask_for(request))
+
+        client.converse(begin, lambda request: {"group": request.group}, decode)
+        assert made[0].groups.total() == 3
+    assert len(refused) == 1
+    assert "HTTP 413" in refused[0]
+
+
+def test_a_packed_answer_takes_no_more_memory_than_its_limit() -> None:
+    with servers(0.0) as made:
+        made[0].faults = [status(200, gzip.compress(bytes(300 << 20), 1), Content_Encoding="gzip")]
+        tracemalloc.start()
+        client, _ = ask_faulty(made, requests_of(1, 1))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert client.counts == {"wrong_answers": 1}
+    assert peak < 50 << 20

@@ -1,0 +1,234 @@
+"""The short form of routing traces: what is asked for, how it is coded, and what a client makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megarl.engines.sglang.plugin import megarl_routes_plugin
+from megarl.engines.sglang.plugin.compact import HEADER, SEAL, compact, make_header, parse_header, seal
+from megarl.engines.sglang.spec import PLUGIN
+from megarl.errors import TraceError
+from megarl.models.shapes import MoeShape
+from megarl.routes import RoutingTrace, encode
+from megarl.routes.answers import decode_routes, is_compact
+
+SHAPE = MoeShape(num_layers=4, moe_layers=(1, 3), num_experts=16, topk=3)
+
+
+def routes(rows: int, shape: MoeShape = SHAPE) -> np.ndarray:
+    """int32 [rows, all layers, K], zeros in dense layers, in the order of no sorting."""
+    found = (
+        np.random.default_rng(rows).random((rows, shape.num_layers, shape.num_experts)).argsort(2)[..., : shape.topk]
+    )
+    found[:, list(shape.dense_layers)] = 0
+    return found.astype("<i4")
+
+
+def text_of(raw: bytes | None) -> str:
+    assert raw is not None
+    return base64.b64encode(raw).decode()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [SHAPE, MoeShape(2, (0, 1), 300, 8), MoeShape(3, (0, 1, 2), 256, 8), MoeShape(2, (1,), 8, 1)],
+    ids=["dense", "wide", "256", "top-1"],
+)
+def test_both_forms_say_the_same_sets(shape: MoeShape) -> None:
+    whole = routes(50, shape)
+    short = compact(whole.tobytes(), shape)
+    assert short is not None
+    assert is_compact(short)
+    assert not is_compact(whole.tobytes())
+    plain = decode_routes(text_of(whole.tobytes()), 50, shape, "x").experts
+    found = decode_routes(text_of(short), 50, shape, "x").experts
+    assert found.dtype == plain.dtype
+    assert np.array_equal(found, np.sort(plain, axis=2))
+    suffix = compact(whole[20:].tobytes(), shape)
+    for text in (text_of(suffix), text_of(short), text_of(whole[20:].tobytes()), text_of(whole.tobytes())):
+        assert np.array_equal(np.sort(decode_routes(text, 50, shape, "x", known_rows=20).experts, 2), found[20:])
+
+
+@pytest.mark.parametrize(("layers", "experts", "least"), [(48, 128, 6.0), (58, 256, 5.0)])
+def test_the_short_form_has_a_fourth_of_the_bytes_at_most(layers: int, experts: int, least: float) -> None:
+    shape = MoeShape(layers, tuple(range(layers)), experts, 8)
+    whole = routes(200, shape).tobytes()
+    assert len(text_of(whole)) / len(text_of(compact(whole, shape))) > least
+
+
+def test_what_is_not_as_asked_for_is_left_to_the_client() -> None:
+    good = routes(50)
+    assert compact(good.tobytes(), SHAPE) is not None
+    dense, large, twice = good.copy(), good.copy(), good.copy()
+    dense[7, 2] = (1, 2, 3)
+    large[7, 1, 0] = 16
+    twice[7, 1] = 5
+    for wrong in (dense, large, twice, good[:0]):
+        assert compact(wrong.tobytes(), SHAPE) is None
+    assert compact(good.tobytes()[:-4], SHAPE) is None
+    tiny = MoeShape(1, (0,), 4, 1)
+    assert compact(routes(1, tiny).tobytes(), tiny) is None  # it would be longer
+
+
+def test_a_short_form_that_is_wrong_is_an_error() -> None:
+    short = compact(routes(50).tobytes(), SHAPE)
+    assert short is not None
+
+    def told(raw: bytes, rows: int = 50) -> str:
+        with pytest.raises(TraceError, match="group 1: ") as caught:
+            decode_routes(text_of(raw), rows, SHAPE, "group 1")
+        return str(caught.value)
+
+    assert "50 rows, expected 49" in told(short, 49)
+    assert "cut off" in told(short[:-3])
+    assert "does not match its checksum" in told(short[:-1] + bytes([short[-1] ^ 1]))
+    assert "format version 9" in told(short[:4] + b"\x09" + short[5:])
+    other = RoutingTrace(routes(50)[:, [1]], 16)
+    assert "routes of 1 layers, top-3 of 16 experts, expected 2 layers, top-3 of 16" in told(encode(other))
+    more = RoutingTrace(routes(50)[:, [1, 3]], 17)
+    assert "top-3 of 17 experts, expected 2 layers, top-3 of 16" in told(encode(more))
+    with pytest.raises(TraceError, match="cut short"):
+        decode_routes(text_of(short)[:-3], 50, SHAPE, "x")
+
+
+def test_an_ask_survives_its_header() -> None:
+    assert parse_header(make_header(SHAPE)) == SHAPE
+    assert json.loads(make_header(SHAPE)[HEADER])["dense_layers"] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 1},
+        {"version": 2},
+        {"version": None},
+        {"topk": 0},
+        {"num_layers": 1 << 20},
+        {"num_layers": None},
+        {"num_layers": float("inf")},
+        {"num_experts": -1},
+        {"dense_layers": [4]},
+        {"dense_layers": 3},
+        {"more": 1},
+    ],
+)
+def test_an_ask_that_makes_no_sense_is_none(change: dict[str, object]) -> None:
+    good = json.loads(make_header(SHAPE)[HEADER])
+    assert parse_header({HEADER: json.dumps(good)}) == SHAPE
+    assert parse_header({HEADER: json.dumps(good | change)}) is None
+
+
+@pytest.mark.parametrize("header", [None, "", "{", "[]", "1", '{"version": 1}', "[" * 100_000])
+def test_no_ask_is_none(header: str | None) -> None:
+    assert parse_header({} if header is None else {HEADER: header}) is None
+
+
+def test_the_plugin_is_announced_once_in_both_ways() -> None:
+    """SGLang keeps its plugins by name, so the same name twice acts once."""
+    code = (
+        "from importlib.metadata import entry_points; import json; "
+        "print(json.dumps([[e.name, e.value] for e in entry_points(group='sglang.srt.plugins')]))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(PLUGIN)}, capture_output=True, text=True, check=True
+    )
+    assert ["megarl_routes", "megarl_routes_plugin:activate"] in json.loads(found.stdout)
+    assert {name for name, _ in json.loads(found.stdout)} == {"megarl_routes"}
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert set(project["entry-points"]["sglang.srt.plugins"]) == {"megarl_routes"}
+
+
+def test_the_plugin_finds_megarl_alone_and_loads_nothing_that_a_server_lacks(tmp_path: Path) -> None:
+    """As in SGLang's environment, where no megarl is installed and the directory of its package must stay unseen."""
+    code = (
+        "import importlib.util, sys\n"
+        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f)]\n"
+        "assert importlib.util.find_spec('megarl') is None\n"
+        "import megarl_routes_plugin\n"
+        "path = list(sys.path); megarl_routes_plugin.import_megarl(); assert sys.path == path\n"
+        "from megarl.engines.sglang.plugin.compact import parse_header\n"
+        "print('pydantic' in sys.modules, 'httpx' in sys.modules, parse_header({}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(PLUGIN)}, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.stdout == "False False None\n", done.stderr
+
+
+REGISTRY = """
+from enum import Enum
+HookType = Enum("HookType", "AROUND")
+class HookRegistry:
+    @staticmethod
+    def register(target, hook, kind):
+        print("registered", target)
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "registered"),
+    [
+        ("async def generate_request(self, obj, request=None):\n        yield", True),
+        ("async def generate_request(self, request):\n        yield", False),
+        ("async def generate_request(self, obj, request=None):\n        return", False),
+        ("def answer_request(self):\n        pass", False),
+        (None, False),
+    ],
+    ids=["as known", "other arguments", "no iterator", "no such method", "no hooks"],
+)
+def test_an_sglang_with_other_insides_is_left_alone(tmp_path: Path, method: str | None, registered: bool) -> None:
+    """Releases that are not known yet: one line in the log, and the server goes on."""
+    for package in ("sglang", "sglang/srt", "sglang/srt/managers", "sglang/srt/plugins"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    manager = f"class TokenizerManager:\n    {method or 'pass'}\n"
+    (tmp_path / "sglang/srt/managers/tokenizer_manager.py").write_text(manager)
+    if method is not None:
+        (tmp_path / "sglang/srt/plugins/hook_registry.py").write_text(REGISTRY)
+    done = subprocess.run(
+        [sys.executable, "-c", "import megarl_routes_plugin; megarl_routes_plugin.activate()"],
+        env={"PYTHONPATH": os.pathsep.join([str(PLUGIN), str(tmp_path)])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        "registered sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request\n" * registered
+    )
+    assert ("routing traces stay as they are" in done.stderr) != registered
+    assert len(done.stderr.splitlines()) == (not registered)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_plugin_seals_whole_answers_alone(stream: bool) -> None:
+    """Also the tests with real servers see the seal; this one says what is sealed, and that the echo goes."""
+    meta = {"id": "a", "finish_reason": {"type": "stop"}, "output_token_logprobs": [(-0.5, 9, None)]}
+
+    async def original(manager: object, obj: object, request: object) -> AsyncIterator[dict[str, object]]:
+        yield {"output_ids": [9], "prompt_token_ids": [5, 6], "meta_info": {**meta}}
+
+    asked = SimpleNamespace(input_ids=[5, 7], stream=stream)  # the echo, which is what the scheduler was given, wins
+
+    async def answers() -> list[dict[str, object]]:
+        request = SimpleNamespace(headers=make_header(SHAPE))
+        return [answer async for answer in megarl_routes_plugin.generate_request(original, None, asked, request)]
+
+    (answer,) = asyncio.run(answers())
+    if stream:
+        assert answer == {"output_ids": [9], "prompt_token_ids": [5, 6], "meta_info": meta}
+    else:
+        whole = json.loads(json.dumps(answer))
+        assert whole["meta_info"].pop(SEAL) == seal([5, 6], whole) != seal([5, 7], whole)
+        assert whole.keys() == {"output_ids", "meta_info"}

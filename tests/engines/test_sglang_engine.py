@@ -1,0 +1,514 @@
+"""The SGLang engine on a real server: what it reports is true, and it follows the trainer's weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from rollout_oracle import make_requests
+from sglang_oracle import CLOSE, Weights, check_nuclei, logprob_gap, noisy, oracle_of, same_sets
+
+from megarl.core.types import Rollout, SampleRequest
+from megarl.engines.buckets import Bucket
+from megarl.engines.local.distribution import sampling_logprobs
+from megarl.engines.protocol import SamplingParams
+from megarl.engines.sglang import member as sglang_member
+from megarl.engines.sglang.client import ClientSettings
+from megarl.engines.sglang.engine import SGLangEngine
+from megarl.engines.sglang.fleet import Fleet
+from megarl.engines.sglang.server import Server
+from megarl.engines.sglang.spec import ServerSpec
+from megarl.engines.sglang.transports.ipc import Exchange
+from megarl.engines.sglang.transports.sender import WeightSender
+from megarl.engines.sglang.versions import parse_version
+from megarl.engines.weights import WeightForm
+from megarl.errors import MegarlError, RolloutError, WeightSyncError
+
+pytestmark = pytest.mark.sglang
+
+EXACT = 2e-5
+PARAMS = SamplingParams(max_response_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def config(hostile_model: Path) -> dict[str, Any]:
+    return json.loads((hostile_model / "config.json").read_text())
+
+
+@pytest.fixture
+def fleet(updated_server: Server, hostile_model: Path) -> Iterator[Fleet]:
+    """Of one test: two fleets with keepers would both send their weights to a server that has lost them."""
+    fleet = Fleet(urls=[updated_server.url], source=hostile_model)
+    fleet.start()
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture
+def engine(fleet: Fleet, config: dict[str, Any], updated_server: Server) -> SGLangEngine:
+    settings = ClientSettings(concurrency=16, deadline_s=120.0)
+    return SGLangEngine([updated_server.url], config, fleet=fleet, settings=settings, form=WeightForm(torch.float32))
+
+
+@pytest.fixture(scope="module")
+def weights(hostile_model: Path) -> list[Weights]:
+    return [noisy(hostile_model, seed) for seed in range(3)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_routes_and_logprobs_are_those_of_transformers(
+    engine: SGLangEngine, hostile_model: Path, weights: list[Weights], temperature: float
+):
+    # Smaller than the checkpoint's, with which float32 itself is up to 2.3e-5 from float64.
+    calm = {name: tensor if "norm" in name else 0.3 * tensor for name, tensor in weights[0].items()}
+    engine.update_weights(calm.items(), 0)
+    requests = make_requests(6, copies=4)
+    finished: list[int] = []
+    started = time.monotonic()
+    rollouts = engine.generate(requests, replace(PARAMS, temperature=temperature), finished.append)
+    print(f"{len(requests) / (time.monotonic() - started):.1f} requests/s")
+    assert sum(finished) == len(requests)
+    for request, rollout in zip(requests, rollouts, strict=True):
+        assert (rollout.group, rollout.sample) == (request.group, request.sample)
+        assert np.array_equal(rollout.tokens[: len(request.prompt_tokens)], request.prompt_tokens)
+        assert len(rollout.response_tokens) == PARAMS.max_response_tokens
+        assert (rollout.finish_reason, set(rollout.weight_versions)) == ("length", {0})
+    oracle = oracle_of(hostile_model, calm)
+    assert same_sets(rollouts, oracle) == 1.0
+    assert logprob_gap(rollouts, oracle, temperature) < EXACT
+    assert logprob_gap(rollouts, oracle, temperature + 0.3) > 1e-2  # so that the check above can fail
+    assert same_sets(rollouts, oracle_of(hostile_model, weights[1])) < 0.9
+
+
+def test_defaults_of_the_model_folder_change_nothing(engine: SGLangEngine, weights: list[Weights]):
+    """generation_config.json asks for top_k = 1, top_p = 0.1, temperature 0.1 and a repetition penalty."""
+    engine.update_weights(weights[0].items(), 0)
+    rollouts = engine.generate(make_requests(1, copies=64), PARAMS)
+    assert len({tuple(rollout.response_tokens) for rollout in rollouts}) >= 32  # at a temperature of 0.1 there are four
+
+
+@pytest.mark.parametrize("way", ["tensor", "distributed", "ipc", "disk"])
+def test_the_server_follows_the_weights(
+    way: str,
+    updated_server: Server,
+    hostile_model: Path,
+    config: dict[str, Any],
+    weights: list[Weights],
+    tmp_path: Path,
+):
+    folder = tmp_path if way == "disk" else None
+    fleet = Fleet(
+        urls=[updated_server.url],
+        source=hostile_model,
+        folder=folder,
+        broadcast=way == "distributed",
+        exchange=Exchange() if way == "ipc" else None,
+        checksums=True,
+    )
+    engine = SGLangEngine(fleet.start(), config, fleet=fleet, form=WeightForm(torch.float32))
+    requests = make_requests(4, copies=2, seed=3)
+    for version in (1, 2):
+        engine.update_weights(weights[version].items(), version)
+        assert set(engine.sync_seconds) == {"gather", "quantise", "send", "hidden"}
+        print(f"{way}: sync of version {version}: {dict(engine.sync_seconds)}")
+        rollouts = engine.generate(requests, PARAMS)
+        assert logprob_gap(rollouts, oracle_of(hostile_model, weights[version])) < CLOSE
+        assert same_sets(rollouts, oracle_of(hostile_model, weights[version])) == 1.0
+        assert logprob_gap(rollouts, oracle_of(hostile_model, weights[version - 1])) > 0.1
+    engine.close()
+    assert updated_server.alive  # a server that was given by URL is left alone
+
+
+@pytest.mark.parametrize("way", ["send", "share", "broadcast", "load_from_disk"])
+def test_a_dropped_sync_is_seen(
+    updated_server: Server,
+    hostile_model: Path,
+    config: dict[str, Any],
+    weights: list[Weights],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    way: str,
+):
+    folder = tmp_path if way == "load_from_disk" else None
+    exchange = Exchange() if way == "share" else None
+    broadcast = way == "broadcast"
+    fleet = Fleet(
+        urls=[updated_server.url], source=hostile_model, folder=folder, broadcast=broadcast, exchange=exchange
+    )
+    engine = SGLangEngine(fleet.start(), config, fleet=fleet, form=WeightForm(torch.float32))
+    engine.update_weights(weights[1].items(), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightSender, way, lambda self, *what: None)
+        patch.setattr(sglang_member, "DEATH_WAIT_S", 0.5)
+        with pytest.raises(WeightSyncError, match="confirmed the update to weights 2 and did not make it"):
+            engine.update_weights(weights[2].items(), 2)
+    engine.update_weights(weights[2].items(), 3)
+    assert logprob_gap(engine.generate(make_requests(4), PARAMS), oracle_of(hostile_model, weights[2])) < CLOSE
+
+
+@pytest.mark.parametrize("fault", ["lacks one", "unknown", "shape"])
+def test_a_wrong_update_keeps_the_server_and_the_next_one_is_good(
+    engine: SGLangEngine, hostile_model: Path, weights: list[Weights], fault: str
+):
+    """A server would answer success to the first two, and die of the third."""
+    items = list(weights[1].items())
+    name, tensor = items[-1]
+    wrong = {
+        "lacks one": items[:-1],
+        "unknown": [*items, ("model.layers.0.nothing.weight", tensor)],
+        "shape": [*items[:-1], (name, tensor.flatten()[:-1])],
+    }[fault]
+    with pytest.raises(WeightSyncError, match=r"missing|unknown|has shape"):
+        engine.update_weights(iter(wrong), 5)
+    with pytest.raises(WeightSyncError, match="no complete weights"):
+        engine.generate(make_requests(1), PARAMS)
+    engine.update_weights(weights[1].items(), 6)
+    assert logprob_gap(engine.generate(make_requests(2), PARAMS), oracle_of(hostile_model, weights[1])) < CLOSE
+
+
+def test_a_half_update_of_a_trainer_that_is_gone_is_no_obstacle(
+    engine: SGLangEngine, hostile_model: Path, weights: list[Weights], updated_server: Server
+):
+    """It has left the server paused, with some new tensors, and with an open session where there are any."""
+    gone = WeightSender(updated_server.url, parse_version(updated_server.version))
+    gone.begin()
+    gone.send(Bucket(list(weights[2].items())[:20]))
+    gone.close()
+    engine.update_weights(weights[1].items(), 1)
+    assert logprob_gap(engine.generate(make_requests(2), PARAMS), oracle_of(hostile_model, weights[1])) < CLOSE
+
+
+def test_without_weights_nothing_is_sampled(engine: SGLangEngine):
+    assert engine.weight_version == -1
+    with pytest.raises(WeightSyncError, match="update_weights first"):
+        engine.generate(make_requests(1), PARAMS)
+
+
+def test_the_ids_that_tokens_are_drawn_from_are_those_of_transformers(
+    engine: SGLangEngine, hostile_model: Path, weights: list[Weights]
+):
+    """Their log-probabilities are within these ids. Without max_kept_ids they are the same, and the ids are dropped."""
+    engine.update_weights(weights[0].items(), 0)
+    params = replace(PARAMS, temperature=1.3, top_p=0.8)
+    rollouts = engine.generate(make_requests(6, copies=4), replace(params, max_kept_ids=10_000))
+    check_nuclei(rollouts, oracle_of(hostile_model, weights[0]), params)
+    (bare,) = engine.generate(make_requests(1), params)
+    assert (bare.kept_counts, bare.kept_ids) == (None, None)
+    distribution = sampling_logprobs(oracle_of(hostile_model, weights[0]).logits(bare.tokens), 1.3, 0.8)[:-1]
+    expected = distribution.gather(1, torch.tensor(bare.tokens[1:, None]).long())[bare.prompt_length - 1 :, 0]
+    np.testing.assert_allclose(bare.rollout_logprobs[bare.prompt_length :], expected.numpy(), atol=CLOSE)
+    with pytest.raises(RolloutError, match=r"more than the 9 of max_kept_ids: lower rollout\.top_p"):
+        engine.generate(make_requests(1), replace(params, max_kept_ids=9))
+
+
+def test_a_response_ends_with_a_stop_token_or_at_its_limit(engine: SGLangEngine, weights: list[Weights]):
+    engine.update_weights(weights[0].items(), 0)
+    stops = (2, 3, 4)
+    rollouts = engine.generate(make_requests(8, copies=4), replace(PARAMS, stop_token_ids=stops))
+    assert {rollout.finish_reason for rollout in rollouts} == {"stop", "length"}
+    for rollout in rollouts:
+        response = rollout.response_tokens.tolist()
+        ends = (*stops, 1)  # 1: the end token of the model itself
+        assert not set(response[:-1]) & set(ends)
+        assert (rollout.finish_reason == "stop") == (response[-1] in ends)
+        assert rollout.finish_reason == "stop" or len(response) == PARAMS.max_response_tokens
+
+
+def test_without_stop_tokens_nothing_stops_a_response(engine: SGLangEngine, weights: list[Weights]):
+    engine.update_weights(weights[0].items(), 0)
+    rollouts = engine.generate(make_requests(16, copies=4), PARAMS)
+    assert any(1 in rollout.response_tokens[:-1] for rollout in rollouts)  # the model's own end token
+    assert {len(rollout.response_tokens) for rollout in rollouts} == {PARAMS.max_response_tokens}
+
+
+def test_a_response_ends_where_the_positions_end(engine: SGLangEngine, hostile_model: Path, weights: list[Weights]):
+    engine.update_weights(weights[0].items(), 0)
+    prompt = np.arange(50, dtype=np.int32) % 28 + 2
+    (rollout,) = engine.generate([SampleRequest(prompt, 0, 0, 0)], replace(PARAMS, max_response_tokens=1000))
+    assert 60 <= rollout.num_tokens <= 64
+    assert rollout.finish_reason == "length"
+    assert logprob_gap([rollout], oracle_of(hostile_model, weights[0])) < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (np.arange(63) % 28 + 2, "a prompt of 63 tokens leaves no room in 63 positions"),
+        (np.arange(61) % 28 + 2, "refuses the request, HTTP 400"),
+        (np.array([3, 32]), r"token outside of 0\.\.31"),
+        (np.array([], np.int32), "the prompt is empty"),
+    ],
+    ids=["no position left", "no position left for SGLang", "no token", "empty"],
+)
+def test_a_prompt_that_cannot_be_served_is_an_error_at_once(
+    engine: SGLangEngine, weights: list[Weights], updated_server: Server, prompt: np.ndarray, message: str
+):
+    engine.update_weights(weights[0].items(), 0)
+    requests = [*make_requests(3), SampleRequest(prompt.astype(np.int32), 3, 0, 0)]
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match=message):
+        engine.generate(requests, PARAMS)
+    assert time.monotonic() - started < 100.0  # not at the deadline of 120 s
+    assert updated_server.alive
+    assert len(engine.generate(make_requests(2), PARAMS)) == 2
+
+
+def test_a_rollout_of_another_version_is_refused(engine: SGLangEngine, weights: list[Weights], updated_server: Server):
+    """Somebody else has updated the server behind our back."""
+    engine.update_weights(weights[0].items(), 3)
+    httpx.post(f"{updated_server.url}/update_weight_version", json={"new_version": "4"}).raise_for_status()
+    engine._client.settings = replace(engine._client.settings, recovery_s=1.0)
+    with pytest.raises(RolloutError, match=r"down, the last failure: .* does not answer with weights 3$"):
+        engine.generate(make_requests(1), PARAMS)
+
+
+class TestStaleCache:
+    """What the prefix cache holds after an update is of old weights."""
+
+    PROMPT = np.arange(40, dtype=np.int32) % 28 + 2
+
+    def sample(self, engine: SGLangEngine) -> list[Rollout]:
+        return engine.generate([SampleRequest(self.PROMPT, 0, 0, 0)], PARAMS)
+
+    def test_the_second_generation_of_a_prompt_has_new_routes(
+        self, engine: SGLangEngine, hostile_model: Path, weights: list[Weights]
+    ):
+        for version in (1, 2):
+            engine.update_weights(weights[version].items(), version)
+            oracle = oracle_of(hostile_model, weights[version])
+            for _ in range(2):  # the second time from the cache
+                rollouts = self.sample(engine)
+                assert same_sets(rollouts, oracle) == 1.0
+                assert logprob_gap(rollouts, oracle) < CLOSE
+
+    def test_without_the_flush_it_would_not(
+        self, engine: SGLangEngine, hostile_model: Path, weights: list[Weights], updated_server: Server
+    ):
+        engine.update_weights(weights[1].items(), 1)
+        self.sample(engine)
+        sender = WeightSender(updated_server.url, parse_version(updated_server.version))
+        sender.begin()
+        sender.send(Bucket(weights[2].items()))
+        if sender._in_session:
+            sender._post("end_weight_update", {})
+        sender._post("continue_generation", {})
+        sender.close()
+        oracle = oracle_of(hostile_model, weights[2])
+        rollouts = self.sample(engine)
+        assert same_sets(rollouts, oracle) < 0.9
+        assert logprob_gap(rollouts, oracle) > 1e-2
+
+
+def test_a_flush_is_refused_while_requests_run_and_then_the_server_stays_paused(
+    engine: SGLangEngine, weights: list[Weights], updated_server: Server
+):
+    engine.update_weights(weights[0].items(), 0)
+
+    async def busy(ended: threading.Event) -> None:
+        async with httpx.AsyncClient(timeout=60.0) as http:
+
+            async def again(tokens: int) -> None:
+                params = {"max_new_tokens": tokens, "ignore_eos": True}
+                body = {"input_ids": [5, 6], "sampling_params": params}
+                while not ended.is_set():
+                    await http.post(f"{updated_server.url}/generate", json=body)
+
+            # Of different lengths: equal ones would run in step, and end together.
+            await asyncio.gather(*(again(20 + 3 * i) for i in range(12)))
+
+    def running() -> int:
+        answer = httpx.get(f"{updated_server.url}/v1/loads", params={"include": "core"}, timeout=30.0)
+        return sum(load["num_running_reqs"] for load in answer.json()["loads"])
+
+    def post(path: str, body: dict[str, str]) -> None:
+        httpx.post(f"{updated_server.url}/{path}", json=body, timeout=30.0).raise_for_status()
+
+    ended = threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(busy(ended)))
+    thread.start()
+    sender = WeightSender(updated_server.url, parse_version(updated_server.version))
+    try:
+        end = time.monotonic() + 300.0
+        while True:
+            assert time.monotonic() < end, "the requests do not run"
+            post("pause_generation", {"mode": "in_place"})  # those that run stay so, however busy the machine is
+            if running():
+                break
+            post("continue_generation", {})
+            time.sleep(0.05)
+        with pytest.raises(WeightSyncError, match=r"(?s)refuses to flush its cache, HTTP 400.*stays paused"):
+            sender.finish(9)  # without begin(), which would have aborted them
+        assert sender.weight_version() == "0"
+    finally:
+        ended.set()
+        post("continue_generation", {})
+        sender.close()
+        thread.join()
+    engine.update_weights(weights[0].items(), 1)
+    assert len(engine.generate(make_requests(2), PARAMS)) == 2
+
+
+def test_an_update_aborts_what_runs(engine: SGLangEngine, weights: list[Weights], updated_server: Server):
+    engine.update_weights(weights[0].items(), 0)
+    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 55, "ignore_eos": True}}
+    answers: list[dict[str, Any]] = []
+
+    def ask() -> None:
+        answers.append(httpx.post(f"{updated_server.url}/generate", json=body, timeout=60.0).json())
+
+    threads = [threading.Thread(target=ask) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    engine.update_weights(weights[1].items(), 1)
+    for thread in threads:
+        thread.join()
+    for answer in answers:
+        reason = answer["meta_info"]["finish_reason"]["type"]
+        spans = {span["version"] for span in answer["meta_info"].get("weight_versions") or []}
+        assert reason == "abort" or len(spans) <= 1, "a response was made with two versions of the weights"
+
+
+def test_an_update_waits_for_ranks_that_still_sample(
+    fleet: Fleet, config: dict[str, Any], weights: list[Weights], updated_server: Server
+):
+    """Two ranks share the server; the one that sends the weights is through with its own responses first."""
+    met = threading.Barrier(2, timeout=60.0)
+
+    def agree(failure: MegarlError | None) -> None:
+        met.wait()
+        if failure is not None:
+            raise failure
+
+    settings = ClientSettings(concurrency=16, deadline_s=120.0)
+    sender, other = (
+        SGLangEngine(
+            [updated_server.url],
+            config,
+            fleet=owned,
+            agree=agree,
+            settings=settings,
+            form=WeightForm(torch.float32),
+        )
+        for owned in (fleet, None)
+    )
+    found: list[Rollout] = []
+    begun = threading.Event()
+
+    def until_asked(_: int) -> None:
+        """Hold the responses back until the sender waits in its update."""
+        end = time.monotonic() + 60.0
+        while met.n_waiting == 0 and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def other_rank() -> None:
+        other.update_weights(weights[0].items(), 0)
+        begun.set()
+        params = replace(PARAMS, max_response_tokens=40)
+        found.extend(other.generate(make_requests(8, copies=4), params, until_asked))
+        other.update_weights(weights[1].items(), 1)
+
+    thread = threading.Thread(target=other_rank)
+    thread.start()
+    sender.update_weights(weights[0].items(), 0)
+    assert begun.wait(60.0)
+    sender.update_weights(weights[1].items(), 1)
+    thread.join()
+    assert len(found) == 32
+    assert {int(version) for rollout in found for version in rollout.weight_versions} == {0}
+
+
+def test_a_server_that_is_back_with_wrong_weights_samples_nothing(
+    updated_server: Server, hostile_model: Path, weights: list[Weights], monkeypatch: pytest.MonkeyPatch
+):
+    """Its checksums are compared before it may answer a request."""
+    asked: list[str] = []
+    ask = WeightSender._ask
+
+    def listening(sender: WeightSender, method: str, path: str, *more: Any, **options: Any) -> httpx.Response:
+        asked.append(path)
+        return ask(sender, method, path, *more, **options)
+
+    monkeypatch.setattr(WeightSender, "_ask", listening)
+    told: list[str] = []
+    fleet = Fleet(urls=[updated_server.url], source=hostile_model, checksums=True, tell=told.append)
+    fleet.start()
+    (member,) = fleet._members
+    fleet._state.ended.set()  # its keeper looks no more
+    process = SimpleNamespace(alive=True, wait_ready=lambda *_: None)
+    process.start = process.kill = process.stop = lambda: None
+    member.process = process  # type: ignore[assignment]
+    fleet.update(weights[0].items(), 0, WeightForm(torch.float32))
+    assert asked.index("weights_checker") < asked.index("continue_generation")
+    asked.clear()
+    fleet._keepers[0].restart()
+    assert asked.index("weights_checker") < asked.index("continue_generation")
+    assert "is back with weights 0" in told[-1]
+
+    asked.clear()
+    last = fleet._state.last
+    assert last is not None
+    fleet._state.last = replace(last, checksums=[dict.fromkeys(rank, "0") for rank in last.checksums or []])
+    fleet._keepers[0].restart()
+    assert "holds other weights than the first server" in told[-1]
+    assert "continue_generation" not in asked
+    member.sender.resume()
+    member.sender.close()
+
+
+def test_servers_that_have_given_their_memory_back_sample_again_after_an_update(
+    engine: SGLangEngine, fleet: Fleet, weights: list[Weights]
+):
+    engine.update_weights(weights[0].items(), 0)
+    requests = make_requests(2, copies=2)
+    before = engine.generate(requests, PARAMS)
+    assert {int(v) for rollout in before for v in rollout.weight_versions} == {0}
+    engine.rest()
+    assert engine.weight_version == -1
+    with pytest.raises(WeightSyncError, match="no complete weights"):
+        engine.generate(requests, PARAMS)
+    engine.update_weights(weights[1].items(), 1)
+    after = engine.generate(requests, PARAMS)
+    assert {int(v) for rollout in after for v in rollout.weight_versions} == {1}
+    engine.update_weights(weights[0].items(), 2)  # and one that was not resting
+    assert len(engine.generate(requests, PARAMS)) == len(requests)
+
+
+def test_a_server_of_somebody_else_that_was_started_again_gets_the_weights(
+    sglang_spec: ServerSpec, hostile_model: Path, config: dict[str, Any], weights: list[Weights], tmp_path: Path
+):
+    """As ``megarl launch`` runs them: the servers' own step starts them again, the trainer sends the weights."""
+    told: list[str] = []
+    spec = replace(sglang_spec, model_path=hostile_model, log_file=tmp_path / "log", max_total_tokens=4096)
+    with Server(spec) as server:
+        server.wait_ready(300.0)
+        fleet = Fleet(urls=[server.url], source=hostile_model, tell=told.append)
+        fleet.start()
+        try:
+            settings = ClientSettings(concurrency=16, deadline_s=120.0, recovery_s=300.0)
+            engine = SGLangEngine([server.url], config, fleet=fleet, settings=settings, form=WeightForm(torch.float32))
+            engine.update_weights(weights[0].items(), 0)
+            (member,) = fleet._members
+            member.checked_at = math.inf  # else its keeper may see the death before the update does
+            server.kill()
+            engine.update_weights(weights[1].items(), 1)  # nobody is there; nothing is lost
+            assert any("has gone in a weight update" in line for line in told)
+            member.checked_at = -math.inf
+            server.start()
+            rollouts = engine.generate(make_requests(3, copies=2), PARAMS)
+            assert {int(v) for rollout in rollouts for v in rollout.weight_versions} == {1}
+            assert any("is back with weights 1" in line for line in told)
+        finally:
+            fleet.close()

@@ -1,0 +1,274 @@
+"""Episodes on a real SGLang server: their joined columns, and sessions in which something is slow, dead or unwanted."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from episode_worlds import (
+    Script,
+    check_columns,
+    check_teacher_forced,
+    for_ever,
+    merging_tokenizer,
+    play_all,
+    says,
+)
+from rollout_oracle import make_requests
+from sglang_faulty import kill_9
+from sglang_fixtures import START_DEADLINE_S
+from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of
+
+from megarl.core.types import Rollout, SampleRequest
+from megarl.data.tiny import write_tiny_model
+from megarl.engines.episodes import EpisodeLimits, play
+from megarl.engines.protocol import SamplingParams, Session
+from megarl.engines.sglang import engine as sglang_engine
+from megarl.engines.sglang.client import ClientSettings
+from megarl.engines.sglang.engine import SGLangEngine
+from megarl.engines.sglang.fleet import Fleet, FleetSettings
+from megarl.engines.sglang.server import Server
+from megarl.engines.sglang.spec import ServerSpec
+from megarl.engines.tools.protocol import ModelTurn, Observation
+from megarl.engines.weights import WeightForm
+
+pytestmark = pytest.mark.sglang
+
+POSITIONS = 4096
+LAYERS, TOP_K = 3, 2
+SOME_STOPS = SamplingParams(max_response_tokens=100, stop_token_ids=tuple(range(1, 6)))
+LIMITS = EpisodeLimits(response_tokens=40, turns=4, turn_tokens=8, positions=POSITIONS)
+
+
+@dataclass(frozen=True)
+class Served:
+    """One server that is started again when it dies, of a model with room for long responses."""
+
+    engine: SGLangEngine
+    plain: SGLangEngine
+    """The same without the short form of routes."""
+    server: Server
+    model: Path
+    weights: Weights
+    told: list[str]
+
+    def running(self) -> int:
+        """Requests that the server works on, or that wait in it."""
+        loads = httpx.get(f"{self.server.url}/v1/loads", params={"include": "core"}, timeout=30.0).json()["loads"]
+        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+    async def running_becomes(self, num: int) -> None:
+        async with asyncio.timeout(60.0):
+            while await asyncio.to_thread(self.running) != num:
+                await asyncio.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def served(sglang_spec: ServerSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("episodes")
+    model = write_tiny_model(
+        folder / "model",
+        hidden_size=64,
+        num_layers=LAYERS,
+        num_experts=8,
+        top_k=TOP_K,
+        expert_width=32,
+        max_positions=POSITIONS,
+        initializer_range=0.3,
+    )
+    spec = replace(sglang_spec, model_path=model, log_file=folder / "server.log", max_total_tokens=4 * POSITIONS)
+    told: list[str] = []
+    fleet = Fleet(
+        [spec], settings=FleetSettings(START_DEADLINE_S, max_restarts=9, poll_s=0.1, health_s=3600.0), tell=told.append
+    )
+    settings = ClientSettings(concurrency=16, deadline_s=120.0, losses=100, recovery_s=START_DEADLINE_S)
+    config, form = json.loads((model / "config.json").read_text()), WeightForm(torch.float32)
+    urls = fleet.start()
+    engine = SGLangEngine(urls, config, fleet=fleet, settings=settings, form=form)
+    weights = noisy(model, 7)
+    engine.update_weights(weights.items(), 3)
+    plain = SGLangEngine(urls, config, fleet=None, settings=replace(settings, compact_routes=False), form=form)
+    plain._version, plain._complete = 3, True  # those of the other, on the same server
+    (server,) = [member.process for member in fleet._members if member.process]
+    yield Served(engine, plain, server, model, weights, told)
+    engine.close()
+
+
+@pytest.mark.parametrize("form", ["engine", "plain"])
+def test_the_joined_turns_are_what_one_pass_over_the_text_says(served: Served, form: str) -> None:
+    """Of transformers, and of the server itself with an empty cache."""
+    requests, script = make_requests(6, copies=2), says("b0", "bb7", "b")
+    engine, oracle = getattr(served, form), oracle_of(served.model, served.weights)
+    found = play_all(engine, requests, script, LIMITS, SOME_STOPS)
+    httpx.post(f"{served.server.url}/flush_cache", timeout=60.0).raise_for_status()
+    merged = 0
+    for request, played in zip(requests, found, strict=True):
+        assert played is not None
+        assert played.failure is None
+        check_columns(played, request, last_row=False)
+        check_teacher_forced(played, oracle, CLOSE, same_order=False)
+        whole = played.rollout
+        assert whole is not None
+        assert whole.routed_experts is not None
+        assert set(whole.weight_versions.tolist()) == {3}
+        (again,) = engine.generate(
+            [replace(request, prompt_tokens=whole.tokens)], replace(SOME_STOPS, max_response_tokens=1)
+        )
+        assert again.routed_experts is not None
+        rows = slice(0, min(whole.num_tokens - 1, oracle.clear(whole.tokens)))  # in another batch, ties end otherwise
+        assert np.array_equal(np.sort(whole.routed_experts[rows], -1), np.sort(again.routed_experts[rows], -1))
+        text = merging_tokenizer().decode(whole.response_tokens, skip_special_tokens=False)
+        merged += merging_tokenizer()(text, add_special_tokens=False)["input_ids"] != whole.response_tokens.tolist()
+    assert max(len(played.turn_ends) for played in found if played is not None) == 4
+    assert merged > len(requests) / 4  # nine in ten on average
+    assert set(script.closed) == {1}
+
+
+def test_later_turns_are_not_sent_the_rows_that_are_known(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[SampleRequest, Any]] = []
+    original = sglang_engine.parse_answer
+
+    def recording(request: SampleRequest, answer: Any, *known: Any) -> Rollout:
+        seen.append((request, answer))
+        return original(request, answer, *known)
+
+    monkeypatch.setattr(sglang_engine, "parse_answer", recording)
+    play_all(served.plain, make_requests(4), says("b0", "bb7", "b"), LIMITS, SOME_STOPS)
+    later = 0
+    for request, answer in seen:
+        rows = len(base64.b64decode(answer["meta_info"]["routed_experts"])) / (4 * LAYERS * TOP_K)
+        assert rows == len(request.prompt_tokens) + len(answer["output_ids"]) - 1 - request.known_rows
+        later += request.known_rows > 0
+    assert later >= 4
+    known = {(request.group, request.known_rows) for request, _ in seen}
+    assert len(known) == len(seen)  # more from turn to turn
+
+
+def test_no_episode_waits_for_the_environment_of_another(served: Served) -> None:
+    requests = make_requests(5)
+    ended: list[int] = []
+
+    async def waits_for_the_others(turn: ModelTurn) -> Observation:
+        while sorted(ended) != [1, 2, 3, 4]:
+            await asyncio.sleep(0.01)
+        return Observation("b0", done=turn.index == 1)
+
+    slow, quick = Script(waits_for_the_others), says("b0", "b")
+    found = {}
+
+    def begin(session: Session) -> None:
+        places = asyncio.Semaphore(8)
+
+        async def one(i: int) -> None:
+            environment = quick if i else slow
+            found[i] = await play(session, requests[i], "", environment, merging_tokenizer(), LIMITS, places)
+            ended.append(i)
+
+        for i in range(5):
+            session.start(one(i))
+
+    served.engine.converse(begin, SOME_STOPS)
+    assert [found[i].failure for i in range(5)] == [None] * 5
+    assert ended[-1] == 0
+    assert len(found[0].turn_ends) == 2
+
+
+LONG = SamplingParams(max_response_tokens=POSITIONS)
+FOR_LONG = EpisodeLimits(response_tokens=POSITIONS, turns=2, positions=POSITIONS)
+
+
+def long_session(served: Served, script: Script, then: Callable[[list[asyncio.Task[None]]], Any]) -> None:
+    """Two episodes that ask for thousands of tokens, at the same time and equally many; ``then`` gets their tasks."""
+    requests = [SampleRequest(np.full(8, 3 + i, np.int32), i, 0, i) for i in range(2)]
+
+    def begin(session: Session) -> None:
+        async def one(i: int) -> None:
+            await play(session, requests[i], "", script, merging_tokenizer(), FOR_LONG, asyncio.Semaphore(1))
+
+        tasks = [session.start(one(i)) for i in range(2)]
+        session.start(then(tasks))
+
+    served.engine.converse(begin, LONG)
+
+
+def test_a_cancelled_episode_ends_on_the_server_too(served: Served) -> None:
+    """They are decoded together and would end together: one that runs alone shows that the other was aborted."""
+    script, counts = Script(for_ever), []
+
+    async def cancels(tasks: list[asyncio.Task[None]]) -> None:
+        for running in (2, 1, 0):
+            await served.running_becomes(running)
+            counts.append(running)
+            if running:
+                tasks[running - 1].cancel()
+
+    assert served.running() == 0
+    long_session(served, script, cancels)
+    assert counts == [2, 1, 0]
+    assert script.closed == [1, 1]
+    assert script.turns == []
+
+
+def test_weights_change_right_after_a_cancelled_session(served: Served) -> None:
+    async def cancels(tasks: list[asyncio.Task[None]]) -> None:
+        await served.running_becomes(2)
+        for task in tasks:
+            task.cancel()
+
+    long_session(served, Script(for_ever), cancels)
+    other = noisy(served.model, 8)
+    served.engine.update_weights(other.items(), 4)
+    assert served.running() == 0
+    rollouts = served.engine.generate(make_requests(6), SOME_STOPS)
+    assert logprob_gap(rollouts, oracle_of(served.model, other)) < CLOSE
+    assert {int(v) for rollout in rollouts for v in rollout.weight_versions} == {4}
+    served.engine.update_weights(served.weights.items(), 3)
+
+
+def test_a_deadline_in_mid_sampling_costs_one_episode(served: Served) -> None:
+    """Its clock begins with the end of the first turn; the second, of hundreds of tokens, ends on the server too."""
+    requests, script = make_requests(2), says("b0", "b0")
+    limits = [replace(FOR_LONG, episode_s=0.5, turn_tokens=600), replace(LIMITS, turn_tokens=4)]
+    long, short = play_all(served.engine, requests, script, limits, LONG)
+    assert long is not None
+    assert short is not None
+    assert (long.failure, len(long.turn_ends)) == ("the episode took more than 0.5 s", 1)
+    assert long.rollout is not None
+    assert long.rollout.finish_reason == "abort"
+    assert short.failure is None
+    check_columns(short, requests[1], last_row=False)
+    asyncio.run(served.running_becomes(0))
+    assert script.closed == [1, 1]
+
+
+def test_a_server_killed_between_turns_loses_no_episode(served: Served) -> None:
+    requests, oracle = make_requests(6), oracle_of(served.model, served.weights)
+    arrived: list[int] = []
+
+    async def kills(turn: ModelTurn) -> Observation:
+        if turn.index == 0:
+            arrived.append(0)
+            if len(arrived) == len(requests):
+                kill_9(served.server)
+            while len(arrived) < len(requests) or not any("is dead" in line for line in served.told):
+                await asyncio.sleep(0.01)
+        return Observation("b0", done=turn.index == 2)
+
+    script = Script(kills)
+    found = play_all(served.engine, requests, script, replace(LIMITS, response_tokens=60), SOME_STOPS)
+    assert any("is back with weights 3" in line for line in served.told)
+    for request, played in zip(requests, found, strict=True):
+        assert played is not None
+        assert (played.failure, len(played.turn_ends)) == (None, 3)
+        check_columns(played, request, last_row=False)
+        check_teacher_forced(played, oracle, CLOSE, same_order=False)
+    assert script.closed == [1] * len(requests)

@@ -1,0 +1,772 @@
+"""A fleet whose servers die and come back at every moment of its life; the servers are stand-ins that start fast."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+import torch
+from sglang_faulty import kill_9
+from sglang_stand_in import MAGIC
+
+from megarl.core.types import SampleRequest
+from megarl.data.tiny import write_tiny_model
+from megarl.engines.protocol import sample_each
+from megarl.engines.sglang import fleet as sglang_fleet
+from megarl.engines.sglang import server as sglang_server
+from megarl.engines.sglang.client import ClientSettings, SGLangClient
+from megarl.engines.sglang.fleet import Fleet, FleetSettings
+from megarl.engines.sglang.member import Member
+from megarl.engines.sglang.server import Server
+from megarl.engines.sglang.spec import ServerSpec, free_port
+from megarl.engines.sglang.transports import deadlines, ipc
+from megarl.engines.sglang.transports import sender as sglang_sync
+from megarl.engines.sglang.transports.ipc import Exchange
+from megarl.engines.sglang.transports.payload import payload_of
+from megarl.engines.weights import WeightForm, checkpoint_shapes
+from megarl.errors import ConfigError, RolloutError, WeightSyncError
+
+STAND_IN = Path(__file__).with_name("sglang_stand_in.py")
+FORM = WeightForm(torch.float32)
+PATIENCE = FleetSettings(180.0, poll_s=0.02, health_s=1000.0)
+WAIT_S = 180.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("fleet") / "model", num_layers=1, num_experts=2)
+
+
+shapes_of = cache(checkpoint_shapes)
+
+
+def weights(model: Path, value: float) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a version: every tensor begins with the two numbers that a stand-in looks for."""
+    for name, shape in shapes_of(model).items():
+        tensor = torch.zeros(shape)
+        tensor.view(-1)[:2] = torch.tensor([MAGIC, value])
+        yield name, tensor
+
+
+@dataclass
+class World:
+    """A fleet of stand-ins, each with a folder."""
+
+    model: Path
+    root: Path
+    told: list[str] = field(default_factory=list)
+    fleets: list[Fleet] = field(default_factory=list)
+
+    def folder(self, index: int) -> Path:
+        return self.root / str(index)
+
+    def control(self, index: int, **words: Any) -> None:
+        self.folder(index).mkdir(exist_ok=True)
+        part = self.folder(index) / "control.part"
+        part.write_text(json.dumps(words))
+        part.rename(self.folder(index) / "control.json")
+
+    def events(self, index: int, *names: str) -> list[dict[str, Any]]:
+        whole, _, _ = (self.folder(index) / "events.jsonl").read_text().rpartition("\n")  # the last may be half written
+        return [event for event in map(json.loads, whole.splitlines()) if not names or event["event"] in names]
+
+    def start(self, number: int = 2, urls: tuple[str, ...] = (), **fields: Any) -> Fleet:
+        fields = {"settings": PATIENCE, **fields}
+        for index in range(number):
+            self.control(index) if not self.folder(index).exists() else None
+        specs = [
+            ServerSpec(self.model, sys.executable, "float32", self.folder(index) / "log", api_key=fields.get("api_key"))
+            for index in range(number)
+        ]
+        fleet = Fleet(specs, urls, source=self.model, tell=self.told.append, **fields)
+        self.fleets.append(fleet)
+        fleet.start()
+        return fleet
+
+    def update(self, fleet: Fleet, version: int) -> float:
+        started = time.monotonic()
+        fleet.update(weights(self.model, version), version, FORM)
+        return time.monotonic() - started
+
+    def until(self, holds: Callable[[], object]) -> None:
+        end = time.monotonic() + WAIT_S
+        while not holds():
+            assert time.monotonic() < end, self.told
+            time.sleep(0.01)
+
+    def kill(self, fleet: Fleet, *indices: int) -> None:
+        """Kill these servers, and wait until their keepers have seen it."""
+        members = [fleet._members[index] for index in indices]
+        before = [member.restarts for member in members]
+        for member in members:
+            kill_9(process_of(member))
+        self.until(lambda: all(m.restarts > number for m, number in zip(members, before, strict=True)))
+
+    def until_back(self, fleet: Fleet, version: int) -> None:
+        self.until(lambda: all(m.holds is not None and m.holds.version == version for m in fleet._members))
+        for member in fleet._members:
+            assert self.ask(member) == [str(version), [version]]
+
+    def ask(self, member: Member) -> list[Any]:
+        """Name and number of the weights that a server samples with."""
+        headers = {"authorization": f"Bearer {member.api_key}"}
+        return httpx.post(f"{member.url}/generate", json={}, headers=headers, timeout=WAIT_S).json()["is"]
+
+
+def process_of(member: Member) -> Server:
+    assert member.process is not None
+    return member.process
+
+
+STEPS = (
+    "pause_generation",
+    "begin_weight_update",
+    "update_weights_from_tensor",
+    "end_weight_update",
+    "flush_cache",
+    "update_weight_version",
+    "model_info",
+    "weights_checker",
+    "continue_generation",
+    "generate",
+)
+
+
+@pytest.fixture
+def world(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    def command(spec: ServerSpec, _: Path | None) -> list[str]:
+        words = [str(spec.python), str(STAND_IN), str(spec.port), str(Path(spec.log_file).parent)]
+        return [*words, spec.api_key] if spec.api_key else words
+
+    monkeypatch.setattr(sglang_server, "command", command)
+    monkeypatch.setattr(sglang_fleet, "checkpoint_shapes", shapes_of)  # read once
+    monkeypatch.setattr(sglang_fleet, "BUCKET_BYTES", 1 << 14)  # several buckets
+    monkeypatch.setattr(deadlines, "LATE_S", WAIT_S)
+    monkeypatch.setattr(deadlines, "CONTROL_S", WAIT_S)
+    made = World(model, tmp_path)
+    yield made
+    print("\n".join(made.told))
+    for fleet in made.fleets:
+        fleet.close()
+        assert not any(member.process.members() for member in fleet._members if member.process)
+
+
+def test_an_update_does_not_wait_for_a_server_that_is_down(world: World):
+    fleet = world.start()
+    world.update(fleet, 1)
+    world.control(1, start=1000.0)
+    kill_9(process_of(fleet._members[1]))
+    world.until(lambda: len(world.events(1, "started")) == 2)
+    for version in (2, 3, 4):  # 1000 s to the start, and 180 s of patience
+        world.update(fleet, version)
+        assert world.ask(fleet._members[0]) == [str(version), [version]]
+    assert not fleet._members[1].ready
+    world.control(1)
+    world.kill(fleet, 1)  # the start that hangs
+    world.until_back(fleet, 4)
+    assert any("could not be started again" in line for line in world.told)
+    assert f"{fleet._members[1].url} is back with weights 4" in world.told[-1]
+
+
+def test_two_servers_come_back_at_the_same_time(world: World):
+    fleet = world.start(3)
+    world.update(fleet, 1)
+    for index in (0, 1):
+        world.control(index, start=5.0)
+    world.kill(fleet, 0, 1)
+    world.until_back(fleet, 1)
+    began, served = ([world.events(index, name)[-1]["at"] for index in (0, 1)] for name in ("started", "serving"))
+    assert max(began) < min(served)
+
+
+@pytest.mark.parametrize("path", STEPS)
+def test_a_server_may_die_in_every_step_of_an_update(world: World, path: str):
+    fleet = world.start(checksums=True)
+    world.update(fleet, 1)
+    world.control(1, die_at=path)
+    world.update(fleet, 2)
+    assert world.ask(fleet._members[0]) == ["2", [2.0]]
+    world.until_back(fleet, 2)
+    assert fleet._members[1].restarts == 1
+    world.update(fleet, 3)
+    assert [world.ask(member) for member in fleet._members] == [["3", [3.0]]] * 2
+
+
+@contextmanager
+def impatient(world: World, monkeypatch: pytest.MonkeyPatch, path: str, index: int = 1) -> Iterator[None]:
+    """Inside, a server is late as soon as another one has done the step ``path``, and not before."""
+    before = len(world.events(index))
+
+    def lose_patience() -> None:
+        world.until(lambda: any(event["event"] == path for event in world.events(index)[before:]))
+        monkeypatch.setattr(deadlines, "LATE_S", 0.0)
+
+    waiting = threading.Thread(target=lose_patience)
+    waiting.start()
+    yield
+    waiting.join()
+    monkeypatch.setattr(deadlines, "LATE_S", WAIT_S)
+
+
+@pytest.mark.parametrize("path", STEPS)
+def test_an_update_goes_on_without_a_server_that_is_late_in_a_step(
+    world: World, path: str, monkeypatch: pytest.MonkeyPatch
+):
+    """It lives: the one that has looked after it sends it the weights, without a restart."""
+    fleet = world.start(checksums=True)
+    world.update(fleet, 1)
+    world.control(1, hold=path)
+    with impatient(world, monkeypatch, path):
+        world.update(fleet, 2)
+    url = fleet._members[1].url
+    assert [line for line in world.told if "in a weight update" in line] == [
+        f"{url} is late in a weight update, which goes on without it; it gets the weights later"
+    ]
+    assert world.ask(fleet._members[0]) == ["2", [2.0]]
+    world.control(1)
+    world.until_back(fleet, 2)
+    assert fleet._members[1].restarts == 0
+    assert [member.leniency for member in fleet._members] == [1, 2]
+    world.update(fleet, 3)
+    assert [world.ask(member) for member in fleet._members] == [["3", [3.0]]] * 2
+
+
+@pytest.mark.parametrize("path", STEPS)
+def test_a_server_that_stops_is_told_from_a_busy_one_in_every_step_and_started_again(
+    world: World, path: str, monkeypatch: pytest.MonkeyPatch
+):
+    """It answers nothing, as SGLang after a SIGTERM, and its health check says 503. Neither is waited for."""
+    monkeypatch.setattr(sglang_sync, "NOTICE_S", 0.05)
+    fleet = world.start(checksums=True)
+    world.update(fleet, 1)
+    world.control(0, **{path: 0.2})
+    world.control(1, hold=path, stopping=True)
+    world.update(fleet, 2)
+    (told,) = [line for line in world.told if "in a weight update" in line]
+    assert "stops or has gone" in told
+    assert f"its health check says HTTP 503 while it does {path}" in told
+    assert world.ask(fleet._members[0]) == ["2", [2.0]]
+    world.control(1)
+    world.until_back(fleet, 2)
+    assert [member.restarts for member in fleet._members] == [0, 1]
+
+
+@pytest.mark.parametrize("path", STEPS)
+def test_a_step_has_a_deadline_of_its_own(world: World, path: str, monkeypatch: pytest.MonkeyPatch):
+    """Of a server that no other one shows to be late."""
+    fleet = world.start(1, checksums=True)
+    world.update(fleet, 1)
+    world.control(0, hold=path)
+    limits = {"generate": "SCORE_S", "weights_checker": "WHOLE_S", "end_weight_update": "WHOLE_S"}
+    if path in limits:
+        monkeypatch.setattr(sglang_sync, limits[path], 0.5)
+    else:
+        monkeypatch.setattr(deadlines, "CONTROL_S", 0.5)
+    world.update(fleet, 2)
+    monkeypatch.setattr(deadlines, "CONTROL_S", WAIT_S)
+    (told,) = [line for line in world.told if "in a weight update" in line]
+    assert f"hangs in a weight update, which goes on without it ({fleet._members[0].url}/{path}: ReadTimeout" in told
+    world.control(0)
+    world.until_back(fleet, 2)
+
+
+@pytest.mark.parametrize("way", ["ipc", "disk", "broadcast", "join", "stranger"])
+def test_an_update_goes_on_without_a_late_server_however_weights_travel(
+    world: World, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    served = world.start(2)._members if way == "stranger" else []
+    fields: dict[str, Any] = {
+        "ipc": {"exchange": Exchange()},
+        "disk": {"folder": tmp_path / "weights"},
+        "stranger": {"number": 0, "urls": tuple(member.url for member in served)},
+    }.get(way, {"broadcast": True})
+    path = {"disk": "update_weights_from_disk", "broadcast": "update_weights_from_distributed"}.get(
+        way, "update_weights_from_tensor"
+    )
+    path = "init_weights_update_group" if way == "join" else path
+    fleet = world.start(**fields)
+    if way != "join":
+        world.update(fleet, 1)
+    world.control(1, hold=path)
+    if way == "join":  # nobody is in the group before all are
+        monkeypatch.setattr(deadlines, "CONTROL_S", 5.0)
+    with impatient(world, monkeypatch, path):
+        world.update(fleet, 2)
+    monkeypatch.setattr(deadlines, "CONTROL_S", WAIT_S)
+    assert any("in a weight update, which goes on without it" in line for line in world.told)
+    assert world.ask(fleet._members[0]) == ["2", [2.0]]
+    assert not fleet._members[1].ready
+    world.control(1)
+    world.until_back(fleet, 2)
+
+
+def test_deadlines_grow_with_the_bytes():
+    assert deadlines.deadline(0) == deadlines.CONTROL_S
+    assert deadlines.deadline(3 * 10**9) == deadlines.CONTROL_S + 60.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "num_done", "num_running", "late"),
+    [(4.9, 1, 1, False), (5.1, 1, 1, True), (1e6, 0, 1, False), (1e6, 1, 2, False), (5.1, 2, 1, True)],
+)
+def test_who_is_late_is_told_by_the_others(
+    seconds: float, num_done: int, num_running: int, late: bool, monkeypatch: pytest.MonkeyPatch
+):
+    now = 0.0
+    monkeypatch.setattr(deadlines.time, "monotonic", lambda: now)
+    patience = deadlines.Patience()
+    assert not patience.is_over(num_done, num_running)
+    now = seconds
+    assert patience.is_over(num_done, num_running) == late
+
+
+@pytest.mark.parametrize(("seconds", "late"), [(19.9, False), (20.1, True)])
+def test_a_server_that_was_late_gets_longer(seconds: float, late: bool, monkeypatch: pytest.MonkeyPatch):
+    now = 0.0
+    monkeypatch.setattr(deadlines.time, "monotonic", lambda: now)
+    patience = deadlines.Patience(4)
+    assert not patience.is_over(1, 1)
+    now = seconds
+    assert patience.is_over(1, 1) == late
+
+
+def test_a_step_that_took_long_is_given_as_long_again(monkeypatch: pytest.MonkeyPatch):
+    now = 0.0
+    monkeypatch.setattr(deadlines.time, "monotonic", lambda: now)
+    patience = deadlines.Patience()
+    found = []
+    for now in (99.0, 100.0, 199.0, 201.0):
+        found.append(patience.is_over(int(now >= 100.0), 1))
+    assert found == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    "path", ["server_info", "pause_generation", "update_weights_from_tensor", "flush_cache", "generate"]
+)
+def test_a_server_may_die_again_while_it_comes_back(world: World, path: str):
+    fleet = world.start()
+    world.update(fleet, 1)
+    world.control(1, die_at=path)
+    world.kill(fleet, 1)
+    world.until_back(fleet, 1)
+    assert fleet._members[1].restarts == 2
+    assert not fleet.prove()
+
+
+def test_a_server_that_comes_back_in_the_middle_of_an_update_gets_the_new_weights_after_it(world: World):
+    fleet = world.start()
+    world.update(fleet, 1)
+    world.control(1, start=0.3)
+    world.kill(fleet, 1)
+
+    def slow() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, item in enumerate(weights(world.model, 2)):
+            if number == 5:
+                world.until(lambda: fleet._members[1].ready)
+                time.sleep(0.1)  # looks of its keeper
+            yield item
+
+    fleet.update(slow(), 2, FORM)
+    world.until_back(fleet, 2)
+    pid = world.events(1)[-1]["pid"]
+    loaded = [event for event in world.events(1, "flush_cache") if event["pid"] == pid]
+    assert [event["weights"] for event in loaded] == [[2.0]]  # never those of the update before
+
+
+@pytest.mark.parametrize("way", ["memory", "disk"])
+def test_an_update_in_the_middle_of_the_delivery_of_a_copy(world: World, tmp_path: Path, way: str):
+    """From memory the delivery ends with its bucket and the update takes the server along; from a folder it is late."""
+    fleet = world.start(spare=tmp_path / "spare" if way == "disk" else None)
+    world.update(fleet, 1)
+    path = "update_weights_from_tensor" if way == "memory" else "update_weights_from_disk"
+    world.control(1, **{path: 1.5})
+    before = len(world.events(1))
+    world.kill(fleet, 1)
+    world.until(lambda: any(event["event"] == path for event in world.events(1)[before:]))
+    world.control(1)
+    world.update(fleet, 2)
+    if way == "memory":
+        assert world.ask(fleet._members[1]) == ["2", [2.0]]
+    world.until_back(fleet, 2)
+    assert fleet._members[1].restarts == 1
+    named = [event["version"] for event in world.events(1, "continue_generation") if event["version"] != "default"]
+    assert named[-1] == "2"
+    assert "1" not in named[1:]  # it is not let in with old weights
+
+
+def test_copies_are_let_go_when_the_next_update_begins(world: World):
+    """Two in memory at a time would be too many."""
+    fleet = world.start()
+    world.update(fleet, 1)
+    assert fleet._state.last is not None
+    held = [weakref.ref(bucket) for bucket in fleet._state.last.copy]  # type: ignore[union-attr]
+    world.control(1, update_weights_from_tensor=1.5)  # all of the copy takes longer than an update waits
+    before = len(world.events(1))
+    world.kill(fleet, 1)
+    world.until(lambda: any(e["event"] == "update_weights_from_tensor" for e in world.events(1)[before:]))
+    alive: list[int] = []
+
+    def observed() -> Iterator[tuple[str, torch.Tensor]]:
+        gc.collect()
+        alive.append(sum(ref() is not None for ref in held))
+        world.control(1)
+        yield from weights(world.model, 2)
+
+    fleet.update(observed(), 2, FORM)
+    assert len(held) > 4
+    assert alive == [0]
+
+
+def test_close_leaves_no_process_whatever_its_keepers_are_doing(world: World):
+    for slow, seen in (("start", "started"), ("update_weights_from_tensor",) * 2, ("server_info",) * 2):
+        fleet = world.start()
+        world.update(fleet, 1)
+        servers = [process_of(member) for member in fleet._members]
+        before = len(world.events(1))
+        world.control(1, **{slow: 1000.0})
+        kill_9(servers[1])
+        world.until(lambda at=before, seen=seen: any(e["event"] == seen for e in world.events(1)[at:]))
+        fleet.close()
+        assert not any(server.members() for server in servers)
+        assert not any(keeper.is_alive() for keeper in fleet._keepers)
+        world.control(1)
+
+
+def test_nothing_starts_while_the_servers_rest(world: World):
+    """The trainer has the memory: a server that is starting is ended, and comes back with the next update."""
+    fleet = world.start()
+    world.update(fleet, 1)
+    world.control(1, start=1000.0)
+    kill_9(process_of(fleet._members[1]))
+    began = len(world.events(1, "started"))
+    world.until(lambda: len(world.events(1, "started")) > began)
+    fleet.rest()
+    assert not process_of(fleet._members[1]).members()
+    kill_9(process_of(fleet._members[0]))  # and one that dies while it rests
+    world.control(1)
+    time.sleep(0.3)
+    assert not any(process_of(member).alive for member in fleet._members)
+    world.update(fleet, 2)
+    world.until_back(fleet, 2)
+    fleet.rest()
+    assert world.events(0, "release_memory_occupation")
+    world.update(fleet, 3)
+    assert [world.ask(member) for member in fleet._members] == [["3", [3.0]]] * 2
+
+
+def test_a_server_that_always_dies_is_given_up_and_the_others_go_on(world: World):
+    fleet = world.start(settings=FleetSettings(180.0, max_restarts=2, poll_s=0.02, health_s=1000.0))
+    world.update(fleet, 1)
+    (world.folder(1) / "events.jsonl").unlink()
+    (world.folder(1) / "events.jsonl").mkdir()  # the stand-in cannot write there: it ends at once
+    process_of(fleet._members[1]).kill()
+    world.until(lambda: any("died 3 times and is given up" in line for line in world.told))
+    world.update(fleet, 2)
+    assert world.ask(fleet._members[0]) == ["2", [2.0]]
+    assert not fleet.prove()
+
+
+class TestStart:
+    def test_a_server_that_dies_at_the_start_joins_later(self, world: World):
+        world.control(1, die_at="server_info")
+        fleet = world.start()
+        assert any("the run begins without" in line for line in world.told)
+        world.update(fleet, 1)
+        world.until_back(fleet, 1)
+
+    def test_none_that_starts_is_an_error_with_the_cause(self, world: World):
+        for index in (0, 1):
+            world.control(index, die_at="start")
+        with pytest.raises(RolloutError, match="ended with exit code 3 before it was ready"):
+            world.start()
+
+    def test_with_servers_on_other_nodes_it_waits_for_those_of_this_one(self, world: World):
+        fleet = Fleet([], ["http://127.0.0.1:9"], source=world.model, tell=world.told.append)
+        world.fleets.append(fleet)
+        assert fleet.start(alone=False) == ["http://127.0.0.1:9"]
+        assert isinstance(fleet.failure, RolloutError)
+        world.update(fleet, 1)
+
+    def test_what_megarl_cannot_use_is_bad_input(self, world: World):
+        with pytest.raises(ConfigError, match="--tp-size 1, expected 2"):
+            world.start(tp=2)
+
+
+def test_a_server_of_somebody_else_with_a_key_is_awaited_and_brought_up_to_date(world: World):
+    port = free_port("127.0.0.1")
+    url = f"http://127.0.0.1:{port}"
+    world.control(7)
+    words = [sys.executable, str(STAND_IN), str(port), str(world.folder(7)), "k"]
+    fleet = world.start(1, (url,), api_key="k")  # it is not there yet
+    assert url in world.told[0]
+    world.update(fleet, 1)
+    process = subprocess.Popen(words)
+    try:
+        world.until_back(fleet, 1)
+        process.kill()
+        process.wait()
+        world.update(fleet, 2)
+        assert fleet._members[0].url == url
+        assert not fleet._members[0].ready
+        process = subprocess.Popen(words)
+        world.until_back(fleet, 2)
+        assert httpx.post(f"{url}/generate", json={}).status_code == 401
+        asked = len(world.events(7, "model_info"))
+        world.control(7, odd=["model_info"])  # as what stands between may answer
+        world.until(lambda: len(world.events(7, "model_info")) > asked + 4)
+        world.control(7)
+        world.update(fleet, 3)
+        process.kill()
+        process.wait()
+        world.until(lambda: not fleet._members[0].ready)
+        process = subprocess.Popen(words)
+        world.until(lambda: fleet._members[0].ready)
+        world.until_back(fleet, 3)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("way", ["probe", "checksums"])
+def test_weights_that_somebody_else_changes_are_found_named_and_sent_again(world: World, way: str):
+    fleet = world.start(checksums=way == "checksums")
+    world.update(fleet, 1)
+    assert not fleet.prove()
+    url = fleet._members[1].url
+    for path, body in (
+        ("pause_generation", {}),
+        ("update_weights_from_tensor", None),
+        ("continue_generation", {}),
+    ):
+        bucket = sglang_fleet.Bucket(weights(world.model, 1.5))
+        httpx.post(f"{url}/{path}", json={"serialized_named_tensors": [payload_of(bucket)]} if body is None else body)
+    assert world.ask(fleet._members[1]) == ["1", [1.5]]  # the version says nothing of it
+    assert fleet.prove()
+    found = [line for line in world.told if "does not compute with the weights that it was sent" in line]
+    assert len(found) == 1
+    assert found[0].startswith(f"{url} ")
+    assert "are others by 0.5 on average" in found[0] if way == "probe" else "1 checksums" in found[0]
+    assert [world.ask(member) for member in fleet._members] == [["1", [1.0]]] * 2
+    assert not fleet.prove()
+
+
+def test_noise_of_a_server_is_no_change_of_its_weights(world: World):
+    world.control(0, noise=0.2)
+    world.control(1, noise=0.2)
+    fleet = world.start()
+    for version in (1, 2, 3):
+        world.update(fleet, version)
+        assert not fleet.prove()
+
+
+def test_a_refusal_ends_the_update_and_the_next_one_is_complete(world: World):
+    fleet = world.start()
+    world.update(fleet, 1)
+    with pytest.raises(WeightSyncError, match="tensors are missing"):
+        fleet.update([], 2, FORM)
+    kill_9(process_of(fleet._members[1]))
+    world.until(lambda: fleet._members[1].ready is False)
+    assert fleet._state.last is None
+    world.update(fleet, 3)
+    world.until_back(fleet, 3)
+
+
+def test_a_session_begins_without_a_server_that_is_behind(world: World):
+    """It is paused, and would keep its requests waiting."""
+    fleet = world.start()
+    world.update(fleet, 1)
+    world.control(1, update_weights_from_tensor=3.0)
+    world.kill(fleet, 1)
+    world.until(lambda: fleet._members[1].ready)
+    client = SGLangClient([member.url for member in fleet._members], ClientSettings(recovery_s=WAIT_S))
+    requests = [SampleRequest(np.array([1, 2], np.int32), group, 0, 0) for group in range(6)]
+    ask = partial(client.converse, body=lambda _: {"mine": 1}, decode=lambda request, *_: request, version="1")
+    assert len(sample_each(ask, requests)) == len(requests)
+    assert sum(event["mine"] for event in world.events(0, "generate")) == len(requests)
+    assert not any(event["mine"] for event in world.events(1, "generate"))
+
+
+def test_no_request_meets_other_weights_than_those_it_asks_for(world: World):
+    """Servers die at random moments, of updates and of revivals too; every answer is of the version of its session."""
+    fleet, seed = world.start(3, settings=replace(PATIENCE, max_restarts=1000)), int(time.time())
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+
+    def kill() -> None:
+        killed, end = 0, time.monotonic() + WAIT_S
+        while killed < 12 and time.monotonic() < end:
+            time.sleep(rng.uniform(0.0, 0.4))
+            with suppress(AssertionError, psutil.NoSuchProcess):  # dead already
+                kill_9(process_of(rng.choice(fleet._members)))
+                killed += 1
+
+    settings = ClientSettings(concurrency=2, losses=1000, recovery_s=WAIT_S)
+    client = SGLangClient([member.url for member in fleet._members], settings)
+    requests = [SampleRequest(np.array([1, 2], np.int32), group, 0, 0) for group in range(30)]
+    killer, version = threading.Thread(target=kill), 0
+    killer.start()
+    while killer.is_alive() or version < 3:
+        version += 1
+        world.update(fleet, version)
+        answers: list[Any] = []
+
+        def decode(request: SampleRequest, answer: Any, *_: object, answers: list[Any] = answers) -> Any:
+            answers.append(answer["is"])
+            return request
+
+        ask = partial(client.converse, body=lambda request: {}, decode=decode, version=str(version))
+        assert len(sample_each(ask, requests)) == len(requests)
+        assert answers == [[str(version), [version]]] * len(requests)
+    killer.join()
+    world.until(lambda: sum(member.restarts for member in fleet._members) > 3)
+    world.until_back(fleet, version)
+
+
+def test_a_keeper_that_asks_during_a_proof_is_not_cut_off_and_sends_nothing_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    """It may see the name that the server has while the proof sends the weights."""
+    served = world.start(1)
+    fleet = world.start(0, (served._members[0].url,))
+    fleet._state.ended.set()  # its keeper looks when this test says so
+    world.update(fleet, 1)
+    (member,), (keeper,) = fleet._members, fleet._keepers
+    assert member.sender is not None
+    asking, sent = threading.Event(), threading.Event()
+    old, find = member.sender, member.find_version
+
+    def slowly() -> str | None:
+        if asking.is_set():
+            return find()
+        asking.set()
+        assert sent.wait(WAIT_S)
+        assert old.weight_version() == "1"
+        return "default"
+
+    monkeypatch.setattr(member, "find_version", slowly)
+    member.checked_at = -1e9
+    with ThreadPoolExecutor(1) as threads:
+        look = threads.submit(keeper.look)
+        assert asking.wait(WAIT_S)
+        with member.lock:
+            keeper.send_copy()
+        assert member.sender is not old
+        before = len(world.events(0, "update_weights_from_tensor"))
+        sent.set()
+        look.result(WAIT_S)
+    assert len(world.events(0, "update_weights_from_tensor")) == before
+    assert member.ready
+
+
+@pytest.mark.parametrize("way", ["tensor", "ipc"])
+def test_a_bucket_is_sent_while_the_next_one_is_made(world: World, way: str):
+    """The server keeps the first one until half of the third is gathered: it would wait for ever otherwise."""
+    path = "update_weights_from_tensor"
+    world.control(0, hold=path)
+    fleet = world.start(1, exchange=Exchange() if way == "ipc" else None)
+    alive, gathered = [0], [0]
+    sizes = [4 * math.prod(shape) for shape in shapes_of(world.model).values()]
+
+    def slow() -> Iterator[tuple[str, torch.Tensor]]:
+        for item in weights(world.model, 1):
+            yield item
+            gathered[0] += item[1].nbytes
+            if gathered[0] > 1.5 * (1 << 14) and not alive[0]:
+                world.until(lambda: world.events(0, path))
+                assert not world.events(0, "received")
+                alive[0] = len(world.events(0, path))
+                world.control(0)
+
+    fleet.update(slow(), 1, FORM)
+    assert alive == [1]
+    received = world.events(0, "received")
+    assert len(received) > 4
+    assert sum(event["bytes"] for event in received) == sum(sizes)
+    assert {event["shared"] for event in received} == {way == "ipc"}
+    order = [event["event"] for event in world.events(0) if event["event"] in (path, "received", "flush_cache")]
+    assert order == [path, "received"] * len(received) + ["flush_cache"]  # one after the other
+    assert world.ask(fleet._members[0]) == ["1", [1.0]]
+    assert not list(ipc.SHARED_MEMORY.glob(f"torch_{os.getpid()}_*"))
+
+
+def test_an_error_of_a_bucket_ends_the_update_before_the_next_one_is_sent(world: World):
+    fleet = world.start(1)
+    world.control(0, refuse="update_weights_from_tensor")
+    with pytest.raises(WeightSyncError, match="the server stays paused"):
+        world.update(fleet, 1)
+    assert len(world.events(0, "update_weights_from_tensor")) == 1
+    assert not world.events(0, "flush_cache")
+    world.control(0)
+    world.update(fleet, 2)
+    assert world.ask(fleet._members[0]) == ["2", [2.0]]
+
+
+def test_without_a_copy_a_server_that_was_lost_gets_no_requests_until_the_next_update(world: World):
+    fleet = world.start(2, keeps_copy=False)
+    world.update(fleet, 1)
+    assert fleet._state.last is not None
+    assert fleet._state.last.copy is None
+    world.kill(fleet, 1)
+    world.until(lambda: fleet._members[1].ready)
+    time.sleep(0.2)  # looks of its keeper
+    assert world.ask(fleet._members[1]) == ["default", [0.0]]  # which no rollout accepts
+    assert not fleet.prove()
+    world.update(fleet, 2)
+    assert [world.ask(member) for member in fleet._members] == [["2", [2.0]]] * 2
+
+
+def test_the_memory_of_an_update_does_not_grow_with_the_number_of_buckets(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    """It is used in turn."""
+    made: list[int] = []
+    empty = torch.empty
+
+    def counting(*sizes: Any, **options: Any) -> torch.Tensor:
+        made.extend(sizes[:1] if options.get("dtype") == torch.uint8 else [])
+        return empty(*sizes, **options)
+
+    fleet = world.start(1, keeps_copy=False)
+    monkeypatch.setattr(torch, "empty", counting)
+    world.update(fleet, 1)
+    monkeypatch.undo()
+    received = [event["bytes"] for event in world.events(0, "received")]
+    assert len(received) > 4
+    largest = max(4 * math.prod(shape) for shape in shapes_of(world.model).values())
+    assert sum(made) <= 2 * max(largest, 1 << 14) + 2 * (1 << 14)
+
+
+def test_the_seconds_of_an_update_are_those_of_its_parts(world: World):
+    world.control(0, update_weights_from_tensor=0.05)
+    fleet = world.start(1)
+
+    def slow() -> Iterator[tuple[str, torch.Tensor]]:
+        for item in weights(world.model, 1):
+            time.sleep(0.02)
+            yield item
+
+    started = time.perf_counter()
+    parts = fleet.update(slow(), 1, FORM)
+    whole = time.perf_counter() - started
+    assert 0.02 * len(shapes_of(world.model)) <= parts["gather"]
+    assert parts["gather"] + parts["quantise"] + parts["send"] == pytest.approx(whole, abs=0.2)
+    assert 0 < parts["hidden"] <= parts["gather"] + parts["quantise"]

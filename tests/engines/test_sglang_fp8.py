@@ -1,0 +1,99 @@
+"""FP8 weights in a real server, whose own loader takes them; its kernels are replaced, for they need a GPU or AMX."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rollout_oracle import make_requests
+from safetensors.torch import load_file
+from sglang_fixtures import START_DEADLINE_S
+from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_sets
+
+from megarl.data.tiny import write_tiny_model
+from megarl.engines.buckets import Bucket
+from megarl.engines.protocol import SamplingParams
+from megarl.engines.sglang import fleet as sglang_fleet
+from megarl.engines.sglang.engine import SGLangEngine
+from megarl.engines.sglang.fleet import Fleet
+from megarl.engines.sglang.server import Server
+from megarl.engines.sglang.spec import ServerSpec
+from megarl.engines.sglang.transports.folder import write_empty_model
+from megarl.engines.sglang.transports.ipc import Exchange
+from megarl.engines.weights import WeightForm
+
+PLUGIN = Path(__file__).parents[1] / "fp8_without_kernels"
+PARAMS = SamplingParams(max_response_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights of several blocks; a server takes only whole ones."""
+    return write_tiny_model(
+        tmp_path_factory.mktemp("fp8") / "model",
+        hidden_size=256,
+        num_layers=2,
+        num_kv_heads=4,
+        num_experts=8,
+        expert_width=128,
+        initializer_range=0.08,
+    )
+
+
+@pytest.fixture(scope="module")
+def server(sglang_spec: ServerSpec, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("served")
+    served = write_empty_model(model, folder / "model", fp8=True)
+    spec = replace(sglang_spec, model_path=served, log_file=folder / "log", extra_args=("--load-format", "dummy"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(PLUGIN))
+        with Server(spec) as server:
+            server.wait_ready(START_DEADLINE_S)
+            yield server
+
+
+def rounded(weights: Weights) -> Weights:
+    return dict(Bucket(weights.items(), form=WeightForm(torch.float32, "rounded")).tensors())
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("way", ["tensor", "distributed", "ipc", "disk"])
+def test_a_server_computes_with_the_blocks_that_were_sent(
+    way: str, server: Server, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sglang_fleet, "BUCKET_BYTES", 1 << 18)  # several, with FP8 and float32 in most
+    fleet = Fleet(
+        urls=[server.url],
+        source=model,
+        served=Path(server.spec.model_path),
+        folder=tmp_path if way == "disk" else None,
+        broadcast=way == "distributed",
+        exchange=Exchange() if way == "ipc" else None,
+    )
+    config = json.loads((model / "config.json").read_text())
+    engine = SGLangEngine(fleet.start(), config, fleet=fleet, form=WeightForm(torch.float32, "blocks"))
+    for version in (1, 2):
+        weights = noisy(model, version, scale=0.03)
+        engine.update_weights(weights.items(), version)
+        rollouts = engine.generate(make_requests(4, copies=2), PARAMS)
+        oracle = oracle_of(model, rounded(weights))
+        assert logprob_gap(rollouts, oracle) < CLOSE
+        assert same_sets(rollouts, oracle) == 1.0
+        assert logprob_gap(rollouts, oracle_of(model, weights)) > 100 * CLOSE  # FP8 was not left out
+    engine.close()
+
+
+def test_the_folder_of_an_fp8_model_has_no_weights_and_says_what_comes(model: Path, tmp_path: Path):
+    folder = write_empty_model(model, tmp_path / "served", fp8=True)
+    found = json.loads((folder / "config.json").read_text())
+    assert found.pop("quantization_config")["weight_block_size"] == [128, 128]
+    assert found == json.loads((model / "config.json").read_text())
+    assert not list(folder.glob("*.safetensors*"))
+    assert (folder / "tokenizer.json").exists()
+    assert load_file(model / "model.safetensors")  # those of the source stay
+    again = write_empty_model(folder, tmp_path / "again", fp8=False)
+    assert json.loads((again / "config.json").read_text()) == found

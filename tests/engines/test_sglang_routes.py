@@ -1,0 +1,201 @@
+"""Routes from a real SGLang server: the plugin's short form says what the plain one says, and turns add up."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from rollout_oracle import make_requests
+from sglang_fixtures import START_DEADLINE_S
+from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_sets
+
+from megarl.core.types import SampleRequest
+from megarl.engines.protocol import SamplingParams
+from megarl.engines.sglang.client import ClientSettings
+from megarl.engines.sglang.engine import SGLangEngine
+from megarl.engines.sglang.fleet import Fleet
+from megarl.engines.sglang.plugin.compact import make_header
+from megarl.engines.sglang.server import Server
+from megarl.engines.sglang.spec import ServerSpec, environment
+from megarl.engines.weights import WeightForm
+from megarl.errors import RolloutError
+from megarl.models.shapes import MoeShape
+from megarl.routes.answers import decode_routes, is_compact
+from megarl.routes.turns import join, known_rows
+
+pytestmark = pytest.mark.sglang
+
+PARAMS = SamplingParams(max_response_tokens=8)
+PROMPTS = [[5, 6, 7, 8] * 6, [9, 6, 7, 8] * 6]
+OUTPUT = 30
+NUM_ROWS = len(PROMPTS[0]) + OUTPUT - 1
+
+
+@pytest.fixture(scope="module")
+def weights(hostile_model: Path) -> Weights:
+    return noisy(hostile_model, 7)
+
+
+@pytest.fixture(scope="module")
+def fleet(updated_server: Server, hostile_model: Path, weights: Weights) -> Iterator[Fleet]:
+    fleet = Fleet(urls=[updated_server.url], source=hostile_model)
+    fleet.start()
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["compact", "plain"])
+def engine(fleet: Fleet, hostile_model: Path, weights: Weights, request: pytest.FixtureRequest) -> SGLangEngine:
+    config = json.loads((hostile_model / "config.json").read_text())
+    settings = ClientSettings(concurrency=16, deadline_s=120.0, compact_routes=request.param)
+    engine = SGLangEngine(fleet.urls, config, fleet=fleet, settings=settings, form=WeightForm(torch.float32))
+    engine.update_weights(weights.items(), 0)
+    return engine
+
+
+def shape_of(model: Path) -> MoeShape:
+    return MoeShape.of(json.loads((model / "config.json").read_text()))
+
+
+def texts(server: Server, headers: dict[str, str], **changes: Any) -> list[str]:
+    """The traces of a greedy request, one for each sample, in the order of prompts and samples."""
+    sampling = {"temperature": 0.0, "max_new_tokens": OUTPUT, "ignore_eos": True} | changes.pop("sampling", {})
+    body = {"input_ids": PROMPTS[0], "sampling_params": sampling, "return_routed_experts": True} | changes
+    answer = httpx.post(f"{server.url}/generate", json=body, headers=headers, timeout=120.0)
+    answer.raise_for_status()
+    if not body.get("stream"):
+        found = answer.json()
+        return [one["meta_info"]["routed_experts"] for one in (found if isinstance(found, list) else [found])]
+    parts = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    last = {part.get("index", 0): part["meta_info"].get("routed_experts") for part in parts}
+    assert sum("routed_experts" in part["meta_info"] for part in parts) == len(last) < len(parts)
+    return [text for _, text in sorted(last.items())]
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "two samples": {"sampling": {"n": 2}},
+    "two prompts": {"input_ids": PROMPTS},
+    "stream": {"stream": True},
+    "stream of two samples": {"stream": True, "sampling": {"n": 2}},
+    "stream of two prompts": {"stream": True, "input_ids": PROMPTS},
+}
+
+
+def check_both_forms(server: Server, model: Path, **changes: Any) -> None:
+    shape = shape_of(model)
+    plain = texts(server, {}, **changes)
+    short = texts(server, make_header(shape), **changes)
+    assert len(short) == len(plain)
+    for one, other in zip(plain, short, strict=True):
+        assert not is_compact(base64.b64decode(one))
+        assert is_compact(base64.b64decode(other))
+        assert len(one) / len(other) >= 4.0
+        expected = np.sort(decode_routes(one, NUM_ROWS, shape, "plain").experts, axis=2)
+        assert np.array_equal(decode_routes(other, NUM_ROWS, shape, "short").experts, expected)
+    if "input_ids" in changes:
+        assert short[0] != short[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_short_form_says_what_the_plain_one_says(sglang_server: Server, sglang_model: Path, kind: str):
+    check_both_forms(sglang_server, sglang_model, **KINDS[kind])
+
+
+def test_an_ask_for_another_model_is_answered_plainly(sglang_server: Server, sglang_model: Path):
+    shape = shape_of(sglang_model)
+    for wrong in (replace(shape, topk=shape.topk + 5), replace(shape, num_experts=2)):
+        (text,) = texts(sglang_server, make_header(wrong))
+        assert len(decode_routes(text, NUM_ROWS, shape, "x").experts) == NUM_ROWS
+        assert not is_compact(base64.b64decode(text))
+
+
+def test_the_short_form_of_a_tensor_parallel_server(sglang_spec: ServerSpec, sglang_model: Path, tmp_path: Path):
+    """SGLang's environment alone: no megarl of ours on its path but the plugin's folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONPATH", raising=False)
+        with Server(replace(sglang_spec, tp=2, log_file=tmp_path / "log")) as server:
+            server.wait_ready(START_DEADLINE_S)
+            for kind in ("one", "stream of two samples"):
+                check_both_forms(server, sglang_model, **KINDS[kind])
+
+
+LOADED = (
+    "from sglang.srt.plugins import load_plugins; load_plugins(); "
+    "from sglang.srt.managers.tokenizer_manager import TokenizerManager as T; "
+    "hooked = T.generate_request; depth = 0\n"
+    "while hasattr(hooked, '__wrapped__'): hooked, depth = hooked.__wrapped__, depth + 1\n"
+    "print('depth', depth)"
+)
+
+
+@pytest.mark.parametrize(("plugins", "depth"), [(None, 1), ("another", 0)], ids=["as it comes", "not listed"])
+def test_a_server_has_the_plugin_once_unless_told_otherwise(
+    sglang_spec: ServerSpec, tmp_path: Path, plugins: str | None, depth: int
+):
+    """Where megarl is installed beside SGLang it announces the plugin too."""
+    installed = tmp_path / "megarl-0.1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: megarl\nVersion: 0.1\n")
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (entry,) = project["entry-points"]["sglang.srt.plugins"].items()
+    (installed / "entry_points.txt").write_text("[sglang.srt.plugins]\n{} = {}\n".format(*entry))
+    (tmp_path / "megarl").symlink_to(Path(__file__).parents[2] / "megarl")
+    env = environment(sglang_spec)
+    env["PYTHONPATH"] += os.pathsep + str(tmp_path)
+    if plugins is not None:
+        env["SGLANG_PLUGINS"] = plugins
+    done = subprocess.run([str(sglang_spec.python), "-c", LOADED], env=env, capture_output=True, text=True, timeout=300)
+    assert f"depth {depth}" in done.stdout, done.stderr[-2000:]
+
+
+def test_a_second_turn_asks_for_the_rows_that_the_first_one_lacks(
+    engine: SGLangEngine, hostile_model: Path, weights: Weights
+):
+    """The server sends no others, and both turns together are one sequence with all rows."""
+    oracle = oracle_of(hostile_model, weights)
+    first = engine.generate(make_requests(4, copies=2), PARAMS)
+    more = np.array([4, 9, 11], np.int32)
+    requests = [
+        SampleRequest(np.concatenate([turn.tokens, more]), turn.group, turn.sample, 0, known_rows=known_rows(turn))
+        for turn in first
+    ]
+    assert [request.known_rows for request in requests] == [turn.num_tokens - 1 for turn in first]
+    second = engine.generate(requests, PARAMS)
+    for request, before, after in zip(requests, first, second, strict=True):
+        assert after.routed_mask is not None
+        known = request.known_rows
+        assert after.routed_mask.tolist() == [False] * known + [True] * (after.num_tokens - 1 - known) + [False]
+        whole = join(before, after)
+        assert same_sets([whole], oracle) == 1.0  # and a row for every token but the last
+        assert logprob_gap([whole], oracle) < CLOSE
+        assert whole.loss_mask.sum() == before.loss_mask.sum() + after.loss_mask.sum()
+
+
+def test_the_rows_of_a_suffix_are_those_of_the_whole(sglang_server: Server, sglang_model: Path):
+    shape = shape_of(sglang_model)
+    for headers in ({}, make_header(shape)):
+        (whole,) = (np.sort(decode_routes(t, NUM_ROWS, shape, "x").experts, 2) for t in texts(sglang_server, headers))
+        for known in (1, 13, len(PROMPTS[0])):
+            (text,) = texts(sglang_server, headers, routed_experts_start_len=known)
+            size = len(base64.b64decode(text))
+            assert size <= 4 * (NUM_ROWS - known) * shape.num_layers * shape.topk  # the others were not sent
+            rows = decode_routes(text, NUM_ROWS, shape, "x", known_rows=known).experts
+            assert np.array_equal(np.sort(rows, 2), whole[known:])
+
+
+def test_more_known_rows_than_the_prompt_has_are_refused(engine: SGLangEngine):
+    request = replace(make_requests(1)[0], known_rows=99)
+    with pytest.raises(RolloutError, match=r"known_rows is 99, expected 0\.\.\d+, the prompt"):
+        engine.generate([request], PARAMS)

@@ -1,0 +1,293 @@
+"""The supervision of a server: what needs no SGLang with a stand-in command, the rest against a real server."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+import torch
+from absent import SGLANG_PYTHON
+from sglang_fixtures import START_DEADLINE_S
+from sglang_oracle import CLOSE
+from transformers import AutoModelForCausalLM
+
+from megarl.engines.sglang import server as sglang_server
+from megarl.engines.sglang.http import Places, server_info
+from megarl.engines.sglang.server import Server
+from megarl.engines.sglang.spec import CPU_SHIM, PLUGIN, ServerSpec, command, environment, free_port, write_config
+from megarl.errors import ConfigError, RolloutError
+
+SPEC = ServerSpec("model", sys.executable, "float32", "server.log", port=30000)
+
+# A server that leaves SIGTERM to a child that ignores it, as SGLang's children do for a while.
+STUBBORN = """
+import signal, subprocess, sys, time
+child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", child])
+time.sleep(600)
+"""
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> bool:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.fixture
+def stubborn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
+    monkeypatch.setattr(sglang_server, "command", lambda spec, config: [str(spec.python), "-c", STUBBORN])
+    return Server(dataclasses.replace(SPEC, log_file=tmp_path / "server.log"))
+
+
+def test_the_cpu_command_and_environment_are_the_tried_ones(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 6})
+    args = command(dataclasses.replace(SPEC, tp=2, max_total_tokens=512, extra_args=("--random-seed", "1")))
+    text = " ".join(args)
+    for expected in ("--device cpu", "--attention-backend torch_native", "--sampling-backend pytorch", "--tp-size 2"):
+        assert expected in text
+    assert "--enable-return-routed-experts" in args
+    assert "--max-total-tokens 512 --random-seed 1" in text
+    env = environment(dataclasses.replace(SPEC, tp=2))
+    assert env["PYTHONPATH"] == os.pathsep.join([str(CPU_SHIM), str(PLUGIN), "/mine"])
+    assert (env["SGLANG_USE_CPU_ENGINE"], env["OMP_NUM_THREADS"], env["HF_HUB_OFFLINE"]) == ("1", "1", "1")
+    assert env["SGLANG_CPU_OMP_THREADS_BIND"] == "4|6"
+    assert "RANK" not in env
+    assert "TORCHELASTIC_RUN_ID" not in env
+    assert "SGLANG_RETURN_ORIGINAL_LOGPROB" not in env
+
+
+def test_gpus_get_no_shim_and_only_their_devices(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    spec = dataclasses.replace(SPEC, gpus=(2, 5), tp=2)
+    env = environment(spec)
+    assert env["CUDA_VISIBLE_DEVICES"] == "2,5"
+    assert env["PYTHONPATH"] == str(PLUGIN)
+    assert "cpu" not in command(spec)
+
+
+def test_a_server_that_releases_memory_gets_no_expandable_segments(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    spec = dataclasses.replace(SPEC, gpus=(0,))
+    assert environment(spec)["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64,expandable_segments:True"
+    resting = dataclasses.replace(spec, extra_args=("--enable-memory-saver",))
+    assert environment(resting)["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tp": 2, "gpus": (0,)}, "a GPU per rank, or None"),
+        ({"port": 70000}, "port is 70000"),
+        ({"extra_args": ("--chunked-prefill-size", "-1")}, "without chunked prefill"),
+        ({"extra_args": ("--chunked-prefill-size=-1",)}, "without chunked prefill"),
+        ({"extra_args": ("--disaggregation-mode", "decode")}, "the routes of the prompt stay in the prefill server"),
+        ({"extra_args": ("--api-key", "secret")}, "set api_key"),
+        ({"extra_args": ("--tp-size=2",)}, "extra_args hold --tp-size: set tp"),
+        ({"extra_args": ("--weight-version", "7")}, "must not name its old weights"),
+        ({"extra_args": ("--config", "file.yaml")}, "it could set anything unchecked"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes: dict[str, object], message: str):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(SPEC, **changes)
+
+
+def test_the_key_goes_through_a_file_that_only_the_owner_can_read():
+    spec = dataclasses.replace(SPEC, api_key='se"cret: #')
+    path = write_config(spec)
+    assert path is not None
+    try:
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert path.read_text() == 'api-key: "se\\"cret: #"\n'
+        assert "cret" not in " ".join(command(spec, path)) + repr(spec)
+    finally:
+        path.unlink()
+
+
+def test_a_free_port_is_below_the_range_of_outgoing_connections():
+    assert 20000 <= free_port("127.0.0.1") < 30000
+
+
+def test_stop_ends_children_that_ignore_sigterm(stubborn: Server):
+    stubborn.start()
+    assert wait_until(lambda: "up" in stubborn.log_tail())
+    members = stubborn.members()
+    assert len(members) == 3  # reaper, server, child
+    stubborn.stop(grace_s=0.5)
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in members)
+    assert not stubborn.alive
+    stubborn.stop()  # again: nothing to do
+
+
+def test_a_dead_server_is_seen_at_once_and_starts_again_on_its_port(stubborn: Server):
+    stubborn.start()
+    assert wait_until(lambda: "up" in stubborn.log_tail())
+    url, old = stubborn.url, stubborn.members()
+    server = next(process for process in old if process.ppid() == stubborn.pid)
+    server.kill()
+    assert wait_until(lambda: not stubborn.alive)
+    with pytest.raises(RolloutError, match=r"ended with exit code 137"):
+        stubborn.wait_ready(5.0)
+    stubborn.start()
+    assert (stubborn.alive, stubborn.url) == (True, url)
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in old)
+    stubborn.kill()
+    assert not stubborn.alive
+    assert stubborn.members() == []
+
+
+def test_a_server_that_does_not_get_ready_trips_the_deadline(stubborn: Server):
+    with stubborn:
+        assert wait_until(lambda: "up" in stubborn.log_tail())
+        with pytest.raises(RolloutError, match=r"not ready after 1 s(.|\n)*\bup\b"):
+            stubborn.wait_ready(1.0)
+        stubborn.kill()
+
+
+def test_kill_9_of_the_parent_takes_the_server_down(tmp_path: Path):
+    script = f"""
+import time
+from megarl.engines.sglang import server as sglang_server
+from megarl.engines.sglang.server import Server, ServerSpec
+sglang_server.command = lambda spec, config: [spec.python, "-c", {STUBBORN!r}]
+server = Server(ServerSpec("model", {sys.executable!r}, "float32", {str(tmp_path / "log")!r}, api_key="secret"))
+server.start()
+while "up" not in server.log_tail():
+    time.sleep(0.05)
+print(server.pid, server._config_file, flush=True)
+time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    leader, config_file = parent.stdout.readline().split()
+    members = [process for process in psutil.process_iter() if sglang_server._is_living_member(process, int(leader))]
+    assert len(members) == 3
+    assert Path(config_file).exists()
+    parent.kill()
+    parent.wait()
+    assert psutil.wait_procs(members, timeout=120.0)[1] == []
+    assert not Path(config_file).exists()
+
+
+def forward_passes(server: Server) -> int:
+    """Those of prompts, by the server's log."""
+    return Path(server.spec.log_file).read_text().count("Prefill batch")
+
+
+@pytest.mark.sglang
+@pytest.mark.quick
+def test_a_real_server_responds_without_a_forward_pass_and_says_what_it_can_run(sglang_server: Server):
+    httpx.post(f"{sglang_server.url}/flush_cache", timeout=60.0)
+    before = forward_passes(sglang_server)
+    assert sglang_server.responds()
+    assert sglang_server.responds()
+    assert forward_passes(sglang_server) == before
+    assert sglang_server.healthy()
+    assert forward_passes(sglang_server) == before + 1
+    places = Places.of(server_info(sglang_server.url, None))
+    assert places is not None
+    assert places.requests >= 64
+    assert places.tokens >= 1024
+
+
+@pytest.mark.sglang
+@pytest.mark.quick
+def test_a_real_server_samples_with_routes_and_logprobs(sglang_server: Server, sglang_model: Path):
+    assert sglang_server.healthy()
+    assert sglang_server.version.startswith("0.5.")
+    prompt, new_tokens = [7, 4, 10, 3, 12], 6
+    answer = httpx.post(
+        f"{sglang_server.url}/generate",
+        json={
+            "input_ids": prompt,
+            "sampling_params": {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True},
+            "return_logprob": True,
+            "return_routed_experts": True,
+        },
+        timeout=60.0,
+    )
+    assert answer.status_code == 200
+    output = answer.json()["output_ids"]
+    meta = answer.json()["meta_info"]
+    logprobs, tokens, _ = zip(*meta["output_token_logprobs"], strict=True)
+    assert list(tokens) == output
+    routes = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype="<i4")
+    routes = routes.reshape(len(prompt) + new_tokens - 1, 3, 2)
+
+    model = AutoModelForCausalLM.from_pretrained(sglang_model, dtype="float32").eval()
+    with torch.no_grad():
+        result = model(torch.tensor([prompt + output]), output_router_logits=True)
+    expected = result.logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+    np.testing.assert_allclose(logprobs, expected[torch.arange(new_tokens), output], atol=CLOSE)
+    for layer, router_logits in enumerate(result.router_logits):
+        chosen = router_logits[:-1].topk(2).indices.sort().values
+        np.testing.assert_array_equal(np.sort(routes[:, layer]), chosen)
+
+
+@pytest.mark.sglang
+def test_the_key_is_asked_for_and_seen_by_nobody_else_and_stop_leaves_nothing(sglang_spec: ServerSpec, tmp_path: Path):
+    spec = dataclasses.replace(sglang_spec, python=SGLANG_PYTHON, api_key="open-sesame", log_file=tmp_path / "log")
+    with Server(spec) as server:
+        server.wait_ready(START_DEADLINE_S)
+        members = server.members()
+        assert len(members) >= 4  # reaper, launcher, scheduler, detokenizer
+        assert not any("open-sesame" in part for process in members for part in process.cmdline())
+        assert httpx.get(f"{server.url}/server_info").status_code == 401
+        assert server.version.startswith("0.5.")
+        config_file = server._config_file
+    assert psutil.wait_procs(members, timeout=120.0)[1] == []
+    assert config_file is not None
+    assert not config_file.exists()
+
+
+@pytest.mark.sglang
+def test_a_server_that_cannot_start_is_reported_with_its_log(sglang_spec: ServerSpec, tmp_path: Path):
+    spec = dataclasses.replace(sglang_spec, model_path=tmp_path / "nothing", log_file=tmp_path / "log")
+    started = time.monotonic()
+    with Server(spec) as server, pytest.raises(RolloutError, match=r"ended with exit code 1 .*\n(.|\n)*nothing"):
+        server.wait_ready(10 * START_DEADLINE_S)
+    assert time.monotonic() - started < START_DEADLINE_S  # at once, not at the deadline
+
+
+@pytest.mark.sglang
+def test_kill_9_of_the_parent_takes_a_real_server_down(sglang_spec: ServerSpec, tmp_path: Path):
+    fields = {name: getattr(sglang_spec, name) for name in ("dtype", "max_total_tokens")}
+    fields |= {"model_path": str(sglang_spec.model_path), "python": str(SGLANG_PYTHON)}
+    script = f"""
+import json, sys, time
+from megarl.engines.sglang.server import Server, ServerSpec
+server = Server(ServerSpec(**json.loads({json.dumps(fields)!r}), log_file={str(tmp_path / "log")!r}))
+server.start()
+while len(server.members()) < 5:  # reaper, launcher, resource tracker, scheduler, detokenizer
+    time.sleep(0.1)
+print(*(process.pid for process in server.members()), flush=True)
+time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    # Without helpers of an import, which live for a moment.
+    members = [psutil.Process(pid) for pid in map(int, parent.stdout.readline().split()) if psutil.pid_exists(pid)]
+    assert len(members) >= 4
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    assert psutil.wait_procs(members, timeout=120.0)[1] == []

@@ -1,0 +1,213 @@
+"""The table of SGLang releases, and what of their arguments is refused."""
+
+from __future__ import annotations
+
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.engines.sglang.versions import (
+    CAPABILITIES,
+    FAULTS,
+    can,
+    check_arguments,
+    check_server,
+    parse_arguments,
+    parse_version,
+)
+from megarl.errors import ConfigError, RolloutError
+
+
+@pytest.mark.parametrize(
+    ("text", "version"), [("0.5.23", (0, 5, 23)), ("v0.5.7", (0, 5, 7)), ("0.5.21.post1", (0, 5, 21))]
+)
+def test_release_numbers(text: str, version: tuple[int, int, int]) -> None:
+    assert parse_version(text) == version
+
+
+KEY = {"api_key": "x"}
+
+
+def test_something_else_than_a_release_number_is_an_error() -> None:
+    with pytest.raises(RolloutError, match="'main', expected a release number"):
+        parse_version("main")
+
+
+def test_what_releases_can_do() -> None:
+    def able(text: str) -> list[str]:
+        return [entry.name for entry in CAPABILITIES if can(parse_version(text), entry.name)]
+
+    assert able("0.5.6") == []
+    assert able("0.5.7") == ["routed_experts"]
+    assert able("0.5.12") == ["routed_experts", "routed_experts_start_len"]
+    assert able("0.5.19") == ["routed_experts", "routed_experts_start_len", "weight_versions"]
+    assert able("0.5.20") == [*able("0.5.19"), "sampling_masks"]
+    assert able("0.5.22") == [entry.name for entry in CAPABILITIES if entry.name != "checksums_on_cpu"]
+    assert able("0.5.23") == [entry.name for entry in CAPABILITIES]
+    with pytest.raises(KeyError):
+        can((0, 5, 23), "telepathy")
+
+
+def test_a_release_without_routes_is_refused_and_a_newer_one_told():
+    with pytest.raises(ConfigError, match=r"0\.5\.6 returns no routes, expected at least 0\.5\.7"):
+        check_server({"version": "0.5.6"}, tp=1)
+    assert check_server(KEY | {"version": "0.5.23"}, tp=1) == ((0, 5, 23), [])
+    with pytest.raises(ConfigError, match=r"SGLang 0\.5\.19 does not record the ids .*take 0\.5\.20 or later"):
+        check_server(KEY | {"version": "0.5.19"}, tp=1, nucleus=True)
+    assert check_server(KEY | {"version": "0.5.20"}, tp=1, nucleus=True)[0] == (0, 5, 20)
+    assert "newer than 0.5.23" in check_server(KEY | {"version": "0.6.0"}, tp=1)[1][0]
+    with pytest.raises(RolloutError, match="'None', expected a release number"):
+        check_server({}, tp=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "last", "fault"),
+    [
+        ({"device": "cpu"}, "0.5.17", "wrong_rows_on_cpu"),
+        ({"device": "cpu", "disable_overlap_schedule": False}, "0.5.17", "wrong_rows_on_cpu"),
+        ({"enable_eplb": True}, "0.5.9", "physical_experts"),
+        ({"init_expert_location": "/a/file"}, "0.5.9", "physical_experts"),
+        ({"ep_num_redundant_experts": 2}, "0.5.9", "physical_experts"),
+        ({"model_type": "glm4_moe", "dtype": "bfloat16"}, "0.5.18", "old_routers"),
+        ({"model_type": "glm4_moe", "dtype": "auto"}, "0.5.18", "old_routers"),
+        ({"new_rope": True}, "0.5.9", "old_transformers"),
+        *(
+            ({"moe_runner_backend": name}, None, "routes_in_a_kernel")
+            for name in ("triton_kernel", "flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4")
+        ),
+        ({"moe_a2a_backend": "mooncake"}, None, "scattered_tokens"),
+        ({"moe_a2a_backend": "flashinfer"}, None, "scattered_tokens"),
+        ({"moe_a2a_backend": "deepep"}, "0.5.11", "scattered_tokens_of_deepep"),
+        ({"enable_return_routed_experts": False}, None, "no_routes"),
+        ({"chunked_prefill_size": -1}, None, "unchunked_prefill"),
+        ({"chunked_prefill_size": 0}, None, "unchunked_prefill"),
+        ({"disaggregation_mode": "decode"}, None, "disaggregation"),
+        ({"pp_size": 2}, None, "pipeline"),
+        ({"enable_two_batch_overlap": True}, None, "half_batches"),
+        ({"speculative_algorithm": "NGRAM"}, None, "tree_of_drafts"),
+        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, None, "tree_of_drafts"),
+        ({"enable_hierarchical_cache": True}, None, "cache_beyond_the_gpu"),
+        ({"enable_lmcache": True}, None, "cache_beyond_the_gpu"),
+        ({"radix_cache_backend": "mine"}, None, "cache_beyond_the_gpu"),
+        ({"enable_watermark": True}, None, "watermark"),
+        ({"preferred_sampling_params": {"min_new_tokens": 3}}, None, "preferred_sampling"),
+        ({"api_key": None}, "0.5.20", "pickles"),
+        ({"api_key": ""}, "0.5.20", "pickles"),
+    ],
+)
+def test_a_fault_is_refused_where_the_arguments_make_it_real(arguments: dict[str, Any], last: str | None, fault: str):
+    (entry,) = [entry for entry in FAULTS if entry.name == fault]
+    with pytest.raises(ConfigError, match=re.escape(f"{entry.meaning}: {entry.remedy}")):
+        check_server(KEY | {"version": last or "0.5.23"} | arguments, tp=1)
+    if last is not None:
+        major, minor, patch = parse_version(last)
+        check_server(KEY | {"version": f"{major}.{minor}.{patch + 1}"} | arguments, tp=1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"device": "cpu", "disable_overlap_schedule": True},
+        {"device": "cuda", "disable_overlap_schedule": False, "enable_eplb": False, "init_expert_location": "trivial"},
+        {"chunked_prefill_size": 4096, "disaggregation_mode": "null", "pp_size": 1, "ep_num_redundant_experts": 0},
+        {"chunked_prefill_size": None, "radix_cache_backend": None, "preferred_sampling_params": None, "tp_size": 1},
+        {"model_type": "glm4_moe", "dtype": "bfloat16"},
+        *({"moe_runner_backend": name} for name in (None, "auto", "triton", "deep_gemm", "flashinfer_trtllm_routed")),
+        {"moe_a2a_backend": None},
+        {"moe_a2a_backend": "none"},
+        {"speculative_algorithm": None, "speculative_eagle_topk": None, "watermark_config": "<redacted>"},
+    ],
+)
+def test_other_arguments_are_not(arguments: dict[str, Any]):
+    assert check_server(KEY | {"version": "0.5.9"} | arguments, tp=1) == ((0, 5, 9), [])
+
+
+def test_router_weights_that_no_update_reaches_are_found_by_the_config_of_the_model(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "glm4_moe"}')
+    info = KEY | {"version": "0.5.10", "dtype": "bfloat16"}
+    with pytest.raises(ConfigError, match=r"0\.5\.10 to 0\.5\.18 keep a float32 copy of the router weights of GLM"):
+        check_server(info, tp=1, source=tmp_path)
+    assert check_server(info | {"dtype": "float32"}, tp=1, source=tmp_path)[0] == (0, 5, 10)  # no copy: the weights
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    assert check_server(info, tp=1, source=tmp_path)[0] == (0, 5, 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_refused"),
+    [
+        ('{"rope_parameters": {"rope_theta": 1e6}}', True),
+        ('{"rope_parameters": {"rope_theta": 1e6}, "rope_theta": 1e6}', False),
+        ('{"rope_theta": 1e6}', False),
+        ("{}", False),
+    ],
+)
+def test_a_config_that_only_transformers_5_can_read_is_refused_for_servers_with_4(
+    text: str, is_refused: bool, tmp_path: Path
+):
+    (tmp_path / "config.json").write_text(text)
+    refused = pytest.raises(ConfigError, match=r"transformers 4, which does not read rope_parameters")
+    with refused if is_refused else nullcontext():
+        check_server(KEY | {"version": "0.5.9"}, tp=1, source=tmp_path)
+    check_server(KEY | {"version": "0.5.10"}, tp=1, source=tmp_path)
+
+
+def test_a_key_of_either_kind_guards_the_pickles_of_old_releases():
+    assert check_server({"version": "0.5.12", "admin_api_key": "x"}, tp=1) == ((0, 5, 12), [])
+    with pytest.raises(ConfigError, match=r"0\.5\.12: without an API key, whoever reaches its port can run code there"):
+        check_server({"version": "0.5.12"}, tp=1)
+    _, (warning,) = check_server({"version": "0.5.21"}, tp=1)
+    assert "no API key: whoever reaches the server can replace its weights" in warning
+
+
+def test_a_chain_of_drafts_is_told():
+    found = KEY | {"version": "0.5.23", "speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}
+    assert "speculative decoding" in check_server(found, tp=1)[1][0]
+
+
+def test_another_number_of_ranks_is_refused():
+    with pytest.raises(ConfigError, match="runs with --tp-size 2, expected 1"):
+        check_server({"version": "0.5.23", "tp_size": 2}, tp=1)
+
+
+def test_words_of_a_command_line():
+    words = ("--a-b", "1", "--c=x=y", "--d", "--e", "first", "second", "--f", "-1", "--a-b", "2")
+    assert parse_arguments(words) == {"a_b": "2", "c": "x=y", "d": True, "e": "first", "f": "-1"}
+    assert parse_arguments(()) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--chunked-prefill-size", "-1"), "without chunked prefill"),
+        (("--chunked-prefill-size=0",), "without chunked prefill"),
+        (("--disaggregation-mode", "prefill"), "routes of the prompt stay"),
+        (("--dp-size", "2"), "takes no weights through a process group"),
+        (("--quantization", "fp8"), "nothing repeats that on an update"),
+        (("--disable-radix-cache", "--enable-hierarchical-cache"), "--enable-hierarchical-cache"),
+        (("--preferred-sampling-params", '{"top_k": 5}'), "fill in what a request leaves open"),
+        (("--moe-runner-backend", "triton_kernel"), "a kernel chooses the experts"),
+        (("--moe-runner-backend=flashinfer_trtllm",), "a kernel chooses the experts"),
+        (("--moe-a2a-backend", "mori"), "the routes of one rank's part"),
+    ],
+)
+def test_words_that_are_wrong_with_every_release_are_refused(words: tuple[str, ...], message: str):
+    with pytest.raises(ConfigError, match=message):
+        check_arguments(words)
+
+
+def test_what_is_wrong_with_routes_alone_does_no_harm_without_them():
+    words = ("--moe-runner-backend", "flashinfer_mxfp4", "--moe-a2a-backend", "mori")
+    check_arguments(words, routes=False)
+    info = KEY | parse_arguments(words) | {"version": "0.5.23", "enable_return_routed_experts": False}
+    assert check_server(info, tp=1, routes=False)[0] == (0, 5, 23)
+
+
+def test_what_servers_cannot_mean_is_no_error_of_python():
+    check_server(KEY | {"version": "0.5.23", "tp_size": float("inf"), "moe_runner_backend": ["a"]}, tp=1)
+
+
+def test_words_that_some_release_or_no_release_gets_wrong_are_left_to_the_server():
+    check_arguments(("--enable-eplb", "--device", "cpu", "--chunked-prefill-size", "8", "--pp-size", "one"))

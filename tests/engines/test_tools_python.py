@@ -1,0 +1,377 @@
+"""The Python tool runs code, and contains what is hostile. These need bubblewrap (apt-get install bubblewrap).
+
+Where it can be done safely, the same code runs under resource limits alone as well and comes through: what contains it
+is then the sandbox, not the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.engines.tools.protocol import ToolResult
+from megarl.engines.tools.python_tool import PythonTool
+from megarl.engines.tools.sandbox import Limits
+from megarl.errors import ConfigError, RolloutError
+
+pytestmark = pytest.mark.needs("bwrap")
+
+PR_SET_CHILD_SUBREAPER = 36
+MODEST = Limits(wall_s=120.0, cpu_s=10, memory_bytes=400 << 20, num_processes=4, scratch_bytes=4 << 20)
+
+
+@pytest.fixture(scope="module")
+def tool() -> PythonTool:
+    return PythonTool(MODEST)
+
+
+@pytest.fixture(scope="module")
+def bare() -> PythonTool:
+    """The same without isolation."""
+    return PythonTool(Limits(wall_s=120.0, cpu_s=10, memory_bytes=400 << 20, num_processes=None), limits_alone=True)
+
+
+@pytest.fixture(params=["tool", "bare"])
+def either(request: pytest.FixtureRequest) -> PythonTool:
+    return request.getfixturevalue(request.param)
+
+
+def run(tool: PythonTool, code: str) -> ToolResult:
+    return asyncio.run(tool(code))
+
+
+def alive(argument: str) -> list[psutil.Process]:
+    """Processes of this machine that have the argument; the dead that nobody has reaped yet are not counted."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if argument in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.fixture
+def duration() -> Iterator[str]:
+    """Seconds for `sleep` that no other process sleeps."""
+    found = f"1000.{uuid.uuid4().int % 10**15:015d}"
+    yield found
+    for process in alive(found):
+        process.kill()
+
+
+@pytest.fixture
+def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails if a test leaves open files, children or scratch folders behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def held() -> tuple[int, int, list[str]]:
+        children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+        return len(os.listdir("/proc/self/fd")), len(children), os.listdir(tmp_path)
+
+    gc.collect()
+    files, children, folders = held()
+    yield
+    gc.collect()
+    now = held()
+    assert now[0] <= files  # what an earlier test held may go meanwhile
+    assert now[1] <= children
+    assert now[2] == folders
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize(
+    ("code", "exit_kind", "output"),
+    [
+        ("print(6 * 7)", "ok", "42\n"),
+        ("import sys\nprint('one')\nprint('two', file=sys.stderr)\nprint('three')", "ok", "one\ntwo\nthree\n"),
+        ("import sys; sys.exit(3)", "error", ""),
+        ("import os; os.kill(os.getpid(), 11)", "killed", ""),
+        ("def f():\n    return __name__\nclass A: pass\nprint(f(), A)", "ok", "__main__ <class '__main__.A'>\n"),
+        ("print('\\ud800'.encode('utf-8', 'surrogatepass') == b'\\xed\\xa0\\x80')", "ok", "True\n"),
+        ("import sys; sys.stdout.buffer.write(b'\\xff')", "ok", "\ufffd"),
+        ("print('Grüße')", "ok", "Grüße\n"),
+        (
+            "import os\nprint('a' in os.listdir('.'))\nopen('a', 'w').write('b')\nprint(open('a').read())",
+            "ok",
+            "False\nb\n",
+        ),
+    ],
+)
+def test_code_runs(either: PythonTool, code: str, exit_kind: str, output: str) -> None:
+    assert run(either, code) == ToolResult(output, exit_kind)  # type: ignore[arg-type]
+
+
+def test_an_error_shows_the_lines_of_the_code_and_none_of_the_tool(either: PythonTool) -> None:
+    result = run(either, "def f(x):\n    return 1 / x\n\nf(0)\n")
+    assert result.exit == "error"
+    assert result.output.splitlines()[1:3] == ['  File "main.py", line 4, in <module>', "    f(0)"]
+    assert result.output.endswith("ZeroDivisionError: division by zero\n")
+    assert run(either, "x = [").output.splitlines()[0].strip() == 'File "main.py", line 1'
+
+
+def test_installed_packages_and_modules_not_yet_loaded_can_be_imported(tool: PythonTool) -> None:
+    result = run(
+        tool, "import numpy, fractions, sqlite3, xml.dom\nprint(numpy.arange(4).sum(), fractions.Fraction(2, 4))"
+    )
+    assert result == ToolResult("6 1/2\n", "ok")
+
+
+def test_a_surrogate_and_a_null_in_the_code_are_errors_of_the_code(either: PythonTool) -> None:
+    assert run(either, "print('\ud800')") == ToolResult("?\n", "ok")
+    assert run(either, "print(1)\0").exit == "error"
+
+
+def test_standard_input_is_empty_and_does_not_hang(either: PythonTool) -> None:
+    result = run(either, "import sys\nprint(repr(sys.stdin.read()))\ninput()")
+    assert result.exit == "error"
+    assert result.output.startswith("''\n")
+    assert "EOFError" in result.output
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_an_endless_loop_ends_with_its_cpu_time() -> None:
+    for code in ("while True: pass", "import signal\nsignal.signal(24, signal.SIG_IGN)\nwhile True: pass"):
+        start = time.monotonic()
+        result = run(PythonTool(Limits(wall_s=600.0, cpu_s=1)), "print('begun')\n" + code)
+        assert result.output == "begun\n"
+        assert result.exit == ("killed" if "signal" in code else "timeout")
+        assert time.monotonic() - start < 300.0
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("limits_alone", [False, True])
+def test_waiting_ends_with_the_deadline(limits_alone: bool) -> None:
+    limits = Limits(wall_s=8.0, num_processes=None if limits_alone else 4)
+    tool = PythonTool(limits, limits_alone=limits_alone)
+    start = time.monotonic()
+    assert run(tool, "import time\nprint('begun')\ntime.sleep(300)") == ToolResult("begun\n", "timeout")
+    assert 8.0 <= time.monotonic() - start < 200.0
+    # Output that is closed is not the end of the process.
+    assert run(tool, "import os, time\nos.close(1)\nos.close(2)\ntime.sleep(300)").exit == "timeout"
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_ten_gigabytes_are_not_given(either: PythonTool) -> None:
+    assert run(either, "bytearray(10 << 30)") == ToolResult("MemoryError\n", "memory")
+    assert run(either, "import mmap\nmmap.mmap(-1, 10 << 30)").exit == "error"
+    result = run(either, "kept = []\nwhile True: kept.append(bytearray(1 << 12))")
+    assert result == ToolResult("MemoryError\n", "memory")
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_print_of_a_gigabyte_is_cut(either: PythonTool) -> None:
+    start = time.monotonic()
+    result = run(either, "for _ in range(1024): print('x' * (1 << 20))")
+    assert result.exit == "output_limit"
+    assert result.truncated
+    assert result.output == "x" * MODEST.output_bytes + f"\n[cut after {MODEST.output_bytes} bytes]"
+    assert time.monotonic() - start < 100.0  # not by its deadline
+    exact = run(either, f"print('x' * {MODEST.output_bytes - 1})")
+    assert (exact.exit, exact.truncated, len(exact.output)) == ("ok", False, MODEST.output_bytes)
+
+
+FORKS = """
+import os, time
+made = 0
+try:
+    while made < 40:
+        if os.fork() == 0:
+            time.sleep(30)
+        made += 1
+except OSError:
+    pass
+print(made)
+"""
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_fork_bomb_stays_small_and_leaves_nothing(tool: PythonTool, bare: PythonTool) -> None:
+    assert run(bare, FORKS).output == "40\n"  # a bounded one comes through without the limit
+    assert run(tool, FORKS) == ToolResult("4\n", "ok")
+    threads = "import threading, time\nfor _ in range(40): threading.Thread(target=time.sleep, args=(1,)).start()"
+    assert "can't start new thread" in run(tool, threads).output
+
+    mark = uuid.uuid4().hex
+    bomb = f"import os\nmark = '{mark}'\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+
+    async def exploded() -> tuple[ToolResult, int]:
+        others = set(psutil.Process().children(recursive=True))  # such as multiprocessing's tracker
+        call = asyncio.ensure_future(PythonTool(Limits(wall_s=10.0, cpu_s=60, num_processes=4))(bomb))
+        most = 0
+        while not call.done():
+            most = max(most, len(set(psutil.Process().children(recursive=True)) - others))
+            await asyncio.sleep(0.05)
+        return await call, most
+
+    result, most = asyncio.run(exploded())
+    assert result.exit == "timeout"
+    assert 3 <= most <= 7  # bubblewrap, its init, the code, four more
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("ending", ["", "import os; os._exit(0)", "import time; time.sleep(30)"])
+def test_a_child_does_not_outlive_its_parent(either: PythonTool, duration: str, ending: str) -> None:
+    code = f"""
+import os, subprocess, time
+if os.fork() == 0:
+    os.setsid()
+    subprocess.Popen(["sleep", "{duration}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os._exit(0)
+def words(pid):
+    try:
+        return open(f"/proc/{{pid}}/cmdline").read()
+    except OSError:  # it has ended meanwhile
+        return ""
+while not any("{duration}" in words(pid) for pid in os.listdir("/proc") if pid.isdigit()):
+    time.sleep(0.01)
+print("begun")
+{ending}
+"""
+    if "sleep" in ending:
+        either = PythonTool(
+            Limits(wall_s=15.0, num_processes=either.limits.num_processes),
+            limits_alone=either.limits.num_processes is None,
+        )
+    result = run(either, code)
+    assert result.output == "begun\n"
+    assert alive(duration) == []
+
+
+def test_a_child_that_holds_the_output_does_not_hold_the_call(either: PythonTool, duration: str) -> None:
+    start = time.monotonic()
+    assert run(either, f"import subprocess\nsubprocess.Popen(['sleep', '{duration}'])\nprint(1)").output == "1\n"
+    assert time.monotonic() - start < 100.0  # not by its deadline
+    assert alive(duration) == []
+
+
+@pytest.mark.parametrize("delay_s", [None, 0.0, 0.01, 0.03, math.inf])
+@pytest.mark.usefixtures("nothing_left")
+def test_a_cancelled_call_leaves_nothing(either: PythonTool, duration: str, delay_s: float | None) -> None:
+    code = f"import subprocess\nopen('file', 'w')\nsubprocess.run(['sleep', '{duration}'], start_new_session=True)"
+
+    async def cancelled() -> None:
+        call = asyncio.ensure_future(either(code))
+        if delay_s == math.inf:
+            while not alive(duration) and not call.done():
+                await asyncio.sleep(0.02)
+        elif delay_s is not None:
+            await asyncio.sleep(delay_s)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert alive(duration) == []
+
+    asyncio.run(cancelled())
+
+
+def test_a_call_leaves_no_zombie_to_an_init_that_reaps_none(tool: PythonTool) -> None:
+    host = f"""
+import asyncio, ctypes, psutil
+from megarl.engines.tools.python_tool import PythonTool
+from megarl.engines.tools.sandbox import Limits
+ctypes.CDLL(None).prctl({PR_SET_CHILD_SUBREAPER}, 1, 0, 0, 0)  # as the first process of a container
+tool = PythonTool(Limits(wall_s=3.0))
+for code in ("print(1)", "import os; os.fork()", "1 / 0", "while True: pass", "while True: print(1)"):
+    asyncio.run(tool(code))
+print(psutil.Process().children(recursive=True))
+"""
+    found = subprocess.run([sys.executable, "-c", host], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
+
+
+def test_calls_die_with_a_killed_host(tool: PythonTool, duration: str) -> None:
+    host = f"""
+import asyncio
+from megarl.engines.tools.python_tool import PythonTool
+asyncio.run(PythonTool()("import os; os.execvp('sleep', ['sleep', '{duration}'])"))
+"""
+    with subprocess.Popen([sys.executable, "-c", host]) as process:
+        deadline = time.monotonic() + 60.0
+        while not alive(duration):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 60.0
+    while alive(duration):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_many_calls_at_once_keep_their_outputs_apart(tool: PythonTool) -> None:
+    async def all_of_them() -> list[ToolResult]:
+        codes = [
+            f"open('name', 'x').write('{index:02d}' * 8000)\nprint(open('name').read(), end='')" for index in range(19)
+        ]
+        return await asyncio.gather(*(tool(code) for code in [*codes, "while True: print('x' * 1000)"]))
+
+    *results, endless = asyncio.run(all_of_them())
+    assert [result.output for result in results] == [f"{index:02d}" * 8000 for index in range(19)]
+    assert endless.exit == "output_limit"
+
+
+def test_code_that_is_too_long_is_not_run() -> None:
+    tool = PythonTool(Limits(code_bytes=20))
+    assert run(tool, "print(1)        #####").exit == "error"
+    assert run(tool, "print(1)        ####").output == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("limits", "name"),
+    [({"wall_s": 0.0}, "wall_s"), ({"wall_s": float("nan")}, "wall_s"), ({"num_processes": -1}, "num_processes")],
+)
+def test_a_bad_limit_is_refused(limits: dict[str, float], name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        Limits(**limits)  # type: ignore[arg-type]
+
+
+def test_without_bubblewrap_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"found no bubblewrap.*apt-get install bubblewrap.*limits_alone=True"):
+        PythonTool()
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho bwrap: No permissions to create new namespace >&2\nexit 1\n")
+    broken.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"does not run in bubblewrap.*No permissions to create new namespace"):
+        PythonTool()
+    with pytest.raises(ConfigError, match=r"num_processes is None in a sandbox"):
+        PythonTool(Limits(num_processes=None))
+    with pytest.raises(ConfigError, match=r"does not run: "):
+        PythonTool(interpreter=str(tmp_path / "python"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the kernel limits processes of other users, of root it does not")
+def test_root_must_say_that_processes_are_not_limited() -> None:
+    with pytest.raises(ConfigError, match=r"num_processes cannot be limited"):
+        PythonTool(limits_alone=True)
+
+
+def test_a_sandbox_that_breaks_later_is_an_error_of_the_host(tmp_path: Path) -> None:
+    (tmp_path / "bwrap").write_text('#!/bin/sh\nPATH=${0%/*}/real exec bwrap "$@"\n')
+    (tmp_path / "bwrap").chmod(0o755)
+    real = tmp_path / "real"
+    real.mkdir()
+    found = subprocess.run(["which", "bwrap"], capture_output=True, text=True, check=True).stdout.strip()
+    (real / "bwrap").symlink_to(found)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        tool = PythonTool(MODEST)
+    assert run(tool, "print(1)").output == "1\n"
+    (real / "bwrap").unlink()
+    with pytest.raises(RolloutError, match="did not start"):
+        run(tool, "print(1)")

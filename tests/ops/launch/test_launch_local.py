@@ -1,0 +1,246 @@
+"""``megarl launch`` on one machine: real ranks over gloo, stopped, killed and hung."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import pytest
+from launch_world import CONFIG, STEPS, Launch, World, assert_whole, processes_of, rank_pid, records_of
+from ports import has_ipv6_loopback
+
+from megarl.ops.launch.topology import Node, Topology, free_ports
+from megarl.run.audit import check
+from megarl.run.status import read_status
+
+pytestmark = [pytest.mark.slow(minutes=5), pytest.mark.multirank]
+
+
+def test_a_run_ends_with_0_and_leaves_logs_status_and_audit(
+    reference: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = read_status(reference)
+    assert (status["state"], status["step"], status["checkpoint"]) == ("finished", STEPS, f"step_{STEPS:07d}")
+    assert status["step_s"] > 0
+    assert status["holder"] is None
+    logs = sorted(reference.glob("logs/*/attempt1/node0/*/attempt_0/*/stdout.log"))
+    assert [log.parent.name for log in logs] == ["0", "1"]
+    assert f"step {STEPS}/{STEPS}" in logs[0].read_text()
+    assert logs[1].read_text() == ""  # only the first rank speaks
+    assert check(reference / "samples.jsonl", STEPS) == STEPS * 32
+    said = subprocess.run(
+        [sys.executable, "-m", "megarl.cli", "status", str(reference)], capture_output=True, text=True, check=True
+    ).stdout
+    assert "finished" in said
+    assert f"{STEPS} of {STEPS}" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_run_that_is_asked_to_stop_saves_itself_and_goes_on_as_if_nothing_had_happened(
+    world: World, reference: Path, number: signal.Signals
+) -> None:
+    run = Launch(world, world.config(f"asked-{number.name}"))
+    run.until_step(3)
+    run.process.send_signal(number)
+    assert run.code() == 75, run.log.read_text()[-3000:]
+    status = read_status(run.folder)
+    assert status["state"] == "stopped"
+    assert 3 <= status["step"] < STEPS
+    assert status["checkpoint"] == f"step_{status['step']:07d}"
+    assert not processes_of(run.folder)
+    again = Launch(world, run.config)
+    assert again.code() == 0
+    assert f"resumed from {run.folder}/checkpoints/{status['checkpoint']}" in run.log.read_text()
+    assert_whole(run.folder, reference)
+
+
+@pytest.mark.parametrize("command", ["train", "launch", "torchrun"])
+def test_a_closed_terminal_saves_the_run_as_a_request_to_stop_does(world: World, command: str) -> None:
+    """The session's leader gets SIGHUP, and every later write to the terminal is an error."""
+    config = world.config(f"closed-{command}", CONFIG.replace("every = 2", "every = 100").replace("ep = 2", "ep = 1"))
+    words = ["-m", "megarl.cli", command, str(config), *(["--launch.ranks_per_node", "1"] * (command == "launch"))]
+    if command == "torchrun":
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "megarl.cli", "train"]
+        words.append(str(config))
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        env=world.environment(TERM="xterm"),
+        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+        cwd=world.root,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    said = b""
+    with suppress(OSError):  # the other side has ended
+        while b"step 2/" not in said:
+            said += os.read(ours, 1 << 16)
+    assert process.poll() is None, said.decode()
+    os.close(ours)
+    assert process.wait(timeout=300) == (75 if command != "torchrun" else 1), said.decode()
+    status = read_status(world.root / f"closed-{command}")
+    assert status["state"] == "stopped"
+    assert 2 <= status["step"] < STEPS
+    assert status["checkpoint"] == f"step_{status['step']:07d}"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_saves_what_is_finished_and_the_run_goes_on(world: World, reference: Path, ranks: int) -> None:
+    """torchrun passes the signal on to its ranks, and waits for them before it ends."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if ranks == 2 else []
+    words = {"words": ["--parallel.ep", str(ranks)], "command": [*launcher, "-m", "megarl.cli", "train"]}
+    run = Launch(world, world.config(f"keyboard{ranks}"), **words)
+    run.until_step(3)
+    run.process.send_signal(signal.SIGINT)
+    assert run.code() == (1 if ranks == 2 else 75), run.log.read_text()[-3000:]
+    status = read_status(run.folder)
+    assert status["state"] == "stopped"
+    assert 3 <= status["step"] < STEPS
+    assert status["checkpoint"] == f"step_{status['step']:07d}"
+    said = run.log.read_text()
+    assert said.count("megarl: stopping; finished steps are saved first") == 1
+    assert ("torchrun waits 30 s" in said) == (ranks == 2)
+    assert f"saved {run.folder}/checkpoints/{status['checkpoint']}" in said
+    assert f"step {status['step']} is saved in {run.folder}/checkpoints, start the run again" in said
+    assert not processes_of(run.folder)
+    assert Launch(world, run.config, **words).code() == 0
+    assert f"resumed from {run.folder}/checkpoints/{status['checkpoint']}" in run.log.read_text()
+    if ranks == 2:
+        assert_whole(run.folder, reference)
+
+
+def test_ranks_that_are_killed_cost_the_steps_since_the_last_checkpoint(world: World, reference: Path) -> None:
+    run = Launch(world, world.config("killed-rank"))
+    run.until_step(3)
+    os.kill(rank_pid(run.folder, 1), signal.SIGKILL)
+    run.until_step(5)
+    for rank in (0, 1):  # as NCCL does, when a collective call takes too long
+        os.kill(rank_pid(run.folder, rank), signal.SIGABRT)
+    assert run.code() == 0, run.log.read_text()[-3000:]
+    said = run.log.read_text()
+    for words in ("rank 0 lost the others in phase", "rank 1: gone in"):
+        assert words in said, said[-3000:]
+    assert "starting it again" in said
+    first, second = (line for line in said.splitlines() if "megarl: the trainer died (" in line)
+    assert f"(rank 1 on {socket.gethostname()} was killed by SIGKILL; last seen: " in first
+    assert " was killed by SIGABRT; last seen: " in second
+    assert "local_rank" not in said  # torchrun's 45 lines
+    assert (
+        "failed (exitcode: -9) local_rank: 1" in next(run.folder.glob("logs/*/attempt1/node0/torchrun.log")).read_text()
+    )
+    alone = said[said.rindex("last seen: rank") :].splitlines()[0]  # the time that nobody was left to tell
+    assert " after step 5" in alone or " after step 6" in alone
+    assert_whole(run.folder, reference)
+    undone = [line for line in (run.folder / "samples.jsonl").read_text().splitlines() if "resumed_after" in line]
+    assert [json.loads(line)["resumed_after"] for line in undone] in ([0, 2, 4], [0, 2, 6])
+
+
+def test_a_launcher_that_is_killed_leaves_nobody_behind_and_no_lock(world: World, reference: Path) -> None:
+    run = Launch(world, world.config("killed-launcher"))
+    run.until_step(3)
+    run.process.kill()
+    run.process.wait()
+    until = time.monotonic() + 600.0
+    while processes_of(run.folder.with_suffix(".toml")) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert not processes_of(run.folder.with_suffix(".toml"))
+    assert read_status(run.folder)["state"] in ("lost", "stopped", "failed")
+    assert Launch(world, run.config).code() == 0
+    assert_whole(run.folder, reference)
+
+
+def test_a_second_launch_of_a_run_is_refused_and_does_it_no_harm(world: World) -> None:
+    run = Launch(world, world.config("twice", steps=100))
+    run.until_step(1)
+    second = Launch(world, run.config)
+    assert second.code() == 2
+    assert f"is in use by process {run.process.pid} on" in run.log.read_text()
+    # Nor can a trainer get past the launcher.
+    words = [sys.executable, "-m", "megarl.cli", "train", str(run.config), "--parallel.ep", "1"]
+    assert run.process.poll() is None
+    trainer = subprocess.run(words, env=world.environment(), capture_output=True, text=True, check=False)
+    assert trainer.returncode == 2
+    assert "is in use by process" in trainer.stderr
+    run.process.send_signal(signal.SIGTERM)
+    assert run.code() == 75
+    assert check(run.folder / "samples.jsonl", run.status()["step"]) == run.status()["step"] * 32
+
+
+def test_bad_input_is_not_tried_again(world: World) -> None:
+    config = world.config("bad", CONFIG.replace('heldout = "{root}/task/heldout.jsonl"', 'heldout = "/nowhere.jsonl"'))
+    run = Launch(world, config)
+    assert run.code() == 2, run.log.read_text()[-3000:]
+    assert run.log.read_text().count("/nowhere.jsonl") >= 1
+    assert not list((run.folder / "logs").glob("*/attempt2"))
+
+
+def test_a_rank_that_hangs_is_named_with_its_stacks_and_the_run_goes_on(world: World, reference: Path) -> None:
+    config = world.config("hung")
+    run = Launch(world, config, ["--log.hang_s", "6", "--run.collective_timeout_s", "20"])
+    run.until_step(3)
+    victim = rank_pid(run.folder, 1)
+    os.kill(victim, signal.SIGSTOP)
+    stacks = run.folder / "ranks" / "00000.stacks.txt"
+    run.until(stacks.exists, "stacks")
+    run.until(lambda: "rank 1: silent for" in run.log.read_text(), "the rank is named")
+    assert run.code() == 0, run.log.read_text()[-3000:]
+    assert "rank 0 on" in stacks.read_text()
+    assert "loop.py" in stacks.read_text()
+    assert "Timed out" in run.log.read_text() or "timed out" in run.log.read_text().lower()
+    assert [r["step"] for r in records_of(run.folder)] == [r["step"] for r in records_of(reference)]
+    assert_whole(run.folder, reference)
+
+
+def test_checkpoints_written_beside_training_are_those_of_a_run_that_waits(world: World, reference: Path) -> None:
+    config = world.config("background", CONFIG.replace("[checkpoint]\n", "[checkpoint]\nasynchronous = true\n"))
+    run = Launch(world, config)
+    run.until_step(5)
+    os.kill(rank_pid(run.folder, 0), signal.SIGKILL)
+    assert run.code() == 0, run.log.read_text()[-3000:]
+    assert "resumed from" in run.log.read_text()
+    assert_whole(run.folder, reference)
+    assert not list((run.folder / "checkpoints").glob("*.partial"))
+
+
+def test_a_signal_that_kills_reward_workers_too_costs_no_sample(world: World, reference: Path) -> None:
+    """As Slurm sends it to every process of a step that it ends."""
+    # A rank's rewards take longer than a beat of its status, so that the phase is seen.
+    run = Launch(world, world.config("all-signalled", CONFIG.replace("lengths:reward", "lengths:slow_reward")))
+    run.until_step(3)
+    run.until(lambda: run.status().get("phase") == "rollout", "rollout")
+    ranks = [psutil.Process(rank_pid(run.folder, rank)) for rank in range(2)]
+    for process in [process for rank in ranks for process in (rank, *rank.children(recursive=True))]:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGTERM)
+    assert run.code() == 75, run.log.read_text()[-3000:]
+    assert "judged; first failure" not in run.log.read_text()
+    again = Launch(world, run.config)
+    assert again.code() == 0
+    assert_whole(run.folder, reference)
+
+
+@pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no address ::1")
+def test_nodes_that_meet_at_an_ipv6_address_compute_the_same(world: World, reference: Path) -> None:
+    topology = Topology((Node("a", "::1"), Node("b", "::1")), (), 1, free_ports(1, os.getpid())[0], ())
+    config = world.config("ipv6")
+    launch = {"topology": asdict(topology), "logs": str(world.root / "ipv6_logs"), "command": ["train", str(config)]}
+    (world.root / "ipv6_launch.json").write_text(json.dumps(launch))
+    nodes = [
+        Launch(world, world.root / "ipv6_launch.json", [number], command=("-m", "megarl.ops.launch.node"))
+        for number in ("0", "1")
+    ]
+    assert [node.code() for node in nodes] == [0, 0], nodes[0].log.read_text()[-3000:]
+    assert records_of(world.root / "ipv6") == records_of(reference)

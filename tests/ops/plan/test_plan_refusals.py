@@ -1,0 +1,174 @@
+"""What cannot divide or fit is one line, each with a test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plan_worlds import MODELS, config, write_config
+
+from megarl.errors import ConfigError
+from megarl.ops.plan.checks import SERVER_RESERVE, TRAINER_RESERVE, shared_gpu
+from megarl.ops.plan.engine_memory import EngineMemory
+from megarl.ops.plan.plan import plan
+from megarl.ops.plan.table import to_text
+from megarl.ops.plan.trainer_memory import RankMemory
+
+SGLANG = {"rollout__engine": "sglang"}
+FP8 = {**SGLANG, "sglang__fp8": True}
+DENSE = {"train__replay": "none"}
+HIDDEN = {**DENSE, "megatron__moe_router_force_load_balancing": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "overrides", "message"),
+    [
+        ("mixtral", 3, {"parallel__tp": 2}, r"found 3 ranks, expected a multiple of tp \* pp \* cp"),
+        ("mixtral", 4, {"parallel__ep": 8}, r"expected a multiple of ep \* etp \* pp"),
+        ("mixtral", 3, {"parallel__tp": 3, "train__micro_batch_tokens": 66}, "parallel.tp: .* num_attention_heads = 4"),
+        ("mixtral", 4, {"parallel__tp": 4}, "parallel.tp: found 4, expected a divisor of .* num_key_value_heads = 2"),
+        ("mixtral", 3, {"parallel__ep": 3, "rollout__prompts_per_step": 3}, "parallel.ep: found 3, .* experts = 8"),
+        ("qwen3", 1, {}, 'train.replay: found "r3", expected "none": the qwen3 model in model.path is dense'),
+        ("qwen2", 1, {"train__replay": "r2"}, 'train.replay: found "r2", expected "none"'),
+        ("qwen3", 2, {**DENSE, "parallel__ep": 2}, "parallel.ep: found 2, expected 1: the qwen3 model .* no experts"),
+        (
+            "qwen3",
+            1,
+            {**DENSE, "train__max_native_flip": 0.3},
+            "train.max_native_flip: found 0.3: .* no routers to watch",
+        ),
+        ("llama", 1, {**DENSE, "log__traces_every": 2}, "log.traces_every: found 2, expected 0"),
+        ("mixtral", 1, {**HIDDEN, "train__max_native_flip": 0.3}, "train.max_native_flip: found without routes"),
+        ("mixtral", 1, {**HIDDEN, "log__traces_every": 2}, "log.traces_every: found without routes"),
+        (
+            "deepseek_v3",
+            1,
+            {"rollout__fp8_kv_cache": True},
+            "rollout.fp8_kv_cache: .* deepseek_v3 model .* latents",
+        ),
+        ("mixtral", 3, {"parallel__pp": 3}, "parallel.pp: found 3 stages for 4 layers"),
+        ("mixtral", 2, {"parallel__pp": 2, "parallel__vpp": 3}, "parallel.vpp: found 3 with 2 layers"),
+        (
+            "mixtral",
+            1,
+            {"rollout__max_response_tokens": 56 + 8, "train__micro_batch_tokens": 99},
+            "expected at most .*64",
+        ),
+        ("mixtral", 1, {**SGLANG, "sglang__tp": 3}, "sglang.tp: found 3, .* num_attention_heads = 4"),
+        ("mixtral", 1, {**FP8}, "leaves a GPU 40 of the experts' intermediate size, expected a multiple of 128"),
+        (
+            "mixtral",
+            1,
+            {**SGLANG, "sglang__servers": 2, "sglang__gpus": [0, 1]},
+            "sglang.gpus: found 1 on nodes with launch.ranks_per_node = 1 GPUs of the trainer",
+        ),
+        ("mixtral", 1, {"launch__gpu_memory_gib": 0.5}, "a rank of stage 0 with its engine needs .* at most 0.5"),
+        (
+            "mixtral",
+            1,
+            {**SGLANG, "launch__gpu_memory_gib": 5e-5},
+            "GiB of weights and then 0 tokens of cache, expected at least one sequence of 32",
+        ),
+        ("mixtral", 1, {"megatron__optimizer": "sgd"}, "megatron.optimizer = 'sgd', expected 'adam'"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    family: str, ranks: int, overrides: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    settings = config(write_config(tmp_path, family), launch__ranks_per_node=ranks, **overrides)
+    with pytest.raises(ConfigError, match=message):
+        plan(settings)
+
+
+def test_widths_of_experts_that_expert_tensor_parallelism_cannot_cut(tmp_path: Path) -> None:
+    model = write_config(tmp_path, "mixtral", intermediate_size=41)
+    settings = config(model, launch__ranks_per_node=2, parallel__tp=2)
+    with pytest.raises(ConfigError, match=r"parallel.etp: found 2, expected a divisor of .* intermediate size = 41"):
+        plan(settings)
+
+
+def test_key_value_heads_that_a_server_cannot_cut(tmp_path: Path) -> None:
+    model = write_config(tmp_path, "mixtral", hidden_size=48, num_attention_heads=6, num_key_value_heads=2)
+    with pytest.raises(ConfigError, match=r"sglang.tp: found 3 for 2 key-value heads"):
+        plan(config(model, **SGLANG, sglang__tp=3))
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "message"),
+    [
+        ("Qwen3-30B-A3B", 4, "leaves a GPU 192 of the experts' intermediate size"),
+        ("GLM-4.5-Air", 1, "leaves a GPU 10944 of intermediate_size"),
+        ("Moonlight-16B-A3B", 2, "leaves a GPU 5632 of intermediate_size|704 of the experts' intermediate size"),
+    ],
+)
+def test_fp8_blocks_that_servers_of_large_models_cannot_cut(model: str, tp: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(config(MODELS / model, **FP8, sglang__tp=tp))
+
+
+def test_keys_that_are_no_whole_fp8_block(tmp_path: Path) -> None:
+    wide = {"intermediate_size": 128, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    with pytest.raises(ConfigError, match=r"leaves a GPU 64 of the keys, expected a multiple of 128"):
+        plan(config(write_config(tmp_path, "mixtral", **wide, head_dim=32), **FP8))
+
+
+def test_servers_of_their_own_that_do_not_fit(tmp_path: Path) -> None:
+    apart = {"launch__layout": "disaggregated", "launch__server_nodes": 1, "launch__gpu_memory_gib": 4.0}
+    with pytest.raises(ConfigError, match=r"a server's GPU needs 6\.\d GiB, expected at most 4; raise sglang.tp"):
+        plan(config(write_config(tmp_path, "mixtral"), **SGLANG, **apart))
+
+
+def test_trainer_and_server_on_one_gpu(tmp_path: Path) -> None:
+    beside = {"sglang__gpus": [0], "sglang__mem_fraction": 0.5, "launch__layout": "colocated"}
+    model = write_config(tmp_path, "mixtral")
+    with pytest.raises(ConfigError, match=r"with a server on its GPU needs 10\.\d GiB, expected at most 8"):
+        plan(config(model, **SGLANG, **beside, launch__gpu_memory_gib=8.0))
+    assert plan(config(model, **SGLANG, **beside, launch__gpu_memory_gib=16.0)).server_gpus == 1
+
+
+def test_a_server_on_a_gpu_of_the_node_that_the_trainer_does_not_use(tmp_path: Path) -> None:
+    own = {"sglang__gpus": [1], "sglang__mem_fraction": 0.6, "launch__layout": "colocated"}
+    model = write_config(tmp_path, "mixtral")
+    settings = config(model, **SGLANG, **own, launch__gpu_memory_gib=8.0)
+    found = plan(settings)
+    assert 'beside the trainer\'s, sync = "distributed"' in to_text(found, settings)
+    assert found.gpu.trainer < 4 << 30 < found.gpu.server < 8 << 30
+    with pytest.raises(ConfigError, match=r"a server's GPU needs 6\.\d GiB, expected at most 6"):
+        plan(config(model, **SGLANG, **own, launch__gpu_memory_gib=6.0))
+
+
+def test_pipeline_divisions_that_are_not_computed(tmp_path: Path) -> None:
+    split = {"parallel__pp": 2, "megatron__account_for_embedding_in_pipeline_split": True}
+    settings = config(write_config(tmp_path, "mixtral"), launch__ranks_per_node=2, **split)
+    with pytest.raises(ConfigError, match=r"does not know megatron.account_for_embedding_in_pipeline_split"):
+        plan(settings)
+
+
+def test_a_model_that_is_nowhere(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.path: found no config.json in .*nowhere.* --model"):
+        plan(config(tmp_path / "nowhere"))
+
+
+def test_memory_on_a_shared_gpu_by_hand() -> None:
+    """Resident: the sum of both. Handed over: the largest of the three phases."""
+    rank = RankMemory(
+        0,
+        weights=2,
+        gradients=4,
+        optimizer=12,
+        reference=0,
+        activations=5,
+        working=1,
+        sync=3,
+        exchange=2,
+        recorded=0,
+        compared=0,
+        host_routes=9,
+    )
+    engine, reserves = EngineMemory(7, 20, 1, 20, 1), TRAINER_RESERVE + SERVER_RESERVE
+    assert (rank.states, rank.training, rank.peak) == (18, 24, 24)
+    assert shared_gpu(rank, engine, handed_over=False) == 24 + 27 + reserves
+    assert shared_gpu(rank, engine, handed_over=True) == 27 + 2 + reserves
+    small = EngineMemory(7, 0, 1, 0, 0)
+    assert shared_gpu(rank, small, handed_over=True) == 24 + reserves

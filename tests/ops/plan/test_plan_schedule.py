@@ -1,0 +1,86 @@
+"""The arithmetic of batches and the bubble, by hand and against the code that divides them."""
+
+from __future__ import annotations
+
+import pytest
+from plan_worlds import config
+
+from megarl.config import Layout
+from megarl.core.packing import partition
+from megarl.errors import ConfigError
+from megarl.ops.plan.layout import Schedule, bubble, divide_step
+from megarl.ops.plan.trainer_memory import cut_of, in_flight
+
+
+def divided(ranks: int = 1, **overrides: object) -> Schedule:
+    settings = config("unused", **overrides)
+    return divide_step(settings, settings.check_world_size(ranks))
+
+
+def test_a_step_by_hand() -> None:
+    """16 responses, N = 2, dp = 2: 4 sequences of up to 32 tokens a rank, two in 64 tokens."""
+    found = divided(2, train__mini_batches=2)
+    assert (found.responses, found.mini_batch, found.sequences_per_rank) == (16, 8, 4)
+    assert (found.longest, found.fewest, found.most, found.optimizer_steps) == (32, 1, 2, 8)
+
+
+def test_the_old_log_prob_passes_by_hand() -> None:
+    """In forward passes over a mini-batch: an update is 3, with recomputed layers 4; a reference policy adds 1 each."""
+    assert (divided().old_passes, divided().old_share) == (0, 0.0)
+    assert divided(train__mini_batches=4).old_passes == 3
+    assert divided(train__mini_batches=4).old_share == 3 / (3 + 4 * 3)
+    recomputed = {"recompute__granularity": "full", "recompute__method": "uniform", "recompute__num_layers": 1}
+    assert divided(train__mini_batches=4, **recomputed).old_share == 3 / (3 + 4 * 4)
+    assert divided(train__mini_batches=4, train__old_logprobs="rollout").old_share == 0.0
+    found = divided(train__mini_batches=2, train__objective="kl_grpo")
+    assert (found.old_passes, found.old_share) == (2, 2 / (2 + 2 * 4))
+
+
+@pytest.mark.parametrize("limit", [32, 63, 64, 100, 512])
+def test_the_most_micro_batches_are_those_of_the_longest_sequences(limit: int) -> None:
+    found = divided(train__micro_batch_tokens=limit)
+    assert found.most == len(partition([32] * 16, limit))
+
+
+def test_context_parallel_ranks_share_a_sequence() -> None:
+    """2 ranks of 64 tokens take 4 sequences of 32 together."""
+    assert divided(2, parallel__cp=2).most == 4
+
+
+def test_interleaving_takes_micro_batches_by_the_number_of_stages() -> None:
+    found = divided(2, parallel__pp=2, parallel__vpp=2, train__micro_batch_tokens=512)
+    assert (found.fewest, found.most) == (2, 2)
+
+
+def test_more_micro_batches_than_sequences_are_refused() -> None:
+    overrides = {"parallel__pp": 4, "parallel__vpp": 2, "train__mini_batches": 8}
+    with pytest.raises(ConfigError, match=r"takes 4 micro-batches at a time .* gives a rank 2 sequences"):
+        divided(4, **overrides)
+
+
+def test_the_bubble_by_hand() -> None:
+    """pp = 4, 12 micro-batches: 3 of 15 slots; two chunks a rank halve the slots: 3 of 27."""
+    assert bubble(4, None, 12) == 3 / 15
+    assert bubble(4, 2, 12) == 3 / 27
+    assert bubble(1, None, 5) == 0.0
+
+
+def test_a_micro_batch_is_no_larger_than_what_a_mini_batch_brings() -> None:
+    """By hand: 4 sequences of 32 tokens a rank; over 2 context-parallel ranks 8 of 32, halved."""
+    settings = config("unused", train__mini_batches=4, train__micro_batch_tokens=512)
+    assert cut_of(settings, settings.check_world_size(1)).slots == 4 * 32
+    spread = config("unused", train__mini_batches=2, train__micro_batch_tokens=512, parallel__cp=2)
+    assert cut_of(spread, spread.check_world_size(2)).slots == 8 * 32 // 2
+    short = config("unused", train__micro_batch_tokens=64)
+    assert cut_of(short, short.check_world_size(1)).slots == 64
+
+
+def layout(pp: int, vpp: int | None = None) -> Layout:
+    return Layout(pp, 1, pp, vpp, 1, 1, 1, 1, 1, 16)
+
+
+def test_micro_batches_that_wait_for_their_backward_pass() -> None:
+    assert [in_flight(layout(4), stage, 8) for stage in range(4)] == [4, 3, 2, 1]
+    assert [in_flight(layout(4), stage, 2) for stage in range(4)] == [2, 2, 2, 1]
+    assert [in_flight(layout(2, 2), stage, 8) for stage in range(2)] == [5, 3]
+    assert in_flight(layout(1), 0, 8) == 1

@@ -1,0 +1,239 @@
+"""What doctor calls ready, the trainer begins with; what the trainer refuses, doctor does not call ready."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from train_world import World, trainer_of
+
+from megarl.config import Config
+from megarl.convert.job import Ranks
+from megarl.convert.quantization import Options, quantize
+from megarl.core.fp8 import SCALE
+from megarl.errors import MegarlError
+from megarl.megatron import distributed
+from megarl.models.fit import check_fit
+from megarl.models.hf_folder import INDEX, SINGLE
+from megarl.models.shapes import read_shape
+from megarl.ops.doctor import inputs, trial
+
+REWARDS = """
+def missing_keyword(*, prompt, response): return 1.0
+def broken(*, prompt, response, answer): return answr == response
+def text(*, prompt, response, answer): return "right"
+def right(*, prompt, response, answer): return float(answer == response)
+def make(): raise OSError("no such device")
+def objective(columns): return columns.logprobs[:1]
+def nothing_alone(rewards, groups): return rewards * (groups[0] == groups[-1])
+"""
+
+
+def edit(file: str, **changes: Any) -> Callable[[Path], None]:
+    """Set keys of a JSON file of the model."""
+
+    def change(folder: Path) -> None:
+        path = folder / "model" / file
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], Any], model: str = "model") -> Callable[[Path], None]:
+    def rewrite(folder: Path) -> None:
+        (file,) = (folder / model).glob("*.safetensors")
+        found = load_file(file)
+        change(found)
+        save_file(found, file, metadata={"format": "pt"})
+
+    return rewrite
+
+
+def line(text: str, file: str = "train.jsonl") -> Callable[[Path], None]:
+    """Add a line behind all others."""
+
+    def add(folder: Path) -> None:
+        with (folder / "task" / file).open("a") as opened:
+            opened.write(text + "\n")
+
+    return add
+
+
+def truncate(folder: Path) -> None:
+    (file,) = (folder / "model").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def add_prediction_layer(folder: Path) -> None:
+    tensors(lambda t: t.update({"model.layers.4.eh_proj.weight": torch.ones(32, 64)}))(folder)
+
+
+def quantized(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    """Write the model in FP8, and change its tensors."""
+
+    def rewrite(folder: Path) -> None:
+        quantize(folder / "model", folder / "fp8", None, Options(), Ranks())
+        shutil.rmtree(folder / "model")
+        (folder / "fp8").rename(folder / "model")
+        (folder / "model" / INDEX).unlink()
+        tensors(change)(folder)
+
+    return rewrite
+
+
+SCALED = "model.layers.0.mlp.experts.3.up_proj.weight"
+KL = {"train__objective": "kl_grpo"}
+CASES: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], bool]] = {
+    # what: (what is done to the files, keys of the configuration, whether training begins)
+    "nothing": (None, {}, True),
+    "a prediction layer": (add_prediction_layer, {}, True),
+    "a reference": (None, KL, True),
+    "a reward of one's own": (None, {"reward__function": "inputs_under_test:right"}, True),
+    "FP8": (quantized(lambda t: None), {}, True),
+    "FP8 without a scale": (quantized(lambda t: t.pop(SCALED + SCALE)), {}, False),
+    "FP8 with scales of other blocks": (
+        quantized(lambda t: t.update({SCALED + SCALE: t[SCALED + SCALE].repeat(2, 1)})),
+        {},
+        False,
+    ),
+    "a vector in FP8": (
+        quantized(lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)})),
+        {},
+        False,
+    ),
+    "no model": (lambda f: shutil.rmtree(f / "model"), {}, False),
+    "an unknown family": (edit("config.json", model_type="strange"), {}, False),
+    "a dtype that nobody can open": (edit("config.json", dtype="auto"), {}, False),
+    "a config of another width": (edit("config.json", moe_intermediate_size=24), {}, False),
+    "more experts than there are": (edit("config.json", num_experts_per_tok=9), {}, False),
+    "another quantisation": (edit("config.json", quantization_config={"quant_method": "gptq", "bits": 4}), {}, False),
+    "no weights": (lambda f: (f / "model" / SINGLE).unlink(), {}, False),
+    "truncated weights": (truncate, {}, False),
+    "weights and an index of others": (
+        lambda f: (f / "model" / INDEX).write_text(json.dumps({"weight_map": {"x": "other.safetensors"}})),
+        {},
+        False,
+    ),
+    "two sets of weights": (
+        lambda f: shutil.copy(f / "model" / SINGLE, f / "model" / "model.fp32.safetensors"),
+        {},
+        False,
+    ),
+    "a missing tensor": (tensors(lambda t: t.pop("model.norm.weight")), {}, False),
+    "a further tensor": (tensors(lambda t: t.update(x=torch.ones(1))), {}, False),
+    "a transposed tensor": (
+        tensors(lambda t: t.update({n: x.T.contiguous() for n, x in t.items() if n.endswith("3.up_proj.weight")})),
+        {},
+        False,
+    ),
+    "no reference": (lambda f: shutil.rmtree(f / "reference"), KL, False),
+    "a reference of another shape": (
+        lambda f: (f / "reference" / "config.json").write_text(
+            json.dumps(json.loads((f / "reference" / "config.json").read_text()) | {"rms_norm_eps": 1e-3})
+        ),
+        KL,
+        False,
+    ),
+    "a reference without a tensor": (tensors(lambda t: t.pop("model.norm.weight"), "reference"), KL, False),
+    "no tokenizer": (lambda f: [file.unlink() for file in (f / "model").glob("tokenizer*")], {}, False),
+    "a broken tokenizer": (lambda f: (f / "model" / "tokenizer.json").write_text("{}"), {}, False),
+    "a bad last line": (line('{"prompt": "12"}'), {}, False),
+    "no JSON in the last line": (line("{"), {}, False),
+    "a long last prompt": (line('{"prompt": "123456789", "answer": "1"}'), {}, False),
+    "a bad last held-out line": (line('{"prompt": ""}', "heldout.jsonl"), {"eval__every": 1}, False),
+    "a benchmark without answers": (
+        line('{"prompt": "12"}', "demonstrations.jsonl"),
+        {"eval__sets": {"more": "{folder}/task/demonstrations.jsonl"}, "eval__every": 1},
+        False,
+    ),
+    "no chat template": (None, {"data__chat_template": True}, False),
+    "no reward module": (None, {"reward__function": "no_such_module:right"}, False),
+    "no reward function": (None, {"reward__function": "inputs_under_test:wrong"}, False),
+    "a reward without a keyword": (None, {"reward__function": "inputs_under_test:missing_keyword"}, False),
+    "no environment": (None, {"environment__function": "inputs_under_test:nothing"}, False),
+    "a broken environment": (None, {"environment__function": "inputs_under_test:make"}, False),
+    "a turn that ends with several tokens": (
+        None,
+        {"environment__function": "tools", "environment__tools": ["calculator"], "environment__stop": ["123"]},
+        False,
+    ),
+    "an objective of another length": (None, {"train__objective": "inputs_under_test:objective"}, False),
+    "an advantage that is 0 in groups of one": (
+        None,
+        {"train__objective_overrides": {"advantage": "inputs_under_test:nothing_alone"}, "rollout__group_size": 1},
+        False,
+    ),
+    "a number that another one contradicts": (None, {"megatron": {"num_moe_experts": 7}}, False),
+    "a switch that needs another one": (
+        None,
+        {"megatron": {"moe_pad_expert_input_to_capacity": True}, "train__replay": "none"},
+        False,
+    ),
+}
+
+
+def asks_doctor(config: Config) -> list[str]:
+    """What fails, tried in this process."""
+    of_model, shape = inputs.read_model(config)
+    failed = [check.name for check in of_model + inputs.check_inputs(config, shape) if check.status == "failed"]
+    if shape is not None:
+        check_fit(config, shape)
+        for name, attempt in trial.attempts(config, failed):
+            try:
+                attempt()
+            except Exception as error:  # of any kind, as in its own process
+                failed.append(f"{name}: {error}")
+    return failed
+
+
+def asks_trainer(config: Config) -> None:
+    """All that comes before the first step."""
+    inputs.require_inputs(config)
+    check_fit(config, read_shape(config.model.path))
+    distributed.initialize(config)
+    trainer_of(config)
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_both_say_the_same(what: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil, keys, begins = CASES[what]
+    for name in ("model", "reference", "task"):
+        shutil.copytree(world.folder / name, tmp_path / name)
+    (tmp_path / "inputs_under_test.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(__import__("sys").modules, "inputs_under_test", raising=False)
+    if spoil is not None:
+        spoil(tmp_path)
+    keys = json.loads(json.dumps(keys).replace("{folder}", str(tmp_path)))
+    try:
+        config = World(tmp_path).settings(run__dir=str(tmp_path / "run"), **keys)
+    except MegarlError:  # for both of them
+        assert not begins
+        return
+    found = asks_doctor(config)
+    if begins:
+        assert found == []
+        asks_trainer(config)
+        return
+    assert found
+    with pytest.raises(Exception) as refused:  # noqa: PT011 (what is raised is judged below)
+        asks_trainer(config)
+    assert isinstance(refused.value, MegarlError), refused.value
+
+
+@pytest.mark.parametrize(("name", "says"), [("broken", "NameError"), ("text", "'right' \\(str\\), expected a number")])
+def test_a_reward_that_would_fail_in_the_first_step_is_called(
+    name: str, says: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "inputs_under_test.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = world.settings(run__dir=str(tmp_path / "run"), reward__function=f"inputs_under_test:{name}")
+    (failed,) = asks_doctor(config)
+    assert "reward.function: with the answer of" in failed
+    assert says.replace("\\", "") in failed

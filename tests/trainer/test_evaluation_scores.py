@@ -1,0 +1,144 @@
+"""Figures of an evaluation: hand-computed, with rewards that failed; and what is written reads back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config import Config
+from megarl.config.tables.data import RewardConfig
+from megarl.core.sampling.pass_at_k import fixed_prompts_interval, wilson_interval
+from megarl.data.benchmarks import Benchmark
+from megarl.data.prompts import Prompt
+from megarl.errors import ConfigError, DataError
+from megarl.files.outputs import FILES
+from megarl.ops.evaluate import results
+from megarl.ops.evaluate.request import EvalRequest
+from megarl.ops.evaluate.scores import Samples, score, score_prompts, to_text
+
+NAN = float("nan")
+
+
+def samples(*rewards: list[float]) -> Samples:
+    table = np.array(rewards)
+    lengths = np.arange(table.size).reshape(table.shape)
+    return Samples(table, lengths, lengths == 1)
+
+
+def ends(interval: Any) -> list[float]:
+    return [max(interval.low, 0.0), min(interval.high, 1.0)]
+
+
+def test_responses_without_a_reward_do_not_pass_and_are_counted() -> None:
+    made = samples([1, 1, 0, NAN], [0, 0, 0, 0], [NAN] * 4, [1, NAN, NAN, NAN])
+    found, wrong = score(made, (1, 2, 4)), score(replace(made, rewards=np.nan_to_num(made.rewards)), (1, 2, 4))
+    assert found["avg"]["value"] == 3 / 16
+    assert (found["avg"], found["pass"]) == (wrong["avg"], wrong["pass"])
+    assert (found["judged"], found["responses"], wrong["judged"]) == (8, 16, 16)
+    assert score(replace(made, threshold=-1.0), ())["avg"]["value"] == 8 / 16
+    assert found["reward_mean"] == 3 / 8
+    assert found["length_mean"] == 7.5
+    assert found["truncated"] == 1 / 16
+
+
+def test_pass_at_k_is_unbiased_and_a_reward_at_the_threshold_is_no_pass() -> None:
+    found = score(samples([1, 0.8, 0.7, 0], [0, 0, 0, 2]), (2, 3))
+    assert found["pass"]["2"]["value"] == pytest.approx((1 - 1 / 6 + 1 - 3 / 6) / 2)
+    assert found["pass"]["3"]["value"] == pytest.approx((1 + 1 - 1 / 4) / 2)
+    assert found["avg"]["other_samples"] == pytest.approx(ends(fixed_prompts_interval([4, 4], [2, 1])))
+
+
+def test_what_counts_as_correct_can_be_set() -> None:
+    rewards, one = np.array([[1, 0.8, 0.5, 0]]), np.ones((1, 4), dtype=np.int64)
+    for threshold, correct in ((0.9, 1), (0.7, 2), (0.4, 3), (-1.0, 4)):
+        made = Samples(rewards, one, one == 0, threshold)
+        assert score(made, (1,))["avg"]["value"] == correct / 4
+        assert score_prompts(made)[0]["correct"] == correct
+
+
+def test_where_every_prompt_is_one_draw_the_interval_has_a_width() -> None:
+    one = score(samples([1.0], [1.0], [1.0]), (1,))
+    assert one["avg"]["other_prompts"] == one["pass"]["1"]["other_prompts"] == ends(wilson_interval(3, 3))
+    any_of_two = score(samples([0.0, 0.0], [0.0, 0.0]), (1, 2))
+    assert any_of_two["pass"]["2"]["other_prompts"] == ends(wilson_interval(0, 2))
+    assert any_of_two["avg"]["other_prompts"] == [0.0, 0.0]
+    assert score(samples([1.0, 0.0]), (1,))["avg"]["other_prompts"] is None  # one prompt says nothing about others
+
+
+def test_nothing_judged_is_null_and_not_nan() -> None:
+    found = score(samples([NAN, NAN]), (1,))
+    assert (found["judged"], found["reward_mean"], found["avg"]["value"]) == (0, None, 0.0)
+    assert json.dumps(found, allow_nan=False)
+
+
+def test_prompts_have_wilson_intervals() -> None:
+    rows = score_prompts(samples([1, 0, NAN], [NAN, NAN, NAN]))
+    assert rows[0] == {
+        "judged": 2,
+        "correct": 1,
+        "pass_rate": 1 / 3,
+        "other_samples": ends(wilson_interval(1, 3)),
+    }
+    assert rows[1] == {"judged": 0, "correct": 0, "pass_rate": 0.0, "other_samples": ends(wilson_interval(0, 3))}
+
+
+def test_the_table_fits_a_pipe_and_says_what_was_not_judged() -> None:
+    result = {"figures": score(samples([1, 1, 0, NAN], [0, 0, 0, 0]), (1, 4)), "first_error": "[odd] one"}
+    shown = to_text({"aime24": result})
+    assert "avg@4" in shown
+    assert "25.0%" in shown
+    assert "7 of 8" in shown
+    assert "aime24: 7 of 8 responses judged" in shown
+    assert "first failure: [odd] one" in shown
+    assert {len(line) for line in shown.splitlines()[:4]} == {79}
+
+
+def line(prompt: int, sample: int, text: str = "x", reward: float | None = 1.0) -> dict[str, Any]:
+    return {
+        "prompt": prompt,
+        "sample": sample,
+        "reward": reward,
+        "finish_reason": "stop",
+        "length": len(text),
+        "response": text,
+    }
+
+
+def test_responses_read_back_whatever_they_hold(tmp_path: Path) -> None:
+    prompts = [Prompt(0, np.array([1], np.int32), "q\u2028", "a", "here:1")]
+    lines = [line(0, 0, "a\u2028b\x85c\n\x0bd\x1ce"), line(0, 1, "", None)]
+    benchmark = Benchmark("b", "here.jsonl", threshold=0.4)
+    request = EvalRequest(Config.model_construct(reward=RewardConfig(threshold=0.7)), (benchmark,), samples=2, ks=(1,))
+    written = results.write_benchmark(tmp_path, request, "b", prompts, lines)
+    read = results.read_samples(tmp_path, request, "b", 1)
+    for name in ("rewards", "lengths", "truncated"):
+        np.testing.assert_array_equal(getattr(read, name), getattr(written, name))
+    assert np.isnan(read.rewards[0, 1])
+    assert read.threshold == written.threshold == 0.4
+    path = tmp_path / "b" / "responses.jsonl"
+    assert json.loads(path.read_text().split("\n")[0])["response"] == lines[0]["response"]
+    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == [FILES, "prompts.jsonl", "responses.jsonl"]
+    with pytest.raises(DataError, match="found 2 responses, expected 1 prompts \\* 3 samples"):
+        results.read_samples(tmp_path, replace(request, samples=3), "b", 1)
+    path.write_text(json.dumps(line(0, 1)) + "\n" + json.dumps(line(0, 0)) + "\n")
+    with pytest.raises(DataError, match="samples in this order; remove"):
+        results.read_samples(tmp_path, request, "b", 1)
+    path.write_text(path.read_text()[:-9])
+    with pytest.raises(DataError, match="broken JSON"):
+        results.read_samples(tmp_path, request, "b", 1)
+
+
+def test_other_settings_are_refused_with_what_to_remove(tmp_path: Path) -> None:
+    known = {"b": {"settings": {"seed": 0, "samples": 4}}, "c": {"settings": {"seed": 0, "samples": 9}}}
+    results.refuse_other_settings(tmp_path, known, {"seed": 0}, {"b": {"samples": 4}})
+    with pytest.raises(ConfigError, match=f"b evaluated with samples = 4, this call has 5; .* remove {tmp_path}/b$"):
+        results.refuse_other_settings(tmp_path, known, {"seed": 0}, {"b": {"samples": 5}})
+    with pytest.raises(ConfigError, match=rf"with seed = 0, this call has 1 \(and 1 more: samples\); .* {tmp_path}$"):
+        results.refuse_other_settings(tmp_path, known, {"seed": 1}, {"b": {"samples": 5}})
+    with pytest.raises(ConfigError, match="holds c evaluated with seed = 0"):  # also of benchmarks not asked for
+        results.refuse_other_settings(tmp_path, {"c": known["c"]}, {"seed": 1}, {"b": {"samples": 4}})

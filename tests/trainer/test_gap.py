@@ -1,0 +1,198 @@
+"""``megarl gap`` with real engines: precisions, transformers' log-probabilities, spoiled weights, checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+import torch
+from tampered_engine import FROM_VERSION
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megarl import cli
+from megarl.config.file import parse
+from megarl.core.packing import pack
+from megarl.data.tiny import write_sort_task, write_tiny_model
+from megarl.megatron import distributed
+from megarl.ops.evaluate.gap import TrainingEngine, _escape, draw
+from megarl.trainer.loop import train
+from megarl.trainer.mini_batch import split
+
+SHORT = ("--responses", "12", "--tokens", "12")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gap")
+    small: dict[str, Any] = {"hidden_size": 64, "num_layers": 2, "num_experts": 16, "expert_width": 32}
+    write_tiny_model(folder / "moe", initializer_range=0.15, **small)
+    write_tiny_model(folder / "dense", family="qwen3", **small)
+    write_sort_task(folder / "task", num_train=16, num_heldout=4, num_demonstrations=4)
+    return folder
+
+
+def table(home: Path, engine: str = "local", dtype: str = "fp32") -> dict[str, Any]:
+    return {
+        "run": {"steps": 1, "dir": str(home / "run")},
+        "model": {"path": str(home / "moe"), "dtype": dtype},
+        "data": {"train": str(home / "task" / "train.jsonl"), "max_prompt_tokens": 8},
+        "reward": {"function": "train_rewards:digit_share"},
+        "rollout": {
+            "engine": engine,
+            "dtype": dtype,
+            "prompts_per_step": 2,
+            "group_size": 2,
+            "max_response_tokens": 12,
+        },
+        "train": {"micro_batch_tokens": 40},
+        "checkpoint": {"every": 1},
+        "optim": {"lr": 1e-4},
+    }
+
+
+def gaps(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, dict[str, Any]]:
+    status = cli.main(["gap", *map(str, words), *SHORT, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_precisions_of_a_moe_and_what_replay_removes(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = gaps(capsys, home / "moe", "--prompts", home / "task" / "train.jsonl")
+    rows = {(row["rollout"], row["training"]): row for row in found["gaps"]}
+    assert set(rows) == {("bf16", "bf16"), ("fp32", "bf16"), ("fp8", "bf16"), ("fp32", "fp32")}
+    assert [name for name, row in rows.items() if row["is_configured"]] == [("bf16", "bf16")]
+    control, fp8, bf16 = rows["fp32", "fp32"], rows["fp8", "bf16"], rows["bf16", "bf16"]
+    assert control["native"]["k3"] < 1e-9
+    assert control["flips"] == [0.0, 0.0]
+    assert fp8["native"]["k3"] > 10 * bf16["native"]["k3"] > 1e3 * control["native"]["k3"]
+    assert fp8["replayed"]["k3"] < 0.8 * fp8["native"]["k3"]
+    assert min(fp8["flips"]) > bf16["flip"] > 0
+    sizes = [abs(one["rollout_logprob"] - one["native_logprob"]) for one in fp8["extremes"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(sizes) == 5
+    assert status == (0 if found["healthy"] else 1)
+
+
+def test_extreme_tokens_are_those_of_transformers(home: Path) -> None:
+    """Rollouts are altered in a known place, and micro-batches put sequences into another order."""
+    config = parse(table(home))
+    distributed.initialize(config)
+    model = TrainingEngine(config, None)
+    rollouts = draw(config, model, 12)
+    micros = split(config, pack(rollouts, np.zeros(12)))
+    assert [index for micro in micros for index in micro.sequences] != list(range(12))
+    chosen, place = rollouts[7], rollouts[7].num_tokens - 2
+    chosen.rollout_logprobs[place] -= 3.0
+    measured = model.compare(rollouts, "fp32", True)
+    assert measured.num_tokens == sum(int(rollout.loss_mask.sum()) for rollout in rollouts)
+    first, *rest = measured.extremes
+    assert (first.group, first.position) == (chosen.group, place)
+    tokenizer = AutoTokenizer.from_pretrained(home / "moe")
+    assert first.token == _escape(tokenizer.decode([int(chosen.tokens[place])]))
+    oracle = AutoModelForCausalLM.from_pretrained(home / "moe", dtype=torch.float32)
+    with torch.no_grad():
+        logprobs = oracle(torch.tensor(chosen.tokens[None].astype(np.int64))).logits[0].log_softmax(-1)
+    wanted = float(logprobs[place - 1, chosen.tokens[place]])
+    assert first.native_logprob == pytest.approx(wanted, abs=1e-4)
+    assert first.replay_logprob == pytest.approx(wanted, abs=1e-4)
+    assert first.rollout_logprob == pytest.approx(wanted - 3, abs=1e-4)
+    assert first.flipped_layers == 0
+    assert all(abs(one.rollout_logprob - one.native_logprob) < 1e-4 for one in rest)
+    log_rho = 3.0  # pi / mu of the altered token
+    assert measured.native.k3 == pytest.approx((np.expm1(log_rho) - log_rho) / measured.num_tokens, rel=1e-3)
+
+
+def test_routes_of_other_tokens_are_seen_by_layer_and_by_token(home: Path) -> None:
+    config = parse(table(home))
+    distributed.initialize(config)
+    model = TrainingEngine(config, None)
+    rollouts = draw(config, model, 4)
+    changed = rollouts[2].routed_experts
+    assert changed is not None
+    row = len(changed) - 3  # predicts a token of the response
+    changed[row, 1] = [one for one in range(16) if one not in changed[row, 1]][:2]
+    measured = model.compare(rollouts, "fp32", True)
+    rows = sum(int(rollout.routed_mask.sum()) for rollout in rollouts if rollout.routed_mask is not None)
+    assert measured.flips == (0.0, pytest.approx(1 / rows))
+    assert measured.native.k3 < 1e-9
+    assert measured.replayed is not None
+    assert measured.replayed.k3 > 1e-6  # the wrong experts are replayed
+
+
+def test_spoiled_weights_in_the_engine_are_bad(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    FROM_VERSION[0] = 0
+    config = tmp_path / "gap.toml"
+    config.write_text(tomli_w.dumps(table(home, "tampered_engine:other_weights")))
+    status, found = gaps(capsys, home / "moe", "--config", config)
+    assert status == 1
+    assert not found["healthy"]
+    assert "disagree even in fp32" in found["findings"][0]
+    assert found["gaps"][0]["replayed"]["k3"] > 0.1
+
+
+def test_a_dense_model_has_a_gap_and_no_routes(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--prompts", str(home / "task" / "train.jsonl"))
+    status = cli.main(["gap", str(home / "dense"), *words, *SHORT])
+    shown = capsys.readouterr().out
+    assert status == 0
+    assert "healthy: " in shown
+    assert "other experts, by layer" not in shown
+    assert "\nfp8 " in shown
+    assert " r3 " not in shown.partition("Largest")[0]
+
+
+def test_a_run_brings_its_checkpoint_and_its_configuration(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(parse(table(home)))
+    distributed.shutdown()
+    capsys.readouterr()
+    status, found = gaps(capsys, home / "run")
+    assert status == 0
+    assert found["gaps"][0]["training"] == "fp32"
+    again = gaps(capsys, home / "run" / "checkpoints" / "step_0000001")[1]
+    assert again == found
+    before = gaps(capsys, home / "moe", "--config", home / "run" / "config.toml")[1]
+    logprobs = [{one["rollout_logprob"] for one in each["gaps"][0]["extremes"]} for each in (before, found)]
+    assert logprobs[0] != logprobs[1]  # the step has moved the weights
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("nowhere", "--prompts", "p.jsonl"), "nowhere is not a folder; expected a Hugging Face folder"),
+        (("moe",), "is a model without a run: give --prompts FILE, or --config FILE"),
+        (("task", "--prompts", "p.jsonl"), "holds no complete checkpoint"),
+        (("moe", "--prompts", "none.jsonl"), "none.jsonl"),
+        (("moe", "--prompts", "p.jsonl", "--responses", "0"), "--responses 0 --tokens 256: expected at least 1"),
+        (("moe", "--config", "none.toml"), "none.toml: cannot be read"),
+        (("moe", "--prompts", "p.jsonl", "--max-k3", "-1"), "--max-k3"),
+        (("moe", "--prompts", "p.jsonl", "--rollout.dtype", "fp33"), "--rollout.dtype: found 'fp33'"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: tuple[str, ...],
+    message: str,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(home)
+    assert cli.main(["gap", *words]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("megarl: error: ")
+    assert message in error
+
+
+def test_several_ranks_are_refused(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(["gap", str(home / "moe")]) == 2
+    assert "runs in one process" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [("a", '"a"'), (" é", '" é"'), ("\x1b[31m", "'\\x1b[31m'"), ("\n", "'\\n'")]
+)
+def test_tokens_are_escaped(text: str, shown: str) -> None:
+    assert _escape(text) == shown

@@ -1,0 +1,500 @@
+"""The loop on one rank: what a run folder accepts, what corrupts it, and that sampling follows training."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import train_rewards
+from train_world import NUM_SEQUENCES, ROWS, World, hf_config, trainer_of
+
+from megarl import cli
+from megarl.config import Config
+from megarl.config.file import parse
+from megarl.config.tables.health import HealthConfig
+from megarl.core.types import Rollout
+from megarl.engines.local.engine import LocalEngine
+from megarl.errors import ConfigError, MegarlError, NumericsError, RolloutError
+from megarl.megatron import distributed
+from megarl.megatron.checkpoints.folders import complete_checkpoints
+from megarl.megatron.hf_weights import export_hf, save_hf
+from megarl.models.hf_files import HFCheckpoint
+from megarl.ops.report.report import write_report
+from megarl.run.metrics_log import read_metrics, without_timing
+from megarl.trainer.loop import Trainer, train
+from megarl.trainer.saving import RunCheckpoints
+from megarl.watch.health import judge_run
+
+
+def run(settings: Config) -> list[dict[str, Any]]:
+    """Train and return the records."""
+    train(settings)
+    return without_timing(read_metrics(settings.run_dir / "metrics.jsonl"))
+
+
+def of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [record for record in records if record["kind"] == kind]
+
+
+@pytest.fixture
+def trainer(world: World, tmp_path: Path) -> Trainer:
+    settings = world.settings(run__dir=str(tmp_path / "run"), rollout__fp8_rounding=False)
+    distributed.initialize(settings)
+    return trainer_of(settings)
+
+
+def test_the_engine_follows_the_trainer_and_tokens_carry_the_version(
+    world: World, trainer: Trainer, tmp_path: Path
+) -> None:
+    drawn: list[list[list[Rollout]]] = []
+    original = trainer.sampler.sample_step
+
+    def sample_step(*rest: Any) -> Any:
+        found = original(*rest)
+        drawn.append([[*part] for part in found.mini_batches])  # the loop lets go of them as soon as they are packed
+        return found
+
+    trainer.sampler.sample_step = sample_step  # type: ignore[method-assign]
+    trainer.run()
+    trainer.log.close()
+    save_hf(trainer.policy.chunks, trainer.policy.shape, world.model, tmp_path / "trained")
+    for step, mini_batches in enumerate(drawn):
+        versions = {int(v) for part in mini_batches for r in part for v in r.weight_versions}
+        assert versions == {step}
+    # The engine of step 2 had the weights after step 1: neither the first nor the last ones.
+    second = drawn[1][0]
+    for weights in (world.model, tmp_path / "trained"):
+        assert np.abs(_teacher_forced(world, weights, second) - _reported(second)).max() > 1e-3
+    first = drawn[0][0]
+    assert np.abs(_teacher_forced(world, world.model, first) - _reported(first)).max() < 1e-4
+
+
+def test_the_last_weights_arrive_in_the_engine_as_they_are_in_the_trainer(world: World, trainer: Trainer) -> None:
+    trainer.engine.update_weights(trainer.policy.export(), version=0)
+    trainer._step(0)
+    trainer._step(1)
+    assert trainer.engine.weight_version == 2
+    exported = dict(trainer.policy.export())
+    held = trainer.engine._views
+    assert set(held) == set(exported)
+    assert all(torch.equal(held[name], exported[name]) for name in held)
+    fresh = LocalEngine.from_pretrained(world.model)._views
+    assert sum(not torch.equal(held[name], fresh[name]) for name in held) > len(held) / 2
+    trainer.log.close()
+
+
+def _teacher_forced(world: World, weights: Path, rollouts: list[Any]) -> np.ndarray:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(weights, config=hf_config(world), dtype=torch.float32).eval()
+    found = []
+    for rollout in rollouts:
+        tokens = torch.as_tensor(rollout.tokens, dtype=torch.int64)
+        with torch.no_grad():
+            full = torch.log_softmax(model(tokens[None]).logits[0], -1)
+        picked = full[:-1].gather(1, tokens[1:, None])[:, 0].numpy()
+        found.append(picked[rollout.loss_mask[1:]])
+    return np.concatenate(found)
+
+
+def _reported(rollouts: list[Any]) -> np.ndarray:
+    return np.concatenate([r.rollout_logprobs[r.loss_mask] for r in rollouts])
+
+
+def test_the_reward_rises(world: World, tmp_path: Path) -> None:
+    settings = world.settings(
+        run__dir=str(tmp_path / "run"), run__steps=12, rollout__prompts_per_step=16, optim__lr=3e-3
+    )
+    rewards = [record["reward/mean"] for record in of_kind(run(settings), "step")]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
+
+
+@pytest.mark.parametrize("more", [{}, {"checkpoint__asynchronous": True}, {"checkpoint__every": 2}])
+def test_the_last_step_is_saved_by_default_and_the_console_says_where(
+    world: World, tmp_path: Path, more: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(world.settings(run__dir=str(tmp_path), run__steps=3, **more))
+    expected = [2, 3] if "checkpoint__every" in more else [3]
+    assert [step for step, _ in complete_checkpoints(tmp_path / "checkpoints")] == expected
+    said = capsys.readouterr().out
+    assert all(f"saved {tmp_path}/checkpoints/step_{step:07d}" in said for step in expected)
+
+
+def test_a_run_that_wants_no_checkpoint_writes_none(world: World, tmp_path: Path) -> None:
+    run(world.settings(run__dir=str(tmp_path), checkpoint__at_end=False))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_more_steps_continue_a_finished_run_exactly(world: World, tmp_path: Path) -> None:
+    common: dict[str, Any] = {"checkpoint__every": 2, "eval__every": 2}
+    whole = run(world.settings(run__dir=str(tmp_path / "whole"), run__steps=4, **common))
+    run(world.settings(run__dir=str(tmp_path / "parts"), run__steps=2, **common))
+    assert run(world.settings(run__dir=str(tmp_path / "parts"), run__steps=4, **common)) == whole
+
+
+def test_a_run_that_is_done_is_left_as_it_is(world: World, tmp_path: Path) -> None:
+    settings = world.settings(run__dir=str(tmp_path / "run"), checkpoint__every=1, eval__every=1)
+    before = run(settings)
+    assert run(settings) == before
+
+
+@pytest.mark.slow(minutes=3)
+def test_more_steps_keep_a_schedule_that_was_given(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With decay_steps the length of the run is no part of the schedule, so a longer run continues exactly."""
+    common: dict[str, Any] = {"checkpoint__every": 2, "optim__decay_style": "linear", "optim__decay_steps": 8}
+    whole = run(world.settings(run__dir=str(tmp_path / "whole"), run__steps=4, **common))
+    run(world.settings(run__dir=str(tmp_path / "parts"), run__steps=2, **common))
+    assert run(world.settings(run__dir=str(tmp_path / "parts"), run__steps=4, **common)) == whole
+    assert "learning rate" not in capsys.readouterr().out
+
+
+def test_more_steps_stretch_a_schedule_that_ends_with_the_run(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without decay_steps the decay ends with the run: a longer run must not go on at a rate of 0 unnoticed."""
+    common: dict[str, Any] = {"checkpoint__every": 2, "optim__decay_style": "linear", "run__dir": str(tmp_path / "run")}
+    run(world.settings(run__steps=2, **common))
+    assert "learning rate" not in capsys.readouterr().out
+    longer = run(world.settings(run__steps=4, **common))
+    told = "the learning rate of the next update is 0.0005, planned was 0: run.steps (lr_decay_steps 4 -> 8)"
+    assert f"warning: {told}; optim.decay_steps = 4 keeps it\n" in capsys.readouterr().out
+    # What the line advises is allowed, and silent; other lengths are told.
+    for decay_steps, line in (
+        (8, None),
+        (16, "is 0.0005, planned was 0: optim.decay_steps (lr_decay_steps 8 -> 16)\n"),
+    ):
+        run(world.settings(run__steps=4, optim__decay_steps=decay_steps, **common))
+        said = capsys.readouterr().out
+        assert line in said if line else "learning rate" not in said
+    rates = [record["lr"] for record in of_kind(longer, "minibatch") if record["step"] > 2]
+    assert rates[0] == pytest.approx(1e-3 / 2)
+    assert all(rate > 0 for rate in rates)
+
+
+def test_other_settings_in_the_folder_of_a_run_are_refused(world: World, tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    run(world.settings(run__dir=folder, checkpoint__every=1))
+    saved = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    changes: dict[str, dict[str, Any]] = {
+        "optim.lr": {"optim__lr": 2e-3},
+        "train.replay": {"train__replay": "none"},
+        "run.seed": {"run__seed": 4},
+        "rollout.group_size": {"rollout__group_size": 8},
+    }
+    for key, change in changes.items():
+        with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+            train(world.settings(run__dir=folder, **change))
+        distributed.shutdown()
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume is off"):
+        train(world.settings(run__dir=folder, checkpoint__resume=False))
+    distributed.shutdown()
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == saved
+    # How often to save or evaluate may change.
+    train(world.settings(run__dir=folder, checkpoint__every=2, checkpoint__keep=1))
+
+
+def test_a_run_that_ended_before_its_first_step_leaves_its_folder_to_another(world: World, tmp_path: Path) -> None:
+    common: dict[str, Any] = {"eval__every": 1, "run__steps": 1}
+
+    def fail(*_: Any) -> None:
+        raise NumericsError("no first step")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_step", fail)
+        with pytest.raises(NumericsError, match="no first step"):
+            train(world.settings(run__dir=str(tmp_path / "run"), **common))
+    distributed.shutdown()
+    (evaluated,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert (evaluated["kind"], evaluated["step"]) == ("eval", 0)
+    anew = run(world.settings(run__dir=str(tmp_path / "run"), optim__lr=2e-3, **common))
+    assert anew == run(world.settings(run__dir=str(tmp_path / "fresh"), optim__lr=2e-3, **common))
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_used(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    more = world.settings(run__dir=str(tmp_path / "run"), checkpoint__every=1, checkpoint__keep=3, run__steps=3)
+    straight = run(more)
+    for file in ((folder / "step_0000003" / ".metadata"), next((folder / "step_0000002").glob("*.distcp"))):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 4
+        file.write_bytes(data)
+    capsys.readouterr()
+    assert run(more) == straight  # steps 2 and 3 were trained again
+    said = " ".join(capsys.readouterr().out.split())
+    for name in (r"step_0000003/\.metadata", "step_0000002/__0_"):
+        assert re.search(rf"warning: \S*{name}\S* is not the file that was written.*?; step 1 is used instead", said)
+    assert "verified" in said
+    assert "resumed from" in said
+    assert "after step 1;" in said
+    names = ["step_0000001", "step_0000002", "step_0000002.damaged", "step_0000003", "step_0000003.damaged"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    # Nothing intact: one line, nothing is renamed, and this is no mistake of the user.
+    for step in (1, 2, 3):
+        (folder / f"step_000000{step}" / "manifest.json").unlink()
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    (tmp_path / "run.toml").write_text(more.to_toml())
+    assert cli.main(["train", str(tmp_path / "run.toml")]) == 1
+    distributed.shutdown()
+    said = capsys.readouterr().err
+    assert "no checkpoint is intact" in said
+    assert f"remove {folder} to go on from step 0" in said
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_full_disk_ends_the_run_with_one_line_and_a_later_start_goes_on(
+    world: World, tmp_path: Path, disk: Callable[[int | None], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = disk(None) / "run"
+    first = world.settings(run__dir=str(folder), run__steps=1)
+    train(first)
+    size = sum(file.stat().st_size for file in (folder / "checkpoints" / "step_0000001").iterdir())
+    (tmp_path / "run.toml").write_text(first.to_toml())
+    disk(size // 2)
+    capsys.readouterr()
+    assert cli.main(["train", str(tmp_path / "run.toml"), "--run.steps", "2"]) == 2
+    distributed.shutdown()
+    # There may be warnings beside it: the status of the run is on the same disk.
+    (said,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("megarl: error"))
+    assert "step_0000002 could not be written" in said
+    assert "No space left on device" in said
+    assert "; step_0000001 is as it was" in said
+    disk(None)
+    assert cli.main(["train", str(tmp_path / "run.toml"), "--run.steps", "2"]) == 0
+    assert [step for step, _ in complete_checkpoints(folder / "checkpoints")] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rollout__group_size": 1, "train__objective": "raft", "reward__threshold": -1.0},
+        {"reward__function": "train_rewards:uniform"},
+        {"rollout__max_response_tokens": 1},
+        {"train__micro_batch_tokens": 16},
+        {"rollout__temperature": 0.7, "rollout__top_p": 0.8},
+        {"train__replay": "r2"},
+        {"train__replay": "none", "train__mini_batches": 1},
+        {"train__old_logprobs": "rollout", "train__mini_batches": 4},
+        {"reward__function": "train_rewards:sometimes_raises"},
+        {"rollout__max_batch_size": 3},
+        {"data__max_prompt_tokens": 4},
+    ],
+    ids=lambda change: "-".join(map(str, change.values())),
+)
+def test_odd_settings_train_without_nan(world: World, tmp_path: Path, change: dict[str, Any]) -> None:
+    records = run(world.settings(run__dir=str(tmp_path / "run"), eval__every=1, **change))
+    assert len(of_kind(records, "step")) == 2
+    for record in records:
+        bad = [key for key, value in record.items() if isinstance(value, float) and not np.isfinite(value)]
+        assert not bad, (record["kind"], record["step"], bad)
+    updates = of_kind(records, "minibatch")
+    if "uniform" in str(change.get("reward__function")):
+        assert all(update["grad_norm"] == 0.0 and update["loss"] == 0.0 for update in updates)
+    else:
+        assert all(update["grad_norm"] > 0.0 for update in updates)
+
+
+def test_a_reward_that_always_fails_ends_the_run(world: World, tmp_path: Path) -> None:
+    with pytest.raises(RolloutError, match="no verdict"):
+        train(world.settings(run__dir=str(tmp_path / "run"), reward__function="train_rewards:always_raises"))
+
+
+def test_a_prompt_longer_than_allowed_is_refused(world: World, tmp_path: Path) -> None:
+    with pytest.raises(MegarlError, match=r"train\.jsonl:1.*max_prompt_tokens"):
+        train(world.settings(run__dir=str(tmp_path / "run"), data__max_prompt_tokens=3))
+
+
+def test_a_batch_that_does_not_divide_is_refused(world: World) -> None:
+    with pytest.raises(ConfigError, match=r"train\.mini_batches"):
+        world.settings(train__mini_batches=5)
+    with pytest.raises(ConfigError, match="multiple of"):
+        world.settings().check_world_size(NUM_SEQUENCES)
+
+
+def test_a_micro_batch_smaller_than_a_sequence_is_refused(world: World) -> None:
+    with pytest.raises(ConfigError, match=r"train\.micro_batch_tokens"):
+        world.settings(train__micro_batch_tokens=15)
+
+
+def test_a_model_that_does_not_exist_is_named(world: World, tmp_path: Path) -> None:
+    for path in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(MegarlError, match=str(path)):
+            train(world.settings(run__dir=str(tmp_path / "run"), model__path=str(path)))
+        distributed.shutdown()
+
+
+def test_a_resumed_run_has_the_reference_of_its_beginning(world: World, tmp_path: Path) -> None:
+    table = world.table()
+    del table["model"]["reference"]  # so the reference is what training starts from, and must not follow it
+    table["run"] |= {"dir": str(tmp_path / "run"), "steps": 1}
+    table["checkpoint"] = {"every": 1}
+    table["train"] |= {"objective": "kl_grpo"}
+    records = run(parse(table))
+    assert of_kind(records, "step")[0]["kl/ref"] == pytest.approx(0.0, abs=0.05)
+    distributed.shutdown()
+    settings = parse(table, {"run.steps": 2})
+    distributed.initialize(settings)
+    trainer = trainer_of(settings)
+    assert trainer._resume() == 1
+    assert trainer.train_step.reference is not None
+    shape = trainer.policy.shape
+    reference = dict(export_hf(trainer.train_step.reference.chunks, shape))
+    policy = {name: weight.clone() for name, weight in trainer.policy.export()}
+    with HFCheckpoint(world.model) as first:
+        moved = []
+        for name, weight in reference.items():
+            assert torch.equal(weight, first.read(name)), name
+            moved.append(not torch.equal(policy[name], first.read(name)))
+    assert any(moved)
+
+
+@pytest.mark.parametrize("row", ["kl_grpo", "minirl k3", "adaptive theta/mu", "reinforce_rej"])
+def test_whole_runs_of_rows_that_need_more_than_a_ratio(world: World, tmp_path: Path, row: str) -> None:
+    records = run(world.settings(run__dir=str(tmp_path / "run"), **ROWS[row]))
+    updates = of_kind(records, "minibatch")
+    assert len(updates) == 4
+    assert all(update["grad_norm"] > 0.0 for update in updates)
+    timing = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"][-1]
+    assert ("time/ref_logprobs_s" in timing) == (row in ("kl_grpo", "minirl k3"))
+    assert ("time/advantages_s" in timing) == (row == "kl_grpo")
+
+
+def test_a_weight_outside_the_family_is_warned_of_once(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for cap, warnings in ((0.5, 1), (5.0, 0)):
+        settings = world.settings(
+            run__dir=str(tmp_path / f"run{cap}"), train__objective_overrides={"factors": {"0": {"high": cap}}}
+        )
+        distributed.initialize(settings)
+        trainer_of(settings)
+        distributed.shutdown()
+        assert capsys.readouterr().out.count("warning: objective: the factor") == warnings
+
+
+def test_sampling_from_a_nucleus_is_warned_of_and_its_mass_is_in_the_gap_unless_the_sets_are_kept(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine is not rounded here: before any update, log-probabilities differ by the nucleus alone."""
+    gaps = {}
+    for top_p, keeps in ((0.7, True), (0.7, False), (1.0, True)):
+        settings = world.settings(
+            run__dir=str(tmp_path / f"run{top_p}{keeps}"),
+            run__steps=1,
+            rollout__top_p=top_p,
+            rollout__keep_sampling_mask=keeps,
+            rollout__fp8_rounding=False,
+            train__objective="kl_grpo",
+        )
+        (step,) = of_kind(run(settings), "step")
+        gaps[top_p, keeps] = step["rollout/k1"], step["rollout/k3"]
+        told = capsys.readouterr().out
+        assert told.count(f"warning: rollout.top_p: found {top_p:g}") == (top_p < 1)
+        assert told.count("training optimises the policy within the recorded nuclei") == (top_p < 1 and keeps)
+        distributed.shutdown()
+    for one in ((0.7, True), (1.0, True)):
+        assert abs(gaps[one][0]) < 1e-6
+        assert gaps[one][1] < 1e-10
+    assert 0.05 < gaps[0.7, False][0] < -np.log(0.7)
+    assert gaps[0.7, False][1] > 5e-3
+
+
+def test_how_many_responses_are_judged_and_why_the_others_are_not_is_said_everywhere(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reward returns None for what it does not like, as a reward with a forgotten return does."""
+    steps = {"run__steps": 2, "eval__every": 2, "health__patience_steps": 1, "log__samples_per_step": 1}
+    run(world.settings(run__dir=str(tmp_path), reward__function="train_rewards:only_starts_low", **steps))
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    said = capsys.readouterr().out
+    why = re.escape(
+        f"TypeError: the reward function returned None (NoneType), expected a number ({train_rewards.__file__}"
+    )
+    for record in of_kind(records, "step"):
+        counts = f"{record['reward/judged']:.0f} of {NUM_SEQUENCES} judged"
+        assert 0 < record["reward/pass_rate"] == record["reward/judged"] / NUM_SEQUENCES < 1 == record["reward/mean"]
+        line = rf"reward 1\.000  pass {record['reward/pass_rate']:.1%}  {counts}  length"
+        assert re.search(line, said)
+        failure = rf"{counts}; first failure: {why}:\d+\); prompt '.+', response '.*', answer '.*'"
+        assert re.fullmatch(failure, record["unjudged"])
+        assert record["unjudged"] in said
+    (verdict,) = [
+        each for each in judge_run(records, HealthConfig(patience_steps=1)) if each.check == "reward_error_share"
+    ]
+    assert verdict.level == "alarm"
+    assert of_kind(records, "step")[-1]["unjudged"] in verdict.found
+    for record in of_kind(records, "eval"):
+        counts = f"{record['eval/judged']:.0f} of {record['eval/responses']:.0f} judged"
+        assert f"pass rate {record['eval/pass_rate']:.1%} of 16 responses" in said
+        assert record["eval/pass_rate"] == record["eval/judged"] / record["eval/responses"] < 1
+        assert re.search(rf"s; heldout: {counts}; first failure: {why}", said)
+    assert cli.main(["status", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count(of_kind(records, "step")[-1]["unjudged"]) == 2  # also in the verdict
+    assert cli.main(["samples", str(tmp_path), "--worst", "1"]) == 0
+    assert "no reward" in capsys.readouterr().out
+    page = write_report(tmp_path).read_text()
+    assert f"{counts} (step 2)" in page
+    assert "mean reward (training, " in page
+
+
+def test_several_benchmarks_and_the_checkpoints_that_stay(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each benchmark has its curve; the average weighs 16 and 64 prompts; the best step is saved and stays."""
+    common: dict[str, Any] = {"run__steps": 5, "eval__every": 1, "optim__lr": 3e-2}
+    settings = world.settings(
+        run__dir=str(tmp_path / "run"),
+        eval__sets={"other": str(world.folder / "task" / "train.jsonl")},
+        checkpoint__every=2,
+        checkpoint__keep=1,
+        checkpoint__keep_every=2,
+        checkpoint__keep_best="other",
+        reward__threshold=0.5,
+        **common,
+    )
+    evals = of_kind(run(settings), "eval")
+    for record in evals:
+        for key in ("pass_rate", "reward", "length_mean"):
+            of_each = record[f"eval/heldout/{key}"], record[f"eval/other/{key}"]
+            assert record[f"eval/{key}"] == pytest.approx((16 * of_each[0] + 64 * of_each[1]) / 80)
+        assert record["eval/responses"] == 80
+    said = capsys.readouterr().out
+    assert f"of 80 responses, heldout {evals[-1]['eval/heldout/pass_rate']:.1%}, other" in said
+    scores = {record["step"]: record["eval/other/pass_rate"] for record in evals if record["step"]}
+    best = min(step for step, score in scores.items() if score == max(scores.values()))
+    assert [step for step, _ in complete_checkpoints(tmp_path / "run" / "checkpoints")] == sorted({2, 4, 5, best})
+    alone = of_kind(run(world.settings(run__dir=str(tmp_path / "alone"), reward__threshold=0.5, **common)), "eval")
+    assert [r["eval/pass_rate"] for r in alone] == [r["eval/heldout/pass_rate"] for r in evals]
+    assert not any(key.startswith("eval/heldout") for record in alone for key in record)
+
+
+@pytest.mark.parametrize(
+    ("on_disk", "lasting"),
+    [([1, 2, 3], {2}), ([1, 3], {3}), ([2, 3, 4], {4}), ([3, 5], {3}), ([5], set()), ([], set())],
+)
+def test_the_best_checkpoint_stays_until_a_better_one_is_complete(
+    on_disk: list[int], lasting: set[int], world: World, tmp_path: Path
+) -> None:
+    """4 is the best, but counts only once it is on the disk; 2 and 3 are equal; 5 was not evaluated; 0 is no step."""
+    scores = {0: 1.0, 1: 0.2, 2: 0.5, 3: 0.5, 4: 0.9}
+    other = {"minibatch": None, "wall_s": 0.0}
+    records: list[dict[str, Any]] = [
+        {"kind": "eval", "step": s, "eval/pass_rate": of, **other} for s, of in scores.items()
+    ]
+    lines = map(json.dumps, [*records, {"kind": "step", "step": 5, **other}])
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "ev']))
+    settings = world.settings(run__dir=str(tmp_path), eval__every=1, checkpoint__keep_best="heldout")
+    distributed.initialize(settings)
+    made = RunCheckpoints(settings, None, None, None, print)  # type: ignore[arg-type]
+    assert made._find_lasting(on_disk) == lasting
+    assert [made.is_best(step) for step in range(6)] == [False] * 4 + [True, False]

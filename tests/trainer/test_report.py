@@ -1,0 +1,379 @@
+from __future__ import annotations
+
+import json
+import re
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects
+import pytest
+from train_world import World
+
+from megarl import cli
+from megarl.errors import DataError, MegarlError
+from megarl.ops.report.figures import COLORS, PHASES, Run, make_figures
+from megarl.ops.report.panels import Panel, read_glossary, read_panels
+from megarl.ops.report.report import name_runs, write_report
+from megarl.ops.report.series import Curve, layer_curves, make_curves, smooth, thin
+from megarl.ops.report.verdicts import render_verdicts
+from megarl.run.metrics_log import MetricsLog, read_metrics
+from megarl.trainer.loop import train
+
+PANELS = read_panels()
+CONFIG = """
+[run]
+name = "sort <6> digits"
+[train]
+objective = "minirl"
+replay = "r3"
+[parallel]
+tp = 2
+ep = 4
+sequence_parallel = true
+"""
+
+
+def write_run(run_dir: Path, steps: int = 12) -> None:
+    """A short run in which every metric of the report is recorded."""
+    step_names = [name for panel in PANELS.values() for name in panel.needs if "XX" not in name]
+    with MetricsLog(run_dir, tensorboard=False) as log:
+        for step in range(1, steps + 1):
+            for minibatch in range(2):
+                log.write("minibatch", step, {"grad_norm": 0.5 + minibatch, "ratio/std": 0.1}, minibatch=minibatch)
+            values = {name: 0.1 + 0.01 * step for name in step_names if not name.startswith(("eval/", "grad_norm"))}
+            for kind in ("router", "replay_bias"):
+                values |= {f"{kind}/flip/layer_{layer:02d}": 0.01 * layer for layer in (1, 2, 10)}
+            log.write(
+                "step",
+                step,
+                values | {"speed/tokens_per_s": 1000.0 * step, "reward/judged": 97.5, "reward/responses": 100},
+            )
+            if step % 4 == 0:
+                log.write("eval", step, {"eval/pass_rate": {4: 0.25, 8: 0.875}.get(step, 0.75)})
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("run")
+    write_run(run_dir)
+    (run_dir / "config.toml").write_text(CONFIG)
+    assert write_report(run_dir) == run_dir / "report" / "index.html"
+    return run_dir
+
+
+def embedded(page: str, name: str) -> Any:
+    """The JSON that a page holds under this name."""
+    (text,) = re.findall(rf'id="data-{name}">(.*?)</script>', page)
+    return json.loads(text)
+
+
+def cells_of(page: str) -> dict[str, str]:
+    return dict(re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", page))
+
+
+def test_the_page_stands_alone_and_tells_the_headline(whole_run: Path) -> None:
+    page = (whole_run / "report" / "index.html").read_text()
+    # Nothing is fetched: no address is in the page, as plotly.js is packed, and its policy forbids what plotly.js asks.
+    assert not re.search(
+        r"https?:|//[a-z]+\.|<link|<img|<iframe|@import|url\(| src=", page.partition('id="data-plotly"')[0]
+    )
+    assert re.findall(r"default-src '([^']*)'", page) == ["none"]
+    assert "connect-src" not in page
+    assert "showSendToCloud: false" in page
+    assert len(page) < 3_000_000
+    assert [path.name for path in (whole_run / "report").glob("[!.]*")] == ["index.html"]
+    assert "sort &lt;6&gt; digits" in page
+    cells = cells_of(page)
+    assert cells["Held-out pass rate, first"] == "25.0% (step 4)"
+    assert cells["Held-out pass rate, best"] == "87.5% (step 8)"
+    assert cells["Held-out pass rate, last"] == "75.0% (step 12)"
+    assert cells["Steps"] == "12"
+    assert cells["Tokens per second (median)"] == "6,500"
+    assert cells["Responses with a reward"] == "1170 of 1200 judged"
+    assert cells["Objective"] == "minirl"
+    assert cells["Routing replay"] == "r3"
+    assert cells["Layout"] == "TP 2 · EP 4"
+    assert "Not recorded:" not in page
+
+
+def test_a_run_writes_every_metric_that_the_report_reads(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run with all phases and with rewards that fail; the other way round, every phase it times is drawn."""
+    settings = world.settings(
+        run__dir=str(tmp_path),
+        train__objective="kl_grpo",
+        reward__function="train_rewards:sometimes_raises",
+        eval__every=1,
+        checkpoint__every=1,
+    )
+    train(settings)
+    asked: dict[str, bool] = {}
+
+    class Listening(dict):
+        def get(self, name: str, default: Any = None) -> Any:
+            asked[name] = name in self
+            return super().get(name, default)
+
+    monkeypatch.setattr("megarl.ops.report.report.make_curves", lambda records: Listening(make_curves(records)))
+    page = write_report(tmp_path).read_text()
+    assert {"reward/mean", "ratio/std", "time/step_s", "speed/tokens_per_s"} <= asked.keys()
+    optional = {name for panel in PANELS.values() if panel.optional for name in panel.needs}
+    assert {name for name, found in asked.items() if not found} <= optional
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    written = {name for record in records for name in record}
+    assert {name for panel in PANELS.values() for name in panel.needs if "XX" not in name} <= written | optional
+    assert {name for name in written if name.startswith("time/")} == {f"time/{phase}_s" for phase in (*PHASES, "step")}
+    assert "Not recorded:" not in page
+    judged, drawn = (
+        sum(record[f"reward/{name}"] for record in records if record["kind"] == "step")
+        for name in ("judged", "responses")
+    )
+    assert f"<td>{judged:.0f} of {drawn:.0f} judged</td>" in page
+    assert f'<div class="value">{judged:.0f} of {drawn:.0f} judged</div>' in page
+    assert 0 < judged < drawn
+
+
+def test_every_panel_has_a_figure_and_links_into_the_glossary(whole_run: Path) -> None:
+    page = (whole_run / "report" / "index.html").read_text()
+    cards = dict(re.findall(r'<figure class="card[^"]*" id="(\w+)">(.*?)</figure>', page))
+    assert list(cards) == list(PANELS)
+    figures = embedded(page, "figures")
+    anchors = {unescape(name) for name in re.findall(r'<div id="(metric-[^"]*)"><dt>', page)}
+    assert anchors == {f"metric-{name}" for name in read_glossary()}
+    placed = []
+    for key, card in cards.items():
+        links = re.findall(r'<a href="#([^"]*)"', card)
+        assert [link.removeprefix("metric-") for link in links] == list(PANELS[key].needs), key
+        assert anchors.issuperset(links)
+        (place,) = (int(number) for number in re.findall(r'data-figure="(\d+)"', card))
+        placed.append(place)
+        traces = plotly.graph_objects.Figure(figures[place]).data
+        assert any(value is not None for trace in traces for value in (trace.y if trace.y is not None else ())), key
+    assert placed == list(range(len(figures)))
+
+
+def test_absent_panels_are_named(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        log.write("step", 0, {"reward/mean": 0.5, "rollout/k3": float("nan")})
+    page = write_report(tmp_path).read_text()
+    assert re.findall(r'<figure class="card[^"]*" id="(\w+)"', page) == ["reward"]
+    (note,) = re.findall(r"Not recorded: (.*?)</p>", page)
+    for key, panel in PANELS.items():
+        assert (panel.title.lower() in note) == (key != "reward" and not panel.optional)
+    assert "rollout/k3" in note
+    cells = cells_of(page)
+    assert cells["Held-out pass rate"] == cells["Objective"] == cells["Layout"] == "not recorded"
+
+
+def overlaid(tmp_path: Path) -> str:
+    """A page of three runs: one whole, one shorter, and one with two metrics."""
+    folders = [tmp_path / name / "run" for name in ("r3", "none", "o<i>ther")]
+    for folder, steps in zip(folders[:2], (12, 5), strict=True):
+        write_run(folder, steps)
+    with MetricsLog(folders[1], tensorboard=False) as log:
+        log.write("step", 9, {"router/flip/layer_01": 0.9})
+    with MetricsLog(folders[2], tensorboard=False) as log:
+        log.write("step", 3, {"entropy": 0.5, "reward/mean": 1.0})
+    out = write_report(*folders, out=tmp_path / "page.html")
+    assert out == tmp_path / "page.html"
+    return out.read_text()
+
+
+def test_runs_are_overlaid_with_a_colour_each_and_a_dash_per_series(tmp_path: Path) -> None:
+    page = overlaid(tmp_path)
+    figures = embedded(page, "figures")
+    cards = dict(re.findall(r'<figure class="card[^"]*" id="(\w+)">(.*?)</figure>', page))
+
+    def of(key: str) -> list[dict]:
+        return [figures[int(place)] for place in re.findall(r'data-figure="(\d+)"', cards[key])]
+
+    (figure,) = of("entropy")
+    lines = [(trace["name"], trace["line"]["color"], trace["line"]["dash"]) for trace in figure["data"]]
+    blue, orange, teal = COLORS["blue"], COLORS["orange"], COLORS["teal"]
+    assert lines == [
+        ("r3: training engine", blue, "solid"),
+        ("r3: start of the step", blue, "dash"),
+        ("none: training engine", orange, "solid"),
+        ("none: start of the step", orange, "dash"),
+        ("o&lt;i&gt;ther: training engine", teal, "solid"),
+    ]
+    assert [len(trace["x"]) for trace in figure["data"]] == [12, 12, 5, 5, 1]
+    widths = [trace["line"]["width"] for trace in figure["data"]]
+    assert widths[0] > widths[2] > widths[4]  # a later run does not hide an earlier one that coincides
+    assert [one["layout"]["title"]["text"] for one in of("router_layers")] == ["r3", "none"]
+    assert len({one["data"][0]["zmax"] for one in of("router_layers")}) == 1
+    assert [one["layout"]["title"]["text"] for one in of("time")] == ["r3", "none"]
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", page)]
+    assert rows[0] == ["r3", "none", "o&lt;i&gt;ther"]
+    assert ["12", "6", "1"] in rows
+    assert "<h1>r3 against none against o&lt;i&gt;ther</h1>" in page
+
+
+def test_names_of_runs_are_as_short_as_they_can_be() -> None:
+    def names(*folders: str) -> list[str]:
+        return name_runs([Path(folder) for folder in folders])
+
+    assert names("/q/run") == ["run"]
+    assert names("/a/run", "/b/run") == ["a", "b"]
+    assert names("/a/x", "/b/x", "/c/y") == ["a/x", "b/x", "y"]
+    assert names("/r/a", "/r/a/run") == ["a", "run"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["run", "./run"], "is given twice"),
+        ([f"run{number}" for number in range(9)], "found 9 runs, expected at most 8"),
+        (["run", "--out", "no/page.html"], "--out: found no/page.html"),
+        (["run", "--out", "run"], "--out: found run, expected the name of a file"),
+        (["run", "empty"], "no such file"),
+    ],
+)
+def test_a_mistake_in_a_comparison_costs_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "run", steps=1)
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["report", *words]) == 2
+    seen = capsys.readouterr()
+    assert len(seen.err.splitlines()) == 1
+    assert expected in seen.err
+    assert not list(tmp_path.rglob("*.html"))
+
+
+def test_two_runs_are_compared_in_this_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        write_run(tmp_path / name, steps=1)
+    assert cli.main(["report", "a", "b"]) == 0
+    assert capsys.readouterr().out == "report: compare.html\n"
+    assert "a against b" in (tmp_path / "compare.html").read_text()
+
+
+def records_of(num_steps: int, **values: float) -> list[dict[str, Any]]:
+    named = {name.replace("__", "/"): value for name, value in values.items()}
+    return [{"kind": "step", "step": s, "minibatch": None, "wall_s": 1.0} | named for s in range(1, num_steps + 1)]
+
+
+def test_a_run_with_reward_0_is_not_calm() -> None:
+    records = records_of(20, reward__mean=0.0, reward__pass_rate=0.0, prompts__effective_ratio=0.0)
+    shown = render_verdicts(records, {})
+    assert '<div class="verdict alarm"><strong class="level">Alarm</strong>' in shown
+    assert "since step 1, zero_reward_steps" in shown
+    assert "no alarm" not in shown.lower()
+    calm = render_verdicts(records, {"health": {"zero_reward_steps": "off"}})
+    assert "switched off: zero_reward_steps" in calm
+
+
+def test_no_alarm_is_said_with_the_checks_that_looked() -> None:
+    records = records_of(
+        20, reward__mean=0.5, reward__pass_rate=0.5, prompts__effective_ratio=0.8, rollout__entropy=0.7
+    )
+    shown = render_verdicts(records, {}, "r<3")
+    assert '<div class="verdict ok"><strong class="level">r&lt;3: no alarm</strong>' in shown
+    (looked,) = re.findall(r"Checks that looked: (.*?); found nothing to judge: (.*?)\.</p>", shown)
+    assert "zero_reward_steps" in looked[0]
+    assert "entropy_fall_ratio" in looked[0]
+    assert "k3_nats" in looked[1]
+    partly = records_of(20, reward__mean=0.0)  # not enough to know that every reward is 0
+    assert "Checks that looked: zero_reward_steps" not in render_verdicts(partly, {})
+    unknown = records_of(3, loss=1.0)
+    assert "Not judged" in render_verdicts(unknown, {})
+
+
+@pytest.mark.parametrize("table", [{"zero_reward_steps": "often"}, {"unknown": 1}, "text"])
+def test_broken_limits_are_a_clear_error(table: object) -> None:
+    with pytest.raises(DataError, match=r"the table \[health\] is broken"):
+        render_verdicts(records_of(1, loss=1.0), {"health": table})
+
+
+def test_no_metrics_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(MegarlError, match="no such file"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(MegarlError, match="is empty"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "st')
+    with pytest.raises(MegarlError, match="no whole record in 12 bytes"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    write_run(tmp_path, steps=1)
+    (tmp_path / "config.toml").write_text("[train\n")
+    with pytest.raises(DataError, match=r"config\.toml: not valid TOML"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report" / "index.html").exists()
+
+
+@pytest.mark.parametrize("values", [[0.0], [-1.0, np.nan, np.inf, 1e-9], [0.5] * 130])
+@pytest.mark.parametrize("color", [None, "#112233"])
+@pytest.mark.parametrize("panel", PANELS.values(), ids=PANELS)
+def test_degenerate_runs_become_figures_of_plotly(panel: Panel, values: list[float], color: str | None) -> None:
+    names = [name.replace("XX", "03") for name in panel.needs]
+    records = [
+        {"kind": "step", "step": step, "minibatch": None, "wall_s": 1.0} | dict.fromkeys(names, value)
+        for step, value in enumerate(values)
+    ]
+    (figure,) = make_figures(panel, [Run("a", make_curves(records), color)])
+    json.dumps(figure, allow_nan=False)
+    plotly.graph_objects.Figure(figure)  # refuses what plotly does not know
+    if figure["layout"]["yaxis"].get("type") == "log":
+        assert all(value is None or value > 0 for trace in figure["data"] for value in trace["y"])
+
+
+@pytest.mark.parametrize("num_steps", [3, 130])
+def test_a_step_without_training_has_no_whole_step(num_steps: int) -> None:
+    """The evaluation before training lies at step 0; above 100 steps, bars and line are means over several steps."""
+    records = [{"kind": "eval", "step": 0, "minibatch": None, "wall_s": 1.0, "time/eval_s": 5.0}]
+    records += [
+        {"kind": "step", "step": step, "minibatch": None, "wall_s": 1.0, "time/train_s": 1.0, "time/step_s": 2.0}
+        for step in range(1, num_steps)
+    ]
+    (figure,) = make_figures(PANELS["time"], [Run("a", make_curves(records))])
+    train, evaluated, whole = figure["data"]
+    assert whole["y"] == ([None, 2.0, 2.0] if num_steps == 3 else [2.0] * 65)
+    assert evaluated["y"][:2] == ([5.0, 0.0] if num_steps == 3 else [2.5, 0.0])
+    assert train["y"][:2] == ([0.0, 1.0] if num_steps == 3 else [0.5, 1.0])
+
+
+def test_thinning_keeps_a_spike_of_one_step() -> None:
+    y = np.zeros(10_000)
+    y[4321], y[77] = 9.0, -3.0
+    y[9000:9100] = np.nan
+    thinned = thin(Curve(np.arange(10_000.0), y))
+    assert len(thinned.x) <= 1000
+    assert (np.diff(thinned.x) > 0).all()
+    assert thinned.y[thinned.x == 4321].tolist() == [9.0]
+    assert thinned.y[thinned.x == 77].tolist() == [-3.0]
+    assert np.isnan(thinned.y).any()
+    short = Curve(np.arange(3.0), np.ones(3))
+    assert thin(short) is short
+
+
+def test_minibatches_lie_between_steps_and_are_summed_up_per_step() -> None:
+    rows = [(3, 0, 1.0), (3, 1, 2.0), (3, 2, np.nan), (4, 0, -1.0), (5, 0, np.nan)]
+    records = [{"kind": "minibatch", "step": s, "minibatch": m, "wall_s": 0.0, "loss": v} for s, m, v in rows]
+    curve = make_curves(records)["loss"]
+    np.testing.assert_allclose(curve.x, [3, 3 + 1 / 3, 3 + 2 / 3, 4, 5])
+    mean, low, high = curve.per_step()
+    assert mean.x.tolist() == [3.0, 4.0, 5.0]
+    np.testing.assert_array_equal(mean.y, [1.5, -1.0, np.nan])
+    np.testing.assert_array_equal(low.y, [1.0, -1.0, np.nan])
+    np.testing.assert_array_equal(high.y, [2.0, -1.0, np.nan])
+
+
+def test_smooth_is_a_centred_mean_without_the_missing() -> None:
+    np.testing.assert_allclose(smooth(np.array([0.0, 3.0, 6.0, 30.0]), 3), [1.5, 3.0, 13.0, 18.0])
+    np.testing.assert_allclose(smooth(np.array([1.0, np.nan, 3.0]), 3), [1.0, np.nan, 3.0])
+    assert np.isnan(smooth(np.full(4, np.nan), 3)).all()
+
+
+def test_layers_are_ordered_by_number() -> None:
+    names = ["router/flip/layer_10", "router/flip/layer_02", "router/flip"]
+    point = Curve(np.array([1.0]), np.array([0.5]))
+    assert list(layer_curves(dict.fromkeys(names, point))) == [2, 10]

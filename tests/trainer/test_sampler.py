@@ -1,0 +1,510 @@
+"""The sampling half of a step: who draws what, with which noise, and what becomes of rewards."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+import train_rewards
+from forks import Job, run_jobs
+from reward_server import score_of, serving
+from train_jobs import sampled, sampler_of
+from train_world import GROUP_SIZE, NUM_GROUPS, NUM_SEQUENCES, World, layout
+from transformers import AutoTokenizer
+
+from megarl.core.metrics import finalize
+from megarl.core.types import Rollout
+from megarl.data.tiny import EOS_ID
+from megarl.engines.player import Draw
+from megarl.errors import ConfigError, DataError, RewardError, RolloutError, StopError
+from megarl.trainer.environments import stop_tokens
+from megarl.trainer.sampling.sampler import Sampler
+from megarl.trainer.sampling.seeds import EVALUATE, TRAIN, sampling_seed
+
+
+def test_sampling_seeds_are_all_different() -> None:
+    seeds = [
+        sampling_seed(run, purpose, step, group, sample)
+        for run in (0, 1)
+        for purpose in (TRAIN, EVALUATE)
+        for step in range(6)
+        for group in range(20)
+        for sample in range(8)
+    ]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert sampling_seed(3, TRAIN, 5, 7, 1) == sampling_seed(3, TRAIN, 5, 7, 1)
+
+
+@contextmanager
+def sampler(world: World, **overrides: Any) -> Iterator[Sampler]:
+    settings = world.settings(**overrides)
+    with layout(settings):
+        made = sampler_of(world, settings)
+        yield made
+        made.engine.close()
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def by_layout(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Step 1 and an evaluation, sampled on one rank and on two."""
+    # Groups of 4 over 4 mini-batches of 2 ranks: 6 sequences of a mini-batch cut through groups, and so do the ranks.
+    batch = {"rollout__prompts_per_step": 6, "train__mini_batches": 4}
+    two = {"dp2": batch, "ep2": {**batch, "parallel__ep": 2}, "tp2": {**batch, "parallel__tp": 2}}
+    job = Job("sampled", 2, "train_jobs:sampled", {"world": world, "layouts": two})
+    found = run_jobs([job], tmp_path_factory.mktemp("sampled"))["sampled"].checked()
+    return {**found, **sampled(world, {"single": batch})}
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("name", ["dp2", "ep2", "tp2"])
+def test_two_ranks_draw_and_divide_the_same_step_as_one(by_layout: dict[str, Any], name: str) -> None:
+    (alone,) = by_layout["single"]["ranks"]
+    ranks = by_layout[name]["ranks"]
+    for column in ("tokens", "advantages"):
+        for n, whole in enumerate(alone[column]):
+            if name == "tp2":  # one model copy: both of its ranks hold everything
+                assert ranks[0][column][n] == ranks[1][column][n] == whole
+            else:
+                assert [rank["dp_rank"] for rank in ranks] == [0, 1]
+                assert ranks[0][column][n] + ranks[1][column][n] == whole
+    assert ranks[0]["rewards"] == ranks[1]["rewards"] == alone["rewards"]
+    assert by_layout[name]["eval"] == by_layout["single"]["eval"]
+
+
+def test_advantages_are_of_whole_groups_also_where_mini_batches_cut_them(by_layout: dict[str, Any]) -> None:
+    (alone,) = by_layout["single"]["ranks"]
+    advantages = np.concatenate(alone["advantages"]).reshape(6, GROUP_SIZE)
+    assert np.abs(advantages.sum(1)).max() < 1e-12
+    assert np.abs(advantages).max() > 0.05
+    cut = [np.asarray(part) for part in alone["advantages"]]
+    assert {len(part) for part in cut} == {6}
+    assert max(abs(float(part.sum())) for part in cut) > 1e-3  # so a mean per mini-batch would have been another one
+
+
+def test_held_out_prompts_have_a_split_of_their_own(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "sorting"
+    folder.mkdir()
+    for split in ("train", "test"):
+        rows = pa.table({"prompt": [f"{n}{len(split)}1=" for n in range(3)], "answer": [split] * 3})
+        parquet.write_table(rows, folder / f"{split}.parquet")
+    train: dict[str, Any] = {"data__train": str(folder), "data__split": "train"}
+    heldout: dict[str, Any] = {"data__heldout": str(folder)}
+    own_split = {"data__heldout_split": "test"}
+    assert _answers(world, train | heldout | own_split) == ({"train"}, {"test"})
+    assert _answers(world, train | heldout) == ({"train"}, {"train"})
+    of_files = _answers(world, {})
+    assert _answers(world, train) == ({"train"}, of_files[1])  # a held-out file has no split
+    assert _answers(world, heldout | own_split) == (of_files[0], {"test"})
+    with pytest.raises(
+        DataError, match=r"splits train, test; choose one with --split, data\.split or data\.heldout_split"
+    ):
+        _answers(world, heldout)
+
+
+def _answers(world: World, overrides: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """Of the training prompts, and of the held-out ones."""
+    with sampler(world, **overrides) as made:
+        return {prompt.answer for prompt in made.prompts}, {
+            prompt.answer for prompt in made.benchmarks["heldout"].prompts
+        }
+
+
+def test_a_response_without_reward_trains_nothing_and_is_in_no_statistic(world: World) -> None:
+    with sampler(world, reward__function="train_rewards:sometimes_raises", train__mini_batches=1) as made:
+        drawn = made.sample_step(0)
+        plain = replace_reward(made, "train_rewards:digit_share").sample_step(0)
+        tokenizer = made.tokenizer
+    (rollouts,), (advantages,) = drawn.mini_batches, drawn.advantages
+    (judged,), _ = plain.mini_batches, plain.advantages
+    texts = [tokenizer.decode(r.response_tokens, skip_special_tokens=True) for r in judged]
+    failed = np.array([text[:1].isdigit() for text in texts])
+    assert 0 < failed.sum() < NUM_SEQUENCES
+    for rollout, bad in zip(rollouts, failed, strict=True):
+        assert rollout.loss_mask.any() != bad
+    assert not advantages[failed].any()
+    rewards = np.array([sum(map(str.isdigit, text)) / max(len(text), 1) for text in texts])
+    groups = np.repeat(np.arange(NUM_GROUPS), GROUP_SIZE)
+    for group in range(NUM_GROUPS):
+        own = (groups == group) & ~failed
+        if own.any():
+            expected = rewards[own] - rewards[own].mean()
+            np.testing.assert_allclose(advantages[own], expected, atol=1e-12)
+    metrics = finalize(drawn.metrics)
+    assert metrics["reward/error_fraction"] == pytest.approx(failed.mean())
+    assert metrics["reward/mean"] == pytest.approx(rewards[~failed].mean())
+    assert drawn.unjudged.startswith(f"{NUM_SEQUENCES - failed.sum()} of {NUM_SEQUENCES} judged; first failure: ")
+    assert metrics["reward/pass_rate"] == pytest.approx((rewards[~failed] > 0.7).sum() / NUM_SEQUENCES)
+    assert (metrics["reward/judged"], metrics["reward/responses"]) == (NUM_SEQUENCES - failed.sum(), NUM_SEQUENCES)
+
+
+def test_the_length_of_a_response_without_reward_is_still_its_length(world: World) -> None:
+    with sampler(world, reward__function="train_rewards:sometimes_raises") as made:
+        drawn = finalize(made.sample_step(0).metrics)
+        plain = finalize(replace_reward(made, "train_rewards:digit_share").sample_step(0).metrics)
+    assert drawn["response/length_mean"] == plain["response/length_mean"]
+    assert drawn["response/truncated_fraction"] == plain["response/truncated_fraction"]
+
+
+def _passes(advantages: np.ndarray, wanted: str) -> np.ndarray:
+    return advantages > 0 if wanted == "positive" else np.ones(len(advantages), dtype=bool)
+
+
+@pytest.mark.parametrize("selection", ["mixed_groups", "positive"])
+def test_responses_that_are_not_selected_leave_the_denominators(world: World, selection: str) -> None:
+    """The reward fails on some responses and is uniform in some groups, which only the second kind of row ignores."""
+    overrides = {"selection": selection}
+    with sampler(
+        world,
+        reward__function="train_rewards:often_uniform",
+        train__mini_batches=1,
+        train__objective_overrides=overrides,
+    ) as made:
+        drawn = made.sample_step(0)
+    (rollouts,), (advantages,) = drawn.mini_batches, drawn.advantages
+    rewards = drawn.judged.rewards[:-1].reshape(NUM_GROUPS, GROUP_SIZE)
+    mixed = np.repeat(rewards.min(1) < rewards.max(1), GROUP_SIZE)
+    assert 0 < mixed.sum() < NUM_SEQUENCES
+    expected = mixed & _passes(advantages, selection)
+    assert [bool(r.loss_mask.any()) for r in rollouts] == expected.tolist()
+    assert finalize(drawn.metrics)["rollout/trains_fraction"] == pytest.approx(expected.mean())
+
+
+def test_rewards_of_steps_become_advantages_of_tokens(world: World) -> None:
+    """Each character is a step here: a token's advantage is the sum of the standardised rewards from its own on."""
+    overrides = {"advantage": "process"}
+    with sampler(world, reward__function="train_rewards:digit_by_digit", train__objective_overrides=overrides) as made:
+        drawn = made.sample_step(0)
+        tokenizer = made.tokenizer
+    groups: dict[int, list[list[float]]] = {}
+    for part in drawn.mini_batches:
+        for rollout in part:
+            texts = [tokenizer.decode([token], skip_special_tokens=True) for token in rollout.response_tokens]
+            scores = [float(text.isdigit()) for text in texts if text]
+            groups.setdefault(rollout.group, []).append(scores or [0.0])
+    checked = 0
+    for part, columns in zip(drawn.mini_batches, drawn.advantages, strict=True):
+        for rollout, column in zip(part, columns, strict=True):
+            every = np.concatenate(groups[rollout.group])
+            texts = [tokenizer.decode([token], skip_special_tokens=True) for token in rollout.response_tokens]
+            characters = [float(text.isdigit()) for text in texts if text]
+            if every.std() == 0 or not characters:
+                continue
+            standardised = (np.array(characters) - every.mean()) / (every.std(ddof=1) + 1e-6)
+            to_go = np.cumsum(standardised[::-1])[::-1]
+            first = rollout.prompt_length
+            places = [first + index for index, text in enumerate(texts) if text]
+            np.testing.assert_allclose(column[places], to_go, atol=1e-9)
+            checked += 1
+    assert checked > NUM_SEQUENCES // 2
+
+
+def test_scores_of_a_reward_model_become_advantages_of_tokens(world: World) -> None:
+    """A step ends with a 7 or a run of them; the model scores what is written up to there. One it refuses."""
+    with serving() as server:
+        server.always = lambda handler, body: (
+            handler.answer(400, b"refused") if any("b" in text for text in body["text"]) else handler.good(body)
+        )
+        overrides: dict[str, Any] = {"train__objective_overrides": {"advantage": "process"}}
+        model = {"urls": [server.url], "text": "{response}", "step": "7"}
+        with sampler(world, reward__function="reward_model", reward_model=model, **overrides) as made:
+            drawn = made.sample_step(0)
+            tokenizer = made.tokenizer
+    found: dict[tuple[int, int], dict[int, float]] = {}
+    """By rollout: from the place of each step's last token to its score."""
+    columns = [column for part in drawn.advantages for column in part]
+    rollouts = [*zip(itertools.chain(*drawn.mini_batches), columns, strict=True)]
+    rollouts = [(rollout, column) for rollout, column in rollouts if rollout.loss_mask.any()]
+    for rollout, _ in rollouts:
+        text, ends, last = "", dict[int, float](), 0
+        for place, token in enumerate(rollout.response_tokens.tolist(), start=rollout.prompt_length):
+            character = tokenizer.decode([token], skip_special_tokens=True)
+            if not character:
+                continue
+            if text.endswith("7") and character != "7":
+                ends[last] = score_of(text)
+            text, last = text + character, place
+        ends[rollout.num_tokens - 1] = score_of(text)
+        found[rollout.group, rollout.sample] = ends
+        assert "b" not in text
+    failed = finalize(drawn.metrics)["reward/error_fraction"] * NUM_SEQUENCES
+    assert failed == NUM_SEQUENCES - len(found) > 0
+    assert sum(len(ends) > 1 for ends in found.values()) > 2
+    for rollout, column in rollouts:
+        every = np.array([score for (group, _), of in found.items() if group == rollout.group for score in of.values()])
+        spread = every.std(ddof=1) if len(every) > 1 else 0.0
+        to_go = sum(
+            (score - every.mean()) / (spread + 1e-6) * (np.arange(rollout.num_tokens) <= place)
+            for place, score in found[rollout.group, rollout.sample].items()
+        )
+        np.testing.assert_allclose(column[rollout.prompt_length :], to_go[rollout.prompt_length :], atol=1e-6)
+
+
+def test_token_level_advantages_are_left_to_the_step_and_their_rewards_handed_on(world: World) -> None:
+    with sampler(world, train__objective="kl_grpo", train__mini_batches=1) as made:
+        drawn = made.sample_step(0)
+    assert not drawn.advantages[0].any()
+    assert drawn.judged.owned == [list(range(NUM_SEQUENCES))]
+    assert drawn.judged.groups[:-1].tolist() == np.repeat(np.arange(NUM_GROUPS), GROUP_SIZE).tolist()
+    assert np.abs(drawn.judged.rewards).max() > 0
+
+
+def replace_reward(made: Sampler, function: str) -> Sampler:
+    reward = made.config.reward.model_copy(update={"function": function})
+    return Sampler(made.config.model_copy(update={"reward": reward}), made.engine, made.config.train.resolved_objective)
+
+
+def test_a_reward_that_fails_on_everything_ends_the_run(world: World) -> None:
+    with sampler(world, reward__function="train_rewards:always_raises") as made:
+        lines, first = inspect.getsourcelines(train_rewards.always_raises)
+        place = re.escape(f"({train_rewards.__file__}:{first + len(lines) - 1})")
+        told = rf"no response has a reward; first: ValueError: no verdict {place}; prompt '.*', response '.*', answer '"
+        with pytest.raises(RewardError, match=rf"step 1: {told}"):
+            made.sample_step(0)
+        with pytest.raises(RewardError, match=rf"evaluation on heldout: {told}"):
+            made.evaluate(0)
+
+
+def test_a_server_that_does_not_answer_is_no_error_of_the_reward(world: World) -> None:
+    with sampler(world, reward__function="train_rewards:has_no_server") as made:
+        with pytest.raises(RolloutError, match="no response has a reward; first: RuntimeError: no answer") as raised:
+            made.sample_step(0)
+        assert type(raised.value) is RolloutError  # which a launcher starts again
+
+
+def test_training_and_evaluation_noise(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training noise changes with the step and repeats with it; evaluation repeats always and is never training's."""
+    with sampler(world, data__heldout=str(world.folder / "task" / "train.jsonl"), train__mini_batches=1) as made:
+        first, again, later = (made.sample_step(step).mini_batches[0] for step in (0, 0, 1))
+        drawn: list[list[Rollout]] = []
+        original = Draw.run
+
+        def kept(*rest: Any) -> Any:
+            samples = original(*rest)
+            drawn.append([samples[key].rollout for key in sorted(samples)])
+            return samples
+
+        monkeypatch.setattr(Draw, "run", kept)
+        evaluated = [made.evaluate(step) for step in (0, 7)]
+    assert [r.tokens.tolist() for r in first] == [r.tokens.tolist() for r in again]
+    assert [r.tokens.tolist() for r in first] != [r.tokens.tolist() for r in later]
+    assert evaluated[0] == evaluated[1]
+    assert [r.tokens.tolist() for r in drawn[0]] == [r.tokens.tolist() for r in drawn[1]]
+    trained = {tuple(r.tokens[: r.prompt_length]): tuple(r.response_tokens) for r in first if r.sample == 0}
+    held = {tuple(r.tokens[: r.prompt_length]): tuple(r.response_tokens) for r in drawn[0]}
+    assert set(trained) <= set(held)
+    assert sum(trained[prompt] == held[prompt] for prompt in trained) <= 1
+
+
+def test_what_is_drawn_in_the_background_is_what_would_be_drawn_now(world: World) -> None:
+    """And its count, and the age of its weights."""
+    with sampler(world, train__mini_batches=1) as made:
+        now = made.sample_step(3)
+        made.begin_step(3)
+        made.settle()
+        finished: list[int] = []
+        later = made.sample_step(3, finished.append)
+    assert sum(finished) == NUM_SEQUENCES
+    for one, other in zip(now.mini_batches[0], later.mini_batches[0], strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+    version = now.mini_batches[0][0].weight_versions[0]
+    assert finalize(later.metrics)["rollout/staleness_mean"] == 3 - version
+
+
+def test_an_error_in_the_background_is_raised_by_the_step(world: World) -> None:
+    with sampler(world, train__mini_batches=1) as made:
+        made.engine.close()
+        made.begin_step(0)
+        made.settle()
+        with pytest.raises(RolloutError, match="closed"):
+            made.sample_step(0)
+
+
+def test_prompts_go_round_when_a_step_wants_more_than_there_are(world: World, tmp_path: Path) -> None:
+    short = tmp_path / "short.jsonl"
+    short.write_text("".join(json.dumps({"prompt": f"{n}12=", "answer": "x"}) + "\n" for n in range(3)))
+    with sampler(world, data__train=str(short), train__mini_batches=1) as made:
+        (rollouts,) = made.sample_step(0).mini_batches
+    prompts = [tuple(r.tokens[: r.prompt_length]) for r in rollouts]
+    assert len(prompts) == NUM_SEQUENCES
+    assert len(set(prompts)) == 3
+    for group in range(NUM_GROUPS):
+        assert len(set(prompts[group * GROUP_SIZE : (group + 1) * GROUP_SIZE])) == 1
+    responses = [tuple(r.response_tokens) for r in rollouts]
+    assert len(set(responses)) > NUM_SEQUENCES // 2  # a prompt that comes twice is a group of its own, with own noise
+
+
+def test_groups_without_contrast_have_advantage_zero(world: World) -> None:
+    with sampler(world, reward__function="train_rewards:uniform") as made:
+        drawn = made.sample_step(0)
+    assert all(not part.any() for part in drawn.advantages)
+    assert finalize(drawn.metrics)["prompts/effective_ratio"] == 0.0
+
+
+def test_stop_tokens_come_from_the_checkpoint(world: World, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(world.model)
+    assert stop_tokens(str(world.model), tokenizer) == (EOS_ID,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5]}))
+    assert stop_tokens(str(tmp_path), tokenizer) == (EOS_ID, 5, 7)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
+    assert stop_tokens(str(tmp_path), tokenizer) == (EOS_ID, 9)
+    tokenizer.eos_token = None
+    (tmp_path / "generation_config.json").unlink()
+    with pytest.raises(ConfigError, match="no end token"):
+        stop_tokens(str(tmp_path), tokenizer)
+
+
+def test_responses_end_with_the_first_stop_token_or_the_limit(world: World) -> None:
+    with sampler(world, train__mini_batches=1) as made:
+        (rollouts,) = made.sample_step(0).mini_batches
+    for rollout in rollouts:
+        response = rollout.response_tokens.tolist()
+        assert EOS_ID not in response[:-1]
+        assert (response[-1] == EOS_ID) == (rollout.finish_reason == "stop")
+        assert rollout.finish_reason == "stop" or len(response) == made.config.rollout.max_response_tokens
+
+
+def test_a_vocabulary_larger_than_the_tokenizer_still_gets_rewards(world: World, tmp_path: Path) -> None:
+    """A random model samples ids that mean nothing to the tokenizer; they decode to nothing, and nothing crashes."""
+    import shutil
+
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from megarl.data.tiny import write_tiny_model
+    from megarl.engines.local.engine import LocalEngine
+
+    source = write_tiny_model(tmp_path / "small", hidden_size=32, num_layers=2, num_experts=8, expert_width=16)
+    config = AutoConfig.from_pretrained(source)
+    config.vocab_size = 64
+    wide = tmp_path / "wide"
+    shutil.copytree(source, wide)
+    AutoModelForCausalLM.from_config(config).save_pretrained(wide)
+    settings = world.settings(model__path=str(wide))
+    with layout(settings):
+        engine = LocalEngine.from_pretrained(wide)
+        made = Sampler(settings, engine, settings.train.resolved_objective)
+        drawn = made.sample_step(0)
+        engine.close()
+    assert max(int(r.tokens.max()) for part in drawn.mini_batches for r in part) >= 32
+    assert finalize(drawn.metrics)["reward/error_fraction"] == 0.0
+
+
+class _Retracting:
+    """The real engine, but for the versions that one of its responses reports: as if it had been prefilled anew."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def prove_weights(self) -> bool:
+        return self.engine.prove_weights()
+
+    def converse(self, begin: Any, *arguments: Any) -> None:
+        self.engine.converse(lambda session: begin(_RetractingSession(session)), *arguments)
+
+
+class _Foreign(_Retracting):
+    """The real engine, whose weights somebody else changes during the first draws."""
+
+    changes = 1
+
+    def prove_weights(self) -> bool:
+        self.changes -= 1
+        return self.changes >= 0
+
+    def converse(self, *arguments: Any) -> None:
+        self.engine.converse(*arguments)
+
+
+def test_samples_of_foreign_weights_are_dropped_counted_and_drawn_again(world: World) -> None:
+    with sampler(world) as made:
+        expected = made.sample_step(0)
+        made.engine = foreign = _Foreign(made.engine)
+        found = made.sample_step(0)
+        assert foreign.changes == -1
+        assert finalize(expected.metrics)["sampling/redraws"] == 0.0
+        assert finalize(found.metrics)["sampling/redraws"] == 1.0
+        for one, other in zip(expected.mini_batches[0], found.mini_batches[0], strict=True):
+            assert np.array_equal(one.tokens, other.tokens)
+        foreign.changes = 1
+        made.begin_step(1)  # sampled ahead: the second draw is in the foreground
+        assert finalize(made.sample_step(1).metrics)["sampling/redraws"] == 1.0
+        assert finalize(made.sample_step(2).metrics)["sampling/redraws"] == 0.0
+        foreign.changes = 1
+        made.begin_step(3)
+        made.settle()  # an evaluation sends other weights next, so nobody could tell later
+        assert finalize(made.sample_step(3).metrics)["sampling/redraws"] == 1.0
+        foreign.changes = 3
+        with pytest.raises(RolloutError, match="in each of 3 draws of the same responses"):
+            made.evaluate(3)
+
+
+class _RetractingSession:
+    def __init__(self, session: Any) -> None:
+        self.session = session
+        self.start = session.start
+
+    async def sample(self, request: Any) -> Rollout:
+        found = await self.session.sample(request)
+        if request.group or request.sample:
+            return found
+        return replace(found, route_versions=found.weight_versions + 1)
+
+
+def test_routes_of_other_weights_are_counted_or_refused(world: World) -> None:
+    with sampler(world) as made:
+        made.engine = _Retracting(made.engine)
+        stale = finalize(made.sample_step(0).metrics)["routes/stale_rows_fraction"]
+        assert 0 < stale < 0.2
+    with sampler(world, train__mixed_versions="refuse") as made:
+        made.sample_step(0)
+        made.engine = _Retracting(made.engine)
+        with pytest.raises(
+            RolloutError, match="group 0 sample 0: the experts of token 0 were chosen by weight version"
+        ):
+            made.sample_step(1)
+
+
+@pytest.mark.parametrize("where", ["ahead", "given samples"])
+def test_a_request_to_stop_ends_waits_that_no_progress_bar_counts(world: World, where: str) -> None:
+    asked = False
+
+    def while_waiting(count: int) -> None:
+        if asked:
+            raise StopError("asked to stop")
+
+    with sampler(world) as first:
+        made = Sampler(first.config, first.engine, first.objective, while_waiting=while_waiting)
+        if where == "ahead":
+            made.begin_step(0)
+            made.settle()
+            rollouts = made.sample_step(0).mini_batches
+            versions = {int(version) for part in rollouts for rollout in part for version in rollout.weight_versions}
+            assert min(versions) == first.engine.weight_version
+            asked = True
+            made.begin_step(1)
+            made.settle()  # not raised here: other ranks may not have heard of it
+            with pytest.raises(StopError):
+                made.sample_step(1)
+        else:
+            assert len(made._presample(0, [(0, 0), (1, 0)])) == 2
+            asked = True
+            with pytest.raises(StopError):
+                made._presample(0, [(0, 0), (1, 0)])

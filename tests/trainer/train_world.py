@@ -1,0 +1,359 @@
+"""What the trainer's tests share: a tiny model with its task, settings, fixed rollouts, and a step taken on them."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoTokenizer
+
+import megarl.trainer.step as train_step
+from megarl.config import Config
+from megarl.config.file import parse
+from megarl.core.choices.table import OBJECTIVES
+from megarl.core.metrics import Stat, finalize
+from megarl.core.types import Rollout, SampleRequest
+from megarl.data.prompts import load_prompts
+from megarl.data.tiny import write_sort_task, write_tiny_model
+from megarl.engines.local.engine import LocalEngine
+from megarl.engines.protocol import SamplingParams
+from megarl.megatron import distributed
+from megarl.megatron.policy import Policy, schedule_of
+from megarl.run.folder import claim
+from megarl.run.metrics_log import MetricsLog
+from megarl.run.stop_request import StopRequest
+from megarl.run.vitals import Vitals
+from megarl.trainer.loop import Trainer
+from megarl.trainer.mini_batch import MiniBatch
+from megarl.trainer.sampling.assignment import split_sequences
+from megarl.trainer.step import TrainStep, collect
+from megarl.trainer.token_advantages import Judged
+
+NUM_GROUPS, GROUP_SIZE, MAX_RESPONSE = 8, 4, 8
+NUM_SEQUENCES = NUM_GROUPS * GROUP_SIZE
+NUM_MOE_LAYERS, NUM_EXPERTS, TOP_K = 3, 8, 2
+
+
+def penalised(estimator: str, coef: float = 0.2) -> dict[str, Any]:
+    """Overrides that add a penalty to the reference."""
+    return {"penalties": [{"estimator": estimator, "coef": coef}]}
+
+
+ROWS: dict[str, dict[str, Any]] = {
+    **{name: {"train__objective": name} for name, row in OBJECTIVES.items() if not row.needs_topk},
+    **{
+        f"{name} {kl}": {"train__objective": name, "train__objective_overrides": penalised(kl)}
+        for name, kl in (("grpo", "k1"), ("gspo", "k2"), ("minirl", "k3"), ("deepseek_v32", "unbiased"))
+    },
+    "kl_grpo strong": {"train__objective": "kl_grpo", "train__objective_overrides": {"kl_coef": 1.0}},
+    "kl_grpo current": {
+        "train__objective": "kl_grpo",
+        "train__objective_overrides": {"kl_coef": 1.0, "kl_at": "theta"},
+    },
+    # Its own bounds are those of equal precision; the engine's weights are rounded here.
+    "geo_rs": {
+        "train__objective": "geo_rs",
+        "train__objective_overrides": {"masks": {"1": {"low": 0.99, "high": 1.01}}},
+    },
+    "grpo entropy": {"train__objective": "grpo", "train__objective_overrides": {"entropy_coef": 0.01}},
+    "minirl normalized": {
+        "train__objective": "minirl",
+        "train__objective_overrides": {"factors": {"0": {"batch_normalize": True}}},
+    },
+    "adaptive theta/mu": {
+        "train__objective": "adaptive_power",
+        "train__objective_overrides": {"factors": {"0": {"policies": "theta_mu", "ess_target": 0.95}}},
+    },
+    "adaptive old/mu": {
+        "train__objective": "adaptive_power",
+        "train__objective_overrides": {"factors": {"0": {"policies": "old_mu", "ess_target": 0.9999}}},
+    },
+}
+"""Settings of every row of the table, and of variants that need a reference or a pass over the whole mini-batch."""
+
+
+@dataclass(frozen=True)
+class World:
+    """A folder with ``model`` (4 layers, the second dense), ``reference`` (the same but for noise), ``task``, and
+    rollouts of both kinds of engine."""
+
+    folder: Path
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    @property
+    def reference(self) -> Path:
+        return self.folder / "reference"
+
+    def settings(self, **overrides: Any) -> Config:
+        """A configuration of this world; ``overrides`` are dotted keys with ``__`` for the dot."""
+        return parse(self.table(), {key.replace("__", "."): value for key, value in overrides.items()})
+
+    def table(self) -> dict[str, Any]:
+        task = self.folder / "task"
+        return {
+            "run": {"steps": 2, "seed": 3, "dir": str(self.folder / "unused")},
+            "model": {"path": str(self.model), "dtype": "fp32", "reference": str(self.reference)},
+            "data": {
+                "train": str(task / "train.jsonl"),
+                "heldout": str(task / "heldout.jsonl"),
+                "max_prompt_tokens": 8,
+            },
+            "reward": {"function": "train_rewards:digit_share"},
+            "rollout": {
+                "prompts_per_step": NUM_GROUPS,
+                "group_size": GROUP_SIZE,
+                "max_response_tokens": MAX_RESPONSE,
+                "fp8_rounding": True,
+                "dtype": "fp32",
+            },
+            "train": {"mini_batches": 2, "micro_batch_tokens": 64},
+            "optim": {"lr": 1e-3},
+            "log": {"tensorboard": False},
+        }
+
+    def rollouts(self, engine: str = "fp8") -> list[Rollout]:
+        """The fixed batch, ``engine`` is "fp8" or "fp32": a full step in the order of the sequences."""
+        return pickle.loads((self.folder / f"{engine}.pkl").read_bytes())
+
+
+def make_world(folder: Path) -> World:
+    world = World(folder)
+    write_tiny_model(
+        world.model,
+        hidden_size=32,
+        num_layers=NUM_MOE_LAYERS + 1,
+        num_heads=4,
+        num_kv_heads=2,
+        num_experts=NUM_EXPERTS,
+        top_k=TOP_K,
+        expert_width=16,
+        dense_layers=(1,),
+        max_positions=64,
+        initializer_range=0.15,
+    )
+    _write_reference(world)
+    write_sort_task(folder / "task", num_train=64, num_heldout=16, num_demonstrations=256, digits=3)
+    for name in ("fp8", "fp32"):
+        made = sample(world, fp8_rounding=name == "fp8")
+        (folder / f"{name}.pkl").write_bytes(pickle.dumps(made))
+    return world
+
+
+def _write_reference(world: World) -> None:
+    shutil.copytree(world.model, world.reference)
+    generator = torch.Generator().manual_seed(5)
+    for file in world.reference.glob("*.safetensors"):
+        weights = load_file(file)
+        noisy = {name: w + 0.02 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
+        save_file(noisy, file, metadata={"format": "pt"})
+
+
+def sample(
+    world: World,
+    *,
+    fp8_rounding: bool = False,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    max_response_tokens: int = MAX_RESPONSE,
+    routes: bool = True,
+    max_kept_ids: int | None = None,
+) -> list[Rollout]:
+    """A step's rollouts from the local engine."""
+    engine = LocalEngine.from_pretrained(world.model, fp8_rounding=fp8_rounding)
+    tokenizer = AutoTokenizer.from_pretrained(world.model)
+    prompts = load_prompts(
+        world.folder / "task" / "train.jsonl",
+        tokenizer=tokenizer,
+        prompt_field="prompt",
+        answer_field="answer",
+        chat_template=False,
+        max_prompt_tokens=8,
+        limit=NUM_GROUPS,
+    )
+    requests = [
+        SampleRequest(prompts[s // GROUP_SIZE].tokens, s // GROUP_SIZE, s % GROUP_SIZE, seed=s)
+        for s in range(NUM_SEQUENCES)
+    ]
+    params = SamplingParams(temperature, top_p, max_response_tokens, (tokenizer.eos_token_id,), routes, max_kept_ids)
+    made = engine.generate(requests, params)
+    engine.close()
+    return made
+
+
+def fixed_advantages(seed: int = 0) -> np.ndarray:
+    """float64 [NUM_SEQUENCES], of both signs."""
+    return np.random.default_rng(seed).normal(size=NUM_SEQUENCES)
+
+
+@contextmanager
+def training(settings: Config) -> Iterator[TrainStep]:
+    """A fresh policy with its training step on the ranks there are."""
+    with layout(settings):
+        yield TrainStep(settings, Policy(settings, schedule_of(settings)), settings.train.resolved_objective)
+
+
+@contextmanager
+def layout(settings: Config) -> Iterator[None]:
+    """Megatron's groups for these settings; a process of one rank keeps them.
+
+    Autograd's hooks tie models, and with them groups and 50 threads of gloo, into cycles that Python cannot collect.
+    """
+    if parallel_state.model_parallel_is_initialized() and dist.get_world_size() == 1:
+        settings.check_world_size(1)
+        torch.manual_seed(settings.run.seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(settings.run.seed + 1)
+        yield
+        return
+    distributed.initialize(settings, timeout_s=600.0)
+    try:
+        yield
+    finally:
+        if dist.get_world_size() > 1:
+            distributed.leave_layout()
+
+
+@dataclass
+class Taken:
+    """What a step left behind on the main rank."""
+
+    updates: list[dict[str, float]]
+    """Metrics of each mini-batch."""
+    step: dict[str, float]
+    """Metrics of the whole step."""
+    coefficients: list[dict[int, np.ndarray]] = field(compare=False)
+    """Of each mini-batch: [t] by sequence, from all ranks."""
+
+
+def owned_by_this_rank(step: TrainStep) -> list[list[int]]:
+    return split_sequences(NUM_SEQUENCES, step.config.train.mini_batches, distributed.dp_rank(), distributed.dp_size())
+
+
+def prepare(step: TrainStep, rollouts: Sequence[Rollout], advantages: np.ndarray) -> list[MiniBatch]:
+    """This rank's share of every mini-batch."""
+    return [step.prepare([rollouts[s] for s in part], advantages[part]) for part in owned_by_this_rank(step)]
+
+
+def look(
+    step: TrainStep,
+    minis: Sequence[MiniBatch],
+    rewards: np.ndarray | None = None,
+    groups: np.ndarray | None = None,
+    old_pass: bool = False,
+) -> None:
+    """All passes before the updates, as the trainer runs them; by default every response has a random reward.
+
+    old_pass: run the old-log-prob pass over all mini-batches, also where the first update does without.
+    """
+    passed = minis if old_pass else step.old_pass_over(minis)
+    for mini in passed:
+        step.old_logprobs(mini)
+    if len(passed) == len(minis):
+        step.tripwires.judge(minis)
+    if step.reference is not None:
+        for mini in minis:
+            step.ref_logprobs(mini)
+    if step.needs_token_advantages:
+        rewards = fixed_advantages() if rewards is None else rewards
+        groups = np.repeat(np.arange(NUM_GROUPS), GROUP_SIZE) if groups is None else groups
+        step.token_advantages(minis, Judged(rewards, groups, owned_by_this_rank(step)))
+
+
+def take_step(
+    step: TrainStep,
+    rollouts: Sequence[Rollout],
+    advantages: np.ndarray | None = None,
+    old_pass: bool = False,
+    groups: np.ndarray | None = None,
+) -> Taken | None:
+    """Prepare, passes before the updates, all updates; None except on the main rank.
+
+    ``advantages`` are the rewards of an objective whose advantages differ between tokens.
+    """
+    given = fixed_advantages() if advantages is None else advantages
+    minis = prepare(step, rollouts, np.zeros_like(given) if step.needs_token_advantages else given)
+    look(step, minis, given, groups, old_pass)
+    updates, weights = [], []
+    for index, (mini, owned) in enumerate(zip(minis, owned_by_this_rank(step), strict=True)):
+        with _tapped_coefficients() as seen:
+            updates.append(collect([step.update(mini, following=minis[index + 1 :])]))
+        weights.append(_of_all_ranks(mini, owned, seen))
+    whole = collect([mini.metrics for mini in minis])
+    if whole is None:
+        return None
+    return Taken([finalize(_required(found)) for found in updates], finalize(whole), weights)
+
+
+@contextmanager
+def _tapped_coefficients() -> Iterator[list[np.ndarray]]:
+    """What the objective hands to the loss, one [T] per micro-batch."""
+    seen: list[np.ndarray] = []
+    original = train_step.coefficients
+
+    def tapped(*arguments: Any, **options: Any) -> Any:
+        found = original(*arguments, **options)
+        seen.append(found.values.detach().cpu().numpy().copy())
+        return found
+
+    train_step.coefficients = tapped
+    try:
+        yield seen
+    finally:
+        train_step.coefficients = original
+
+
+def _of_all_ranks(mini: MiniBatch, owned: Sequence[int], seen: Sequence[np.ndarray]) -> dict[int, np.ndarray]:
+    """By sequence; ranks that hold the same sequence must have computed the very same."""
+    mine: dict[int, np.ndarray] = {}
+    latest = seen[-len(mini.micro_batches) :]  # a mini-batch is weighed twice if tripwires drop a sequence
+    for micro, values in zip(mini.micro_batches, latest, strict=bool(seen)):
+        parts = np.split(values, micro.batch.cu_seqlens[1:-1].tolist())
+        mine.update({owned[local]: part for local, part in zip(micro.sequences, parts, strict=True)})
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    merged: dict[int, np.ndarray] = {}
+    for of_rank in ranks:
+        for sequence, part in of_rank.items():
+            assert np.array_equal(merged.setdefault(sequence, part), part), f"ranks differ on sequence {sequence}"
+    return merged
+
+
+def step_on(settings: Config, rollouts: Sequence[Rollout], old_pass: bool = False) -> Taken:
+    """One step of a fresh policy on one rank."""
+    with training(settings) as step:
+        taken = take_step(step, rollouts, old_pass=old_pass)
+    assert taken is not None
+    return taken
+
+
+def _required(found: dict[str, Stat] | None) -> dict[str, Stat]:
+    assert found is not None
+    return found
+
+
+def weights_of(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in policy.export()}
+
+
+def hf_config(world: World) -> Any:
+    return AutoConfig.from_pretrained(world.model)
+
+
+def trainer_of(settings: Config) -> Trainer:
+    """A trainer as ``train`` makes it, in this process alone."""
+    folder = settings.run_dir
+    claim(settings)
+    vitals = Vitals(folder, 0, 1, steps=settings.run.steps, hang_s=settings.log.hang_s)
+    return Trainer(settings, MetricsLog(folder, tensorboard=False), vitals, StopRequest())
