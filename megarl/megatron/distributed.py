@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from megarl import enable_cpu
 from megarl.core.devices import to_device
 from megarl.core.metrics import Layout, Stat, flatten, join_layouts, layout_of, to_host, unflatten
 from megarl.core.packing import drop_routes
@@ -38,6 +39,7 @@ def initialize(config: Config, timeout_s: float | None = None) -> None:
 
     ``timeout_s`` is by default ``config.collective_timeout_s``. ConfigError if the layout does not divide the ranks.
     """
+    enable_cpu()  # no-op where a command has called it before importing Megatron
     timeout_s = timeout_s or config.collective_timeout_s
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     layout = config.check_world_size(world_size)

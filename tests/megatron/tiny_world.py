@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import on_cpu  # noqa: F401 (before Megatron)
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
