@@ -3,13 +3,18 @@
 Packed layout: ``T`` tokens of ``N`` sequences, sequence ``n`` is ``[cu_seqlens[n], cu_seqlens[n+1])``.
 """
 
+from __future__ import annotations
+
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megarl.core.choices.parts import Scope
 from megarl.errors import NumericsError
+
+if TYPE_CHECKING:
+    from megarl.core.choices.parts import Scope
 
 LOG_RATIO_BOUND = 20.0
 """Per-token log-ratios are clamped to plus/minus this, so that exp() stays finite in fp32 (verl's SAFETY_BOUND)."""

@@ -22,6 +22,7 @@ from megarl.core.packing import drop_routes
 from megarl.core.rollout_codec import decode_rollouts, encode_rollouts
 from megarl.core.types import Rollout
 from megarl.errors import ConfigError, MegarlError, PeerError, RolloutError
+from megarl.replay.megatron_state import cp_position, tp_position
 
 if TYPE_CHECKING:  # replay needs no pydantic
     from megarl.config import Config
@@ -195,16 +196,6 @@ def ep_rank() -> int:
 
 def dp_size() -> int:
     return parallel_state.get_data_parallel_world_size()
-
-
-def tp_position() -> tuple[int, int]:
-    """(size of this rank's tensor-parallel group, this rank in it)."""
-    return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-
-
-def cp_position() -> tuple[int, int]:
-    """(size of this rank's context-parallel group, this rank in it)."""
-    return parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
 
 
 def model_group() -> dist.ProcessGroup:

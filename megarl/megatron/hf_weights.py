@@ -19,7 +19,6 @@ from megarl.core.types import WeightShare
 from megarl.errors import CheckpointError
 from megarl.files import outputs
 from megarl.megatron.distributed import all_gather, barrier, gather_objects
-from megarl.megatron.versions import unwrap
 from megarl.models.hf_files import (
     HFCheckpoint,
     check_tensors,
@@ -31,6 +30,7 @@ from megarl.models.hf_files import (
 )
 from megarl.models.names import LAYOUTS, Rule, hf_shapes, rules_of
 from megarl.models.shapes import ModelShape
+from megarl.replay.megatron_state import unwrap
 
 _SHARD_BYTES = 4 << 30
 GATHER_BYTES = 256 << 20

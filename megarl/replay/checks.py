@@ -12,8 +12,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megarl.core.replay_blockers import replay_blockers
 from megarl.errors import ReplayError
-from megarl.megatron.versions import RELEASE
 from megarl.replay.hooks import Hook
+from megarl.replay.megatron_state import RELEASE
 from megarl.replay.records import MicroRoutes
 
 MOST_EXPERTS = 1 << 15

@@ -26,9 +26,9 @@ from megarl.megatron import distributed
 from megarl.megatron.frozen import Reference
 from megarl.megatron.passes import forward
 from megarl.megatron.policy import Policy
+from megarl.megatron.rollout_routes import check_rollouts, deliver_routes, gather_shared
 from megarl.models.fit import watches_routes
 from megarl.replay import Recording
-from megarl.replay.rollout_routes import check_rollouts, deliver_routes, gather_shared
 from megarl.routes import Disagreement
 from megarl.run.progress import Advance
 from megarl.trainer.mini_batch import Judged, MiniBatch, check_missing_rows, over_ranks, split

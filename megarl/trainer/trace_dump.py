@@ -13,7 +13,7 @@ from megarl.core.types import Rollout, RowSource
 from megarl.errors import ConfigError, TraceError
 from megarl.megatron import distributed
 from megarl.megatron.policy import Policy
-from megarl.replay.rollout_routes import Placement, exchange
+from megarl.megatron.rollout_routes import Placement, exchange
 from megarl.routes import RoutingTrace
 from megarl.routes.trace_file import TracedSequence, TraceInfo, from_rollout, write_traces
 from megarl.trainer.mini_batch import MiniBatch

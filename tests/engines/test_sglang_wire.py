@@ -17,7 +17,7 @@ from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang.answers import Bounds, parse_answer
 from megarl.engines.sglang.plugin.compact import seal
 from megarl.errors import ConfigError, RolloutError, TraceError
-from megarl.models.shapes import MoeShape
+from megarl.files.moe_shape import MoeShape
 from megarl.routes import encode
 from megarl.routes.answers import decode_routes, read_routes
 

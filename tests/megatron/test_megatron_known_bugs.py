@@ -25,9 +25,9 @@ from megarl.core.types import TrainBatch
 from megarl.errors import ReplayError, TraceError
 from megarl.megatron.passes.forward import run
 from megarl.megatron.passes.micro_batches import micro_batch
+from megarl.megatron.rollout_routes import check_rollouts
 from megarl.models.shapes import read_shape
 from megarl.replay import MicroRoutes, RoutingReplay
-from megarl.replay.rollout_routes import check_rollouts
 
 
 class Setup:

@@ -24,9 +24,9 @@ from megarl.errors import ReplayError, TraceError
 from megarl.megatron.passes.forward import run
 from megarl.megatron.passes.micro_batches import MicroBatch, micro_batch
 from megarl.megatron.policy import Policy
+from megarl.megatron.rollout_routes import check_rollouts
 from megarl.models.shapes import read_shape
 from megarl.replay import MicroRoutes, RoutingReplay
-from megarl.replay.rollout_routes import check_rollouts
 
 
 class World:

@@ -19,7 +19,7 @@ from megarl.engines.protocol import SamplingParams, limit_response, make_rollout
 from megarl.engines.sglang.plugin.compact import SEAL, seal
 from megarl.errors import DataError, RolloutError, TraceError
 from megarl.files.foreign_json import check_types
-from megarl.models.shapes import MoeShape
+from megarl.files.moe_shape import MoeShape
 from megarl.routes.answers import decode_routes, longest_text, present_rows
 
 _FINISH: Mapping[object, FinishReason] = {"stop": "stop", "length": "length"}

@@ -31,8 +31,8 @@ from megarl.megatron.checkpoints.state import (
 )
 from megarl.megatron.distributed import from_main_rank, gather_objects, is_collective_error
 from megarl.megatron.policy import Policy
-from megarl.megatron.versions import unwrap
 from megarl.models.shapes import ModelShape
+from megarl.replay.megatron_state import unwrap
 
 # AttributeError comes from a bug in Megatron, where common.pt is missing.
 _READ_ERRORS = (*WRITE_ERRORS, AssertionError, AttributeError, EOFError, KeyError, UnpicklingError, ValueError)
