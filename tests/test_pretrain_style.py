@@ -124,7 +124,7 @@ def test_the_page_uses_arguments_that_exist() -> None:
 
 def test_the_page_shows_the_marked_lines() -> None:
     marked = [line.strip() for line in SCRIPT.read_text().splitlines() if re.search(r"# megarl \d", line)]
-    assert len(marked) == 4
+    assert len(marked) == 5
     shown = [line[1:].strip() for line in PAGE.splitlines() if line.startswith("+")]
     for line in marked:
         assert line in shown
