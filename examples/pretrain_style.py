@@ -30,14 +30,14 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.core.replay_blockers import replay_blockers
-from megarl.plugin import OBJECTIVES, MicroRoutes, RoutingReplay, TokenColumns, policy_loss
+from megarl.plugin import OBJECTIVES, MicroRoutes, RoutingReplay, StepLoss, TokenColumns
 
 # ---- pretrain_gpt.py ----
 
 
 def add_megarl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """An ``extra_args_provider``."""
-    # A micro-batch is weighed by itself here: without a reference, and without facts of the whole mini-batch.
+    # StepLoss weighs each micro-batch alone: without a reference, and without facts of the whole mini-batch.
     by_itself = sorted(name for name, row in OBJECTIVES.items() if not (row.reads_more or row.beforehand))
     group = parser.add_argument_group(title="megarl")
     group.add_argument("--routing-replay", choices=("none", "r2", "r3"), default="none")
@@ -61,17 +61,21 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
     )
 
 
-def loss_func(batch: toy.Batch, output_tensor: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def loss_func(
+    batch: toy.Batch, step_loss: StepLoss | None, output_tensor: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Two values, not three: Megatron would divide the loss by a third one, the number of tokens, again."""
     logprobs = -output_tensor  # [b, s]
-    if "old_logprobs" not in batch:
+    if step_loss is None:
         return logprobs.sum(), {"logprobs": logprobs.detach()}
     columns = TokenColumns.of_padded(logprobs, batch)
-    loss, _ = policy_loss(OBJECTIVES[get_args().policy_objective], columns)  # megarl 3
+    loss, _ = step_loss(columns)  # megarl 3
     return loss, {"policy loss": loss.detach().clone()}
 
 
-def forward_step(data_iterator: Iterator[toy.Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+def forward_step(
+    data_iterator: Iterator[toy.Batch], model: torch.nn.Module, step_loss: StepLoss | None = None
+) -> tuple[torch.Tensor, Any]:
     batch = next(data_iterator)
     output_tensor = model(
         input_ids=batch["tokens"],
@@ -79,7 +83,7 @@ def forward_step(data_iterator: Iterator[toy.Batch], model: torch.nn.Module) -> 
         attention_mask=None,
         labels=batch["labels"],
     )
-    return output_tensor, partial(loss_func, batch)
+    return output_tensor, partial(loss_func, batch, step_loss)
 
 
 # ---- megatron/training/arguments.py ----
@@ -234,8 +238,10 @@ def train(step: toy.Step, model: Model, optimizer: MegatronOptimizer) -> int:
         rollouts = toy.sample(iteration)
         routes_of = [compute_old_logprobs(step, batches, model, replay) for batches in rollouts]
         for batches, routes in zip(rollouts, routes_of, strict=True):
+            objective, loss_masks = OBJECTIVES[args.policy_objective], [batch["loss_mask"] for batch in batches]
+            step_loss = StepLoss.of(objective, loss_masks)  # megarl 3
             with replay.replay(routes) if replay else nullcontext():  # megarl 2
-                line = train_step(step, batches, model, optimizer)
+                line = train_step(partial(step, step_loss=step_loss), batches, model, optimizer)
             if dist.get_rank() == dist.get_world_size() - 1:
                 print(f"step {iteration}: {line}", flush=True)
             seen += batches

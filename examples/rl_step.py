@@ -31,7 +31,7 @@ from megarl.config import Config
 from megarl.config.file import parse
 from megarl.core.measures import mismatch_metrics
 from megarl.core.metrics import Stat, finalize, merge
-from megarl.core.objectives import OBJECTIVES, Denominators, TokenColumns, coefficients, sequence_advantages
+from megarl.core.objectives import OBJECTIVES, Denominators, TokenColumns, advantages_of, coefficients
 from megarl.core.packing import drop_routes, pack
 from megarl.core.types import Rollout, SampleRequest, TrainBatch
 from megarl.data.tiny import EOS_ID, write_tiny_model
@@ -203,7 +203,7 @@ def main() -> None:
         responses = [tokenizer.decode(rollout.response_tokens, skip_special_tokens=True) for rollout in rollouts]
         rewards = np.array([judge(response) for response in responses])
         groups = np.array([rollout.group for rollout in rollouts])
-        advantages = sequence_advantages(OBJECTIVE, rewards, groups).numpy()  # MiniRL: reward minus the group's mean
+        advantages = advantages_of(OBJECTIVE, rewards, groups).numpy()  # MiniRL: reward minus the group's mean
 
         parts = np.array_split(np.arange(len(rollouts)), MINI_BATCHES)
         minis = [make_batch(config, policy, [rollouts[i] for i in part], advantages[part]) for part in parts]

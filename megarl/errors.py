@@ -24,6 +24,12 @@ class ConfigError(MegarlError, ValueError):
     """A setting is wrong, unknown, or does not go with another one."""
 
 
+class UnknownNameError(ConfigError, KeyError):
+    """A table has no entry of this name; names the nearest ones."""
+
+    __str__ = MegarlError.__str__  # KeyError shows the repr of its message
+
+
 class DataError(MegarlError, ValueError):
     """A prompt file, a prompt or an answer cannot be used; names the file and the line."""
 

@@ -19,7 +19,7 @@ from megarl.core.choices.credit import Credit
 from megarl.core.choices.parts import AdvantageName
 from megarl.core.choices.stopping import Sequential, Uniform
 from megarl.core.choices.table import OBJECTIVES
-from megarl.core.objectives import select_responses, sequence_advantages, token_advantages
+from megarl.core.objectives import advantages_of, select_responses, token_advantages
 from megarl.errors import ConfigError
 
 SMALLEST: dict[str, Any] = {
@@ -275,7 +275,7 @@ def test_every_advantage_in_a_group_of_one(name: str) -> None:
         return
     given = {"lengths": [1, 2, 3, 4], "components": ([[1.0, 0.0], [0.0, 1.0], [0.5, 0.0], [1.0, 1.0]], [1.0, 0.5])}
     objective = replace(OBJECTIVES["grpo"], advantage=name)
-    values = sequence_advantages(objective, [1.0, 0.0, 0.0, 1.0], [0, 1, 2, 3], **given)
+    values = advantages_of(objective, [1.0, 0.0, 0.0, 1.0], [0, 1, 2, 3], **given)
     several = SEVERAL if name == "gdpo" else {}
     assert is_refused(**ONE, **several, train__objective_overrides={"advantage": name}) == (not values.any())
 

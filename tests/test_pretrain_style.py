@@ -45,6 +45,36 @@ def test_the_three_lines_train_as_the_plugged_in_loop_does(mode: str) -> None:
     assert found.steps == [pytest.approx(step, abs=1e-3) for step in ran(PLUGGED, "--replay", mode).steps]
 
 
+SPLIT = """
+import sys
+sys.path.insert(0, "examples")
+import argparse, pretrain_style, toy, torch
+from megarl.plugin import OBJECTIVES, StepLoss
+toy.join(argparse.Namespace(tp=1, pp=1, vpp=None, ep=1))
+draw = torch.Generator().manual_seed(0)
+names = ("old_logprobs", "rollout_logprobs")
+batch = {name: -1 - torch.rand(4, 9, generator=draw) for name in names}
+batch |= {"advantages": torch.randn(4, 9, generator=draw), "loss_mask": torch.rand(4, 9, generator=draw) < 0.4}
+for name in sys.argv[1:]:
+    gradients = []
+    for count in (1, 4):
+        logprobs = (-1 - torch.rand(4, 9, generator=torch.Generator().manual_seed(1))).requires_grad_()
+        micros = [{key: column[rows] for key, column in batch.items()} for rows in torch.arange(4).chunk(count)]
+        step_loss = StepLoss.of(OBJECTIVES[name], [micro["loss_mask"] for micro in micros])
+        for micro, rows in zip(micros, torch.arange(4).chunk(count)):
+            (pretrain_style.loss_func(micro, step_loss, -logprobs[rows])[0] / count).backward()  # as Megatron divides
+        gradients.append(logprobs.grad)
+    torch.testing.assert_close(*gradients)
+    print(name, "equal")
+toy.leave()
+"""
+
+
+def test_the_gradient_does_not_depend_on_the_micro_batches() -> None:
+    found = ran("-c", SPLIT, "minirl", "grpo", "dapo")
+    assert found.output.splitlines()[-3:] == ["minirl equal", "grpo equal", "dapo equal"], found.output
+
+
 def test_without_replay_routers_are_left_alone() -> None:
     found = ran(SCRIPT)
     assert found.status == 0, found.output
@@ -124,7 +154,7 @@ def test_the_page_uses_arguments_that_exist() -> None:
 
 def test_the_page_shows_the_marked_lines() -> None:
     marked = [line.strip() for line in SCRIPT.read_text().splitlines() if re.search(r"# megarl \d", line)]
-    assert len(marked) == 4
+    assert len(marked) == 5
     shown = [line[1:].strip() for line in PAGE.splitlines() if line.startswith("+")]
     for line in marked:
         assert line in shown

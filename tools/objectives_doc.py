@@ -60,6 +60,12 @@ products. Sums leave out prompts, tool output and padding; $t$ and $\lvert y\rve
 
 $R$ is the reward; $\bar R$ and $\sigma$ are its mean and standard deviation over the group of $G$ responses. $N$ is the
 number of responses that are not empty, $L$ the constant `norm_length`.
+
+A row includes its advantage. In a loop of your own, call `advantages_of("raft", rewards, groups)` of
+`megarl.core.objectives` with the rewards of a whole step and the prompt of each response; many rows differ in nothing
+else. Because 1[correct] is never negative, `raft` and `raft_pp` refuse negative advantages, such as those of `grpo`.
+If a row trains on a part of the responses only, `select_responses(objective, rewards, groups)` says which: clear the
+`loss_mask` of all others.
 """
 
 OWN = r"""## Your own
@@ -229,11 +235,12 @@ ADVANTAGES = {
     "opo": r"\big(R-\tfrac{\sum_j\lvert y_j\rvert R_j}{\sum_j\lvert y_j\rvert}\big)",
     "reinforce_pp": r"\mathrm{whiten}(R)",
     "reinforce_pp_baseline": r"\mathrm{whiten}(R-\bar R)",
+    "process": r"\sum_{s\ge t}\tfrac{R_s-\bar R}{\sigma}",
     "gdpo": r"\mathrm{whiten}\big(\sum_k w_k\tfrac{R_k-\bar R_k}{\sigma_k}\big)",
     "token_level_kl": r"\tfrac{R_t-\bar R_t}{\sigma_t}"
     r"\big|_{R_t=R-\frac{\beta}{H}\sum_{k\ge t}\log\frac{\pi_\theta}{\pi_{ref}}}",
 }
-"""One formula per advantage of a response, and of token_level_kl."""
+"""One formula per advantage; s are the steps of a response that end at token t or later."""
 BASES = {"theta_mu": "w", "theta_old": "r", "old_mu": "g"}
 SCOPES = {
     "token": "{}_t",
@@ -314,22 +321,37 @@ def gate(o: Objective) -> str:
 
 def formula(o: Objective) -> str:
     """The gradient of an objective as one line of mathematics, from its parts."""
-    sums = {
-        "token-mean": r"\tfrac{1}{\sum_i\lvert y_i\rvert}\sum_{i,t}",
-        "seq-mean-token-sum": r"\tfrac1N\sum_{i,t}",
-        "seq-mean-token-mean": r"\tfrac1N\sum_i\tfrac1{\lvert y_i\rvert}\sum_t",
-        "seq-mean-token-sum-norm": r"\tfrac1{NL}\sum_{i,t}",
-    }[o.aggregation]
-    parts_of_row = [mask(each) for each in o.records] + [factor(each) for each in o.factors] + [gate(o)]
-    factors = [text for text in (*parts_of_row, ADVANTAGES[str(o.advantage)]) if text]
-    leaves = r"\ \text{(masked tokens leave }D\text{)}" if o.leaves else ""
-    penalties = "".join(rf"-\beta\,{PENALTIES[each.estimator]}" for each in o.penalties)
-    inner = r"\,".join(factors)
-    inner = rf"\big[{inner}{penalties}\big]" if penalties else inner
-    return rf"${sums} " + inner + rf"\,\nabla\log\pi_\theta{leaves}$"
+    row = formulas(o)
+    inner = r"\,".join(row[part] for part in ("mask", "weight", "advantage") if row[part] not in ("", "1"))
+    inner = rf"\big[{inner}{row['penalty']}\big]" if row["penalty"] else inner
+    notes = rf"\ \text{{({row['leaves']})}}" if row["leaves"] else ""
+    return rf"${row['aggregation']} {inner}\,\nabla\log\pi_\theta{notes}$"
+
+
+def formulas(o: Objective) -> dict[str, str]:
+    """The formula of each part of an objective: advantage, weight, mask, penalty, aggregation, and what leaves D."""
+    weights = [text for text in (*map(factor, o.factors), gate(o)) if text]
+    leaves = [
+        {"mixed_groups": "only groups with contrast", "positive": "only responses with A above 0"}.get(o.selection, ""),
+        "masked tokens leave D" if o.leaves else "",
+    ]
+    return {
+        "advantage": ADVANTAGES[str(o.advantage)],
+        "weight": r"\,".join(weights) or "1",
+        "mask": r"\,".join(map(mask, o.records)) or "1",
+        "penalty": "".join(rf"-\beta\,{PENALTIES[each.estimator]}" for each in o.penalties),
+        "aggregation": AGGREGATIONS[o.aggregation],
+        "leaves": "; ".join(text for text in leaves if text),
+    }
 
 
 PENALTIES = {"k1": "1", "k2": "d_t", "k3": "(1-e^{-d_t})", "unbiased": r"r_t\ln\tfrac{\pi_\theta}{\pi_{ref}}"}
+AGGREGATIONS = {
+    "token-mean": r"\tfrac{1}{\sum_i\lvert y_i\rvert}\sum_{i,t}",
+    "seq-mean-token-sum": r"\tfrac1N\sum_{i,t}",
+    "seq-mean-token-mean": r"\tfrac1N\sum_i\tfrac1{\lvert y_i\rvert}\sum_t",
+    "seq-mean-token-sum-norm": r"\tfrac1{NL}\sum_{i,t}",
+}
 
 
 def settings(record: object) -> str:
@@ -353,8 +375,11 @@ def toml(value: object) -> str:
 
 
 def rows() -> str:
-    lines = ["## The table", "", "| name | gradient |", "|---|---|"]
-    lines += [f"| [{name}](#{name}) | {formula(row.objective)} |" for name, row in TABLE.items()]
+    parts_shown = ("advantage", "mask", "weight", "penalty", "aggregation")
+    lines = ["## The table", "", "| name | $A$ | $M$ | $F\\,S$ | $-P$ | sum over $D$ |", "|---|---|---|---|---|---|"]
+    for name, row in TABLE.items():
+        texts = [formulas(row.objective)[part] for part in parts_shown]
+        lines.append(" | ".join([f"| [{name}](#{name})", *(f"${text}$" if text else "" for text in texts)]) + " |")
     for name, row in TABLE.items():
         lines += ["", f"### {name}", "", f"{row.use} Source: {row.source}.", "", formula(row.objective), "", "```toml"]
         for field in dataclasses.fields(row.objective):

@@ -67,9 +67,16 @@ def likely_columns(seed: int, lengths: list[int], masked: float = 0.3) -> TokenC
     )
 
 
+ROWS = {
+    name: dataclasses.replace(row, advantage="group_mean") if row.advantage in parts.NON_NEGATIVE_ADVANTAGES else row
+    for name, row in OBJECTIVES.items()
+}
+"""The table, where every row takes advantages of both signs: its formula does not depend on where they are from."""
+
+
 def variant(name: str, **changes: Any) -> Objective:
-    """A row of the table with parts replaced."""
-    return dataclasses.replace(OBJECTIVES[name], **changes)
+    """A row of ``ROWS`` with parts replaced."""
+    return dataclasses.replace(ROWS[name], **changes)
 
 
 def rows(column: Tensor, cu_seqlens: Tensor) -> list[list]:

@@ -25,7 +25,7 @@ from megarl.core.advantages import (
     uniform_groups,
 )
 from megarl.core.choices.stopping import POSITIVE
-from megarl.core.objectives import OBJECTIVES, select_responses, sequence_advantages
+from megarl.core.objectives import OBJECTIVES, advantages_of, select_responses
 from megarl.core.sampling.collector import Pool
 from megarl.errors import NumericsError
 
@@ -117,7 +117,7 @@ def test_raft_accepts_what_sampling_counts_as_positive(rewards, threshold):
     groups = [0] * len(rewards)
     assert raft(rewards, groups, **given_threshold).sum() == positives
     for name in ("raft", "raft_pp"):
-        assert sequence_advantages(OBJECTIVES[name], rewards, groups, **given_threshold).sum() == positives
+        assert advantages_of(OBJECTIVES[name], rewards, groups, **given_threshold).sum() == positives
     chosen = select_responses(replace(OBJECTIVES["raft"], selection="positive"), rewards, groups, **given_threshold)
     assert chosen.sum() == positives
 

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from core_batches import lengths_strategy, likely_columns, objectives, random_columns, seed_strategy, slow_coefficients
+from core_batches import (
+    ROWS,
+    lengths_strategy,
+    likely_columns,
+    objectives,
+    random_columns,
+    seed_strategy,
+    slow_coefficients,
+)
 from hypothesis import given, settings
 
-from megarl.core.objectives import OBJECTIVES, Objective, TokenColumns, coefficients
+from megarl.core.objectives import Objective, TokenColumns, coefficients
 
 
 def check(objective: Objective, columns: TokenColumns) -> None:
@@ -22,8 +30,8 @@ def test_random_records(objective: Objective, seed: int, lengths: list[int]) -> 
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", ROWS)
 def test_rows(name: str, seed: int) -> None:
-    check(OBJECTIVES[name], likely_columns(seed, [3, 5, 0, 6]))
-    if not OBJECTIVES[name].needs_topk:
-        check(OBJECTIVES[name], random_columns(seed, [3, 5, 0, 6]))
+    check(ROWS[name], likely_columns(seed, [3, 5, 0, 6]))
+    if not ROWS[name].needs_topk:
+        check(ROWS[name], random_columns(seed, [3, 5, 0, 6]))

@@ -12,9 +12,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from core_batches import ROWS
 from differences import Batch, Case, Rows, batch_of, compare, fresh, ppo, token, total, window
 
-from megarl.core.objectives import OBJECTIVES, Factor, Objective, Penalty, coefficients
+from megarl.core.objectives import Factor, Objective, Penalty, coefficients
 
 
 def kl2(p: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -271,18 +272,18 @@ EXTRA: dict[str, tuple[Objective, Case, bool]] = {
         True,
     ),
     "ctpo, literal": (
-        dataclasses.replace(OBJECTIVES["ctpo"], prefix_grad=True),
+        dataclasses.replace(ROWS["ctpo"], prefix_grad=True),
         literal("prefix", ctpo_mask, "token-mean"),
         False,
     ),
     "kl_grpo, literal": (
-        dataclasses.replace(OBJECTIVES["kl_grpo"], prefix_grad=True),
+        dataclasses.replace(ROWS["kl_grpo"], prefix_grad=True),
         literal("future_mean", lambda logs, a: window(np.exp(logs), a), MEAN),
         False,
     ),
     "adaptive_power below 1": (
         dataclasses.replace(
-            OBJECTIVES["adaptive_power"], factors=(Factor("theta_old", fn="adaptive_power", ess_target=0.95),)
+            ROWS["adaptive_power"], factors=(Factor("theta_old", fn="adaptive_power", ess_target=0.95),)
         ),
         lambda lp, b: adaptive(lp, b, 0.95),
         False,
@@ -293,12 +294,12 @@ SEEDS = range(8)
 
 def test_every_row_has_a_case() -> None:
     """A new row needs its objective here, written out."""
-    assert set(CASES) == set(OBJECTIVES)
+    assert set(CASES) == set(ROWS)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", ROWS)
 def test_coefficients_are_the_derivative(name: str) -> None:
-    row = OBJECTIVES[name]
+    row = ROWS[name]
     found = np.concatenate([compare(row, CASES[name], seed) for seed in SEEDS])
     assert (found != 0).any()
     # Each mask is seen at work, else its case says nothing.
@@ -311,10 +312,10 @@ def test_penalties_and_literal_prefixes(name: str, seed: int) -> None:
     compare(EXTRA[name][0], EXTRA[name][1], seed, without_advantages=EXTRA[name][2])
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", ROWS)
 def test_each_mask_of_a_row_matters(name: str) -> None:
     """Without any one of its masks, a row is another one on these batches."""
-    row = OBJECTIVES[name]
+    row = ROWS[name]
     for index, mask in enumerate(row.masks):
         fewer = dataclasses.replace(row, masks=(*row.masks[:index], *row.masks[index + 1 :]))
         batches = [batch_of(seed)[0] for seed in SEEDS]

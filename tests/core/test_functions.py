@@ -19,9 +19,9 @@ from megarl.core.objectives import (
     Objective,
     Penalty,
     TokenColumns,
+    advantages_of,
     coefficients,
     select_responses,
-    sequence_advantages,
     try_functions,
 )
 from megarl.core.objectives.functions import function_coefficients
@@ -147,7 +147,7 @@ def test_own_parts_stand_where_those_of_the_table_stand() -> None:
 def test_an_own_advantage_is_that_of_every_caller() -> None:
     rewards, groups = [3.0, 1.0, 5.0, 5.0], [1, 1, 0, 0]
     row = replace(GRPO, advantage=lambda given, ids: given - 2.0 * ids, selection="positive")
-    assert sequence_advantages(row, rewards, groups).tolist() == [1.0, -1.0, 5.0, 5.0]
+    assert advantages_of(row, rewards, groups).tolist() == [1.0, 0.0, 5.0, 5.0]
     assert select_responses(row, rewards, groups).tolist() == [True, False, True, True]
 
 

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from core_batches import (
+    ROWS,
     lengths_strategy,
     random_columns,
     rows,
@@ -31,16 +32,16 @@ from megarl.core.objectives import (
     Objective,
     Penalty,
     TokenColumns,
+    advantages_of,
     coefficients,
     gather_facts,
     policy_loss,
-    sequence_advantages,
 )
 from megarl.errors import ConfigError, NumericsError
 
 PPO, RATIO, WEIGHT = Mask.ppo(), Factor("theta_old"), Factor("theta_mu")
 EVERY_OBJECTIVE = {
-    **{name: row for name, row in OBJECTIVES.items() if not row.needs_topk},
+    **{name: row for name, row in ROWS.items() if not row.needs_topk},
     "cap on old/mu": variant("minirl", factors=(RATIO, Factor("old_mu", high=1.5))),
     "only the mismatch": variant("reinforce", factors=(Factor("old_mu", high=2.0),)),
     "grpo capped": variant("grpo", factors=(Factor("theta_old", high=1.1),)),
@@ -184,11 +185,11 @@ class TestPresets:
 
     def test_advantages_of_the_rows(self):
         rewards, groups = [1.0, 0, 0, 0], [0, 0, 0, 0]
-        assert_equal(sequence_advantages(OBJECTIVES["minirl"], rewards, groups), [0.75, -0.25, -0.25, -0.25])
-        standardised = sequence_advantages(OBJECTIVES["grpo"], rewards, groups)
+        assert_equal(advantages_of(OBJECTIVES["minirl"], rewards, groups), [0.75, -0.25, -0.25, -0.25])
+        standardised = advantages_of(OBJECTIVES["grpo"], rewards, groups)
         assert_equal(standardised, [1.499997000006] + [-0.499999000002] * 3)
         population = dataclasses.replace(OBJECTIVES["grpo"], std_ddof=0)
-        assert_equal(sequence_advantages(population, rewards, groups)[0], 1.732046807578115)
+        assert_equal(advantages_of(population, rewards, groups)[0], 1.732046807578115)
 
 
 class TestAgainstReference:

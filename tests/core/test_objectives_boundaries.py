@@ -29,9 +29,7 @@ from megarl.core.objectives import (
     policy_loss,
     select_responses,
 )
-from megarl.core.objectives import loss as loss_module
-from megarl.core.objectives.columns import prepare, split_state
-from megarl.core.objectives.loss import PART_TOKENS, state_coefficients
+from megarl.core.objectives.columns import prepare
 from megarl.core.objectives.masks import FLOOR, find_trusted, measure
 from megarl.core.objectives.policy_ratios import PolicyRatios
 from megarl.core.objectives.weights import adaptive_power, gate_values, importance_weight, kl_penalty
@@ -619,81 +617,6 @@ class TestFactsOfABatch:
         counts = Denominators.of(columns.loss_mask, columns.cu_seqlens)
         values = torch.cat([coefficients(objective, part, counts, facts=whole).values for part in parts])
         torch.testing.assert_close(values, coefficients(objective, columns).values, rtol=1e-9, atol=1e-12)
-
-
-class TestLargeBatches:
-    """Above PART_TOKENS a batch is weighed in parts, which must not show."""
-
-    RICH = Objective(
-        "group_mean",
-        "seq-mean-token-mean",
-        masks=(Mask.ppo(scope="prefix"), Mask("old_mu", scope="sequence_mean", high=1.0, denominator="leave")),
-        factors=(Factor("theta_old", fn="adaptive_power", batch_normalize=True, ess_target=0.9), Factor("old_mu")),
-        penalties=(Penalty("k3", coef=0.1),),
-        entropy_coef=0.01,
-    )
-
-    @staticmethod
-    def check(objective: Objective, columns: TokenColumns, denominators=None, facts=None) -> None:
-        found = coefficients(objective, columns, denominators, facts=facts)
-        state = prepare(columns)
-        whole = state_coefficients(objective, state, columns.loss_mask, denominators, facts)
-        torch.testing.assert_close(found.values, whole.values, rtol=1e-9, atol=1e-12)
-        assert (found.entropy is None) == (whole.entropy is None)
-        if found.entropy is not None:
-            torch.testing.assert_close(found.entropy, whole.entropy, rtol=1e-12, atol=0)
-        ours, theirs = finalize(found.metrics), finalize(whole.metrics)
-        # A standard deviation is a root of a difference of sums: of values near 1 it is good to 1e-8 at best.
-        close = {
-            name: pytest.approx(x, rel=1e-9, abs=1e-7 if name.endswith("std") else 1e-9) for name, x in theirs.items()
-        }
-        assert ours == close
-        assert list(ours) == list(theirs)
-
-    def test_functions_of_the_user_see_the_whole_batch(self):
-        factor = Factor("theta_old", fn=lambda rho: rho / rho.mean())
-        columns = likely_columns(3, [PART_TOKENS, PART_TOKENS])
-        self.check(replaced(factors=(factor,)), columns)
-        self.check(replaced(masks=(lambda given: given.logprobs > given.logprobs.mean(),)), columns)
-
-    @pytest.mark.parametrize("given_facts", [True, False])
-    def test_of_full_size(self, given_facts):
-        """Three parts, one of them a sequence longer than a part; empty sequences within and at the end."""
-        columns = likely_columns(3, [20_000, 0, 33_000, 0, 12_000, 3, 0, 0])
-        assert columns.logprobs.numel() > PART_TOKENS
-        assert [len(part.keep) for part in split_state(prepare(columns), PART_TOKENS)] == [20_000, 33_000, 12_003]
-        facts = gather_facts(self.RICH, [columns]) if given_facts else None
-        self.check(self.RICH, columns, facts=facts)
-        self.check(dataclasses.replace(self.RICH, entropy_coef=0.0, masks=()), columns, Denominators(80_000, 9))
-        self.check(self.RICH, columns, Denominators(80_000, 9))  # also where masks take tokens out
-        counts = coefficients(self.RICH, columns, detailed=False).metrics
-        assert finalize(counts)["loss_tokens"] == int(columns.loss_mask.sum())
-        assert set(counts) == {"loss_tokens", "logprobs/invalid", "logprobs/dropped"}
-
-    @settings(max_examples=60, deadline=None)
-    @given(objectives(), seed_strategy, st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(1, 8))
-    def test_of_random_records(self, objective, seed, lengths, most):
-        columns = likely_columns(seed, lengths)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loss_module, "PART_TOKENS", most)
-            self.check(objective, columns)
-
-    @pytest.mark.parametrize(
-        ("lengths", "parts"),
-        [
-            ([2, 3, 0, 5, 1, 0, 0], [[2, 3, 0], [5], [1, 0, 0]]),
-            ([6, 0, 4, 2], [[6], [0, 4], [2]]),
-            ([0, 0], [[0, 0]]),
-        ],
-    )
-    def test_parts_hold_whole_sequences(self, lengths, parts):
-        state = prepare(likely_columns(0, lengths))
-        split = split_state(state, 5)
-        assert [part.cu_seqlens.diff().tolist() for part in split] == parts
-        for name in ("logprobs", "old_logprobs", "rollout_logprobs", "advantages", "ref_logprobs", "keep", "usable"):
-            assert torch.equal(torch.cat([getattr(part, name) for part in split]), getattr(state, name))
-        for name in ("rollout_logprobs", "logprobs", "has_token"):
-            assert torch.equal(torch.cat([getattr(part.topk, name) for part in split]), getattr(state.topk, name))
 
 
 class TestSums:

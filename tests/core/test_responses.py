@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megarl.core import advantages
 from megarl.core.choices.parts import TOKEN_ADVANTAGES, Objective
-from megarl.core.objectives import OBJECTIVES, select_responses, sequence_advantages, token_advantages
+from megarl.core.objectives import OBJECTIVES, advantages_of, select_responses, token_advantages
 from megarl.core.objectives.responses import _OF_LENGTHS
 from megarl.errors import ConfigError, NumericsError
 
@@ -49,7 +49,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_each_name_is_its_function(name: str) -> None:
-    found = sequence_advantages(objective(name, std_ddof=0, std_eps=0.01), REWARDS, GROUPS, 0.4, **GIVEN)
+    found = advantages_of(objective(name, std_ddof=0, std_eps=0.01), REWARDS, GROUPS, 0.4, **GIVEN)
     np.testing.assert_allclose(found, EXPECTED[name], rtol=0, atol=1e-6)
 
 
@@ -64,11 +64,11 @@ def test_every_advantage_of_the_record_has_an_expectation() -> None:
 def test_what_is_needed_and_not_given_is_refused() -> None:
     for name in (*_OF_LENGTHS, "gdpo"):
         with pytest.raises(ConfigError, match=f"'{name}' needs the lengths"):
-            sequence_advantages(objective(name), REWARDS, GROUPS, components=(PAIRS, WEIGHTS))
+            advantages_of(objective(name), REWARDS, GROUPS, components=(PAIRS, WEIGHTS))
     with pytest.raises(ConfigError, match=r"'gdpo' needs several rewards.*reward\.weights"):
-        sequence_advantages(objective("gdpo"), REWARDS, GROUPS, lengths=LENGTHS)
+        advantages_of(objective("gdpo"), REWARDS, GROUPS, lengths=LENGTHS)
     with pytest.raises(ConfigError, match="differs between the tokens"):
-        sequence_advantages(objective("process"), REWARDS, GROUPS, **GIVEN)
+        advantages_of(objective("process"), REWARDS, GROUPS, **GIVEN)
 
 
 @pytest.mark.parametrize("name", [*EXPECTED, lambda rewards, groups: rewards - rewards.mean()])
@@ -86,8 +86,8 @@ def test_a_response_that_is_not_valid_is_in_no_statistics(name: Any, valid: list
     for selection in ("all", "mixed_groups", "positive"):
         o = objective(name, selection=selection)
         given_rewards, given_groups = np.array(REWARDS)[keep], np.array(GROUPS)[keep]
-        found = sequence_advantages(o, rewards, groups, 0.4, **GIVEN, valid=valid)
-        alone = sequence_advantages(o, given_rewards, given_groups, 0.4, **several)
+        found = advantages_of(o, rewards, groups, 0.4, **GIVEN, valid=valid)
+        alone = advantages_of(o, given_rewards, given_groups, 0.4, **several)
         np.testing.assert_allclose(found[torch.from_numpy(keep)], alone, rtol=0, atol=1e-12)
         assert (found[torch.from_numpy(~keep)] == 0).all()
         trains = select_responses(o, rewards, groups, 0.4, **GIVEN, valid=valid)
@@ -98,26 +98,26 @@ def test_a_response_that_is_not_valid_is_in_no_statistics(name: Any, valid: list
 
 
 def test_rloo_of_aborted_responses() -> None:
-    found = sequence_advantages(OBJECTIVES["rloo"], [1.0, 0, 0, math.nan], [0] * 4, valid=[True, True, True, False])
+    found = advantages_of(OBJECTIVES["rloo"], [1.0, 0, 0, math.nan], [0] * 4, valid=[True, True, True, False])
     assert found.tolist() == [1, -0.5, -0.5, 0]
     with pytest.raises(NumericsError, match="response 3"):
-        sequence_advantages(OBJECTIVES["rloo"], [1.0, 0, 0, math.nan], [0] * 4)
+        advantages_of(OBJECTIVES["rloo"], [1.0, 0, 0, math.nan], [0] * 4)
 
 
 @pytest.mark.parametrize("name", WHITENED)
 def test_groups_that_leave_the_denominators_leave_the_statistics(name: str) -> None:
     """The last three responses do not train with mixed_groups: the tokens of the others have mean 0."""
-    found = sequence_advantages(objective(name, selection="mixed_groups"), REWARDS, GROUPS, **GIVEN)
+    found = advantages_of(objective(name, selection="mixed_groups"), REWARDS, GROUPS, **GIVEN)
     assert float((found * torch.tensor(LENGTHS)).sum()) == pytest.approx(0, abs=1e-9)
     assert found[4:].tolist() == [0, 0, 0]
-    everything = sequence_advantages(objective(name), REWARDS, GROUPS, **GIVEN)
+    everything = advantages_of(objective(name), REWARDS, GROUPS, **GIVEN)
     assert not torch.allclose(found[:4], everything[:4])
 
 
 def test_positive_selection_looks_at_the_advantage() -> None:
     for name in ("opo", "reinforce_pp", "gdpo", "signed", "raw", "positive_part"):
         o = objective(name, selection="positive")
-        found = sequence_advantages(o, REWARDS, GROUPS, 0.4, **GIVEN)
+        found = advantages_of(o, REWARDS, GROUPS, 0.4, **GIVEN)
         assert select_responses(o, REWARDS, GROUPS, 0.4, **GIVEN).tolist() == (found > 0).tolist()
     signed = objective("signed", selection="positive")
     assert select_responses(signed, REWARDS, GROUPS, 0.9).tolist() == [True] + [False] * 6
@@ -141,11 +141,11 @@ def test_per_token_they_count_loss_tokens(name: str) -> None:
         threshold=0.5,
         components=pairs,
     )
-    of_response = sequence_advantages(objective(name), [1.0, 0.3], [0, 0], 0.5, lengths=[2, 1], components=pairs)
+    of_response = advantages_of(objective(name), [1.0, 0.3], [0, 0], 0.5, lengths=[2, 1], components=pairs)
     assert found.tolist() == [of_response[0]] * 3 + [of_response[1]] * 4
     assert of_response[0] > 0 > of_response[1]
 
 
 def test_a_dead_group_of_raw_mixed_keeps_its_place_in_the_denominators() -> None:
     assert select_responses(objective("raw_mixed"), REWARDS, GROUPS).all()
-    assert sequence_advantages(objective("raw_mixed"), REWARDS, GROUPS)[4:].tolist() == [0, 0, 0]
+    assert advantages_of(objective("raw_mixed"), REWARDS, GROUPS)[4:].tolist() == [0, 0, 0]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from megarl.core.advantages import grpo
 from megarl.core.objectives import (
     OBJECTIVES,
+    advantages_of,
     select_responses,
-    sequence_advantages,
     step_advantages,
     token_advantages,
 )
@@ -36,7 +36,7 @@ def responses(draw: st.DrawFn) -> Response:
 batches = st.lists(responses(), min_size=1, max_size=7)
 
 
-def advantages_of(batch: list[Response], ddof: int = 1, eps: float = 1e-6, shift: float = 0.0) -> np.ndarray:
+def token_advantages_of(batch: list[Response], ddof: int = 1, eps: float = 1e-6, shift: float = 0.0) -> np.ndarray:
     """float64 [T], those of all responses back to back."""
     objective = replace(OBJECTIVES["grpo"], advantage="process", std_ddof=ddof, std_eps=eps)
     steps = [sorted(((at, reward + shift) for at, reward in row), key=lambda step: step[0]) for _, _, row in batch]
@@ -68,21 +68,23 @@ def test_hand_computed():
     """Steps 1 and 0 in one response, 1 in the other: mean 2/3, population's deviation sqrt(2)/3, the third has none."""
     batch: list[Response] = [(4, 4, [(1, 1.0), (2, 0.0)]), (4, 2, [(1, 1.0)]), (4, 2, []), (5, 1, [(0, 7.0)])]
     good, bad = 1 / math.sqrt(2), -math.sqrt(2)
-    close(advantages_of(batch, ddof=0, eps=0.0), [good + bad, good + bad, bad, 0, good, good, 0, 0, 0])
+    close(token_advantages_of(batch, ddof=0, eps=0.0), [good + bad, good + bad, bad, 0, good, good, 0, 0, 0])
     # The unbiased deviation of 1, 0, 1 is 1 / sqrt(3).
-    close(advantages_of(batch, eps=0.0)[4:6], [math.sqrt(3) / 3] * 2)
+    close(token_advantages_of(batch, eps=0.0)[4:6], [math.sqrt(3) / 3] * 2)
 
 
 @settings(max_examples=150, deadline=None)
 @given(batch=batches, ddof=st.sampled_from([0, 1]))
 def test_against_reference(batch, ddof):
-    close(advantages_of(batch, ddof, 1e-2), slow(batch, ddof, 1e-2))
+    close(token_advantages_of(batch, ddof, 1e-2), slow(batch, ddof, 1e-2))
 
 
 @settings(max_examples=60, deadline=None)
 @given(batch=batches, shift=st.floats(-10, 10))
 def test_a_shift_of_all_step_rewards_changes_nothing(batch, shift):
-    np.testing.assert_allclose(advantages_of(batch, eps=1e-2, shift=shift), advantages_of(batch, eps=1e-2), atol=1e-8)
+    np.testing.assert_allclose(
+        token_advantages_of(batch, eps=1e-2, shift=shift), token_advantages_of(batch, eps=1e-2), atol=1e-8
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -94,23 +96,23 @@ def test_one_step_at_the_end_is_the_advantage_of_the_response(rows, ddof):
     batch: list[Response] = [(group, length, [(length - 1, reward)]) for group, length, reward in rows]
     rewards, groups = [r for _, _, r in rows], [g for g, _, _ in rows]
     lengths = torch.tensor([length for _, length, _ in rows])
-    close(advantages_of(batch, ddof), grpo(rewards, groups, ddof).repeat_interleave(lengths).numpy())
+    close(token_advantages_of(batch, ddof), grpo(rewards, groups, ddof).repeat_interleave(lengths).numpy())
 
 
 @settings(max_examples=60, deadline=None)
 @given(batch=batches, data=st.data())
 def test_order_of_responses_does_not_matter(batch, data):
     order = data.draw(st.permutations(range(len(batch))))
-    own = np.split(advantages_of(batch), np.cumsum([length for _, length, _ in batch])[:-1])
-    close(advantages_of([batch[n] for n in order]), np.concatenate([own[n] for n in order]))
+    own = np.split(token_advantages_of(batch), np.cumsum([length for _, length, _ in batch])[:-1])
+    close(token_advantages_of([batch[n] for n in order]), np.concatenate([own[n] for n in order]))
 
 
 @settings(max_examples=30, deadline=None)
 @given(reward=st.floats(-1e3, 1e3))
 def test_no_contrast_is_exactly_zero(reward):
     batch: list[Response] = [(0, 3, [(0, reward), (2, reward)]), (0, 2, [(1, reward)]), (1, 1, [(0, reward)])]
-    assert advantages_of(batch).tolist() == [0.0] * 6
-    assert advantages_of([(0, 4, [])]).tolist() == [0.0] * 4
+    assert token_advantages_of(batch).tolist() == [0.0] * 6
+    assert token_advantages_of([(0, 4, [])]).tolist() == [0.0] * 4
 
 
 def test_only_the_tokens_that_are_wanted():
@@ -124,11 +126,11 @@ def test_only_the_tokens_that_are_wanted():
 
 def test_refusals():
     with pytest.raises(NumericsError, match="nan, expected a finite number"):
-        advantages_of([(0, 2, [(0, 1.0), (1, math.nan)])])
+        token_advantages_of([(0, 2, [(0, 1.0), (1, math.nan)])])
     with pytest.raises(ValueError, match="shorter"):
         step_advantages(PROCESS, [[(0, 1.0)], [(1, 0.0)]], [0, 0], [2])
     with pytest.raises(ConfigError, match="step_advantages"):
-        sequence_advantages(PROCESS, [1.0, 0.0], [0, 0])
+        advantages_of(PROCESS, [1.0, 0.0], [0, 0])
     assert select_responses(PROCESS, [1.0, 0.0], [0, 0]).all()
     with pytest.raises(ConfigError, match="one advantage per response, but those of 'process' differ"):
         replace(PROCESS, selection="positive")

@@ -41,6 +41,8 @@ TOKEN_ADVANTAGES = ("token_level_kl", "process")
 GROUP_ADVANTAGES = ("group_mean", "grpo", "rloo", "opo", "gdpo", "reinforce_pp_baseline", "token_level_kl")
 """Those that compare the responses of a group: exactly 0 in a group of one. (One of several steps is a group of its
 own to "process".)"""
+NON_NEGATIVE_ADVANTAGES = ("raft", "positive_part")
+"""Those that accept or ignore a response, but never make it less likely."""
 RATIOS = ("ratio", "log_ratio")
 """Statistics of the log-ratio over the tokens of a scope; all others are of single tokens, then summed or averaged."""
 TOP_K = ("topk_tv", "topk_kl")

@@ -3,6 +3,7 @@
 ``docs/objectives.md`` is generated from this table by ``tools/objectives_doc.py``.
 """
 
+import difflib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 from megarl.core.choices.parts import Objective
 from megarl.core.choices.records import make
+from megarl.errors import ConfigError, UnknownNameError
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,5 +42,25 @@ def _read_rows() -> dict[str, Row]:
 TABLE: Mapping[str, Row] = MappingProxyType(_read_rows())
 """Named algorithms. Their gradients, not their loss values, are those of the papers."""
 
-OBJECTIVES: Mapping[str, Objective] = MappingProxyType({name: row.objective for name, row in TABLE.items()})
-"""The parts of each named algorithm."""
+
+class _Objectives(dict[str, Objective]):
+    def __missing__(self, name: object) -> Objective:
+        close = difflib.get_close_matches(str(name), self, n=3) or ["minirl", "grpo"]
+        raise UnknownNameError(
+            f"objective {name!r} is unknown; did you mean {' or '.join(close)}? All {len(self)} names are in "
+            "docs/objectives.md and in list(megarl.core.objectives.OBJECTIVES)"
+        )
+
+
+OBJECTIVES: Mapping[str, Objective] = MappingProxyType(_Objectives({name: TABLE[name].objective for name in TABLE}))
+"""Name -> the parts of the named algorithm. An unknown name raises UnknownNameError, a KeyError."""
+
+
+def require_objective(value: object) -> Objective:
+    """Return the value if it is an Objective; ConfigError with what to write if it is a name or anything else."""
+    if isinstance(value, Objective):
+        return value
+    if isinstance(value, str):
+        OBJECTIVES[value]  # an unknown name has an error of its own
+        raise ConfigError(f"objective is the name {value!r}, expected the record: OBJECTIVES[{value!r}]")
+    raise ConfigError(f"objective is {type(value).__name__}, expected a megarl.core.objectives.Objective")

@@ -11,7 +11,7 @@ from megarl.core.choices.table import OBJECTIVES
 from megarl.core.objectives.columns import Denominators, TokenColumns, TopK
 from megarl.core.objectives.functions import function_coefficients, try_functions
 from megarl.core.objectives.loss import BatchFacts, Coefficients, coefficients, gather_facts, policy_loss
-from megarl.core.objectives.responses import select_responses, sequence_advantages, step_advantages, token_advantages
+from megarl.core.objectives.responses import advantages_of, select_responses, step_advantages, token_advantages
 
 __all__ = [
     "OBJECTIVES",
@@ -25,12 +25,12 @@ __all__ = [
     "Penalty",
     "TokenColumns",
     "TopK",
+    "advantages_of",
     "coefficients",
     "function_coefficients",
     "gather_facts",
     "policy_loss",
     "select_responses",
-    "sequence_advantages",
     "step_advantages",
     "token_advantages",
     "try_functions",

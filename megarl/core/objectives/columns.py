@@ -8,14 +8,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarl.core.choices.own import call_own, name_of
-from megarl.core.choices.parts import Policies
+from megarl.core.choices.parts import NON_NEGATIVE_ADVANTAGES, Objective, Policies
 from megarl.core.ratios import (
     check_cu_seqlens,
     cu_seqlens_error,
@@ -41,7 +40,10 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenColumns:
-    """Packed per-token inputs of an objective: T tokens of N whole sequences. Raises ValueError if shapes differ."""
+    """Packed per-token inputs of an objective: T tokens of N whole sequences, all on one device.
+
+    Raises ValueError, which says what to give, for another shape, dtype or device.
+    """
 
     logprobs: Tensor
     """[T], log pi_theta; the one column with gradient."""
@@ -61,15 +63,23 @@ class TokenColumns:
     """Where a mask compares the sampler's top K tokens."""
 
     def __post_init__(self) -> None:
+        like = self.logprobs
         for name, column in {**self.float_columns(), "loss_mask": self.loss_mask}.items():
-            if column.shape != self.logprobs.shape or column.dim() != 1:
-                raise ValueError(
-                    f"{name} is {list(column.shape)}, expected [T] like logprobs {list(self.logprobs.shape)}"
-                )
+            if column.shape != like.shape or column.dim() != 1:
+                hint = ""
+                if name == "advantages" and column.shape == (self.cu_seqlens.numel() - 1,):
+                    hint = ": for one advantage per response give advantages.repeat_interleave(cu_seqlens.diff())"
+                raise ValueError(f"{name} is {list(column.shape)}, expected [T] like logprobs {list(like.shape)}{hint}")
             if name != "loss_mask" and not column.is_floating_point():
-                raise ValueError(f"{name} is {column.dtype}, expected floating point")
+                raise ValueError(f"{name} is {column.dtype}, expected floating point: give {name}.float()")
         if self.loss_mask.dtype != torch.bool:
-            raise ValueError(f"loss_mask is {self.loss_mask.dtype}, expected torch.bool")
+            raise ValueError(f"loss_mask is {self.loss_mask.dtype}, expected torch.bool: give loss_mask.bool()")
+        for name in ("advantages", "loss_mask", "cu_seqlens", "old_logprobs", "rollout_logprobs", "ref_logprobs"):
+            column = getattr(self, name)
+            if column is not None and column.device != like.device:
+                raise ValueError(
+                    f"{name} is on {column.device}, logprobs on {like.device}: give {name}.to(logprobs.device)"
+                )
         if self.topk is not None and not (
             self.topk.logprobs.shape == self.topk.rollout_logprobs.shape
             and self.topk.logprobs.shape[:1] == self.topk.has_token.shape == self.logprobs.shape
@@ -169,28 +179,37 @@ class TokenState:
         return columns[first], columns[second]
 
 
-def prepare(columns: TokenColumns, denominators: Denominators | None = None) -> TokenState:
+def prepare(
+    columns: TokenColumns, denominators: Denominators | None = None, objective: Objective | None = None
+) -> TokenState:
     """Check that every value on a loss token is admissible, and settle which tokens count. The host waits once.
 
     Raises NumericsError naming column and first token if a loss token has an advantage that is not finite, or no
     log-probability in another column: NaN, +inf, or more than ``LOGPROB_TOLERANCE``. ValueError for wrong cu_seqlens,
-    and if the global denominators are smaller than this part's own.
+    and if the global denominators are smaller than this part's own. ConfigError if a loss token has a negative
+    advantage that ``objective`` cannot have (``NON_NEGATIVE_ADVANTAGES``).
     """
     state, bounds = token_state(columns), columns.cu_seqlens
     floats = {name: column.detach() for name, column in columns.float_columns().items()}
     advantages = floats.pop("advantages")
     # NaN where the advantage is not finite, or where a log-probability is NaN; else the largest of these, or 0.
     largest = functools.reduce(torch.maximum, floats.values(), advantages * 0)
-    flags = [(columns.loss_mask & ~is_logprob(largest)).any()]
+    flags = {"values": (columns.loss_mask & ~is_logprob(largest)).any()}
     if bounds.is_cuda:  # else they were checked when the columns were made
-        flags.append(is_wrong_cu_seqlens(bounds, largest.numel()))
+        flags["bounds"] = is_wrong_cu_seqlens(bounds, largest.numel())
+    if objective is not None and objective.advantage in NON_NEGATIVE_ADVANTAGES:
+        flags["negative"] = (columns.loss_mask & (advantages < 0)).any()
     # One transfer to the host for all checks; what it was is asked only when something is wrong.
-    found = torch.cat([count_loss_tokens(state.usable, bounds), torch.stack(flags)]).tolist()
-    if any(found[3:]):
+    counts = count_loss_tokens(state.usable, bounds)
+    num_tokens, num_sequences, *raised = torch.cat([counts, torch.stack([*flags.values()])]).tolist()
+    wrong = {name for name, is_raised in zip(flags, raised, strict=True) if is_raised}
+    if "bounds" in wrong:
         raise cu_seqlens_error(bounds, largest.numel())
-    if found[2]:
+    if "values" in wrong:
         _refuse_values(columns)
-    local = Denominators(*found[:2])
+    if objective is not None and "negative" in wrong:
+        _refuse_negative_advantages(objective, columns)
+    local = Denominators(num_tokens, num_sequences)
     if denominators is not None and not local <= denominators:
         raise ValueError(f"the global denominators {denominators} are smaller than this part's own {local}")
     return state
@@ -208,22 +227,6 @@ def token_state(columns: TokenColumns) -> TokenState:
     return TokenState(**clean, usable=usable, keep=keep, cu_seqlens=columns.cu_seqlens, topk=columns.topk)
 
 
-def split_state(state: TokenState, most: int) -> list[TokenState]:
-    """Return views of whole sequences, each of at most ``most`` tokens unless one sequence is longer."""
-    bounds, cuts = state.cu_seqlens, [0]
-    while cuts[-1] < bounds.numel() - 1:
-        end = int(torch.searchsorted(bounds, bounds[cuts[-1]] + most, right=True)) - 1
-        cuts.append(max(end, cuts[-1] + 1))
-    parts = []
-    named = {field.name: getattr(state, field.name) for field in fields(TokenState)}
-    for first, last in pairwise(cuts):
-        begin, end = int(bounds[first]), int(bounds[last])
-        part: dict[str, Any] = {name: column[begin:end] for name, column in named.items() if isinstance(column, Tensor)}
-        topk = None if state.topk is None else TopK(*(getattr(state.topk, f.name)[begin:end] for f in fields(TopK)))
-        parts.append(TokenState(**(part | {"cu_seqlens": bounds[first : last + 1] - begin, "topk": topk})))
-    return parts
-
-
 def _refuse_values(columns: TokenColumns) -> None:
     for name, column in columns.float_columns().items():
         bad = columns.loss_mask & ~(torch.isfinite(column) if name == "advantages" else is_logprob(column))
@@ -236,6 +239,17 @@ def _refuse_values(columns: TokenColumns) -> None:
             f"advantages is {column[token].item()} at token {token} of the packed batch ({int(bad.sum())} such loss "
             "tokens), expected a finite number: look at the pass that computed this column"
         )
+
+
+def _refuse_negative_advantages(objective: Objective, columns: TokenColumns) -> None:
+    bad = columns.loss_mask & (columns.advantages < 0)
+    token = int(bad.nonzero()[0])
+    raise ConfigError(
+        f"advantages is {columns.advantages[token].item():g} at token {token} of the packed batch ({int(bad.sum())} "
+        f"such loss tokens), but {objective.advantage!r}, the advantage of this objective, is never negative; "
+        "these are another objective's, and would make responses less likely: give those that "
+        "megarl.core.objectives.advantages_of(objective, rewards, groups) returns"
+    )
 
 
 def copy_columns(source: TokenColumns | TokenState, loss_mask: Tensor) -> TokenColumns:

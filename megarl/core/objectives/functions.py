@@ -18,7 +18,7 @@ from megarl.core.objectives.columns import (
     token_state,
 )
 from megarl.core.objectives.loss import BatchFacts, Coefficients, coefficients, state_coefficients
-from megarl.core.objectives.responses import sequence_advantages
+from megarl.core.objectives.responses import advantages_of
 from megarl.errors import ConfigError
 
 ObjectiveFunction = Callable[[TokenColumns], Tensor | Coefficients]
@@ -49,7 +49,7 @@ def function_coefficients(
                 f"{part}: the function {name_of(function)} returned metrics that are no mapping to "
                 "megarl.core.metrics.Stat"
             )
-    values = check_returned(part, function, found, columns.logprobs, prepare(columns, denominators).keep)
+    values = check_returned(part, function, found, columns.logprobs, prepare(columns, denominators, objective).keep)
     # The one equation with weight 1 and mask 1: what stands in the place of the advantage is divided by D.
     state = token_state(replace(columns, advantages=values))
     result = state_coefficients(objective, state, columns.loss_mask, denominators, facts, detailed)
@@ -64,7 +64,7 @@ def try_functions(
     ConfigError too for an advantage that is 0 in groups of one, if ``group_size`` is 1.
     """
     if callable(objective.advantage):
-        values = sequence_advantages(objective, [1.0, 0.0], [0, int(group_size == 1)])
+        values = advantages_of(objective, [1.0, 0.0], [0, int(group_size == 1)])
         if group_size == 1 and not values.any():
             raise ConfigError(
                 f"rollout.group_size: found 1 with the advantage {name_of(objective.advantage)}, which is 0 for single "

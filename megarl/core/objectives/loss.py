@@ -11,20 +11,20 @@ engine that sampled).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megarl.core.choices.parts import Objective
-from megarl.core.metrics import Stat, merge
+from megarl.core.choices.table import require_objective
+from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import (
     Denominators,
     TokenColumns,
     TokenState,
     count_loss_tokens,
     prepare,
-    split_state,
 )
 from megarl.core.objectives.masks import Trusted, find_trusted
 from megarl.core.objectives.policy_ratios import PolicyRatios
@@ -40,9 +40,6 @@ from megarl.core.objectives.weights import (
 )
 from megarl.core.ratios import ratio_gradient, segment_expand, segment_sum
 from megarl.errors import ConfigError
-
-PART_TOKENS = 1 << 15
-"""Largest part of a batch that is weighed at once on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,14 +94,12 @@ def coefficients(
     (``logprobs/invalid``); one with logprobs or old_logprobs -inf gets coefficient 0 and stands in no ratio of its
     sequence (``logprobs/dropped``). Any other non-finite value on a loss token, and a log-probability above 0 but for
     rounding (as raw logits are), raises NumericsError with the column and the first such token; a KL without
-    ref_logprobs, and a mask of top K tokens without ``topk``, ConfigError.
+    ref_logprobs, a mask of top K tokens without ``topk``, and an advantage that the objective cannot give, ConfigError.
     """
+    require_objective(objective)
     # A mask that takes tokens out of the denominators makes the given ones smaller than the count of loss tokens.
-    state = prepare(columns, None if objective.leaves else denominators)
-    # Functions of the user are to see all columns, of which they may take means.
-    if state.logprobs.is_cuda or state.logprobs.numel() <= PART_TOKENS or objective.own_functions:
-        return state_coefficients(objective, state, columns.loss_mask, denominators, facts, detailed)
-    return _by_parts(objective, state, columns.loss_mask, denominators, facts, detailed)
+    state = prepare(columns, None if objective.leaves else denominators, objective)
+    return state_coefficients(objective, state, columns.loss_mask, denominators, facts, detailed)
 
 
 def state_coefficients(
@@ -143,33 +138,6 @@ def state_coefficients(
             metrics |= kl_metrics if detailed else {}
     entropy = torch.where(state.keep, objective.entropy_coef * scale, 0.0) if objective.entropy_coef else None
     return Coefficients(values, metrics, entropy)
-
-
-def _by_parts(
-    objective: Objective,
-    state: TokenState,
-    loss_mask: Tensor,
-    denominators: Denominators | None,
-    facts: BatchFacts | None,
-    detailed: bool,
-) -> Coefficients:
-    """Weigh a large batch in parts of whole sequences, which fit into a processor's cache."""
-    check_columns(objective, state)
-    parts = split_state(state, PART_TOKENS)
-    if facts is None:
-        facts = _gather(objective, parts, lambda sums: sums)
-        facts = facts if denominators is None else replace(facts, denominators=None)
-    if denominators is None:
-        denominators = Denominators(*count_loss_tokens(state.usable, state.cu_seqlens).tolist())
-    masks = loss_mask.split([part.logprobs.numel() for part in parts])
-    found = [
-        state_coefficients(objective, part, mask, denominators, facts, detailed)
-        for part, mask in zip(parts, masks, strict=True)
-    ]
-    entropy = (
-        torch.cat([each.entropy for each in found if each.entropy is not None]) if objective.entropy_coef else None
-    )
-    return Coefficients(torch.cat([each.values for each in found]), merge(each.metrics for each in found), entropy)
 
 
 def gather_facts(

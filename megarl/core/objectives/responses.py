@@ -15,6 +15,7 @@ from megarl.core.advantages import Values, grpo, token_level_kl
 from megarl.core.advantages.groups import as_tensor, extremes, fill, prepare, take
 from megarl.core.choices.parts import Objective
 from megarl.core.choices.stopping import POSITIVE
+from megarl.core.choices.table import OBJECTIVES
 from megarl.core.objectives.columns import call_part
 from megarl.core.ratios import segment_expand, segment_sum
 from megarl.errors import ConfigError
@@ -24,8 +25,8 @@ _OF_THRESHOLD = {"raft": advantages.raft, "signed": advantages.signed}
 _OF_LENGTHS = {name: getattr(advantages, name) for name in ("opo", "reinforce_pp", "reinforce_pp_baseline")}
 
 
-def sequence_advantages(
-    objective: Objective,
+def advantages_of(
+    objective: Objective | str,
     rewards: Values,
     groups: Values,
     threshold: float = POSITIVE,
@@ -34,7 +35,12 @@ def sequence_advantages(
     components: tuple[Values, Values] | None = None,
     valid: Values | None = None,
 ) -> Tensor:
-    """Return the objective's advantage of each response: rewards [N], groups integer [N] -> [N].
+    """Return the advantage that an objective, or the row of this name, expects for each response.
+
+    rewards: [N], of a whole step; groups: integer [N], any ids, equal for responses to one prompt; result: float [N],
+    on the device of the rewards. 0 for a response that does not train (``select_responses``), whose tokens keep their
+    place in denominators until its loss_mask is cleared. Per token: ``advantages.repeat_interleave(cu_seqlens.diff())``
+    of packed columns, ``advantages[:, None].expand(b, s)`` of padded ones.
 
     - threshold: a response is correct if its reward is above this; "raft" and "signed" ask.
     - lengths: integer [N], loss tokens; "opo", "reinforce_pp", "reinforce_pp_baseline" and "gdpo" need them. With
@@ -44,10 +50,25 @@ def sequence_advantages(
       0, and its reward may be anything. None: all are valid.
 
     Raises ConfigError if the advantage needs what is not given, and for "token_level_kl" (see ``token_advantages``) and
-    "process" (see ``step_advantages``).
+    "process" (see ``step_advantages``), which differ between tokens; NumericsError if a reward is not finite.
     """
+    objective = OBJECTIVES[objective] if isinstance(objective, str) else objective
     if valid is not None:
-        return _of_valid(sequence_advantages, valid, objective, rewards, groups, threshold, lengths, components)
+        return _of_valid(advantages_of, valid, objective, rewards, groups, threshold, lengths, components)
+    values = _of_responses(objective, rewards, groups, threshold, lengths, components)
+    if objective.selection == "mixed_groups":
+        return torch.where(_in_mixed_groups(rewards, groups).to(values.device), values, 0.0)
+    return values.clamp(min=0) if objective.selection == "positive" else values
+
+
+def _of_responses(
+    objective: Objective,
+    rewards: Values,
+    groups: Values,
+    threshold: float,
+    lengths: Values | None,
+    components: tuple[Values, Values] | None,
+) -> Tensor:
     name = objective.advantage
     if callable(name):
         given = torch.as_tensor(rewards, dtype=torch.float64, device="cpu").clone()
@@ -96,11 +117,11 @@ def token_advantages(
 
     logprobs: [T], of the policy before the update; ref_logprobs: [T], None if the objective needs none (ConfigError
     if it does); loss_mask: bool [T]; cu_seqlens: int64 [N+1], of whole groups; threshold, components as in
-    ``sequence_advantages``.
+    ``advantages_of``.
     """
     if objective.advantage != "token_level_kl":
         lengths = segment_sum(loss_mask, cu_seqlens)
-        values = sequence_advantages(objective, rewards, groups, threshold, lengths=lengths, components=components)
+        values = advantages_of(objective, rewards, groups, threshold, lengths=lengths, components=components)
         return segment_expand(values.to(cu_seqlens.device), cu_seqlens)
     if ref_logprobs is None:
         raise ConfigError(
@@ -158,14 +179,14 @@ def select_responses(
 ) -> Tensor:
     """Return bool [N]: the responses that train and count in denominators, by ``objective.selection``.
 
-    Arguments as in ``sequence_advantages``; a response that is not valid does not train. Clear the loss_mask of the
+    Arguments as in ``advantages_of``; a response that is not valid does not train. Clear the loss_mask of the
     others before packing: advantages alone do not take a response out of a denominator.
     """
     if valid is not None:
         return _of_valid(select_responses, valid, objective, rewards, groups, threshold, lengths, components)
     everything = torch.ones_like(prepare(rewards, groups)[1], dtype=torch.bool)
     if objective.selection == "positive":
-        return sequence_advantages(objective, rewards, groups, threshold, lengths=lengths, components=components) > 0
+        return advantages_of(objective, rewards, groups, threshold, lengths=lengths, components=components) > 0
     return _in_mixed_groups(rewards, groups) if objective.selection == "mixed_groups" else everything
 
 

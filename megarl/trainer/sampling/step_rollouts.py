@@ -18,7 +18,7 @@ from megarl.core.choices.credit import Credit
 from megarl.core.choices.parts import TOKEN_ADVANTAGES
 from megarl.core.measures import effective_prompt_ratio
 from megarl.core.metrics import Stat
-from megarl.core.objectives import Objective, select_responses, sequence_advantages, step_advantages
+from megarl.core.objectives import Objective, advantages_of, select_responses, step_advantages
 from megarl.core.sampling.collector import PoolRows, Rewards, Selection, find_rows
 from megarl.core.sampling.credit_assignment import assign, weigh
 from megarl.core.types import Rollout
@@ -282,7 +282,7 @@ def response_advantages(
         return np.zeros(len(rewards)), trains
     # The objective has its own advantages; only the weights of the prompts come from credit assignment.
     factors = weigh(config.credit_record, selection, trains)
-    return sequence_advantages(objective, rewards, groups, threshold, **given).double().numpy() * factors, trains
+    return advantages_of(objective, rewards, groups, threshold, **given).double().numpy() * factors, trains
 
 
 def count_answers(engine: Engine) -> dict[str, Stat]:
