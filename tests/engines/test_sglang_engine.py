@@ -494,12 +494,12 @@ def test_a_server_of_somebody_else_that_was_started_again_gets_the_weights(
             settings = ClientSettings(concurrency=16, deadline_s=120.0, recovery_s=300.0)
             engine = SGLangEngine([server.url], config, fleet=fleet, settings=settings, form=WeightForm(torch.float32))
             engine.update_weights(weights[0].items(), 0)
-            (member,) = fleet.members
-            member.checked_at = math.inf  # else its keeper may see the death before the update does
+            (keeper,) = fleet.keepers
+            keeper.checked_at = math.inf  # else its keeper may see the death before the update does
             server.kill()
             engine.update_weights(weights[1].items(), 1)  # nobody is there; nothing is lost
             assert any("has gone in a weight update" in line for line in told)
-            member.checked_at = -math.inf
+            keeper.checked_at = -math.inf
             server.start()
             rollouts = engine.generate(make_requests(3, copies=2), PARAMS)
             assert {int(v) for rollout in rollouts for v in rollout.weight_versions} == {1}

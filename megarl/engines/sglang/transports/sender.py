@@ -22,6 +22,7 @@ import numpy as np
 
 from megarl.engines.sglang.http import MODEL_INFO, authorization, read_object, request
 from megarl.engines.sglang.transports.deadlines import (
+    HEALTH_S,
     NOTICE_S,
     SCORE_S,
     WHOLE_S,
@@ -211,7 +212,7 @@ class WeightSender:
 
     def _require_life(self, path: str) -> None:
         """GoneError if the server says that it stops, or refuses connections; one that says nothing may be busy."""
-        check = in_thread(partial(request, self._http, "GET", "/health", timeout_s=NOTICE_S))
+        check = in_thread(partial(request, self._http, "GET", "/health", timeout_s=HEALTH_S))
         with suppress(TimeoutError, httpx.TimeoutException, httpx.ReadError, httpx.RemoteProtocolError, DataError):
-            if (status := check.result(NOTICE_S).status_code) in STOPPING:
+            if (status := check.result(HEALTH_S).status_code) in STOPPING:
                 raise GoneError(f"{self.url} stops: its health check says HTTP {status} while it does {path}")
