@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -255,9 +254,8 @@ def test_no_requests(engine: LocalEngine) -> None:
 
 def test_a_generator_of_requests_is_no_empty_list(engine: LocalEngine) -> None:
     requests: Any = (request for request in make_requests(2))
-    for generate in (engine.generate, partial(Engine.generate, engine)):  # this class's, and that of every other engine
-        with pytest.raises(TypeError, match="generator"):
-            generate(requests, PARAMS)
+    with pytest.raises(TypeError, match="generator"):
+        engine.generate(requests, PARAMS)
 
 
 def test_on_finish_counts_every_response(model_path: Path) -> None:
@@ -268,24 +266,6 @@ def test_on_finish_counts_every_response(model_path: Path) -> None:
     assert sum(finished) == 11
     assert min(finished) >= 1
     assert len(finished) > 3
-
-
-def test_generate_asks_a_converse_that_a_subclass_or_a_user_has_changed(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Changed(LocalEngine):
-        def converse(self, *given: Any) -> None:
-            sessions.append(self)
-            super().converse(*given)
-
-    sessions: list[LocalEngine] = []
-    plain, changed = (kind.from_pretrained(model_path) for kind in (LocalEngine, Changed))
-    expected = plain.generate(make_requests(3), PARAMS)
-    for a, b in zip(expected, changed.generate(make_requests(3), PARAMS), strict=True):
-        assert_same(a, b)
-    monkeypatch.setattr(plain, "converse", changed.converse)
-    plain.generate(make_requests(3), PARAMS)
-    assert sessions == [changed, changed]
 
 
 def shuffled(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -51,8 +51,6 @@ class LocalEngine(Engine):
     keys and values lives for one batch, so no token is ever sampled with stale entries.
     """
 
-    in_batches = True
-
     def __init__(
         self,
         config: PretrainedConfig,
@@ -155,15 +153,6 @@ class LocalEngine(Engine):
         """
         self._require_weights(params)
         BatchSession(lambda requests: self._sample(requests, params, on_finish)).run(begin)
-
-    def generate(
-        self, requests: Sequence[SampleRequest], params: SamplingParams, on_finish: OnFinish = None
-    ) -> list[Rollout]:
-        """See ``Engine.generate``. Where ``converse`` is this class's, there is no event loop: nothing is awaited."""
-        if getattr(self.converse, "__func__", None) is not LocalEngine.converse:
-            return super().generate(requests, params, on_finish)
-        self._require_weights(params)
-        return self._sample(requests, params, on_finish)
 
     def _require_weights(self, params: SamplingParams) -> None:
         self._require_open()

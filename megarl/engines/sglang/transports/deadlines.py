@@ -30,6 +30,8 @@ SCORE_S = 60.0
 LATE_S = 5.0
 MOST_LENIENT = 4
 NOTICE_S = 1.0
+HEALTH_S = 1.0
+"""Of the health check of a server whose step takes longer than ``NOTICE_S``."""
 
 
 def deadline(num_bytes: int = 0) -> float:
