@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from megarl.core.types import SampleRequest, TrainBatch
-from megarl.watch.foreign_rows import LIMIT, SHARES, find_foreign, row_scores
+from megarl.watch.foreign_rows import SHARES, find_foreign, row_scores
+from megarl.watch.limits import TRIPWIRES
 
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 AROUND, TRIES, LONGEST = 64, 400, 128_000
@@ -60,7 +61,9 @@ def _chance(
     foreign = rng.hypergeometric(topk, experts - topk, topk, (TRIES, size, num_layers))
     shared[:, AROUND : AROUND + size] = foreign
     evidence = find_foreign(shared.reshape(-1, num_layers), topk, batch_of([total] * TRIES))[:, 0]
-    return float((evidence > LIMIT + np.log(rows / total)).mean())  # that of a long response is less by this
+    return float(
+        (evidence > TRIPWIRES.evidence + np.log(rows / total)).mean()
+    )  # that of a long response is less by this
 
 
 def measure(work: Path, layers: int, experts: int, topk: int, replay: str) -> None:
@@ -132,7 +135,7 @@ def _report(name: str, own: np.ndarray, theirs: np.ndarray) -> None:
     theta = [_lundberg(honest[: len(honest) // size * size].reshape(-1, size).sum(1)) for size in (1, 8, 32)]
     kinds = {"response": np.roll(theirs, 333, 0), "late": np.roll(theirs, 1, 0), "layer": np.roll(theirs, 1, 1)}
     kinds["zeros"] = np.broadcast_to(np.arange(topk), theirs.shape)
-    needed = LIMIT + np.log(len(SHARES) * LONGEST)
+    needed = TRIPWIRES.evidence + np.log(len(SHARES) * LONGEST)
     longest = {kind: _longest(score(rows), needed) for kind, rows in kinds.items()}
     shown = ", ".join(f"{kind} {size}" for kind, size in longest.items())
     print(
