@@ -12,39 +12,40 @@ import torch
 from megatron.core import parallel_state
 
 from megarl.core.metrics import merge
-from megarl.core.ratios import segment_expand
 from megarl.errors import AgreementError
 from megarl.megatron import distributed
-from megarl.trainer.mini_batch import MiniBatch
+from megarl.trainer.mini_batch import FirstPass, MiniBatch
 from megarl.watch.tripwires import StepJudge
 
 
 class Tripwires(StepJudge):
     """``StepJudge`` for the mini-batches of a rank."""
 
-    def judge(self, minis: Sequence[MiniBatch]) -> bool:
-        """Drop sequences of the mini-batches of a step, after the first pass over each; return whether any is dropped.
+    def judge(self, minis: Sequence[MiniBatch]) -> tuple[list[MiniBatch], bool]:
+        """Drop sequences of the mini-batches of a step, each of which had its first pass.
 
-        A collective call. RolloutError with the likely cause if the step is the first after a start and is bad;
-        AgreementError if replay found routes that agree too little, and the dropped sequences do not explain them.
+        Returns the mini-batches without the dropped sequences, and whether any rank drops one. A collective call.
+        RolloutError with the likely cause if the step is the first after a start and is bad; AgreementError if replay
+        found routes that agree too little, and the dropped sequences do not explain them.
         """
         if self.is_off:
-            return False
-        mistake = next((str(mini.mistake) for mini in minis if mini.mistake is not None), None)
+            return list(minis), False
+        firsts = [mini.first for mini in minis if mini.first is not None]
+        mistake = next((str(first.mistake) for first in firsts if first.mistake is not None), None)
         is_suspect = distributed.largest(int(mistake is not None)) > 0
-        first, gaps = _gather(minis)
+        begin, gaps = _gather(firsts)
         mistakes = distributed.gather_objects(mistake) if is_suspect else []
         drops = self.judge_step(gaps, next(filter(None, mistakes), ""))
-        unexplained = None
+        unexplained, judged = None, list[MiniBatch]()
         for mini in minis:
-            rows = slice(first, first := first + len(mini.gaps))
+            rows = slice(begin, begin := begin + len(mini.keys))
             unexplained = unexplained or _unexplained(mini, drops.dropped[rows], drops.judged[rows])
-            _mask(mini, drops.dropped[rows])
-        minis[0].metrics = merge([minis[0].metrics, drops.metrics()])
+            judged.append(mini.without(drops.dropped[rows]))
+        judged[0] = replace(judged[0], metrics=merge([judged[0].metrics, drops.metrics()]))
         if is_suspect:
             distributed.fail_together(unexplained, "replay")
         self.announce(drops)
-        return bool(drops.dropped.any())
+        return judged, bool(drops.dropped.any())
 
 
 def _unexplained(mini: MiniBatch, dropped: np.ndarray, judged: np.ndarray) -> AgreementError | None:
@@ -52,29 +53,20 @@ def _unexplained(mini: MiniBatch, dropped: np.ndarray, judged: np.ndarray) -> Ag
 
     Where no sequence trains any more, nothing is left to explain. dropped, judged: bool [n].
     """
-    if mini.mistake is None:
+    mistake = None if mini.first is None else mini.first.mistake
+    if mistake is None:
         return None
-    suspects = [list(mini.micro_batches[index].sequences) for index in mini.mistake.micro_batches]
+    suspects = [list(mini.micro_batches[index].sequences) for index in mistake.micro_batches]
     trains = judged & ~dropped
     is_explained = all(dropped[rows].any() or not trains[rows].any() for rows in suspects)
-    return None if is_explained and (suspects or not trains.any()) else mini.mistake
+    return None if is_explained and (suspects or not trains.any()) else mistake
 
 
-def _gather(minis: Sequence[MiniBatch]) -> tuple[int, np.ndarray]:
+def _gather(firsts: Sequence[FirstPass]) -> tuple[int, np.ndarray]:
     """Return the first row of this model copy, and the gaps of all copies, float64 [S, COLUMNS]; a collective call."""
-    gaps_here = np.concatenate([mini.gaps for mini in minis])
+    gaps_here = np.concatenate([first.gaps for first in firsts])
     # One rank of a copy speaks for the whole copy, so that its ranks agree to the last bit.
     gaps = torch.from_numpy(gaps_here if distributed.holds_outputs() else np.zeros_like(gaps_here))
     gaps = distributed.all_sum(gaps.to(torch.cuda.current_device()), distributed.model_group())
     copies = distributed.all_gather(gaps, parallel_state.get_data_parallel_group())
     return distributed.dp_rank() * len(gaps_here), copies.flatten(0, 1).cpu().numpy()
-
-
-def _mask(mini: MiniBatch, dropped: np.ndarray) -> None:
-    """Clear the loss mask of dropped sequences, bool [n]; the denominators of the mini-batch stay."""
-    if not dropped.any():
-        return
-    for index, micro in enumerate(mini.micro_batches):
-        batch, stays = micro.batch, torch.from_numpy(~dropped[list(micro.sequences)])
-        mask = batch.loss_mask & segment_expand(stays, batch.cu_seqlens)
-        mini.micro_batches[index] = replace(micro, batch=replace(batch, loss_mask=mask))
