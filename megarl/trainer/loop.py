@@ -129,7 +129,7 @@ class Trainer:
                 self.monitor.say(line)
         finally:
             gc.unfreeze()
-            self.checkpoints.abandon()
+            self.checkpoints.saver.abandon()
             self.engine.close()
             self.sampler.close()
 

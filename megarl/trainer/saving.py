@@ -49,7 +49,7 @@ class RunCheckpoints:
         """Part of what is saved: a run that ends before the evaluation of its last step makes up for it."""
         self._run = distributed.from_main_rank(lambda: read_run_id(config.run_dir))
         self._best = BestSteps(config)
-        self._saver = Saver(self.folder, config.checkpoint.keep, self._run, self._best.choose_lasting)
+        self.saver = Saver(self.folder, config.checkpoint.keep, self._run, self._best.choose_lasting)
         self._config, self._policy, self._sampler, self._tripwires = config, policy, sampler, tripwires
         self._monitor, self._stop = monitor, stop
 
@@ -119,17 +119,13 @@ class RunCheckpoints:
                 "eval_is_due": self.eval_is_due,
             }
             self.poll(wait=True)
-            self._saver.begin(done, self._policy, state)
+            self.saver.begin(done, self._policy, state)
             self.poll(wait=not self._config.checkpoint.asynchronous)
 
     def poll(self, *, wait: bool = False) -> None:
         """Finish the save in the background if it is written; ``wait`` until it is."""
-        if path := self._saver.poll(wait=wait):
+        if path := self.saver.poll(wait=wait):
             self._monitor.say(f"saved {path}")
-
-    def abandon(self) -> None:
-        """End a save in the background."""
-        self._saver.abandon()
 
     def is_best(self, done: int) -> bool:
         """Return whether ``checkpoint.keep_best`` wants this step saved: no earlier evaluation was as good."""

@@ -134,7 +134,7 @@ class TrainStep:
         biases = policy.expert_biases() if is_first_pass else []
         biases_before = [buffer.clone() for buffer in biases]
         hidden = None if native is None else native.micros
-        output = self._backward(plan, minis, index, hidden, advance)
+        output = self.backward(plan, minis, index, hidden, advance)
         if is_first_pass:
             minis[0] = replace(minis[0], first=passes.compare_engines(policy, minis[0], output, plan))
             with_pass = [place for place, mini in enumerate(minis) if mini.first is not None]
@@ -144,13 +144,13 @@ class TrainStep:
             if any_dropped:
                 for buffer, value in zip(biases, biases_before, strict=True):
                     buffer.copy_(value)  # the pass has moved it, and the second pass moves it again
-                output = self._backward(plan, minis, index, hidden)
+                output = self.backward(plan, minis, index, hidden)
         norm, lr = policy.optimizer_step(more_follow=index + 1 < len(minis))
         alike = Stat.means_of({"grad_norm": (norm, 1.0), "lr": (lr, 1.0)})
         bias = [] if native is None else passes.measure_replay_bias(policy, minis[index], output, native)
         return minis, merge([alike, *bias, *(micro.metrics for micro in output.micros)])
 
-    def _backward(
+    def backward(
         self,
         plan: StepPlan,
         minis: Sequence[MiniBatch],
