@@ -17,8 +17,13 @@ from absent import SGLANG_PYTHON
 
 from megarl.data.tiny import write_tiny_model
 from megarl.engines.sglang import server as server_module
+from megarl.engines.sglang.fleet import FleetSettings
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
+from megarl.engines.sglang.transports.broadcast import Broadcast
+from megarl.engines.sglang.transports.disk import Disk
+from megarl.engines.sglang.transports.ipc import SharedMemory
+from megarl.engines.sglang.transports.tensor import Tensors
 
 START_DEADLINE_S = 300.0
 """A start is 20 s of imports on an idle machine and minutes on a busy one."""
@@ -36,6 +41,13 @@ _pythons: dict[str, Path] = {}
 _zygotes: dict[tuple[str, ...], preloaded.Zygote] = {}
 MAX_ZYGOTES = 2
 """Each holds 0.7 GB."""
+
+
+def transport_fields(way: str, folder: Path, **settings: Any) -> dict[str, Any]:
+    """The fields of a fleet that sends weights in this way of ``sglang.sync``."""
+    transports = {"tensor": Tensors, "distributed": Broadcast, "disk": Disk, "ipc": SharedMemory}
+    copies = {"copies": folder} if way == "disk" else {}
+    return {"transport": transports[way](), "settings": FleetSettings(**copies, **settings)}
 
 
 def forking(python: Path, folder: Path) -> Path:

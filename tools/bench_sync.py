@@ -6,8 +6,6 @@ One rank of real Megatron sends a random Qwen3-MoE in fp32 to a server on this m
 server is the stand-in of the tests, a process of its own that reads every byte and loads none. With ``--python`` it is
 a real SGLang server, whose own loading then rules.
 
-Two stages of a pipeline do the same, by broadcasts from one source and from two (sources_worker.py).
-
 A plain copy puts the weights into new memory (``clone``); it is measured beside every update. Updates are in CPU
 seconds of this process, all threads. The parts are seconds of the clock, which other load on the machine stretches:
 
@@ -22,8 +20,6 @@ of this process over its size before an update, in units of the largest bucket.
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 import subprocess
 import sys
@@ -41,11 +37,16 @@ from transformers import AutoConfig
 
 from megarl.config.file import parse
 from megarl.data.tiny import write_tiny_model
+from megarl.engines.buckets import BUCKET_BYTES
 from megarl.engines.local.engine import LocalEngine
-from megarl.engines.sglang.fleet import BUCKET_BYTES, Fleet
+from megarl.engines.sglang.fleet import Fleet, FleetSettings
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec, free_port
-from megarl.engines.sglang.transports.ipc import Exchange
+from megarl.engines.sglang.transports.broadcast import Broadcast
+from megarl.engines.sglang.transports.disk import Disk
+from megarl.engines.sglang.transports.ipc import SharedMemory
+from megarl.engines.sglang.transports.protocol import Transport
+from megarl.engines.sglang.transports.tensor import Tensors
 from megarl.engines.weights import WeightForm
 from megarl.megatron import distributed
 from megarl.megatron.policy import Policy, schedule_of
@@ -71,7 +72,6 @@ def measure(rounds: int, python: str | None) -> Iterator[dict[str, Any]]:
             policy = stack.enter_context(_policy(model, folder))
             url = stack.enter_context(_real(model, python, folder) if python else _stand_in(folder))
             yield from _measure(size, policy, model, folder, url, rounds, real=python is not None)
-            yield from _measure_sources(size, model, folder, url, rounds)
 
 
 def _measure(
@@ -79,20 +79,21 @@ def _measure(
 ) -> Iterator[dict[str, Any]]:
     ways: dict[str, tuple[Fleet, WeightForm]] = {}
 
-    def add(name: str, form: WeightForm, **fields: Any) -> None:
-        ways[name] = Fleet(urls=[url], source=model, tell=lambda _: None, **fields), form
+    def add(name: str, form: WeightForm, transport: Transport, copies: Any = "memory") -> None:
+        settings = FleetSettings(copies=copies)
+        ways[name] = Fleet(urls=[url], source=model, tell=lambda _: None, transport=transport, settings=settings), form
 
-    add("ipc", WeightForm(FP32), exchange=Exchange(), keeps_copy=False)
-    add("ipc, spare copy", WeightForm(FP32), exchange=Exchange())
-    add("ipc, bf16", WeightForm(BF16), exchange=Exchange(), keeps_copy=False)
-    add("ipc, FP8 rounded", WeightForm(FP32, "rounded"), exchange=Exchange(), keeps_copy=False)
-    add("disk", WeightForm(FP32), folder=folder / "weights")
+    add("ipc", WeightForm(FP32), SharedMemory(), "none")
+    add("ipc, spare copy", WeightForm(FP32), SharedMemory())
+    add("ipc, bf16", WeightForm(BF16), SharedMemory(), "none")
+    add("ipc, FP8 rounded", WeightForm(FP32, "rounded"), SharedMemory(), "none")
+    add("disk", WeightForm(FP32), Disk(), folder / "weights")
     if real:
-        add("distributed", WeightForm(FP32), broadcast=True)
+        add("distributed", WeightForm(FP32), Broadcast())
     else:
-        add("ipc, FP8 blocks", WeightForm(FP32, "blocks"), exchange=Exchange(), keeps_copy=False)
+        add("ipc, FP8 blocks", WeightForm(FP32, "blocks"), SharedMemory(), "none")
     if real or size == "small":
-        add("tensor over HTTP", WeightForm(FP32))
+        add("tensor over HTTP", WeightForm(FP32), Tensors())
     num_bytes = sum(4 * tensor.numel() for _, tensor in policy.export())
     source, target = (torch.ones(num_bytes // 4) for _ in range(2))
     local = {f"local engine{name}": _local(model, on) for name, on in (("", False), (", FP8 rounded", True))}
@@ -134,34 +135,6 @@ def _measure(
             shares = [run["hidden"] / max(1e-9, run["hidden"] + run["send"]) for run in runs]
             yield _row(f"{size}: {name}", "hidden share of sending", shares)
         yield _row(f"{size}: {name}", "peak memory / largest bucket", [run["memory"] / largest for run in runs])
-
-
-def _measure_sources(size: str, model: Path, folder: Path, url: str, rounds: int) -> Iterator[dict[str, Any]]:
-    """Of two pipeline stages: an update by the first one, and by both."""
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("sources_worker.py")),
-        str(model),
-        url,
-        str(rounds),
-        str(folder),
-    ]
-    shared = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
-    environments = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    first, second = [subprocess.Popen(command, stdout=subprocess.PIPE, env=one) for one in environments]
-    told, _ = first.communicate()
-    if second.wait() or first.returncode:
-        raise RuntimeError("a pipeline stage has failed, see above")
-    columns = {
-        "update of both ranks / plain copy": "update",
-        "clock / plain copy": "clock",
-        "gathered by rank 0 / weights": "gathered",
-        "sent by rank 0 / weights": "sent",
-        "peak memory of rank 0 / largest bucket": "memory",
-    }
-    for way, runs in json.loads(told.splitlines()[-1]).items():
-        for what, part in columns.items():
-            yield _row(f"{size}: pp2, {way} source{'s' * (way != 'one')}", what, [run[part] for run in runs])
 
 
 def _row(name: str, what: str, values: list[float], budget: float | None = None) -> dict[str, Any]:

@@ -34,20 +34,6 @@ class RowSource(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class WeightShare:
-    """Where several ranks receive a part of the model's weights each: what one of them receives."""
-
-    receives: bool
-    """Whether it receives anything."""
-    splits_experts: bool
-    """Whether a part has the experts of one expert-parallel rank; else those of a whole pipeline stage. The same on all
-    ranks. Either way the first part of a stage has its dense weights."""
-
-    def __bool__(self) -> bool:
-        return self.receives
-
-
-@dataclass(frozen=True, slots=True)
 class SampleRequest:
     """One response that an engine is asked for."""
 

@@ -8,7 +8,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self, TypeVar
@@ -18,13 +18,15 @@ import torch
 from megarl.core.fp8 import BLOCK, SCALE, grid_of, is_fp8_weight
 from megarl.engines.weights import Named, WeightForm, parts_at_once
 from megarl.errors import WeightSyncError
-from megarl.models.hf_files import split_by_size
+from megarl.models.hf_files import bucket_bytes, split_by_size
 
 Item = TypeVar("Item")
 Kind = tuple[bool, torch.dtype, torch.dtype, torch.device, tuple[int, ...]]
 """Of tensors that are converted in one call: whether to FP8, or else to what dtype; their dtype; device; shape."""
 Allocate = Callable[[int, torch.device], torch.Tensor]
 
+BUCKET_BYTES = 256 << 20
+"""Most bytes of a bucket that is sent to servers."""
 FUSED = ("q_a_proj", "kv_a_proj_with_mqa")
 """Halves of a projection that SGLang's models with latent attention keep as one parameter."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -236,7 +238,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def over(self, items: Iterable[Item]) -> Iterator[Item]:
+    def over(self, items: Iterable[Item]) -> Generator[Item, None, None]:
         """Yields the items unchanged."""
         started = time.perf_counter()
         for item in items:
@@ -244,16 +246,6 @@ class Stopwatch:
             yield item
             started = time.perf_counter()
         self.seconds += time.perf_counter() - started
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one of several sources has taken in."""
-
-    names: frozenset[str]
-    """Of the checkpoint."""
-    sums: Mapping[str, int]
-    """``Bucket.sums`` by name."""
 
 
 @dataclass
@@ -264,36 +256,44 @@ class Intake:
     version: int
     form: WeightForm
     max_bytes: int
-    allocate: Allocate = _empty
-    of_several: bool = False
-    """Whether other sources take in the rest; ``join`` adds it."""
+    """Bytes of a bucket, or of one tensor that is larger."""
     gathering: Stopwatch = field(default_factory=Stopwatch)
     """Of the iterator of the tensors."""
     making: Stopwatch = field(default_factory=Stopwatch)
     """Of the buckets: gathering, and converting."""
 
-    def buckets(self, tensors: Iterable[Named]) -> Iterator[Bucket]:
-        """Yields the buckets; WeightSyncError unless the tensors are those of ``shapes``, each once and finite.
+    @classmethod
+    def for_servers(cls, shapes: Mapping[str, tuple[int, ...]], version: int, form: WeightForm) -> Self:
+        """Return the intake of an update that is sent to servers, with buckets of a sixteenth of the model."""
+        return cls(shapes, version, form, bucket_bytes(sum(map(math.prod, shapes.values())), BUCKET_BYTES))
 
-        Of several sources, each has some of them.
+    def buckets(
+        self, tensors: Iterable[Named], allocate: Allocate = _empty, max_bytes: int | None = None
+    ) -> Generator[Bucket, None, None]:
+        """Yields the buckets; WeightSyncError unless the tensors are those of ``shapes``, each once and finite.
 
         Names and shapes are checked before a tensor is in a bucket: SGLang reports success for unknown names and
         incomplete updates, and a wrong shape ends the server. Missing and non-finite ones are reported after the last
-        one, so that the host waits for the device once.
+        one, so that the host waits for the device once. max_bytes: of a bucket; None: ``max_bytes`` of the intake.
         """
         self._names: list[str] = []
         self._sums: list[torch.Tensor] = []
-        return self.making.over(self._buckets(tensors))
+        return self.making.over(self._buckets(tensors, allocate, self.max_bytes if max_bytes is None else max_bytes))
 
-    def _buckets(self, tensors: Iterable[Named]) -> Iterator[Bucket]:
+    def _buckets(self, tensors: Iterable[Named], allocate: Allocate, max_bytes: int) -> Iterator[Bucket]:
         finite = [torch.ones(0, dtype=torch.bool)]
         checked = self._check(self.gathering.over(tensors))
-        for bucket in split_into_buckets(checked, self.max_bytes, self.shapes, self.allocate, self.form):
+        for bucket in split_into_buckets(checked, max_bytes, self.shapes, allocate, self.form):
             self._names += bucket.names
             finite.append(bucket.finite)
             self._sums.append(bucket.sums)
             yield bucket
         self._require_finite(self._names, finite)
+
+    def sums(self) -> tuple[int, ...]:
+        """Return ``Bucket.sums`` in the order of the names. The host waits for the device."""
+        sums = torch.cat(self._sums).tolist() if self._sums else []
+        return tuple(number for _, number in sorted(zip(self._names, sums, strict=True)))
 
     def write(self, tensors: Iterable[Named], places: Mapping[str, torch.Tensor]) -> None:
         """Write the tensors into the memory of an engine in this process, each into its place; errors as ``buckets``.
@@ -316,7 +316,7 @@ class Intake:
             )
 
     def _check(self, tensors: Iterable[Named]) -> Iterator[Named]:
-        self._outstanding = outstanding = dict(self.shapes)
+        outstanding = dict(self.shapes)
         for name, tensor in tensors:
             if (expected := outstanding.pop(name, None)) is None:
                 twice = f"arrived twice in one update (version {self.version})"
@@ -327,31 +327,8 @@ class Intake:
             if tensor.dtype not in _DTYPES:
                 raise WeightSyncError(f"{name} is {tensor.dtype}, expected one of {_DTYPES}")
             yield name, tensor
-        if not self.of_several:
-            self._require_all(outstanding.keys())
-
-    def _require_all(self, outstanding: Set[str]) -> None:
         if outstanding:
             raise WeightSyncError(
                 f"{len(outstanding)} of {len(self.shapes)} tensors are missing from the update to version "
                 f"{self.version}, for example {', '.join(sorted(outstanding)[:3])}: send every tensor of the checkpoint"
             )
-
-    def part(self) -> Part:
-        """What has been taken in; the host waits for the device."""
-        found = zip(self._names, torch.cat(self._sums).tolist(), strict=True) if self._sums else ()
-        return Part(frozenset(self.shapes.keys() - self._outstanding), dict(found))
-
-    def join(self, others: Iterable[Part] = ()) -> tuple[int, ...]:
-        """``Bucket.sums`` in the order of the names, whatever the buckets and the sources are.
-
-        WeightSyncError unless the other sources have taken in the rest, each tensor once.
-        """
-        names, sums = set(), {}
-        for part in (self.part(), *others):
-            if twice := sorted(names & part.names):
-                raise WeightSyncError(f"{twice[0]} arrived from two sources in one update (version {self.version})")
-            names |= part.names
-            sums |= part.sums
-        self._require_all(self.shapes.keys() - names)
-        return tuple(sums[name] for name in sorted(sums))

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 
-from megarl.core.types import FinishReason, Rollout, SampleRequest, WeightShare
+from megarl.core.types import FinishReason, Rollout, SampleRequest
 from megarl.errors import ConfigError, RolloutError
 
 
@@ -114,11 +114,8 @@ class Engine(Protocol):
         ...
 
     @property
-    def receives_weights(self) -> bool | WeightShare:
-        """Whether this rank needs the tensors of an update; the others only help to gather them, and have none.
-
-        A share where several ranks need a part each.
-        """
+    def receives_weights(self) -> bool:
+        """Whether this rank needs the tensors of an update; the other ranks only help to gather the tensors."""
         return True
 
     @property

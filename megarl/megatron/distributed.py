@@ -141,18 +141,6 @@ def gather_objects(mine: Result, group: dist.ProcessGroup | None = None) -> list
     return found
 
 
-def send_object(message: object, rank: int, group: dist.ProcessGroup) -> None:
-    """Send a small object, pickled, to a rank that calls ``receive_object``; ``group`` is connected by gloo."""
-    dist.send_object_list([message], rank, group)
-
-
-def receive_object(rank: int, group: dist.ProcessGroup) -> Any:
-    """What a rank sends with ``send_object``."""
-    found: list[Any] = [None]
-    dist.recv_object_list(found, rank, group)
-    return found[0]
-
-
 def local_rank() -> int:
     """This rank's number on its node, which is that of its GPU."""
     return int(os.environ.get("LOCAL_RANK", "0"))

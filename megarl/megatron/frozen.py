@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 from megarl.config import Config
-from megarl.core.types import WeightShare
 from megarl.megatron.checkpoints import checkpoint
 from megarl.megatron.hf_weights import export_hf, load_hf
 from megarl.megatron.passes import forward
@@ -36,7 +35,7 @@ class FrozenModel:
             verify = config.checkpoint.verify_gib
             self.step = checkpoint.load_weights(checkpoint_path, self.chunks, self.shape, verify)
 
-    def export(self, receive: bool | WeightShare = True) -> Iterator[tuple[str, torch.Tensor]]:
+    def export(self, receive: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights under their Hugging Face names, on the ranks that ``receive``; a collective call."""
         return export_hf(self.chunks, self.shape, receive)
 

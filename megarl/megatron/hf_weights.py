@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megarl.core.types import WeightShare
 from megarl.errors import CheckpointError
 from megarl.files import outputs
 from megarl.megatron.distributed import all_gather, barrier, gather_objects
@@ -187,12 +186,10 @@ class _Hop:
 def export_hf(
     chunks: Sequence[torch.nn.Module],
     shape: ModelShape,
-    receive: bool | WeightShare = True,
+    receive: bool = True,
     placed: Sequence[Placed] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every Hugging Face tensor of the live model, whole, in one order, on the ranks that ``receive``.
-
-    With shares, each of them gets the tensors of its part, and nothing is gathered over the ranks of other parts.
 
     A collective call: exhaust the iterator, also on the other ranks, which only give their shards and get nothing. One
     parameter, or ``GATHER_BYTES`` of one layer's experts of one kind, is whole at a time. Tensors that one rank holds
@@ -205,7 +202,7 @@ def export_hf(
     for entry in place_parameters(chunks, shape) if placed is None else placed:
         if entry.rule.megatron in numbers:
             local.setdefault((entry.layer, numbers[entry.rule.megatron]), []).append(entry)
-    for piece in _pieces(local, everywhere=not isinstance(receive, WeightShare)):
+    for piece in _pieces(local):
         rule, entries = rules[piece.order[1]], sorted(local.get(piece.order, []), key=lambda entry: entry.expert)
         for names, shards in _gather(piece, rule, entries, expert if rule.scope == "expert" else dense):
             yield from zip(names, LAYOUTS[piece.layout].join(shards, shape), strict=True)
@@ -216,38 +213,33 @@ class _Route:
     """The groups that tensors pass."""
 
     inner: list[_Hop]
-    pipeline: _Hop | None
-    """The last one; None: each stage's tensors stay in it."""
+    pipeline: _Hop
+    """The last one."""
 
     @property
     def is_short(self) -> bool:
         """Whether there is nothing to gather, and so nothing to copy."""
-        return all(hop is None or hop.group.size() == 1 for hop in (*self.inner, self.pipeline))
+        return all(hop.group.size() == 1 for hop in (*self.inner, self.pipeline))
 
 
-def _routes(receive: bool | WeightShare) -> tuple[_Route, _Route]:
+def _routes(receive: bool) -> tuple[_Route, _Route]:
     """The groups that dense parameters and experts pass; a collective call."""
     dense = [parallel_state.get_tensor_model_parallel_group()]
     of_experts = [parallel_state.get_expert_tensor_parallel_group(), parallel_state.get_expert_model_parallel_group()]
-    if isinstance(receive, WeightShare):
-        wants_dense = receive.receives and parallel_state.get_expert_model_parallel_rank() == 0
-        of_experts = of_experts[:1] if receive.splits_experts else of_experts
-        return _Route(_Hop.route(dense, wants_dense), None), _Route(_Hop.route(of_experts, receive.receives), None)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     routes = [_Hop.route([*groups, pipeline], receive) for groups in (dense, of_experts)]
     return _Route(routes[0][:-1], routes[0][-1]), _Route(routes[1][:-1], routes[1][-1])
 
 
-def _pieces(local: dict[tuple[int, int], list[Placed]], everywhere: bool) -> list[_Piece]:
-    """The pieces of this pipeline stage, or of all, in canonical order, the same list on every rank of the stages."""
+def _pieces(local: dict[tuple[int, int], list[Placed]]) -> list[_Piece]:
+    """The pieces of all pipeline stages in canonical order, the same list on every rank."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     mine = [
         _Piece(order, stage, (len(entries), *entries[0].tensor.shape), entries[0].tensor.dtype, entries[0].layout)
         for order, entries in local.items()
     ]
-    group = parallel_state.get_pipeline_model_parallel_group()
-    found = gather_objects(mine, group) if everywhere else [mine]
-    return sorted(itertools.chain(*found), key=lambda piece: piece.order)
+    by_stage = gather_objects(mine, parallel_state.get_pipeline_model_parallel_group())
+    return sorted(itertools.chain(*by_stage), key=lambda piece: piece.order)
 
 
 def _gather(
@@ -263,20 +255,18 @@ def _gather(
         return
     sizes = [hop.group.size() for hop in reversed(inner)]  # [expert-parallel ranks if gathered, tensor-parallel ranks]
     num_local, *of_one = piece.shape
-    base = entries[0].expert if len(inner) == 1 and entries else 0
     step = max(1, GATHER_BYTES // (math.prod(sizes) * math.prod(of_one) * piece.dtype.itemsize))
     for first in range(0, num_local, step):
         num = min(step, num_local - first)
         whole = None
-        if pipeline is None or piece.stage == pipeline.group.rank():
+        if piece.stage == pipeline.group.rank():
             whole = torch.stack([entry.tensor.detach() for entry in entries[first : first + num]])
             for hop in inner:
                 whole = hop.gather(whole)
-        if pipeline is not None:
-            whole = pipeline.hand_over(whole, piece.stage, (*sizes, num, *of_one), piece.dtype)
+        whole = pipeline.hand_over(whole, piece.stage, (*sizes, num, *of_one), piece.dtype)
         for rank, shards in enumerate(whole.view(-1, sizes[-1], num, *of_one) if whole is not None else ()):
             for offset, of_expert in enumerate(shards.unbind(1)):
-                yield rule.hf_names(piece.order[0], base + rank * num_local + first + offset), list(of_expert)
+                yield rule.hf_names(piece.order[0], rank * num_local + first + offset), list(of_expert)
 
 
 def save_hf(

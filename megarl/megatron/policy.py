@@ -19,7 +19,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.config import Config, gpu_defaults, megatron_fields
 from megarl.core.devices import HostCopies, to_device
 from megarl.core.replay_blockers import replay_blockers
-from megarl.core.types import WeightShare
 from megarl.errors import NumericsError
 from megarl.megatron.config_errors import as_config_error
 from megarl.megatron.hf_weights import export_hf, load_hf, place_parameters
@@ -145,7 +144,7 @@ class Policy:
         keep = f"; optim.decay_steps = {before.lr_decay_steps} keeps it" if length == "run.steps" else ""
         return f"the learning rate of the next update is {rates[1]:.4g}, planned was {rates[0]:.4g}: {changes}{keep}"
 
-    def export(self, receive: bool | WeightShare = True) -> Iterator[tuple[str, torch.Tensor]]:
+    def export(self, receive: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights under their Hugging Face names, on the ranks that ``receive``; a collective call."""
         return export_hf(self.chunks, self.shape, receive, self._placed)
 

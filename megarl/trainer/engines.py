@@ -16,18 +16,20 @@ from megarl.config import Config
 from megarl.config.addresses import url_host
 from megarl.config.plugs import ENGINES, load_plug
 from megarl.core.choices.own import call_own
-from megarl.core.types import WeightShare
 from megarl.engines.local.engine import LocalEngine
 from megarl.engines.protocol import Engine
 from megarl.engines.sglang.client import ClientSettings
 from megarl.engines.sglang.engine import SGLangEngine
-from megarl.engines.sglang.fleet import BUCKET_BYTES, Fleet, FleetSettings
+from megarl.engines.sglang.fleet import Fleet, FleetSettings
 from megarl.engines.sglang.http import key_named
 from megarl.engines.sglang.spec import SERVER_DTYPES, ServerSpec
+from megarl.engines.sglang.transports.broadcast import Broadcast
+from megarl.engines.sglang.transports.disk import Disk
 from megarl.engines.sglang.transports.folder import write_empty_model
-from megarl.engines.sglang.transports.ipc import Exchange, Helper
+from megarl.engines.sglang.transports.ipc import Helper, SharedMemory
 from megarl.engines.sglang.transports.process_group import own_address
-from megarl.engines.sglang.transports.sources import OtherSources, Source
+from megarl.engines.sglang.transports.protocol import Transport
+from megarl.engines.sglang.transports.tensor import Tensors
 from megarl.engines.weights import FP8Form, WeightForm, checkpoint_shapes, read_model_config
 from megarl.errors import ConfigError, RolloutError, printable, some
 from megarl.files.writing import find_tokenizer_code
@@ -39,9 +41,6 @@ from megarl.models.hf_files import HFCheckpoint
 from megarl.models.hf_folder import read_json
 from megarl.models.names import hf_shapes
 from megarl.models.shapes import read_shape
-
-MOST_SOURCES = 8
-"""Each takes memory for an NCCL group on every server. Where it would be more, there is one for each pipeline stage."""
 
 
 def make_engine(config: Config, tell: Callable[[str], None]) -> Engine:
@@ -89,12 +88,11 @@ def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEng
     The first rank of each node starts the node's servers. With ``sglang.urls``, the main rank connects to running ones.
     """
     settings, key = config.sglang, _api_key(config)
-    exchange = make_exchange(config)
-    share, others, source = _divide_weights(config, key)
-    fleet, urls = _start_servers(config, key, exchange, others, tell)
-    helper = source
-    if fleet is None and exchange is not None and exchange.gpu in settings.gpus:
-        helper = Helper(exchange, Path(config.model.path), BUCKET_BYTES)
+    transport = make_transport(config)
+    fleet, urls = _start_servers(config, key, transport, tell)
+    helper = None
+    if fleet is None and isinstance(transport, SharedMemory) and transport.gpu in settings.gpus:
+        helper = Helper(transport, Path(config.model.path))
     fp8: FP8Form = "blocks" if settings.fp8 else "rounded" if config.rollout.fp8_rounding else "off"
     client = ClientSettings(
         concurrency=settings.concurrency,
@@ -111,7 +109,6 @@ def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEng
         read_json(Path(config.model.path) / "config.json"),
         fleet=fleet,
         helper=helper,
-        share=share,
         agree=lambda failure: distributed.fail_together(failure, "the weight update"),
         settings=client,
         form=WeightForm(DTYPES[config.rollout.dtype], fp8),
@@ -126,18 +123,18 @@ def _api_key(config: Config) -> str | None:
     return distributed.from_main_rank(lambda: secrets.token_hex(16))
 
 
-def make_exchange(config: Config) -> Exchange | None:
-    """Return what this node's ranks share memory with its servers through, if they do; a collective call.
+def make_transport(config: Config) -> Transport:
+    """Return how weights travel from this node's ranks to its servers; a collective call.
 
-    ConfigError if the GPU of a server has no rank of the trainer.
+    ConfigError if the servers open the trainer's memory, and the GPU of a server has no rank of the trainer.
     """
     if config.weight_sync != "ipc":
-        return None
+        return {"distributed": Broadcast, "disk": Disk, "tensor": Tensors}[config.weight_sync]()
     gpus = config.sglang.gpus
     if not gpus:
-        return Exchange()  # of the first rank alone, in memory of the host
+        return SharedMemory()  # the first rank alone, in memory of the host
     local_ranks, leaders = distributed.gather_objects(distributed.local_rank()), distributed.node_leaders()
-    found = Exchange(gpus, distributed.local_rank())
+    transport = SharedMemory(gpus, distributed.local_rank())
     for start, end in zip(leaders, [*leaders[1:], len(local_ranks)], strict=True):
         on_node = local_ranks[start:end]
         if missing := sorted({*gpus} - {*on_node}):
@@ -148,44 +145,14 @@ def make_exchange(config: Config) -> Exchange | None:
         members = [rank for rank in range(start, end) if local_ranks[rank] in (0, *gpus)]
         group = dist.new_group(members, timeout=timedelta(seconds=config.collective_timeout_s), backend="gloo")
         if isinstance(group, dist.ProcessGroup):  # ranks outside of it get a number
-            found.gather = partial(distributed.gather_objects, group=group)
-    return found
-
-
-def _divide_weights(config: Config, key: str | None) -> tuple[WeightShare | None, OtherSources, Source | None]:
-    """Return what this rank sends of the weights, and how, if several broadcast a part each; a collective call.
-
-    They do where one rank looks after all servers and keeps no copy of the weights, which it would have to gather: the
-    first rank of each pipeline stage, or of each expert-parallel rank of it.
-    """
-    settings, alone = config.sglang, (None, OtherSources(), None)
-    if config.weight_sync != "distributed" or settings.spare_weights != "none" or config.servers_share_gpus:
-        return alone
-    if not settings.urls and len(distributed.node_leaders()) > 1:
-        return alone
-    places = distributed.gather_objects((distributed.pp_rank(), distributed.ep_rank()))
-    splits_experts = len(set(places)) <= MOST_SOURCES
-    parts = [place if splits_experts else place[0] for place in places]
-    ranks = sorted(parts.index(part) for part in set(parts))
-    if len(ranks) == 1:
-        return alone
-    group = dist.new_group(ranks, timeout=timedelta(seconds=config.collective_timeout_s), backend="gloo")
-    rank = dist.get_rank()
-    share = WeightShare(rank in ranks, splits_experts)
-    if not isinstance(group, dist.ProcessGroup):  # a number: this rank is outside of it
-        return share, OtherSources(), None
-    tell, hear = partial(distributed.send_object, group=group), partial(distributed.receive_object, group=group)
-    if rank == 0:
-        return share, OtherSources(ranks[1:], tell, hear), None
-    source = Source(partial(tell, rank=0), partial(hear, rank=0), Path(config.model.path), BUCKET_BYTES, key)
-    return share, OtherSources(), source
+            transport.gather = partial(distributed.gather_objects, group=group)
+    return transport
 
 
 def _start_servers(
     config: Config,
     key: str | None,
-    exchange: Exchange | None,
-    others: OtherSources,
+    transport: Transport,
     tell: Callable[[str], None],
 ) -> tuple[Fleet | None, list[str]]:
     """Return the servers of this rank's node, on the rank that started them, and all URLs; a collective call."""
@@ -197,7 +164,7 @@ def _start_servers(
     failure: Exception | None = None
     if dist.get_rank() in nodes:
         try:
-            fleet = _make_fleet(config, key, nodes, host, exchange, others, tell)
+            fleet = _make_fleet(config, key, nodes, host, transport, tell)
             if fleet.specs:
                 logs = ", ".join(str(spec.log_file) for spec in fleet.specs)
                 tell(f"starting SGLang; what it prints is in {logs}")
@@ -230,8 +197,7 @@ def _make_fleet(
     key: str | None,
     nodes: Sequence[int],
     host: str,
-    exchange: Exchange | None,
-    others: OtherSources,
+    transport: Transport,
     tell: Callable[[str], None],
 ) -> Fleet:
     """Return the servers of this rank's node. They write below run.dir, with several nodes in a folder for each."""
@@ -242,6 +208,8 @@ def _make_fleet(
         folder = folder / f"node{node}"
         tell = tell if node == 0 else lambda line: print(printable(f"node {node}: {line}"), file=sys.stderr, flush=True)
     source = Path(config.model.path)
+    copies = folder / "spare" if settings.spare_weights == "disk" else settings.spare_weights
+    copies = folder / "weights" if isinstance(transport, Disk) else copies
     return Fleet(
         specs=[] if settings.urls else server_specs(config, host, key, folder),
         urls=settings.urls,
@@ -249,16 +217,15 @@ def _make_fleet(
         api_key=key,
         routes=servers_record(config),
         nucleus=config.rollout.top_p < 1,
-        folder=folder / "weights" if config.weight_sync == "disk" else None,
-        broadcast=config.weight_sync == "distributed",
-        exchange=exchange,
-        others=others,
-        checksums=settings.checksums,
-        keeps_copy=settings.spare_weights != "none",
-        spare=folder / "spare" if settings.spare_weights == "disk" else None,
         source=source,
         served=_served_model(config, folder),
-        settings=FleetSettings(settings.start_deadline_s, max_restarts=settings.max_restarts),
+        transport=transport,
+        settings=FleetSettings(
+            settings.start_deadline_s,
+            max_restarts=settings.max_restarts,
+            copies=copies,
+            checksums=settings.checksums,
+        ),
         tell=tell,
     )
 

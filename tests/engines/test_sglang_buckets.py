@@ -23,7 +23,7 @@ from megarl.core.fp8 import dequantize_fp8, is_fp8_weight, quantize_fp8, round_t
 from megarl.engines import weights
 from megarl.engines.buckets import Bucket, Intake, Staging, Stopwatch, split_into_buckets
 from megarl.engines.sglang.spec import CPU_SHIM
-from megarl.engines.sglang.transports.payload import payload_of
+from megarl.engines.sglang.transports.tensor import payload_of
 from megarl.engines.weights import WeightForm, checkpoint_shapes
 from megarl.errors import WeightSyncError
 
@@ -140,25 +140,6 @@ def test_an_update_that_is_not_the_checkpoint_is_an_error(change, message: str):
         list(intake().buckets(change(tensors())))
 
 
-def part_of(*which: int) -> Intake:
-    one = Intake(SHAPES, 3, WeightForm(), 32, of_several=True)
-    given_ = tensors()
-    assert all(list(bucket.tensors()) for bucket in one.buckets([given_[place] for place in which]))
-    return one
-
-
-def test_the_parts_of_several_sources_are_one_update():
-    alone = intake()
-    list(alone.buckets(tensors()))
-    for parts in ([(0, 1), (2,)], [(2, 0), (1,)], [(0,), (1,), (2,)], [(0, 1, 2), ()]):
-        first, *others = [part_of(*which) for which in parts]
-        assert first.join([other.part() for other in others]) == alone.join()
-    with pytest.raises(WeightSyncError, match=r"b\.weight arrived from two sources in one update \(version 3\)"):
-        part_of(0, 1).join([part_of(1, 2).part()])
-    with pytest.raises(WeightSyncError, match=r"1 of 3 tensors are missing .* for example c\.weight"):
-        part_of(0).join([part_of(1).part()])
-
-
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(1, 4), min_size=1, max_size=3)), min_size=1))
 def test_what_goes_into_a_bucket_comes_out_of_it(sizes: list[tuple[torch.dtype, list[int]]]):
     """Also where a byte stands before a float32, which could not be viewed at an odd address."""
@@ -250,7 +231,7 @@ def test_sums_of_an_update_do_not_depend_on_its_buckets(fp8: str):
     for max_bytes in (1, 60, 100, 1000):
         intake = Intake(shapes, 1, WeightForm(torch.bfloat16, fp8), max_bytes)  # type: ignore[arg-type]
         assert [bucket.names for bucket in intake.buckets(tensors.items())]
-        found.add(intake.join())
+        found.add(intake.sums())
     assert len(found) == 1
     assert len(set(*found)) == 4 + 2 * (fp8 == "blocks")
 

@@ -49,7 +49,7 @@ class Pair:
     def strike(self, number: signal.Signals, step: str, weights: dict[str, torch.Tensor]) -> float:
         """Seconds of an update in which the second server gets a signal just before this step."""
         self.told.clear()
-        member, struck = self.fleet._members[1], threading.Event()
+        member, struck = self.fleet.members[1], threading.Event()
         assert member.process is not None
         process, method = member.process, getattr(WeightSender, STEPS[step])
 
@@ -67,7 +67,7 @@ class Pair:
 
     def until_back(self) -> None:
         end = time.monotonic() + START_DEADLINE_S
-        while not all(m.holds is not None and m.holds.version == self.version for m in self.fleet._members):
+        while not all(m.holds is not None and m.holds.version == self.version for m in self.fleet.members):
             assert time.monotonic() < end, self.told
             time.sleep(0.1)
 
@@ -85,7 +85,7 @@ def pair(sglang_spec: ServerSpec, tmp_path_factory: pytest.TempPathFactory) -> I
     specs = [replace(sglang_spec, log_file=logs / f"{index}.log") for index in range(2)]
     told: list[str] = []
     patience = FleetSettings(START_DEADLINE_S, max_restarts=1000, poll_s=0.1)
-    fleet = Fleet(specs, exchange=None, settings=patience, tell=told.append)
+    fleet = Fleet(specs, settings=patience, tell=told.append)
     config = json.loads((Path(sglang_spec.model_path) / "config.json").read_text())
     engine = SGLangEngine(fleet.start(), config, fleet=fleet, form=WeightForm(torch.float32))
     yield Pair(engine, fleet, told)
@@ -101,7 +101,7 @@ def test_an_update_waits_for_no_server_that_gets_a_signal(
     weights = noisy(sglang_model, int(number))
     seconds = pair.strike(number, step, weights)
     print(f"{number.name} at {step}: {seconds:.1f} s", *pair.told, sep="\n")
-    assert pair.fleet._members[0].holds is pair.fleet._state.last is not None
+    assert pair.fleet.members[0].holds is pair.fleet.state.last is not None
     (line,) = [line for line in pair.told if "in a weight update" in line]
     # Half of the servers is one: what is late beside it is not waited for until its deadline.
     assert "is late" in line if number == signal.SIGSTOP else "stops or has gone" in line

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from rollout_oracle import make_requests
+from sglang_fixtures import transport_fields
 from sglang_oracle import CLOSE, Weights, check_nuclei, logprob_gap, noisy, oracle_of, same_sets
 
 from megarl.core.types import Rollout, SampleRequest
@@ -27,11 +28,12 @@ from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang import member as sglang_member
 from megarl.engines.sglang.client import ClientSettings
 from megarl.engines.sglang.engine import SGLangEngine
-from megarl.engines.sglang.fleet import Fleet
+from megarl.engines.sglang.fleet import Fleet, FleetSettings
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
-from megarl.engines.sglang.transports.ipc import Exchange
+from megarl.engines.sglang.transports.process_group import BroadcastGroup
 from megarl.engines.sglang.transports.sender import WeightSender
+from megarl.engines.sglang.transports.tensor import send_tensors
 from megarl.engines.sglang.versions import parse_version
 from megarl.engines.weights import WeightForm
 from megarl.errors import MegarlError, RolloutError, WeightSyncError
@@ -108,15 +110,8 @@ def test_the_server_follows_the_weights(
     weights: list[Weights],
     tmp_path: Path,
 ):
-    folder = tmp_path if way == "disk" else None
-    fleet = Fleet(
-        urls=[updated_server.url],
-        source=hostile_model,
-        folder=folder,
-        broadcast=way == "distributed",
-        exchange=Exchange() if way == "ipc" else None,
-        checksums=True,
-    )
+    fields = transport_fields(way, tmp_path, checksums=True)
+    fleet = Fleet(urls=[updated_server.url], source=hostile_model, **fields)
     engine = SGLangEngine(fleet.start(), config, fleet=fleet, form=WeightForm(torch.float32))
     requests = make_requests(4, copies=2, seed=3)
     for version in (1, 2):
@@ -131,7 +126,7 @@ def test_the_server_follows_the_weights(
     assert updated_server.alive  # a server that was given by URL is left alone
 
 
-@pytest.mark.parametrize("way", ["send", "share", "broadcast", "load_from_disk"])
+@pytest.mark.parametrize("way", ["tensor", "ipc", "distributed", "disk"])
 def test_a_dropped_sync_is_seen(
     updated_server: Server,
     hostile_model: Path,
@@ -141,16 +136,13 @@ def test_a_dropped_sync_is_seen(
     tmp_path: Path,
     way: str,
 ):
-    folder = tmp_path if way == "load_from_disk" else None
-    exchange = Exchange() if way == "share" else None
-    broadcast = way == "broadcast"
-    fleet = Fleet(
-        urls=[updated_server.url], source=hostile_model, folder=folder, broadcast=broadcast, exchange=exchange
-    )
+    fleet = Fleet(urls=[updated_server.url], source=hostile_model, **transport_fields(way, tmp_path))
     engine = SGLangEngine(fleet.start(), config, fleet=fleet, form=WeightForm(torch.float32))
     engine.update_weights(weights[1].items(), 1)
     with monkeypatch.context() as patch:
-        patch.setattr(WeightSender, way, lambda self, *what: None)
+        post = WeightSender.post
+        patch.setattr(WeightSender, "post", lambda sender, path, *body: "_from_" in path or post(sender, path, *body))
+        patch.setattr(BroadcastGroup, "broadcast", lambda *_: None)
         patch.setattr(sglang_member, "DEATH_WAIT_S", 0.5)
         with pytest.raises(WeightSyncError, match="confirmed the update to weights 2 and did not make it"):
             engine.update_weights(weights[2].items(), 2)
@@ -184,7 +176,7 @@ def test_a_half_update_of_a_trainer_that_is_gone_is_no_obstacle(
     """It has left the server paused, with some new tensors, and with an open session where there are any."""
     gone = WeightSender(updated_server.url, parse_version(updated_server.version))
     gone.begin()
-    gone.send(Bucket(list(weights[2].items())[:20]))
+    send_tensors(gone, Bucket(list(weights[2].items())[:20]))
     gone.close()
     engine.update_weights(weights[1].items(), 1)
     assert logprob_gap(engine.generate(make_requests(2), PARAMS), oracle_of(hostile_model, weights[1])) < CLOSE
@@ -300,10 +292,10 @@ class TestStaleCache:
         self.sample(engine)
         sender = WeightSender(updated_server.url, parse_version(updated_server.version))
         sender.begin()
-        sender.send(Bucket(weights[2].items()))
+        send_tensors(sender, Bucket(weights[2].items()))
         if sender._in_session:
-            sender._post("end_weight_update", {})
-        sender._post("continue_generation", {})
+            sender.post("end_weight_update", {})
+        sender.post("continue_generation", {})
         sender.close()
         oracle = oracle_of(hostile_model, weights[2])
         rollouts = self.sample(engine)
@@ -443,25 +435,27 @@ def test_a_server_that_is_back_with_wrong_weights_samples_nothing(
 
     monkeypatch.setattr(WeightSender, "_ask", listening)
     told: list[str] = []
-    fleet = Fleet(urls=[updated_server.url], source=hostile_model, checksums=True, tell=told.append)
+    fleet = Fleet(
+        urls=[updated_server.url], source=hostile_model, settings=FleetSettings(checksums=True), tell=told.append
+    )
     fleet.start()
-    (member,) = fleet._members
-    fleet._state.ended.set()  # its keeper looks no more
+    (member,) = fleet.members
+    fleet.state.ended.set()  # its keeper looks no more
     process = SimpleNamespace(alive=True, wait_ready=lambda *_: None)
     process.start = process.kill = process.stop = lambda: None
     member.process = process  # type: ignore[assignment]
     fleet.update(weights[0].items(), 0, WeightForm(torch.float32))
     assert asked.index("weights_checker") < asked.index("continue_generation")
     asked.clear()
-    fleet._keepers[0].restart()
+    fleet.keepers[0].restart()
     assert asked.index("weights_checker") < asked.index("continue_generation")
     assert "is back with weights 0" in told[-1]
 
     asked.clear()
-    last = fleet._state.last
+    last = fleet.state.last
     assert last is not None
-    fleet._state.last = replace(last, checksums=[dict.fromkeys(rank, "0") for rank in last.checksums or []])
-    fleet._keepers[0].restart()
+    fleet.state.last = replace(last, checksums=[dict.fromkeys(rank, "0") for rank in last.checksums or []])
+    fleet.keepers[0].restart()
     assert "holds other weights than the first server" in told[-1]
     assert "continue_generation" not in asked
     member.sender.resume()
@@ -500,7 +494,7 @@ def test_a_server_of_somebody_else_that_was_started_again_gets_the_weights(
             settings = ClientSettings(concurrency=16, deadline_s=120.0, recovery_s=300.0)
             engine = SGLangEngine([server.url], config, fleet=fleet, settings=settings, form=WeightForm(torch.float32))
             engine.update_weights(weights[0].items(), 0)
-            (member,) = fleet._members
+            (member,) = fleet.members
             member.checked_at = math.inf  # else its keeper may see the death before the update does
             server.kill()
             engine.update_weights(weights[1].items(), 1)  # nobody is there; nothing is lost

@@ -98,7 +98,7 @@ def served(sglang_spec: ServerSpec, tmp_path_factory: pytest.TempPathFactory) ->
     engine.update_weights(weights.items(), 3)
     plain = SGLangEngine(urls, config, fleet=None, settings=replace(settings, compact_routes=False), form=form)
     plain._version, plain._complete = 3, True  # those of the other, on the same server
-    (server,) = [member.process for member in fleet._members if member.process]
+    (server,) = [member.process for member in fleet.members if member.process]
     yield Served(engine, plain, server, model, weights, told)
     engine.close()
 

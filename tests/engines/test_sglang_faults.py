@@ -278,7 +278,7 @@ def test_a_killed_server_comes_back_with_the_current_weights(
     try:
         engine.update_weights(noisy(hostile_model, 6).items(), 20)
         engine.update_weights(weights.items(), 21)
-        (member,) = fleet._members
+        (member,) = fleet.members
         assert member.process is not None
         requests, finished = make_requests(40, copies=4), []
         wait = in_background(
@@ -325,7 +325,7 @@ def test_another_server_takes_over_from_one_that_is_given_up(
     engine = engine_of(urls, hostile_model, settings, fleet)
     try:
         engine.update_weights(weights.items(), 30)
-        process = fleet._members[1].process
+        process = fleet.members[1].process
         assert process is not None
         requests, finished = make_requests(40, copies=4), []
         wait = in_background(
@@ -336,7 +336,7 @@ def test_another_server_takes_over_from_one_that_is_given_up(
         kill_9(process)
         check_complete(requests, wait(), finished)
         assert any("died 1 times and is given up" in line for line in told)
-        assert urls[1] == fleet._members[1].url
+        assert urls[1] == fleet.members[1].url
 
         alone = SGLangEngine([urls[1]], json.loads((hostile_model / "config.json").read_text()), fleet=None)
         alone._client.settings = settings

@@ -30,6 +30,8 @@ from sglang_stand_in import MAGIC
 
 from megarl.core.types import SampleRequest
 from megarl.data.tiny import write_tiny_model
+from megarl.engines import buckets
+from megarl.engines.buckets import Bucket
 from megarl.engines.protocol import sample_each
 from megarl.engines.sglang import fleet as sglang_fleet
 from megarl.engines.sglang import server as sglang_server
@@ -40,8 +42,10 @@ from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec, free_port
 from megarl.engines.sglang.transports import deadlines, ipc
 from megarl.engines.sglang.transports import sender as sglang_sync
-from megarl.engines.sglang.transports.ipc import Exchange
-from megarl.engines.sglang.transports.payload import payload_of
+from megarl.engines.sglang.transports.broadcast import Broadcast
+from megarl.engines.sglang.transports.disk import Disk
+from megarl.engines.sglang.transports.ipc import SharedMemory
+from megarl.engines.sglang.transports.tensor import Tensors, payload_of
 from megarl.engines.weights import WeightForm, checkpoint_shapes
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
 
@@ -90,7 +94,8 @@ class World:
         return [event for event in map(json.loads, whole.splitlines()) if not names or event["event"] in names]
 
     def start(self, number: int = 2, urls: tuple[str, ...] = (), **fields: Any) -> Fleet:
-        fields = {"settings": PATIENCE, **fields}
+        settings = {name: fields.pop(name) for name in ("checksums", "copies") if name in fields}
+        fields = {"settings": replace(PATIENCE, **settings), **fields}
         for index in range(number):
             self.control(index) if not self.folder(index).exists() else None
         specs = [
@@ -115,15 +120,15 @@ class World:
 
     def kill(self, fleet: Fleet, *indices: int) -> None:
         """Kill these servers, and wait until their keepers have seen it."""
-        members = [fleet._members[index] for index in indices]
+        members = [fleet.members[index] for index in indices]
         before = [member.restarts for member in members]
         for member in members:
             kill_9(process_of(member))
         self.until(lambda: all(m.restarts > number for m, number in zip(members, before, strict=True)))
 
     def until_back(self, fleet: Fleet, version: int) -> None:
-        self.until(lambda: all(m.holds is not None and m.holds.version == version for m in fleet._members))
-        for member in fleet._members:
+        self.until(lambda: all(m.holds is not None and m.holds.version == version for m in fleet.members))
+        for member in fleet.members:
             assert self.ask(member) == [str(version), [version]]
 
     def ask(self, member: Member) -> list[Any]:
@@ -159,7 +164,7 @@ def world(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
     monkeypatch.setattr(sglang_server, "command", command)
     monkeypatch.setattr(sglang_fleet, "checkpoint_shapes", shapes_of)  # read once
-    monkeypatch.setattr(sglang_fleet, "BUCKET_BYTES", 1 << 14)  # several buckets
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1 << 14)  # several buckets
     monkeypatch.setattr(deadlines, "LATE_S", WAIT_S)
     monkeypatch.setattr(deadlines, "CONTROL_S", WAIT_S)
     made = World(model, tmp_path)
@@ -167,24 +172,24 @@ def world(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     print("\n".join(made.told))
     for fleet in made.fleets:
         fleet.close()
-        assert not any(member.process.members() for member in fleet._members if member.process)
+        assert not any(member.process.members() for member in fleet.members if member.process)
 
 
 def test_an_update_does_not_wait_for_a_server_that_is_down(world: World):
     fleet = world.start()
     world.update(fleet, 1)
     world.control(1, start=1000.0)
-    kill_9(process_of(fleet._members[1]))
+    kill_9(process_of(fleet.members[1]))
     world.until(lambda: len(world.events(1, "started")) == 2)
     for version in (2, 3, 4):  # 1000 s to the start, and 180 s of patience
         world.update(fleet, version)
-        assert world.ask(fleet._members[0]) == [str(version), [version]]
-    assert not fleet._members[1].ready
+        assert world.ask(fleet.members[0]) == [str(version), [version]]
+    assert not fleet.members[1].ready
     world.control(1)
     world.kill(fleet, 1)  # the start that hangs
     world.until_back(fleet, 4)
     assert any("could not be started again" in line for line in world.told)
-    assert f"{fleet._members[1].url} is back with weights 4" in world.told[-1]
+    assert f"{fleet.members[1].url} is back with weights 4" in world.told[-1]
 
 
 def test_two_servers_come_back_at_the_same_time(world: World):
@@ -204,11 +209,11 @@ def test_a_server_may_die_in_every_step_of_an_update(world: World, path: str):
     world.update(fleet, 1)
     world.control(1, die_at=path)
     world.update(fleet, 2)
-    assert world.ask(fleet._members[0]) == ["2", [2.0]]
+    assert world.ask(fleet.members[0]) == ["2", [2.0]]
     world.until_back(fleet, 2)
-    assert fleet._members[1].restarts == 1
+    assert fleet.members[1].restarts == 1
     world.update(fleet, 3)
-    assert [world.ask(member) for member in fleet._members] == [["3", [3.0]]] * 2
+    assert [world.ask(member) for member in fleet.members] == [["3", [3.0]]] * 2
 
 
 @contextmanager
@@ -237,17 +242,17 @@ def test_an_update_goes_on_without_a_server_that_is_late_in_a_step(
     world.control(1, hold=path)
     with impatient(world, monkeypatch, path):
         world.update(fleet, 2)
-    url = fleet._members[1].url
+    url = fleet.members[1].url
     assert [line for line in world.told if "in a weight update" in line] == [
         f"{url} is late in a weight update, which goes on without it; it gets the weights later"
     ]
-    assert world.ask(fleet._members[0]) == ["2", [2.0]]
+    assert world.ask(fleet.members[0]) == ["2", [2.0]]
     world.control(1)
     world.until_back(fleet, 2)
-    assert fleet._members[1].restarts == 0
-    assert [member.leniency for member in fleet._members] == [1, 2]
+    assert fleet.members[1].restarts == 0
+    assert [member.leniency for member in fleet.members] == [1, 2]
     world.update(fleet, 3)
-    assert [world.ask(member) for member in fleet._members] == [["3", [3.0]]] * 2
+    assert [world.ask(member) for member in fleet.members] == [["3", [3.0]]] * 2
 
 
 @pytest.mark.parametrize("path", STEPS)
@@ -264,10 +269,10 @@ def test_a_server_that_stops_is_told_from_a_busy_one_in_every_step_and_started_a
     (told,) = [line for line in world.told if "in a weight update" in line]
     assert "stops or has gone" in told
     assert f"its health check says HTTP 503 while it does {path}" in told
-    assert world.ask(fleet._members[0]) == ["2", [2.0]]
+    assert world.ask(fleet.members[0]) == ["2", [2.0]]
     world.control(1)
     world.until_back(fleet, 2)
-    assert [member.restarts for member in fleet._members] == [0, 1]
+    assert [member.restarts for member in fleet.members] == [0, 1]
 
 
 @pytest.mark.parametrize("path", STEPS)
@@ -284,7 +289,7 @@ def test_a_step_has_a_deadline_of_its_own(world: World, path: str, monkeypatch: 
     world.update(fleet, 2)
     monkeypatch.setattr(deadlines, "CONTROL_S", WAIT_S)
     (told,) = [line for line in world.told if "in a weight update" in line]
-    assert f"hangs in a weight update, which goes on without it ({fleet._members[0].url}/{path}: ReadTimeout" in told
+    assert f"hangs in a weight update, which goes on without it ({fleet.members[0].url}/{path}: ReadTimeout" in told
     world.control(0)
     world.until_back(fleet, 2)
 
@@ -293,12 +298,12 @@ def test_a_step_has_a_deadline_of_its_own(world: World, path: str, monkeypatch: 
 def test_an_update_goes_on_without_a_late_server_however_weights_travel(
     world: World, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    served = world.start(2)._members if way == "stranger" else []
+    served = world.start(2).members if way == "stranger" else []
     fields: dict[str, Any] = {
-        "ipc": {"exchange": Exchange()},
-        "disk": {"folder": tmp_path / "weights"},
+        "ipc": {"transport": SharedMemory()},
+        "disk": {"transport": Disk(), "copies": tmp_path / "weights"},
         "stranger": {"number": 0, "urls": tuple(member.url for member in served)},
-    }.get(way, {"broadcast": True})
+    }.get(way, {"transport": Broadcast()})
     path = {"disk": "update_weights_from_disk", "broadcast": "update_weights_from_distributed"}.get(
         way, "update_weights_from_tensor"
     )
@@ -313,8 +318,8 @@ def test_an_update_goes_on_without_a_late_server_however_weights_travel(
         world.update(fleet, 2)
     monkeypatch.setattr(deadlines, "CONTROL_S", WAIT_S)
     assert any("in a weight update, which goes on without it" in line for line in world.told)
-    assert world.ask(fleet._members[0]) == ["2", [2.0]]
-    assert not fleet._members[1].ready
+    assert world.ask(fleet.members[0]) == ["2", [2.0]]
+    assert not fleet.members[1].ready
     world.control(1)
     world.until_back(fleet, 2)
 
@@ -368,7 +373,7 @@ def test_a_server_may_die_again_while_it_comes_back(world: World, path: str):
     world.control(1, die_at=path)
     world.kill(fleet, 1)
     world.until_back(fleet, 1)
-    assert fleet._members[1].restarts == 2
+    assert fleet.members[1].restarts == 2
     assert not fleet.prove()
 
 
@@ -381,7 +386,7 @@ def test_a_server_that_comes_back_in_the_middle_of_an_update_gets_the_new_weight
     def slow() -> Iterator[tuple[str, torch.Tensor]]:
         for number, item in enumerate(weights(world.model, 2)):
             if number == 5:
-                world.until(lambda: fleet._members[1].ready)
+                world.until(lambda: fleet.members[1].ready)
                 time.sleep(0.1)  # looks of its keeper
             yield item
 
@@ -395,7 +400,7 @@ def test_a_server_that_comes_back_in_the_middle_of_an_update_gets_the_new_weight
 @pytest.mark.parametrize("way", ["memory", "disk"])
 def test_an_update_in_the_middle_of_the_delivery_of_a_copy(world: World, tmp_path: Path, way: str):
     """From memory the delivery ends with its bucket and the update takes the server along; from a folder it is late."""
-    fleet = world.start(spare=tmp_path / "spare" if way == "disk" else None)
+    fleet = world.start(copies=tmp_path / "spare" if way == "disk" else "memory")
     world.update(fleet, 1)
     path = "update_weights_from_tensor" if way == "memory" else "update_weights_from_disk"
     world.control(1, **{path: 1.5})
@@ -405,9 +410,9 @@ def test_an_update_in_the_middle_of_the_delivery_of_a_copy(world: World, tmp_pat
     world.control(1)
     world.update(fleet, 2)
     if way == "memory":
-        assert world.ask(fleet._members[1]) == ["2", [2.0]]
+        assert world.ask(fleet.members[1]) == ["2", [2.0]]
     world.until_back(fleet, 2)
-    assert fleet._members[1].restarts == 1
+    assert fleet.members[1].restarts == 1
     named = [event["version"] for event in world.events(1, "continue_generation") if event["version"] != "default"]
     assert named[-1] == "2"
     assert "1" not in named[1:]  # it is not let in with old weights
@@ -417,8 +422,8 @@ def test_copies_are_let_go_when_the_next_update_begins(world: World):
     """Two in memory at a time would be too many."""
     fleet = world.start()
     world.update(fleet, 1)
-    assert fleet._state.last is not None
-    held = [weakref.ref(bucket) for bucket in fleet._state.last.copy]  # type: ignore[union-attr]
+    assert fleet.state.last is not None
+    held = [weakref.ref(bucket) for bucket in fleet.state.last.copy]  # type: ignore[union-attr]
     world.control(1, update_weights_from_tensor=1.5)  # all of the copy takes longer than an update waits
     before = len(world.events(1))
     world.kill(fleet, 1)
@@ -440,14 +445,14 @@ def test_close_leaves_no_process_whatever_its_keepers_are_doing(world: World):
     for slow, seen in (("start", "started"), ("update_weights_from_tensor",) * 2, ("server_info",) * 2):
         fleet = world.start()
         world.update(fleet, 1)
-        servers = [process_of(member) for member in fleet._members]
+        servers = [process_of(member) for member in fleet.members]
         before = len(world.events(1))
         world.control(1, **{slow: 1000.0})
         kill_9(servers[1])
         world.until(lambda at=before, seen=seen: any(e["event"] == seen for e in world.events(1)[at:]))
         fleet.close()
         assert not any(server.members() for server in servers)
-        assert not any(keeper.is_alive() for keeper in fleet._keepers)
+        assert not any(keeper.is_alive() for keeper in fleet.keepers)
         world.control(1)
 
 
@@ -456,21 +461,21 @@ def test_nothing_starts_while_the_servers_rest(world: World):
     fleet = world.start()
     world.update(fleet, 1)
     world.control(1, start=1000.0)
-    kill_9(process_of(fleet._members[1]))
+    kill_9(process_of(fleet.members[1]))
     began = len(world.events(1, "started"))
     world.until(lambda: len(world.events(1, "started")) > began)
     fleet.rest()
-    assert not process_of(fleet._members[1]).members()
-    kill_9(process_of(fleet._members[0]))  # and one that dies while it rests
+    assert not process_of(fleet.members[1]).members()
+    kill_9(process_of(fleet.members[0]))  # and one that dies while it rests
     world.control(1)
     time.sleep(0.3)
-    assert not any(process_of(member).alive for member in fleet._members)
+    assert not any(process_of(member).alive for member in fleet.members)
     world.update(fleet, 2)
     world.until_back(fleet, 2)
     fleet.rest()
     assert world.events(0, "release_memory_occupation")
     world.update(fleet, 3)
-    assert [world.ask(member) for member in fleet._members] == [["3", [3.0]]] * 2
+    assert [world.ask(member) for member in fleet.members] == [["3", [3.0]]] * 2
 
 
 def test_a_server_that_always_dies_is_given_up_and_the_others_go_on(world: World):
@@ -478,10 +483,10 @@ def test_a_server_that_always_dies_is_given_up_and_the_others_go_on(world: World
     world.update(fleet, 1)
     (world.folder(1) / "events.jsonl").unlink()
     (world.folder(1) / "events.jsonl").mkdir()  # the stand-in cannot write there: it ends at once
-    process_of(fleet._members[1]).kill()
+    process_of(fleet.members[1]).kill()
     world.until(lambda: any("died 3 times and is given up" in line for line in world.told))
     world.update(fleet, 2)
-    assert world.ask(fleet._members[0]) == ["2", [2.0]]
+    assert world.ask(fleet.members[0]) == ["2", [2.0]]
     assert not fleet.prove()
 
 
@@ -525,8 +530,8 @@ def test_a_server_of_somebody_else_with_a_key_is_awaited_and_brought_up_to_date(
         process.kill()
         process.wait()
         world.update(fleet, 2)
-        assert fleet._members[0].url == url
-        assert not fleet._members[0].ready
+        assert fleet.members[0].url == url
+        assert not fleet.members[0].ready
         process = subprocess.Popen(words)
         world.until_back(fleet, 2)
         assert httpx.post(f"{url}/generate", json={}).status_code == 401
@@ -537,9 +542,9 @@ def test_a_server_of_somebody_else_with_a_key_is_awaited_and_brought_up_to_date(
         world.update(fleet, 3)
         process.kill()
         process.wait()
-        world.until(lambda: not fleet._members[0].ready)
+        world.until(lambda: not fleet.members[0].ready)
         process = subprocess.Popen(words)
-        world.until(lambda: fleet._members[0].ready)
+        world.until(lambda: fleet.members[0].ready)
         world.until_back(fleet, 3)
     finally:
         process.kill()
@@ -551,21 +556,21 @@ def test_weights_that_somebody_else_changes_are_found_named_and_sent_again(world
     fleet = world.start(checksums=way == "checksums")
     world.update(fleet, 1)
     assert not fleet.prove()
-    url = fleet._members[1].url
+    url = fleet.members[1].url
     for path, body in (
         ("pause_generation", {}),
         ("update_weights_from_tensor", None),
         ("continue_generation", {}),
     ):
-        bucket = sglang_fleet.Bucket(weights(world.model, 1.5))
+        bucket = Bucket(weights(world.model, 1.5))
         httpx.post(f"{url}/{path}", json={"serialized_named_tensors": [payload_of(bucket)]} if body is None else body)
-    assert world.ask(fleet._members[1]) == ["1", [1.5]]  # the version says nothing of it
+    assert world.ask(fleet.members[1]) == ["1", [1.5]]  # the version says nothing of it
     assert fleet.prove()
     found = [line for line in world.told if "does not compute with the weights that it was sent" in line]
     assert len(found) == 1
     assert found[0].startswith(f"{url} ")
     assert "are others by 0.5 on average" in found[0] if way == "probe" else "1 checksums" in found[0]
-    assert [world.ask(member) for member in fleet._members] == [["1", [1.0]]] * 2
+    assert [world.ask(member) for member in fleet.members] == [["1", [1.0]]] * 2
     assert not fleet.prove()
 
 
@@ -583,9 +588,9 @@ def test_a_refusal_ends_the_update_and_the_next_one_is_complete(world: World):
     world.update(fleet, 1)
     with pytest.raises(WeightSyncError, match="tensors are missing"):
         fleet.update([], 2, FORM)
-    kill_9(process_of(fleet._members[1]))
-    world.until(lambda: fleet._members[1].ready is False)
-    assert fleet._state.last is None
+    kill_9(process_of(fleet.members[1]))
+    world.until(lambda: fleet.members[1].ready is False)
+    assert fleet.state.last is None
     world.update(fleet, 3)
     world.until_back(fleet, 3)
 
@@ -596,8 +601,8 @@ def test_a_session_begins_without_a_server_that_is_behind(world: World):
     world.update(fleet, 1)
     world.control(1, update_weights_from_tensor=3.0)
     world.kill(fleet, 1)
-    world.until(lambda: fleet._members[1].ready)
-    client = SGLangClient([member.url for member in fleet._members], ClientSettings(recovery_s=WAIT_S))
+    world.until(lambda: fleet.members[1].ready)
+    client = SGLangClient([member.url for member in fleet.members], ClientSettings(recovery_s=WAIT_S))
     requests = [SampleRequest(np.array([1, 2], np.int32), group, 0, 0) for group in range(6)]
     ask = partial(client.converse, body=lambda _: {"mine": 1}, decode=lambda request, *_: request, version="1")
     assert len(sample_each(ask, requests)) == len(requests)
@@ -616,11 +621,11 @@ def test_no_request_meets_other_weights_than_those_it_asks_for(world: World):
         while killed < 12 and time.monotonic() < end:
             time.sleep(rng.uniform(0.0, 0.4))
             with suppress(AssertionError, psutil.NoSuchProcess):  # dead already
-                kill_9(process_of(rng.choice(fleet._members)))
+                kill_9(process_of(rng.choice(fleet.members)))
                 killed += 1
 
     settings = ClientSettings(concurrency=2, losses=1000, recovery_s=WAIT_S)
-    client = SGLangClient([member.url for member in fleet._members], settings)
+    client = SGLangClient([member.url for member in fleet.members], settings)
     requests = [SampleRequest(np.array([1, 2], np.int32), group, 0, 0) for group in range(30)]
     killer, version = threading.Thread(target=kill), 0
     killer.start()
@@ -637,7 +642,7 @@ def test_no_request_meets_other_weights_than_those_it_asks_for(world: World):
         assert len(sample_each(ask, requests)) == len(requests)
         assert answers == [[str(version), [version]]] * len(requests)
     killer.join()
-    world.until(lambda: sum(member.restarts for member in fleet._members) > 3)
+    world.until(lambda: sum(member.restarts for member in fleet.members) > 3)
     world.until_back(fleet, version)
 
 
@@ -646,10 +651,10 @@ def test_a_keeper_that_asks_during_a_proof_is_not_cut_off_and_sends_nothing_agai
 ):
     """It may see the name that the server has while the proof sends the weights."""
     served = world.start(1)
-    fleet = world.start(0, (served._members[0].url,))
-    fleet._state.ended.set()  # its keeper looks when this test says so
+    fleet = world.start(0, (served.members[0].url,))
+    fleet.state.ended.set()  # its keeper looks when this test says so
     world.update(fleet, 1)
-    (member,), (keeper,) = fleet._members, fleet._keepers
+    (member,), (keeper,) = fleet.members, fleet.keepers
     assert member.sender is not None
     asking, sent = threading.Event(), threading.Event()
     old, find = member.sender, member.find_version
@@ -663,7 +668,7 @@ def test_a_keeper_that_asks_during_a_proof_is_not_cut_off_and_sends_nothing_agai
         return "default"
 
     monkeypatch.setattr(member, "find_version", slowly)
-    member.checked_at = -1e9
+    keeper.checked_at = -1e9
     with ThreadPoolExecutor(1) as threads:
         look = threads.submit(keeper.look)
         assert asking.wait(WAIT_S)
@@ -682,7 +687,7 @@ def test_a_bucket_is_sent_while_the_next_one_is_made(world: World, way: str):
     """The server keeps the first one until half of the third is gathered: it would wait for ever otherwise."""
     path = "update_weights_from_tensor"
     world.control(0, hold=path)
-    fleet = world.start(1, exchange=Exchange() if way == "ipc" else None)
+    fleet = world.start(1, transport=SharedMemory() if way == "ipc" else Tensors())
     alive, gathered = [0], [0]
     sizes = [4 * math.prod(shape) for shape in shapes_of(world.model).values()]
 
@@ -704,7 +709,7 @@ def test_a_bucket_is_sent_while_the_next_one_is_made(world: World, way: str):
     assert {event["shared"] for event in received} == {way == "ipc"}
     order = [event["event"] for event in world.events(0) if event["event"] in (path, "received", "flush_cache")]
     assert order == [path, "received"] * len(received) + ["flush_cache"]  # one after the other
-    assert world.ask(fleet._members[0]) == ["1", [1.0]]
+    assert world.ask(fleet.members[0]) == ["1", [1.0]]
     assert not list(ipc.SHARED_MEMORY.glob(f"torch_{os.getpid()}_*"))
 
 
@@ -717,21 +722,21 @@ def test_an_error_of_a_bucket_ends_the_update_before_the_next_one_is_sent(world:
     assert not world.events(0, "flush_cache")
     world.control(0)
     world.update(fleet, 2)
-    assert world.ask(fleet._members[0]) == ["2", [2.0]]
+    assert world.ask(fleet.members[0]) == ["2", [2.0]]
 
 
 def test_without_a_copy_a_server_that_was_lost_gets_no_requests_until_the_next_update(world: World):
-    fleet = world.start(2, keeps_copy=False)
+    fleet = world.start(2, copies="none")
     world.update(fleet, 1)
-    assert fleet._state.last is not None
-    assert fleet._state.last.copy is None
+    assert fleet.state.last is not None
+    assert fleet.state.last.copy is None
     world.kill(fleet, 1)
-    world.until(lambda: fleet._members[1].ready)
+    world.until(lambda: fleet.members[1].ready)
     time.sleep(0.2)  # looks of its keeper
-    assert world.ask(fleet._members[1]) == ["default", [0.0]]  # which no rollout accepts
+    assert world.ask(fleet.members[1]) == ["default", [0.0]]  # which no rollout accepts
     assert not fleet.prove()
     world.update(fleet, 2)
-    assert [world.ask(member) for member in fleet._members] == [["2", [2.0]]] * 2
+    assert [world.ask(member) for member in fleet.members] == [["2", [2.0]]] * 2
 
 
 def test_the_memory_of_an_update_does_not_grow_with_the_number_of_buckets(
@@ -745,7 +750,7 @@ def test_the_memory_of_an_update_does_not_grow_with_the_number_of_buckets(
         made.extend(sizes[:1] if options.get("dtype") == torch.uint8 else [])
         return empty(*sizes, **options)
 
-    fleet = world.start(1, keeps_copy=False)
+    fleet = world.start(1, copies="none")
     monkeypatch.setattr(torch, "empty", counting)
     world.update(fleet, 1)
     monkeypatch.undo()

@@ -11,19 +11,18 @@ import pytest
 import torch
 from rollout_oracle import make_requests
 from safetensors.torch import load_file
-from sglang_fixtures import START_DEADLINE_S
+from sglang_fixtures import START_DEADLINE_S, transport_fields
 from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_sets
 
 from megarl.data.tiny import write_tiny_model
+from megarl.engines import buckets
 from megarl.engines.buckets import Bucket
 from megarl.engines.protocol import SamplingParams
-from megarl.engines.sglang import fleet as sglang_fleet
 from megarl.engines.sglang.engine import SGLangEngine
 from megarl.engines.sglang.fleet import Fleet
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports.folder import write_empty_model
-from megarl.engines.sglang.transports.ipc import Exchange
 from megarl.engines.weights import WeightForm
 
 PLUGIN = Path(__file__).parents[1] / "fp8_without_kernels"
@@ -65,14 +64,12 @@ def rounded(weights: Weights) -> Weights:
 def test_a_server_computes_with_the_blocks_that_were_sent(
     way: str, server: Server, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sglang_fleet, "BUCKET_BYTES", 1 << 18)  # several, with FP8 and float32 in most
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1 << 18)  # several, with FP8 and float32 in most
     fleet = Fleet(
         urls=[server.url],
         source=model,
         served=Path(server.spec.model_path),
-        folder=tmp_path if way == "disk" else None,
-        broadcast=way == "distributed",
-        exchange=Exchange() if way == "ipc" else None,
+        **transport_fields(way, tmp_path / "sent"),
     )
     config = json.loads((model / "config.json").read_text())
     engine = SGLangEngine(fleet.start(), config, fleet=fleet, form=WeightForm(torch.float32, "blocks"))

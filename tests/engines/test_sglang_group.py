@@ -20,17 +20,19 @@ from rollout_oracle import make_requests
 from sglang_fixtures import START_DEADLINE_S
 from sglang_oracle import CLOSE, logprob_gap, noisy, oracle_of, same_sets
 
+from megarl.engines import buckets
 from megarl.engines.buckets import Bucket
 from megarl.engines.protocol import SamplingParams
-from megarl.engines.sglang import fleet as sglang_fleet
 from megarl.engines.sglang import member as sglang_member
 from megarl.engines.sglang.engine import SGLangEngine
 from megarl.engines.sglang.fleet import Fleet, FleetSettings
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
-from megarl.engines.sglang.transports import deadlines
+from megarl.engines.sglang.transports import deadlines, tensor
+from megarl.engines.sglang.transports.broadcast import Broadcast, broadcast
 from megarl.engines.sglang.transports.process_group import BroadcastGroup
 from megarl.engines.sglang.transports.sender import WeightSender
+from megarl.engines.sglang.transports.tensor import send_tensors
 from megarl.engines.sglang.versions import parse_version
 from megarl.engines.weights import WeightForm
 from megarl.errors import WeightSyncError
@@ -67,9 +69,9 @@ def test_a_server_with_another_number_of_ranks_is_an_error_and_stays_usable(
     with monkeypatch.context() as patch:
         patch.setattr(deadlines, "CONTROL_S", 3.0)
         with pytest.raises(WeightSyncError, match="group"):
-            sender.broadcast(Bucket(noisy(hostile_model, 1).items()))
+            broadcast([sender], Bucket(noisy(hostile_model, 1).items()))
     sender.close()
-    fleet = Fleet(urls=[updated_server.url], source=hostile_model, broadcast=True)
+    fleet = Fleet(urls=[updated_server.url], source=hostile_model, transport=Broadcast())
     config = json.loads((hostile_model / "config.json").read_text())
     engine = SGLangEngine(fleet.start(), config, fleet=fleet, form=WeightForm(torch.float32))
     engine.update_weights(noisy(hostile_model, 2).items(), 1)
@@ -89,7 +91,7 @@ def test_a_server_at_an_ipv6_address_samples_and_gets_weights_through_a_group(
     with Server(spec) as server:
         server.wait_ready(START_DEADLINE_S)
         assert server.url.startswith("http://[::1]:")
-        fleet = Fleet(urls=[server.url], source=hostile_model, broadcast=True)
+        fleet = Fleet(urls=[server.url], source=hostile_model, transport=Broadcast())
         config = json.loads((hostile_model / "config.json").read_text())
         engine = SGLangEngine(fleet.start(), config, fleet=fleet, form=WeightForm(torch.float32))
         engine.update_weights(noisy(hostile_model, 2).items(), 1)
@@ -109,18 +111,16 @@ def test_a_server_that_is_lost_in_the_middle_of_a_broadcast_gets_the_weights_whe
     monkeypatch: pytest.MonkeyPatch,
 ):
     """The other server is not kept waiting, and both have the same weights in the end."""
-    monkeypatch.setattr(sglang_fleet, "BUCKET_BYTES", 1 << 15)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1 << 15)
     monkeypatch.setattr(deadlines, "CONTROL_S", 10.0)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # as under torchrun
     spec = replace(sglang_spec, model_path=hostile_model, log_file=tmp_path / "log")
     told: list[str] = []
-    patience = FleetSettings(START_DEADLINE_S, poll_s=0.1)
-    fleet = Fleet(
-        [spec], urls=[updated_server.url], broadcast=True, checksums=True, settings=patience, tell=told.append
-    )
+    patience = FleetSettings(START_DEADLINE_S, poll_s=0.1, checksums=True)
+    fleet = Fleet([spec], urls=[updated_server.url], transport=Broadcast(), settings=patience, tell=told.append)
     config = json.loads((hostile_model / "config.json").read_text())
     urls = fleet.start()
-    process = fleet._members[1].process
+    process = fleet.members[1].process
     assert process is not None
     wanted = noisy(hostile_model, 4)
 
@@ -135,7 +135,7 @@ def test_a_server_that_is_lost_in_the_middle_of_a_broadcast_gets_the_weights_whe
     try:
         both = SGLangEngine(urls, config, fleet=fleet, form=WeightForm(torch.float32))
         both.update_weights(noisy(hostile_model, 3).items(), 1)
-        first, second = [member.sender._group for member in fleet._members]
+        first, second = [member.sender.group for member in fleet.members]
         assert first is second is not None  # one broadcast reaches both
         both.update_weights(dying(), 2)
         assert any("a broadcast of weights to all servers failed" in line for line in told)
@@ -161,15 +161,17 @@ def test_a_server_that_is_lost_in_the_middle_of_a_broadcast_gets_the_weights_whe
 @pytest.mark.sglang
 def test_checksums_tell_a_server_that_holds_something_else(updated_server: Server, hostile_model: Path):
     told: list[str] = []
-    fleet = Fleet(urls=[updated_server.url], source=hostile_model, checksums=True, tell=told.append)
+    fleet = Fleet(
+        urls=[updated_server.url], source=hostile_model, settings=FleetSettings(checksums=True), tell=told.append
+    )
     fleet.start()
     weights = noisy(hostile_model, 1)
     fleet.update(weights.items(), 1, WeightForm(torch.float32))
     assert not fleet.prove()
-    sender = fleet._members[0].sender
+    sender = fleet.members[0].sender
     name = "model.layers.1.mlp.gate.weight"
     sender.begin()
-    sender.send(Bucket([(name, weights[name] + 1e-3)]))
+    send_tensors(sender, Bucket([(name, weights[name] + 1e-3)]))
     sender.finish(1)
     sender.resume()
     assert fleet.prove()
@@ -192,8 +194,8 @@ def test_weights_that_somebody_else_has_sent_are_found_and_replaced(updated_serv
     assert not engine.prove_weights()
     foreign = WeightSender(updated_server.url, parse_version(updated_server.version))
     foreign.begin()
-    foreign.send(Bucket((name, tensor * 1.02) for name, tensor in weights.items()))
-    foreign._post("end_weight_update", {})
+    send_tensors(foreign, Bucket((name, tensor * 1.02) for name, tensor in weights.items()))
+    foreign.post("end_weight_update", {})
     foreign.resume()
     assert foreign.weight_version() == "1"
     assert engine.prove_weights()
@@ -216,7 +218,7 @@ def test_an_update_that_is_confirmed_and_not_made_is_an_error(
     fleet.update(weights.items(), 1, WeightForm(torch.float32))
     fleet.update(weights.items(), 2, WeightForm(torch.float32))
     fleet.update(noisy(hostile_model, 2).items(), 3, WeightForm(torch.float32))
-    monkeypatch.setattr(WeightSender, "send", lambda self, *what: None)
+    monkeypatch.setattr(tensor, "post_payloads", lambda *_: None)
     last = noisy(hostile_model, 2)
     last["model.norm.weight"] += 1.0
     fleet.update(last.items(), 4, WeightForm(torch.float32))
@@ -245,12 +247,12 @@ def test_an_update_that_was_not_made_is_found_again_when_it_is_sent_again():
 @pytest.mark.sglang
 def test_a_server_that_somebody_has_started_again_is_met_anew(updated_server: Server, hostile_model: Path):
     """It is in no group, and names its weights as a fresh one does."""
-    fleet = Fleet(urls=[updated_server.url], source=hostile_model, broadcast=True)
+    fleet = Fleet(urls=[updated_server.url], source=hostile_model, transport=Broadcast())
     fleet.start()
-    (member,) = fleet._members
+    (member,) = fleet.members
     fleet.update(noisy(hostile_model, 1).items(), 1, WeightForm(torch.float32))
-    assert member.sender._group is not None
-    name = member.sender._group.name
+    assert member.sender.group is not None
+    name = member.sender.group.name
     for path, body in (
         ("destroy_weights_update_group", {"group_name": name}),
         ("update_weight_version", {"new_version": "default"}),
@@ -258,6 +260,6 @@ def test_a_server_that_somebody_has_started_again_is_met_anew(updated_server: Se
         httpx.post(f"{updated_server.url}/{path}", json=body, timeout=60.0).raise_for_status()
     fleet.update(noisy(hostile_model, 2).items(), 2, WeightForm(torch.float32))
     assert member.sender.weight_version() == "2"
-    assert member.sender._group.name != name
+    assert member.sender.group.name != name
     fleet.update(noisy(hostile_model, 3).items(), 3, WeightForm(torch.float32))
     fleet.close()

@@ -22,15 +22,16 @@ from rollout_oracle import make_requests
 from sglang_fixtures import SGLANG_PYTHON, START_DEADLINE_S
 from sglang_oracle import CLOSE, logprob_gap, noisy, oracle_of
 
+from megarl.engines import buckets
 from megarl.engines.buckets import Bucket, split_into_buckets
 from megarl.engines.protocol import SamplingParams
-from megarl.engines.sglang import fleet as sglang_fleet
 from megarl.engines.sglang.engine import SGLangEngine
 from megarl.engines.sglang.fleet import Fleet, FleetSettings
 from megarl.engines.sglang.spec import CPU_SHIM, ServerSpec
 from megarl.engines.sglang.transports import ipc
-from megarl.engines.sglang.transports.ipc import Exchange, empty_shared, make_handle
-from megarl.engines.sglang.transports.payload import Rebuilt, payload_of
+from megarl.engines.sglang.transports.ipc import SharedMemory, empty_shared, make_handle
+from megarl.engines.sglang.transports.protocol import Buckets
+from megarl.engines.sglang.transports.tensor import Rebuilt, payload_of
 from megarl.engines.weights import WeightForm
 from megarl.errors import MegarlError, WeightSyncError
 
@@ -60,20 +61,20 @@ class Meeting:
         return gather
 
 
-def run(num_ranks: int, work: Callable[[int, Exchange, Iterator[Bucket]], Any]) -> list[Any]:
+def run(num_ranks: int, work: Callable[[int, SharedMemory, Iterator[Bucket]], Any]) -> list[Any]:
     """What ``work`` returns or raises on each rank; gathering a bucket is a collective call too."""
     meeting, gathering = Meeting(num_ranks), Meeting(num_ranks)
 
-    def buckets(rank: int) -> Iterator[Bucket]:
+    def buckets_of(rank: int) -> Iterator[Bucket]:
         for bucket in split_into_buckets(iter(TENSORS), 32, allocate=empty_shared):  # two tensors each
             gathering.of(rank)(rank)
             yield bucket
 
     def of_rank(rank: int) -> Any:
-        exchange = Exchange(range(num_ranks), rank, meeting.of(rank))
-        made = buckets(rank)
+        memory = SharedMemory(range(num_ranks), rank, meeting.of(rank))
+        made = buckets_of(rank)
         try:
-            found = work(rank, exchange, made)
+            found = work(rank, memory, made)
         except MegarlError as error:
             found = error
         deque(made, maxlen=0)  # as the engine does, because gathering is collective
@@ -81,6 +82,13 @@ def run(num_ranks: int, work: Callable[[int, Exchange, Iterator[Bucket]], Any]) 
 
     with ThreadPoolExecutor(num_ranks) as threads:
         return list(threads.map(of_rank, range(num_ranks)))
+
+
+def rounds_of(memory: SharedMemory, made: Iterator[Bucket]) -> Buckets:
+    """The rounds after their first step, as the fleet gets them."""
+    rounds = memory.rounds(made, lambda: None)
+    assert next(rounds) is None
+    return rounds
 
 
 def opened(handle: Any, bucket: Bucket) -> dict[str, torch.Tensor]:
@@ -93,12 +101,12 @@ def opened(handle: Any, bucket: Bucket) -> dict[str, torch.Tensor]:
 
 
 def test_every_rank_gives_a_handle_for_its_gpu():
-    def work(rank: int, exchange: Exchange, made: Iterator[Bucket]) -> Any:
+    def work(rank: int, memory: SharedMemory, made: Iterator[Bucket]) -> Any:
         found: dict[str, torch.Tensor] = {}
-        for bucket, handles in exchange.rounds(made):
-            assert sorted(handles) == [0, 1, 2]
+        for bucket in rounds_of(memory, made):
+            assert sorted(memory.handles) == [0, 1, 2]
             if rank == 0:
-                for handle in handles.values():
+                for handle in memory.handles.values():
                     found |= opened(handle, bucket)
         return found
 
@@ -109,8 +117,8 @@ def test_every_rank_gives_a_handle_for_its_gpu():
 
 @pytest.mark.parametrize("where", ["before the first", "in the first", "in the last"])
 def test_all_ranks_learn_that_the_main_one_has_failed(where: str):
-    def work(rank: int, exchange: Exchange, made: Iterator[Bucket]) -> Any:
-        rounds = exchange.rounds(made)
+    def work(rank: int, memory: SharedMemory, made: Iterator[Bucket]) -> Any:
+        rounds = rounds_of(memory, made)
         if rank:
             for _ in rounds:
                 pass
@@ -122,8 +130,7 @@ def test_all_ranks_learn_that_the_main_one_has_failed(where: str):
                 if number == (0 if where == "in the first" else 2):
                     raise WeightSyncError("the server refuses")
         except WeightSyncError as error:
-            exchange.fail(error, rounds)
-            raise
+            rounds.throw(error)
 
     main, *others = run(3, work)
     assert not main.second_hand
@@ -143,9 +150,9 @@ def test_all_ranks_learn_that_one_cannot_share_its_memory(monkeypatch: pytest.Mo
     monkeypatch.setattr(ipc, "make_handle", refusing)
     sent: list[int] = []
 
-    def work(rank: int, exchange: Exchange, made: Iterator[Bucket]) -> Any:
+    def work(rank: int, memory: SharedMemory, made: Iterator[Bucket]) -> Any:
         refused.here = rank == 1
-        for number, _ in enumerate(exchange.rounds(made)):
+        for number, _ in enumerate(rounds_of(memory, made)):
             sent.append(number)
 
     found = run(3, work)
@@ -159,10 +166,10 @@ def test_handles_that_no_server_has_taken_are_withdrawn(monkeypatch: pytest.Monk
     withdrawn: list[Any] = []
     monkeypatch.setattr(ipc, "withdraw", lambda handle: withdrawn.append(handle) if handle else None)
 
-    def work(rank: int, exchange: Exchange, made: Iterator[Bucket]) -> Any:
-        for number, _ in enumerate(exchange.rounds(made)):
+    def work(rank: int, memory: SharedMemory, made: Iterator[Bucket]) -> Any:
+        for number, _ in enumerate(rounds_of(memory, made)):
             if rank == 0:
-                exchange.taken.update((0, 1) if number == 1 else (0,))
+                memory.taken.update((0, 1) if number == 1 else (0,))
 
     run(2, work)
     assert len(withdrawn) == 2  # those of rank 1, but for the second
@@ -199,18 +206,18 @@ def test_a_server_that_dies_in_an_update_gets_the_weights_when_it_is_back(
     sglang_spec: ServerSpec, hostile_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Of two tensor-parallel ranks; the shared memory is free afterwards."""
-    monkeypatch.setattr(sglang_fleet, "BUCKET_BYTES", 1 << 15)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1 << 15)
     spec = replace(sglang_spec, model_path=hostile_model, tp=2, log_file=tmp_path / "log")
     told: list[str] = []
     patience = FleetSettings(START_DEADLINE_S, poll_s=0.1)
-    fleet = Fleet([spec], tp=2, exchange=Exchange(), settings=patience, tell=told.append)
+    fleet = Fleet([spec], tp=2, transport=SharedMemory(), settings=patience, tell=told.append)
     engine = SGLangEngine(
         fleet.start(),
         json.loads((hostile_model / "config.json").read_text()),
         fleet=fleet,
         form=WeightForm(torch.float32),
     )
-    process = fleet._members[0].process
+    process = fleet.members[0].process
     assert process is not None
     wanted = noisy(hostile_model, 4)
 

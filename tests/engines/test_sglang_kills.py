@@ -45,7 +45,7 @@ class Pair:
         end = time.monotonic() + START_DEADLINE_S
         while not all(
             member.holds is not None and member.holds.version == version and server.healthy()
-            for member, server in zip(self.fleet._members, self.servers, strict=True)
+            for member, server in zip(self.fleet.members, self.servers, strict=True)
         ):
             assert time.monotonic() < end, self.told
             time.sleep(0.1)
@@ -74,7 +74,7 @@ def pair(sglang_spec: ServerSpec, tmp_path_factory: pytest.TempPathFactory) -> I
         urls = fleet.start()
         config = json.loads((Path(sglang_spec.model_path) / "config.json").read_text())
         engine = SGLangEngine(urls, config, fleet=fleet, settings=settings, form=WeightForm(torch.float32))
-        yield Pair(engine, fleet, [member.process for member in fleet._members if member.process], told)
+        yield Pair(engine, fleet, [member.process for member in fleet.members if member.process], told)
         engine.close()
 
 

@@ -20,7 +20,7 @@ import torch
 from absent import SGLANG_PYTHON
 from rollout_oracle import make_requests
 from sglang_faulty import check_complete, in_background, kill_9
-from sglang_fixtures import START_DEADLINE_S, forking
+from sglang_fixtures import START_DEADLINE_S, forking, transport_fields
 from sglang_oracle import CLOSE, Weights, check_nuclei, logprob_gap, noisy, oracle_of, same_sets
 
 from megarl.core.types import SampleRequest
@@ -36,6 +36,7 @@ from megarl.engines.sglang.plugin.compact import SEAL, make_header, seal
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports.sender import WeightSender
+from megarl.engines.sglang.transports.tensor import send_tensors
 from megarl.engines.sglang.versions import NEWEST, can, parse_version
 from megarl.engines.weights import WeightForm
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
@@ -87,7 +88,7 @@ def served(
     engine = SGLangEngine(
         urls, config, fleet=fleet, settings=ClientSettings(concurrency=16, api_key=KEY), form=WeightForm(torch.float32)
     )
-    server = fleet._members[0].process
+    server = fleet.members[0].process
     assert server is not None
     yield Served(release, server, fleet, engine, told)
     engine.close()
@@ -140,9 +141,7 @@ def test_the_server_follows_the_weights(
         urls=[served.server.url],
         api_key=KEY,
         source=sglang_model,
-        folder=tmp_path if way == "disk" else None,
-        broadcast=way == "distributed",
-        checksums=can(parse_version(served.release), "checksums_on_cpu"),
+        **transport_fields(way, tmp_path, checksums=can(parse_version(served.release), "checksums_on_cpu")),
     )
     engine = SGLangEngine(
         fleet.start(),
@@ -230,9 +229,9 @@ def test_tensors_outside_of_a_session_are_refused_where_there_are_sessions(serve
     name, tensor = next(iter(weights[0].items()))
     if can(parse_version(served.release), "update_session"):
         with pytest.raises(WeightSyncError, match="HTTP 400"):
-            sender.send(Bucket([(name, tensor)]))
+            send_tensors(sender, Bucket([(name, tensor)]))
     else:
-        sender.send(Bucket([(name, tensor)]))
+        send_tensors(sender, Bucket([(name, tensor)]))
     sender.close()
 
 

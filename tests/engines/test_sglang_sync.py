@@ -148,7 +148,7 @@ class TestAServerThatCannotStart:
     def test_start_says_so_and_leaves_nothing(self, fleet: Fleet):
         with pytest.raises(RolloutError, match="ended with exit code 1 before it was ready"):
             fleet.start()
-        assert not any(member.process.members() for member in fleet._members if member.process)
+        assert not any(member.process.members() for member in fleet.members if member.process)
         fleet.close()  # again: nothing to do
 
     def test_a_start_that_is_not_wanted_any_more_ends_soon_and_leaves_no_key(self, tmp_path: Path):
@@ -161,22 +161,22 @@ class TestAServerThatCannotStart:
         with pytest.raises(RolloutError, match="is not needed any more"):
             fleet.start()
         assert time.monotonic() - started < 30.0
-        (member,) = fleet._members
+        (member,) = fleet.members
         assert member.process is not None
         assert not member.process.members()
         assert member.process._config_file is None
 
     def test_it_is_tried_so_often_and_then_given_up(self, fleet: Fleet, told: list[str]):
-        (member,) = fleet._members
+        (member,) = fleet.members
         assert member.process is not None
         member.process.start()
         member.url = member.process.url
         for _ in range(40):
             while member.process.alive:
                 pass
-            if not fleet._keepers[0].needs_restart():
+            if not fleet.keepers[0].needs_restart():
                 break
-            fleet._keepers[0].restart()
+            fleet.keepers[0].restart()
         assert member.restarts == 3
         assert [line for line in told if "starting it again" in line] == [
             f"{member.url} is dead: starting it again (restart {number})" for number in (1, 2)
@@ -186,14 +186,14 @@ class TestAServerThatCannotStart:
 
     def test_a_disk_that_refuses_its_log_does_not_end_the_watch(self, fleet: Fleet, told: list[str], tmp_path: Path):
         """Nobody would start any server again."""
-        (member,) = fleet._members
+        (member,) = fleet.members
         assert member.process is not None
         member.process.start()
         while member.process.alive:
             pass
         (tmp_path / "log").unlink()
         (tmp_path / "log").mkdir()  # what is opened here is refused, as on a full disk
-        fleet._keepers[0].restart()
+        fleet.keepers[0].restart()
         assert "could not be started again" in told[-1]
         assert "Is a directory" in told[-1]
         fleet.close()
@@ -233,7 +233,7 @@ class TestAServerThatIsStuck:
         )
         spec = ServerSpec(tmp_path, sys.executable, "float32", tmp_path / "log")
         fleet = Fleet([spec], settings=FleetSettings(60.0, hang_s=0.2, poll_s=0.05), tell=told.append)
-        (member,) = fleet._members
+        (member,) = fleet.members
         assert member.process is not None
         member.process.start()
         member.url = member.process.url
@@ -241,11 +241,11 @@ class TestAServerThatIsStuck:
         fleet.close()
 
     def test_it_is_killed_when_it_has_been_silent_for_too_long(self, fleet: Fleet, told: list[str]):
-        (member,) = fleet._members
+        (member,) = fleet.members
         assert member.process is not None
-        assert not fleet._keepers[0].needs_restart()
+        assert not fleet.keepers[0].needs_restart()
         time.sleep(0.3)
-        assert fleet._keepers[0].needs_restart()
+        assert fleet.keepers[0].needs_restart()
         assert not member.process.alive
         assert told == [f"{member.url} has not answered for 0 s: killed"]
 
@@ -254,31 +254,31 @@ class TestAServerThatIsStuck:
         checks: list[str] = []
         monkeypatch.setattr(Server, "healthy", lambda self: checks.append("generates") is None)
         monkeypatch.setattr(Server, "responds", lambda self: checks.append("responds") is None)
-        fleet._state.settings = replace(fleet.settings, health_s=1.0, generate_s=5.0)
-        (member,) = fleet._members
+        fleet.state.settings = replace(fleet.settings, health_s=1.0, generate_s=5.0)
+        (member,) = fleet.members
         assert member.process is not None
         for quarter in range(40):  # 10 s
             monkeypatch.setattr(sglang_keeper, "time", SimpleNamespace(monotonic=lambda now=quarter / 4: now))
-            assert not fleet._keepers[0].needs_restart()
+            assert not fleet.keepers[0].needs_restart()
         assert checks == ["generates", *["responds"] * 4] * 2
         member.process.kill()
-        assert fleet._keepers[0].needs_restart()  # at once
+        assert fleet.keepers[0].needs_restart()  # at once
 
     def test_it_is_spared_during_an_update(self, fleet: Fleet):
         """A paused server answers no health check either."""
-        (member,) = fleet._members
+        (member,) = fleet.members
         assert member.process is not None
-        fleet._state.updating.set()
+        fleet.state.updating.set()
         for _ in range(3):
-            assert not fleet._keepers[0].needs_restart()
+            assert not fleet.keepers[0].needs_restart()
             time.sleep(0.2)
         assert member.process.alive
 
     def test_close_does_not_wait_for_a_restart(self, fleet: Fleet, told: list[str]):
-        (member,) = fleet._members
+        (member,) = fleet.members
         assert member.process is not None
         member.process.kill()
-        fleet._keepers[0].start()
+        fleet.keepers[0].start()
         while not told or not member.process.alive:
             time.sleep(0.01)
         started = time.monotonic()
@@ -304,13 +304,13 @@ def test_a_server_that_failed_to_come_back_does_not_end_the_next_update(
     """It died again before it could be asked for its release; the next update leaves it out."""
     spec = ServerSpec(write_tiny_model(tmp_path / "model"), sys.executable, dtype="float32", log_file=tmp_path / "log")
     fleet = Fleet([spec])
-    (member,) = fleet._members
+    (member,) = fleet.members
     member.url = "http://127.0.0.1:9"
     member.connection = WeightSender(member.url, (0, 5, 23))
     member.process = server = Server(spec)
     for name in ("start", "wait_ready", "kill"):
         monkeypatch.setattr(server, name, lambda *_: None)
     monkeypatch.setattr(Server, "alive", property(lambda _: False))
-    fleet._keepers[0].restart()
+    fleet.keepers[0].restart()
     with pytest.raises(WeightSyncError, match="tensors are missing"):
         fleet.update([], 1, WeightForm(torch.float32))

@@ -24,8 +24,8 @@ from megarl.engines.sglang import spec as server_spec
 from megarl.engines.sglang.answers import parse_answer
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
-from megarl.engines.sglang.transports.payload import payload_of
 from megarl.engines.sglang.transports.sender import WeightSender
+from megarl.engines.sglang.transports.tensor import payload_of, send_tensors
 from megarl.engines.sglang.versions import parse_version
 from megarl.models.shapes import MoeShape
 
@@ -51,7 +51,7 @@ def sender(updated_server: Server, weights: list[Weights]) -> Iterator[WeightSen
     """The server has the OLD weights."""
     sender = WeightSender(updated_server.url, parse_version(updated_server.version))
     sender.begin()
-    sender.send(Bucket(weights[OLD].items()))
+    send_tensors(sender, Bucket(weights[OLD].items()))
     sender.finish(OLD)
     sender.resume()
     yield sender
@@ -136,14 +136,14 @@ def test_an_update_under_running_requests_spoils_them(
     """Each pause mode but ``abort``: no weights have both the log-probabilities and the routes that come back."""
     with ThreadPoolExecutor(NUM_UNDER_WAY + 1) as pool:
         answers = under_way(updated_server, pool, is_paused := threading.Event())
-        sender._post("pause_generation", {"mode": mode})
+        sender.post("pause_generation", {"mode": mode})
         is_paused.set()
-        sender.send(Bucket(weights[NEW].items()))
-        sender._post("end_weight_update", {})
+        send_tensors(sender, Bucket(weights[NEW].items()))
+        sender.post("end_weight_update", {})
         sender._in_session = False
         flushed = sender._ask("POST", "flush_cache").status_code
-        sender._post("update_weight_version", {"new_version": str(NEW), "abort_all_requests": False})
-        sender._post("continue_generation", {})
+        sender.post("update_weight_version", {"new_version": str(NEW), "abort_all_requests": False})
+        sender.post("continue_generation", {})
         rollouts = rollouts_of([answer.result() for answer in answers], hostile_model)
     assert flushed == (200 if mode == "retract" else 400)
     mixed = [rollout for rollout in rollouts if made_with(rollout) == {OLD, NEW}]
@@ -180,7 +180,7 @@ def test_an_update_as_megarl_does_it_keeps_every_response_of_one_version(
             pool.submit(httpx.post, f"{updated_server.url}/generate", json=body_of(i, 8), timeout=60.0)
             for i in range(4)
         ]
-        sender.send(Bucket(weights[NEW].items()))
+        send_tensors(sender, Bucket(weights[NEW].items()))
         sender.finish(NEW)
         sender.resume()
         found = [answer.result() for answer in answers]
@@ -203,13 +203,13 @@ def test_an_update_that_flushes_by_itself_says_failure_although_the_weights_have
     body = {"serialized_named_tensors": [payload_of(bucket)], "load_format": "flattened_bucket", "flush_cache": True}
     with ThreadPoolExecutor(NUM_UNDER_WAY + 1) as pool:
         answers = under_way(updated_server, pool, is_paused := threading.Event())
-        sender._post("pause_generation", {"mode": "in_place"})
+        sender.post("pause_generation", {"mode": "in_place"})
         is_paused.set()
         sender.open_session()
         updated = sender._ask("POST", "update_weights_from_tensor", body)
-        sender._post("end_weight_update", {})
+        sender.post("end_weight_update", {})
         sender._in_session = False
-        sender._post("continue_generation", {})
+        sender.post("continue_generation", {})
         for answer in answers:
             answer.result()
     assert updated.json()["success"] is False

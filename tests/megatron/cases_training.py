@@ -30,14 +30,14 @@ from tiny_world import (
 from megarl.config import Config
 from megarl.core.types import TrainBatch
 from megarl.engines.buckets import split_into_buckets
-from megarl.engines.sglang.transports.ipc import empty_shared
-from megarl.engines.sglang.transports.payload import Rebuilt
+from megarl.engines.sglang.transports.ipc import SharedMemory, empty_shared
+from megarl.engines.sglang.transports.tensor import Rebuilt
 from megarl.megatron import distributed, hf_weights
 from megarl.megatron.hf_weights import save_hf
 from megarl.megatron.passes.forward import MicroOutput, run
 from megarl.megatron.passes.micro_batches import MicroBatch
 from megarl.megatron.policy import Policy
-from megarl.trainer.engines import make_exchange
+from megarl.trainer.engines import make_transport
 
 Layout = dict[str, int]
 
@@ -79,12 +79,16 @@ def shared(layout: Layout, per_node: int, gpus: Sequence[int]) -> list[Any]:
     settings = config(MODELS / "base", layout, rollout__engine="sglang", sglang__sync="ipc", **servers)
     policy = policy_of(settings)
     stored = safetensors_of(MODELS / "base")
-    exchange = make_exchange(settings)
-    assert exchange is not None
+    transport = make_transport(settings)
+    assert isinstance(transport, SharedMemory)
     mine = distributed.local_rank() in (0, *gpus)
     exported = policy.export(mine)
     seen, opened = [], 0
-    for bucket, handles in exchange.rounds(split_into_buckets(exported, 1 << 14, (), empty_shared)) if mine else ():
+    made = split_into_buckets(exported, 1 << 14, (), empty_shared)
+    for bucket in transport.rounds(made, lambda: None) if mine else ():
+        if bucket is None:
+            continue
+        handles = transport.handles
         seen.append(sorted(handles))
         for rebuild, arguments in handles.values() if distributed.local_rank() == 0 else ():
             flat = pickle.loads(pickle.dumps(Rebuilt((rebuild, arguments))))

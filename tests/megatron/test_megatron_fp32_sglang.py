@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from biased_models import SERVABLE, compare_routes, requests, write_biased
-from sglang_fixtures import START_DEADLINE_S
+from sglang_fixtures import START_DEADLINE_S, transport_fields
 from tiny_world import config, policy_of, transformers_model
 
 from megarl.engines.protocol import SamplingParams
@@ -19,7 +19,6 @@ from megarl.engines.sglang.engine import SGLangEngine
 from megarl.engines.sglang.fleet import Fleet
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
-from megarl.engines.sglang.transports.ipc import Exchange
 from megarl.engines.sglang.transports.proof import Checksums, differing
 from megarl.engines.weights import WeightForm
 
@@ -42,16 +41,14 @@ class Served:
         fleet = Fleet(
             urls=[self.server.url],
             source=self.folder,
-            folder=tmp_path if way == "disk" else None,
-            broadcast=way == "distributed",
-            exchange=Exchange() if way == "ipc" else None,
+            **transport_fields(way, tmp_path),
         )
         about = json.loads((self.folder / "config.json").read_text())
         return fleet, SGLangEngine(fleet.start(), about, fleet=fleet, form=WeightForm(torch.bfloat16))
 
 
 def checksums_of(fleet: Fleet) -> Checksums:
-    return fleet._members[0].sender.checksums()
+    return fleet.members[0].sender.checksums()
 
 
 @pytest.fixture(scope="module", params=[(family, dtype) for family in SERVABLE for dtype in ("float32", "bfloat16")])

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.core.types import Rollout, SampleRequest, WeightShare
+from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, check_prompt, limit_response
 from megarl.engines.sglang.answers import Bounds, is_sealed, longest_answer, num_retractions, parse_answer
 from megarl.engines.sglang.client import UNKNOWN, ClientSettings, SGLangClient, Tell
 from megarl.engines.sglang.fleet import Fleet
 from megarl.engines.sglang.plugin.compact import make_header
 from megarl.engines.sglang.transports.ipc import Helper
-from megarl.engines.sglang.transports.sources import Source
 from megarl.engines.weights import WeightForm
 from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
 from megarl.models.shapes import MoeShape
@@ -39,8 +38,7 @@ class SGLangEngine(Engine):
         config: Mapping[str, Any],
         *,
         fleet: Fleet | None,
-        helper: Helper | Source | None = None,
-        share: WeightShare | None = None,
+        helper: Helper | None = None,
         agree: Callable[[MegarlError | None], None] | None = None,
         settings: ClientSettings | None = None,
         form: WeightForm | None = None,
@@ -48,8 +46,7 @@ class SGLangEngine(Engine):
     ) -> None:
         """config: the model's config.json.
         fleet: given to one of the ranks that share the servers; it sends the weights, in ``form`` (None: bf16).
-        helper: given to the others that make handles of their memory for the servers, or send a part of the weights.
-        share: given to all ranks where several send a part each.
+        helper: given to the other ranks that make handles of their memory for the servers.
         agree: a barrier of those ranks, which raises on all of them if it gets an error on one.
         tell: gets a line about wrong answers.
         """
@@ -71,7 +68,6 @@ class SGLangEngine(Engine):
             self._vocabulary, self._positions, frozenset([] if ends is None else np.ravel(ends).tolist())
         )
         self._fleet, self._helper, self._agree = fleet, helper, agree or _raise
-        self._share = share
         self._form = form or WeightForm(torch.bfloat16)
         self._sync_seconds: dict[str, float] = {}
         self._sampling = False
@@ -83,8 +79,8 @@ class SGLangEngine(Engine):
         return self._version
 
     @property
-    def receives_weights(self) -> bool | WeightShare:
-        return self._share if self._share is not None else self._fleet is not None or self._helper is not None
+    def receives_weights(self) -> bool:
+        return self._fleet is not None or self._helper is not None
 
     @property
     def sync_seconds(self) -> Mapping[str, float]:
@@ -172,8 +168,6 @@ class SGLangEngine(Engine):
         """Stop the servers that this rank has started."""
         if self._fleet is not None:
             self._fleet.close()
-        if isinstance(self._helper, Source):
-            self._helper.close()
 
     def _try(self, step: Callable[[], object]) -> MegarlError | None:
         """Runs a step of this rank; returns its error, which all ranks then raise."""

@@ -6,15 +6,18 @@ that. An update that begins meanwhile is not kept waiting: the keeper stops afte
 update takes the server along, or the next look sends the new weights.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from megarl.engines.sglang.member import Member, Update
 from megarl.engines.sglang.server import Server
+from megarl.engines.sglang.transports.tensor import send_tensors
 from megarl.errors import RolloutError, WeightSyncError
 
 FRESH = "default"
@@ -37,6 +40,11 @@ class FleetSettings:
     """Time between a passed check and the next one, in which the scheduler tells its state."""
     generate_s: float = 300.0
     """Time between two checks in which an idle server generates a token."""
+    copies: Path | Literal["memory", "none"] = "memory"
+    """Where the fleet keeps a copy of the weights for restarted servers: in memory, or in this folder. none: the next
+    update brings these servers up to date."""
+    checksums: bool = False
+    """Whether the servers' own checksums of their weights are compared after every update, and in every proof."""
 
 
 @dataclass
@@ -66,6 +74,11 @@ class Keeper(threading.Thread):
     def __init__(self, member: Member, state: FleetState) -> None:
         super().__init__(name=f"keeper of {member.url}", daemon=True)
         self.member, self._state = member, state
+        self.checked_at = -math.inf
+        """When the server last passed a check; a server at a URL: when it was last asked for its weights."""
+        self._generated_at = -math.inf
+        """When the server last passed a check that generates."""
+        self._silent_since: float | None = None
 
     def run(self) -> None:
         while not self._state.ended.wait(self._state.settings.poll_s):
@@ -91,25 +104,25 @@ class Keeper(threading.Thread):
         member, settings = self.member, self._state.settings
         assert member.process is not None
         dead = not member.process.alive
-        if not dead and time.monotonic() - member.checked_at >= settings.health_s:
+        if not dead and time.monotonic() - self.checked_at >= settings.health_s:
             if self._state.updating.is_set():
-                member.silent_since = None
+                self._silent_since = None
             elif self._passes_check(member.process):
-                member.silent_since, member.checked_at = None, time.monotonic()
+                self._silent_since, self.checked_at = None, time.monotonic()
             else:
-                member.silent_since = member.silent_since or time.monotonic()
-                if dead := time.monotonic() - member.silent_since > settings.hang_s:
+                self._silent_since = self._silent_since or time.monotonic()
+                if dead := time.monotonic() - self._silent_since > settings.hang_s:
                     member.tell(f"{member.url} has not answered for {settings.hang_s:.0f} s: killed")
                     member.process.kill()
         return dead and member.restarts <= settings.max_restarts
 
     def _passes_check(self, process: Server) -> bool:
         """A scheduler that is stuck does not tell its state; one that runs and generates nothing is found later."""
-        if time.monotonic() - self.member.generated_at < self._state.settings.generate_s:
+        if time.monotonic() - self._generated_at < self._state.settings.generate_s:
             return process.responds()
         passed = process.healthy()
         if passed:
-            self.member.generated_at = time.monotonic()
+            self._generated_at = time.monotonic()
         return passed
 
     def restart(self) -> None:
@@ -119,7 +132,7 @@ class Keeper(threading.Thread):
         with member.lock:
             member.leave()
             member.restarts += 1
-            member.silent_since = None
+            self._silent_since = None
             if member.restarts > self._state.settings.max_restarts:
                 return member.tell(f"{member.url} died {member.restarts} times and is given up")
             member.tell(f"{member.url} is dead: starting it again (restart {member.restarts})")
@@ -161,7 +174,7 @@ class Keeper(threading.Thread):
             for bucket in last.copy or ():
                 if self._state.last is not last:
                     return
-                member.sender.send(bucket)
+                send_tensors(member.sender, bucket)
         member.sender.finish(last.version)
         if last.checksums is not None:
             member.compare_checksums(member.sender.checksums(), last.checksums)
@@ -182,9 +195,9 @@ class Keeper(threading.Thread):
         Weights under any other name were sent by somebody else, and stay.
         """
         member, last = self.member, self._state.kept
-        if self._state.updating.is_set() or time.monotonic() - member.checked_at < 4 * self._state.settings.poll_s:
+        if self._state.updating.is_set() or time.monotonic() - self.checked_at < 4 * self._state.settings.poll_s:
             return
-        member.checked_at = time.monotonic()
+        self.checked_at = time.monotonic()
         name = member.find_version() if member.connection is not None else FRESH
         if name is None:
             member.ready = False

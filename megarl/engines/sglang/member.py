@@ -1,6 +1,5 @@
 """One server of a fleet: its process, the sender of its weights, and whether it is alive and up to date."""
 
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,10 +13,9 @@ from megarl.engines.buckets import Bucket
 from megarl.engines.sglang.http import server_info
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.transports.deadlines import MOST_LENIENT, GoneError, deadline
-from megarl.engines.sglang.transports.ipc import CPU
-from megarl.engines.sglang.transports.process_group import in_thread
 from megarl.engines.sglang.transports.proof import Checksums, Proof, differing
 from megarl.engines.sglang.transports.sender import WeightSender
+from megarl.engines.sglang.transports.threads import in_thread
 from megarl.engines.sglang.versions import check_server
 from megarl.errors import WeightSyncError
 
@@ -66,20 +64,10 @@ class Member:
     proof: Proof | None = None
     away_since: float | None = None
     restarts: int = 0
-    checked_at: float = -math.inf
-    """When the server last passed a check; somebody else's server: when it was last asked for its weights."""
-    generated_at: float = -math.inf
-    """When it last passed a check that generates."""
     leniency: int = 1
     """How many times as long as others it may take in a step of an update; doubled each time that it is late."""
-    silent_since: float | None = None
     said: str = ""
     """The last failure that was told."""
-
-    @property
-    def gpus(self) -> Sequence[int]:
-        """Of its tensor-parallel ranks."""
-        return (self.process and self.process.spec.gpus) or (CPU,) * self.tp
 
     @property
     def sender(self) -> WeightSender:
@@ -157,7 +145,8 @@ class Member:
             self.connection.leave_group()  # not closed: a keeper may be asking through it. It keeps no connection
         for warning in warnings if self.connection is None else ():
             self.tell(f"warning: {warning}")
-        self.connection = WeightSender(self.url, release, tp=self.tp, api_key=self.api_key)
+        gpus = (self.process and self.process.spec.gpus) or ()
+        self.connection = WeightSender(self.url, release, tp=self.tp, api_key=self.api_key, gpus=gpus)
 
     def find_version(self) -> str | None:
         """Returns the server's name for its weights, empty if it does not say; None if nothing answers."""

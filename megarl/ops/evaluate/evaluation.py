@@ -17,7 +17,6 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import Config
-from megarl.core.types import WeightShare
 from megarl.data import benchmarks
 from megarl.data.benchmarks import Benchmark
 from megarl.data.judge import Judge
@@ -82,14 +81,11 @@ def evaluate(request: EvalRequest, world_size: int) -> Path:
         engine = make_engine(config, progress.line)
         try:
             if task.checkpoint is None:  # streamed from the files, without a Megatron model
-                receives = engine.receives_weights
-                if isinstance(receives, WeightShare):  # the first one sends all
-                    receives = distributed.is_main_rank()
                 with HFCheckpoint(config.model.path) as source:
                     expected = hf_shapes(read_shape(config.model.path))
                     if left_out := describe_left_out(check_tensors(source, expected)):
                         progress.line(left_out)
-                    names = sorted(expected) if receives else []
+                    names = sorted(expected) if engine.receives_weights else []
                     engine.update_weights(((name, source.read(name)) for name in names), version=0)
             else:
                 model = FrozenModel(config, task.checkpoint)

@@ -24,7 +24,7 @@ from megarl.config import file as config_file
 from megarl.core.measures import mismatch_metrics
 from megarl.core.metrics import finalize
 from megarl.core.packing import pack, select
-from megarl.core.types import Rollout, TrainBatch, WeightShare
+from megarl.core.types import Rollout, TrainBatch
 from megarl.data.tokenizer import load_model_tokenizer
 from megarl.errors import ConfigError, RolloutError
 from megarl.megatron import distributed
@@ -191,7 +191,7 @@ class TrainingEngine:
         self.replay = RoutingReplay(self._model.chunks) if compares else None
         self._tokenizer = load_model_tokenizer(config.model)
 
-    def export(self, receive: bool | WeightShare = True) -> Iterator[tuple[str, torch.Tensor]]:
+    def export(self, receive: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights under their Hugging Face names."""
         return self._model.export(receive)
 

@@ -1,11 +1,17 @@
 """New weights on their way into SGLang servers.
 
-payload         what a server reads a bucket from (`megarl.engines.buckets`)
-line            a thread that sends one bucket while the next one is made
-deadlines       how long a server may take for each step, and when it is late beside others
-sender          one update of one server: pause, receive, verify, resume
-ipc             transfer through memory that servers on this machine open
-process_group   transfer by broadcast: the trainer's end of a gloo or NCCL group with servers
-sources         several ranks that send a part each, in turns
-folder          transfer through a shared folder, and the config-only folder of an FP8 model
+Four transports behind one protocol:
+
+tensor          base64 of the tensors over HTTP
+broadcast       one broadcast through a gloo or NCCL group (``process_group``) to all servers
+disk            a folder that the servers load, and the folder of a model without weights
+ipc             memory of this machine that the servers open
+
+Shared parts:
+
+protocol        the protocol of a transport: ``stream`` makes the buckets, ``send`` sends one bucket
+sender          the control requests of an update to one server: pause, verify, resume
+proof           checks whether a server computes with the weights that the trainer sent
+deadlines       time limits of each step, and when a server counts as late
+threads         a thread that sends one bucket while the next one is made
 """

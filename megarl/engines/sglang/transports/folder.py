@@ -28,6 +28,7 @@ class WeightFolder:
         self._where: dict[str, str] = {}
         self._shards = 0
         self._bytes = 0
+        self._is_complete = False
         with self._errors():
             begin(self._part, HF_FILES, source)
 
@@ -42,7 +43,9 @@ class WeightFolder:
         self._bytes += bucket.flat.numel()
 
     def finish(self) -> Path:
-        """Complete the folder and return it."""
+        """Complete the folder, if that is not done, and return its absolute path."""
+        if self._is_complete:
+            return self._target.absolute()
         with self._errors():
             write_index(self._part, self._where, self._bytes)
             held = read_json(self._source / "config.json").get("quantization_config")
@@ -51,7 +54,8 @@ class WeightFolder:
             for old in self._folder.glob("version_*"):
                 if old != self._target:
                     remove_own(old, marked(old))
-        return self._target
+        self._is_complete = True
+        return self._target.absolute()
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

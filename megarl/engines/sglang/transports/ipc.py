@@ -8,14 +8,13 @@ handles for it. These ranks and the main one, which talks to the servers, go thr
 Servers on a CPU open shared memory of the main rank in the same way.
 """
 
-import math
 import os
 import shutil
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -25,13 +24,12 @@ from torch.multiprocessing import reductions
 
 from megarl.config.process_environment import ALLOCATOR_VARIABLES, without_expandable_segments
 from megarl.engines.buckets import Bucket, Intake, Staging
-from megarl.engines.sglang.transports.payload import Handle, Rebuilt
+from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Transport
+from megarl.engines.sglang.transports.sender import CPU, WeightSender
+from megarl.engines.sglang.transports.tensor import Handle, Rebuilt, payload_of, post_payloads
 from megarl.engines.weights import Named, WeightForm, checkpoint_shapes
 from megarl.errors import MegarlError, WeightSyncError
-from megarl.models.hf_files import bucket_bytes
 
-CPU = -1
-"""Stands for the GPU of servers that have none."""
 SHARED_MEMORY = Path("/dev/shm")
 MOST_READERS = 1 << 12
 """More processes than open one bucket."""
@@ -49,58 +47,75 @@ class _Turn:
 
 
 @dataclass(eq=False)
-class Exchange:
-    """The ranks of one machine that share memory with its servers, seen from one of them."""
+class SharedMemory(Transport):
+    """The ranks of one machine that share memory with its servers, seen from one of these ranks.
+
+    The rank with the fleet talks to the servers. Each other rank is a ``Helper``.
+    """
 
     gpus: Sequence[int] = (CPU,)
     """The servers' GPUs, as ``sglang.gpus`` counts them."""
     gpu: int = CPU
-    """This rank's."""
-    gather: Callable[[_Turn], list[_Turn]] = lambda mine: [mine]
-    """Returns what every rank gives: a collective call, which must raise if one of them is gone."""
-    taken: set[int] = field(default_factory=set)
-    """The main rank notes here which GPUs' servers have confirmed a bucket."""
-    settle: Callable[[], None] = lambda: None
-    """On the main rank: waits for these servers, before each meeting."""
+    """This rank's GPU."""
+    gather: Callable[[_Turn], list[_Turn]] = lambda turn: [turn]
+    """Returns the turns of all ranks: a collective call, which must raise if a rank is gone."""
 
-    def fit(self, num_bytes: int) -> int:
-        """Returns the bytes of a bucket, or fewer so that two of them leave half of the shared memory free."""
-        return num_bytes if self.gpu != CPU else min(num_bytes, shutil.disk_usage(SHARED_MEMORY).free // 4)
-
-    def rounds(self, buckets: Iterable[Bucket]) -> Iterator[tuple[Bucket, dict[int, Handle]]]:
-        """Yields each bucket with its handles, by GPU. WeightSyncError on all ranks where one has failed."""
+    def __post_init__(self) -> None:
+        self.shares_gpu = self.gpu != CPU
         self._failure: MegarlError | None = None
         self._open: Handle | None = None
-        self.taken.clear()
-        return self._rounds(buckets)
+        self.handles: dict[int, Handle] = {}
+        """Of the current bucket, by GPU."""
+        self.taken: set[int] = set()
+        """GPUs whose servers have confirmed a bucket since the last meeting."""
 
-    def _rounds(self, buckets: Iterable[Bucket]) -> Iterator[tuple[Bucket, dict[int, Handle]]]:
-        kept = bucket = None
+    def stream(self, intake: Intake, tensors: Iterable[Named], delivery: Delivery | None) -> Buckets:
+        """Yield each bucket once all ranks have met over it. WeightSyncError on all ranks where one rank has failed.
+
+        Two buckets on the host take at most half of the free shared memory.
+        """
+        limit = intake.max_bytes
+        limit = limit if self.shares_gpu else min(limit, shutil.disk_usage(SHARED_MEMORY).free // 4)
+        buckets = intake.buckets(tensors, Staging(limit, empty_shared), limit)
+        rounds = self.rounds(buckets, (lambda: None) if delivery is None else delivery.line.wait)
+        next(rounds)  # now an error that is thrown in reaches the other ranks
+        return rounds
+
+    def rounds(self, buckets: Iterator[Bucket], settle: Callable[[], None]) -> Buckets:
+        """Yield None, and then each bucket after a meeting. settle: waits until the last bucket is sent."""
+        self._failure = self._open = None
+        self.taken.clear()
+        bucket = following = None
         try:
-            for bucket in buckets:
-                self._settle()
-                handles = self._meet(bucket)
-                kept = bucket  # until the next meeting, before which the servers have not all confirmed
-                yield bucket, handles
-            self._settle()
-            self._meet(None)
+            while True:
+                try:
+                    yield bucket
+                except MegarlError as error:  # the other ranks gather the next bucket with this rank, and then meet
+                    self._failure = error
+                following = next(buckets, None)
+                try:
+                    settle()
+                except MegarlError as error:
+                    self._failure = error
+                self._meet(following)
+                bucket = following  # kept until the next meeting: before it, not all servers have confirmed the bucket
+                if bucket is None:
+                    return
         finally:  # the traceback of an error keeps the tensors
-            for made in {*filter(None, (kept, bucket))}:
+            for made in {*filter(None, (bucket, following))}:
                 remove_file(made.flat)
 
-    def fail(self, error: MegarlError, rounds: Iterator[object]) -> None:
-        """Tell the other ranks at the next bucket, which they are waiting to gather with this one."""
-        self._failure = error
-        with suppress(MegarlError):
-            next(rounds, None)
+    def send(self, bucket: Bucket, delivery: Delivery) -> None:
+        """Send the handles of a bucket to all servers."""
 
-    def _settle(self) -> None:
-        try:
-            self.settle()
-        except MegarlError as error:  # the meeting tells the others
-            self._failure = error
+        def share(sender: WeightSender) -> None:
+            payloads = [payload_of(bucket, Rebuilt(self.handles[gpu])) for gpu in sender.gpus]
+            post_payloads(sender, payloads, bucket.flat.numel())
 
-    def _meet(self, bucket: Bucket | None) -> dict[int, Handle]:
+        for sender in delivery.receivers.each(share):
+            self.taken.update(sender.gpus)
+
+    def _meet(self, bucket: Bucket | None) -> None:
         handle = None
         if bucket is not None and self._failure is None and self.gpu in self.gpus:
             try:
@@ -119,24 +134,21 @@ class Exchange:
         if failures:
             withdraw(handle)
             raise self._failure or _second_hand(failures[0])
-        return {turn.gpu: turn.handle for turn in turns if turn.handle is not None}
+        self.handles = {turn.gpu: turn.handle for turn in turns if turn.handle is not None}
 
 
 @dataclass(eq=False)
 class Helper:
-    """A rank that makes handles for the servers on its GPU, which another rank talks to."""
+    """A rank that makes handles for the servers on its GPU, while another rank talks to these servers."""
 
-    exchange: Exchange
+    transport: SharedMemory
     source: Path
     """Checkpoint folder with the model's config."""
-    bucket_bytes: int
-    """That of the main rank."""
 
     def update(self, tensors: Iterable[Named], version: int, form: WeightForm) -> dict[str, float]:
-        """Takes part in ``Fleet.update`` of the main rank; WeightSyncError if it fails there."""
-        most = bucket_bytes(sum(map(math.prod, self._shapes.values())), self.bucket_bytes)
-        buckets = Intake(self._shapes, version, form, most, Staging(most, empty_shared)).buckets(tensors)
-        deque(self.exchange.rounds(buckets), maxlen=0)
+        """Take part in ``Fleet.update`` of the other rank; WeightSyncError if the update fails there."""
+        intake = Intake.for_servers(self._shapes, version, form)
+        deque(self.transport.stream(intake, tensors, None), maxlen=0)
         return {}
 
     @cached_property

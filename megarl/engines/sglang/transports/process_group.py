@@ -5,10 +5,9 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -20,9 +19,9 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_proces
 
 from megarl.config.addresses import url_host
 from megarl.engines.sglang.transports.deadlines import HangError, Patience
+from megarl.engines.sglang.transports.threads import in_thread
 from megarl.errors import WeightSyncError
 
-Found = TypeVar("Found")
 POLL_S = 0.002
 
 
@@ -30,9 +29,9 @@ class BroadcastGroup:
     """A gloo group for weights on the CPU, or an NCCL group for weights on a GPU."""
 
     def __init__(self, url: str, tp: int, device: torch.device, timeout_s: float) -> None:
-        """Opens the port that the servers connect to, of which one is at ``url``. ``tp``: ranks of all servers.
+        """Open the port that the servers connect to.
 
-        ``device`` is that of the tensors to send.
+        url: address of one of the servers. tp: ranks of all servers. device: device of the tensors to send.
         """
         self.name = f"megarl-{uuid.uuid4().hex}"
         self.address = own_address(url)
@@ -131,23 +130,6 @@ class BroadcastGroup:
 
     def _failure(self, reason: str) -> HangError:
         return HangError(f"the {self.backend} group at {url_host(self.address)}:{self.port} failed: {reason}")
-
-
-def in_thread(work: Callable[[], Found], daemon: bool = True) -> Future[Found]:
-    """Runs ``work`` in a thread. A daemon thread is killed with the process, which must not happen inside torch."""
-    done: Future[Found] = Future()
-
-    def run() -> None:
-        try:
-            found = work()
-        except Exception as error:  # from HTTP, gloo, NCCL or the store; the waiting thread raises it
-            # Without its frames, which would keep store and group alive.
-            done.set_exception(error.with_traceback(None))
-        else:
-            done.set_result(found)
-
-    threading.Thread(target=run, name="weight-sync", daemon=daemon).start()
-    return done
 
 
 def own_address(url: str) -> str:

@@ -1,7 +1,7 @@
 """Sends new weights to one running server, so that no token is sampled from a mixture of old and new weights.
 
     begin    pause, aborting all requests
-    send | share | broadcast | load_from_disk
+    ...      a transport sends the weights
     finish   close the update, flush the cache, name the new version; each is verified
     resume   let requests in
 
@@ -10,7 +10,6 @@ with the routes of another. A server that refuses any step stays paused, because
 """
 
 import time
-import uuid
 from collections.abc import Sequence
 from concurrent.futures import wait
 from contextlib import suppress
@@ -20,13 +19,9 @@ from typing import Any
 
 import httpx
 import numpy as np
-import torch
 
-from megarl.config.addresses import url_host
-from megarl.engines.buckets import Bucket
 from megarl.engines.sglang.http import MODEL_INFO, authorization, read_object, request
 from megarl.engines.sglang.transports.deadlines import (
-    JOIN_S,
     NOTICE_S,
     SCORE_S,
     WHOLE_S,
@@ -34,11 +29,13 @@ from megarl.engines.sglang.transports.deadlines import (
     HangError,
     deadline,
 )
-from megarl.engines.sglang.transports.payload import Handle, Rebuilt, payload_of
-from megarl.engines.sglang.transports.process_group import BroadcastGroup, in_thread
+from megarl.engines.sglang.transports.process_group import BroadcastGroup
+from megarl.engines.sglang.transports.threads import in_thread
 from megarl.engines.sglang.versions import Version, can
 from megarl.errors import DataError, WeightSyncError
 
+CPU = -1
+"""Stands for the GPU of servers that have none."""
 STOPPING = (502, 503, 504)
 """HTTP statuses of a server that stops or has gone, the first and the last by a proxy before it."""
 
@@ -47,22 +44,20 @@ class WeightSender:
     """The updates of one server."""
 
     def __init__(
-        self, url: str, version: Version, *, tp: int = 1, api_key: str | None = None, in_session: bool = False
+        self, url: str, version: Version, *, tp: int = 1, api_key: str | None = None, gpus: Sequence[int] = ()
     ) -> None:
         """``version`` and ``tp`` are the server's release and tensor-parallel size.
 
-        in_session: another sender begins and finishes the updates.
+        gpus: GPU of each tensor-parallel rank; empty if the server runs on CPUs or on another machine.
         """
         self.url = url
         self.release = version
         self.tp = tp
-        self.life = uuid.uuid4().hex
-        """Changes when this sender leaves a group: the server may be a new one, and in no other group either."""
-        self._in_session = in_session
+        self.gpus = gpus or (CPU,) * tp
+        self.group: BroadcastGroup | None = None
+        """The process group that the server is in."""
+        self._in_session = False
         self._named: str | None = None
-        self._group: BroadcastGroup | None = None
-        self._grouped = 0
-        """Servers in this group."""
         self._is_abandoned = False
         headers = authorization(api_key)
         # The server may close a kept connection just when a request is sent.
@@ -82,62 +77,23 @@ class WeightSender:
 
         Also closes the session of an update that was interrupted, be it of an earlier trainer.
         """
-        self._post("pause_generation", {"mode": "abort"})
+        self.post("pause_generation", {"mode": "abort"})
         if can(self.release, "update_session"):
             self._ask("POST", "end_weight_update", {}, WHOLE_S)  # usually HTTP 400: none is open
             self._in_session = False
-        if self._group is not None and self.weight_version() != self._named:
+        if self.group is not None and self.weight_version() != self._named:
             self.leave_group()  # the server was restarted, and is in no group
-
-    def send(self, bucket: Bucket, payload: str | None = None) -> None:
-        """Send the tensors of a bucket over HTTP. ``payload``: its ``payload_of``, if it is made already."""
-        by_rank = [payload or payload_of(bucket)] * self.tp
-        self._send(by_rank, sum(map(len, by_rank)))
-
-    def share(self, bucket: Bucket, handles: Sequence[Handle]) -> None:
-        """Have the server read a bucket from memory that it opens by these handles, one for each of its ranks."""
-        self._send([payload_of(bucket, Rebuilt(handle)) for handle in handles], bucket.flat.numel())
-
-    def _send(self, by_rank: list[str], num_bytes: int) -> None:
-        self.open_session()
-        body = {"serialized_named_tensors": by_rank, "load_format": "flattened_bucket", "flush_cache": False}
-        self._post("update_weights_from_tensor", body, deadline(num_bytes))
-
-    def broadcast(self, bucket: Bucket, others: "Sequence[WeightSender]" = ()) -> None:
-        """Send the tensors of a bucket through a process group, which the servers join with the first one.
-
-        Those of the ``others`` are in the same group. After an error all must have joined another one.
-        """
-        senders = [self, *others]
-        places = [(name, str(dtype).removeprefix("torch."), list(shape)) for name, dtype, shape, *_ in bucket.places()]
-        body = dict(zip(("names", "dtypes", "shapes"), zip(*places, strict=True), strict=True))
-        body |= {"load_format": "flattened_bucket", "flush_cache": False}
-        for sender in senders:
-            sender.open_session()
-        try:
-            group, timeout_s = self._group, deadline(bucket.flat.numel())
-            is_common = self._grouped == len(senders) and all(sender._group is group for sender in senders)
-            if group is None or not is_common or group.timeout_s < timeout_s:
-                group = _new_group(senders, bucket.flat.device, timeout_s)
-            post = ("update_weights_from_distributed", body | {"group_name": group.name}, timeout_s)
-            receive = [in_thread(partial(sender._post, *post)) for sender in senders]
-            with bucket.beside():
-                group.broadcast(bucket.flat, *receive)
-        except WeightSyncError:
-            for sender in senders:
-                sender.leave_group()
-            raise
 
     def leave_group(self) -> None:
         """Close the process group with the server, if there is one."""
-        if self._group is not None:
-            self._group.close()
-            self._group, self.life = None, uuid.uuid4().hex
+        if self.group is not None:
+            self.group.close()
+            self.group = None
 
     def open_session(self) -> None:
         """Open the session of an update, unless it is open or the release has none."""
         if not self._in_session and can(self.release, "update_session"):
-            self._post("begin_weight_update", {})
+            self.post("begin_weight_update", {})
             self._in_session = True
 
     def load_from_disk(self, folder: str) -> None:
@@ -147,12 +103,12 @@ class WeightSender:
         num_bytes = 0
         with suppress(OSError):  # perhaps removed meanwhile, which the server will say
             num_bytes = sum(file.stat().st_size for file in Path(folder).iterdir())
-        self._post("update_weights_from_disk", body, deadline(num_bytes))
+        self.post("update_weights_from_disk", body, deadline(num_bytes))
 
     def finish(self, version: int) -> None:
         """Close the update, drop all cached keys and values, and name the new version; requests wait for ``resume``."""
         if self._in_session:
-            self._post("end_weight_update", {}, WHOLE_S)
+            self.post("end_weight_update", {}, WHOLE_S)
             self._in_session = False
         flushed = self._ask("POST", "flush_cache")
         if flushed.status_code != 200:
@@ -166,20 +122,20 @@ class WeightSender:
 
     def name(self, version: str) -> None:
         """Have the server call its weights this version."""
-        self._post("update_weight_version", {"new_version": version, "abort_all_requests": True})
+        self.post("update_weight_version", {"new_version": version, "abort_all_requests": True})
 
     def resume(self) -> None:
         """Let requests in again."""
-        self._post("continue_generation", {})
+        self.post("continue_generation", {})
 
     def release_memory(self) -> None:
         """Pause, and free the memory of weights and cache. The weights are lost: an update must follow."""
-        self._post("pause_generation", {"mode": "abort"})
-        self._post("release_memory_occupation", {"tags": ["kv_cache", "weights"]}, WHOLE_S)
+        self.post("pause_generation", {"mode": "abort"})
+        self.post("release_memory_occupation", {"tags": ["kv_cache", "weights"]}, WHOLE_S)
 
     def take_memory(self, kind: str) -> None:
         """Allocate "weights" or "kv_cache" again."""
-        self._post("resume_memory_occupation", {"tags": [kind]}, WHOLE_S)
+        self.post("resume_memory_occupation", {"tags": [kind]}, WHOLE_S)
 
     def checksums(self) -> list[dict[str, str]]:
         """Returns the server's own checksums, name -> checksum for each tensor-parallel rank."""
@@ -212,7 +168,7 @@ class WeightSender:
                 return str(self._read(answer).get("weight_version"))
         raise WeightSyncError(f"{self.url} does not say the version of its weights, HTTP {status}")
 
-    def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
+    def post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
         answer = self._ask("POST", path, body, timeout_s)
         is_json = answer.headers.get("content-type", "").startswith("application/json")
         has_failed = answer.status_code != 200
@@ -255,31 +211,7 @@ class WeightSender:
 
     def _require_life(self, path: str) -> None:
         """GoneError if the server says that it stops, or refuses connections; one that says nothing may be busy."""
-        with suppress(httpx.TimeoutException, httpx.ReadError, httpx.RemoteProtocolError):
-            if (status := self._http.get("/health", timeout=NOTICE_S).status_code) in STOPPING:
+        check = in_thread(partial(request, self._http, "GET", "/health", timeout_s=NOTICE_S))
+        with suppress(TimeoutError, httpx.TimeoutException, httpx.ReadError, httpx.RemoteProtocolError, DataError):
+            if (status := check.result(NOTICE_S).status_code) in STOPPING:
                 raise GoneError(f"{self.url} stops: its health check says HTTP {status} while it does {path}")
-
-
-def _new_group(senders: Sequence[WeightSender], device: torch.device, timeout_s: float) -> BroadcastGroup:
-    """The group of these servers, which leave those that they are in."""
-    for sender in senders:
-        sender.leave_group()
-    ranks = sum(sender.tp for sender in senders)
-    timeout_s += JOIN_S * ranks
-    group = BroadcastGroup(senders[0].url, ranks, device, timeout_s)
-    joins, first = [], 1
-    for sender in senders:
-        sender._group, sender._grouped = group, len(senders)
-        body = {
-            "master_address": url_host(group.address),  # SGLang puts it into a URL
-            "master_port": group.port,
-            "rank_offset": first,
-            "world_size": group.world_size,
-            "group_name": group.name,
-            "backend": group.backend,
-        }
-        # The trainer gives up first: while it waits, the other servers do, too, and join no group of their own.
-        joins.append(in_thread(partial(sender._post, "init_weights_update_group", body, 2 * timeout_s)))
-        first += sender.tp
-    group.join(*joins)
-    return group

@@ -1,0 +1,60 @@
+"""The protocol of a transport, and the update that the transport delivers."""
+
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from megarl.engines.buckets import Bucket, Intake, Staging
+from megarl.engines.sglang.transports.folder import WeightFolder
+from megarl.engines.sglang.transports.sender import WeightSender
+from megarl.engines.sglang.transports.threads import Line
+from megarl.engines.weights import Named
+
+Buckets = Generator[Bucket | None, None, None]
+"""The buckets of an update. An error that is thrown into the generator ends the update on all ranks."""
+
+
+class Receivers(Protocol):
+    """The servers that take part in an update."""
+
+    @property
+    def senders(self) -> list[WeightSender]:
+        """One for each server."""
+        ...
+
+    def tell(self, line: str, /) -> None:
+        """Print one line for the user."""
+        ...
+
+    def each(self, step: Callable[[WeightSender], object], *, daemon: bool = True) -> list[WeightSender]:
+        """Run a step for all servers at the same time; returns the senders of those that have done the step.
+
+        The update continues without servers that are late, hang or have gone. daemon: False for a step inside torch.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class Delivery:
+    """One update in progress."""
+
+    receivers: Receivers
+    line: Line
+    """Sends one bucket while the next one is made."""
+    folder: WeightFolder | None = None
+    """The copy on disk, if there is one; complete when all buckets have passed the line."""
+
+
+class Transport(Protocol):
+    """A way of weights to the servers."""
+
+    shares_gpu: bool = False
+    """Whether a server opens GPU memory of the trainer: a late server must then be killed."""
+
+    def stream(self, intake: Intake, tensors: Iterable[Named], delivery: Delivery | None) -> Buckets:
+        """Yield the buckets of an update, in the memory that this transport needs. Runs in the caller's thread."""
+        return intake.buckets(tensors, Staging(intake.max_bytes))
+
+    def send(self, bucket: Bucket, delivery: Delivery) -> None:
+        """Send one bucket to all servers of the update. Runs in the thread of the line."""
+        ...

@@ -1,0 +1,68 @@
+"""Weights over HTTP: base64 of the tensors, or of a handle of the memory that holds the tensors.
+
+A restarted server gets the kept copy in the same way, whatever the transport of updates is.
+"""
+
+import base64
+import pickle
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megarl.engines.buckets import Bucket
+from megarl.engines.sglang.transports.deadlines import deadline
+from megarl.engines.sglang.transports.protocol import Delivery, Transport
+from megarl.engines.sglang.transports.sender import WeightSender
+
+Handle = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function and its arguments: the call returns a tensor in the process that unpickles the handle."""
+
+
+class Rebuilt:
+    """Is pickled as the result of a handle."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def __reduce__(self) -> Handle:
+        return self._handle
+
+
+def payload_of(bucket: Bucket, flat: torch.Tensor | Rebuilt | None = None) -> str:
+    """Base64 of the pickle that ``/update_weights_from_tensor`` takes as a "flattened_bucket".
+
+    flat: rebuilds the bucket's memory in the server; None: the payload holds the tensors. SGLang only reads attributes
+    of the metadata, and refuses to unpickle most classes. Plain namespaces with the attribute names of SGLang's class
+    work with all releases.
+    """
+    places = [
+        SimpleNamespace(name=name, shape=list(shape), dtype=dtype, start_idx=start, end_idx=end, numel=end - start)
+        for name, dtype, shape, start, end in bucket.places()
+    ]
+    # A copy: pickle would write the whole storage of a slice.
+    content = {"flattened_tensor": bucket.on_host().flat.clone() if flat is None else flat, "metadata": places}
+    return base64.b64encode(pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)).decode()
+
+
+def post_payloads(sender: WeightSender, payloads: list[str], num_bytes: int) -> None:
+    """Have a server load a bucket; one payload for each of its tensor-parallel ranks."""
+    sender.open_session()
+    body = {"serialized_named_tensors": payloads, "load_format": "flattened_bucket", "flush_cache": False}
+    sender.post("update_weights_from_tensor", body, deadline(num_bytes))
+
+
+def send_tensors(sender: WeightSender, bucket: Bucket, payload: str | None = None) -> None:
+    """Send a bucket to one server. payload: the bucket's ``payload_of``, if the caller has made it."""
+    payloads = [payload or payload_of(bucket)] * sender.tp
+    post_payloads(sender, payloads, sum(map(len, payloads)))
+
+
+class Tensors(Transport):
+    """Tensors in the body of HTTP requests. The servers need no connection to the trainer."""
+
+    def send(self, bucket: Bucket, delivery: Delivery) -> None:
+        """Encode a bucket once and post the text to all servers."""
+        payload = payload_of(bucket)
+        delivery.receivers.each(lambda sender: send_tensors(sender, bucket, payload))
