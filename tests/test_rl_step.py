@@ -20,6 +20,7 @@ from megarl.engines.local.engine import LocalEngine
 from megarl.megatron import distributed
 from megarl.megatron.policy import Policy, schedule_of
 from megarl.trainer.step import TrainStep
+from megarl.trainer.step_plan import StepPlan
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "rl_step.py"
@@ -72,10 +73,12 @@ def test_a_step_of_the_example_is_a_step_of_the_trainer(example: ModuleType, tmp
 
         step = TrainStep(config, second, example.OBJECTIVE)
         theirs = [step.prepare([rollouts[i] for i in part], advantages[part]) for part in parts]
-        for mini in theirs:
-            step.old_logprobs(mini)
-        expected_gaps = [finalize(mini.metrics) for mini in theirs]
-        expected = [finalize(step.update(mini)) for mini in theirs]
+        plan = StepPlan.of(config, config.run.steps)
+        theirs = [step.old_pass(plan, mini) for mini in theirs]
+        expected_gaps, expected = [finalize(mini.statistics) for mini in theirs], []
+        for index in range(len(theirs)):
+            theirs, statistics = step.update(plan, theirs, index)
+            expected.append(finalize(statistics))
         for found, wanted in zip([*gaps, *updates], [*expected_gaps, *expected], strict=True):
             assert found == pytest.approx({name: wanted[name] for name in found}, rel=1e-6, abs=0)
         assert {"loss", "grad_norm"} <= set(updates[0])

@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import AutoConfig
@@ -24,6 +25,7 @@ from megarl.megatron.policy import DTYPES, Policy, schedule_of
 from megarl.trainer.sampling.sampler import Sampler
 from megarl.trainer.sampling.step_rollouts import StepRollouts
 from megarl.trainer.step import TrainStep
+from megarl.trainer.step_plan import StepPlan
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_rows import finish, ratio_row, take_json
@@ -42,13 +44,10 @@ def take_step(step: TrainStep, rollouts: StepRollouts, over_all: bool) -> float:
     started = time.process_time()
     parts = zip(rollouts.mini_batches, rollouts.advantages, strict=True)
     minis = [step.prepare(of_mini, advantages) for of_mini, advantages in parts]
-    passed = minis if over_all else step.old_pass_over(minis)
-    for mini in passed:
-        step.old_logprobs(mini)
-    if len(passed) == len(minis):
-        step.tripwires.judge(minis)
-    for index, mini in enumerate(minis):
-        step.update(mini, following=minis[index + 1 :])
+    plan = StepPlan.of(step.config, done=1)
+    minis = step.look(replace(plan, old_passes=len(minis)) if over_all else plan, minis)
+    for index in range(len(minis)):
+        minis, _ = step.update(plan, minis, index)
     return time.process_time() - started
 
 

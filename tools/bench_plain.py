@@ -33,6 +33,7 @@ from megarl.replay import RoutingReplay
 from megarl.trainer.mini_batch import MiniBatch
 from megarl.trainer.sampling.sampler import Sampler
 from megarl.trainer.step import TrainStep
+from megarl.trainer.step_plan import StepPlan
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_rows import finish, ratio_row, take_json
@@ -44,11 +45,12 @@ Update = Callable[[], None]
 def megarl_update(step: TrainStep, rollouts: list[Rollout], advantages: np.ndarray) -> Update:
     """The second update of a step: the old-log-prob pass over its mini-batch has been."""
 
-    def update() -> None:
-        step.update(minis[0])
+    plan = StepPlan.of(step.config, done=1)
+    mini = step.old_pass(plan, step.prepare(rollouts, advantages))
 
-    minis = [step.prepare(rollouts, advantages)]
-    step.old_logprobs(minis[0])
+    def update() -> None:
+        step.update(plan, [mini], 0)
+
     return update
 
 
@@ -60,14 +62,14 @@ def surrogate(logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tenso
 def megatron_update(policy: Policy, mini: MiniBatch) -> Update:
     """What a loop on Megatron alone does with the packed micro-batches."""
     parts = []
-    assert mini.old_logprobs is not None
+    assert mini.first is not None
     for index, micro in enumerate(mini.micro_batches):
         ahead = [
             torch.nn.functional.pad(t, (0, micro.num_slots - t.numel()))[None]
             for t in (
                 micro.batch.loss_mask.roll(-1).float(),
                 micro.batch.advantages.roll(-1).float(),
-                mini.old_logprobs[index].roll(-1),
+                mini.first.logprobs[index].roll(-1),
             )
         ]
         parts.append((micro, *ahead))
@@ -141,8 +143,7 @@ def main() -> int:
     without = config.model_copy(update={"train": config.train.model_copy(update={"replay": "none"})})
     steps = {name: TrainStep(of, policy, objective) for name, of in (("megarl", config), ("none", without))}
     updates: dict[str, Update] = {name: megarl_update(step, rollouts, advantages) for name, step in steps.items()}
-    mini = steps["none"].prepare(rollouts, advantages)
-    steps["none"].old_logprobs(mini)
+    mini = steps["none"].old_pass(StepPlan.of(without, done=1), steps["none"].prepare(rollouts, advantages))
     updates["Megatron"] = megatron_update(policy, mini)
     updates["transformers"] = transformers_update(config, rollouts, advantages)
     seconds: dict[str, list[float]] = {name: [] for name in updates}

@@ -37,6 +37,7 @@ from megarl.trainer.sampling.gradient_norms import gradient_norms
 from megarl.trainer.sampling.sampler import Sampler
 from megarl.trainer.sampling.step_rollouts import StepRollouts
 from megarl.trainer.step import TrainStep
+from megarl.trainer.step_plan import StepPlan
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_rows import Row, finish, interval_of_median, ratio_row, take_json
@@ -108,12 +109,12 @@ class Bench:
             minis = [
                 step.prepare(r, a) for r, a in zip(self.rollouts.mini_batches, self.rollouts.advantages, strict=True)
             ]
+        plan = StepPlan.of(step.config, done=1)
         with _timed(spent, "old_logprobs"):
-            for mini in step.old_pass_over(minis):
-                step.old_logprobs(mini)
+            minis = step.look(plan, minis)
         with _timed(spent, "train"):
-            for index, mini in enumerate(minis):
-                step.update(mini, following=minis[index + 1 :])
+            for index in range(len(minis)):
+                minis, _ = step.update(plan, minis, index)
         if variant == "unhooked":
             self.policy.replay = RoutingReplay(self.policy.chunks)
         if keep:
@@ -129,7 +130,7 @@ class Bench:
                 spent: dict[str, float] = {}
                 with _timed(spent, "pass"):
                     mini = step.prepare(rollouts, np.ones(len(rollouts)))
-                    step._backward(mini)
+                    step.backward(StepPlan.of(step.config, done=1), [mini], 0)
                 with _timed(spent, "norms"):
                     gradient_norms(step, rollouts, block)
                 if repeat >= 0:

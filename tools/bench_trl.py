@@ -128,6 +128,7 @@ def run_megarl(model: str, task: str, steps: int, fp8: bool) -> None:
     from megarl.run.metrics_log import MetricsLog
     from megarl.run.stop_request import StopRequest
     from megarl.run.vitals import Vitals
+    from megarl.trainer import passes
     from megarl.trainer import step as training
     from megarl.trainer.loop import Trainer
 
@@ -149,11 +150,11 @@ def run_megarl(model: str, task: str, steps: int, fp8: bool) -> None:
 
     # Megarl's passes without gradients are those for old log-probabilities.
     clock.watch(forward, "_run_schedule", lambda *arguments: "forward" if arguments[2] else "old pass")
-    clock.watch(training.TrainStep, "old_logprobs", "comparison")
+    clock.watch(training.TrainStep, "old_pass", "comparison")
     clock.watch(schedules, "backward_step", "backward")
     for name in ("coefficients", "surrogate_metrics"):
         clock.watch(training, name, "coefficients")
-    clock.watch(training.TrainStep, "_compare_engines", "comparison")
+    clock.watch(passes, "compare_engines", "comparison")
     clock.watch(training.TrainStep, "prepare", "prepare")
     clock.watch(engine, "decode", "choice of tokens")
     clock.watch(Trainer, "_sample", "rest of sampling")

@@ -16,6 +16,7 @@ had a positive sum. For real foreign rows it prints the longest run that 500 pla
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ import numpy as np
 import torch
 
 from megarl.core.types import SampleRequest, TrainBatch
-from megarl.watch.foreign_rows import LIMIT, SHARES, find_foreign, row_scores
+from megarl.watch.foreign_rows import SHARES, find_foreign, row_scores
+from megarl.watch.limits import TRIPWIRES
 
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 AROUND, TRIES, LONGEST = 64, 400, 128_000
@@ -60,7 +62,9 @@ def _chance(
     foreign = rng.hypergeometric(topk, experts - topk, topk, (TRIES, size, num_layers))
     shared[:, AROUND : AROUND + size] = foreign
     evidence = find_foreign(shared.reshape(-1, num_layers), topk, batch_of([total] * TRIES))[:, 0]
-    return float((evidence > LIMIT + np.log(rows / total)).mean())  # that of a long response is less by this
+    return float(
+        (evidence > TRIPWIRES.evidence + np.log(rows / total)).mean()
+    )  # that of a long response is less by this
 
 
 def measure(work: Path, layers: int, experts: int, topk: int, replay: str) -> None:
@@ -72,7 +76,8 @@ def measure(work: Path, layers: int, experts: int, topk: int, replay: str) -> No
     from megarl.engines.protocol import SamplingParams
     from megarl.megatron import distributed
     from megarl.megatron.policy import Policy, schedule_of
-    from megarl.trainer import step as train_step
+    from megarl.trainer.step import TrainStep
+    from megarl.trainer.step_plan import StepPlan
 
     model, task = work / "model", work / "task"
     sizes: dict[str, Any] = {
@@ -95,8 +100,7 @@ def measure(work: Path, layers: int, experts: int, topk: int, replay: str) -> No
     config = parse(table, {})
     distributed.initialize(config)
     policy = Policy(config, schedule_of(config))
-    step = train_step.TrainStep(config, policy, config.train.resolved_objective)
-    step.keeps_native_routes = True
+    step = TrainStep(config, policy, config.train.resolved_objective)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 32, rng.integers(8, 64)).astype(np.int32) for _ in range(32)]
     requests = [SampleRequest(prompt, s // 4, s % 4, seed=s) for s, prompt in enumerate(prompts)]
@@ -107,14 +111,15 @@ def measure(work: Path, layers: int, experts: int, topk: int, replay: str) -> No
         engine = LocalEngine(AutoConfig.from_pretrained(model), dtype=torch.bfloat16, **options)
         engine.update_weights(policy.export(), version=0)
         rollouts = engine.generate(requests, SamplingParams(1.0, 1.0, 250, (), True, None))
-        mini = step.prepare(rollouts, np.ones(len(rollouts)))
-        step.old_logprobs(mini)
-        assert mini.native_routes is not None
-        assert mini.rollout_routes is not None
-        masks = [np.ones(len(r.experts), bool) if r.present is None else r.present.numpy() for r in mini.rollout_routes]
+        plan = replace(StepPlan.of(config, 1), writes_traces=True)
+        mini = step.old_pass(plan, step.prepare(rollouts, np.ones(len(rollouts))))
+        assert mini.first is not None
+        assert mini.first.native_routes is not None
+        assert mini.engine_routes is not None
+        masks = [np.ones(len(r.experts), bool) if r.present is None else r.present.numpy() for r in mini.engine_routes]
         own, theirs = (
             np.concatenate([r.experts.numpy()[mask] for r, mask in zip(routes, masks, strict=True)]).astype(np.int16)
-            for routes in (mini.native_routes, mini.rollout_routes)
+            for routes in (mini.first.native_routes, mini.engine_routes)
         )
         _report(name, own, theirs)
 
@@ -132,7 +137,7 @@ def _report(name: str, own: np.ndarray, theirs: np.ndarray) -> None:
     theta = [_lundberg(honest[: len(honest) // size * size].reshape(-1, size).sum(1)) for size in (1, 8, 32)]
     kinds = {"response": np.roll(theirs, 333, 0), "late": np.roll(theirs, 1, 0), "layer": np.roll(theirs, 1, 1)}
     kinds["zeros"] = np.broadcast_to(np.arange(topk), theirs.shape)
-    needed = LIMIT + np.log(len(SHARES) * LONGEST)
+    needed = TRIPWIRES.evidence + np.log(len(SHARES) * LONGEST)
     longest = {kind: _longest(score(rows), needed) for kind, rows in kinds.items()}
     shown = ", ".join(f"{kind} {size}" for kind, size in longest.items())
     print(

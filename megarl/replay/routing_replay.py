@@ -143,7 +143,13 @@ class RoutingReplay:
 
     @contextmanager
     def replay(
-        self, routes: Routes, observe: bool = False, compared: Routes | None = None, min_agreement: float | None = None
+        self,
+        routes: Routes,
+        observe: bool = False,
+        compared: Routes | None = None,
+        min_agreement: float | None = None,
+        *,
+        checked: bool = False,
     ) -> Iterator[Recording]:
         """Use ``routes``, one entry per micro-batch in the order of the forward passes.
 
@@ -155,14 +161,15 @@ class RoutingReplay:
         - in a recomputation whose first pass is unknown.
 
         observe: the Recording also has the routers' own choice. compared: other routes of the same micro-batches; the
-        Recording counts the experts that they share with those in use, and with the routers' own choice.
+        Recording counts the experts that they share with those in use, and with the routers' own choice. checked: the
+        experts were checked before, as those of a Recording, and are not checked again or copied.
         """
-        checked = self._check(routes, recorded=isinstance(routes, Recording))
+        entries = self._check(routes, recorded=checked or isinstance(routes, Recording))
         others = None
         if compared is not None:
-            others = checked if compared is routes else self._check(compared, recorded=True)
+            others = entries if compared is routes else self._check(compared, recorded=True)
         limit = self._min_agreement if min_agreement is None else _check_agreement(min_agreement)
-        with self._open(Replayer(checked, self._hooks, observe, others, limit)) as recording:
+        with self._open(Replayer(entries, self._hooks, observe, others, limit)) as recording:
             yield recording
 
     def _check(self, routes: Routes, recorded: bool) -> list[MicroRoutes]:

@@ -18,7 +18,7 @@ from megarl.errors import ConfigError, MegarlError, printable
 from megarl.files.foreign_files import read_object
 from megarl.files.writing import read_record
 from megarl.run.lock import is_held, read_holder
-from megarl.watch.health import Verdict
+from megarl.run.verdict import Verdict
 
 FAILURE_VARIABLE = "MEGARL_FAILURE"
 """The environment variable with the path of the file that ``write_failure`` writes."""

@@ -1,7 +1,11 @@
-"""One optimizer step's share of a rank, and the steps of making it."""
+"""One optimizer step's share of a rank, and how rollouts become it.
+
+Shapes: ``n`` sequences of this rank, ``T`` packed tokens of a micro-batch, ``L`` MoE layers, ``K`` experts of a token.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -9,13 +13,12 @@ from megatron.core import parallel_state
 
 from megarl.config import Config
 from megarl.core.devices import to_device
-from megarl.core.measures import replay_bias_metrics
-from megarl.core.metrics import Stat
+from megarl.core.metrics import Stat, merge
 from megarl.core.objectives.columns import Denominators, TokenColumns
+from megarl.core.ratios import segment_expand
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import AgreementError, TraceError
 from megarl.megatron.distributed import all_sum
-from megarl.megatron.passes import forward
 from megarl.megatron.passes.micro_batches import MicroBatch, split_micro_batches
 from megarl.replay import MicroRoutes
 
@@ -31,64 +34,84 @@ class Judged:
     owned: list[list[int]]
     """By mini-batch, the sequences of this data-parallel rank, in the order of its rollouts."""
 
+    def only(self, index: int) -> Self:
+        """Return the same rewards for one mini-batch."""
+        return replace(self, owned=[self.owned[index]])
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
+class FirstPass:
+    """What the first pass over a mini-batch found, at the weights that the step begins with."""
+
+    logprobs: list[torch.Tensor]
+    """fp32 [T] by micro-batch, of pi_old, on the last pipeline stage; empty on other stages."""
+    routes: list[MicroRoutes] | None
+    """The routes that later passes replay: the engine's (r3) or the routers' own (r2). None routes natively."""
+    native_routes: list[MicroRoutes] | None
+    """What the routers chose, or would have chosen. Kept for trace files only."""
+    gaps: np.ndarray
+    """float64 [n, COLUMNS]: how far the engines are apart (``megarl.watch.tripwires.Column``)."""
+    mistake: AgreementError | None
+    """What replay found wrong with the routes of this rank, for the tripwires."""
+    metrics: dict[str, Stat]
+
+
+@dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """This rank's share of one optimizer step. The passes over it fill in the fields that are None at first."""
+    """This rank's share of one optimizer step. A pass returns a record; ``replace`` puts the record here."""
 
     micro_batches: list[MicroBatch]
     denominators: Denominators
     """Over all ranks."""
-    gaps: np.ndarray
-    """float64 [n, COLUMNS] by sequence: how far the engines are apart (``megarl.watch.tripwires``)."""
-    mistake: AgreementError | None = None
-    """What replay found wrong with the routes of this rank, for the tripwires."""
-    rollout_routes: list[MicroRoutes] | None = None
-    """The engine's routes, this rank's rows and layers. None if it recorded none, or no router here can use them."""
+    keys: np.ndarray
+    """float64 [n, 2]: group and sample of each sequence."""
+    engine_routes: list[MicroRoutes] | None = None
+    """The engine's routes, this rank's rows and layers. None if the engine recorded none, or no router can use them."""
     routes: list[MicroRoutes] | None = None
-    """The routes that training replays; None routes natively."""
-    native_routes: list[MicroRoutes] | None = None
-    """What the routers chose, or would have chosen, in the first pass. Kept only for trace files."""
-    old_logprobs: list[torch.Tensor] | None = None
-    """[T] per micro-batch, of the first pass, on the last pipeline stage (elsewhere empty). None before that pass,
-    which may be the update's own."""
-    old_updates: int = 0
-    """The number of updates before the first pass; until then before the step."""
-    old_is_rollout: bool = False
-    """Whether objectives see rollout_logprobs in the place of these."""
+    """``engine_routes`` if training replays them (r3), else None."""
+    first: FirstPass | None = None
+    """None until the first pass, which is the old-log-prob pass or, without one, the forward pass of the update."""
     ref_logprobs: list[torch.Tensor] | None = None
-    """As ``old_logprobs``, of the reference policy; None without one."""
-    judged: Judged | None = None
-    """Its part of the step, for advantages with a KL of the current policy; else None."""
+    """As ``FirstPass.logprobs``, of the reference policy; None without a reference."""
     metrics: dict[str, Stat] = field(default_factory=dict)
-    """The gap between the engines; part of the step's record."""
+    """Of drops and of the KL to the reference."""
 
-    def columns(self, index: int, batch: TrainBatch, logprobs: torch.Tensor) -> TokenColumns:
-        """What an objective reads of one micro-batch; in the first pass over it, the policy is the old one."""
-        device = logprobs.device
-        rollout = to_device(batch.rollout_logprobs, device)
-        own = logprobs if self.old_logprobs is None else self.old_logprobs[index]
-        ref = None if self.ref_logprobs is None else self.ref_logprobs[index]
+    @property
+    def replayed(self) -> list[MicroRoutes] | None:
+        """The routes that the next pass replays; None routes natively."""
+        return self.routes if self.first is None else self.first.routes
+
+    @property
+    def statistics(self) -> dict[str, Stat]:
+        """This mini-batch's part of the step's record."""
+        return merge([self.metrics, {} if self.first is None else self.first.metrics])
+
+    def without(self, dropped: np.ndarray) -> Self:
+        """Return the mini-batch without the loss tokens of dropped sequences, bool [n]; the denominators stay."""
+        micros = []
+        for micro in self.micro_batches:
+            batch, stays = micro.batch, torch.from_numpy(~dropped[list(micro.sequences)])
+            mask = batch.loss_mask & segment_expand(stays, batch.cu_seqlens)
+            micros.append(replace(micro, batch=replace(batch, loss_mask=mask)))
+        return replace(self, micro_batches=micros) if dropped.any() else self
+
+    def columns(self, index: int, logprobs: torch.Tensor, old_is_rollout: bool = False) -> TokenColumns:
+        """Return what an objective reads of micro-batch ``index``, on the device of ``logprobs`` [T].
+
+        Before the first pass has ended, the policy is the old policy. old_is_rollout: mu stands in for pi_old.
+        """
+        batch, device = self.micro_batches[index].batch, logprobs.device
+        mu = to_device(batch.rollout_logprobs, device)
+        old = logprobs if self.first is None else self.first.logprobs[index]
         return TokenColumns(
             logprobs,
-            rollout if self.old_is_rollout else own,
-            rollout,
+            mu if old_is_rollout else old,
+            mu,
             to_device(batch.advantages, device),
             to_device(batch.loss_mask, device),
             to_device(batch.cu_seqlens, device),
-            ref,
+            None if self.ref_logprobs is None else self.ref_logprobs[index],
         )
-
-    def replay_bias(
-        self, replayed: Sequence[forward.MicroOutput], native: Sequence[forward.MicroOutput]
-    ) -> list[dict[str, Stat]]:
-        """What replay changes, by micro-batch; none if ``native`` is empty."""
-        found: list[dict[str, Stat]] = []
-        for micro, mine, own in zip(self.micro_batches, replayed, native, strict=False):
-            assert mine.divergence is not None
-            mask = to_device(micro.batch.loss_mask, mine.logprobs.device)
-            found.append(replay_bias_metrics(mine.divergence, mine.logprobs, own.logprobs, mask))
-        return found
 
 
 def split(config: Config, batch: TrainBatch, max_tokens: int | None = None) -> list[MicroBatch]:
@@ -103,7 +126,7 @@ def split(config: Config, batch: TrainBatch, max_tokens: int | None = None) -> l
 
 
 def make_rollout(tokens: np.ndarray, loss_mask: np.ndarray | None = None) -> Rollout:
-    """Return tokens that no engine sampled as a rollout without routes; by default without loss."""
+    """Return tokens [T] that no engine sampled as a rollout without routes; by default without loss."""
     return Rollout(
         group=0,
         sample=0,
@@ -118,17 +141,16 @@ def make_rollout(tokens: np.ndarray, loss_mask: np.ndarray | None = None) -> Rol
 
 
 def over_ranks(local: Denominators) -> Denominators:
-    """The sum over data-parallel ranks."""
-    own = to_device(torch.tensor([local.num_tokens, local.num_sequences]), torch.cuda.current_device())
-    counts = all_sum(own, parallel_state.get_data_parallel_group())
-    return Denominators(*counts.tolist())
+    """Return the sum of denominators over data-parallel ranks; a collective call."""
+    counts = to_device(torch.tensor([local.num_tokens, local.num_sequences]), torch.cuda.current_device())
+    return Denominators(*all_sum(counts, parallel_state.get_data_parallel_group()).tolist())
 
 
 def check_missing_rows(batch: TrainBatch, limit: float) -> None:
     """TraceError if a larger share of the tokens than ``limit`` has no recorded route."""
     assert batch.routed_mask is not None
     missing = ~batch.routed_mask.numpy()
-    # Engines have no row for the last token: they never processed it. Nothing is predicted from it either.
+    # Engines have no row for the last token, which they never process. Nothing is predicted from that token either.
     missing[batch.cu_seqlens[1:].numpy() - 1] = False
     share = np.count_nonzero(missing) / len(missing)
     if share > limit:
@@ -136,3 +158,9 @@ def check_missing_rows(batch: TrainBatch, limit: float) -> None:
             f"{share:.1%} of the tokens have no recorded route, more than train.max_missing_rows = {limit:.1%}; "
             "find out why the engine lost them, or raise the limit: missing rows route natively"
         )
+
+
+def collect_sequences(minis: Sequence[MiniBatch], owned: Sequence[Sequence[int]]) -> list[int]:
+    """Return the sequences of the step in the order of their micro-batches; ``owned``: see ``Judged``."""
+    pairs = zip(minis, owned, strict=True)
+    return [rows[index] for mini, rows in pairs for micro in mini.micro_batches for index in micro.sequences]

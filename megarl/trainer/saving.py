@@ -2,7 +2,7 @@
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,59 +12,91 @@ from megarl.errors import DamageError, MegarlError, PeerError, RolloutError, Sav
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints import checkpoint, folders
 from megarl.megatron.checkpoints.saver import Saver
+from megarl.megatron.checkpoints.state import describe_layout
 from megarl.megatron.policy import Policy
 from megarl.run.folder import read_run_id
 from megarl.run.metrics_log import read_metrics
 from megarl.run.status import describe_ranks, read_signs
 from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
+from megarl.trainer.monitor import Monitor
+from megarl.trainer.sampling.sampler import Sampler
+from megarl.trainer.tripwires import Tripwires
 
 ERRORS_ON_ALL_RANKS = (RolloutError, WeightSyncError, StopError)
 """If one rank raises one of these, all ranks do. So all of them can save together."""
 _SIGNS_ARE_OLD_S = 6.0
-"""After this time the signs of a rank that has died are old enough to show it."""
+"""After this time the signs of a rank that has died are old enough to show its death."""
 
 
 class RunCheckpoints:
-    """Saves a run, also before it ends early: when it is asked to stop, or when the engine fails on all ranks.
+    """Saves and restores a run: policy, sampler, tripwires, and whether the evaluation of the step is still due.
 
-    All methods are collective calls.
+    A run also saves before it ends early: on request, or when the engine fails on all ranks. Methods are collective.
     """
 
     def __init__(
         self,
         config: Config,
         policy: Policy,
+        sampler: Sampler,
+        tripwires: Tripwires,
+        monitor: Monitor,
         stop: StopRequest,
-        save_run: Callable[[int, dict[str, Any] | None], None],
-        say: Callable[[str], None],
     ) -> None:
-        """``save_run(done, sampling)`` calls ``save`` with the state of the run; see ``save_on_failure``."""
         self.folder = config.run_dir / "checkpoints"
+        self.eval_is_due = False
+        """Part of what is saved: a run that ends before the evaluation of its last step makes up for it."""
         self._run = distributed.from_main_rank(lambda: read_run_id(config.run_dir))
-        self.saver = Saver(self.folder, config.checkpoint.keep, self._run, self._find_lasting)
-        self._config, self._policy, self._stop, self._save_run, self._say = config, policy, stop, save_run, say
-        self._log_bytes, self._found = 0, dict[int, float]()
+        self._best = BestSteps(config)
+        self.saver = Saver(self.folder, config.checkpoint.keep, self._run, self._best.choose_lasting)
+        self._config, self._policy, self._sampler, self._tripwires = config, policy, sampler, tripwires
+        self._monitor, self._stop = monitor, stop
 
     def newest(self) -> tuple[int, Path] | None:
         """Return (finished steps, folder) of the newest complete checkpoint."""
-        # Only the main rank looks: file systems may show different folders to different nodes for a while.
-        found = distributed.from_main_rank(lambda: folders.complete_checkpoints(self.folder))
-        return found[-1] if found else None
+        return (self._complete() or [None])[-1]
 
-    def newest_intact(self) -> tuple[int, Path] | None:
+    def _complete(self) -> list[tuple[int, Path]]:
+        # Only the main rank looks: file systems may show different folders to different nodes for a while.
+        return distributed.from_main_rank(lambda: folders.complete_checkpoints(self.folder))
+
+    def resume(self) -> int | None:
+        """Load the newest intact checkpoint, and drop later records of the log.
+
+        Returns the number of its steps, None if there is no checkpoint. DamageError if all checkpoints are damaged.
+        """
+        with self._monitor.phase("verify"):
+            intact = self._find_intact()
+        if intact is None:
+            return None
+        with self._monitor.phase("load"):
+            state = checkpoint.load(intact[1], self._policy)
+        self.eval_is_due = bool(state.get("eval_is_due"))
+        self._sampler.load_state_dict(state.get("sampler", {}))
+        self._tripwires.state |= state.get("tripwires", {})  # of an earlier megarl: learn again
+        done, say = int(state["step"]), self._monitor.say
+        num_dropped = self._monitor.log.truncate_after(done, evaluated=not self.eval_is_due)
+        say(f"resumed from {intact[1]} after step {done}; dropped {num_dropped} later records")
+        if change := self._policy.describe_schedule_change(state["scheduler"]):
+            say(f"warning: {change}")
+        if state["layout"] != (layout := describe_layout(self._policy)):
+            say(f"the layout was {state['layout']} and is {layout}; random generators begin with run.seed")
+        return done
+
+    def _find_intact(self) -> tuple[int, Path] | None:
         """Return (finished steps, folder) of the newest checkpoint that is as it was saved.
 
-        Damaged ones that are newer are named and set aside. DamageError if all are damaged; they stay as they are.
+        Damaged newer checkpoints are named and set aside. DamageError if all are damaged; they stay as they are.
         """
-        limit, faults = self._config.checkpoint.verify_gib, dict[Path, str]()
-        for step, path in reversed(distributed.from_main_rank(lambda: folders.complete_checkpoints(self.folder))):
-            fault, read = checkpoint.find_damage(path, limit, self._run)
+        limit, say, faults = self._config.checkpoint.verify_gib, self._monitor.say, dict[Path, str]()
+        for step, path in reversed(self._complete()):
+            fault, extent = checkpoint.find_damage(path, limit, self._run)
             if fault is None:
-                for why in faults.values():
-                    self._say(f"warning: {why}; step {step} is used instead, the damaged one is renamed to *.damaged")
+                for damage in faults.values():
+                    say(f"warning: {damage}; step {step} is used instead, the damaged one is renamed to *.damaged")
                 distributed.from_main_rank(lambda: folders.set_aside(faults))
-                self._say(f"verified {path}: {read}")
+                say(f"verified {path}: {extent}")
                 return step, path
             faults[path] = fault
         if faults:
@@ -74,44 +106,36 @@ class RunCheckpoints:
             )
         return None
 
-    def save(self, done: int, state: dict[str, Any]) -> None:
-        """Save the policy and ``state`` after ``done`` steps, in the background if ``checkpoint.asynchronous``."""
-        self.poll(wait=True)
-        self.saver.begin(done, self._policy, state)
-        self.poll(wait=not self._config.checkpoint.asynchronous)
+    def save(self, done: int, sampling: dict[str, Any] | None = None) -> None:
+        """Save the run after ``done`` steps, in the background if ``checkpoint.asynchronous``.
 
-    def is_best(self, done: int) -> bool:
-        """Whether ``checkpoint.keep_best`` wants this step saved: no earlier evaluation was as good."""
-        return distributed.from_main_rank(lambda: bool(scores := self._scores()) and _find_best(scores) == done)
-
-    def _scores(self) -> dict[int, float]:
-        """Return the pass rate by step that ``checkpoint.keep_best`` means, from the log: it outlives a restart."""
-        best, names = self._config.checkpoint.keep_best, self._config.benchmarks
-        key = "eval/pass_rate" if best == "pooled" or len(names) == 1 else f"eval/{best}/pass_rate"
-        log = self._config.run_dir / "metrics.jsonl"
-        if best is not None and log.exists():
-            begin, self._log_bytes = self._log_bytes, log.stat().st_size  # what is appended since the last call
-            records = read_metrics(log, begin)
-            self._found |= {r["step"]: r[key] for r in records if r["kind"] == "eval" and r["step"] and key in r}
-        return self._found
-
-    def _find_lasting(self, steps: Sequence[int]) -> set[int]:
-        """Return which of the complete checkpoints stay: on the disk, the best one has no successor yet."""
-        every, scores = self._config.checkpoint.keep_every, self._scores()
-        lasting = {step for step in steps if every and step % every == 0}
-        here = {step: scores[step] for step in steps if step in scores}
-        return lasting | ({_find_best(here)} if here else set())
+        sampling: see ``save_on_failure``. SaveError if this save, or the save before it, cannot be written.
+        """
+        self._monitor.log.sync()  # the records of these steps must be on disk before the checkpoint is
+        with self._monitor.phase("checkpoint"):
+            state = {
+                "sampler": self._sampler.state_dict() if sampling is None else sampling,
+                "tripwires": dict(self._tripwires.state),
+                "eval_is_due": self.eval_is_due,
+            }
+            self.poll(wait=True)
+            self.saver.begin(done, self._policy, state)
+            self.poll(wait=not self._config.checkpoint.asynchronous)
 
     def poll(self, *, wait: bool = False) -> None:
         """Finish the save in the background if it is written; ``wait`` until it is."""
         if path := self.saver.poll(wait=wait):
-            self._say(f"saved {path}")
+            self._monitor.say(f"saved {path}")
+
+    def is_best(self, done: int) -> bool:
+        """Return whether ``checkpoint.keep_best`` wants this step saved: no earlier evaluation was as good."""
+        return distributed.from_main_rank(lambda: self._best.find() == done)
 
     @contextmanager
     def save_on_failure(self, done: int, sampling: dict[str, Any] | None = None) -> Iterator[None]:
         """If the block fails on all ranks, save ``done`` steps; StopError if the reason is a request to stop.
 
-        sampling: the sampler's state after these steps. None: its present state.
+        sampling: the sampler's state after these steps, by default the present state.
         """
         try:
             yield
@@ -122,38 +146,73 @@ class RunCheckpoints:
     def end_if_asked(self, done: int) -> None:
         """Save ``done`` steps and raise StopError if any rank was asked to stop before the last step."""
         if done < self._config.run.steps and self._stop.agree():
-            self._end(done, None)
+            self._end(done)
 
     def raise_if_asked(self) -> None:
-        """Raise StopError if any rank was asked to stop, so that the samples just drawn are drawn again.
+        """Raise StopError if any rank was asked to stop, so that the latest samples are drawn again.
 
         They may be wrong: the signal may have reached the reward workers too.
         """
         if self._stop.agree():
             raise StopError("asked to stop")
 
-    def _end(self, done: int, sampling: dict[str, Any] | None) -> None:
-        asked = self._stop.agree()
+    def _end(self, done: int, sampling: dict[str, Any] | None = None) -> None:
+        """Save ``done`` steps unless they are saved; StopError if the run was asked to stop."""
+        is_asked = self._stop.agree()
         try:
             self.poll(wait=True)
         except SaveError as error:
             if not error.on_all_ranks:
                 raise
-            self._say(f"warning: {error}")  # continue: the disk may have room again
-        wanted = asked or self._config.checkpoint.every or self._config.checkpoint.at_end
-        if wanted and done and (self.newest() or (0,))[0] < done:
-            self._save_run(done, sampling)
+            self._monitor.say(f"warning: {error}")  # continue: the disk may have room again
+        saves = is_asked or self._config.checkpoint.every or self._config.checkpoint.at_end
+        if saves and done and (self.newest() or (0,))[0] < done:
+            self.save(done, sampling)
             self.poll(wait=True)
-        kept = f"step {done} is saved in {self.folder}" if done else "no step was finished"
-        if asked:
-            raise StopError(f"asked to stop; {kept}, start the run again to continue")
-        if wanted:
-            self._say(f"sampling cannot go on; {kept}" + ("; the next start continues from there" if done else ""))
+        state = f"step {done} is saved in {self.folder}" if done else "no step was finished"
+        if is_asked:
+            raise StopError(f"asked to stop; {state}, start the run again to continue")
+        if saves:
+            self._monitor.say(
+                f"sampling cannot go on; {state}" + ("; the next start continues from there" if done else "")
+            )
 
 
-def _find_best(scores: Mapping[int, float]) -> int:
-    """Return the first of the steps with the highest score."""
-    return max(scores, key=lambda step: (scores[step], -step))
+class BestSteps:
+    """The pass rates that ``checkpoint.keep_best`` compares, from the log, which outlives a restart; on the main rank.
+
+    Which checkpoints stay on the disk follows from them.
+    """
+
+    def __init__(self, config: Config) -> None:
+        best = config.checkpoint.keep_best
+        is_pooled = best == "pooled" or len(config.benchmarks) == 1
+        self._key = "eval/pass_rate" if is_pooled else f"eval/{best}/pass_rate"
+        self._is_on, self._every = best is not None, config.checkpoint.keep_every
+        self._log, self._num_read = config.run_dir / "metrics.jsonl", 0
+        self._scores: dict[int, float] = {}
+
+    def find(self) -> int | None:
+        """Return the first of the steps with the highest score; None if no step has a score."""
+        return _find_best(self._read())
+
+    def choose_lasting(self, steps: Sequence[int]) -> set[int]:
+        """Return which of the complete checkpoints stay: every ``keep_every``-th one, and the best one on the disk."""
+        scores = self._read()
+        best = _find_best({step: scores[step] for step in steps if step in scores})
+        return {step for step in steps if step == best or (self._every and step % self._every == 0)}
+
+    def _read(self) -> dict[int, float]:
+        if self._is_on and self._log.exists():
+            begin, self._num_read = self._num_read, self._log.stat().st_size  # what is appended since the last call
+            for record in read_metrics(self._log, begin):
+                if record["kind"] == "eval" and record["step"] and self._key in record:
+                    self._scores[record["step"]] = record[self._key]
+        return self._scores
+
+
+def _find_best(scores: Mapping[int, float]) -> int | None:
+    return max(scores, key=lambda step: (scores[step], -step), default=None)
 
 
 @contextmanager
@@ -165,17 +224,17 @@ def record_ending(vitals: Vitals, folder: Path, rank: int, ranks: int) -> Iterat
         vitals.end("stopped")
         raise
     except BaseException as error:
-        is_own = ranks == 1 or isinstance(error, MegarlError) or not isinstance(error, Exception)
-        if is_own or not distributed.is_collective_error(error):
+        is_local = ranks == 1 or isinstance(error, MegarlError) or not isinstance(error, Exception)
+        if is_local or not distributed.is_collective_error(error):
             vitals.end("failed", error)
             raise
-        status, traced = vitals.status, "".join(traceback.format_exception(error))
-        (folder / "ranks" / f"{rank:05d}.error.txt").write_text(traced)
+        status, trace_text = vitals.status, "".join(traceback.format_exception(error))
+        (folder / "ranks" / f"{rank:05d}.error.txt").write_text(trace_text)
         time.sleep(_SIGNS_ARE_OLD_S)
-        where = describe_ranks([sign for sign in read_signs(folder, ranks) if sign["rank"] != rank], time.time())
+        others = describe_ranks([sign for sign in read_signs(folder, ranks) if sign["rank"] != rank], time.time())
         lost = PeerError(
             f"rank {rank} lost the others in phase {status.phase} after step {status.step}: "
-            f"{str(error).splitlines()[0][:200]}; {where}; the run continues from its newest checkpoint when it is "
+            f"{str(error).splitlines()[0][:200]}; {others}; the run continues from its newest checkpoint when it is "
             "started again"
         )
         vitals.end("failed", lost)

@@ -1,7 +1,7 @@
 """Advantages that differ between the tokens of a response, for groups that may span several ranks.
 
-They need log-probabilities of policy and reference of whole groups, and each rank has those of its own responses.
-Ranks exchange the lengths of responses and, if a group spans ranks, two floats per generated token.
+Such advantages need log-probabilities of policy and reference of whole groups, and each rank has those of its own
+responses. Ranks exchange the lengths of responses and, if a group spans ranks, two floats per generated token.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megarl.core import objectives
 from megarl.core.devices import to_device
 from megarl.core.metrics import Stat
-from megarl.core.objectives import Objective, token_advantages
+from megarl.core.objectives import Objective
 from megarl.core.ratios import log_ratio, segment_expand, segment_sum, usable_mask
 from megarl.megatron.distributed import all_gather
 from megarl.megatron.passes.micro_batches import MicroBatch
-from megarl.trainer.mini_batch import Judged, MiniBatch
+from megarl.trainer.mini_batch import Judged, MiniBatch, collect_sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,35 +33,30 @@ class _Columns:
     """float32 [2, T]: of the policy and the reference."""
 
 
-def set_token_advantages(
-    objective: Objective, judged: Judged, minis: Sequence[MiniBatch], logprobs: Sequence[torch.Tensor], name: str
-) -> None:
-    """Set the objective's advantage of every token in mini-batches of whole groups; a collective call.
+def token_advantages(
+    objective: Objective, judged: Judged, minis: Sequence[MiniBatch], logprobs: Sequence[torch.Tensor]
+) -> tuple[list[MiniBatch], Stat | None]:
+    """Return mini-batches of whole groups with the objective's advantage of every token; a collective call.
 
-    ``logprobs``: [T] per micro-batch, of the policy whose KL it is; ``name``: the metric mean(log pi - log pi_ref).
+    logprobs: [T] by micro-batch, of the policy whose KL counts. Also returns mean(log pi - log pi_ref); None before the
+    last pipeline stage, which alone computes the loss.
     """
-    if objective.kl_at == "theta":
-        for mini, owned in zip(minis, judged.owned, strict=True):
-            mini.judged = replace(judged, owned=[owned])
-    if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):  # only that stage computes the loss
-        return
+    if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        return list(minis), None
     micros = [micro for mini in minis for micro in mini.micro_batches]
     ref = [column for mini in minis for column in mini.ref_logprobs or []]
-    owned = zip(judged.owned, minis, strict=True)
-    ids = [mine[index] for mine, mini in owned for micro in mini.micro_batches for index in micro.sequences]
     keeps = [usable_mask(micro.batch.loss_mask, micro.batch.rollout_logprobs) for micro in micros]
     lengths = [segment_sum(keep, micro.batch.cu_seqlens) for keep, micro in zip(keeps, micros, strict=True)]
-    # One transfer to the host, which computes the advantages: they are few operations on whole groups.
+    # One transfer to the host, which computes the advantages: few operations on whole groups.
     both = torch.stack([torch.cat(list(logprobs)), torch.cat(ref)]).cpu()
-    own = _Columns(torch.tensor(ids), torch.cat(lengths), both[:, torch.cat(keeps)])
-    values = _compute_own(objective, judged, own, parallel_state.get_data_parallel_group())
-    counts = [int(keep.sum()) for keep in keeps]
-    parts = iter(zip(keeps, values.float().split(counts), strict=True))
-    for mini in minis:
-        mini.micro_batches = [_set_advantages(micro, *next(parts)) for micro in mini.micro_batches]
-    possible = ~torch.isneginf(own.logprobs[0])
-    drift = log_ratio(own.logprobs[0], own.logprobs[1], possible)
-    minis[0].metrics[name] = Stat.mean(drift, possible)
+    ids = torch.tensor(collect_sequences(minis, judged.owned))
+    local = _Columns(ids, torch.cat(lengths), both[:, torch.cat(keeps)])
+    values = _compute(objective, judged, local, parallel_state.get_data_parallel_group()).float()
+    of_micros = zip(micros, keeps, values.split([int(keep.sum()) for keep in keeps]), strict=True)
+    filled = (_set_advantages(micro, keep, advantages) for micro, keep, advantages in of_micros)
+    minis = [replace(mini, micro_batches=[next(filled) for _ in mini.micro_batches]) for mini in minis]
+    possible = ~torch.isneginf(local.logprobs[0])
+    return minis, Stat.mean(log_ratio(local.logprobs[0], local.logprobs[1], possible), possible)
 
 
 def _set_advantages(micro: MicroBatch, keep: torch.Tensor, values: torch.Tensor) -> MicroBatch:
@@ -68,14 +64,13 @@ def _set_advantages(micro: MicroBatch, keep: torch.Tensor, values: torch.Tensor)
     return replace(micro, batch=replace(micro.batch, advantages=advantages))
 
 
-def _compute_own(objective: Objective, judged: Judged, own: _Columns, group: dist.ProcessGroup) -> torch.Tensor:
+def _compute(objective: Objective, judged: Judged, local: _Columns, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the advantages of this rank's loss tokens, float64 [T], from all responses of their groups."""
-    groups = torch.from_numpy(judged.groups)
-    columns, first = _gather_groups(own, groups, group)
+    columns, begin = _gather_groups(local, torch.from_numpy(judged.groups), group)
     ids = columns.ids.numpy()
     # In float64: if all rewards of a group are equal, only small differences of the KL are left to standardise.
     policy, ref = columns.logprobs.double()
-    values = token_advantages(
+    values = objectives.token_advantages(
         objective,
         judged.rewards[ids],
         judged.groups[ids],
@@ -84,25 +79,25 @@ def _compute_own(objective: Objective, judged: Judged, own: _Columns, group: dis
         loss_mask=torch.ones_like(policy, dtype=torch.bool),
         cu_seqlens=torch.nn.functional.pad(columns.lengths.cumsum(0), (1, 0)),
     )
-    return values[first : first + own.logprobs.size(1)]
+    return values[begin : begin + local.logprobs.size(1)]
 
 
-def _gather_groups(own: _Columns, groups: torch.Tensor, ranks: dist.ProcessGroup) -> tuple[_Columns, int]:
-    """Return the columns of every response of this rank's groups, and where its own first token is in them."""
+def _gather_groups(local: _Columns, groups: torch.Tensor, ranks: dist.ProcessGroup) -> tuple[_Columns, int]:
+    """Return the columns of every response of this rank's groups, and the place of this rank's first token there."""
     if ranks.size() == 1:
-        return own, 0
+        return local, 0
     # All ranks have equally many sequences, so ids and lengths need no padding.
     device = torch.cuda.current_device()
-    heads = all_gather(to_device(torch.stack([own.ids, own.lengths]), device), ranks).cpu()
-    spread = torch.cat([torch.unique(groups[head[0]]) for head in heads])
-    if torch.unique(spread).numel() == spread.numel():  # no group spans two ranks; all ranks agree on this
-        return own, 0
+    heads = all_gather(to_device(torch.stack([local.ids, local.lengths]), device), ranks).cpu()
+    groups_by_rank = torch.cat([torch.unique(groups[head[0]]) for head in heads])
+    if torch.unique(groups_by_rank).numel() == groups_by_rank.numel():  # no group spans two ranks
+        return local, 0
     totals = [int(head[1].sum()) for head in heads]
-    padded = torch.nn.functional.pad(own.logprobs, (0, max(totals) - own.logprobs.size(1)))
-    everywhere = all_gather(to_device(padded, device), ranks).cpu()
-    logprobs = [column[:, :total] for column, total in zip(everywhere, totals, strict=True)]
+    padded = torch.nn.functional.pad(local.logprobs, (0, max(totals) - local.logprobs.size(1)))
+    of_ranks = all_gather(to_device(padded, device), ranks).cpu()
+    logprobs = [column[:, :total] for column, total in zip(of_ranks, totals, strict=True)]
     ids, lengths = torch.cat(list(heads), 1)
-    wanted = torch.isin(groups[ids], groups[own.ids])
-    tokens = segment_expand(wanted, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)))
-    first = int(tokens[: sum(totals[: ranks.rank()])].sum())
-    return _Columns(ids[wanted], lengths[wanted], torch.cat(logprobs, 1)[:, tokens]), first
+    is_needed = torch.isin(groups[ids], groups[local.ids])
+    tokens = segment_expand(is_needed, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)))
+    begin = int(tokens[: sum(totals[: ranks.rank()])].sum())
+    return _Columns(ids[is_needed], lengths[is_needed], torch.cat(logprobs, 1)[:, tokens]), begin

@@ -20,7 +20,10 @@ from megarl.trainer.mini_batch import MiniBatch
 
 
 class TraceDump:
-    """Writes the files of a run. Each rank writes the sequences that it sampled, since it has their routes."""
+    """Writes the files of a run. Each rank writes the sequences that it sampled, whose routes it has.
+
+    ConfigError if Megatron's settings bypass the replay hook.
+    """
 
     def __init__(self, folder: Path, policy: Policy) -> None:
         if policy.replay is None:
@@ -35,37 +38,37 @@ class TraceDump:
     def write(self, step: int, rollouts: Sequence[Sequence[Rollout]], minis: Sequence[MiniBatch]) -> None:
         """Write the files of a step after the first pass over all its mini-batches; a collective call of a model copy.
 
-        ``rollouts``: by mini-batch. TraceError if the engine recorded no routes.
+        rollouts: by mini-batch. TraceError if the engine recorded no routes.
         """
         sampled, trained = [], []
         for mini, of_mini in zip(minis, rollouts, strict=True):
-            here = [index for index, rollout in enumerate(of_mini) if rollout.routed_experts is not None]
-            experts = self._gather_routes(mini, of_mini, here)
-            for index in here:
-                one = from_rollout(of_mini[index], self.shape.num_experts)
-                sampled.append(one)
+            recorded = [index for index, rollout in enumerate(of_mini) if rollout.routed_experts is not None]
+            experts = self._gather_routes(mini, of_mini, recorded)
+            for index in recorded:
+                sequence = from_rollout(of_mini[index], self.shape.num_experts)
+                sampled.append(sequence)
                 sources = np.full(of_mini[index].num_tokens, RowSource.NATIVE, np.uint8)
                 versions = np.full(of_mini[index].num_tokens, step - 1, np.int32)  # the weights before the first update
-                trace = RoutingTrace(experts[index], self.shape.num_experts, label=one.name)
-                trained.append(TracedSequence(one.name, trace, one.tokens, versions, sources))
+                trace = RoutingTrace(experts[index], self.shape.num_experts, label=sequence.name)
+                trained.append(TracedSequence(sequence.name, trace, sequence.tokens, versions, sources))
         if not sampled:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         rank = torch.distributed.get_rank()
-        write_traces(self.folder / f"step_{step:07d}.rollout.rank{rank:04d}.safetensors", self.info, sampled)
-        write_traces(self.folder / f"step_{step:07d}.training.rank{rank:04d}.safetensors", self.info, trained)
+        for engine, sequences in (("rollout", sampled), ("training", trained)):
+            file = self.folder / f"step_{step:07d}.{engine}.rank{rank:04d}.safetensors"
+            write_traces(file, self.info, sequences)
 
     def _gather_routes(
-        self, mini: MiniBatch, rollouts: Sequence[Rollout], here: Sequence[int]
+        self, mini: MiniBatch, rollouts: Sequence[Rollout], indices: Sequence[int]
     ) -> dict[int, np.ndarray]:
-        """Return the routes [T, L, K] of the sequences ``here``, collected from the ranks whose routers saw them."""
-        native = mini.native_routes
-        if native is None:
+        """Return the routes [T, L, K] of some sequences, collected from the ranks whose routers saw them."""
+        if mini.first is None or mini.first.native_routes is None:
             raise TraceError("log.traces_every: the engine recorded no routes; expected them with every rollout")
-        rows = torch.cat([routes.experts.cpu() for routes in native])
-        lengths = [rollouts[index].num_tokens for index in here]
-        want = Placement.of_sequences(here, lengths, self.shape.moe_layers)
-        have = Placement.of_micro_batches(mini.micro_batches, self.layers)
-        found = exchange(have, rows, want, distributed.model_group())
-        parts = found.numpy().view(np.uint8 if found.dtype is torch.uint8 else np.uint16)
-        return dict(zip(here, np.split(parts, np.cumsum(lengths)[:-1]), strict=True)) if here else {}
+        rows = torch.cat([routes.experts.cpu() for routes in mini.first.native_routes])
+        lengths = [rollouts[index].num_tokens for index in indices]
+        target = Placement.of_sequences(indices, lengths, self.shape.moe_layers)
+        source = Placement.of_micro_batches(mini.micro_batches, self.layers)
+        received = exchange(source, rows, target, distributed.model_group())
+        experts = received.numpy().view(np.uint8 if received.dtype is torch.uint8 else np.uint16)
+        return dict(zip(indices, np.split(experts, np.cumsum(lengths)[:-1]), strict=True)) if indices else {}

@@ -13,10 +13,8 @@ import numpy as np
 
 from megarl.core.ratios import segment_ids
 from megarl.core.types import TrainBatch
+from megarl.watch.limits import TRIPWIRES
 
-FALSE_ALARM = 1e-5
-"""Largest probability that an honest response has more evidence than LIMIT."""
-LIMIT = -math.log(FALSE_ALARM)
 SHARES = (0.5, 1 / 16, 1 / 128)
 """Shares of foreign rows in a run that are tried: the first finds runs, the others rows that are scattered."""
 HONEST_FLIPS = (0.15, 0.5)
@@ -59,7 +57,7 @@ def find_foreign(shared: np.ndarray, topk: int, batch: TrainBatch) -> np.ndarray
     """Return float64 [N, 4]: evidence of the most foreign run, its first and last row, and the foreign rows of all.
 
     The evidence is the largest CUSUM less ``log(SHARES * T)`` for the T rows of the sequence, in nats, at least 0; over
-    LIMIT the rows are foreign. Rows count from 0 at the first token of the sequence.
+    ``TRIPWIRES.evidence`` the rows are foreign. Rows count from 0 at the first token of the sequence.
     shared: [T', L], the experts that routers and rollout share, of the T' tokens with a recorded route.
     """
     present, cu_seqlens = batch.routed_mask, batch.cu_seqlens
@@ -76,7 +74,7 @@ def find_foreign(shared: np.ndarray, topk: int, batch: TrainBatch) -> np.ndarray
     lengths = counts[sequences]
     starts = np.cumsum(lengths) - lengths
     runs[sequences] = _judge(row_scores(num_layers, topk)[:, differing], starts, lengths)
-    for index in np.flatnonzero(runs[sequences, 0] > LIMIT):
+    for index in np.flatnonzero(runs[sequences, 0] > TRIPWIRES.evidence):
         of_one = differing[starts[index] :][: lengths[index]]
         flip = min(math.ceil(20 * (np.median(of_one) + 0.5) / num_layers) / 20, HONEST_FLIPS[1])
         if flip > HONEST_FLIPS[0]:

@@ -2,45 +2,63 @@
 
 Three figures of a sequence, all 0 where the engines agree:
 
-- *k3*: the mean of ``rho - 1 - log rho`` over its generated tokens, rho = pi_old / mu; a token counts at most 1, and
-  the largest one not at all, because honest ratios have a long tail.
+- *k3*: the mean of ``rho - 1 - log rho`` over the generated tokens, rho = pi_old / mu. A token counts at most 1, and
+  the largest token not at all, because honest ratios have a long tail.
 - *native flip*: the share of (token, layer) pairs in which the training routers, left to themselves, choose other
-  experts than the rollout names; the larger one of all its tokens, and of the generated ones;
-- *evidence*: that a run of its rows is of other tokens (``foreign_rows``), which a mean over a long response hides.
+  experts than the rollout names. Of the shares over all tokens and over generated tokens, the larger share counts.
+- *evidence*: that a run of rows belongs to other tokens (``foreign_rows``), which a mean over a long response hides.
 
-Few tokens prove little: each mean also counts FEW tokens that agree. The counts of a sequence are a row of ``gaps``:
-group, sample, largest k3, k3, tokens, flips, rows, flips and rows of generated tokens, evidence, first and last row of
-the run, foreign rows.
+Few tokens prove little: each mean also counts FEW tokens that agree. The limits are in limits.toml.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.config.tables.train import TrainConfig
 from megarl.core.metrics import Stat
 from megarl.core.ratios import log_ratio, segment_ids, segment_sum, usable_mask
 from megarl.core.types import TrainBatch
+from megarl.errors import RolloutError
 from megarl.watch import foreign_rows
+from megarl.watch.limits import TRIPWIRES
 
-LIMITS = {"max_k3": (0.05, 5.0, 0.3), "max_native_flip": (0.25, 2.5, 0.5)}
-"""For each mean, in their order: least limit, factor on what is usual, and largest limit."""
-COLUMNS = 13
+
+class Column(IntEnum):
+    """The columns of ``gaps``, float64 [S, COLUMNS]: what is counted of each sequence."""
+
+    GROUP = 0
+    SAMPLE = 1
+    LARGEST_K3 = 2
+    K3 = 3
+    """Sum over the generated tokens."""
+    TOKENS = 4
+    FLIPS = 5
+    ROWS = 6
+    """Tokens with a recorded route."""
+    GENERATED_FLIPS = 7
+    GENERATED_ROWS = 8
+    EVIDENCE = 9
+    FIRST_ROW = 10
+    LAST_ROW = 11
+    FOREIGN_ROWS = 12
+
+
+COLUMNS = len(Column)
 FEW = 4.0
-MOST_DROPPED = 0.25  # a step that loses a larger share of its sequences is bad
-EVERYWHERE = 0.9  # a larger share of the sequences is all of them, but for chance
 LEARNING_STEPS = 8
 TAIL = 3.5  # median absolute deviations from the median to about the 0.99 quantile of a normal distribution
-DROPS = (0.005, 0.03)  # shares of dropped sequences of an honest engine, and of one with a fault that persists
 
 
 def count_k3(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return float64 [N, 3]: the largest k3 of each sequence, its sum over the tokens, and their number.
+    """Return float64 [N, 3]: the columns LARGEST_K3, K3 and TOKENS.
 
     old_logprobs, rollout_logprobs: [T]; loss_mask: bool [T]. Tokens at -inf in rollout_logprobs do not count.
     """
@@ -53,7 +71,7 @@ def count_k3(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, 
 
 
 def count_flips(shared: np.ndarray, topk: int, batch: TrainBatch) -> np.ndarray:
-    """Return float64 [N, 8], the last columns of ``gaps``.
+    """Return float64 [N, 8]: the columns from FLIPS on.
 
     shared: [T', L], the experts that training routers and rollout share, of the T' tokens with a recorded route.
     """
@@ -68,32 +86,34 @@ def count_flips(shared: np.ndarray, topk: int, batch: TrainBatch) -> np.ndarray:
 
 
 def usual_means(gaps: np.ndarray) -> list[float]:
-    """Return about the 0.99 quantile [2] of k3 and native flip over honest sequences, of which at least half must be.
+    """Return about the 0.99 quantile [2] of k3 and native flip over honest sequences, at least half of all sequences.
 
-    The median and TAIL median absolute deviations, so that no wrong sequence moves them, however wrong it is.
+    The quantile is the median plus TAIL median absolute deviations, so that no wrong sequence moves the result.
     """
-    means = _means(gaps[gaps[:, 4] > 0])
+    means = _means(gaps[gaps[:, Column.TOKENS] > 0])
     if not len(means):
-        return [0.0] * len(LIMITS)
+        return [0.0, 0.0]
     median = np.median(means, 0)
     return (median + TAIL * np.median(np.abs(means - median), 0)).tolist()
 
 
 def learnt_limits(usual: Sequence[Sequence[float]]) -> list[float]:
-    """Return the limit of each mean, given the usual ones [2] of one or more steps; later steps only tighten it."""
-    centre = np.minimum(usual[0], np.median(usual, 0))
-    bounds = zip(LIMITS.values(), centre.tolist(), strict=True)
-    return [min(max(factor * value, low), high) for (low, factor, high), value in bounds]
+    """Return the limits [2] of k3 and native flip from the usual means of one or more steps.
+
+    Later steps only tighten the limits that the first step gives.
+    """
+    k3, flip = np.minimum(usual[0], np.median(usual, 0)).tolist()
+    return [TRIPWIRES.max_k3.of(k3), TRIPWIRES.max_native_flip.of(flip)]
 
 
 def drop_evidence(dropped: int, judged: int) -> float:
-    """Return the log-likelihood ratio of a step's drops: of a fault that persists over chance, in nats."""
-    usual, wrong = DROPS
-    return dropped * math.log(wrong / usual) + (judged - dropped) * math.log((1.0 - wrong) / (1.0 - usual))
+    """Return the log-likelihood ratio of a step's drops, in nats: of a lasting fault over chance."""
+    usual, faulty = TRIPWIRES.usual_drops, TRIPWIRES.faulty_drops
+    return dropped * math.log(faulty / usual) + (judged - dropped) * math.log((1.0 - faulty) / (1.0 - usual))
 
 
 @dataclass(frozen=True, eq=False)
-class Verdict:
+class Drops:
     """Which sequences of a step are dropped, and why."""
 
     gaps: np.ndarray
@@ -103,16 +123,17 @@ class Verdict:
     figures: np.ndarray
     """float64 [S, 3]."""
     judged: np.ndarray
-    """bool [S], those with a generated token."""
+    """bool [S], True for sequences with a generated token."""
     over: np.ndarray
-    """bool [S, 3]. If the others together are beyond a limit, as many short ones may be, all of them are."""
+    """bool [S, 3]. If the pooled mean of the remaining sequences exceeds a limit, each of them is over the limit."""
 
     @classmethod
     def of(cls, gaps: np.ndarray, limits: np.ndarray) -> Self:
-        figures, judged = np.concatenate([_means(gaps), gaps[:, 9:10]], 1), gaps[:, 4] > 0
+        """Compare each sequence with the limits."""
+        figures, judged = np.column_stack([_means(gaps), gaps[:, Column.EVIDENCE]]), gaps[:, Column.TOKENS] > 0
         over = (figures > limits) & judged[:, None]
-        rest = judged & ~over.any(1)
-        over[:, :2] |= rest[:, None] & (_pool(gaps[rest]) > limits[:2])
+        remaining = judged & ~over.any(1)
+        over[:, :2] |= remaining[:, None] & (_pool(gaps[remaining]) > limits[:2])
         return cls(gaps, limits, figures, judged, over)
 
     @cached_property
@@ -122,79 +143,172 @@ class Verdict:
 
     @property
     def share(self) -> float:
-        """Dropped ones among those that are judged; above MOST_DROPPED the step itself is bad."""
+        """Dropped sequences over judged sequences; above ``most_dropped`` the step itself is bad."""
         return float(self.dropped.sum() / max(1, self.judged.sum()))
 
     def reasons(self) -> dict[tuple[int, int], str]:
-        """Why each dropped (group, sample) is."""
-        found = {}
+        """Return why each dropped (group, sample) is dropped."""
+        reasons = {}
         for index in np.flatnonzero(self.dropped):
             (k3, flip, _), gap = self.figures[index], self.gaps[index]
-            where = f", {_describe_run(gap)}" if self.over[index, 2] else ""
-            found[int(gap[0]), int(gap[1])] = f"k3 {k3:.3g}, native flip {flip:.0%}{where}"
-        return found
+            run = f", {_describe_run(gap)}" if self.over[index, 2] else ""
+            reasons[int(gap[Column.GROUP]), int(gap[Column.SAMPLE])] = f"k3 {k3:.3g}, native flip {flip:.0%}{run}"
+        return reasons
 
     def metrics(self) -> dict[str, Stat]:
         """Return numbers that are equal on all ranks."""
         k3, flip, _ = self.figures[self.judged].max(0, initial=0.0)
-        runs = self.over[:, 2].sum()
-        flip, runs = (flip, runs) if self.gaps[:, 6].any() else (np.nan, np.nan)  # nan: no routes were compared
-        found = {"dropped": self.dropped.sum(), "dropped_fraction": self.share, "foreign_runs": runs}
-        found |= {"k3_max": k3, "native_flip_max": flip}
-        found |= {"k3_limit": self.limits[0], "native_flip_limit": self.limits[1]}
-        known = {f"tripwires/{name}": float(value) for name, value in found.items() if math.isfinite(value)}
-        return Stat.maxima_of(known)
+        numbers = {
+            "dropped": self.dropped.sum(), "dropped_fraction": self.share, "k3_max": k3,
+            "k3_limit": self.limits[0], "native_flip_limit": self.limits[1],
+        }  # fmt: skip
+        if self._has_routes:
+            numbers |= {"foreign_runs": self.over[:, 2].sum(), "native_flip_max": flip}
+        return Stat.maxima_of({f"tripwires/{key}": float(x) for key, x in numbers.items() if math.isfinite(x)})
 
     def describe(self, replayed: bool) -> str:
-        """One line: the figures of the step beside their limits, how many sequences are dropped, and the likely cause.
+        """Return the step's figures beside their limits, the number of dropped sequences, and the likely cause.
 
-        replayed: training used the routes, so that wrong ones raise k3 too.
+        replayed: training used the routes, so that wrong routes raise k3 too.
         """
-        (k3, flip), (max_k3, max_flip, _) = _pool(self.gaps[self.judged]), self.limits
-        routes = "no routes, " if np.isfinite(max_flip) else ""
-        if self.gaps[:, 6].any():
-            routes = f"native flip {flip:.1%} (limit {max_flip:.0%}), "
-        found = f"k3 {k3:.1e} (limit {max_k3:.2g}), {routes}{self.dropped.sum()} of {self.judged.sum()} responses "
-        return found + (f"dropped; likely cause: {self._likely_cause(replayed)}" if self.dropped.any() else "dropped")
+        (k3, flip), (max_k3, max_native_flip, _) = _pool(self.gaps[self.judged]), self.limits
+        routes = "no routes, " if np.isfinite(max_native_flip) else ""
+        if self._has_routes:
+            routes = f"native flip {flip:.1%} (limit {max_native_flip:.0%}), "
+        cause = f"; likely cause: {self._likely_cause(replayed)}" if self.dropped.any() else ""
+        counts = f"{self.dropped.sum()} of {self.judged.sum()} responses dropped"
+        return f"k3 {k3:.1e} (limit {max_k3:.2g}), {routes}{counts}{cause}"
+
+    @property
+    def _has_routes(self) -> bool:
+        return bool(self.gaps[:, Column.ROWS].any())
 
     def _likely_cause(self, replayed: bool) -> str:
-        wrong = self.gaps[self.dropped]
+        wrong, runs = self.gaps[self.dropped], self.gaps[self.over[:, 2]]
         k3, flip = _pool(wrong)
-        runs = self.gaps[self.over[:, 2]]
-        is_high, flips = k3 > LIMITS["max_k3"][0], flip > LIMITS["max_native_flip"][0] or len(runs) > 0
-        everywhere = self.share >= EVERYWHERE
+        has_k3 = k3 > TRIPWIRES.max_k3.least
+        has_flips = flip > TRIPWIRES.max_native_flip.least or len(runs) > 0
+        is_everywhere = self.share >= TRIPWIRES.everywhere
         routes = "routes of other tokens, such as one token late or of another response"
         if len(runs):
-            routes += f" ({_describe_run(runs[runs[:, 9].argmax()])} of one response)"
-        if flips and not is_high:
+            routes += f" ({_describe_run(runs[runs[:, Column.EVIDENCE].argmax()])} of one response)"
+        if has_flips and not has_k3:
             return f"{routes}: the log-probabilities agree"
-        if wrong[:, 6].any() and not flips:
-            where = "precision, temperature or weights of the engine" if everywhere else "log-probabilities of others"
-            return f"{where}: the experts agree, the log-probabilities do not"
-        other = "weights that are not the trainer's, foreign or stale: every response disagrees"
-        if not everywhere:
-            other = (
+        if wrong[:, Column.ROWS].any() and not has_flips:
+            cause = (
+                "precision, temperature or weights of the engine" if is_everywhere else "log-probabilities of others"
+            )
+            return f"{cause}: the experts agree, the log-probabilities do not"
+        weights = "weights that are not the trainer's, foreign or stale: every response disagrees"
+        if not is_everywhere:
+            weights = (
                 "answers of other requests (another prompt's, or an earlier step's), or one server with other weights: "
                 "only some responses disagree"
             )
-        causes = (other, routes) if k3 > LIMITS["max_k3"][2] else (routes, other)
-        return "; or ".join(causes) if replayed and flips else other
+        causes = (weights, routes) if k3 > TRIPWIRES.max_k3.largest else (routes, weights)
+        return "; or ".join(causes) if replayed and has_flips else weights
+
+
+class StepJudge:
+    """The limits of a run, what the first steps have taught, and the drops of the latest step."""
+
+    def __init__(self, train: TrainConfig) -> None:
+        self.say: Callable[[str], None] = lambda _: None
+        self.verdict: Drops | None = None
+        """Of the latest step; None if both limits are off."""
+        self.state: dict[str, Any] = {"usual_by_step": [], "bad_steps": 0, "drop_evidence": 0.0}
+        """For checkpoints, plain and equal on all ranks: what was usual in the first steps, bad steps in a row, and the
+        evidence that drops persist."""
+        self._settings, self._is_tested = train, False
+        self._mistake = ""
+
+    @property
+    def judges_routes(self) -> bool:
+        return self._settings.max_native_flip != "off"
+
+    @property
+    def is_off(self) -> bool:
+        return self._settings.max_k3 == "off" and not self.judges_routes
+
+    def judge_step(self, gaps: np.ndarray, mistake: str = "") -> Drops:
+        """Judge the sequences of a step, float64 [S, COLUMNS], and learn from them.
+
+        mistake: what replay found wrong with the routes of the step. The limits are then the least ones.
+        """
+        usual = usual_means(gaps)
+        steps = [[0.0, 0.0]] if mistake else [*self.state["usual_by_step"], usual][:LEARNING_STEPS]
+        self._mistake, self.verdict = mistake, Drops.of(gaps, self._limits(steps))
+        self.learn(self.verdict, usual)
+        return self.verdict
+
+    def announce(self, drops: Drops) -> None:
+        """Say what was dropped. The first step that is judged after a start is the self-test of the run.
+
+        RolloutError with the likely cause if the self-test fails.
+        """
+        is_test = not self._is_tested and bool(drops.judged.any())
+        if is_test or drops.dropped.any():
+            self.say(f"{'self-test' if is_test else 'tripwires'}: {drops.describe(self._settings.replay == 'r3')}")
+        self._is_tested |= is_test
+        if is_test and self._settings.max_bad_steps and self.state["bad_steps"]:
+            raise self._error("the self-test of the engines has failed, no weight has changed")
+
+    def stop_if_bad(self) -> None:
+        """RolloutError, on all ranks, if ``train.max_bad_steps`` steps in a row were bad, or if drops persist."""
+        limit, bad_steps = self._settings.max_bad_steps, self.state["bad_steps"]
+        if not limit or (bad_steps < limit and self.state["drop_evidence"] < TRIPWIRES.evidence):
+            return
+        self.state["drop_evidence"] = 0.0  # the checkpoint that follows is continued with a new engine
+        raise self._error(
+            f"{bad_steps} bad steps in a row" if bad_steps >= limit else "responses are dropped in step after step"
+        )
+
+    def learn(self, drops: Drops, usual: list[float]) -> None:
+        """Update ``state`` with the drops of a step and its usual means [2]."""
+        is_bad, state = drops.share > TRIPWIRES.most_dropped, self.state
+        state["bad_steps"] = state["bad_steps"] + 1 if is_bad else 0
+        # One step proves at most as much as one of ``max_bad_steps`` bad steps.
+        at_most = TRIPWIRES.evidence / max(1, self._settings.max_bad_steps) + 1e-9
+        evidence = drop_evidence(int(drops.dropped.sum()), int(drops.judged.sum()))
+        total = state["drop_evidence"] + min(evidence, at_most)
+        state["drop_evidence"] = min(max(total, 0.0), TRIPWIRES.evidence)
+        if not is_bad and len(state["usual_by_step"]) < LEARNING_STEPS and drops.judged.any():
+            state["usual_by_step"] = [*state["usual_by_step"], usual]
+
+    def _limits(self, usual: Sequence[Sequence[float]]) -> np.ndarray:
+        """float64 [3], of k3, native flip and evidence; infinite if off."""
+        k3, flip = learnt_limits(usual)
+        means = _resolve(self._settings.max_k3, k3), _resolve(self._settings.max_native_flip, flip)
+        return np.array([*means, TRIPWIRES.evidence if self.judges_routes else math.inf])
+
+    def _error(self, problem: str) -> RolloutError:
+        assert self.verdict is not None
+        mistake = f" ({self._mistake})" if self._mistake else ""
+        return RolloutError(
+            f"{problem}: {self.verdict.describe(self._settings.replay == 'r3')}{mistake}; look at the engine and its "
+            "log, or, if this is how the engines differ, set train.max_k3 and train.max_native_flip (docs/tripwires.md)"
+        )
+
+
+def _resolve(setting: float | str, learnt: float) -> float:
+    return {"off": math.inf, "learn": learnt}[setting] if isinstance(setting, str) else setting
 
 
 def _describe_run(gap: np.ndarray) -> str:
-    first, last, foreign = gap[10:].astype(int)
-    return f"rows {first} to {last} are of other tokens ({foreign} of {int(gap[6])} rows are foreign)"
+    first, last, foreign = gap[Column.FIRST_ROW :].astype(int)
+    return f"rows {first} to {last} are of other tokens ({foreign} of {int(gap[Column.ROWS])} rows are foreign)"
 
 
 def _means(gaps: np.ndarray) -> np.ndarray:
     """float64 [S, 2]: k3 and native flip."""
-    sums, counts = gaps[:, 3:8:2], gaps[:, 4:9:2]
-    k3, flip, generated = ((sums - gaps[:, [2]] * [1, 0, 0]) / (counts + FEW)).T
+    k3 = (gaps[:, Column.K3] - gaps[:, Column.LARGEST_K3]) / (gaps[:, Column.TOKENS] + FEW)
+    flip = gaps[:, Column.FLIPS] / (gaps[:, Column.ROWS] + FEW)
+    generated = gaps[:, Column.GENERATED_FLIPS] / (gaps[:, Column.GENERATED_ROWS] + FEW)
     return np.stack([k3, np.maximum(flip, generated)], 1)
 
 
 def _pool(gaps: np.ndarray) -> np.ndarray:
-    """float64 [2]: the means of these sequences as if they were one, with all of its tokens."""
-    summed = gaps.sum(0, keepdims=True)
-    summed[:, 2] = 0.0
-    return _means(summed)[0]
+    """float64 [2]: the means of these sequences as if they were one sequence with all tokens."""
+    total = gaps.sum(0, keepdims=True)
+    total[:, Column.LARGEST_K3] = 0.0
+    return _means(total)[0]

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 
 from megarl.core.types import TrainBatch
 from megarl.watch import foreign_rows
-from megarl.watch.foreign_rows import FALSE_ALARM, LIMIT, SHARES, find_foreign, row_scores
+from megarl.watch.foreign_rows import SHARES, find_foreign, row_scores
+from megarl.watch.limits import TRIPWIRES
+
+LIMIT = TRIPWIRES.evidence
 
 FLIPS = (0.01, 0.06, 0.15)
 
@@ -170,5 +173,5 @@ def test_a_response_that_disagrees_evenly_is_left_to_its_mean(flip: float) -> No
 
 def test_nothing_compared_is_no_evidence() -> None:
     assert find_foreign(np.zeros((0, 3), np.uint8), 2, batch_of([4, 2], np.zeros(6, bool))).tolist() == [[0.0] * 4] * 2
-    assert math.exp(-LIMIT) == pytest.approx(FALSE_ALARM)
+    assert math.exp(-LIMIT) == pytest.approx(1e-5)
     assert len(SHARES) == 3

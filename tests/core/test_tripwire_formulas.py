@@ -12,9 +12,9 @@ import torch
 
 from megarl.core.metrics import finalize
 from megarl.core.types import TrainBatch
-from megarl.watch import foreign_rows
+from megarl.watch.limits import TRIPWIRES
 from megarl.watch.tripwires import (
-    Verdict,
+    Drops,
     count_flips,
     count_k3,
     drop_evidence,
@@ -22,7 +22,7 @@ from megarl.watch.tripwires import (
     usual_means,
 )
 
-LIMITS = np.array([0.05, 0.25, foreign_rows.LIMIT])
+LIMITS = np.array([0.05, 0.25, TRIPWIRES.evidence])
 NO_RUN = [0.0] * 4
 
 
@@ -34,8 +34,8 @@ def gap(
     return [0, sample, largest, (tokens + 4) * k3 + largest, tokens, flips[0], tokens, flips[1], tokens, *NO_RUN]
 
 
-def verdict(*rows: list[float], limits: np.ndarray = LIMITS) -> Verdict:
-    return Verdict.of(np.array(rows), limits)
+def verdict(*rows: list[float], limits: np.ndarray = LIMITS) -> Drops:
+    return Drops.of(np.array(rows), limits)
 
 
 def test_k3_of_a_response_by_hand() -> None:
@@ -104,7 +104,7 @@ def test_wrong_responses_cannot_loosen_the_limits(wrong: int) -> None:
     foreign = [gap(s, 0.25, 0.45, tokens=12) for s in range(128 - wrong, 128)]
     limits = learnt_limits([usual_means(np.array([*honest, *foreign]))])
     assert limits[0] < 0.2
-    found = Verdict.of(np.array([*honest, *foreign]), np.array([*limits, foreign_rows.LIMIT]))
+    found = Drops.of(np.array([*honest, *foreign]), np.array([*limits, TRIPWIRES.evidence]))
     assert found.dropped[-wrong:].all()
     if wrong == 4:
         assert limits == [0.05, 0.25]
@@ -133,7 +133,7 @@ def test_drops_persist_by_a_likelihood_ratio_by_hand() -> None:
 
 
 def test_a_run_of_foreign_rows_drops_the_response_and_is_named() -> None:
-    limit = foreign_rows.LIMIT
+    limit = TRIPWIRES.evidence
     rows = [gap(s, 0.001, 0.05) for s in range(8)]
     rows[3][9:], rows[5][9:] = [limit + 0.1, 120, 127, 8], [limit, 1, 2, 2]
     found = verdict(*rows)

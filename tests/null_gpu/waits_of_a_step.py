@@ -25,6 +25,7 @@ from tiny_world import config, policy_of, rollouts  # noqa: E402
 from megarl.core.objectives import OBJECTIVES  # noqa: E402
 from megarl.trainer.mini_batch import MiniBatch  # noqa: E402
 from megarl.trainer.step import TrainStep, collect  # noqa: E402
+from megarl.trainer.step_plan import StepPlan  # noqa: E402
 
 PACKAGE = TESTS.parent / "megarl"
 
@@ -51,9 +52,10 @@ def step(model: Path) -> dict[str, Any]:
     found["prepare"] = waits_of(lambda: minis.append(trained.prepare(made, advantages)))
     (mini,) = minis
     found["micro_batches"] = len(mini.micro_batches)
-    found["old"] = waits_of(lambda: trained.old_logprobs(mini))
-    found["update"] = waits_of(lambda: metrics.append(trained.update(mini)))
-    found["metrics"] = waits_of(lambda: collect([mini.metrics, *metrics]))
+    plan = StepPlan.of(settings, settings.run.steps)
+    found["old"] = waits_of(lambda: minis.append(trained.old_pass(plan, mini)))
+    found["update"] = waits_of(lambda: metrics.append(trained.update(plan, minis[1:], 0)[1]))
+    found["metrics"] = waits_of(lambda: collect([minis[1].statistics, *metrics]))
     found["offload"] = waits_of(trained.policy.offload)
     found["reload"] = waits_of(trained.policy.reload)
     return found

@@ -19,11 +19,11 @@ from megarl.core.metrics import finalize
 from megarl.core.packing import drop_routes
 from megarl.core.types import Rollout
 from megarl.megatron import distributed
+from megarl.trainer.mini_batch import Judged
 from megarl.trainer.sampling.gradient_norms import gradient_norms, gradient_variance
 from megarl.trainer.sampling.step_rollouts import StepRollouts
 from megarl.trainer.sampling.value_head import ValueHead, prompt_features
 from megarl.trainer.step import TrainStep
-from megarl.trainer.token_advantages import Judged
 
 BLOCKS = {
     "embedding": ["model.embed_tokens.weight"],

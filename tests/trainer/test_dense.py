@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 from test_step_oracle import Before, logprobs_of, model_at, oracle
-from train_world import NUM_SEQUENCES, World, fixed_advantages, look, prepare, sample, trainer_of, training
+from train_world import NUM_SEQUENCES, Going, World, fixed_advantages, sample, trainer_of, training
 
 from megarl import cli
 from megarl.config import Config
-from megarl.core.metrics import finalize
 from megarl.data.tiny import Family, write_sort_task, write_tiny_model
 from megarl.engines.local.engine import LocalEngine
 from megarl.engines.protocol import SamplingParams
@@ -24,7 +23,6 @@ from megarl.models.hf_files import HFCheckpoint
 from megarl.ops.report.report import write_report
 from megarl.run.metrics_log import read_metrics
 from megarl.trainer.loop import train
-from megarl.trainer.step import collect
 
 DENSE = [family for family in get_args(Family) if family != "qwen3_moe"]
 
@@ -56,15 +54,12 @@ def test_loss_and_gradient_norm_are_those_of_plain_pytorch(
     rewards, half, found = fixed_advantages(), NUM_SEQUENCES // 2, []
     with training(settings) as step:
         assert step.policy.replay is None
-        minis = prepare(step, rollouts, rewards)
-        look(step, minis, rewards)
-        for index, mini in enumerate(minis):
-            merged = collect([step.update(mini)])
-            assert merged is not None
-            found.append(finalize(merged))
+        going = Going(step, rollouts, rewards).look()
+        for index in range(2):
+            found.append(going.collect_update(index) or {})
             if index == 0:
                 save_hf(step.policy.chunks, step.policy.shape, world.model, tmp_path / "moved")
-        measured = finalize(collect([mini.metrics for mini in minis]) or {})
+        measured = going.collect_step() or {}
     distributed.shutdown()
     with torch.no_grad():
         model = model_at(world.model)

@@ -16,6 +16,7 @@ from megarl.core.types import Rollout, SampleRequest
 from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.engines.local.engine import LocalEngine
 from megarl.engines.protocol import SamplingParams
+from megarl.trainer.step_plan import StepPlan
 
 DEPTHS = {48: 8, 4: 32}
 """Layers, and the length of the run."""
@@ -64,11 +65,10 @@ def test_acceptance_a_short_run_of_foreign_rows_is_dropped_and_named(tmp_path: P
         limits: dict[str, Any] = {"train__micro_batch_tokens": 2048, "train__max_bad_steps": 0}
         with training(world.settings(train__replay=replay, **limits)) as step:
             mini = step.prepare(rollouts, np.ones(NUM_SEQUENCES))
-            step.old_logprobs(mini)
-            step.tripwires.judge([mini])
+            ([mini], _) = step.tripwires.judge([step.old_pass(StepPlan.of(step.config, 1), mini)])
             verdict = step.tripwires.verdict
         assert verdict is not None
-        flip = mini.metrics["router/native/flip" if replay == "r3" else "router/flip"].sums
+        flip = mini.statistics["router/native/flip" if replay == "r3" else "router/flip"].sums
         assert float(flip[0] / flip[1]) > 0
         found = {int(index): tuple(verdict.gaps[index, 10:12]) for index in verdict.over[:, 2].nonzero()[0]}
         assert set(found) == set(places), replay

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from forks import Job, run_jobs
-from train_world import World, fixed_advantages, look, prepare, sample, take_step, training
+from train_world import Going, World, old_logprobs, sample, take_step, training
 
 from megarl.config.file import parse
 from megarl.run.metrics_log import read_metrics
@@ -30,12 +30,9 @@ def test_old_and_reference_passes_are_over_the_sets(world: World) -> None:
     rollouts = sample(world, top_p=0.6, max_kept_ids=1000)
     settings = world.settings(**KEPT, train__objective="kl_grpo", model__reference=str(world.model))
     with training(settings) as step:
-        minis = prepare(step, rollouts, fixed_advantages())
-        look(step, minis)
-        for mini in minis:
-            assert mini.old_logprobs is not None
-            assert mini.ref_logprobs is not None
-            for micro, old, ref in zip(mini.micro_batches, mini.old_logprobs, mini.ref_logprobs, strict=True):
+        for mini in Going(step, rollouts).look().minis:
+            refs = mini.ref_logprobs or []
+            for micro, old, ref in zip(mini.micro_batches, old_logprobs(mini), refs, strict=True):
                 mask = micro.batch.loss_mask
                 assert mask.any()
                 assert (old - micro.batch.rollout_logprobs)[mask].abs().max() < 2e-6

@@ -28,7 +28,7 @@ from megarl.models.hf_files import HFCheckpoint
 from megarl.ops.report.report import write_report
 from megarl.run.metrics_log import read_metrics, without_timing
 from megarl.trainer.loop import Trainer, train
-from megarl.trainer.saving import RunCheckpoints
+from megarl.trainer.saving import BestSteps
 from megarl.watch.health import judge_run
 
 
@@ -494,7 +494,6 @@ def test_the_best_checkpoint_stays_until_a_better_one_is_complete(
     lines = map(json.dumps, [*records, {"kind": "step", "step": 5, **other}])
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "ev']))
     settings = world.settings(run__dir=str(tmp_path), eval__every=1, checkpoint__keep_best="heldout")
-    distributed.initialize(settings)
-    made = RunCheckpoints(settings, None, None, None, print)  # type: ignore[arg-type]
-    assert made._find_lasting(on_disk) == lasting
-    assert [made.is_best(step) for step in range(6)] == [False] * 4 + [True, False]
+    best = BestSteps(settings)
+    assert best.choose_lasting(on_disk) == lasting
+    assert best.find() == 4

@@ -14,12 +14,11 @@ from train_jobs import both_ways
 from train_world import (
     NUM_SEQUENCES,
     ROWS,
+    Going,
     Taken,
     World,
-    fixed_advantages,
-    look,
-    owned_by_this_rank,
-    prepare,
+    counted_passes,
+    old_logprobs,
     step_on,
     take_step,
     training,
@@ -146,17 +145,14 @@ def test_the_pass_runs_over_all_mini_batches_but_the_first_unless_something_need
 
 def test_a_step_takes_as_many_passes_as_the_configuration_says(world: World) -> None:
     def passes(settings: dict[str, Any], measures: bool = False) -> int:
-        counts: list[int] = []
-        with training(world.settings(**settings)) as step:
-            run, step.measures_replay_bias = step._run, measures
-            step._run = lambda *rest, **named: counts.append(1) or run(*rest, **named)  # type: ignore[method-assign]
-            take_step(step, world.rollouts())
+        with training(world.settings(**settings)) as step, counted_passes() as counts:
+            take_step(step, world.rollouts(), replay_bias=measures)
         return len(counts)
 
     assert passes({}) == 1 + 2
     assert passes({"train__mini_batches": 4}) == 3 + 4
     assert passes({"train__mini_batches": 4, "train__old_logprobs": "rollout"}) == 4
-    assert passes(ROWS["kl_grpo"]) == 2 + 2
+    assert passes(ROWS["kl_grpo"]) == 2 + 2 + 2  # the reference too
     assert passes({"train__replay": "r2"}, measures=True) == 2 + 2 + 2  # also of the first, whose bias must be 0
 
 
@@ -167,11 +163,10 @@ ROLLOUT: dict[str, Any] = {"train__old_logprobs": "rollout"}
 def test_acceptance_if_the_engine_gave_pi_old_both_ways_train_the_same(world: World, row: str) -> None:
     """Then mu is old, whoever computes it, also after the weights have moved."""
     with training(world.settings(**ROWS[row])) as step:
-        minis = prepare(step, world.rollouts(), fixed_advantages())
-        look(step, minis, old_pass=True)
+        going = Going(step, world.rollouts(), old_pass=True).look()
         exact = list(world.rollouts())
-        for mini, part in zip(minis, owned_by_this_rank(step), strict=True):
-            for micro, old in zip(mini.micro_batches, mini.old_logprobs or [], strict=True):
+        for mini, part in zip(going.minis, going.owned, strict=True):
+            for micro, old in zip(mini.micro_batches, old_logprobs(mini), strict=True):
                 columns = np.split(old.numpy(), micro.batch.cu_seqlens[1:-1].tolist())
                 for sequence, column in zip(micro.sequences, columns, strict=True):
                     index = part[sequence]
@@ -193,11 +188,10 @@ def test_objectives_see_mu_in_the_place_of_old(world: World) -> None:
     """Of an engine with FP8 weights: the first update's coefficients, from log-probabilities of another pass."""
     settings = world.settings(**ROWS["grpo"], **ROLLOUT, train__max_k3="off", train__max_native_flip="off")
     with training(settings) as step:
-        minis = prepare(step, world.rollouts(), fixed_advantages())
-        step.old_logprobs(minis[0])
-        current = minis[0].old_logprobs or []
-        mini = minis[0]
-        expected = []
+        going = Going(step, world.rollouts())
+        going.old_pass(0)
+        mini, expected = going.minis[0], []
+        current = old_logprobs(mini)
         for micro, logprobs in zip(mini.micro_batches, current, strict=True):
             batch, mu = micro.batch, micro.batch.rollout_logprobs
             columns = TokenColumns(logprobs, mu, mu, batch.advantages, batch.loss_mask, batch.cu_seqlens)
@@ -212,22 +206,21 @@ def test_objectives_see_mu_in_the_place_of_old(world: World) -> None:
 def test_only_the_first_mini_batch_is_compared_with_the_engine(world: World) -> None:
     """Its weights have not moved; what later ones find is the gap and staleness together, in their ``ratio``."""
     with training(world.settings()) as step:
-        minis = prepare(step, world.rollouts(), fixed_advantages())
-        look(step, minis, old_pass=True)
-        expected = {name: stat for name, stat in minis[0].metrics.items() if not name.startswith("tripwires/")}
+        (mini, _) = Going(step, world.rollouts(), old_pass=True).look().minis
+        expected = {name: stat for name, stat in mini.statistics.items() if not name.startswith("tripwires/")}
     with training(world.settings(**ROLLOUT, optim__lr=0.01)) as step:
-        minis = prepare(step, world.rollouts(), fixed_advantages())
-        look(step, minis)
-        for index, mini in enumerate(minis):
-            step.update(mini, following=minis[index + 1 :])
+        going = Going(step, world.rollouts()).look()
+        going.update(0)
+        going.update(1)
         assert step.tripwires.verdict is not None
         judged = step.tripwires.verdict.judged
-    found = {name: stat for name, stat in minis[0].metrics.items() if not name.startswith("tripwires/")}
+    first, second = going.minis
+    found = {name: stat for name, stat in first.statistics.items() if not name.startswith("tripwires/")}
     assert found.keys() == expected.keys()
     assert {"rollout/k3", "router/native/flip", "rollout/entropy"} <= found.keys()
     for name, stat in found.items():
         assert torch.equal(stat.sums, expected[name].sums), name
-    assert minis[1].metrics == {}
+    assert second.statistics == {}
     assert len(judged) == NUM_SEQUENCES // 2
 
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from forks import Job, run_jobs
 from train_jobs import biases
-from train_world import NUM_MOE_LAYERS, TOP_K, Taken, World, fixed_advantages, look, prepare, take_step, training
+from train_world import NUM_MOE_LAYERS, TOP_K, Going, Taken, World, old_logprobs, take_step, training
 from transformers import AutoModelForCausalLM
 
-from megarl.core.metrics import finalize
 from megarl.errors import ConfigError
 from megarl.run.metrics_log import read_metrics
 from megarl.trainer.loop import train
-from megarl.trainer.step import TrainStep, collect
+from megarl.trainer.passes import run_pass
+from megarl.trainer.step import TrainStep
 
 PREFIX = "replay_bias/"
 
@@ -51,16 +51,12 @@ def test_measuring_changes_nothing(world: World, alone: dict[str, Taken]) -> Non
 
 def _passes(step: TrainStep, world: World) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """What the first update measures, and the log-probabilities of its tokens with either routing."""
-    minis = prepare(step, world.rollouts(), fixed_advantages())
-    look(step, minis, old_pass=True)
-    found = {"replayed": torch.cat(minis[0].old_logprobs or [])}
-    with step.policy.replay.record(keep=False):
-        found["native"] = torch.cat([output.logprobs for output in step._run(minis[0])])
-    mask = torch.cat([micro.batch.loss_mask for micro in minis[0].micro_batches])
-    step.measures_replay_bias = True
-    statistics = collect([step.update(minis[0])])
-    assert statistics is not None
-    return finalize(statistics), {name: column[mask].double().numpy() for name, column in found.items()}
+    going = Going(step, world.rollouts(), old_pass=True, replay_bias=True).look()
+    mini = going.minis[0]
+    found = {"replayed": torch.cat(old_logprobs(mini))}
+    found["native"] = torch.cat(run_pass(step.policy, mini, step.policy.replay.record(keep=False)).logprobs)
+    mask = torch.cat([micro.batch.loss_mask for micro in mini.micro_batches])
+    return going.collect_update(0) or {}, {name: column[mask].double().numpy() for name, column in found.items()}
 
 
 def test_r3_is_compared_with_a_pass_that_routes_natively(world: World) -> None:
@@ -77,11 +73,8 @@ def test_flips_and_divergence_are_those_of_transformers(world: World) -> None:
     """An oracle without Megatron: Hugging Face's model by itself, and with the rollout's experts forced on it."""
     model = AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float32).eval()
     with training(world.settings(train__replay="r3", train__mini_batches=1)) as step:
-        step.measures_replay_bias = True
-        minis = prepare(step, world.rollouts(), fixed_advantages())
-        statistics = collect([step.update(minis[0])])
-    assert statistics is not None
-    update, flips, divergences = finalize(statistics), [], []
+        update = Going(step, world.rollouts(), replay_bias=True).collect_update(0) or {}
+    flips, divergences = [], []
     for rollout in world.rollouts():
         native, own = _forward(model, rollout.tokens, None)
         replayed, _ = _forward(model, rollout.tokens, rollout.routed_experts)
@@ -162,8 +155,7 @@ def test_several_ranks_measure_what_one_does(
 def test_r2_needs_no_routes_of_the_engine(world: World, alone: dict[str, Taken]) -> None:
     lost = [replace(rollout, routed_experts=None, routed_mask=None) for rollout in world.rollouts()]
     with training(world.settings(train__replay="r2", optim__lr=0.01)) as step:
-        step.measures_replay_bias = True
-        found = take_step(step, lost)
+        found = take_step(step, lost, replay_bias=True)
     assert found is not None
     for one, two in zip(alone["r2"].updates, found.updates, strict=True):
         assert two[PREFIX + "kl/mean"] == one[PREFIX + "kl/mean"]

@@ -19,9 +19,9 @@ from megarl.core.choices.stopping import Allotted
 from megarl.core.metrics import finalize
 from megarl.megatron import distributed
 from megarl.run.metrics_log import read_metrics, without_timing
+from megarl.trainer.mini_batch import Judged
 from megarl.trainer.sampling.gradient_norms import gradient_variance
 from megarl.trainer.sampling.step_rollouts import StepRollouts
-from megarl.trainer.token_advantages import Judged
 
 ADA_EST: dict[str, Any] = {"sampling__rule": "ada_est", "sampling__max_samples": 12}
 RULES: dict[str, dict[str, Any]] = {

@@ -20,12 +20,12 @@ from train_world import (
     NUM_MOE_LAYERS,
     NUM_SEQUENCES,
     ROWS,
+    Going,
     Taken,
     World,
+    counted_passes,
     fixed_advantages,
-    look,
-    owned_by_this_rank,
-    prepare,
+    old_logprobs,
     sample,
     step_on,
     take_step,
@@ -118,14 +118,14 @@ def used_experts(step: TrainStep, chunks: Sequence[torch.nn.Module] = ()) -> Ite
 def _share_of_second_mini_batch_that_moved(world: World, replay: str) -> float:
     """Experts of mini-batch 1 in the old pass against those in its update, after mini-batch 0 has moved the weights."""
     with training(world.settings(train__replay=replay, optim__lr=0.02)) as step:
-        minis = prepare(step, world.rollouts(), fixed_advantages())
-        step.old_logprobs(minis[0])
+        going = Going(step, world.rollouts())
+        going.old_pass(0)
         with used_experts(step) as before:
-            step.old_logprobs(minis[1])
-        step.update(minis[0])
+            going.old_pass(1)
+        going.update(0)
         with used_experts(step) as after:
-            step.update(minis[1])
-    assert len(before) == len(after) == NUM_MOE_LAYERS * len(minis[1].micro_batches)
+            going.update(1)
+    assert len(before) == len(after) == NUM_MOE_LAYERS * len(going.minis[1].micro_batches)
     return float(np.mean([float((a != b).any(1).float().mean()) for a, b in zip(before, after, strict=True)]))
 
 
@@ -137,16 +137,15 @@ def test_r2_replays_the_old_pass_after_the_weights_have_moved(world: World) -> N
 
 def test_r3_uses_the_experts_of_the_rollouts_in_every_pass(world: World) -> None:
     with training(world.settings(train__replay="r3", optim__lr=0.02)) as step:
-        (first, second) = minis = prepare(step, world.rollouts(), fixed_advantages())
-        owned = owned_by_this_rank(step)
+        going = Going(step, world.rollouts())
         with used_experts(step) as seen:
-            step.old_logprobs(second)
-            step.update(first)
-            step.update(second)
+            going.old_pass(1)
+            going.update(0)
+            going.update(1)
     experts = [rollout.routed_experts for rollout in world.rollouts()]
     of_mini = [
         [np.concatenate([experts[part[sequence]] for sequence in micro.sequences]) for micro in mini.micro_batches]
-        for mini, part in zip(minis, owned, strict=True)
+        for mini, part in zip(going.minis, going.owned, strict=True)
     ]
     expected = [torch.from_numpy(of_micro) for index in (1, 0, 1) for of_micro in of_mini[index]]
     assert len(seen) == NUM_MOE_LAYERS * len(expected)
@@ -171,10 +170,7 @@ def test_the_passes_do_not_check_experts_again(world: World, replay: str, monkey
     checked: list[Any] = []
     monkeypatch.setattr(checks, "_check_experts", lambda *given: checked.append(given))
     with training(world.settings(train__replay=replay)) as step:
-        minis = prepare(step, world.rollouts(), fixed_advantages())
-        look(step, minis, old_pass=True)
-        for mini in minis:
-            step.update(mini)
+        take_step(step, world.rollouts(), old_pass=True)
     assert checked == []
 
 
@@ -276,7 +272,7 @@ def test_a_stage_without_moe_layers_sends_its_counts_from_the_device_of_the_othe
         raise StopIteration(counts.device.type, list(counts.shape))
 
     with training(world.settings()) as step:
-        (micro, *_), *_ = (mini.micro_batches for mini in prepare(step, world.rollouts(), fixed_advantages()))
+        (micro, *_), *_ = (mini.micro_batches for mini in Going(step, world.rollouts()).minis)
         monkeypatch.setattr(rollout_routes, "gather_slots", stop)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
         with pytest.raises(StopIteration) as sent:
@@ -377,14 +373,10 @@ def test_micro_batches_do_not_change_the_adaptive_power(world: World, row: str, 
 def test_the_exponent_costs_a_pass_only_where_the_weights_have_moved(world: World) -> None:
     def passes(row: str) -> list[int]:
         with training(world.settings(**ROWS[row])) as step:
-            minis = prepare(step, world.rollouts(), fixed_advantages())
-            look(step, minis)
-            counts, original = [], step._run
-            step._run = lambda *rest, **named: counts.append(1) or original(*rest, **named)  # type: ignore[method-assign]
-            per_update = []
-            for mini in minis:
-                counts.clear()
-                step.update(mini)
+            going, per_update = Going(step, world.rollouts()).look(), []
+            for index in range(2):
+                with counted_passes() as counts:
+                    going.update(index)
                 per_update.append(len(counts))
         return per_update
 
@@ -409,11 +401,9 @@ def test_the_reference_is_another_model_that_never_moves_and_never_replays(world
     for replay in ("none", "r3"):
         with training(world.settings(train__replay=replay, **settings)) as step:
             for when in ("before", "after"):
-                (mini,) = prepare(step, world.rollouts(), fixed_advantages())
-                look(step, [mini])
-                assert mini.ref_logprobs is not None
-                columns[replay, when] = torch.cat(mini.ref_logprobs)
-                step.update(mini)
+                going = Going(step, world.rollouts()).look()
+                columns[replay, when] = torch.cat(going.minis[0].ref_logprobs or [])
+                going.update(0)
             assert step.reference is not None
             assert not any(p.requires_grad for chunk in step.reference.chunks for p in chunk.parameters())
     plain = columns["none", "before"]
@@ -431,38 +421,35 @@ def test_the_kl_at_equal_weights_is_0_where_the_reference_replays_the_policys_ro
     """The rollouts are of an engine whose weights went through FP8: its routes are not those of the trainer."""
     settings = {**ROWS[row], **SAME, "train__replay": replay, "model__reference": str(world.model)}
     with training(world.settings(**settings, train__mini_batches=2 if row.startswith("kl") else 1)) as step:
-        minis = prepare(step, world.rollouts(), fixed_advantages())
-        look(step, minis)
-        for mini in step.old_pass_over(minis):
-            assert torch.equal(torch.cat(mini.old_logprobs or []), torch.cat(mini.ref_logprobs or []))
-        if step.needs_token_advantages:
-            assert finalize(minis[0].metrics)["kl/ref"] == 0.0
+        going = Going(step, world.rollouts()).look()
+        for mini in going.minis:
+            if mini.first is not None:
+                assert torch.equal(torch.cat(mini.first.logprobs), torch.cat(mini.ref_logprobs or []))
+        if going.plan.token_advantages:
+            assert finalize(going.minis[0].metrics)["kl/ref"] == 0.0
         else:
-            assert finalize(step.update(minis[0]))["kl/penalty"] == 0.0
+            assert finalize(going.update(0))["kl/penalty"] == 0.0
 
 
 def test_it_is_not_0_where_the_reference_routes_by_itself(world: World) -> None:
     with training(world.settings(**ROWS["kl_grpo strong"], model__reference=str(world.model))) as step:
-        minis = prepare(step, world.rollouts(), fixed_advantages())
-        look(step, minis)
-    assert not torch.equal(torch.cat(minis[0].old_logprobs or []), torch.cat(minis[0].ref_logprobs or []))
+        minis = Going(step, world.rollouts()).look().minis
+    assert not torch.equal(torch.cat(old_logprobs(minis[0])), torch.cat(minis[0].ref_logprobs or []))
     assert abs(finalize(minis[0].metrics)["kl/ref"]) > 1e-6
 
 
 @pytest.mark.parametrize("replay", ["r2", "r3"])
 def test_a_reference_of_other_weights_uses_the_experts_of_the_policy(world: World, replay: str) -> None:
     with training(world.settings(**ROWS["minirl k3"], **SAME, train__replay=replay, train__mini_batches=1)) as step:
-        (mini,) = prepare(step, world.rollouts(), fixed_advantages())
-        assert list(step.old_pass_over([mini])) == ([mini] if replay == "r2" else [])  # which records there
-        step.old_logprobs(mini)
+        going = Going(step, world.rollouts())
+        assert going.plan.old_passes == (replay == "r2")  # which records there
         assert step.reference is not None
         with used_experts(step, step.reference.chunks) as of_reference:
-            step.ref_logprobs(mini)
+            going.look()
         with used_experts(step) as of_policy:
-            step.update(mini)
+            going.update(0)
     assert len(of_policy) == len(of_reference) > 0
-    assert mini.routes is not None
-    recorded = [routes.present for routes in mini.routes for _ in range(NUM_MOE_LAYERS)]
+    recorded = [routes.present for routes in going.minis[0].replayed or [] for _ in range(NUM_MOE_LAYERS)]
     for mine, theirs, rows in zip(of_policy, of_reference, recorded, strict=True):
         rows = torch.ones(len(mine), dtype=torch.bool) if rows is None else rows  # the others route natively
         assert torch.equal(mine[rows], theirs[rows])
@@ -503,8 +490,7 @@ def test_a_reference_of_another_shape_or_place_is_refused(world: World, tmp_path
 def test_the_advantages_of_kl_grpo_wait_for_the_reference(world: World) -> None:
     """Against the rewards alone; and the position of a token, which a sequence's advantage would not know."""
     with training(world.settings(**ROWS["kl_grpo strong"])) as step:
-        minis = prepare(step, world.rollouts(), np.zeros(NUM_SEQUENCES))
-        look(step, minis)
+        minis = Going(step, world.rollouts()).look().minis
     for mini in minis:
         for micro in mini.micro_batches:
             batch = micro.batch

@@ -12,14 +12,12 @@ import pytest
 import torch
 from oracles.reference import token_level_kl
 from oracles.reference_objectives import coefficients
-from train_world import NUM_SEQUENCES, ROWS, World, fixed_advantages, look, prepare, training
+from train_world import NUM_SEQUENCES, ROWS, Going, World, fixed_advantages, training
 from transformers import AutoModelForCausalLM
 
 from megarl.config import Config
-from megarl.core.metrics import finalize
 from megarl.core.types import Rollout
 from megarl.megatron.hf_weights import save_hf
-from megarl.trainer.step import collect
 
 
 def outputs_of(model: Any, rollout: Rollout, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,13 +124,9 @@ def test_loss_and_gradient_norm_are_those_of_plain_pytorch(world: World, tmp_pat
     )
     rollouts, rewards, half = world.rollouts("fp32"), fixed_advantages(), NUM_SEQUENCES // 2
     with training(settings) as step:
-        minis = prepare(step, rollouts, np.zeros(NUM_SEQUENCES) if step.needs_token_advantages else rewards)
-        look(step, minis, rewards)
-        found = []
-        for index, mini in enumerate(minis):
-            merged = collect([step.update(mini)])
-            assert merged is not None
-            found.append(finalize(merged))
+        going, found = Going(step, rollouts, rewards).look(), []
+        for index in range(2):
+            found.append(going.collect_update(index) or {})
             if index == 0:
                 save_hf(step.policy.chunks, step.policy.shape, world.model, tmp_path / "moved")
     theta = [world.model, tmp_path / "moved"]

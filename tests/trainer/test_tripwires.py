@@ -25,7 +25,8 @@ from megarl.run.metrics_log import read_metrics, without_timing
 from megarl.run.status import show
 from megarl.trainer import tripwires
 from megarl.trainer.loop import train
-from megarl.watch.tripwires import COLUMNS, Verdict
+from megarl.watch import tripwires as rules
+from megarl.watch.tripwires import COLUMNS, Drops
 
 NARROW: dict[str, Any] = {"train__max_k3": 0.05, "train__max_native_flip": 0.3}
 """Between honest and wrong responses of some eight tokens, most of which the ceilings alone would let pass."""
@@ -125,9 +126,9 @@ def test_how_many_steps_with_drops_end_a_run(world: World, dropped: int, respons
     judge = tripwires.Tripwires(world.settings().train)
     gaps = np.zeros((responses, COLUMNS))
     gaps[:, 4], gaps[:dropped, 9] = 9, 99.0
-    judge.verdict = verdict = Verdict.of(gaps, np.array([0.05, 0.25, 20.0]))
+    judge.verdict = verdict = Drops.of(gaps, np.array([0.05, 0.25, 20.0]))
     for step in range(1, 40):
-        judge._learn(verdict, [0.0, 0.0])
+        judge.learn(verdict, [0.0, 0.0])
         if step == steps:
             why = "3 bad steps in a row" if 4 * dropped > responses else "dropped in step after step"
             with pytest.raises(RolloutError, match=why):
@@ -189,7 +190,7 @@ def test_switched_off_it_says_so_and_measures_on(
 def test_what_the_first_steps_teach_is_saved(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tripwires, "LEARNING_STEPS", 3)
+    monkeypatch.setattr(rules, "LEARNING_STEPS", 3)
     for folder, lengths in (("whole", [6]), ("parts", [2, 4, 6])):
         for steps in lengths:
             more = {"run__steps": steps, "optim__decay_steps": 6}

@@ -82,8 +82,7 @@ def biases(world: World, variants: Mapping[str, Mapping[str, Any]], measure: boo
     found = {}
     for name, overrides in variants.items():
         with training(world.settings(optim__lr=0.01, **overrides)) as step:
-            step.measures_replay_bias = measure
-            found[name] = take_step(step, world.rollouts())
+            found[name] = take_step(step, world.rollouts(), replay_bias=measure)
     return found
 
 

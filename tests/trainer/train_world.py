@@ -6,9 +6,9 @@ import pickle
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -28,16 +28,17 @@ from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.engines.local.engine import LocalEngine
 from megarl.engines.protocol import SamplingParams
 from megarl.megatron import distributed
+from megarl.megatron.passes import forward
 from megarl.megatron.policy import Policy, schedule_of
 from megarl.run.folder import claim
 from megarl.run.metrics_log import MetricsLog
 from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
 from megarl.trainer.loop import Trainer
-from megarl.trainer.mini_batch import MiniBatch
+from megarl.trainer.mini_batch import Judged, MiniBatch
 from megarl.trainer.sampling.assignment import split_sequences
 from megarl.trainer.step import TrainStep, collect
-from megarl.trainer.token_advantages import Judged
+from megarl.trainer.step_plan import StepPlan
 
 NUM_GROUPS, GROUP_SIZE, MAX_RESPONSE = 8, 4, 8
 NUM_SEQUENCES = NUM_GROUPS * GROUP_SIZE
@@ -241,59 +242,97 @@ def owned_by_this_rank(step: TrainStep) -> list[list[int]]:
     return split_sequences(NUM_SEQUENCES, step.config.train.mini_batches, distributed.dp_rank(), distributed.dp_size())
 
 
-def prepare(step: TrainStep, rollouts: Sequence[Rollout], advantages: np.ndarray) -> list[MiniBatch]:
-    """This rank's share of every mini-batch."""
-    return [step.prepare([rollouts[s] for s in part], advantages[part]) for part in owned_by_this_rank(step)]
+class Going:
+    """A step under way on fixed rollouts: ``minis`` are this rank's share, as the latest pass has left them."""
 
+    def __init__(
+        self,
+        step: TrainStep,
+        rollouts: Sequence[Rollout],
+        rewards: np.ndarray | None = None,
+        groups: np.ndarray | None = None,
+        *,
+        old_pass: bool = False,
+        **plan: Any,
+    ) -> None:
+        """rewards: also the advantages, unless the objective computes them; by default random, of both signs.
 
-def look(
-    step: TrainStep,
-    minis: Sequence[MiniBatch],
-    rewards: np.ndarray | None = None,
-    groups: np.ndarray | None = None,
-    old_pass: bool = False,
-) -> None:
-    """All passes before the updates, as the trainer runs them; by default every response has a random reward.
-
-    old_pass: run the old-log-prob pass over all mini-batches, also where the first update does without.
-    """
-    passed = minis if old_pass else step.old_pass_over(minis)
-    for mini in passed:
-        step.old_logprobs(mini)
-    if len(passed) == len(minis):
-        step.tripwires.judge(minis)
-    if step.reference is not None:
-        for mini in minis:
-            step.ref_logprobs(mini)
-    if step.needs_token_advantages:
+        old_pass: run the old-log-prob pass over all mini-batches, also where the first update does without; plan:
+        fields of the plan that differ from the configuration's.
+        """
+        self.step, self.owned = step, owned_by_this_rank(step)
+        planned = StepPlan.of(step.config, step.config.run.steps)
+        if old_pass or (plan.get("replay_bias") and step.config.train.replay == "r2"):
+            plan["old_passes"] = len(self.owned)
+        self.plan = replace(planned, **plan)
         rewards = fixed_advantages() if rewards is None else rewards
         groups = np.repeat(np.arange(NUM_GROUPS), GROUP_SIZE) if groups is None else groups
-        step.token_advantages(minis, Judged(rewards, groups, owned_by_this_rank(step)))
+        self.judged = Judged(rewards, groups, self.owned)
+        advantages = np.zeros_like(rewards) if planned.token_advantages else rewards
+        self.minis = [step.prepare([rollouts[s] for s in rows], advantages[rows]) for rows in self.owned]
+
+    def look(self) -> Self:
+        """Run all passes before the updates."""
+        self.minis = self.step.look(self.plan, self.minis, self.judged)
+        return self
+
+    def old_pass(self, index: int) -> None:
+        self.minis[index] = self.step.old_pass(self.plan, self.minis[index])
+
+    def update(self, index: int) -> dict[str, Stat]:
+        self.minis, statistics = self.step.update(self.plan, self.minis, index, self.judged)
+        return statistics
+
+    def collect_update(self, index: int) -> dict[str, float] | None:
+        """The metrics of an update on the main rank."""
+        statistics = collect([self.update(index)])
+        return None if statistics is None else finalize(statistics)
+
+    def collect_step(self) -> dict[str, float] | None:
+        """The metrics of the whole step on the main rank."""
+        statistics = collect([mini.statistics for mini in self.minis])
+        return None if statistics is None else finalize(statistics)
+
+
+def old_logprobs(mini: MiniBatch) -> list[torch.Tensor]:
+    """Of the first pass, which has been."""
+    assert mini.first is not None
+    return mini.first.logprobs
+
+
+@contextmanager
+def counted_passes() -> Iterator[list[None]]:
+    """One entry for each pass over a mini-batch."""
+    counts: list[None] = []
+    run = forward.run
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        counts.append(None)
+        return run(*arguments, **options)
+
+    forward.run = counted
+    try:
+        yield counts
+    finally:
+        forward.run = run
 
 
 def take_step(
     step: TrainStep,
     rollouts: Sequence[Rollout],
-    advantages: np.ndarray | None = None,
-    old_pass: bool = False,
+    rewards: np.ndarray | None = None,
     groups: np.ndarray | None = None,
+    **plan: Any,
 ) -> Taken | None:
-    """Prepare, passes before the updates, all updates; None except on the main rank.
-
-    ``advantages`` are the rewards of an objective whose advantages differ between tokens.
-    """
-    given = fixed_advantages() if advantages is None else advantages
-    minis = prepare(step, rollouts, np.zeros_like(given) if step.needs_token_advantages else given)
-    look(step, minis, given, groups, old_pass)
+    """Prepare, passes before the updates, all updates, as ``Going``; None except on the main rank."""
+    going = Going(step, rollouts, rewards, groups, **plan).look()
     updates, weights = [], []
-    for index, (mini, owned) in enumerate(zip(minis, owned_by_this_rank(step), strict=True)):
+    for index, owned in enumerate(going.owned):
         with _tapped_coefficients() as seen:
-            updates.append(collect([step.update(mini, following=minis[index + 1 :])]))
-        weights.append(_of_all_ranks(mini, owned, seen))
-    whole = collect([mini.metrics for mini in minis])
-    if whole is None:
-        return None
-    return Taken([finalize(_required(found)) for found in updates], finalize(whole), weights)
+            updates.append(going.collect_update(index))
+        weights.append(_of_all_ranks(going.minis[index], owned, seen))
+    whole = going.collect_step()
+    return None if whole is None else Taken([update for update in updates if update is not None], whole, weights)
 
 
 @contextmanager
@@ -336,11 +375,6 @@ def step_on(settings: Config, rollouts: Sequence[Rollout], old_pass: bool = Fals
         taken = take_step(step, rollouts, old_pass=old_pass)
     assert taken is not None
     return taken
-
-
-def _required(found: dict[str, Stat] | None) -> dict[str, Stat]:
-    assert found is not None
-    return found
 
 
 def weights_of(policy: Policy) -> dict[str, torch.Tensor]:

@@ -1,4 +1,7 @@
-"""The table about what a healthy run looks like: [health], with a key for each check in health.toml."""
+"""The table about what a healthy run looks like: [health], with a key for each check in ``megarl/watch/limits.toml``.
+
+That file is data: the schema of a configuration needs the default limits without the code that judges a run.
+"""
 
 import tomllib
 from pathlib import Path
@@ -8,7 +11,8 @@ from pydantic import Field, PositiveInt, create_model
 
 from megarl.config.tables.base import Table
 
-CHECKS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_LIMITS = Path(__file__).parents[2] / "watch" / "limits.toml"
+CHECKS: dict[str, dict[str, Any]] = tomllib.loads(_LIMITS.read_text("utf-8"))["health"]
 FALLING = tuple(name for name, check in CHECKS.items() if check.get("falls"))
 """Checks of what must not become small; all others are of what must not become large."""
 

@@ -26,6 +26,7 @@ from megarl.models.fit import wants_routes
 from megarl.models.shapes import read_shape
 from megarl.routes.provenance import provenance_metrics, refuse_mixed_versions
 from megarl.run.progress import Advance
+from megarl.trainer.mini_batch import Judged
 from megarl.trainer.sampling import excerpts, requests, seeds
 from megarl.trainer.sampling.allocators import AdaEst, Allocator, Gvm
 from megarl.trainer.sampling.assignment import (
@@ -50,7 +51,6 @@ from megarl.trainer.sampling.step_rollouts import (
     select,
 )
 from megarl.trainer.step import TrainStep
-from megarl.trainer.token_advantages import Judged
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ from megarl.engines.player import Failure, Sample
 from megarl.engines.protocol import Engine
 from megarl.errors import ConfigError, RewardError, RolloutError
 from megarl.megatron import distributed
+from megarl.trainer.mini_batch import Judged
 from megarl.trainer.sampling.assignment import Assignment, Key
-from megarl.trainer.token_advantages import Judged
 
 _COLUMNS = (
     *("tokens", "appended", "generated"),

@@ -1,6 +1,6 @@
 """The checks of a run's health: what each one reads of a step, and what its verdict says.
 
-They are data in ``megarl/config/tables/health.toml``, beside their default limits; here is how they read a step.
+They are data in ``megarl/watch/limits.toml``, beside their default limits; here is how they read a step.
 """
 
 import math

@@ -3,48 +3,20 @@
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 from megarl.config.tables.health import FALLING, HealthConfig
 from megarl.run.metrics_log import UNJUDGED
+from megarl.run.verdict import LEVELS, Verdict
 from megarl.watch.health.checks import CHECKS, METRICS, Check, largest
 
-Level = Literal["ok", "warning", "alarm"]
-_LEVELS: tuple[Level, ...] = ("ok", "warning", "alarm")
 _RECENT_STEPS = 50
 _SPIKE_STEPS = 20
 _FEWEST_PROMPTS = 48
 """Of fewer, none may have contrast by chance."""
 _NOISE = 6.0
 """Standard deviations: the best of many noisy means is too good by three of them, and the latest may be as bad."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a check says about a run."""
-
-    check: str
-    """Its name, which is also the key of its limits in [health]."""
-    level: Level
-    found: str
-    """What was seen last, with numbers and limits."""
-    since: int | None
-    """The first step of what was seen; None if nothing is."""
-    cause: str
-    """What usually causes it."""
-    advice: str
-    """What to try."""
-
-    def lines(self) -> list[str]:
-        """Return it for a terminal."""
-        since = "" if self.since is None else f" since step {self.since}"
-        return [
-            f"{self.level}{since}, {self.check}: {self.found}",
-            f"  cause:  {self.cause}",
-            f"  advice: {self.advice}",
-        ]
 
 
 def judge_run(records: Sequence[Mapping[str, Any]], limits: HealthConfig | None = None) -> list[Verdict]:
@@ -144,7 +116,7 @@ class _Judge:
 
     def verdict(self) -> Verdict:
         check = self._check
-        return Verdict(check.name, _LEVELS[self.level], self._found, self._since, check.cause, check.advice)
+        return Verdict(check.name, LEVELS[self.level], self._found, self._since, check.cause, check.advice)
 
     def _score(self, value: float) -> float | None:
         """Return what is compared with the limits; None as long as there is nothing to compare with."""
@@ -187,7 +159,7 @@ class _Judge:
         check = self._check
         limits = ", ".join(
             f"{level} from {check.score_form.format(limit)}{' down' * (check.name in FALLING)}"
-            for level, limit in zip(_LEVELS[1:], self._limits, strict=False)
+            for level, limit in zip(LEVELS[1:], self._limits, strict=False)
         )
         shown = check.score_form.format(score)
         told = {

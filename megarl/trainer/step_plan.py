@@ -1,0 +1,53 @@
+"""What one step does, decided before its first pass."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from megarl.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The passes, measurements and records of a step; equal on all ranks."""
+
+    old_passes: int
+    """The last mini-batches of the step, which have an old-log-prob pass before the first update."""
+    ref_pass: bool
+    """Run the reference policy over all mini-batches."""
+    token_advantages: bool
+    """Compute advantages from old and reference log-probabilities."""
+    objective_details: bool = True
+    """Measure what the objective does to the tokens, beyond what the update needs."""
+    replay_bias: bool = False
+    """Before each update, run a pass that routes natively, and compare layers and distributions."""
+    gradient_variance: bool = False
+    """Measure the variance of the gradient over the responses, at the weights that the step begins with."""
+    writes_traces: bool = False
+    """Keep the routers' own choice in the first pass, and write the routes of the step."""
+    evaluates: bool = False
+    """Evaluate after the step."""
+    saves: bool = False
+    """Save a checkpoint after the step, whatever the evaluation finds."""
+
+    @classmethod
+    def of(cls, config: Config, done: int) -> Self:
+        """Return the plan of the step after which ``done`` steps are finished."""
+        log, train, is_last = config.log, config.train, done == config.run.steps
+        replay_bias = _is_due(done, train.replay_bias_every)
+        # The bias of r2 is 0 in the first update, which replays the choice of the same weights: measure to show so.
+        needs_all = replay_bias and train.replay == "r2"
+        return cls(
+            old_passes=train.mini_batches if needs_all else config.old_passes,
+            ref_pass=train.resolved_objective.needs_ref_logprobs,
+            token_advantages=train.resolved_objective.advantage == "token_level_kl",
+            objective_details=is_last or _is_due(done, log.objective_every),
+            replay_bias=replay_bias,
+            gradient_variance=_is_due(done, log.variance_every),
+            writes_traces=log.writes_traces(done),
+            evaluates=bool(config.eval.every) and (is_last or _is_due(done, config.eval.every)),
+            saves=(is_last and config.checkpoint.at_end) or _is_due(done, config.checkpoint.every),
+        )
+
+
+def _is_due(done: int, every: int) -> bool:
+    return bool(every) and done % every == 0

@@ -1,0 +1,63 @@
+"""The limits of this room by name, read from limits.toml. ``HEALTH`` holds the checks of the table [health].
+
+>>> TRIPWIRES.max_k3.largest
+0.3
+"""
+
+import math
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.config.tables.health import CHECKS as HEALTH
+
+__all__ = ["GAP", "HEALTH", "TRIPWIRES", "GapLimits", "Learnt", "TripwireLimits"]
+
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """A limit that follows from the first steps of a run."""
+
+    least: float
+    factor: float
+    largest: float
+
+    def of(self, usual: float) -> float:
+        """Return ``factor`` times the usual value, at least ``least`` and at most ``largest``."""
+        return min(max(self.factor * usual, self.least), self.largest)
+
+
+@dataclass(frozen=True, slots=True)
+class TripwireLimits:
+    """The table [tripwires]."""
+
+    max_k3: Learnt
+    max_native_flip: Learnt
+    most_dropped: float
+    everywhere: float
+    usual_drops: float
+    faulty_drops: float
+    foreign_false_alarm: float
+
+    @property
+    def evidence(self) -> float:
+        """The log-likelihood ratio, in nats, above which rows are foreign, or drops persist."""
+        return -math.log(self.foreign_false_alarm)
+
+
+@dataclass(frozen=True, slots=True)
+class GapLimits:
+    """The table [gap]. A gap above one of the first four limits is bad."""
+
+    k3: float
+    extreme: float
+    control_k3: float
+    control_flip: float
+    cause: float
+
+
+_LEARNT = {name: Learnt(**table) for name, table in _TABLES["tripwires"].items() if isinstance(table, dict)}
+TRIPWIRES = TripwireLimits(**_TABLES["tripwires"] | _LEARNT)
+GAP = GapLimits(**_TABLES["gap"])
