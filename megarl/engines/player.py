@@ -102,23 +102,9 @@ class Player:
         rewarded = [(end, reward) for end, reward in turns if reward is not None]
         return self._judged(played.rollout, verdict, prompt, text, len(played.turn_ends), rewarded)
 
-    @property
-    def is_instant(self) -> bool:
-        """Whether ``judge_now`` works: there is neither an environment nor a reward to wait for."""
-        return self._environment is None and self._judge.is_instant
-
-    def judge_now(self, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]) -> list[Sample]:
-        """Judge responses as ``play`` does; a prompt for each."""
-        tokens, judge = [rollout.response_tokens for rollout in rollouts], self._judge.score_now
-        texts = decode_all(self._tokenizer, tokens, self._judge.special_tokens)
-        return [
-            self._judged(rollout, judge(prompt=prompt.text, response=text, answer=prompt.answer), prompt, text)
-            for rollout, prompt, text in zip(rollouts, prompts, texts, strict=True)
-        ]
-
     def _judged(
-        self, rollout: Rollout, verdict: Verdict, prompt: Prompt, response: str, turns: int = 1,
-        rewarded: Sequence[tuple[int, float]] = (),
+        self, rollout: Rollout, verdict: Verdict, prompt: Prompt, response: str, turns: int,
+        rewarded: Sequence[tuple[int, float]],
     ) -> Sample:  # fmt: skip
         """``rewarded``: the last token and the reward of the turns that the environment rewarded."""
         steps: tuple[tuple[int, float], ...] = ()
@@ -191,16 +177,8 @@ class Draw:
         self._in_flight: set[asyncio.Task[None]] = set()
 
     def run(self, engine: Engine, params: SamplingParams, on_finish: OnFinish = None) -> dict[Key, Sample]:
-        """Draw all samples: in rounds without episodes where the engine samples in batches and nothing is awaited."""
-        # Asked of its own class: one that changes or wraps such an engine may have a ``converse`` that must be called.
-        if not (vars(type(engine)).get("in_batches") and self._player.is_instant):
-            engine.converse(self.begin, params, on_finish)
-            return self.samples
-        asks = self._asker.start()
-        while keys := sorted((ask.prompt, sample) for ask in asks for sample in ask.samples):
-            requests, prompts = zip(*(self._request_of(*key) for key in keys), strict=True)
-            rollouts = engine.generate(requests, params, on_finish)
-            asks = self._keep(keys, self._player.judge_now(rollouts, prompts))
+        """Draw all samples, an episode for each."""
+        engine.converse(self.begin, params, on_finish)
         return self.samples
 
     def begin(self, session: Session) -> None:
@@ -217,17 +195,9 @@ class Draw:
         sample = await self._player.play(session, *self._request_of(*key))
         if self._asker.done:
             return  # other samples were enough in the meantime
-        self._start(session, self._keep([key], [sample]))
-        if self._asker.done:
-            for task in self._in_flight - {asyncio.current_task()}:
-                task.cancel()
-
-    def _keep(self, keys: Sequence[Key], drawn: Sequence[Sample]) -> list[Ask]:
-        """Keep samples until there are enough; return what their rewards call for."""
-        asks: list[Ask] = []
-        for key, sample in zip(keys, drawn, strict=True):
-            self.samples[key] = sample
-            asks += self._asker.add(*key, sample.reward)
-            if self._asker.done:
-                return []
-        return asks
+        self.samples[key] = sample
+        asks = self._asker.add(*key, sample.reward)
+        if not self._asker.done:
+            return self._start(session, asks)
+        for task in self._in_flight - {asyncio.current_task()}:
+            task.cancel()

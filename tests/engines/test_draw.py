@@ -268,11 +268,10 @@ def test_an_answer_that_comes_with_the_last_one_is_left_out(tokenizer: PreTraine
     def sample(requests: Sequence[SampleRequest]) -> list[Rollout]:
         return [make_rollout(r, tokenizer.convert_tokens_to_ids(str(r.sample))) for r in requests]
 
-    for kind in (Batches, Changed):
-        collector = Collector(Uniform(2), 1, refill=True, max_prompts=9, spare=2)
-        with draw_of(collector, tokenizer) as draw:
-            draw.run(kind(sample), SamplingParams())
-        assert sorted(draw.samples) == [(0, 0), (0, 1)]
+    collector = Collector(Uniform(2), 1, refill=True, max_prompts=9, spare=2)
+    with draw_of(collector, tokenizer) as draw:
+        draw.run(Batches(sample), SamplingParams())
+    assert sorted(draw.samples) == [(0, 0), (0, 1)]
 
 
 def test_the_real_engine_answers_the_same_whatever_it_is_asked_for_together(
@@ -296,52 +295,11 @@ def test_the_real_engine_answers_the_same_whatever_it_is_asked_for_together(
 class Batches(Engine):
     """Samples in batches; a token for each (group, sample)."""
 
-    in_batches = True
-
     def __init__(self, sample: Callable[[Sequence[SampleRequest]], list[Rollout]]) -> None:
-        self._sample, self.num_generated = sample, 0
+        self._sample = sample
 
     def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
         BatchSession(self._sample).run(begin)
-
-    def generate(
-        self, requests: Sequence[SampleRequest], params: SamplingParams, on_finish: OnFinish = None
-    ) -> list[Rollout]:
-        self.num_generated += 1
-        return self._sample(requests)
-
-
-class Changed(Batches):
-    """Does not say so itself: it is asked through ``converse``, which it may have changed."""
-
-
-@pytest.mark.parametrize("reward", ["says_one", "says_one_later"])
-@pytest.mark.parametrize("rule", [Uniform(3), Sequential(1, 1, round_size=2, max_samples=6, train_size=2)])
-def test_rounds_give_what_an_episode_for_each_response_gives(
-    tokenizer: PreTrainedTokenizerBase, rule: SamplingRule, reward: str
-) -> None:
-    """In rounds if no reward has to be awaited, and only with an engine that samples in batches."""
-
-    def sample(requests: Sequence[SampleRequest]) -> list[Rollout]:
-        batches.append([(r.group, r.sample) for r in requests])
-        says = (str((5 * r.group + 3 * r.sample) % 4) for r in requests)
-        return [make_rollout(r, tokenizer.convert_tokens_to_ids(s)) for r, s in zip(requests, says, strict=True)]
-
-    found = []
-    for kind in (Batches, Changed):
-        engine = kind(sample)
-        batches: list[list[Key]] = []
-        collector = Collector(rule, 4)
-        with draw_of(collector, tokenizer, reward) as draw:
-            samples = draw.run(engine, SamplingParams())
-        assert samples is draw.samples
-        assert engine.num_generated == (len(batches) if kind is Batches and reward == "says_one" else 0)
-        assert batches == [sorted(batch) for batch in batches]
-        facts = {key: (s.reward, str(s.failure), s.turns, s.rollout.tokens.tolist()) for key, s in samples.items()
-                 if s.rollout}  # fmt: skip
-        found.append((batches, facts, collector.select().drawn.tolist()))
-    assert found[0] == found[1]
-    assert any(error for _, error, *_ in found[0][1].values())
 
 
 def test_nothing_to_draw_is_done_at_once(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -361,28 +319,8 @@ def test_nothing_to_draw_is_done_at_once(tokenizer: PreTrainedTokenizerBase) -> 
     assert server.asked == []
 
 
-def test_engines_that_change_or_wrap_another_are_asked_as_any_engine(
-    engine: LocalEngine, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    class Wrapped:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(engine, name)
-
-        def converse(self, *given: Any) -> None:
-            asked.append(given)
-            engine.converse(*given)
-
-    asked: list[Any] = []
-    with draw_of(Collector(Uniform(2), 2), tokenizer) as draw:
-        assert len(draw.run(Wrapped(), SamplingParams(max_response_tokens=2))) == 4  # type: ignore[arg-type]
-    assert len(asked) == 1
-
-
-@pytest.mark.parametrize("kind", [Batches, Changed])
 @pytest.mark.parametrize("where", ["engine", "rule"])
-def test_an_error_ends_the_session_and_is_raised_as_it_was(
-    tokenizer: PreTrainedTokenizerBase, where: str, kind: type[Batches]
-) -> None:
+def test_an_error_ends_the_session_and_is_raised_as_it_was(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     def broken(requests: Sequence[SampleRequest]) -> list[Rollout]:
         if where == "engine":
             raise RolloutError("the engine broke")
@@ -394,7 +332,7 @@ def test_an_error_ends_the_session_and_is_raised_as_it_was(
 
     collector = Broken(Uniform(2), 3)
     with draw_of(collector, tokenizer) as draw, pytest.raises(RolloutError, match=f"the {where} broke"):
-        draw.run(kind(broken), SamplingParams())
+        draw.run(Batches(broken), SamplingParams())
 
 
 def test_a_session_is_any_session(tokenizer: PreTrainedTokenizerBase) -> None:

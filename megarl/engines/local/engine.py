@@ -51,8 +51,6 @@ class LocalEngine(Engine):
     keys and values lives for one batch, so no token is ever sampled with stale entries.
     """
 
-    in_batches = True
-
     def __init__(
         self,
         config: PretrainedConfig,

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from megarl.config import Config
 from megarl.core.choices.stopping import Uniform
@@ -18,13 +17,13 @@ from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective
 from megarl.core.sampling.collector import Selection
 from megarl.data.prompts import Prompt, PromptOrder
-from megarl.engines.player import Asker, Draw, Player, Sample
+from megarl.engines.player import Asker, Draw, Sample
 from megarl.engines.protocol import Engine, SamplingParams
 from megarl.errors import CheckpointError, MegarlError
 from megarl.megatron import distributed
 from megarl.models.fit import wants_routes
 from megarl.models.shapes import read_shape
-from megarl.routes.provenance import provenance_metrics, refuse_mixed_versions
+from megarl.routes.provenance import provenance_metrics
 from megarl.run.progress import Advance
 from megarl.trainer.sampling import excerpts, requests, seeds
 from megarl.trainer.sampling.allocators import AdaEst, Allocator, Gvm
@@ -37,7 +36,7 @@ from megarl.trainer.sampling.assignment import (
     Refill,
     SequenceAssignment,
 )
-from megarl.trainer.sampling.benchmarks import pool, score
+from megarl.trainer.sampling.evaluation import draw, pool, score_table
 from megarl.trainer.sampling.inputs import read_inputs
 from megarl.trainer.sampling.step_rollouts import (
     SampleTable,
@@ -198,20 +197,18 @@ class Sampler:
         There are ``eval.samples`` responses per prompt. Their seeds do not depend on the step, so that a change of the
         metrics comes from the weights. An average weighs benchmarks by their prompts.
         """
-        per_prompt = self.config.eval.samples
-        params = requests.eval_params(self.config, self._stop_tokens)
-        found: dict[str, dict[str, float]] = {}
+        metrics_of: dict[str, dict[str, float]] = {}
         unjudged: list[str] = []
         for name, benchmark in self.benchmarks.items():
-            keys = range(dist.get_rank(), len(benchmark.prompts) * per_prompt, dist.get_world_size())
-            mine = FixedSamples([divmod(key, per_prompt) for key in keys])
-            where = benchmark.prompts, seeds.EVALUATE, requests.benchmark_number(name), benchmark.player
-            table = SampleTable.gather(self._draw(partial(self._make_draw, mine, *where), params, on_finish))
-            found[name] = score(name, table, benchmark.threshold)
-            if told := table.describe_unjudged():
-                unjudged.append(f"{name}: {told}")
-        sizes = [len(benchmark.prompts) for benchmark in self.benchmarks.values()]
-        return pool(found, sizes), "; ".join(unjudged) or None
+            number, stop_tokens = self.config.eval.samples, self._stop_tokens
+            samples, redraws = draw(self.config, self.engine, benchmark, number, stop_tokens, on_finish)
+            self._redraws += redraws
+            table = SampleTable.gather(samples)
+            metrics_of[name] = score_table(table, benchmark)
+            if note := table.describe_unjudged():
+                unjudged.append(f"{name}: {note}")
+        num_prompts = [len(benchmark.prompts) for benchmark in self.benchmarks.values()]
+        return pool(metrics_of, num_prompts), "; ".join(unjudged) or None
 
     def _assign(self, step: int) -> _AssignedStep:
         """Assign the samples of a step to ranks; a collective call for rules that allocate counts."""
@@ -254,11 +251,9 @@ class Sampler:
         prompts = self.prompts.take(self.order.take(assigned.position, most))
         return self._make_draw(assigned.assignment.asker(), prompts, seeds.TRAIN, assigned.step)
 
-    def _make_draw(
-        self, asker: Asker, prompts: Sequence[Prompt], purpose: int, step: int, player: Player | None = None
-    ) -> Draw:
+    def _make_draw(self, asker: Asker, prompts: Sequence[Prompt], purpose: int, step: int) -> Draw:
         request_of = requests.make_requests(self.config.run.seed, purpose, step, prompts)
-        return Draw(asker, request_of, player or self.player)
+        return Draw(asker, request_of, self.player)
 
     def _draw(
         self,
@@ -268,16 +263,9 @@ class Sampler:
         background: requests.BackgroundSampling | None = None,
     ) -> dict[Key, Sample]:
         """Return this rank's samples, those of ``background`` if they were begun there; a collective call."""
-
-        def sample(redraws: int) -> dict[Key, Sample]:
-            self._redraws += redraws > 0
-            begun = None if redraws else background
-            samples = begun.result(on_finish) if begun else make_draw().run(self.engine, params, on_finish)
-            if self.config.train.mixed_versions == "refuse":
-                refuse_mixed_versions([s.rollout for s in samples.values() if s.rollout is not None])
-            return samples
-
-        return requests.sample_together(self.engine, sample)
+        samples, redraws = requests.sample_together(self.config, self.engine, make_draw, params, on_finish, background)
+        self._redraws += redraws
+        return samples
 
     def _update_estimates(self, step: int, selection: Selection) -> dict[str, Stat]:
         """Give the allocator the outcomes of each prompt; a collective call."""
