@@ -284,7 +284,7 @@ def test_a_reward_that_fails_on_everything_ends_the_run(world: World) -> None:
         with pytest.raises(RewardError, match=rf"step 1: {told}"):
             made.sample_step(0)
         with pytest.raises(RewardError, match=rf"evaluation on heldout: {told}"):
-            made.evaluate(0)
+            made.evaluate()
 
 
 def test_a_server_that_does_not_answer_is_no_error_of_the_reward(world: World) -> None:
@@ -307,7 +307,7 @@ def test_training_and_evaluation_noise(world: World, monkeypatch: pytest.MonkeyP
             return samples
 
         monkeypatch.setattr(Draw, "run", kept)
-        evaluated = [made.evaluate(step) for step in (0, 7)]
+        evaluated = [made.evaluate(), made.evaluate()]
     assert [r.tokens.tolist() for r in first] == [r.tokens.tolist() for r in again]
     assert [r.tokens.tolist() for r in first] != [r.tokens.tolist() for r in later]
     assert evaluated[0] == evaluated[1]
@@ -460,7 +460,7 @@ def test_samples_of_foreign_weights_are_dropped_counted_and_drawn_again(world: W
         assert finalize(made.sample_step(3).metrics)["sampling/redraws"] == 1.0
         foreign.changes = 3
         with pytest.raises(RolloutError, match="in each of 3 draws of the same responses"):
-            made.evaluate(3)
+            made.evaluate()
 
 
 class _RetractingSession:

@@ -86,8 +86,8 @@ def score_table(table: SampleTable, benchmark: PlayedBenchmark) -> dict[str, flo
     table.require_rewards(f"evaluation on {benchmark.name}")
     rewards = np.where(table.is_judged, table.column("reward"), np.nan)
     columns = rewards, table.column("generated").astype(np.int64), table.column("cut") > 0
-    by_prompt = (column.reshape(len(benchmark.prompts), -1) for column in columns)
-    figures = score(Samples(*by_prompt, benchmark.threshold), ks=())
+    rewards, lengths, cut = (column.reshape(len(benchmark.prompts), -1) for column in columns)
+    figures = score(Samples(rewards, lengths, cut, benchmark.threshold), ks=())
     metrics = {"reward": figures["reward_mean"], "pass_rate": figures["avg"]["value"]}
     return metrics | {name: float(figures[name]) for name in ("length_mean", "judged", "responses")}
 

@@ -58,7 +58,7 @@ class _AssignedStep:
 
     step: int
     position: int
-    """Where its first prompt is in the run's order."""
+    """The place of its first prompt in the run's order."""
     assignment: Assignment
     background: requests.BackgroundSampling | None = None
 
@@ -76,8 +76,8 @@ class Sampler:
     ) -> None:
         """``train_step``: for rules that run the policy, GVM and Ada-Est with a value head.
 
-        ``while_waiting`` is called with responses that no progress bar counts, and may be called with 0. What it raises
-        ends the sampling.
+        ``while_waiting`` is called with responses that no progress bar counts, and may be called with 0. An error that
+        it raises ends the sampling.
         """
         self.config, self.engine, self.objective = config, engine, objective
         self._inputs = read_inputs(config)
@@ -90,7 +90,7 @@ class Sampler:
         self._redraws = 0
         """Draws since the last step that were repeated because somebody else had changed the engine's weights."""
         self._spent = np.zeros(2)
-        """Responses and tokens drawn for training since the run began, those of first stages included."""
+        """Responses and tokens drawn for training since the run began, first stages of GVM included."""
         self._ahead: _AssignedStep | None = None
         self._while_waiting = while_waiting
         self._allocator: Allocator | None = None
@@ -110,7 +110,7 @@ class Sampler:
         return {"position": self._position, "estimates": estimates, "spent": self._spent.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict``."""
+        """Continue from ``state_dict``; CheckpointError if an earlier megarl wrote the checkpoint."""
         if "position" not in state:
             raise CheckpointError(
                 "the checkpoint has no state of the sampler: it is of an earlier megarl; begin a new run"
@@ -125,16 +125,16 @@ class Sampler:
 
         ``sample_step`` of the same step returns them. Until then the engine's weights must not change.
         """
-        assert self._ahead is None, "one step ahead is all there is"
+        assert self._ahead is None, "only one step may be under way"
         assigned = self._assign(step)
         draw, params = self._make_step_draw(assigned), self._params(step)
         background = requests.BackgroundSampling(lambda on_finish: draw.run(self.engine, params, on_finish))
         self._ahead = replace(assigned, background=background)
 
     def settle(self) -> None:
-        """Wait until the engine may get other weights, and have it prove those that have sampled; a collective call.
+        """Wait until the engine may get other weights, and have it prove the weights that sampled; a collective call.
 
-        ``sample_step`` raises the error if there was one.
+        If sampling failed, ``sample_step`` raises the error.
         """
         if self._ahead is None or (background := self._ahead.background) is None:
             return
@@ -155,22 +155,22 @@ class Sampler:
         table = SampleTable.gather(samples, tuple(self.config.reward.weights))
         selection = select(assigned.assignment, table, step)
         advantages, trains = response_advantages(self.config, self.objective, selection, table)
-        own = assigned.assignment.own_keys(selection)
-        share = exchange_rollouts(own, selection, samples)
+        keys = assigned.assignment.keys_of(selection)
+        share = exchange_rollouts(keys, selection, samples)
         by_token = process_advantages(self.objective, share, selection, samples)
         metrics = sampling_metrics(self.config, table, selection, trains, self._redraws)
         self._redraws = 0
         if self.config.rollout.engine_kind.server:
             metrics |= count_answers(self.engine)
-        if rollouts := share.without_dummies(own):  # else nothing that this model copy drew was selected
+        if rollouts := share.without_dummies(keys):  # else nothing that this model copy drew was selected
             metrics |= provenance_metrics(rollouts, trainer_version=step)
             metrics["rollout/tokens"] = Stat.total(float(sum(rollout.num_tokens for rollout in rollouts)))
         # Update persistent state last, so that a failed step leaves the previous checkpoint valid.
         metrics |= self._update_estimates(step, selection) | self._count_cost(step, table)
         # The next step begins behind the last prompt that trains, or behind all if there were too few. Spare prompts
-        # come again: how many of them were drawn depends on timing, and the training data must not.
-        full = len(selection.pools) == self.config.rollout.prompts_per_step
-        used = selection.pools[-1].prompt + 1 if full else self.config.prompts_per_step_at_most
+        # come again: their number depends on timing, and the training data must not.
+        is_full = len(selection.pools) == self.config.rollout.prompts_per_step
+        used = selection.pools[-1].prompt + 1 if is_full else self.config.prompts_per_step_at_most
         self._position = assigned.position + used
         return StepRollouts(
             share.mask_unless(trains),
@@ -185,17 +185,16 @@ class Sampler:
 
     def _excerpts(self, step: int, samples: Mapping[Key, Sample], failed: Key | None) -> dict[Key, excerpts.Excerpt]:
         count = self.config.log.samples_per_step
-        chosen = excerpts.choose([*samples], count, step) if count == "all" or distributed.is_main_rank() else []
-        if count and failed is not None and failed in samples and failed not in chosen:
-            chosen = sorted([*chosen, failed])
-        return excerpts.describe(samples, chosen, self.tokenizer, tuple(self.config.reward.weights))
+        keys = excerpts.choose([*samples], count, step) if count == "all" or distributed.is_main_rank() else []
+        if count and failed is not None and failed in samples and failed not in keys:
+            keys = sorted([*keys, failed])
+        return excerpts.describe(samples, keys, self.tokenizer, tuple(self.config.reward.weights))
 
-    def evaluate(self, step: int, on_finish: Advance | None = None) -> tuple[dict[str, float], str | None]:
+    def evaluate(self, on_finish: Advance | None = None) -> tuple[dict[str, float], str | None]:
         """Return mean reward, pass rate and length on every benchmark, and their averages; a collective call.
 
-        Also returns how many responses of which benchmark have a reward, and their first failure; None if all have one.
-        There are ``eval.samples`` responses per prompt. Their seeds do not depend on the step, so that a change of the
-        metrics comes from the weights. An average weighs benchmarks by their prompts.
+        The second value says how many responses of which benchmark have a reward, and their first failure; None if all
+        responses have a reward. Each prompt gets ``eval.samples`` responses. An average weighs benchmarks by prompts.
         """
         metrics_of: dict[str, dict[str, float]] = {}
         unjudged: list[str] = []
@@ -214,26 +213,26 @@ class Sampler:
         """Assign the samples of a step to ranks; a collective call for rules that allocate counts."""
         config, sampling, number = self.config, self.config.sampling, self.config.rollout.prompts_per_step
         position = self._position if sampling.refill else step * number
-        mini_batches, threshold, group = config.train.mini_batches, config.reward.threshold, distributed.model_group()
+        group = distributed.model_group()
         at = RankCoordinates(distributed.dp_rank(), distributed.dp_size(), group.rank(), group.size())
-        seed = seeds.sampling_seed(config.run.seed, seeds.KEEP, step, 0, 0) if sampling.keep == "random" else None
-        if self._allocator is not None:
-            allotted = self._allocator.allot(step, self._step_prompts(step))
-            if isinstance(self._allocator, Gvm):  # counted now, for checkpoints hold its estimates from now on
+        sizes = number, config.train.mini_batches, at
+        if self._allocator is None:
+            rule = sampling.rule_of(config.rollout.group_size, config.reward.threshold)
+            if sampling.fixed:
+                assert isinstance(rule, Uniform)
+                return _AssignedStep(step, position, SequenceAssignment(rule, *sizes))
+        else:
+            rule = self._allocator.allot(step, self._step_prompts(step))
+            if isinstance(self._allocator, Gvm):  # counted now, because checkpoints hold its estimates from now on
                 self._spent = self._spent + self._allocator.spent[:2]
-            return _AssignedStep(step, position, PromptAssignment(allotted, number, mini_batches, at, seed=seed))
-        rule = sampling.rule_of(config.rollout.group_size, threshold)
-        if sampling.fixed:
-            assert isinstance(rule, Uniform)
-            return _AssignedStep(step, position, SequenceAssignment(rule, number, mini_batches, at))
         refill = Refill(config.prompts_per_step_at_most, sampling.spare) if sampling.refill else None
-        assignment = PromptAssignment(rule, number, mini_batches, at, refill=refill, seed=seed)
-        return _AssignedStep(step, position, assignment)
+        seed = seeds.sampling_seed(config.run.seed, seeds.KEEP, step, 0, 0) if sampling.keep == "random" else None
+        return _AssignedStep(step, position, PromptAssignment(rule, *sizes, refill=refill, seed=seed))
 
     def _presample(self, step: int, keys: Sequence[Key]) -> dict[Key, Sample]:
         """Draw given samples of a step's prompts, with seeds of their own."""
         make_draw = partial(self._make_draw, FixedSamples(keys), self._step_prompts(step), seeds.PRESAMPLE, step)
-        replayed = self.config.train.replay == "r3"  # nothing else is done with their routes
+        replayed = self.config.train.replay == "r3"  # their routes are used for nothing else
         params = requests.train_params(self.config, self._stop_tokens, routes=replayed)
         return self._draw(make_draw, params, self._while_waiting)
 
@@ -247,8 +246,7 @@ class Sampler:
         return self.prompts.take(self.order.take(step * number, number))
 
     def _make_step_draw(self, assigned: _AssignedStep) -> Draw:
-        most = self.config.prompts_per_step_at_most
-        prompts = self.prompts.take(self.order.take(assigned.position, most))
+        prompts = self.prompts.take(self.order.take(assigned.position, self.config.prompts_per_step_at_most))
         return self._make_draw(assigned.assignment.asker(), prompts, seeds.TRAIN, assigned.step)
 
     def _make_draw(self, asker: Asker, prompts: Sequence[Prompt], purpose: int, step: int) -> Draw:
@@ -262,7 +260,7 @@ class Sampler:
         on_finish: Advance | None,
         background: requests.BackgroundSampling | None = None,
     ) -> dict[Key, Sample]:
-        """Return this rank's samples, those of ``background`` if they were begun there; a collective call."""
+        """Return this rank's samples, from ``background`` if they are under way; a collective call."""
         samples, redraws = requests.sample_together(self.config, self.engine, make_draw, params, on_finish, background)
         self._redraws += redraws
         return samples
@@ -273,8 +271,8 @@ class Sampler:
             return {}
         prompts = self._step_prompts(step)
         samples, positives = np.zeros((2, len(prompts)), dtype=np.int64)
-        number, _, judged, good = selection.drawn
-        samples[number], positives[number] = judged, good
+        number, _, num_judged, num_positive = selection.drawn
+        samples[number], positives[number] = num_judged, num_positive
         return self._allocator.learn(prompts, samples, positives)
 
     def _count_cost(self, step: int, table: SampleTable) -> dict[str, Stat]:
