@@ -76,7 +76,7 @@ def selection(number: int, _: Path, ranks: int = RANKS) -> Run:
 
     def run() -> object:
         assignment = assignment_of(number, ranks)
-        return assignment.own_keys(assignment.select(rewards))
+        return assignment.keys_of(assignment.select(rewards))
 
     return run
 

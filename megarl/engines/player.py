@@ -103,8 +103,8 @@ class Player:
         return self._judged(played.rollout, verdict, prompt, text, len(played.turn_ends), rewarded)
 
     def _judged(
-        self, rollout: Rollout, verdict: Verdict, prompt: Prompt, response: str, turns: int = 1,
-        rewarded: Sequence[tuple[int, float]] = (),
+        self, rollout: Rollout, verdict: Verdict, prompt: Prompt, response: str, turns: int,
+        rewarded: Sequence[tuple[int, float]],
     ) -> Sample:  # fmt: skip
         """``rewarded``: the last token and the reward of the turns that the environment rewarded."""
         steps: tuple[tuple[int, float], ...] = ()
@@ -177,7 +177,7 @@ class Draw:
         self._in_flight: set[asyncio.Task[None]] = set()
 
     def run(self, engine: Engine, params: SamplingParams, on_finish: OnFinish = None) -> dict[Key, Sample]:
-        """Draw all samples."""
+        """Draw all samples, an episode for each."""
         engine.converse(self.begin, params, on_finish)
         return self.samples
 
@@ -195,17 +195,9 @@ class Draw:
         sample = await self._player.play(session, *self._request_of(*key))
         if self._asker.done:
             return  # other samples were enough in the meantime
-        self._start(session, self._keep([key], [sample]))
-        if self._asker.done:
-            for task in self._in_flight - {asyncio.current_task()}:
-                task.cancel()
-
-    def _keep(self, keys: Sequence[Key], drawn: Sequence[Sample]) -> list[Ask]:
-        """Keep samples until there are enough; return what their rewards call for."""
-        asks: list[Ask] = []
-        for key, sample in zip(keys, drawn, strict=True):
-            self.samples[key] = sample
-            asks += self._asker.add(*key, sample.reward)
-            if self._asker.done:
-                return []
-        return asks
+        self.samples[key] = sample
+        asks = self._asker.add(*key, sample.reward)
+        if not self._asker.done:
+            return self._start(session, asks)
+        for task in self._in_flight - {asyncio.current_task()}:
+            task.cancel()

@@ -232,7 +232,7 @@ class Trainer:
             self._sync(done)
             started = time.perf_counter()
             with self.vitals.phase("evaluate"), self.monitor.progress.bar("evaluate", per_rank) as advance:
-                metrics, unjudged = self.sampler.evaluate(done, self.monitor.watch(advance, self.stop.check))
+                metrics, unjudged = self.sampler.evaluate(self.monitor.watch(advance, self.stop.check))
             self.checkpoints.raise_if_asked()
         self.checkpoints.eval_is_due = False
         seconds = time.perf_counter() - started

@@ -302,25 +302,6 @@ class Batches(Engine):
         BatchSession(self._sample).run(begin)
 
 
-@pytest.mark.parametrize("reward", ["says_one", "says_one_later"])
-@pytest.mark.parametrize("rule", [Uniform(3), Sequential(1, 1, round_size=2, max_samples=6, train_size=2)])
-def test_batches_hold_sorted_requests_of_all_waiting_episodes(
-    tokenizer: PreTrainedTokenizerBase, rule: SamplingRule, reward: str
-) -> None:
-    def sample(requests: Sequence[SampleRequest]) -> list[Rollout]:
-        batches.append([(r.group, r.sample) for r in requests])
-        says = (str((5 * r.group + 3 * r.sample) % 4) for r in requests)
-        return [make_rollout(r, tokenizer.convert_tokens_to_ids(s)) for r, s in zip(requests, says, strict=True)]
-
-    batches: list[list[Key]] = []
-    with draw_of(Collector(rule, 4), tokenizer, reward) as draw:
-        samples = draw.run(Batches(sample), SamplingParams())
-    assert samples is draw.samples
-    assert batches == [sorted(batch) for batch in batches]
-    assert sorted(key for batch in batches for key in batch) == sorted(samples)
-    assert any(str(sample.failure) for sample in samples.values())
-
-
 def test_nothing_to_draw_is_done_at_once(tokenizer: PreTrainedTokenizerBase) -> None:
     class Nothing:
         done = False

@@ -574,7 +574,7 @@ def test_one_threshold_says_what_is_correct(world: World, threshold: float, monk
         drawn = made.sample_step(0)
         accepted = response_advantages(made.config, made.objective, selections[0], seen[0])[0]
         found = finalize(drawn.metrics)
-        evaluated, _ = made.evaluate(0)
+        evaluated, _ = made.evaluate()
     (selection,) = selections
     _, _, judged, positives = selection.drawn
     assert 0 < positives.sum() < judged.sum()

@@ -70,7 +70,7 @@ class Ranks:
         found = [[assignment.select(as_rewards(known)) for assignment in copy] for copy in self.assignments]
         for each in (selection for copy in found for selection in copy):
             same(each, found[0][0])
-        owned = [[assignment.own_keys(found[0][0]) for assignment in copy] for copy in self.assignments]
+        owned = [[assignment.keys_of(found[0][0]) for assignment in copy] for copy in self.assignments]
         for of_copy in owned:
             assert all(own == of_copy[0] for own in of_copy)
         return found[0][0], [of_copy[0] for of_copy in owned]
@@ -313,8 +313,8 @@ class TestGroupPlan:
         for assignment in (busy, idle):
             selection = assignment.select(as_rewards(rewards))
             assert keys_of(selection) == [(1, sample) for sample in range(6)]
-        assert [len(part) for part in busy.own_keys(selection)] == [6, 0]
-        assert idle.own_keys(selection) == [[], []]
+        assert [len(part) for part in busy.keys_of(selection)] == [6, 0]
+        assert idle.keys_of(selection) == [[], []]
         other = PromptAssignment(rule, 3, 2, RankCoordinates(1, 2, 1, 2))  # one rank of a copy is enough
         assert not list(other.asker().start())
 

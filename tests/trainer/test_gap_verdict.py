@@ -8,17 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.watch.gap_verdict import Extreme, Gap, Limits, Measured, judge, to_json, to_text
+from megarl.watch.gap_verdict import Gap, PairGap, judge
+from megarl.watch.limits import GAP as LIMITS
 
-LIMITS = Limits()
 SMALL = Gap(1e-9, 1e-12, 0.0)
-CONTROL = Measured("fp32", "fp32", False, 100, SMALL, SMALL, (0.0, 0.0), ())
+CONTROL = PairGap("fp32", "fp32", False, 100, SMALL, SMALL, (0.0, 0.0))
 
 
-def row(k3: float, r3: float | None = None, extreme: float = 0.0, **changed: object) -> Measured:
+def row(k3: float, r3: float | None = None, extreme: float = 0.0, **changed: object) -> PairGap:
     replayed = None if r3 is None else Gap(0.0, r3, 0.0)
     flips = None if r3 is None else (0.1, 0.3)
-    return replace(Measured("fp8", "bf16", True, 100, Gap(0.0, k3, extreme), replayed, flips, ()), **changed)
+    return replace(PairGap("fp8", "bf16", True, 100, Gap(0.0, k3, extreme), replayed, flips), **changed)
 
 
 def above(limit: float) -> float:
@@ -35,7 +35,7 @@ def above(limit: float) -> float:
         (row(0.0), True),
     ],
 )
-def test_a_gap_at_its_limit_is_healthy_and_above_it_is_bad(configured: Measured, healthy: bool) -> None:
+def test_a_gap_at_its_limit_is_healthy_and_above_it_is_bad(configured: PairGap, healthy: bool) -> None:
     verdict = judge([configured, CONTROL], "none", LIMITS)
     assert verdict.is_healthy is healthy
     assert verdict.findings[0].startswith("healthy: " if healthy else "BAD: the gap is too large")
@@ -61,7 +61,7 @@ def test_engines_that_disagree_in_fp32_are_wrong_whatever_else_is_measured(
 def test_the_configured_pair_in_fp32_is_its_own_control() -> None:
     alone = replace(CONTROL, is_configured=True, native=Gap(0.0, 1e-5, 0.0))
     assert not judge([alone], "r3", LIMITS).is_healthy
-    assert judge([alone], "r3", Limits(control_k3=1e-5)).is_healthy
+    assert judge([alone], "r3", replace(LIMITS, control_k3=1e-5)).is_healthy
 
 
 def test_the_way_of_replay_that_is_configured_is_judged() -> None:
@@ -94,20 +94,17 @@ def test_precision_is_named_where_fp32_rollouts_have_half_of_the_gap(exact: floa
 
 
 def test_text_and_json_say_the_same() -> None:
-    extreme = Extreme(3, 17, '"\\n"', -0.5, -2.25, None, None)
-    rows = [row(0.05, 0.001, extremes=(extreme,)), CONTROL]
+    rows = [row(0.05, 0.001), CONTROL]
     verdict = judge(rows, "none", LIMITS)
-    text = to_text(rows, verdict)
+    text = verdict.to_text()
     assert "fp8 *" in text
     assert "20.00%" in text  # mean over layers
     assert "30.00%" in text  # layer 1
-    assert '"\\n"' in text
     assert verdict.findings[0] in text
-    found = json.loads(json.dumps(to_json(rows, verdict, LIMITS), allow_nan=False))
+    found = json.loads(json.dumps(verdict.to_json(), allow_nan=False))
     assert found["healthy"] is False
     assert found["findings"] == list(verdict.findings)
     assert found["gaps"][0]["native"]["k3"] == 0.05
     assert found["gaps"][0]["flip"] == pytest.approx(0.2)
-    assert found["gaps"][0]["extremes"][0]["position"] == 17
-    dense = to_text([row(0.0)], judge([row(0.0)], "none", LIMITS))
+    dense = judge([row(0.0)], "none", LIMITS).to_text()
     assert "by layer" not in dense

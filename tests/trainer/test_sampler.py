@@ -25,15 +25,17 @@ from transformers import AutoTokenizer
 
 from megarl.core.metrics import finalize
 from megarl.core.types import Rollout
+from megarl.data.prompts import Prompt
 from megarl.data.tiny import EOS_ID
 from megarl.engines.player import Draw
 from megarl.errors import ConfigError, DataError, RewardError, RolloutError, StopError
 from megarl.trainer.environments import stop_tokens
+from megarl.trainer.sampling.requests import make_requests
 from megarl.trainer.sampling.sampler import Sampler
 from megarl.trainer.sampling.seeds import EVALUATE, TRAIN, sampling_seed
 
 
-def test_sampling_seeds_are_all_different() -> None:
+def test_each_request_has_a_seed_of_its_own() -> None:
     seeds = [
         sampling_seed(run, purpose, step, group, sample)
         for run in (0, 1)
@@ -44,7 +46,12 @@ def test_sampling_seeds_are_all_different() -> None:
     ]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**64 for seed in seeds)
-    assert sampling_seed(3, TRAIN, 5, 7, 1) == sampling_seed(3, TRAIN, 5, 7, 1)
+    numpys = np.random.SeedSequence([2**70, TRAIN, 5, 7, 1]).generate_state(1, np.uint64)[0]
+    assert sampling_seed(2**70, TRAIN, 5, 7, 1) == numpys
+    prompts = [Prompt(row, np.array([row], np.int32), str(row), "", "") for row in range(32)]
+    request, prompt = make_requests(7, EVALUATE, 3, prompts)(31, 9)
+    assert (request.group, request.sample, request.seed) == (31, 9, sampling_seed(7, EVALUATE, 3, 31, 9))
+    assert request.prompt_tokens is prompt.tokens is prompts[31].tokens
 
 
 @contextmanager
@@ -277,7 +284,7 @@ def test_a_reward_that_fails_on_everything_ends_the_run(world: World) -> None:
         with pytest.raises(RewardError, match=rf"step 1: {told}"):
             made.sample_step(0)
         with pytest.raises(RewardError, match=rf"evaluation on heldout: {told}"):
-            made.evaluate(0)
+            made.evaluate()
 
 
 def test_a_server_that_does_not_answer_is_no_error_of_the_reward(world: World) -> None:
@@ -300,7 +307,7 @@ def test_training_and_evaluation_noise(world: World, monkeypatch: pytest.MonkeyP
             return samples
 
         monkeypatch.setattr(Draw, "run", kept)
-        evaluated = [made.evaluate(step) for step in (0, 7)]
+        evaluated = [made.evaluate(), made.evaluate()]
     assert [r.tokens.tolist() for r in first] == [r.tokens.tolist() for r in again]
     assert [r.tokens.tolist() for r in first] != [r.tokens.tolist() for r in later]
     assert evaluated[0] == evaluated[1]
@@ -453,7 +460,7 @@ def test_samples_of_foreign_weights_are_dropped_counted_and_drawn_again(world: W
         assert finalize(made.sample_step(3).metrics)["sampling/redraws"] == 1.0
         foreign.changes = 3
         with pytest.raises(RolloutError, match="in each of 3 draws of the same responses"):
-            made.evaluate(3)
+            made.evaluate()
 
 
 class _RetractingSession:

@@ -136,7 +136,7 @@ def sampled(world: World, layouts: Mapping[str, Mapping[str, Any]]) -> dict[str,
             }
             ranks: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(ranks, mine)
-            found[name] = {"ranks": ranks, "eval": sampler.evaluate(1)}
+            found[name] = {"ranks": ranks, "eval": sampler.evaluate()}
     return found
 
 

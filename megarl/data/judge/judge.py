@@ -101,13 +101,13 @@ class Judge:
         Cancelling this stops the call. A reward function raises ConfigError if it cannot work on this machine at all;
         that is raised here too.
         """
-        if self.is_instant:
-            return self.score_now(prompt=prompt, response=response, answer=answer)
         self._require_open()
         if self._max_characters is not None:
             response = response[-self._max_characters :]
         if self._is_async:
             return await self._score_here(prompt, response, answer)
+        if self._here:
+            return self._score_now(prompt, response, answer)
         async with self._slot():
             arguments = self.function, prompt, response, answer, self._weights, self._cpu_s
             verdict = await self._run(call_in_worker, arguments)
@@ -115,16 +115,7 @@ class Judge:
                 return await self._run(check_in_worker, (self.function, answer, self._cpu_s))
             return verdict
 
-    @property
-    def is_instant(self) -> bool:
-        """Whether ``score_now`` works: the function runs in the caller, and awaits nothing."""
-        return self._here and not self._is_async
-
-    def score_now(self, *, prompt: str, response: str, answer: str) -> Verdict:
-        """Judge one response without waiting; the rest as in ``score``."""
-        self._require_open()
-        if self._max_characters is not None:
-            response = response[-self._max_characters :]
+    def _score_now(self, prompt: str, response: str, answer: str) -> Verdict:
         try:
             return read_verdict(self._reward(prompt=prompt, response=response, answer=answer), response, self._weights)
         except ConfigError:

@@ -8,6 +8,7 @@ import pydantic
 from megarl import enable_cpu
 from megarl.config import process_environment
 from megarl.config.command import Overrides, Positional, command
+from megarl.watch.limits import GAP
 
 
 @command
@@ -25,7 +26,7 @@ class Gap:
     """Responses of each precision."""
     tokens: int = 256
     """Longest response; the configuration's limit if that is lower."""
-    max_k3: float = pydantic.Field(1e-2, ge=0)
+    max_k3: float = pydantic.Field(GAP.k3, ge=0)
     """A larger gap per token, as configured, is bad."""
     trust: bool = False
     """As for ``megarl train``."""
@@ -35,8 +36,7 @@ class Gap:
     def run(self, overrides: Overrides) -> int:
         enable_cpu()
         from megarl.ops.evaluate.gap import gap_request, measure_and_show
-        from megarl.watch.gap_verdict import Limits
 
         request = gap_request(self, dict(overrides))
         process_environment.apply(request.config)
-        return measure_and_show(request, Limits(k3=self.max_k3), self.json)
+        return measure_and_show(request, self.max_k3, self.json)

@@ -1,8 +1,9 @@
 """``megarl eval``: sample and score benchmarks with the weights of a Hugging Face folder or of a run's checkpoint.
 
-    weights -> engine;  for each benchmark: prompts -> responses -> rewards -> files -> scores
+    weights -> engine;  for each benchmark: prompts -> responses and rewards -> files -> scores
 
-Every rank samples its share of the responses. Each response has its own seed, so results do not depend on the ranks.
+Sampling and scoring are those of a run (``megarl.trainer.sampling.evaluation``); this command brings the weights, the
+engine and the folder of results.
 """
 
 import re
@@ -19,12 +20,11 @@ from transformers import PreTrainedTokenizerBase
 from megarl.config import Config
 from megarl.data import benchmarks
 from megarl.data.benchmarks import Benchmark
-from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt
 from megarl.data.records import require_file
 from megarl.data.rewards import load_reward
 from megarl.data.tokenizer import load_model_tokenizer
-from megarl.engines.player import Draw, Sample, describe_input
+from megarl.engines.player import Key, Sample, describe_input
 from megarl.engines.protocol import Engine
 from megarl.errors import ConfigError, RewardError, printable
 from megarl.files.outputs import require_own_files
@@ -36,30 +36,29 @@ from megarl.models.names import hf_shapes
 from megarl.models.shapes import read_shape
 from megarl.ops.evaluate import results
 from megarl.ops.evaluate.request import EvalRequest, with_keys
-from megarl.ops.evaluate.scores import to_text
+from megarl.ops.evaluate.table import to_text
 from megarl.run.folder import read_run_id
-from megarl.run.progress import Advance, StepProgress
+from megarl.run.progress import StepProgress
 from megarl.trainer.engines import make_engine
-from megarl.trainer.environments import make_environment, make_player, turn_ends
-from megarl.trainer.sampling.assignment import FixedSamples, Key
-from megarl.trainer.sampling.requests import benchmark_number, eval_params, make_requests
-from megarl.trainer.sampling.seeds import EVALUATE
+from megarl.trainer.environments import make_environment, turn_ends
+from megarl.trainer.sampling.evaluation import PlayedBenchmark, draw
 
 _STEP_FOLDER = re.compile(r"step_\d+")
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What to sample, and where to write it; the same on every rank."""
+    """What to sample, and where to write the results; the same on every rank."""
 
     checkpoint: Path | None
     """A step folder; None: the weights of model.path."""
     out: Path
     prompts: Mapping[str, Sequence[Prompt]]
-    """By benchmark, including complete ones."""
-    shared: dict[str, Any]
-    own: dict[str, dict[str, Any]]
-    """Settings that all benchmarks share, and those of each benchmark."""
+    """By benchmark, including complete benchmarks."""
+    common: dict[str, Any]
+    """Settings that all benchmarks share."""
+    settings: dict[str, dict[str, Any]]
+    """Further settings of each benchmark."""
     complete: frozenset[str]
 
 
@@ -72,25 +71,14 @@ def evaluate(request: EvalRequest, world_size: int) -> Path:
     progress = StepProgress(distributed.is_main_rank(), sys.stderr if request.json else None)
     task = distributed.from_main_rank(lambda: _prepare(request))
     tokenizer = load_model_tokenizer(config.model)
-    missing = [benchmark for benchmark in request.benchmarks if benchmark.name not in task.complete]
     for name in sorted(task.complete):
         progress.line(f"{name}: complete in {task.out}, not sampled again")
-    if missing:
+    if missing := [benchmark for benchmark in request.benchmarks if benchmark.name not in task.complete]:
         # Servers write their logs and files below run.dir. Keep them out of a run that may be in progress.
         config = with_keys(config, run={"dir": str(task.out)})
         engine = make_engine(config, progress.line)
         try:
-            if task.checkpoint is None:  # streamed from the files, without a Megatron model
-                with HFCheckpoint(config.model.path) as source:
-                    expected = hf_shapes(read_shape(config.model.path))
-                    if left_out := describe_left_out(check_tensors(source, expected)):
-                        progress.line(left_out)
-                    names = sorted(expected) if engine.receives_weights else []
-                    engine.update_weights(((name, source.read(name)) for name in names), version=0)
-            else:
-                model = FrozenModel(config, task.checkpoint)
-                engine.update_weights(model.export(engine.receives_weights), version=model.step)
-                del model  # frees its memory for the samples
+            _send_weights(engine, config, task.checkpoint, progress)
             for benchmark in missing:
                 _draw_benchmark(engine, request, benchmark, task, tokenizer, progress)
         finally:
@@ -98,6 +86,18 @@ def evaluate(request: EvalRequest, world_size: int) -> Path:
     distributed.from_main_rank(lambda: _conclude(request, task))
     distributed.shutdown()
     return task.out
+
+
+def _send_weights(engine: Engine, config: Config, checkpoint: Path | None, progress: StepProgress) -> None:
+    if checkpoint is not None:
+        model = FrozenModel(config, checkpoint)
+        return engine.update_weights(model.export(engine.receives_weights), version=model.step)
+    with HFCheckpoint(config.model.path) as source:
+        expected = hf_shapes(read_shape(config.model.path))
+        if left_out := describe_left_out(check_tensors(source, expected)):
+            progress.line(left_out)
+        names = sorted(expected) if engine.receives_weights else []  # streamed, without a Megatron model
+        engine.update_weights(((name, source.read(name)) for name in names), version=0)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -109,9 +109,8 @@ def find_checkpoint(path: Path) -> Path:
         raise ConfigError(f"--checkpoint: {path} is not a folder; expected a run's folder, or one of its checkpoints")
     if _STEP_FOLDER.fullmatch(path.resolve().name):
         return path
-    found = complete_checkpoints(path) or complete_checkpoints(path / "checkpoints")
-    if found:
-        return found[-1][1]
+    if checkpoints := complete_checkpoints(path) or complete_checkpoints(path / "checkpoints"):
+        return checkpoints[-1][1]
     if (path / "config.json").is_file():
         raise ConfigError(
             f"--checkpoint: {path} is a Hugging Face folder; evaluate it with --model.path {path} and no --checkpoint"
@@ -142,18 +141,18 @@ def _prepare(request: EvalRequest) -> Task:
         load_reward(benchmark.reward, config.reward_model)
     make_environment(config.environment)
     prompts = {benchmark.name: benchmarks.load(benchmark, tokenizer, config) for benchmark in request.benchmarks}
-    shared = results.shared_settings(request, checkpoint)
-    own = {b.name: results.benchmark_settings(request, b, prompts[b.name]) for b in request.benchmarks}
-    found = results.complete_results(out)
-    results.refuse_other_settings(out, found, shared, own)
-    folders = [out / name for name in prompts if name not in found]
+    common = results.common_settings(request, checkpoint)
+    settings = {b.name: results.benchmark_settings(request, b, prompts[b.name]) for b in request.benchmarks}
+    complete = results.complete_results(out)
+    results.refuse_other_settings(out, complete, common, settings)
+    folders = [out / name for name in prompts if name not in complete]
     names = ("responses.jsonl", "prompts.jsonl", "result.json")
     require_own_files(out / "eval.json", *(folder / name for folder in folders for name in names))
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out: {out} cannot be made: {error}") from error
-    return Task(checkpoint, out, prompts, shared, own, frozenset(found) & frozenset(prompts))
+    return Task(checkpoint, out, prompts, common, settings, frozenset(complete) & frozenset(prompts))
 
 
 def _draw_benchmark(
@@ -165,42 +164,25 @@ def _draw_benchmark(
     progress: StepProgress,
 ) -> None:
     """Sample, judge and save one benchmark; a collective call."""
-    started = time.perf_counter()
-    prompts = task.prompts[benchmark.name]
+    started, config, name = time.perf_counter(), request.config, benchmark.name
+    prompts = task.prompts[name]
+    played = distributed.run_together(
+        f"the evaluation on {name}", lambda: PlayedBenchmark.of(benchmark, prompts, config, tokenizer)
+    )
     total = len(prompts) * request.samples
-    mine = [divmod(index, request.samples) for index in range(dist.get_rank(), total, dist.get_world_size())]
-    with progress.bar(benchmark.name, len(mine)) as advance:
-        lines = distributed.run_together(
-            f"the evaluation on {benchmark.name}",
-            lambda: draw_lines(engine, request.config, benchmark, prompts, mine, tokenizer, advance),
-        )
-    gathered = distributed.gather_on_main_rank(lines)
-    distributed.from_main_rank(lambda: _save(request, benchmark, task, gathered or [], engine.weight_version))
-    progress.line(f"{benchmark.name}: {total} responses in {time.perf_counter() - started:.1f} s")
-
-
-def draw_lines(
-    engine: Engine,
-    config: Config,
-    benchmark: Benchmark,
-    prompts: Sequence[Prompt],
-    keys: Sequence[Key],
-    tokenizer: PreTrainedTokenizerBase,
-    on_finish: Advance,
-) -> list[results.Json]:
-    """Draw and judge the samples ``keys``, (prompt, sample) each; return a line of responses.jsonl for each.
-
-    Not a collective call. Errors of a reward or an environment are in the lines; errors of the engine are raised.
-    """
-    request_of = make_requests(config.run.seed, EVALUATE, benchmark_number(benchmark.name), prompts)
-    with Judge(benchmark.reward, **config.judge_options(benchmark.reward)) as judge:
-        draw = Draw(FixedSamples(keys), request_of, make_player(config, tokenizer, judge))
-        samples = draw.run(engine, eval_params(config, turn_ends(config, tokenizer)), on_finish)
-    return [_line(key, sample, tokenizer) for key, sample in samples.items()]
+    try:
+        with progress.bar(name, -(-total // dist.get_world_size())) as advance:
+            samples, _ = draw(config, engine, played, request.samples, turn_ends(config, tokenizer), advance)
+    finally:
+        played.player.close()
+    gathered = distributed.gather_on_main_rank([_line(key, sample, tokenizer) for key, sample in samples.items()])
+    lines = [line for of_rank in gathered or () for line in of_rank]
+    distributed.from_main_rank(lambda: _save(request, benchmark, task, lines, engine.weight_version))
+    progress.line(f"{name}: {total} responses in {time.perf_counter() - started:.1f} s")
 
 
 def _line(key: Key, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> results.Json:
-    """Return a line. ``length`` counts the model's tokens; ``response`` includes those of the environment."""
+    """Return a line. ``length`` counts the model's tokens; ``response`` includes tokens of the environment."""
     rollout = sample.rollout
     return {
         "prompt": key[0],
@@ -220,11 +202,9 @@ def _describe_failure(line: results.Json, prompts: Sequence[Prompt]) -> str:
     return f"{line['error']}; {about}"
 
 
-def _save(
-    request: EvalRequest, benchmark: Benchmark, task: Task, gathered: Sequence[list[results.Json]], version: int
-) -> None:
+def _save(request: EvalRequest, benchmark: Benchmark, task: Task, lines: list[results.Json], version: int) -> None:
     """Save a benchmark; on the main rank. Without any reward the responses are kept, but it is not complete."""
-    lines = sorted((line for part in gathered for line in part), key=lambda line: (line["prompt"], line["sample"]))
+    lines.sort(key=lambda line: (line["prompt"], line["sample"]))
     prompts = task.prompts[benchmark.name]
     first_error = next((_describe_failure(line, prompts) for line in lines if line["error"] is not None), None)
     samples = results.write_benchmark(task.out, request, benchmark.name, prompts, lines)
@@ -233,26 +213,25 @@ def _save(
             f"{benchmark.name}: no response has a reward, {benchmark.reward} or the environment failed; first: "
             f"{first_error}"
         )
-    known = {"weights_version": version, "first_error": first_error}
-    settings = task.shared | task.own[benchmark.name]
-    results.write_result(task.out, benchmark, settings, known, samples, request.ks)
+    facts = {"weights_version": version, "first_error": first_error}
+    settings = task.common | task.settings[benchmark.name]
+    results.write_result(task.out, benchmark, settings, facts, samples, request.ks)
 
 
 def _conclude(request: EvalRequest, task: Task) -> None:
     """Compute scores for the k of this call, write eval.json, print the table; on the main rank."""
-    found: dict[str, results.Json] = {}
-    before = results.complete_results(task.out)
+    tables: dict[str, results.Json] = {}
+    complete = results.complete_results(task.out)
     for benchmark in request.benchmarks:
         name = benchmark.name
-        known = {key: before[name][key] for key in ("weights_version", "first_error")}
+        facts = {key: complete[name][key] for key in ("weights_version", "first_error")}
         samples = results.read_samples(task.out, request, name, len(task.prompts[name]))
-        found[name] = results.write_result(
-            task.out, benchmark, task.shared | task.own[name], known, samples, request.ks
-        )
-    results.write_summary(task.out, request, task.shared)
+        settings = task.common | task.settings[name]
+        tables[name] = results.write_result(task.out, benchmark, settings, facts, samples, request.ks)
+    results.write_summary(task.out, request, task.common)
     if request.json:
         return print((task.out / "eval.json").read_text())
     weights = request.config.model.path if task.checkpoint is None else task.checkpoint
     engine, temperature = request.config.rollout.engine, request.config.eval.temperature
-    print(printable(f"{weights}, engine {engine}, temperature {temperature:g}"), "", to_text(found), sep="\n")
+    print(printable(f"{weights}, engine {engine}, temperature {temperature:g}"), "", to_text(tables), sep="\n")
     print(printable(f"eval: {task.out / 'eval.json'}"))

@@ -27,13 +27,13 @@ from megarl.errors import ConfigError, DataError
 from megarl.files.foreign_files import read_object
 from megarl.files.outputs import write_output
 from megarl.ops.evaluate.request import EvalRequest
-from megarl.ops.evaluate.scores import Samples, score, score_prompts
 from megarl.run.inputs import digest_of, fingerprint_files, fingerprint_model
+from megarl.trainer.sampling.scores import Samples, score, score_prompts
 
 Json = dict[str, Any]
 _TRAINING = {"sampling", "estimate", "gvm", "credit", "train", "optim", "recompute", "checkpoint", "log", "sft"}
 """Tables of the configuration that do not affect an evaluation."""
-_SHARED = (
+_COMMON = (
     *("rollout.engine", "rollout.dtype", "sglang.fp8", "rollout.top_p"),
     *("rollout.fp8_rounding", "rollout.fp8_activations", "rollout.fp8_kv_cache"),
     *("rollout.max_response_tokens", "eval.temperature", "reward.threshold", "run.seed"),
@@ -44,7 +44,7 @@ _CHECKPOINT = ("manifest.json", "conversion.json", ".metadata", "common.pt")
 _PACKAGES = ("megarl", "torch", "transformers", "megatron-core", "numpy", "math-verify", "datasets")
 
 
-def shared_settings(request: EvalRequest, checkpoint: Path | None) -> Json:
+def common_settings(request: EvalRequest, checkpoint: Path | None) -> Json:
     """Return the settings that all benchmarks of a folder share, by flag: weights, engine, sampling."""
     config = request.config
     found: dict[str, Any] = {**fingerprint_model(config)}
@@ -57,7 +57,7 @@ def shared_settings(request: EvalRequest, checkpoint: Path | None) -> Json:
         "checkpoint": None if checkpoint is None else str(checkpoint.resolve()),
         "weights": digest_of(found),
         **trained,
-        **{key: attrgetter(key)(config) for key in _SHARED},
+        **{key: attrgetter(key)(config) for key in _COMMON},
         "[environment]": config.environment.model_dump(mode="json"),
     }
 

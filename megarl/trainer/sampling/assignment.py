@@ -10,7 +10,8 @@ all ranks know the reward of every (prompt, sample). Each rank computes the whol
   the ranks of a copy.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -55,39 +56,33 @@ class SequenceAssignment:
     def __init__(self, rule: Uniform, num_prompts: int, mini_batches: int, at: RankCoordinates) -> None:
         self._rule, self._num_prompts = rule, num_prompts
         shares = split_sequences(num_prompts * rule.num_samples, mini_batches, at.copy, at.copies)
-        self._own = [[divmod(sequence, rule.num_samples) for sequence in share] for share in shares]
-        keys = [key for share in self._own for key in share]
-        self._mine = [keys[i] for i in np.array_split(np.arange(len(keys)), at.ranks)[at.rank].tolist()]
+        self._keys = [[divmod(sequence, rule.num_samples) for sequence in share] for share in shares]
+        keys = list(chain(*self._keys))
+        self._drawn = [keys[i] for i in np.array_split(np.arange(len(keys)), at.ranks)[at.rank].tolist()]
 
     def asker(self) -> Asker:
         """Return what asks for the samples that this rank draws."""
-        return FixedSamples(self._mine)
+        return FixedSamples(self._drawn)
 
     def select(self, rewards: Rewards) -> Selection:
-        """Return the samples that train, equal on all ranks. ``rewards``: of what any rank has drawn."""
+        """Return the samples that train, equal on all ranks. ``rewards``: of the samples that any rank has drawn."""
         return Collector(self._rule, self._num_prompts).replay(rewards)
 
-    def own_keys(self, selection: Selection) -> list[list[Key]]:
+    def keys_of(self, selection: Selection) -> list[list[Key]]:
         """Return the samples that this model copy trains on, by mini-batch.
 
         Sequences without a reward are included: they keep their place, but do not train.
         """
-        return self._own
+        return self._keys
 
 
 class PromptAssignment:
     """Assigns whole prompts, for any rule; its methods are those of ``SequenceAssignment``."""
 
     def __init__(
-        self,
-        rule: SamplingRule,
-        num_prompts: int,
-        mini_batches: int,
-        at: RankCoordinates,
-        *,
-        refill: Refill | None = None,
-        seed: int | None = None,
-    ) -> None:
+        self, rule: SamplingRule, num_prompts: int, mini_batches: int, at: RankCoordinates, *,
+        refill: Refill | None = None, seed: int | None = None,
+    ) -> None:  # fmt: skip
         """``seed``: see ``Collector``."""
         self._rule, self._num_prompts, self._at = rule, num_prompts, at
         self._refill, self._seed = refill, seed
@@ -97,10 +92,10 @@ class PromptAssignment:
         self._bins = split_prompts(sizes, mini_batches, at.copies)
         self._places = [sorted(chain(*(mini[copy] for mini in self._bins))) for copy in range(at.copies)]
         """The prompts that each model copy trains on, or that hold their places."""
-        # New prompts go in turn to the ranks that have places. So no two ranks begin the same prompt, none is left
-        # out, and ranks need not communicate.
-        having = [(copy, rank) for copy, of in enumerate(self._places) for rank in range(min(at.ranks, len(of)))]
-        self._turns = {place: turn for turn, place in enumerate(having)}
+        # Ranks with places take turns at new prompts. So no two ranks begin the same prompt, none is left out, and
+        # ranks need not communicate.
+        ranks = [(copy, rank) for copy, places in enumerate(self._places) for rank in range(min(at.ranks, len(places)))]
+        self._turns = {place: turn for turn, place in enumerate(ranks)}
 
     def asker(self) -> Asker:
         if (self._at.copy, self._at.rank) in self._turns:
@@ -116,35 +111,30 @@ class PromptAssignment:
     def select(self, rewards: Rewards) -> Selection:
         if self._refill is None:
             return Collector(self._rule, self._num_prompts, seed=self._seed).replay(rewards)
-        return join_selections([self._share(*at).replay(rewards) for at in self._turns], self._rule)
+        return join_selections([self._share(*place).replay(rewards) for place in self._turns], self._rule)
 
-    def own_keys(self, selection: Selection) -> list[list[Key]]:
-        copy, prompts, samples = self._at.copy, selection.prompts, selection.samples
+    def keys_of(self, selection: Selection) -> list[list[Key]]:
         if self._refill is None:
             groups = [[sorted(chain(*mini)) for mini in self._bins]]
         else:
-            # The prompts that found a place are known only now: split those of each copy evenly over the mini-batches.
-            placed = {pool.prompt for pool in selection.pools}
-            found = [
-                [n for at in self._turns if at[0] == c for n in self._numbers(*at)] for c in range(self._at.copies)
+            # The prompts that got a place are known only now: split those of each copy evenly over the mini-batches.
+            pools = {pool.prompt for pool in selection.pools}
+            begun = [
+                [n for place in self._turns if place[0] == copy for n in self._numbers(*place)]
+                for copy in range(self._at.copies)
             ]
-            shares = [np.array_split(sorted(placed.intersection(numbers)), len(self._bins)) for numbers in found]
-            groups = [[part.astype(int).tolist() for part in share] for share in shares]
+            shares = [np.array_split(np.array(sorted(pools.intersection(n)), int), len(self._bins)) for n in begun]
+            groups = [[mini.tolist() for mini in share] for share in shares]
         if not isinstance(self._rule, Allotted) or self._rule.more:  # otherwise the numbers were known beforehand
-            sizes = np.bincount(prompts, minlength=max(chain(*chain(*groups)), default=0) + 1).tolist()
-            groups = exchange_prompts(groups, sizes)
-        mine = set(self._places[copy])
-        chosen = groups[copy] if self._refill else [[n for n in mini if n in mine] for mini in groups[0]]
-        parts = [np.array(part, np.int64) for part in chosen]
-        mini_of = np.full(max(prompts.max(initial=0), *(part.max(initial=0) for part in parts)) + 1, -1)
-        for index, part in enumerate(parts):
-            mini_of[part] = index
-        rows = np.flatnonzero(mini_of[prompts] >= 0)
-        own: list[list[Key]] = [[] for _ in parts]
-        columns = (mini_of[prompts[rows]], prompts[rows], samples[rows])
-        for mini, prompt, sample in zip(*(column.tolist() for column in columns), strict=True):
-            own[mini].append((prompt, sample))
-        return own
+            groups = exchange_prompts(groups, Counter(selection.prompts.tolist()))
+        places = set(self._places[self._at.copy])
+        minis = groups[self._at.copy] if self._refill else [[n for n in mini if n in places] for mini in groups[0]]
+        mini_of = {prompt: index for index, mini in enumerate(minis) for prompt in mini}
+        keys: list[list[Key]] = [[] for _ in minis]
+        for prompt, sample in selection.keys:
+            if (index := mini_of.get(prompt)) is not None:
+                keys[index].append((prompt, sample))
+        return keys
 
     def _share(self, copy: int, rank: int) -> Collector:
         """Return the collector of the prompts that a rank with places may begin."""
@@ -184,9 +174,9 @@ class FixedSamples:
 
 def split_sequences(num_sequences: int, mini_batches: int, rank: int, ranks: int) -> list[list[int]]:
     """Return the sequences of data-parallel rank ``rank`` of ``ranks``, by mini-batch; ConfigError if uneven."""
-    per_mini, rest = divmod(num_sequences, mini_batches)
+    per_mini, remainder = divmod(num_sequences, mini_batches)
     share, uneven = divmod(per_mini, ranks)
-    if rest or uneven:
+    if remainder or uneven:
         raise ConfigError(
             f"{num_sequences} responses of a step do not divide into {mini_batches} mini-batches of {ranks} equal parts"
         )
@@ -197,27 +187,30 @@ def split_prompts(sizes: Sequence[int], mini_batches: int, copies: int) -> list[
     """Return the prompts of each mini-batch and model copy, with nearly equal numbers of samples.
 
     Prompts of size 0 are left out. Equal sizes give contiguous blocks, so that a mini-batch holds the same prompts for
-    any number of copies. With fewer prompts than parts, some parts are empty. A whole mini-batch is empty only if there
+    any number of copies. With fewer prompts than bins, some bins are empty. A whole mini-batch is empty only if there
     are fewer prompts than mini-batches.
     """
-    some = [prompt for prompt, size in enumerate(sizes) if size]
-    if len({sizes[prompt] for prompt in some}) == 1 and len(some) >= mini_batches * copies:
-        blocks = [np.array_split(mini, copies) for mini in np.array_split(np.array(some), mini_batches)]
-        return [[part.tolist() for part in block] for block in blocks]
-    indices = partition_into([sizes[prompt] for prompt in some], min(mini_batches * copies, len(some)))
-    parts = [[some[index] for index in part] for part in indices]
-    parts += [[] for _ in range(mini_batches * copies - len(parts))]
-    if not parts[-1]:
-        return [parts[n::mini_batches] for n in range(mini_batches)]
-    return [parts[n * copies : (n + 1) * copies] for n in range(mini_batches)]
+    prompts, num_bins = [prompt for prompt, size in enumerate(sizes) if size], mini_batches * copies
+    if len({sizes[prompt] for prompt in prompts}) == 1 and len(prompts) >= num_bins:
+        blocks = [np.array_split(mini, copies) for mini in np.array_split(np.array(prompts), mini_batches)]
+        return [[share.tolist() for share in block] for block in blocks]
+    indices = partition_into([sizes[prompt] for prompt in prompts], min(num_bins, len(prompts)))
+    bins = [[prompts[index] for index in of_bin] for of_bin in indices]
+    bins += [[] for _ in range(num_bins - len(bins))]
+    if not bins[-1]:
+        return [bins[n::mini_batches] for n in range(mini_batches)]
+    return [bins[n * copies : (n + 1) * copies] for n in range(mini_batches)]
 
 
-def exchange_prompts(groups: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int]) -> list[list[list[int]]]:
+def exchange_prompts(
+    groups: Sequence[Sequence[Sequence[int]]], sizes: Mapping[int, int] | Sequence[int]
+) -> list[list[list[int]]]:
     """Return the prompts of each group and mini-batch with nearly equal numbers of samples in the mini-batches.
 
-    Only prompts at the same place of their mini-batches change places, the largest into the mini-batch with the fewest
-    samples so far; so each mini-batch keeps its number of prompts. No two mini-batches of one group of equal lengths
-    differ by more samples than two prompts do. Prompts of equal sizes stay where they are.
+    sizes: number of samples by prompt. Only prompts at the same place of their mini-batches change places, the largest
+    into the mini-batch with the fewest samples so far; so each mini-batch keeps its number of prompts. No two
+    mini-batches of one group of equal lengths differ by more samples than two prompts do. Prompts of equal sizes stay
+    where they are.
     """
     exchanged = [[list(mini) for mini in group] for group in groups]
     loads = [0] * len(exchanged[0])
@@ -227,13 +220,12 @@ def exchange_prompts(groups: Sequence[Sequence[Sequence[int]]], sizes: Sequence[
             row = [(mini, place, index) for index, mini in enumerate(group) if place < len(mini)]
             row_sizes = [sizes[mini[place]] for mini, *_ in row]
             rows.append((len(row) == len(group), min(row_sizes) - max(row_sizes), row))
-    # Places that only some have first, and large differences: what comes later levels them.
+    # Begin with places that not all mini-batches have, and with large differences: later places level them.
     for _, difference, row in sorted(rows, key=lambda item: item[:2]):
-        prompts = sorted((mini[place] for mini, place, _ in row), key=lambda prompt: -sizes[prompt])
+        prompts = [mini[place] for mini, place, _ in row]
         if difference:
+            prompts.sort(key=lambda prompt: -sizes[prompt])
             row.sort(key=lambda item: loads[item[2]])
-        else:
-            prompts = [mini[place] for mini, place, _ in row]
         for (mini, place, index), prompt in zip(row, prompts, strict=True):
             mini[place] = prompt
             loads[index] += sizes[prompt]
@@ -241,19 +233,11 @@ def exchange_prompts(groups: Sequence[Sequence[Sequence[int]]], sizes: Sequence[
 
 
 def join_selections(selections: Sequence[Selection], rule: SamplingRule) -> Selection:
-    """Return selections of different prompts as one, in the order of (prompt, sample)."""
-    prompts, samples, rewards = (
-        np.concatenate([getattr(selection, name) for selection in selections])
-        for name in ("prompts", "samples", "rewards")
-    )
+    """Return selections of different prompts as one selection, in the order of (prompt, sample)."""
+    columns = ([getattr(each, name) for each in selections] for name in ("prompts", "samples", "rewards"))
+    prompts, samples, rewards = map(np.concatenate, columns)
     order = np.lexsort((samples, prompts))
-    pools = sorted((pool for selection in selections for pool in selection.pools), key=lambda pool: pool.prompt)
-    return Selection(
-        prompts=prompts[order],
-        samples=samples[order],
-        rewards=rewards[order],
-        pools=tuple(pools),
-        rule=rule,
-        drawn=np.concatenate([selection.drawn for selection in selections], axis=1),
-        metrics=merge(selection.metrics for selection in selections),
-    )
+    pools = sorted(chain(*(selection.pools for selection in selections)), key=lambda pool: pool.prompt)
+    drawn = np.concatenate([selection.drawn for selection in selections], axis=1)
+    metrics = merge(selection.metrics for selection in selections)
+    return Selection(prompts[order], samples[order], rewards[order], tuple(pools), rule, drawn, metrics)

@@ -10,7 +10,7 @@ from megarl.data.prompt_table import PromptTable
 from megarl.data.tokenizer import load_model_tokenizer
 from megarl.engines.player import Player
 from megarl.trainer.environments import make_player, turn_ends
-from megarl.trainer.sampling.benchmarks import RunBenchmark, load_benchmarks
+from megarl.trainer.sampling.evaluation import PlayedBenchmark, load_benchmarks
 from megarl.trainer.sampling.requests import load_run_prompts
 
 
@@ -20,7 +20,7 @@ class RunInputs:
     prompts: PromptTable
     judge: Judge
     player: Player
-    benchmarks: dict[str, RunBenchmark]
+    benchmarks: dict[str, PlayedBenchmark]
     stop_tokens: tuple[int, ...]
 
     def close(self) -> None:

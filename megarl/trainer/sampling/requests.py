@@ -5,9 +5,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import Config
@@ -15,35 +14,27 @@ from megarl.core.types import SampleRequest
 from megarl.data.benchmarks import HELDOUT
 from megarl.data.prompt_table import Prompt, PromptTable
 from megarl.data.prompts import load_prompts
-from megarl.engines.player import Sample
+from megarl.engines.player import Draw, Key, Sample
 from megarl.engines.protocol import Engine, SamplingParams
 from megarl.errors import RolloutError
 from megarl.megatron import distributed
+from megarl.routes.provenance import refuse_mixed_versions
 from megarl.run.progress import Advance
-from megarl.trainer.sampling.seeds import sampling_seeds
+from megarl.trainer.sampling.seeds import sampling_seed
 
 MOST_DRAWS = 3
 """Draws of the same samples until nobody changes the engine's weights meanwhile."""
-_SEEDS_AT_ONCE = 1024, 16
-"""Prompts and samples whose seeds are computed together."""
 
 
 def make_requests(
     run_seed: int, purpose: int, step: int, prompts: Sequence[Prompt]
 ) -> Callable[[int, int], tuple[SampleRequest, Prompt]]:
     """Return the function from (number of the prompt, sample) to its request, which has a seed of its own."""
-    taken: dict[int, Prompt] = {}
-    blocks: dict[tuple[int, int], list[list[int]]] = {}
-    height, width = sizes = min(_SEEDS_AT_ONCE[0], len(prompts)), _SEEDS_AT_ONCE[1]
+    prompt_of = cache(prompts.__getitem__)
 
     def request_of(number: int, sample: int) -> tuple[SampleRequest, Prompt]:
-        if (prompt := taken.get(number)) is None:
-            prompt = taken[number] = prompts[number]
-        key = number // height, sample // width
-        if (seeds := blocks.get(key)) is None:
-            numbers = (np.arange(size * block, size * (block + 1)) for size, block in zip(sizes, key, strict=True))
-            seeds = blocks[key] = sampling_seeds(run_seed, purpose, step, *numbers).tolist()
-        return SampleRequest(prompt.tokens, number, sample, seeds[number % height][sample % width]), prompt
+        prompt, seed = prompt_of(number), sampling_seed(run_seed, purpose, step, number, sample)
+        return SampleRequest(prompt.tokens, number, sample, seed), prompt
 
     return request_of
 
@@ -51,14 +42,9 @@ def make_requests(
 def train_params(config: Config, stop_tokens: tuple[int, ...], routes: bool) -> SamplingParams:
     """Return the parameters of responses that train, with or without their routes."""
     rollout = config.rollout
-    return SamplingParams(
-        rollout.temperature,
-        rollout.top_p,
-        rollout.max_response_tokens,
-        stop_tokens,
-        routes,
-        rollout.max_kept_ids if rollout.keeps_sets else None,
-    )
+    max_kept_ids = rollout.max_kept_ids if rollout.keeps_sets else None
+    limits = rollout.max_response_tokens, stop_tokens
+    return SamplingParams(rollout.temperature, rollout.top_p, *limits, routes, max_kept_ids)
 
 
 def eval_params(config: Config, stop_tokens: tuple[int, ...]) -> SamplingParams:
@@ -68,36 +54,43 @@ def eval_params(config: Config, stop_tokens: tuple[int, ...]) -> SamplingParams:
 
 
 def benchmark_number(name: str) -> int:
-    """Return what stands for a benchmark in its seeds; it depends on no other benchmark. That of ``heldout`` is 0."""
+    """Return the number of a benchmark in its seeds, which depends on no other benchmark; 0 for ``heldout``."""
     return 0 if name == HELDOUT else zlib.crc32(name.encode())
 
 
 def load_run_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptTable:
-    """Return the prompts that a run trains on."""
+    """Return the prompts that a run trains on; DataError if they cannot be read."""
     data = config.data
-    return load_prompts(
-        data.train,
-        tokenizer=tokenizer,
-        prompt_field=data.prompt_field,
-        answer_field=data.answer_field,
-        chat_template=data.chat_template,
-        chat_template_args=data.chat_template_args,
-        max_prompt_tokens=data.max_prompt_tokens,
-        split=data.split,
-    )
+    names = ("prompt_field", "answer_field", "chat_template", "chat_template_args", "max_prompt_tokens", "split")
+    return load_prompts(data.train, tokenizer=tokenizer, **{name: getattr(data, name) for name in names})
 
 
 def sample_together(
-    engine: Engine, sample: Callable[[int], dict[tuple[int, int], Sample]]
-) -> dict[tuple[int, int], Sample]:
-    """Return the samples of ``sample(number of earlier draws)`` on this rank; a collective call.
+    config: Config,
+    engine: Engine,
+    make_draw: Callable[[], Draw],
+    params: SamplingParams,
+    on_finish: Advance | None = None,
+    background: "BackgroundSampling | None" = None,
+    what: str = "sampling",
+) -> tuple[dict[Key, Sample], int]:
+    """Return this rank's samples, and how often they were drawn again; a collective call.
 
-    Samples of weights that somebody else has changed meanwhile are dropped, and drawn again.
+    Samples are dropped and drawn again if somebody else has changed the engine's weights meanwhile. background: samples
+    that are under way. what: names the work if another rank fails. RolloutError after MOST_DRAWS draws, and what the
+    engine raises.
     """
+
+    def sample(under_way: BackgroundSampling | None) -> dict[Key, Sample]:
+        samples = under_way.result(on_finish) if under_way else make_draw().run(engine, params, on_finish)
+        if config.train.mixed_versions == "refuse":
+            refuse_mixed_versions([s.rollout for s in samples.values() if s.rollout is not None])
+        return samples
+
     for redraws in range(MOST_DRAWS):
-        samples = distributed.run_together("sampling", partial(sample, redraws))
+        samples = distributed.run_together(what, partial(sample, None if redraws else background))
         if not is_changed(engine):
-            return samples
+            return samples, redraws
     raise RolloutError(
         f"somebody else has changed the weights of a server in each of {MOST_DRAWS} draws of the same responses: the "
         "lines above name the server; give it an API key that only this run knows (sglang.api_key_env)"
@@ -113,20 +106,20 @@ def is_changed(engine: Engine) -> bool:
 class BackgroundSampling:
     """Samples while the trainer's thread trains. Starts at once. ``result`` raises what ``sample`` raises.
 
-    What ``on_finish`` raises, such as a request to stop, every further ``result`` raises too.
+    If ``on_finish`` raises, for example a request to stop, every further ``result`` raises the same error.
     """
 
-    def __init__(self, sample: Callable[[Advance], dict[tuple[int, int], Sample]]) -> None:
-        """``sample(on_finish)`` must make no collective call: those belong to the trainer's thread."""
+    def __init__(self, sample: Callable[[Advance], dict[Key, Sample]]) -> None:
+        """``sample(on_finish)`` must make no collective call: the trainer's thread makes those."""
         self._lock = threading.Lock()
         self._num_finished = 0
         self._on_finish: Advance | None = None
         self._refusal: BaseException | None = None
-        self._future: Future[dict[tuple[int, int], Sample]] = Future()
+        self._future: Future[dict[Key, Sample]] = Future()
         # A daemon thread: a trainer that ends with an error does not wait for responses that nobody wants.
         threading.Thread(target=self._run, args=(sample,), name="sampling", daemon=True).start()
 
-    def result(self, on_finish: Advance | None = None) -> dict[tuple[int, int], Sample]:
+    def result(self, on_finish: Advance | None = None) -> dict[Key, Sample]:
         """Wait for the result. ``on_finish`` is called with what is complete now, then for every further response."""
         with self._lock:
             self._on_finish = on_finish
@@ -139,7 +132,7 @@ class BackgroundSampling:
             raise self._refusal
         return self._future.result()
 
-    def _run(self, sample: Callable[[Advance], dict[tuple[int, int], Sample]]) -> None:
+    def _run(self, sample: Callable[[Advance], dict[Key, Sample]]) -> None:
         try:
             self._future.set_result(sample(self._count))
         except BaseException as error:

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from megarl.config import Config
 from megarl.core.choices.stopping import Uniform
@@ -18,13 +17,13 @@ from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective
 from megarl.core.sampling.collector import Selection
 from megarl.data.prompts import Prompt, PromptOrder
-from megarl.engines.player import Asker, Draw, Player, Sample
+from megarl.engines.player import Asker, Draw, Sample
 from megarl.engines.protocol import Engine, SamplingParams
 from megarl.errors import CheckpointError, MegarlError
 from megarl.megatron import distributed
 from megarl.models.fit import wants_routes
 from megarl.models.shapes import read_shape
-from megarl.routes.provenance import provenance_metrics, refuse_mixed_versions
+from megarl.routes.provenance import provenance_metrics
 from megarl.run.progress import Advance
 from megarl.trainer.mini_batch import Judged
 from megarl.trainer.sampling import excerpts, requests, seeds
@@ -38,7 +37,7 @@ from megarl.trainer.sampling.assignment import (
     Refill,
     SequenceAssignment,
 )
-from megarl.trainer.sampling.benchmarks import pool, score
+from megarl.trainer.sampling.evaluation import draw, pool, score_table
 from megarl.trainer.sampling.inputs import read_inputs
 from megarl.trainer.sampling.step_rollouts import (
     SampleTable,
@@ -59,7 +58,7 @@ class _AssignedStep:
 
     step: int
     position: int
-    """Where its first prompt is in the run's order."""
+    """The place of its first prompt in the run's order."""
     assignment: Assignment
     background: requests.BackgroundSampling | None = None
 
@@ -77,8 +76,8 @@ class Sampler:
     ) -> None:
         """``train_step``: for rules that run the policy, GVM and Ada-Est with a value head.
 
-        ``while_waiting`` is called with responses that no progress bar counts, and may be called with 0. What it raises
-        ends the sampling.
+        ``while_waiting`` is called with responses that no progress bar counts, and may be called with 0. An error that
+        it raises ends the sampling.
         """
         self.config, self.engine, self.objective = config, engine, objective
         self._inputs = read_inputs(config)
@@ -91,7 +90,7 @@ class Sampler:
         self._redraws = 0
         """Draws since the last step that were repeated because somebody else had changed the engine's weights."""
         self._spent = np.zeros(2)
-        """Responses and tokens drawn for training since the run began, those of first stages included."""
+        """Responses and tokens drawn for training since the run began, first stages of GVM included."""
         self._ahead: _AssignedStep | None = None
         self._while_waiting = while_waiting
         self._allocator: Allocator | None = None
@@ -111,7 +110,7 @@ class Sampler:
         return {"position": self._position, "estimates": estimates, "spent": self._spent.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict``."""
+        """Continue from ``state_dict``; CheckpointError if an earlier megarl wrote the checkpoint."""
         if "position" not in state:
             raise CheckpointError(
                 "the checkpoint has no state of the sampler: it is of an earlier megarl; begin a new run"
@@ -126,16 +125,16 @@ class Sampler:
 
         ``sample_step`` of the same step returns them. Until then the engine's weights must not change.
         """
-        assert self._ahead is None, "one step ahead is all there is"
+        assert self._ahead is None, "only one step may be under way"
         assigned = self._assign(step)
         draw, params = self._make_step_draw(assigned), self._params(step)
         background = requests.BackgroundSampling(lambda on_finish: draw.run(self.engine, params, on_finish))
         self._ahead = replace(assigned, background=background)
 
     def settle(self) -> None:
-        """Wait until the engine may get other weights, and have it prove those that have sampled; a collective call.
+        """Wait until the engine may get other weights, and have it prove the weights that sampled; a collective call.
 
-        ``sample_step`` raises the error if there was one.
+        If sampling failed, ``sample_step`` raises the error.
         """
         if self._ahead is None or (background := self._ahead.background) is None:
             return
@@ -156,22 +155,22 @@ class Sampler:
         table = SampleTable.gather(samples, tuple(self.config.reward.weights))
         selection = select(assigned.assignment, table, step)
         advantages, trains = response_advantages(self.config, self.objective, selection, table)
-        own = assigned.assignment.own_keys(selection)
-        share = exchange_rollouts(own, selection, samples)
+        keys = assigned.assignment.keys_of(selection)
+        share = exchange_rollouts(keys, selection, samples)
         by_token = process_advantages(self.objective, share, selection, samples)
         metrics = sampling_metrics(self.config, table, selection, trains, self._redraws)
         self._redraws = 0
         if self.config.rollout.engine_kind.server:
             metrics |= count_answers(self.engine)
-        if rollouts := share.without_dummies(own):  # else nothing that this model copy drew was selected
+        if rollouts := share.without_dummies(keys):  # else nothing that this model copy drew was selected
             metrics |= provenance_metrics(rollouts, trainer_version=step)
             metrics["rollout/tokens"] = Stat.total(float(sum(rollout.num_tokens for rollout in rollouts)))
         # Update persistent state last, so that a failed step leaves the previous checkpoint valid.
         metrics |= self._update_estimates(step, selection) | self._count_cost(step, table)
         # The next step begins behind the last prompt that trains, or behind all if there were too few. Spare prompts
-        # come again: how many of them were drawn depends on timing, and the training data must not.
-        full = len(selection.pools) == self.config.rollout.prompts_per_step
-        used = selection.pools[-1].prompt + 1 if full else self.config.prompts_per_step_at_most
+        # come again: their number depends on timing, and the training data must not.
+        is_full = len(selection.pools) == self.config.rollout.prompts_per_step
+        used = selection.pools[-1].prompt + 1 if is_full else self.config.prompts_per_step_at_most
         self._position = assigned.position + used
         return StepRollouts(
             share.mask_unless(trains),
@@ -186,57 +185,54 @@ class Sampler:
 
     def _excerpts(self, step: int, samples: Mapping[Key, Sample], failed: Key | None) -> dict[Key, excerpts.Excerpt]:
         count = self.config.log.samples_per_step
-        chosen = excerpts.choose([*samples], count, step) if count == "all" or distributed.is_main_rank() else []
-        if count and failed is not None and failed in samples and failed not in chosen:
-            chosen = sorted([*chosen, failed])
-        return excerpts.describe(samples, chosen, self.tokenizer, tuple(self.config.reward.weights))
+        keys = excerpts.choose([*samples], count, step) if count == "all" or distributed.is_main_rank() else []
+        if count and failed is not None and failed in samples and failed not in keys:
+            keys = sorted([*keys, failed])
+        return excerpts.describe(samples, keys, self.tokenizer, tuple(self.config.reward.weights))
 
-    def evaluate(self, step: int, on_finish: Advance | None = None) -> tuple[dict[str, float], str | None]:
+    def evaluate(self, on_finish: Advance | None = None) -> tuple[dict[str, float], str | None]:
         """Return mean reward, pass rate and length on every benchmark, and their averages; a collective call.
 
-        Also returns how many responses of which benchmark have a reward, and their first failure; None if all have one.
-        There are ``eval.samples`` responses per prompt. Their seeds do not depend on the step, so that a change of the
-        metrics comes from the weights. An average weighs benchmarks by their prompts.
+        The second value says how many responses of which benchmark have a reward, and their first failure; None if all
+        responses have a reward. Each prompt gets ``eval.samples`` responses. An average weighs benchmarks by prompts.
         """
-        per_prompt = self.config.eval.samples
-        params = requests.eval_params(self.config, self._stop_tokens)
-        found: dict[str, dict[str, float]] = {}
+        metrics_of: dict[str, dict[str, float]] = {}
         unjudged: list[str] = []
         for name, benchmark in self.benchmarks.items():
-            keys = range(dist.get_rank(), len(benchmark.prompts) * per_prompt, dist.get_world_size())
-            mine = FixedSamples([divmod(key, per_prompt) for key in keys])
-            where = benchmark.prompts, seeds.EVALUATE, requests.benchmark_number(name), benchmark.player
-            table = SampleTable.gather(self._draw(partial(self._make_draw, mine, *where), params, on_finish))
-            found[name] = score(name, table, benchmark.threshold)
-            if told := table.describe_unjudged():
-                unjudged.append(f"{name}: {told}")
-        sizes = [len(benchmark.prompts) for benchmark in self.benchmarks.values()]
-        return pool(found, sizes), "; ".join(unjudged) or None
+            number, stop_tokens = self.config.eval.samples, self._stop_tokens
+            samples, redraws = draw(self.config, self.engine, benchmark, number, stop_tokens, on_finish)
+            self._redraws += redraws
+            table = SampleTable.gather(samples)
+            metrics_of[name] = score_table(table, benchmark)
+            if note := table.describe_unjudged():
+                unjudged.append(f"{name}: {note}")
+        num_prompts = [len(benchmark.prompts) for benchmark in self.benchmarks.values()]
+        return pool(metrics_of, num_prompts), "; ".join(unjudged) or None
 
     def _assign(self, step: int) -> _AssignedStep:
         """Assign the samples of a step to ranks; a collective call for rules that allocate counts."""
         config, sampling, number = self.config, self.config.sampling, self.config.rollout.prompts_per_step
         position = self._position if sampling.refill else step * number
-        mini_batches, threshold, group = config.train.mini_batches, config.reward.threshold, distributed.model_group()
+        group = distributed.model_group()
         at = RankCoordinates(distributed.dp_rank(), distributed.dp_size(), group.rank(), group.size())
-        seed = seeds.sampling_seed(config.run.seed, seeds.KEEP, step, 0, 0) if sampling.keep == "random" else None
-        if self._allocator is not None:
-            allotted = self._allocator.allot(step, self._step_prompts(step))
-            if isinstance(self._allocator, Gvm):  # counted now, for checkpoints hold its estimates from now on
+        sizes = number, config.train.mini_batches, at
+        if self._allocator is None:
+            rule = sampling.rule_of(config.rollout.group_size, config.reward.threshold)
+            if sampling.fixed:
+                assert isinstance(rule, Uniform)
+                return _AssignedStep(step, position, SequenceAssignment(rule, *sizes))
+        else:
+            rule = self._allocator.allot(step, self._step_prompts(step))
+            if isinstance(self._allocator, Gvm):  # counted now, because checkpoints hold its estimates from now on
                 self._spent = self._spent + self._allocator.spent[:2]
-            return _AssignedStep(step, position, PromptAssignment(allotted, number, mini_batches, at, seed=seed))
-        rule = sampling.rule_of(config.rollout.group_size, threshold)
-        if sampling.fixed:
-            assert isinstance(rule, Uniform)
-            return _AssignedStep(step, position, SequenceAssignment(rule, number, mini_batches, at))
         refill = Refill(config.prompts_per_step_at_most, sampling.spare) if sampling.refill else None
-        assignment = PromptAssignment(rule, number, mini_batches, at, refill=refill, seed=seed)
-        return _AssignedStep(step, position, assignment)
+        seed = seeds.sampling_seed(config.run.seed, seeds.KEEP, step, 0, 0) if sampling.keep == "random" else None
+        return _AssignedStep(step, position, PromptAssignment(rule, *sizes, refill=refill, seed=seed))
 
     def _presample(self, step: int, keys: Sequence[Key]) -> dict[Key, Sample]:
         """Draw given samples of a step's prompts, with seeds of their own."""
         make_draw = partial(self._make_draw, FixedSamples(keys), self._step_prompts(step), seeds.PRESAMPLE, step)
-        replayed = self.config.train.replay == "r3"  # nothing else is done with their routes
+        replayed = self.config.train.replay == "r3"  # their routes are used for nothing else
         params = requests.train_params(self.config, self._stop_tokens, routes=replayed)
         return self._draw(make_draw, params, self._while_waiting)
 
@@ -250,15 +246,12 @@ class Sampler:
         return self.prompts.take(self.order.take(step * number, number))
 
     def _make_step_draw(self, assigned: _AssignedStep) -> Draw:
-        most = self.config.prompts_per_step_at_most
-        prompts = self.prompts.take(self.order.take(assigned.position, most))
+        prompts = self.prompts.take(self.order.take(assigned.position, self.config.prompts_per_step_at_most))
         return self._make_draw(assigned.assignment.asker(), prompts, seeds.TRAIN, assigned.step)
 
-    def _make_draw(
-        self, asker: Asker, prompts: Sequence[Prompt], purpose: int, step: int, player: Player | None = None
-    ) -> Draw:
+    def _make_draw(self, asker: Asker, prompts: Sequence[Prompt], purpose: int, step: int) -> Draw:
         request_of = requests.make_requests(self.config.run.seed, purpose, step, prompts)
-        return Draw(asker, request_of, player or self.player)
+        return Draw(asker, request_of, self.player)
 
     def _draw(
         self,
@@ -267,17 +260,10 @@ class Sampler:
         on_finish: Advance | None,
         background: requests.BackgroundSampling | None = None,
     ) -> dict[Key, Sample]:
-        """Return this rank's samples, those of ``background`` if they were begun there; a collective call."""
-
-        def sample(redraws: int) -> dict[Key, Sample]:
-            self._redraws += redraws > 0
-            begun = None if redraws else background
-            samples = begun.result(on_finish) if begun else make_draw().run(self.engine, params, on_finish)
-            if self.config.train.mixed_versions == "refuse":
-                refuse_mixed_versions([s.rollout for s in samples.values() if s.rollout is not None])
-            return samples
-
-        return requests.sample_together(self.engine, sample)
+        """Return this rank's samples, from ``background`` if they are under way; a collective call."""
+        samples, redraws = requests.sample_together(self.config, self.engine, make_draw, params, on_finish, background)
+        self._redraws += redraws
+        return samples
 
     def _update_estimates(self, step: int, selection: Selection) -> dict[str, Stat]:
         """Give the allocator the outcomes of each prompt; a collective call."""
@@ -285,8 +271,8 @@ class Sampler:
             return {}
         prompts = self._step_prompts(step)
         samples, positives = np.zeros((2, len(prompts)), dtype=np.int64)
-        number, _, judged, good = selection.drawn
-        samples[number], positives[number] = judged, good
+        number, _, num_judged, num_positive = selection.drawn
+        samples[number], positives[number] = num_judged, num_positive
         return self._allocator.learn(prompts, samples, positives)
 
     def _count_cost(self, step: int, table: SampleTable) -> dict[str, Stat]:

@@ -5,7 +5,7 @@ exchanged within a model copy and without their routes: each rank needs other ro
 rank that drew them until the step is split into micro-batches.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import itemgetter
@@ -30,8 +30,8 @@ from megarl.trainer.mini_batch import Judged
 from megarl.trainer.sampling.assignment import Assignment, Key
 
 _COLUMNS = (
-    *("tokens", "appended", "generated"),
     *("prompt", "sample", "reward", "judged", "turns", "cut", "episode_failed", "late_reward"),
+    *("tokens", "appended", "generated"),
 )
 
 
@@ -42,31 +42,28 @@ class SampleTable:
     rows: np.ndarray
     """float64 [S, C + M]: the columns above, and M rewards by name."""
     components: tuple[str, ...] = ()
-    """Names of the M rewards; empty if there is one."""
+    """Names of the M rewards; empty if there is one reward."""
     failure: Failure | None = None
-    """The first one of any rank; one of the user's code comes before those that may pass."""
+    """The first failure of any rank; failures of the user's code come before failures that may pass."""
     failed: Key | None = None
-    """The sample that it is of."""
+    """The sample of ``failure``."""
 
     @classmethod
     def gather(cls, samples: Mapping[Key, Sample], components: tuple[str, ...] = ()) -> Self:
         """Exchange the rows of all ranks; a collective call.
 
-        samples: this rank's; components: names of their several rewards, empty to leave these out.
+        samples: this rank's; components: names of their several rewards, empty to leave the several rewards out.
         """
-        # A response without components failed, or was stopped and is wrong: all its rewards are 0.
-        none = (0.0,) * len(components)
-        facts = [_facts(key, each) + (each.components or none)[: len(none)] for key, each in samples.items()]
-        lengths = _count_tokens([each.rollout for each in samples.values()])
-        mine = np.hstack([lengths, np.array(facts, np.float64).reshape(len(facts), len(_COLUMNS) - 3 + len(none))])
-        found = cls(distributed.gather_rows(mine), components)
-        found = replace(found, rows=found.rows[np.lexsort(found._numbers()[::-1])])
-        if found.is_judged.all():
-            return found
-        own = [(each.failure.may_pass, key, each.failure) for key, each in samples.items() if each.failure]
-        failures = distributed.gather_objects(min(own, key=itemgetter(0, 1), default=None))
-        _, failed, failure = min(filter(None, failures), key=itemgetter(0, 1))
-        return replace(found, failure=failure, failed=failed)
+        facts = [_facts(key, sample, len(components)) for key, sample in samples.items()]
+        local = np.array(facts, np.float64).reshape(len(facts), len(_COLUMNS) + len(components))
+        rows = distributed.gather_rows(local)
+        table = cls(rows[np.lexsort((rows[:, 1], rows[:, 0]))], components)
+        if table.is_judged.all():
+            return table
+        failures = [(each.failure.may_pass, key, each.failure) for key, each in samples.items() if each.failure]
+        of_ranks = distributed.gather_objects(min(failures, key=itemgetter(0, 1), default=None))
+        _, failed, failure = min(filter(None, of_ranks), key=itemgetter(0, 1))
+        return replace(table, failure=failure, failed=failed)
 
     def column(self, name: str) -> np.ndarray:
         """float64 [S]."""
@@ -113,7 +110,7 @@ class SampleTable:
         passed = judged & (self.column("reward") > threshold)
         failed = ~judged & (self.column("episode_failed") == 0)
         names = (*_COLUMNS, *(f"reward/component/{name}" for name in self.components))
-        sums = dict(zip(names, self.rows.sum(axis=0).tolist(), strict=True))  # rewards are 0 where there is none
+        sums = dict(zip(names, self.rows.sum(axis=0).tolist(), strict=True))  # without a reward, the column holds 0
         means = {
             "reward/mean": (sums["reward"], sums["judged"]),
             "reward/pass_rate": (np.count_nonzero(passed), drawn),
@@ -134,22 +131,18 @@ class SampleTable:
         return Stat.means_of(means) | {"response/length_max": Stat.max(self.column("generated"))}
 
 
-def _facts(key: Key, sample: Sample) -> tuple[float, ...]:
-    is_cut = sample.rollout is not None and sample.rollout.finish_reason == "length"
+def _facts(key: Key, sample: Sample, num_components: int) -> tuple[float, ...]:
+    """The row of a sample."""
+    is_cut, lengths = False, (0, 0, 0)
+    if (rollout := sample.rollout) is not None:
+        generated = int(np.count_nonzero(rollout.loss_mask))
+        is_cut = rollout.finish_reason == "length"
+        lengths = rollout.num_tokens, rollout.num_tokens - rollout.prompt_length - generated, generated
     judged = (sample.reward or 0.0, sample.reward is not None)
     failed = sample.failure is not None and sample.failure.of_episode
-    return (*key, *judged, sample.turns, is_cut, failed, sample.late_reward)
-
-
-def _count_tokens(rollouts: Sequence[Rollout | None]) -> np.ndarray:
-    """int64 [S, 3]: the tokens of each, those that its environment appended, and those that the model generated."""
-    masks = [np.zeros(0, bool) if rollout is None else rollout.loss_mask for rollout in rollouts]
-    tokens = np.array([len(mask) for mask in masks], np.int64)
-    begins, ends = np.cumsum(tokens) - tokens, np.cumsum(tokens)
-    before = np.cumsum(np.concatenate([[0], *masks]) != 0)  # so many generated tokens are before each token
-    generated = before[ends] - before[begins]
-    prompts = np.minimum(np.searchsorted(before, before[begins], "right") - 1, ends) - begins
-    return np.stack([tokens, tokens - prompts - generated, generated], 1)
+    # A response without components failed, or was stopped and is wrong: all its rewards are 0.
+    components = sample.components or (0.0,) * num_components
+    return (*key, *judged, sample.turns, is_cut, failed, sample.late_reward, *lengths, *components[:num_components])
 
 
 def select(assignment: Assignment, table: SampleTable, step: int) -> Selection:
@@ -171,14 +164,13 @@ def sampling_metrics(
 ) -> dict[str, Stat]:
     """Return what was drawn and what of it trains, over all ranks. trains: bool [N], of the selected responses."""
     places = len(table.rows) if config.sampling.fixed else len(trains)
-    found = table.metrics(config.environment.function is not None, config.reward.threshold) | {
-        "prompts/effective_ratio": effective_prompt_ratio(selection.rewards, selection.prompts),
-        **Stat.means_of({"rollout/trains_fraction": (int(trains.sum()), places)}),
-    }
-    if distributed.dp_rank() == 0:  # these are sums, and equal on all ranks: count them once
+    metrics = table.metrics(config.environment.function is not None, config.reward.threshold)
+    metrics["prompts/effective_ratio"] = effective_prompt_ratio(selection.rewards, selection.prompts)
+    metrics |= Stat.means_of({"rollout/trains_fraction": (int(trains.sum()), places)})
+    if distributed.dp_rank() == 0:  # sums that are equal on all ranks: count them once
         totals = {"sampling/tokens": table.column("tokens").sum(), "sampling/redraws": redraws}
-        found |= selection.metrics | Stat.totals_of(totals)
-    return found
+        metrics |= selection.metrics | Stat.totals_of(totals)
+    return metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,47 +206,52 @@ class CopyShare:
     """For each rollout its row in the selection. Dummies and samples that are not selected have the number of rows."""
 
     def mask_unless(self, trains: np.ndarray) -> list[list[Rollout]]:
-        """Return the rollouts, with an empty loss mask for those that do not train. ``trains``: bool [rows].
+        """Return the rollouts, with an empty loss mask for rollouts that do not train. ``trains``: bool [rows].
 
-        They keep their place in the batch, but count in no denominator.
+        Masked rollouts keep their place in the batch, but count in no denominator.
         """
-        counts = [*trains.tolist(), False]
+        masks = [*trains.tolist(), False]
         return [
             [
-                r if counts[row] else replace(r, loss_mask=np.zeros_like(r.loss_mask))
-                for r, row in zip(*part, strict=True)
+                r if masks[row] else replace(r, loss_mask=np.zeros_like(r.loss_mask))
+                for r, row in zip(*mini, strict=True)
             ]
-            for part in zip(self.rollouts, self.rows, strict=True)
+            for mini in zip(self.rollouts, self.rows, strict=True)
         ]
 
-    def without_dummies(self, own: list[list[Key]]) -> list[Rollout]:
-        """Return each rollout of ``own`` once."""
-        placed = chain.from_iterable(map(zip, own, self.rollouts))  # dummies are behind, or have another key
-        return [rollout for key, rollout in placed if key == (rollout.group, rollout.sample)]
+    def without_dummies(self, keys: list[list[Key]]) -> list[Rollout]:
+        """Return each rollout of ``keys`` once."""
+        pairs = chain.from_iterable(map(zip, keys, self.rollouts))  # dummies come last, or have another key
+        return [rollout for key, rollout in pairs if key == (rollout.group, rollout.sample)]
 
 
-def exchange_rollouts(own: list[list[Key]], selection: Selection, samples: Mapping[Key, Sample]) -> CopyShare:
+def _without_loss(rollout: Rollout) -> Rollout:
+    return replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask))
+
+
+def exchange_rollouts(keys: list[list[Key]], selection: Selection, samples: Mapping[Key, Sample]) -> CopyShare:
     """Exchange rollouts between the ranks of a model copy, and fill up so that all copies have equally many.
 
-    A collective call. own: equal on the ranks of a model copy; samples: this rank's.
+    A collective call. keys: by mini-batch, equal on the ranks of a model copy; samples: this rank's. RolloutError, on
+    all ranks, if a model copy has no complete response.
     """
-    mine = {key: sample.rollout for key, sample in samples.items() if sample.rollout is not None}
-    wanted = {key for part in own for key in part}
+    local = {key: sample.rollout for key, sample in samples.items() if sample.rollout is not None}
+    placed = set(chain.from_iterable(keys))
     # Each rank also offers its shortest rollout: the copy may need a dummy and have nothing else.
-    _, shortest = min(((len(rollout.tokens), key) for key, rollout in mine.items()), default=(0, None))
-    offered = [rollout for key, rollout in mine.items() if key in wanted or key == shortest]
+    _, shortest = min(((rollout.num_tokens, key) for key, rollout in local.items()), default=(0, None))
+    offered = [rollout for key, rollout in local.items() if key in placed or key == shortest]
     of_copy = *distributed.gather_rollouts(offered), *offered  # this rank's come last: they have their routes
-    found = {(rollout.group, rollout.sample): rollout for rollout in of_copy}
-    failure = None if found else RolloutError("this rank's model copy drew no complete response to hold its place")
+    rollouts = {(rollout.group, rollout.sample): rollout for rollout in of_copy}
+    failure = None if rollouts else RolloutError("this rank's model copy drew no complete response to hold its place")
     distributed.fail_together(failure, "sampling")
-    _, dummy = min((len(rollout.tokens), key) for key, rollout in found.items())
+    _, dummy = min((rollout.num_tokens, key) for key, rollout in rollouts.items())
     share = CopyShare([], [])
-    for part in own:
-        size = distributed.largest(max(len(part), 1))
-        present = [key if key in found else None for key in part] + [None] * (size - len(part))
-        share.rollouts.append([found[key or dummy] for key in present])
-        columns = np.array([(-1, 0) if key is None else key for key in present]).T
-        share.rows.append(find_rows(selection.prompts, selection.samples, *columns).tolist())
+    for mini in keys:
+        size = distributed.largest(max(len(mini), 1))
+        present = [key if key in rollouts else None for key in mini] + [None] * (size - len(mini))
+        share.rollouts.append([rollouts[key or dummy] for key in present])
+        prompts, numbers = np.array([key or (-1, 0) for key in present]).T
+        share.rows.append(find_rows(selection.prompts, selection.samples, prompts, numbers).tolist())
     return share
 
 
@@ -268,21 +265,20 @@ def response_advantages(
     divides by pass rates.
     """
     rewards, groups, threshold = selection.rewards, selection.prompts, config.reward.threshold
-    chosen = table.of(selection)
-    given: dict[str, Any] = {"lengths": chosen.column("generated")}
+    selected = table.of(selection)
+    facts: dict[str, Any] = {"lengths": selected.column("generated")}
     if weights := config.reward.weights:
-        given["components"] = chosen.rows[:, len(_COLUMNS) :], list(weights.values())
-    trains = select_responses(objective, rewards, groups, threshold, **given).numpy()
+        facts["components"] = selected.rows[:, len(_COLUMNS) :], list(weights.values())
+    trains = select_responses(objective, rewards, groups, threshold, **facts).numpy()
     if config.sampling.uses_credit:
-        credit = config.credit_record
-        _require_rates(credit, selection)
-        values, factors = assign(credit, selection, trains)
+        _require_rates(config.credit_record, selection)
+        values, factors = assign(config.credit_record, selection, trains)
         return values * factors, trains
     if objective.advantage in TOKEN_ADVANTAGES:
         return np.zeros(len(rewards)), trains
     # The objective has its own advantages; only the weights of the prompts come from credit assignment.
     factors = weigh(config.credit_record, selection, trains)
-    return advantages_of(objective, rewards, groups, threshold, **given).double().numpy() * factors, trains
+    return advantages_of(objective, rewards, groups, threshold, **facts).double().numpy() * factors, trains
 
 
 def count_answers(engine: Engine) -> dict[str, Stat]:
@@ -303,20 +299,19 @@ def process_advantages(
     """
     if objective.advantage != "process":
         return None
-    mine = {
+    local = {
         # A response that was judged as a whole is one step.
         key: sample.steps or ((sample.rollout.num_tokens - 1, sample.reward),)
         for key, sample in samples.items()
         if sample.reward is not None and sample.rollout is not None
     }
-    steps = {key: each for of_rank in distributed.gather_objects(mine) for key, each in of_rank.items()}
-    placed = [list(zip(*part, strict=True)) for part in zip(share.rollouts, share.rows, strict=True)]
-    keys = selection.keys
-    length_of = {row: rollout.num_tokens for part in placed for rollout, row in part}
-    lengths = [length_of.get(row, 0) for row in range(len(keys))]  # 0: another model copy has it
-    values = step_advantages(objective, [steps[key] for key in keys], selection.prompts, lengths)
+    steps = {key: rewards for of_rank in distributed.gather_objects(local) for key, rewards in of_rank.items()}
+    minis = [list(zip(*mini, strict=True)) for mini in zip(share.rollouts, share.rows, strict=True)]
+    length_of = {row: rollout.num_tokens for mini in minis for rollout, row in mini}
+    lengths = [length_of.get(row, 0) for row in range(len(selection.keys))]  # 0: another model copy has the response
+    values = step_advantages(objective, [steps[key] for key in selection.keys], selection.prompts, lengths)
     return [
-        [values[row] if row < len(keys) else np.zeros(rollout.num_tokens) for rollout, row in part] for part in placed
+        [values[row] if row < len(values) else np.zeros(rollout.num_tokens) for rollout, row in mini] for mini in minis
     ]
 
 

@@ -4,7 +4,7 @@ A response is correct if its reward is above ``reward.threshold``. A response wi
 function or the environment failed, is not: a share of those that are left would be no pass rate.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,6 @@ import numpy as np
 
 from megarl.core.choices.stopping import POSITIVE
 from megarl.core.sampling.pass_at_k import Interval, fixed_prompts_interval, mean_interval, pass_at_k, wilson_interval
-from megarl.errors import printable
-from megarl.text_table import text_table
 
 LEVEL = 0.95
 """Confidence of all intervals."""
@@ -86,39 +84,3 @@ def _average(values: np.ndarray, *, is_binary: bool) -> dict[str, Any]:
 
 def _clip(interval: Interval | None) -> list[float] | None:
     return None if interval is None else [max(interval.low, 0.0), min(interval.high, 1.0)]
-
-
-def to_text(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a table with one row per score of each benchmark, and the remarks below."""
-    headings = ("benchmark", "score", "value", "95 %, other prompts", "95 %, other samples", "prompts")
-    rows: list[Sequence[str]] = []
-    for name, result in results.items():
-        found = result["figures"]
-        for index, (label, entry) in enumerate(_label(found).items()):
-            shown = f"{entry['value']:.1%}", _range(entry["other_prompts"]), _range(entry.get("other_samples"))
-            rows.append(("" if index else name, label, *shown, str(entry["prompts"])))
-        rows.append(("", "judged", f"{found['judged']} of {found['responses']}", "", "", ""))
-        rows.append(("", "length", f"{found['length_mean']:.1f}", "", "", ""))
-        rows.append(("", "truncated", f"{found['truncated']:.1%}", "", "", ""))
-        rows.append(())
-    remarks = [
-        printable(f"{name}: {line}")
-        for name, result in results.items()
-        if (line := _describe_unjudged(result["figures"], result["first_error"]))
-    ]
-    return "\n".join([text_table(rows, headings, words=2), *remarks])
-
-
-def _label(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"avg@{found['samples']}": found["avg"]} | {f"pass@{k}": entry for k, entry in found["pass"].items()}
-
-
-def _describe_unjudged(found: Mapping[str, Any], first_error: str | None) -> str | None:
-    if found["judged"] == found["responses"]:
-        return None
-    counts = f"{found['judged']} of {found['responses']} responses judged, the others count as not correct"
-    return f"{counts}; first failure: {first_error}"
-
-
-def _range(ends: Sequence[float] | None) -> str:
-    return "" if ends is None else f"{ends[0]:.1%} to {ends[1]:.1%}"

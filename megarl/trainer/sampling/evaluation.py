@@ -1,0 +1,108 @@
+"""Evaluation of an engine on benchmarks: one way for a run between two steps and for ``megarl eval``.
+
+    benchmark -> ``draw`` (samples of this rank) -> ``Samples`` [P, S] of all ranks -> ``scores.score`` -> figures
+
+Each response has a seed of its own, so figures depend neither on the number of ranks nor on other benchmarks. The seeds
+do not depend on the step either: a change of the figures comes from the weights.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from megarl.config import Config
+from megarl.data.benchmarks import Benchmark, choose, load
+from megarl.data.judge import Judge
+from megarl.data.prompts import Prompt
+from megarl.engines.player import Draw, Key, Player, Sample
+from megarl.engines.protocol import Engine
+from megarl.run.progress import Advance
+from megarl.trainer.environments import make_player
+from megarl.trainer.sampling import requests, seeds
+from megarl.trainer.sampling.assignment import FixedSamples
+from megarl.trainer.sampling.scores import Samples, score
+from megarl.trainer.sampling.step_rollouts import SampleTable
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedBenchmark:
+    """A benchmark with its prompts, and what plays and judges the responses."""
+
+    name: str
+    prompts: Sequence[Prompt]
+    player: Player
+    threshold: float
+    """A response is correct if its reward is above this."""
+
+    @classmethod
+    def of(
+        cls, benchmark: Benchmark, prompts: Sequence[Prompt], config: Config, tokenizer: PreTrainedTokenizerBase,
+        player: Player | None = None,
+    ) -> "PlayedBenchmark":  # fmt: skip
+        """Make the judge of the benchmark's reward and its player, unless there is a player."""
+        if player is None:
+            judge = Judge(benchmark.reward, **config.judge_options(benchmark.reward))
+            player = make_player(config, tokenizer, judge)
+        return cls(benchmark.name, prompts, player, benchmark.threshold)
+
+
+def load_benchmarks(config: Config, tokenizer: PreTrainedTokenizerBase, player: Player) -> dict[str, PlayedBenchmark]:
+    """Return ``data.heldout`` and ``eval.sets`` by name; a known benchmark brings its template and reward.
+
+    player: the player of the run, for all benchmarks that are judged by ``reward.function``.
+    """
+    players, played = {config.reward.function: player}, dict[str, PlayedBenchmark]()
+    for benchmark in choose((), config) if config.benchmarks else ():
+        prompts, name = load(benchmark, tokenizer, config), benchmark.name
+        played[name] = PlayedBenchmark.of(benchmark, prompts, config, tokenizer, players.get(benchmark.reward))
+        players[benchmark.reward] = played[name].player
+    return played
+
+
+def draw(
+    config: Config, engine: Engine, benchmark: PlayedBenchmark, num_samples: int, stop_tokens: tuple[int, ...],
+    on_finish: Advance | None = None,
+) -> tuple[dict[Key, Sample], int]:  # fmt: skip
+    """Return this rank's share of ``num_samples`` responses to each prompt, and how often they were drawn again.
+
+    A collective call. Errors of a reward or an environment are in the samples; errors of the engine are raised.
+    """
+    places = range(dist.get_rank(), len(benchmark.prompts) * num_samples, dist.get_world_size())
+    keys, number = [divmod(place, num_samples) for place in places], requests.benchmark_number(benchmark.name)
+    request_of = requests.make_requests(config.run.seed, seeds.EVALUATE, number, benchmark.prompts)
+    params, what = requests.eval_params(config, stop_tokens), f"the evaluation on {benchmark.name}"
+
+    def make_draw() -> Draw:
+        return Draw(FixedSamples(keys), request_of, benchmark.player)
+
+    return requests.sample_together(config, engine, make_draw, params, on_finish, what=what)
+
+
+def score_table(table: SampleTable, benchmark: PlayedBenchmark) -> dict[str, float]:
+    """Return the metrics of one benchmark; RewardError, or RolloutError, if no response has a reward."""
+    table.require_rewards(f"evaluation on {benchmark.name}")
+    rewards = np.where(table.is_judged, table.column("reward"), np.nan)
+    columns = rewards, table.column("generated").astype(np.int64), table.column("cut") > 0
+    rewards, lengths, cut = (column.reshape(len(benchmark.prompts), -1) for column in columns)
+    figures = score(Samples(rewards, lengths, cut, benchmark.threshold), ks=())
+    metrics = {"reward": figures["reward_mean"], "pass_rate": figures["avg"]["value"]}
+    return metrics | {name: float(figures[name]) for name in ("length_mean", "judged", "responses")}
+
+
+def pool(metrics_of: Mapping[str, Mapping[str, float]], num_prompts: Sequence[int]) -> dict[str, float]:
+    """Return the metrics of all benchmarks: averages weighted by their prompts, sums of counts, and those of each.
+
+    The metrics of a single benchmark carry no name.
+    """
+    metrics: dict[str, float] = {}
+    for key in next(iter(metrics_of.values())):
+        values = [of_benchmark[key] for of_benchmark in metrics_of.values()]
+        is_count = key in ("judged", "responses") or len(values) == 1
+        metrics[f"eval/{key}"] = float(sum(values) if is_count else np.average(values, weights=num_prompts))
+    if len(metrics_of) == 1:
+        return metrics
+    named = ((f"eval/{name}/{key}", value) for name, table in metrics_of.items() for key, value in table.items())
+    return metrics | dict(named)
