@@ -1,11 +1,13 @@
 """The table about what a healthy run looks like: [health], with a key for each check in health.toml."""
 
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, create_model
 
+from megarl.config.rows import Row
 from megarl.config.tables.base import Table
 
 CHECKS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
@@ -19,18 +21,20 @@ class _Steps(Table):
     start_steps: PositiveInt = 5
     """Steps whose median is the run's own start. Checks named *_ratio say nothing before; spikes wait as long."""
 
-    def check(self) -> None:
+    def rows(self) -> Iterable[Row]:
         for name in CHECKS:
             limits = getattr(self, name)
-            if not isinstance(limits, list):
+            if limits == "off":
                 continue
-            if len(limits) not in (1, 2) or min(limits) < 0:
-                raise ValueError(
-                    f'{name}: found {limits}, expected "off", [warning] or [warning, alarm], none negative'
-                )
-            if limits != sorted(limits, reverse=name in FALLING):
-                order = "at most" if name in FALLING else "at least"
-                raise ValueError(f"{name}: found {limits}, expected an alarm of {order} the warning")
+            yield (
+                len(limits) not in (1, 2) or min(limits) < 0,
+                f'{name}: found {limits}, expected "off", [warning] or [warning, alarm], none negative',
+            )
+            order = "at most" if name in FALLING else "at least"
+            yield (
+                limits != sorted(limits, reverse=name in FALLING),
+                f"{name}: found {limits}, expected an alarm of {order} the warning",
+            )
 
 
 def _key(check: dict[str, Any]) -> Any:

@@ -91,7 +91,7 @@ class Schedule:
 
 def divide_step(config: Config, layout: Layout) -> Schedule:
     """Divide a step; ConfigError where the interleaved schedule has more micro-batches than sequences."""
-    longest, cp = longest_sequence(config), layout.cp
+    longest, cp = config.longest_sequence, layout.cp
     multiple = config.parallel.micro_batch_multiple
     padded = _round_up(longest, 2 * cp) if cp > 1 else longest  # two chunks of each sequence for each of cp ranks
     together = max(1, config.train.micro_batch_tokens * cp // padded)
@@ -126,11 +126,6 @@ def old_share(config: Config) -> float:
     train, update = config.train, 4 if config.recompute.granularity == "full" else 3
     others = train.mini_batches * (update + train.resolved_objective.needs_ref_logprobs)
     return config.old_passes / (config.old_passes + others)
-
-
-def longest_sequence(config: Config) -> int:
-    """Tokens of the longest prompt with the longest response."""
-    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
 
 def bubble(pp: int, vpp: int | None, micro_batches: int) -> float:

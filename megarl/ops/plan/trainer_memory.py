@@ -15,7 +15,7 @@ from megarl.megatron.passes.logprobs import COLUMNS, ROWS
 from megarl.models.fit import wants_routes
 from megarl.models.names import Rule, rules_of
 from megarl.models.shapes import ModelShape
-from megarl.ops.plan.layout import RankCount, Stage, count_rank, longest_sequence, numel
+from megarl.ops.plan.layout import RankCount, Stage, count_rank, numel
 
 ELEMENT = {"fp32": 4, "bf16": 2}
 """Bytes of a dtype of the configuration."""
@@ -86,7 +86,7 @@ def route_bytes(config: Config, shape: ModelShape, layout: Layout, stage: Stage)
 
 def _rows(config: Config, layout: Layout) -> int:
     """Tokens of a mini-batch that one rank's routers see, all sequences as long as they may be."""
-    return layout.sequences_per_rank * longest_sequence(config) // (layout.cp * layout.tp)
+    return layout.sequences_per_rank * config.longest_sequence // (layout.cp * layout.tp)
 
 
 def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, int, int]:
@@ -138,7 +138,7 @@ def cut_of(config: Config, layout: Layout) -> Cut:
     """
     slots = config.train.micro_batch_tokens
     if config.sampling.fixed:
-        whole = -(-layout.sequences_per_rank * longest_sequence(config) // layout.cp)
+        whole = -(-layout.sequences_per_rank * config.longest_sequence // layout.cp)
         slots = min(slots, -(-whole // layout.tp) * layout.tp)
     return Cut(slots, ELEMENT[config.model.dtype], layout.tp, layout.etp)
 

@@ -9,8 +9,8 @@ import pytest
 from plan_worlds import MODELS, config, write_config
 
 from megarl.errors import ConfigError
-from megarl.ops.plan.checks import SERVER_RESERVE, TRAINER_RESERVE, shared_gpu
 from megarl.ops.plan.engine_memory import EngineMemory
+from megarl.ops.plan.gpu_memory import SERVER_RESERVE, TRAINER_RESERVE, shared_gpu
 from megarl.ops.plan.plan import plan
 from megarl.ops.plan.table import to_text
 from megarl.ops.plan.trainer_memory import RankMemory
