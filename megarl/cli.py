@@ -81,10 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return BROKEN_PIPE
         if error.errno not in _PATH_ERRORS:
             return _fail_unexpectedly(error, words)
-        where = error.filename or "a file of the run"
+        path = error.filename or "a file of the run"
         room = f" ({describe_room(Path(error.filename))})" if error.filename and error.errno in _DISK_ERRORS else ""
-        said = f"{where} cannot be read or written: {error.strerror}{room}; mend that and start again"
-        return _fail(said, on_every_rank=True)
+        message = f"{path} cannot be read or written: {error.strerror}{room}; mend that and start again"
+        return _fail(message, on_every_rank=True)
     except KeyboardInterrupt:
         _complain("interrupted", on_every_rank=False)
         return INTERRUPTED
@@ -116,11 +116,11 @@ def _fail_unexpectedly(error: Exception, words: list[str]) -> int:
             path = folder / "ranks" / f"{rank:05d}.error.txt"
             path.parent.mkdir(exist_ok=True)
         path.write_text(text, errors="backslashreplace")
-        where = f"the traceback is in {path}"
+        place = f"the traceback is in {path}"
     except OSError as full:
         print(text, file=sys.stderr)
-        where = f"its traceback could not be written ({full.strerror})"
-    _complain(f"unexpected {describe(error)}; {where}, please report it with the command", on_every_rank=True)
+        place = f"its traceback could not be written ({full.strerror})"
+    _complain(f"unexpected {describe(error)}; {place}, please report it with the command", on_every_rank=True)
     return UNEXPECTED
 
 
@@ -146,8 +146,8 @@ def _parse_command(arguments: list[str]) -> Command:
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, command in COMMANDS.items():
-        what = " ".join((command.__doc__ or "").split())
-        options = {"help": what, "description": what, "allow_abbrev": False}
+        about = " ".join((command.__doc__ or "").split())
+        options = {"help": about, "description": about, "allow_abbrev": False}
         _add_arguments(commands.add_parser(name, argument_default=argparse.SUPPRESS, **options), command)
     first = arguments[0] if arguments else ""
     if first not in COMMANDS and not first.startswith("-"):
@@ -163,8 +163,8 @@ def _parse_command(arguments: list[str]) -> Command:
         raise
     if unknown:  # argparse itself would not name the command
         prog, flag = f"megarl {first}" if first in COMMANDS else "megarl", unknown[0].partition("=")[0]
-        known = config_file.keys() if reads_keys else ()
-        meant = [f"--{key}" for key in known if f"--{key.rpartition('.')[2]}" == flag]
+        keys = config_file.keys() if reads_keys else ()
+        meant = [f"--{key}" for key in keys if f"--{key.rpartition('.')[2]}" == flag]
         hint = f"did you mean {' or '.join(meant)}?" if meant else f"see {prog} --help"
         raise ConfigError(f"{prog}: unrecognized arguments: {' '.join(unknown)}; {hint}")
     values = vars(parsed)
@@ -187,10 +187,10 @@ def _add_arguments(parser: argparse.ArgumentParser, command: type[Any]) -> None:
         if choices:
             options["choices"] = choices
         if POSITIONAL in field.metadata:
-            many = "+" if is_sequence else None if field.is_required() else "?"
-            if choices and many:
+            nargs = "+" if is_sequence else None if field.is_required() else "?"
+            if choices and nargs:
                 options["default"] = field.default  # argparse compares it with the choices
-            parser.add_argument(name, metavar=None if choices else name.upper(), nargs=many, **options)
+            parser.add_argument(name, metavar=None if choices else name.upper(), nargs=nargs, **options)
             continue
         if field.annotation is bool:
             options["action"] = "store_true"
@@ -213,17 +213,17 @@ def _complain(message: str, *, on_every_rank: bool) -> None:
     """Print one line on stderr. An error that all ranks find is printed by the first one only."""
     rank = os.environ.get("RANK", "0")  # set by torchrun
     line = " ".join(filter(None, map(str.strip, message.splitlines())))  # spaces inside may be what it is about
-    where = f" (rank {rank})" if "RANK" in os.environ and on_every_rank else ""
-    said = f"megarl: error{where}: {printable(line)}"
+    place = f" (rank {rank})" if "RANK" in os.environ and on_every_rank else ""
+    message_line = f"megarl: error{place}: {printable(line)}"
     if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun ends its own forty lines with what it finds there
         with suppress(OSError):
-            record = {"message": said, "timestamp": int(time.time())}
+            record = {"message": message_line, "timestamp": int(time.time())}
             Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(record))
     if rank != "0" and not on_every_rank:
         time.sleep(_FIRST_RANK_SPEAKS_S)  # torchrun ends all ranks when one ends: let the first one print
         return
     drop_lost_outputs()
-    print(said, file=sys.stderr)
+    print(message_line, file=sys.stderr)
 
 
 if __name__ == "__main__":

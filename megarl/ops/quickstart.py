@@ -45,8 +45,8 @@ _DENSE = {
 def config_text(family: Family, **paths: Path) -> str:
     """The configuration for a model of this family."""
     text = CONFIG.format(**paths, megarl=program())
-    for found, dense in _DENSE.items() if family != "qwen3_moe" else ():
-        text = text.replace(found, dense)
+    for moe, dense in _DENSE.items() if family != "qwen3_moe" else ():
+        text = text.replace(moe, dense)
     return text
 
 
@@ -61,10 +61,10 @@ def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
     text = config_text(family, config=path, run=run, model=model, task=task)
     finished = (run / "report" / "index.html").exists()
     untrained = out / "model-untrained"
-    if (untrained / "config.json").exists() and (found := read_shape(untrained).family) != family:
-        raise MegarlError(f"{out} holds a model of the family {found}: add --family {found}, or choose another --out")
-    if not path.exists() and (held := [entry.name for entry in out.iterdir()]):
-        raise ConfigError(f"--out {out}: found {held[0]}, expected a new or empty folder; choose another one")
+    if (untrained / "config.json").exists() and (made := read_shape(untrained).family) != family:
+        raise MegarlError(f"{out} holds a model of the family {made}: add --family {made}, or choose another --out")
+    if not path.exists() and (entries := [entry.name for entry in out.iterdir()]):
+        raise ConfigError(f"--out {out}: found {entries[0]}, expected a new or empty folder; choose another one")
     if finished:
         raise MegarlError(
             f"{out} holds a finished quickstart, see {run / 'report' / 'index.html'}; to train on, run "
@@ -143,23 +143,23 @@ def _print_summary(out: Path, config: Config, report: Path, seconds: dict[str, f
     evaluations = [record for record in metrics if record["kind"] == "eval"]
     rates, judged = [record["eval/pass_rate"] for record in evaluations], describe_judged(evaluations[-1], "eval")
     totals = {
-        part: sum(record.get(f"time/{part}_s", 0.0) for record in metrics if record["kind"] in ("step", "eval"))
-        for part in ("rollout", "old_logprobs", "train", "sync", "eval")
+        phase: sum(record.get(f"time/{phase}_s", 0.0) for record in metrics if record["kind"] in ("step", "eval"))
+        for phase in ("rollout", "old_logprobs", "train", "sync", "eval")
     }
-    parts = ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())
+    phases = ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())
     inside = ", ".join(f"{name} {value:.1f}" for name, value in totals.items())
     run, path, megarl = _quoted(config.run_dir), _quoted(out / "quickstart.toml"), program()
-    more = _more_steps(config.run_dir)
+    steps = _more_steps(config.run_dir)
     _say(
         f"done in {sum(seconds.values()):.0f} s: held-out pass rate {rates[0]:.1%} -> {rates[-1]:.1%} "
         f"(best {max(rates):.1%}){judged and f', {judged}'}\n"
-        f"  seconds  {parts}; of the RL: {inside}, the rest to begin and to end\n"
+        f"  seconds  {phases}; of the RL: {inside}, the rest to begin and to end\n"
         f"  report   {report}\n"
         f"  curves   {program('tensorboard')} --logdir {run}/tensorboard\n"
         f"  status   {megarl} status {run}\n"
         f"  memory   {megarl} plan {path}\n"
         f"  evaluate {program('torchrun')} --nproc-per-node {RANKS} -m megarl.cli eval {path} --checkpoint {run}\n"
-        f"  go on    {megarl} launch {path} --run.steps {more}\n"
+        f"  go on    {megarl} launch {path} --run.steps {steps}\n"
         f"  vary     {megarl} launch {path} --run.dir {run}-grpo --train.objective grpo\n"
         f"           more in the comments of {out / 'quickstart.toml'}\n"
         "  note     the task selects behaviour that the model already has, in seconds; a new skill takes longer"

@@ -43,13 +43,13 @@ def for_model(config: Config, shape: Shape, can_compare: bool) -> Iterator[Row]:
             "remove it",
         )
     watched = "no routers to watch; remove it (train.max_k3 watches the engines)"
-    for is_set, message, lacking in (
+    for is_set, message, because in (
         (replay != "none", f'train.replay: found "{replay}", expected "none"', "no routes to replay"),
         (isinstance(flip, float), f"train.max_native_flip: found {flip}", watched),
         (every, f"log.traces_every: found {every}, expected 0", "no routes to write"),
         (ep > 1, f"parallel.ep: found {ep}, expected 1", "no experts; remove it"),
     ):
-        dense = f"the {shape.family} model in model.path is dense, and has {lacking}"
+        dense = f"the {shape.family} model in model.path is dense, and has {because}"
         yield not shape.moe_layers and is_set, f"{message}: {dense}"
 
 

@@ -75,17 +75,17 @@ def _sampling(config: Tables) -> Iterator[Row]:
         config.prompts_per_step_at_most < prompts,
         f"sampling.max_prompts: found {sampling.max_prompts}, expected at least rollout.prompts_per_step = {prompts}",
     )
-    most = config.gvm.max_samples
+    high = config.gvm.max_samples
     yield (
-        most is not None and most < group_size,
-        f"gvm.max_samples: found {most}, expected at least rollout.group_size = {group_size}, the mean number of "
+        high is not None and high < group_size,
+        f"gvm.max_samples: found {high}, expected at least rollout.group_size = {group_size}, the mean number of "
         "responses",
     )
     key = max("min_samples", "probe", key=lambda name: getattr(config.estimate, name))
-    least = getattr(config.estimate, key)
+    low = getattr(config.estimate, key)
     yield (
-        sampling.rule == "ada_est" and not least <= group_size <= sampling.max_samples,
-        f"rollout.group_size: found {group_size}, the mean number of responses, expected estimate.{key} = {least} to "
+        sampling.rule == "ada_est" and not low <= group_size <= sampling.max_samples,
+        f"rollout.group_size: found {group_size}, the mean number of responses, expected estimate.{key} = {low} to "
         f"sampling.max_samples = {sampling.max_samples}",
     )
 
@@ -246,7 +246,7 @@ def _old_logprobs(config: Tables) -> Iterator[Row]:
 
 def _engine(config: Tables) -> Iterator[Row]:
     rollout, launch, sglang = config.rollout, config.launch, config.sglang
-    served, where = rollout.engine_kind.server, f'launch.layout = "{launch.layout}"'
+    served, layout = rollout.engine_kind.server, f'launch.layout = "{launch.layout}"'
     yield (
         launch.apart and not served,
         f'launch.layout: found "{launch.layout}" with rollout.engine = "{rollout.engine}", which has no servers',
@@ -254,7 +254,7 @@ def _engine(config: Tables) -> Iterator[Row]:
     )
     yield (
         sglang.sync == "ipc" and (sglang.urls or launch.apart),
-        f'sglang.sync: found "ipc" with {f"sglang.urls = {sglang.urls}" if sglang.urls else where}, expected servers '
+        f'sglang.sync: found "ipc" with {f"sglang.urls = {sglang.urls}" if sglang.urls else layout}, expected servers '
         "that megarl starts beside the trainer, as they open its memory",
         'set sglang.sync = "distributed"',
     )

@@ -88,9 +88,9 @@ class SamplingConfig(Table):
             return ada_seq_balance(train_size, positives=self.positives, negatives=self.negatives, **limits)
         keep = self.subsample or "balance"
         if self.rule not in get_args(Rule):
-            found = load_plug("rule", self.rule, f"one of {', '.join(get_args(Rule))}")
-            check_function("rule", self.rule, found, "asked, positives, negatives")
-            return Own(found, self.max_samples, self.train_size, keep, threshold)
+            function = load_plug("rule", self.rule, f"one of {', '.join(get_args(Rule))}")
+            check_function("rule", self.rule, function, "asked, positives, negatives")
+            return Own(function, self.max_samples, self.train_size, keep, threshold)
         assert self.rule == "uniform", "counts of the other rules are made for each step"
         return Uniform(group_size, self.train_size, "any" if self.train_size is None else keep, threshold)
 
@@ -106,8 +106,8 @@ class SamplingConfig(Table):
         if not self.uses_credit or credit.combination != "unbiased":
             return
         size = self.train_size if self.allotted else self.rule_of(group_size).train_size
-        chosen = self.rule in _SEQUENTIAL or self.subsample != "any"
-        if size is None or (size > 1 and (chosen or (size == group_size and not self.allotted))):
+        classed = self.rule in _SEQUENTIAL or self.subsample != "any"
+        if size is None or (size > 1 and (classed or (size == group_size and not self.allotted))):
             return
         raise ConfigError(
             f'credit.combination: found "unbiased" with sampling.rule = "{self.rule}", which trains on {size} '

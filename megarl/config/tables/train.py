@@ -88,8 +88,8 @@ class TrainConfig(Table):
     @property
     def objective_function(self) -> Callable[[Any], Any] | None:
         """The user's function of the columns, if the objective is one; see ``megarl.core.objectives.functions``."""
-        named = self._named
-        return None if isinstance(named, Objective) else named
+        objective = self._named
+        return None if isinstance(objective, Objective) else objective
 
     def rows(self) -> Iterable[Row]:
         function = self.objective_function
@@ -107,8 +107,8 @@ class TrainConfig(Table):
             yield True, f"objective_overrides: {str(error).removeprefix('objective: ')}"
 
 
-def _load_part(part: str, path: str) -> Any:
-    return check_function(part, path, load_plug(part, path), OWN_PARTS[part])
+def _load_part(key: str, path: str) -> Any:
+    return check_function(key, path, load_plug(key, path), OWN_PARTS[key])
 
 
 class OptimConfig(Table):

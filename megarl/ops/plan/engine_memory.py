@@ -78,10 +78,10 @@ def weight_bytes(shape: ModelShape, element: int, *, fp8: bool = False, tp: int 
     for rule in rules_of(shape):
         count = sum(1 for _ in rule.places(shape))
         for name, dims in zip(rule.hf, rule.dims, strict=True):
-            wanted = tuple(sizes[part] for part in dims.split())
+            dimensions_of = tuple(sizes[name_of] for name_of in dims.split())
             in_fp8 = fp8 and is_fp8_weight(name)
-            size = (1 if in_fp8 else 4 if is_fp32(name) else element) * prod(wanted)
-            size += 4 * prod(grid_of(wanted, BLOCK)) if in_fp8 else 0
+            size = (1 if in_fp8 else 4 if is_fp32(name) else element) * prod(dimensions_of)
+            size += 4 * prod(grid_of(dimensions_of, BLOCK)) if in_fp8 else 0
             total += count * size // _shares(rule, name, shape, tp)
     return total
 

@@ -87,11 +87,11 @@ def find_model(config: Config, model: Path | None) -> Path:
     """The first folder with a config.json: ``model``, model.path, or one shipped for the model's or run's name."""
     if model is not None:
         return model
-    named = Path(config.model.path)
-    for folder in (named, MODELS / named.name, MODELS / config.run.name):
+    model_path = Path(config.model.path)
+    for folder in (model_path, MODELS / model_path.name, MODELS / config.run.name):
         if os.path.lexists(folder / "config.json"):
             return folder
-    looked = ", ".join(str(folder) for folder in (named, MODELS / named.name))
+    looked = ", ".join(str(folder) for folder in (model_path, MODELS / model_path.name))
     raise ConfigError(
         f"model.path: found no config.json in {looked}; give the folder of one with --model, a checkpoint is not needed"
     )
