@@ -9,7 +9,6 @@ Which of them megarl sets itself is data, in derived.toml (``DERIVED``). Which o
 
 import ast
 import difflib
-import importlib
 import importlib.util
 import json
 import re
@@ -137,20 +136,3 @@ def _check_type(key: str, value: Any, annotation: str) -> None:
         enum = next((name for name in ("dtype", *_ENUMS) if name in annotation), None)
         choices = f", one of {', '.join(get_args(_TYPES[enum]))}" if enum else ""
         raise ConfigError(f"megatron.{key}: found {value!r}, expected {annotation}{choices}") from None
-
-
-def realize(dataclass_name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The checked values of one dataclass, with names of dtypes and enum members replaced by the objects.
-
-    It imports torch. Names of what a CUDA graph captures stay strings, because Megatron parses them.
-    """
-    result = dict(values)
-    for key, value in values.items():
-        annotation = fields()[dataclass_name][key]
-        if isinstance(value, list) and "Tuple" in annotation:
-            result[key] = tuple(value)
-        elif isinstance(value, str) and "dtype" in annotation:
-            result[key] = getattr(importlib.import_module("torch"), value)
-        elif isinstance(value, str) and "AttnBackend" in annotation:
-            result[key] = importlib.import_module("megatron.core.transformer.enums").AttnBackend[value]
-    return result

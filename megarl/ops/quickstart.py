@@ -9,20 +9,20 @@ import os
 import shlex
 import sys
 import time
-import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from megarl.config import Config
+from megarl.config.command import OnConfiguration
 from megarl.config.file import load
 from megarl.data.tiny import Family, write_sort_task, write_tiny_model
 from megarl.engines.sglang.spec import free_port
 from megarl.errors import ConfigError, MegarlError, RolloutError
 from megarl.files.outputs import write_output
 from megarl.models.shapes import read_shape
+from megarl.ops.exits import run_to_exit
 from megarl.ops.report.report import write_report
 from megarl.run.console import program
 from megarl.run.metrics_log import describe_judged, read_metrics
@@ -83,16 +83,17 @@ def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
             write_tiny_model(untrained, seed=config.run.seed, family=family)
         if not (task / "demonstrations.jsonl").exists():
             write_sort_task(task, seed=config.run.seed)
-        import megarl.trainer.loop
-        import megarl.trainer.sft  # noqa: F401
+        from megarl.trainer.loop import train
+        from megarl.trainer.sft import sft
+    command, overrides = OnConfiguration(path), {"model.path": str(untrained)}
     if not (model / "config.json").exists():
         with _timed(seconds, "cold start"):
             _say("cold start: Megatron learns the format from demonstrations, 55 % of them sorted the wrong way")
-            _start_ranks("sft", path, "--model.path", str(untrained))
+            start_ranks(["sft", str(path)], lambda: sft(command.load_for_ranks(overrides)))
     replay, ep = config.train.replay, config.parallel.ep
     with _timed(seconds, "RL"):
         _say(f"RL: MiniRL, replay {replay}, FP8-rounded rollout weights, {RANKS} ranks, ep {ep}")
-        _start_ranks("train", path)
+        start_ranks(["train", str(path)], lambda: train(command.load_for_ranks({})))
     with _timed(seconds, "report"):
         report = write_report(run)
     _print_summary(out, config, report, seconds)
@@ -105,12 +106,14 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     seconds[name] = time.monotonic() - started
 
 
-def _start_ranks(command: str, config: Path, *overrides: str) -> None:
-    """Run ``megarl COMMAND`` on the ranks, with the environment that torchrun would give them. Fork, do not import."""
+def start_ranks(words: Sequence[str], work: Callable[[], int | None]) -> None:
+    """Run the work of ``megarl WORDS`` in forks of this process, with the environment that torchrun gives to ranks.
+
+    Raises RolloutError if a rank fails.
+    """
     from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
-    words = (command, str(config), *overrides)
-    arguments = free_port("127.0.0.1"), words
+    arguments = free_port("127.0.0.1"), words, work
     ranks: Any = start_processes(_be_rank, arguments, nprocs=RANKS, join=False, start_method="fork")
     try:
         while not ranks.join():
@@ -121,21 +124,16 @@ def _start_ranks(command: str, config: Path, *overrides: str) -> None:
         raise
     except ProcessExitedException as error:
         code = error.exit_code
-        raise RolloutError(f"`megarl {command}` ended with exit code {code}; its messages are above") from None
+        raise RolloutError(f"`megarl {words[0]}` ended with exit code {code}; its messages are above") from None
 
 
-def _be_rank(rank: int, port: int, words: tuple[str, ...]) -> None:
+def _be_rank(rank: int, port: int, words: Sequence[str], work: Callable[[], int | None]) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS), "RANK": str(rank)}
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS)}
     import torch
 
     torch.set_num_threads(1)  # a fork has none of the threads that its parent may have begun, and would wait for them
-    try:
-        code = import_module("megarl.cli").main(words)  # by its name, as torchrun would: this floor lies below it
-    except Exception:
-        traceback.print_exc()
-        code = 1
-    sys.exit(code)
+    sys.exit(run_to_exit(words, work))
 
 
 def _print_summary(out: Path, config: Config, report: Path, seconds: dict[str, float]) -> None:

@@ -76,15 +76,17 @@ def _advice(name: str) -> str:
 
 
 def _torch() -> dict[str, Any]:
-    torch = importlib.import_module("torch")
+    import torch
+
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     name = torch.cuda.get_device_name(0) if count else None
     return {"gpus": count, "gpu": name, "torch": torch.__version__, "cuda": torch.version.cuda}
 
 
 def _trainer() -> dict[str, Any]:
-    importlib.import_module("megarl.trainer.loop")
-    te = importlib.import_module("megarl.stand_ins.te")
+    import megarl.trainer.loop  # noqa: F401
+    from megarl.stand_ins import te
+
     return {"has_te": te.HAVE_TE, "te_problem": te.PROBLEM}
 
 
