@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from run_configs import parsed as config
+from run_configs import run_text
 
 from megarl import cli
 from megarl.config import Config, process_environment
-from megarl.config.file import parse
 from megarl.config.process_environment import BLACKWELL, compile_caches, without_expandable_segments
 from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.engines.sglang.spec import ServerSpec, environment
