@@ -195,8 +195,8 @@ class Recipes:
         from megarl.ops import shipped
 
         if self.action == "list":
-            found = shipped.list_recipes()
-            print(json.dumps(found) if self.json else text_table(found.items()))
+            recipes = shipped.list_recipes()
+            print(json.dumps(recipes) if self.json else text_table(recipes.items()))
         elif self.name is None:
             raise ConfigError(f"megarl recipes {self.action}: found no name; megarl recipes lists them")
         elif self.action == "path":
@@ -250,7 +250,7 @@ _LISTED = (
     Train, Launch, Sft, Eval, Gap, Data, Plan, Doctor, Report, Samples, Status, Trace, Simulate, Convert, Quantize,
     Patch, Recipes, Init, Help, Completion, Quickstart,
 )  # fmt: skip
-COMMANDS: dict[str, type[Command]] = {each.__name__.lower(): each for each in _LISTED}
+COMMANDS: dict[str, type[Command]] = {kind.__name__.lower(): kind for kind in _LISTED}
 """By the name on the command line, in the order of the help text."""
 
 

@@ -11,8 +11,8 @@ _ZSH = "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n"
 
 def script(shell: str, commands: Mapping[str, Any]) -> str:
     """The script for bash; zsh reads the same one through bashcompinit."""
-    known = config_file.keys()
-    keys = [f"--{key}" for key in known if not key.endswith("*")]
+    infos = config_file.keys()
+    keys = [f"--{key}" for key in infos if not key.endswith("*")]
     cases = []
     for name, command in commands.items():
         fields = command.__pydantic_fields__

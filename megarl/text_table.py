@@ -24,21 +24,21 @@ def text_table(rows: Iterable[Sequence[str]], headings: Sequence[str] = (), *, w
     widths = [max(map(len, column)) for column in zip(*filter(None, lines), strict=True)]
     if not widths:
         return ""
-    before = sum(widths[:-1]) + len(_GAP) * (len(widths) - 1)
-    last = max(_NARROWEST, shutil.get_terminal_size().columns - before)
+    indent = sum(widths[:-1]) + len(_GAP) * (len(widths) - 1)
+    last = max(_NARROWEST, shutil.get_terminal_size().columns - indent)
     widths[-1] = min(widths[-1], last)
     if headings:
         lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(line for row in lines for line in _lay_out(row, widths, before, words))
+    return "\n".join(line for row in lines for line in _lay_out(row, widths, indent, words))
 
 
-def _lay_out(row: Sequence[str], widths: Sequence[int], before: int, words: int | None) -> list[str]:
+def _lay_out(row: Sequence[str], widths: Sequence[int], indent: int, words: int | None) -> list[str]:
     if not row:
         return [""]
     num_words = len(row) if words is None else words
-    first, *more = textwrap.wrap(row[-1], widths[-1], break_on_hyphens=False) or [""]
+    first, *continued = textwrap.wrap(row[-1], widths[-1], break_on_hyphens=False) or [""]
     cells = [
         cell.ljust(width) if column < num_words else cell.rjust(width)
         for column, (cell, width) in enumerate(zip([*row[:-1], first], widths, strict=True))
     ]
-    return [_GAP.join(cells).rstrip(), *(" " * before + line for line in more)]
+    return [_GAP.join(cells).rstrip(), *(" " * indent + line for line in continued)]

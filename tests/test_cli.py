@@ -121,12 +121,12 @@ def test_a_wrong_command_line_costs_one_line(capsys, words, expected):
 
 def test_words_become_the_values_of_a_command():
     words = ["a", "b", "--dtype", "bf16", "--drop", "mtp.*", "*.eh", "--shard-gib", "3", "--stack-layers"]
-    parsed = cli._parse_command(["convert", *words])
+    parsed = cli.parse_command(["convert", *words])
     assert parsed == commands.Convert(
         Path("a"), Path("b"), dtype="bf16", drop=("mtp.*", "*.eh"), shard_gib=3.0, stack_layers=True
     )
-    assert cli._parse_command(["trace", "diff", "a", "b"]).files == (Path("a"), Path("b"))
-    assert cli._parse_command(["doctor"]).config is None
+    assert cli.parse_command(["trace", "diff", "a", "b"]).files == (Path("a"), Path("b"))
+    assert cli.parse_command(["doctor"]).config is None
 
 
 def test_the_version_is_shown(capsys):

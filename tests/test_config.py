@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from run_configs import SMALLEST, parsed, refusal
 
 from megarl.config import Config
 from megarl.config import file as config_file
@@ -20,27 +21,8 @@ from megarl.core.choices.parts import Factor, Mask, Penalty
 from megarl.core.choices.table import OBJECTIVES
 from megarl.errors import ConfigError
 
-SMALLEST: dict[str, Any] = {
-    "run": {"steps": 3},
-    "model": {"path": "models/tiny"},
-    "data": {"train": "train.jsonl", "max_prompt_tokens": 16},
-    "rollout": {"prompts_per_step": 32, "group_size": 8, "max_response_tokens": 10},
-    "optim": {"lr": 1e-4},
-}
 RECIPES = Path(__file__).parents[1] / "launch"
 SFT = {"data": "demos.jsonl", "steps": 5, "batch_size": 6, "lr": 1e-3}
-
-
-def parsed(**overrides: Any) -> Config:
-    return config_file.parse(SMALLEST, {key.replace("__", "."): value for key, value in overrides.items()})
-
-
-def refusal(**overrides: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        parsed(**overrides)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def test_defaults_are_resolved_and_overrides_win():
@@ -176,135 +158,6 @@ def test_off_stands_for_none_in_objective_overrides():
     assert one.train.resolved_objective.masks == OBJECTIVES["grpo"].masks
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ({"rollout__temprature": 1.0}, ["rollout.temprature: unknown key", "did you mean rollout.temperature?"]),
-        ({"temperature": 1.0}, ["temperature: unknown key", "rollout.temperature or eval.temperature"]),
-        ({"optim": {}}, ["optim.lr: missing", "--optim.lr"]),
-        (
-            {"parallel": {}, "data": 1, "reward": 2},
-            ["2 problems", "data: found 1", "a table [data]", "reward: found 2"],
-        ),
-        ({"rollout__temperature": "a"}, ["rollout.temperature: found 'a'", "number"]),
-        ({"rollout__temperature": 0.0}, ["rollout.temperature: found 0.0"]),
-        ({"rollout__temperature": "a", "run__steps": 0}, ["run.steps", "rollout.temperature", "2 problems"]),
-        ({"rollout__top_p": 1.01}, ["rollout.top_p: found 1.01"]),
-        ({"data__heldout_split": "test"}, ["heldout_split: found 'test' without heldout"]),
-        ({"rollout__prompts_per_step": True}, ["rollout.prompts_per_step: found True", "integer"]),
-        ({"rollout__prompts_per_step": 3.0}, ["rollout.prompts_per_step: found 3.0", "integer"]),
-        ({"run__steps": "3"}, ["run.steps: found '3'", "integer"]),
-        ({"optim__lr": float("nan")}, ["optim.lr: found nan", "finite"]),
-        ({"optim__lr": float("inf")}, ["optim.lr: found inf", "finite"]),
-        ({"optim__min_lr": 1.0}, ["optim.min_lr: found 1.0", "at most lr"]),
-        ({"optim__warmup_steps": 5, "optim__decay_steps": 5}, ["optim.warmup_steps: found 5", "decay_steps = 5"]),
-        ({"model": 3}, ["model: found 3", "a table [model]"]),
-        ({"model__path__deeper": 3}, ["model.path.deeper", "a table was expected"]),
-        ({"model__dtype": "fp16"}, ["model.dtype: found 'fp16'", "'fp32' or 'bf16'"]),
-        ({"parallel__tp": 2, "parallel__etp": 1}, ["parallel.etp: found 1 with tp = 2 and ep = 1"]),
-        ({"parallel__etp": 2, "parallel__ep": 2}, ["parallel.etp: found 2 with tp = 1"]),
-        ({"parallel__vpp": 2}, ["parallel.vpp: found 2 with pp = 1"]),
-        ({"parallel__pp": 2, "parallel__vpp": 1}, ["parallel.vpp: found 1"]),
-        ({"train__objective": "ppo2"}, ["train.objective: found 'ppo2'", "minirl"]),
-        ({"train__objective_overrides": {"mask": 1}}, ["train.objective_overrides: mask: unknown part", "mean masks?"]),
-        ({"train__objective_overrides": {"masks": [1]}}, ["objective_overrides: masks is (1,)", "a table of Mask"]),
-        (
-            {"train__objective_overrides": {"masks": {"0": {"hihg": 1}}}},
-            ["train.objective_overrides: masks.0.hihg: unknown part", "did you mean high?"],
-        ),
-        ({"train__objective_overrides": {"masks": {"2": {"high": 1}}}}, ["masks.2: expected a number from 0 to 1"]),
-        ({"train__objective_overrides": {"masks": [{"high": 1}]}}, ["masks.0.policies: missing", "'theta_old'"]),
-        (
-            {"train__objective_overrides": {"factors": {"0": {"high": "x"}}}},
-            ["train.objective_overrides: factor: high is 'x'", "finite number"],
-        ),
-        ({"train__objective_overrides": {"factors": {"0": {"high": True}}}}, ["high is True", "finite number"]),
-        ({"train__objective_overrides": {"std_eps": float("nan")}}, ["std_eps is nan", "finite number"]),
-        ({"train__objective_overrides": {"gate": "sapo"}}, ["gate is 'sapo'", "a table of Gate"]),
-        ({"train__objective_overrides": {"gate": {"kind": "sapo"}}}, ["gate.positive: missing"]),
-        ({"train__objective_overrides": {"std_ddof": 1.0}}, ["std_ddof is 1.0", "whole number"]),
-        ({"train__objective_overrides": {"aggregation": "mean"}}, ["aggregation is 'mean'", "'token-mean'"]),
-        ({"train__objective_overrides": {"advantage": "off"}}, ["advantage is None", "'group_mean'"]),
-        (
-            {"train__objective_overrides": {"factors": {"1": {"policies": "old_mu"}}}},
-            ["'theta_mu' and 'old_mu' count the same policy twice"],
-        ),
-        ({"train__objective": "dppo_topk"}, ['train.objective: found "dppo_topk"', "use dppo_tv"]),
-        (
-            {"sampling__rule": "gvm", "gvm__block": "output_layer", "rollout__top_p": 0.9},
-            ['gvm.block: found "output_layer"', "keep_sampling_mask"],
-        ),
-        ({"train__objective_overrides": {"kl_coef": 0.1}}, ["kl_coef is 0.1", "A KL in the loss is a penalty"]),
-        (
-            {"train__objective": "kl_grpo", "train__objective_overrides": {"selection": "positive"}},
-            ["selection 'positive'", "'mixed_groups'"],
-        ),
-        ({"train__replay": "r4"}, ["train.replay: found 'r4'", "'none', 'r2' or 'r3'"]),
-        ({"train__micro_batch_tokens": 25}, ["train.micro_batch_tokens: found 25", "at least", "= 26"]),
-        (
-            {"train__micro_batch_tokens": 27, "parallel__tp": 2},
-            ["train.micro_batch_tokens: found 27", "multiple of parallel.tp"],
-        ),
-        ({"train__mini_batches": 3}, ["train.mini_batches: found 3", "divisor", "256"]),
-        ({"eval__every": 3}, ["eval.every: found 3 without data.heldout"]),
-        (
-            {"eval__every": 3, "eval__sets": {"a": "a.jsonl"}, "checkpoint__keep_best": "b"},
-            ['checkpoint.keep_best: found "b" with eval.every = 3', "pooled or a"],
-        ),
-        ({"eval__sets": {"pooled": "a.jsonl"}}, ["eval.sets: found the name pooled"]),
-        ({"checkpoint__keep_best": "pooled"}, ['checkpoint.keep_best: found "pooled" with eval.every = 0']),
-        (
-            {"checkpoint__every": 2, "checkpoint__keep_every": 3},
-            ["checkpoint.keep_every: found 3, expected a multiple of checkpoint.every = 2"],
-        ),
-        ({"checkpoint__keep_every": 3}, ["checkpoint.keep_every: found 3", "checkpoint.every = 0"]),
-        (
-            {"reward__function": "reward_model"},
-            ["reward_model.urls: found []", 'with reward.function = "reward_model"'],
-        ),
-        ({"reward_model__urls": ["http://a:1"]}, ["reward_model.urls: found ['http://a:1']", '"exact_match"']),
-        ({"recompute__granularity": "full"}, ['recompute.granularity: found "full" without method']),
-        ({"recompute__num_layers": 1}, ["recompute.num_layers: goes only with"]),
-        ({"recompute__modules": ["moe"]}, ["recompute.modules: goes only with"]),
-        ({"sft": {"steps": 3}}, ["sft.data, sft.batch_size, sft.lr: missing"]),
-        ({"megatron__num_layers": 4}, ["megatron.num_layers", "use model.path instead"]),
-        ({"megatron__tensor_model_parallel_size": 2}, ["use parallel.tp instead"]),
-        ({"megatron__lr": 2.0}, ["use optim.lr instead"]),
-        ({"megatron__bf16": True}, ["use model.dtype instead"]),
-        ({"megatron__moe_z_loss_coef": 2.0}, ["megatron.moe_z_loss_coef", "did you mean moe_z_loss_coeff"]),
-        ({"megatron__moe_z_loss_coeff": "a"}, ["megatron.moe_z_loss_coeff: found 'a'", "Optional[float]"]),
-    ],
-)
-def test_a_mistake_costs_one_line_that_names_key_and_finding(overrides, expected):
-    message = refusal(**overrides)
-    for part in expected:
-        assert part in message
-
-
-KL = {"train__objective": "kl_grpo", "train__objective_overrides": {"kl_coef": 0.1}}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ({"train__replay": "r2"}, ['train.replay = "r2"', "there is none"]),
-        (KL, ['"token_level_kl"', "before the first update"]),
-        (
-            {"train__objective_overrides": {"factors": [{"policies": "old_mu"}]}},
-            ['objective "minirl"', "nothing to correct"],
-        ),
-        ({"train__objective": "icepop"}, ["nothing to correct"]),
-        ({"train__objective": "kpop"}, ['objective "kpop"', "nothing to correct"]),
-        ({"log__traces_every": 2, "train__mini_batches": 2}, ["log.traces_every = 2", "train.mini_batches = 2"]),
-    ],
-)
-def test_old_logprobs_of_the_rollout_are_refused_where_a_pass_is_needed_or_nothing_is_corrected(overrides, expected):
-    message = refusal(train__old_logprobs="rollout", **overrides)
-    for part in ['train.old_logprobs: found "rollout" with', *expected]:
-        assert part in message
-    parsed(**overrides)
-
-
 def test_old_logprobs_of_the_rollout_leave_later_mini_batches_unwatched_and_the_run_says_so():
     def told(**overrides):
         found = parsed(train__old_logprobs="rollout", **overrides).warnings
@@ -412,43 +265,6 @@ def test_nothing_heavy_is_imported():
     assert result.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(
-    ("sglang", "told"),
-    [
-        ({"urls": ["127.0.0.1:30000"]}, "sglang.urls: found 127.0.0.1:30000"),
-        ({"urls": ["http://127.0.0.1:30000/"]}, "sglang.urls: found http://127.0.0.1:30000/"),
-        ({"urls": ["http://a:1", "http://a:1"]}, "expected each server once"),
-        *(
-            ({"urls": [f"http://{host}"]}, f"sglang.urls: found http://{host}, expected each server once, as http://ho")
-            for host in ("2001:db8::7:30000", "::1:30000", "2001:db8::7", "a:port", ":30000", "[::1:30000")
-        ),
-        ({"urls": ["http://a:1"], "gpus": [0]}, "sglang.gpus: found together with urls"),
-        ({"gpus": [0, 0], "servers": 2}, "expected each GPU once"),
-    ],
-)
-def test_servers_that_cannot_work_are_refused(sglang: dict[str, Any], told: str):
-    assert told in refusal(**{f"sglang__{name}": value for name, value in sglang.items()})
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"rollout__one_step_off": True}, 'rollout.one_step_off: found true with engine = "local"'),
-        ({"sglang__fp8": True, "rollout__dtype": "fp32"}, "whose kernels compute in bf16 only"),
-        ({"sglang__fp8": True, "rollout__fp8_rounding": True}, "whose weights are in FP8 already"),
-        ({"sglang__gpus": [0, 1, 2], "sglang__tp": 2}, "sglang.gpus: found 3, expected servers * tp = 2"),
-        ({"rollout__fp8_activations": True}, "rollout.fp8_activations: found true without fp8_rounding"),
-        (
-            {"rollout__engine": "sglang", "rollout__fp8_rounding": True, "rollout__fp8_activations": True},
-            'rollout.fp8_activations: found true with engine = "sglang"',
-        ),
-        ({"rollout__engine": "sglang", "rollout__fp8_kv_cache": True}, "fp8_kv_cache: found true with engine"),
-    ],
-)
-def test_sampling_that_cannot_work_is_refused(changes: dict[str, Any], told: str):
-    assert told in refusal(**changes)
-
-
 def test_ranks_wait_longer_for_each_other_than_for_a_server():
     assert parsed().collective_timeout_s == 1800.0
     served = parsed(rollout__engine="sglang", sglang__deadline_s=1000.0, sglang__attempts=3)
@@ -504,18 +320,3 @@ def test_every_recipe_says_how_weights_reach_its_servers():
 )
 def test_how_weights_reach_the_servers(changes: dict[str, Any], expected: str):
     assert parsed(rollout__engine="sglang", **changes).weight_sync == expected
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"sglang__sync": "ipc", "sglang__urls": ["http://a:1"]}, 'sglang.sync: found "ipc" with sglang.urls'),
-        (
-            {"sglang__sync": "ipc", "launch__layout": "disaggregated", "launch__server_nodes": 1},
-            'sglang.sync: found "ipc" with launch.layout = "disaggregated"',
-        ),
-        ({"sglang__sync": "distributed", "sglang__gpus": [0]}, "NCCL refuses two ranks on one GPU"),
-    ],
-)
-def test_a_way_that_weights_cannot_take_is_refused(changes: dict[str, Any], told: str):
-    assert told in refusal(rollout__engine="sglang", **changes)

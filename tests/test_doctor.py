@@ -381,7 +381,9 @@ def failed(path: Path, **overrides: object) -> dict[str, str]:
     """What is wrong with the things that the configuration names."""
     config = config_file.load(path, {key.replace("__", "."): value for key, value in overrides.items()}, trust=True)
     of_model, shape = inputs.read_model(config)
-    return {each.name: each.says() for each in of_model + inputs.check_inputs(config, shape) if each.status == "failed"}
+    return {
+        each.name: each.says() for each in (*of_model, *inputs.check_inputs(config, shape)) if each.status == "failed"
+    }
 
 
 def test_what_is_missing_is_named(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

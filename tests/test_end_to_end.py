@@ -214,9 +214,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     return out, call(out.parent, "quickstart", "--out", out)
 
 
-def test_acceptance_quickstart_learns_and_leaves_a_report(
-    quickstart: tuple[Path, Result],
-) -> None:
+def test_acceptance_quickstart_learns_and_leaves_a_report(quickstart: tuple[Path, Result]) -> None:
     out, result = quickstart
     assert result.returncode == 0, result.stderr[-3000:]
     rates = [record["eval/pass_rate"] for record in records(out / "run", "eval")]
@@ -233,9 +231,7 @@ def test_acceptance_quickstart_learns_and_leaves_a_report(
 
 
 @pytest.mark.slow
-def test_quickstart_says_so_when_it_has_finished_and_goes_on_when_it_has_not(
-    quickstart: tuple[Path, Result],
-) -> None:
+def test_quickstart_says_so_when_it_has_finished_and_goes_on_when_it_has_not(quickstart: tuple[Path, Result]) -> None:
     out, first = quickstart
     assert first.returncode == 0
     again = call(out.parent, "quickstart", "--out", out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_process_environment import config
+from run_configs import parsed as config
 
 from megarl.config import gpu_defaults, megatron_fields
 from megarl.errors import ConfigError

@@ -9,6 +9,7 @@ import pytest
 from megarl.config import megatron_fields
 from megarl.core.replay_blockers import REPLAY_BLOCKERS, replay_blockers
 from megarl.errors import ConfigError
+from megarl.megatron.field_values import realize
 
 
 @pytest.fixture(scope="module")
@@ -114,11 +115,11 @@ def test_realize_gives_values_that_the_real_dataclasses_take(real_dataclasses):
         "exp_avg_dtype": "float16",
     }
     checked = megatron_fields.check(table)
-    values = megatron_fields.realize("TransformerConfig", checked["TransformerConfig"])
+    values = realize("TransformerConfig", checked["TransformerConfig"])
     assert values == {"attention_backend": AttnBackend.unfused, "autocast_dtype": torch.bfloat16, "window_size": (4, 0)}
     config = real_dataclasses["TransformerConfig"](num_layers=2, hidden_size=8, num_attention_heads=2, **values)
     assert config.attention_backend is AttnBackend.unfused
-    optimizer = megatron_fields.realize("OptimizerConfig", checked["OptimizerConfig"])
+    optimizer = realize("OptimizerConfig", checked["OptimizerConfig"])
     assert optimizer == {"exp_avg_dtype": torch.float16}
 
 

@@ -6,35 +6,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from run_configs import parsed as config
+from run_configs import run_text
 
 from megarl import cli
 from megarl.config import Config, process_environment
-from megarl.config.file import parse
 from megarl.config.process_environment import BLACKWELL, compile_caches, without_expandable_segments
 from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.engines.sglang.spec import ServerSpec, environment
 from megarl.errors import ConfigError
 
-TABLES: dict[str, Any] = {
-    "run": {"steps": 3},
-    "model": {"path": "models/tiny"},
-    "data": {"train": "train.jsonl", "max_prompt_tokens": 16},
-    "rollout": {"prompts_per_step": 32, "group_size": 8, "max_response_tokens": 10},
-    "optim": {"lr": 1e-4},
-}
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-DETERMINISTIC = {
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "NCCL_ALGO": "Ring",
-}
-
-
-def config(**overrides: Any) -> Config:
-    return parse(TABLES, {key.replace("__", "."): value for key, value in overrides.items()})
+DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 
 
 def found(made: Config, generation: int | None = None, **variables: str) -> dict[str, str]:
@@ -59,11 +44,7 @@ def test_a_value_of_the_user_wins():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1"),
-        ("CUBLAS_WORKSPACE_CONFIG", ":0:0"),
-        ("NCCL_ALGO", "NVLS"),
-    ],
+    [("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1"), ("CUBLAS_WORKSPACE_CONFIG", ":0:0"), ("NCCL_ALGO", "NVLS")],
 )
 def test_a_value_that_contradicts_the_configuration_is_refused(name: str, value: str):
     with pytest.raises(
@@ -132,8 +113,7 @@ def model_and_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("command", ["train", "sft", "eval"])
 def test_ranks_set_them_before_torch_is_imported(command: str, tmp_path: Path, model_and_task: Path):
     path = tmp_path / "run.toml"
-    text = parse(TABLES | {"sft": {"data": "demonstrations.jsonl", "steps": 1, "batch_size": 2, "lr": 1.0}}).to_toml()
-    path.write_text(text)
+    path.write_text(run_text(sft={"data": "demonstrations.jsonl", "steps": 1, "batch_size": 2, "lr": 1.0}))
     expected = DETERMINISTIC | ALLOCATOR | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     clean = {name: value for name, value in os.environ.items() if name not in expected}
     words = [sys.executable, "-c", WATCHED, " ".join(expected), command, str(path)]

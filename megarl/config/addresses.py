@@ -11,8 +11,8 @@ def url_host(host: str) -> str:
 def has_host(url: str) -> bool:
     """Whether a URL names a host, and a port that is a number if it names one; an IPv6 address needs brackets."""
     try:
-        parts = urlsplit(url)
-        _ = parts.port  # ValueError where it is no number
-        return bool(parts.hostname)
+        url_parts = urlsplit(url)
+        _ = url_parts.port  # ValueError where it is no number
+        return bool(url_parts.hostname)
     except ValueError:
         return False

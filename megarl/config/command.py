@@ -36,10 +36,10 @@ def command(cls: type[_T]) -> type[_T]:
     """Make a record whose values are checked, and whose fields' docstrings can be read, inherited ones too."""
     config = pydantic.ConfigDict(use_attribute_docstrings=True)
     record: Any = pydantic.dataclasses.dataclass(frozen=True, config=config)(cls)
-    for above in cls.__mro__[1:-1]:
-        for name, field in getattr(above, "__pydantic_fields__", {}).items():
-            own = record.__pydantic_fields__[name]
-            own.description = own.description or field.description
+    for parent in cls.__mro__[1:-1]:
+        for name, field in getattr(parent, "__pydantic_fields__", {}).items():
+            field_info = record.__pydantic_fields__[name]
+            field_info.description = field_info.description or field.description
     return record
 
 

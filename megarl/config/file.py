@@ -60,8 +60,8 @@ def read_toml(path: Path) -> dict[str, Any]:
             )
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error  # an OSError names the file again
-        raise ConfigError(f"{path}: cannot be read as a configuration file: {why}") from error
+        reason = getattr(error, "strerror", None) or error  # an OSError names the file again
+        raise ConfigError(f"{path}: cannot be read as a configuration file: {reason}") from error
     except ConfigError:
         raise
     except DataError as error:
@@ -111,24 +111,24 @@ def _check_values(value: Any, source: str, dotted: str = "") -> None:
 
 def keys() -> dict[str, FieldInfo]:
     """Every dotted key with pydantic's description of it, in file order; "megatron.*" stands for the free table."""
-    found: dict[str, FieldInfo] = {}
+    infos: dict[str, FieldInfo] = {}
     for name, info in Config.model_fields.items():
         options = (info.annotation, *get_args(info.annotation))  # "SftConfig | None" holds a table too
         tables = [option for option in options if isinstance(option, type) and issubclass(option, Table)]
         for table in tables:
-            found |= {f"{name}.{key}": inner for key, inner in table.model_fields.items()}
+            infos |= {f"{name}.{key}": inner for key, inner in table.model_fields.items()}
         if not tables:
-            found[f"{name}.*"] = info
-    return found
+            infos[f"{name}.*"] = info
+    return infos
 
 
 def annotation_of(dotted: str) -> Any:
     """Type of a dotted key such as "rollout.temperature"; Any below a free table; None if there is no such key."""
-    known = keys()
-    if dotted in known:
-        return known[dotted].annotation
+    infos = keys()
+    if dotted in infos:
+        return infos[dotted].annotation
     table, _, key = dotted.partition(".")
-    parents = [known.get(f"{table}.*"), known.get(f"{table}.{key.partition('.')[0]}")]
+    parents = [infos.get(f"{table}.*"), infos.get(f"{table}.{key.partition('.')[0]}")]
     return Any if any(info and get_origin(info.annotation) is dict for info in parents) else None
 
 
@@ -141,10 +141,10 @@ def unknown_key(dotted: str) -> str:
 def _meant(dotted: str) -> list[str]:
     """The keys that may have been meant."""
     table, _, name = dotted.rpartition(".")
-    beside = [key for key in keys() if table and key.startswith(f"{table}.")]
+    siblings = [key for key in keys() if table and key.startswith(f"{table}.")]
     same_name = [key for key in keys() if key.rpartition(".")[2] == name]
     return (
-        difflib.get_close_matches(dotted, beside, n=1, cutoff=0.85)
+        difflib.get_close_matches(dotted, siblings, n=1, cutoff=0.85)
         or same_name
         or difflib.get_close_matches(dotted, keys(), n=1)
     )
@@ -152,40 +152,44 @@ def _meant(dotted: str) -> list[str]:
 
 def _one_line(error: ValidationError, table: Mapping[str, Any]) -> str:
     """All problems, unknown keys first: they often explain what is missing."""
-    said: dict[str, str] = {}
-    meant: set[str] = set()
+    problems: dict[str, str] = {}
+    suggested: set[str] = set()
     missing: list[str] = []
     for problem in sorted(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden"):
         dotted, kind = _place(problem, table), problem["type"]
         if kind == "extra_forbidden" and isinstance(problem["input"], Mapping) and "." not in dotted:
             close = difflib.get_close_matches(dotted, Config.model_fields, n=1)
-            said[dotted] = f"[{dotted}]: unknown table; " + (f"did you mean [{close[0]}]?" if close else "remove it")
-            meant.update(close)
+            problems[dotted] = f"[{dotted}]: unknown table; " + (
+                f"did you mean [{close[0]}]?" if close else "remove it"
+            )
+            suggested.update(close)
         elif kind == "extra_forbidden":
-            said[dotted] = f"{dotted}: {unknown_key(dotted)}"
-            meant.update(_meant(dotted))
+            problems[dotted] = f"{dotted}: {unknown_key(dotted)}"
+            suggested.update(_meant(dotted))
         elif kind == "missing":
-            missing += [dotted] if dotted not in meant else []
-        elif dotted in said:  # another type that the key may have
-            said[dotted] += f", or {_lowered(problem['msg'])}"
+            missing += [dotted] if dotted not in suggested else []
+        elif dotted in problems:  # another type that the key may have
+            problems[dotted] += f", or {_lowered(problem['msg'])}"
         else:
-            said[dotted] = _describe(problem, dotted)
+            problems[dotted] = _describe(problem, dotted)
     if missing:
-        said["missing"] = _describe_missing(missing)
-    first = [" ".join(text.split()) for text in said.values()][:_MOST_PROBLEMS]
-    if len(said) == 1:
+        problems["missing"] = _describe_missing(missing)
+    first = [" ".join(text.split()) for text in problems.values()][:_MOST_PROBLEMS]
+    if len(problems) == 1:
         return first[0]
-    more = f" (and {len(said) - len(first)} more)" if len(said) > len(first) else ""
-    return f"{len(said)} problems: " + " ".join(f"({at}) {text}" for at, text in enumerate(first, 1)) + more
+    suffix = f" (and {len(problems) - len(first)} more)" if len(problems) > len(first) else ""
+    return (
+        f"{len(problems)} problems: " + " ".join(f"({number}) {text}" for number, text in enumerate(first, 1)) + suffix
+    )
 
 
 def _place(problem: Any, table: Mapping[str, Any]) -> str:
     """The dotted key, without the name that pydantic gives to each type that the key may have."""
-    loc = [str(part) for part in problem["loc"]]
+    loc = [str(name) for name in problem["loc"]]
     value: Any = table
-    for at, part in enumerate(loc):
-        value = value.get(part) if isinstance(value, Mapping) else None
-        if at == 1 and value is not None and value is problem["input"]:
+    for depth, name in enumerate(loc):
+        value = value.get(name) if isinstance(value, Mapping) else None
+        if depth == 1 and value is not None and value is problem["input"]:
             return ".".join(loc[:2])
     return ".".join(loc)
 
@@ -203,9 +207,9 @@ def _describe_missing(dotted: Sequence[str]) -> str:
     tables, names = [key for key in dotted if "." not in key], [key for key in dotted if "." in key]
     for table in tables:
         names += [key for key, info in keys().items() if key.startswith(f"{table}.") and info.is_required()]
-    where = f" in the table{'s' * (len(tables) > 1)} {', '.join(f'[{table}]' for table in tables)}" if tables else ""
+    place = f" in the table{'s' * (len(tables) > 1)} {', '.join(f'[{table}]' for table in tables)}" if tables else ""
     flags = " ".join(f"--{key}" for key in names)
-    return f"{', '.join(names)}: missing, but needed; add to the file{where}, or pass {flags}"
+    return f"{', '.join(names)}: missing, but needed; add to the file{place}, or pass {flags}"
 
 
 def _lowered(text: str) -> str:
@@ -218,19 +222,19 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     Returns the other words and dotted key -> value of the key's type. Raises ConfigError for a key that does not exist
     or a value of the wrong type.
     """
-    rest: list[str] = []
+    arguments: list[str] = []
     overrides: dict[str, Any] = {}
-    left = [*words]
-    while left:
-        word = left.pop(0)
+    queue = [*words]
+    while queue:
+        word = queue.pop(0)
         name, equals, text = word.partition("=")
         if not name.startswith("--") or "." not in name:
-            rest.append(word)
+            arguments.append(word)
             continue
         if not equals:
-            text = left.pop(0) if left and not left[0].startswith("--") else "true"
+            text = queue.pop(0) if queue and not queue[0].startswith("--") else "true"
         overrides[name[2:]] = _typed(name[2:], text)
-    return rest, overrides
+    return arguments, overrides
 
 
 def _typed(key: str, text: str) -> Any:

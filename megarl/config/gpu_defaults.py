@@ -37,15 +37,15 @@ def switches(config: Tables, *, on_gpu: bool, has_te: bool) -> tuple[Switch, ...
         ("moe_permute_fusion", no_te, "tokens are permuted in one kernel"),
         ("moe_router_fusion", router, ""),
     )
-    found = []
-    known = {field for fields in megatron_fields.fields().values() for field in fields}
+    result = []
+    known_fields = {field for fields in megatron_fields.fields().values() for field in fields}
     for field, obstacle, meaning in decided:
         reason = obstacle or ("only on GPUs" if not on_gpu else meaning)
         if field in config.megatron:
-            found.append(Switch(field, bool(config.megatron[field]), "set in [megatron]"))
-        elif field in known:
-            found.append(Switch(field, on_gpu and obstacle is None, reason))
-    return tuple(found)
+            result.append(Switch(field, bool(config.megatron[field]), "set in [megatron]"))
+        elif field in known_fields:
+            result.append(Switch(field, on_gpu and obstacle is None, reason))
+    return tuple(result)
 
 
 def settings(config: Tables, *, on_gpu: bool, has_te: bool) -> Mapping[str, bool]:

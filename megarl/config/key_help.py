@@ -37,8 +37,8 @@ def describe(topic: str) -> str:
         meaning, keys = tables[name]
         return "\n\n".join([f"[{name}]  {meaning}", *(_describe(key, schema) for key, schema in keys.items())])
     every = {key: schema for _, keys in tables.values() for key, schema in keys.items()}
-    if found := [key for key in every if name in (key, key.rpartition(".")[2])]:
-        return "\n\n".join(_describe(key, every[key]) for key in found)
+    if keys := [key for key in every if name in (key, key.rpartition(".")[2])]:
+        return "\n\n".join(_describe(key, every[key]) for key in keys)
     close = difflib.get_close_matches(name, [*tables, *every], n=1)
     hint = f"did you mean {close[0]}?" if close else f"expected a table, one of {', '.join(tables)}, a key, or all"
     raise ConfigError(f"megarl help: found {topic!r}; {hint}")
@@ -47,16 +47,19 @@ def describe(topic: str) -> str:
 def _tables() -> dict[str, tuple[str, dict[str, dict[str, Any]]]]:
     """Table -> its meaning, and key -> schema as pydantic writes it."""
     schema = Config.model_json_schema()
-    found = {}
+    tables = {}
     for name, field in schema["properties"].items():
         options = [field, *field.get("anyOf", ())]
-        named = next((option["$ref"].rpartition("/")[2] for option in options if "$ref" in option), None)
-        table = schema["$defs"][named] if named else {"description": field["description"]}
+        type_name = next((option["$ref"].rpartition("/")[2] for option in options if "$ref" in option), None)
+        table = schema["$defs"][type_name] if type_name else {"description": field["description"]}
         required = table.get("required", ())
-        keys = {f"{name}.{key}": {**of, "required": key in required} for key, of in table.get("properties", {}).items()}
+        keys = {
+            f"{name}.{key}": {**key_schema, "required": key in required}
+            for key, key_schema in table.get("properties", {}).items()
+        }
         meaning = " ".join(table["description"].split()).removeprefix(f"[{name}]: ")
-        found[name] = meaning, keys or {f"{name}.*": {**field, "required": False}}
-    return found
+        tables[name] = meaning, keys or {f"{name}.*": {**field, "required": False}}
+    return tables
 
 
 def _describe(key: str, schema: Mapping[str, Any]) -> str:

@@ -9,7 +9,6 @@ Which of them megarl sets itself is data, in derived.toml (``DERIVED``). Which o
 
 import ast
 import difflib
-import importlib
 import importlib.util
 import json
 import re
@@ -58,12 +57,12 @@ def source_root() -> Path:
 @cache
 def fields() -> dict[str, dict[str, str]]:
     """Dataclass -> field -> annotation as written in Megatron's source, e.g. ``"Optional[int]"``."""
-    found: dict[str, dict[str, str]] = {name: {} for name in DATACLASSES}
+    result: dict[str, dict[str, str]] = {name: {} for name in DATACLASSES}
     for name, paths in DATACLASSES.items():
         for node in (statement for path in paths for statement in _class_body(path)):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                found[name][node.target.id] = ast.unparse(node.annotation)
-    return found
+                result[name][node.target.id] = ast.unparse(node.annotation)
+    return result
 
 
 def _class_body(dotted: str) -> list[ast.stmt]:
@@ -85,9 +84,9 @@ def check(table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """
     result: dict[str, dict[str, Any]] = {name: {} for name in DATACLASSES}
     for key, value in table.items():
-        owners = [name for name, known in fields().items() if key in known and not key.startswith("_")]
+        owners = [name for name, names in fields().items() if key in names and not key.startswith("_")]
         if not owners:
-            close = difflib.get_close_matches(key, {field for known in fields().values() for field in known}, n=3)
+            close = difflib.get_close_matches(key, {field for names in fields().values() for field in names}, n=3)
             hint = f"did you mean {' or '.join(close)}?" if close else "see `megarl doctor` for the installed version"
             raise ConfigError(f"megatron.{key}: no field of Megatron's {', '.join(DATACLASSES)} has this name; {hint}")
         for owner in owners:
@@ -125,32 +124,15 @@ _TYPES = _Types(
 
 def _check_type(key: str, value: Any, annotation: str) -> None:
     without_modules = re.sub(r"\b\w+\.(?=\w)", "", annotation)
-    wanted = eval(without_modules, {"__builtins__": {}}, _TYPES)
-    if all(option in (_Unwritable, type(None)) for option in get_args(wanted) or [wanted]):
+    expected = eval(without_modules, {"__builtins__": {}}, _TYPES)
+    if all(option in (_Unwritable, type(None)) for option in get_args(expected) or [expected]):
         raise ConfigError(
             f"megatron.{key}: Megatron's type is {annotation}, which no configuration file can hold; remove the key"
         )
-    adapter = TypeAdapter(wanted, config={"arbitrary_types_allowed": True, "strict": True})
+    adapter = TypeAdapter(expected, config={"arbitrary_types_allowed": True, "strict": True})
     try:
         adapter.validate_json(json.dumps(value))  # as JSON, since Python's strict tuple refuses a list
     except (TypeError, ValueError):
-        named = next((name for name in ("dtype", *_ENUMS) if name in annotation), None)
-        choices = f", one of {', '.join(get_args(_TYPES[named]))}" if named else ""
+        enum = next((name for name in ("dtype", *_ENUMS) if name in annotation), None)
+        choices = f", one of {', '.join(get_args(_TYPES[enum]))}" if enum else ""
         raise ConfigError(f"megatron.{key}: found {value!r}, expected {annotation}{choices}") from None
-
-
-def realize(dataclass_name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The checked values of one dataclass, with names of dtypes and enum members replaced by the objects.
-
-    It imports torch. Names of what a CUDA graph captures stay strings, because Megatron parses them.
-    """
-    result = dict(values)
-    for key, value in values.items():
-        annotation = fields()[dataclass_name][key]
-        if isinstance(value, list) and "Tuple" in annotation:
-            result[key] = tuple(value)
-        elif isinstance(value, str) and "dtype" in annotation:
-            result[key] = getattr(importlib.import_module("torch"), value)
-        elif isinstance(value, str) and "AttnBackend" in annotation:
-            result[key] = importlib.import_module("megatron.core.transformer.enums").AttnBackend[value]
-    return result

@@ -17,16 +17,16 @@ def follow(table: dict[str, Any], folder: Path) -> dict[str, Any]:
     run.dir becomes the folder. A path that is gone is looked for where it was, relative to the run folder: a tree that
     was moved as a whole is found again.
     """
-    before = _get(table, "run", "dir")
-    if before is None or Path(before).resolve() == folder.resolve():
+    old_dir = _get(table, "run", "dir")
+    if old_dir is None or Path(old_dir).resolve() == folder.resolve():
         return table
-    found = deepcopy(table)
-    found["run"]["dir"] = str(folder)
+    moved = deepcopy(table)
+    moved["run"]["dir"] = str(folder)
     for name, key in PATHS:
         if (value := _get(table, name, key)) is not None and not Path(value).exists():
-            now = os.path.normpath(folder / os.path.relpath(value, before))
-            found[name][key] = now if Path(now).exists() else value
-    return found
+            new_path = os.path.normpath(folder / os.path.relpath(value, old_dir))
+            moved[name][key] = new_path if Path(new_path).exists() else value
+    return moved
 
 
 def _get(table: Mapping[str, Any], name: str, key: str) -> str | None:

@@ -32,27 +32,29 @@ def load_plug(key: str, path: str, built_in: str = "a built-in name") -> Any:
     try:
         return getattr(module, name)
     except Exception:  # a module may have a __getattr__ of its own
-        where = getattr(module, "__file__", None) or module_name
-        raise ConfigError(f"{key}: found {path!r}, but {where} has nothing named {name!r}") from None
+        origin = getattr(module, "__file__", None) or module_name
+        raise ConfigError(f"{key}: found {path!r}, but {origin} has nothing named {name!r}") from None
 
 
-def check_function(key: str, path: str, found: Any, parameters: str, other: str = "") -> Callable[..., Any]:
+def check_function(key: str, path: str, function: Any, parameters: str, other: str = "") -> Callable[..., Any]:
     """Return what ``load_plug`` found if it can be called with ``parameters``, "a, b" or "*, a, b"; else ConfigError,
     which says that the setting may name ``other`` too."""
-    if not callable(found):
-        raise ConfigError(f"{key}: found {type(found).__name__} at {path!r}, expected {other}a function ({parameters})")
+    if not callable(function):
+        raise ConfigError(
+            f"{key}: found {type(function).__name__} at {path!r}, expected {other}a function ({parameters})"
+        )
     names = parameters.removeprefix("*, ").split(", ")
     words, keywords = ((), dict.fromkeys(names)) if parameters.startswith("*") else (names, {})
     try:
-        inspect.signature(found).bind(*words, **keywords)  # a wrong signature would fail on every call
+        inspect.signature(function).bind(*words, **keywords)  # a wrong signature would fail on every call
     except ValueError:  # some built-ins have no signature
         pass
     except TypeError as error:
         raise ConfigError(
-            f"{key}: the function {path!r} has the parameters {inspect.signature(found)} ({error}), expected "
+            f"{key}: the function {path!r} has the parameters {inspect.signature(function)} ({error}), expected "
             f"({parameters})"
         ) from None
-    return found
+    return function
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +105,7 @@ def engine_kind(name: str) -> EngineKind:
     """The engine of a name in ENGINES, or of "package.module:name". ConfigError if there is none."""
     if name in ENGINES:
         return ENGINES[name]
-    found = load_plug("engine", name, " or ".join(f'"{known}"' for known in ENGINES))
-    if not isinstance(found, EngineKind):
-        raise ConfigError(
-            f"engine: found {type(found).__name__} at {name!r}, expected a megarl.config.plugs.EngineKind"
-        )
-    return found
+    kind = load_plug("engine", name, " or ".join(f'"{engine}"' for engine in ENGINES))
+    if not isinstance(kind, EngineKind):
+        raise ConfigError(f"engine: found {type(kind).__name__} at {name!r}, expected a megarl.config.plugs.EngineKind")
+    return kind

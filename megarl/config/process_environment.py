@@ -36,53 +36,55 @@ _CACHES: Mapping[str, str] = {
 """Variables of torch, Triton, CUDA and the kernels of SGLang -> folder of each below megarl's."""
 
 
-def process_environment(config: Tables, found: Mapping[str, str], generation: int | None = None) -> dict[str, str]:
-    """Return what is to be set besides ``found``, the variables of the process.
+def process_environment(
+    config: Tables, environment: Mapping[str, str], generation: int | None = None
+) -> dict[str, str]:
+    """Return what is to be set besides ``environment``, the variables of the process.
 
     generation: major compute capability of the GPUs; None, unknown, is taken as older than Blackwell.
     """
-    wanted: dict[str, str] = {}
+    variables: dict[str, str] = {}
     if config.run.deterministic:
         for name, values in _DETERMINISTIC.items():
-            if (own := found.get(name, values[0])) not in values:
+            if (value := environment.get(name, values[0])) not in values:
                 raise ConfigError(
-                    f"run.deterministic: found true with the environment variable {name}={own}, expected "
+                    f"run.deterministic: found true with the environment variable {name}={value}, expected "
                     f"{' or '.join(values)}; unset it, or set run.deterministic = false"
                 )
-            wanted[name] = values[0]
+            variables[name] = values[0]
     parallel = config.parallel
     if max(parallel.tp, parallel.cp) > 1 and (generation or 0) < BLACKWELL:
         # One hardware queue: a collective call that is to overlap starts before the kernels that follow it.
-        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    missing = {name: value for name, value in wanted.items() if name not in found}
-    return missing | _expandable_segments(found)
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    missing = {name: value for name, value in variables.items() if name not in environment}
+    return missing | _expandable_segments(environment)
 
 
-def _expandable_segments(found: Mapping[str, str]) -> dict[str, str]:
+def _expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
     """Segments that grow: batches differ in length, and fixed segments of many sizes fragment the memory."""
-    release = tuple(int(part) for part in version("torch").split(".")[:2])
-    known = ALLOCATOR_VARIABLES if release >= (2, 9) else ALLOCATOR_VARIABLES[1:]
-    name = next((name for name in known if name in found), known[0])
-    own = found.get(name, "")
-    if {"expandable_segments", "backend"} & {key for key, _ in _settings(own)}:
+    release = tuple(int(number) for number in version("torch").split(".")[:2])
+    names = ALLOCATOR_VARIABLES if release >= (2, 9) else ALLOCATOR_VARIABLES[1:]
+    name = next((name for name in names if name in environment), names[0])
+    setting = environment.get(name, "")
+    if {"expandable_segments", "backend"} & {key for key, _ in _settings(setting)}:
         return {}
-    return {name: ",".join(filter(None, (own, "expandable_segments:True")))}
+    return {name: ",".join(filter(None, (setting, "expandable_segments:True")))}
 
 
 def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
     """Return these variables with this setting of the allocator removed and its others kept."""
-    kept = dict(environment)
+    result = dict(environment)
     for name in ALLOCATOR_VARIABLES:
-        settings = [text for key, text in _settings(kept.pop(name, "")) if key != "expandable_segments"]
+        settings = [text for key, text in _settings(result.pop(name, "")) if key != "expandable_segments"]
         if settings:
-            kept[name] = ",".join(settings)
-    return kept
+            result[name] = ",".join(settings)
+    return result
 
 
 def _settings(value: str) -> list[tuple[str, str]]:
     """(key, text) of each setting ``key:value``; torch allows blanks."""
-    parts = [part.strip() for part in value.split(",")]
-    return [(part.partition(":")[0].strip(), part) for part in parts if part]
+    settings = [setting.strip() for setting in value.split(",")]
+    return [(setting.partition(":")[0].strip(), setting) for setting in settings if setting]
 
 
 def apply(config: Tables) -> None:
@@ -91,29 +93,29 @@ def apply(config: Tables) -> None:
     os.environ.update(compile_caches(os.environ))
 
 
-def compile_caches(found: Mapping[str, str]) -> dict[str, str]:
+def compile_caches(environment: Mapping[str, str]) -> dict[str, str]:
     """Return where compilers keep code that they load again: below folders that only this user can write.
 
     Two default to a name in /tmp, which another user of the node can take first, and the others to the home folder.
-    ConfigError if there is no such folder, or if one that ``found`` names is none.
+    ConfigError if there is no such folder, or if one that ``environment`` names is none.
     """
     checked = dict[str, str]()
-    for name in _CACHES.keys() & found.keys():
+    for name in _CACHES.keys() & environment.keys():
         try:
-            checked[name] = str(make_private(Path(found[name])))
+            checked[name] = str(make_private(Path(environment[name])))
         except OSError as error:
             raise ConfigError(
-                f"environment variable {name}={found[name]}: programs load code from there, and {error}; name a folder "
-                "that only you can write, or unset it"
+                f"environment variable {name}={environment[name]}: programs load code from there, and "
+                f"{error}; name a folder that only you can write, or unset it"
             ) from None
-    home, own = os.path.expanduser("~"), Path(tempfile.gettempdir()) / f"megarl-{os.geteuid()}"
+    home, fallback = os.path.expanduser("~"), Path(tempfile.gettempdir()) / f"megarl-{os.geteuid()}"
     moved, failures = _CACHES.keys(), list[str]()
     with suppress(OSError):
         make_private(Path(home))
         moved = {"TORCHINDUCTOR_CACHE_DIR", "CUTE_DSL_CACHE_DIR"}  # the others are at home, perhaps full already
-    if not (missing := moved - found.keys()):
+    if not (missing := moved - environment.keys()):
         return checked
-    for base in (found.get("XDG_CACHE_HOME"), f"{home}/.cache", own):
+    for base in (environment.get("XDG_CACHE_HOME"), f"{home}/.cache", fallback):
         if base and Path(base).is_absolute():
             try:
                 folder = make_private(make_private(Path(base)) / "megarl" / "compiled")

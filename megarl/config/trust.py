@@ -31,12 +31,12 @@ def require_trust(path: Path, table: Mapping[str, Any], overrides: Mapping[str, 
 
     ConfigError if not, and the file has keys of PLUGS or POWERS with effect that ``overrides`` do not replace.
     """
-    if (why := find_stranger(path)) is None:
+    if (reason := find_stranger(path)) is None:
         return True
-    if found := [text for key in (*PLUGS, *POWERS) if key not in overrides and (text := _describe(table, key))]:
+    if powers := [text for key in (*PLUGS, *POWERS) if key not in overrides and (text := _describe(table, key))]:
         raise ConfigError(
-            f"{path} is not trusted: {why}. It makes megarl run code or send data: {'; '.join(found)}. Read it, then "
-            "pass --trust, or copy it into a folder that only you can write"
+            f"{path} is not trusted: {reason}. It makes megarl run code or send data: {'; '.join(powers)}. Read it, "
+            "then pass --trust, or copy it into a folder that only you can write"
         )
     return False
 
@@ -52,17 +52,17 @@ def make_private(folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = folder.resolve()  # others may turn a link in /tmp elsewhere later
     is_sticky = folder.parent.stat().st_mode & stat.S_ISVTX
-    why = _find_writer(folder) or (None if is_sticky else _find_writer(folder.parent))
-    if why is not None:
-        raise PermissionError(why)
+    reason = _find_writer(folder) or (None if is_sticky else _find_writer(folder.parent))
+    if reason is not None:
+        raise PermissionError(reason)
     return folder
 
 
 def _find_writer(place: Path) -> str | None:
-    found = place.stat()
-    if found.st_uid not in (os.geteuid(), 0):
-        return f"{place} belongs to user {found.st_uid}"
-    if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid)):
+    status = place.stat()
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"{place} belongs to user {status.st_uid}"
+    if status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid)):
         return f"others can write {place}"
     return None
 

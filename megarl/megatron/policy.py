@@ -21,6 +21,7 @@ from megarl.core.devices import HostCopies, to_device
 from megarl.core.replay_blockers import replay_blockers
 from megarl.errors import NumericsError
 from megarl.megatron.config_errors import as_config_error
+from megarl.megatron.field_values import realize
 from megarl.megatron.hf_weights import export_hf, load_hf, place_parameters
 from megarl.megatron.model import build_model, transformer_config
 from megarl.megatron.passes.dispatchers import release_after_use
@@ -237,7 +238,7 @@ def _ddp_config(config: Config) -> DistributedDataParallelConfig:
 def _overrides(config: Config, cls: type, has_te: bool = False) -> dict[str, Any]:
     """What the GPU defaults and the [megatron] table set in one of Megatron's dataclasses."""
     defaults = gpu_defaults.settings(config, on_gpu=torch.cuda.is_available(), has_te=has_te)
-    return megatron_fields.realize(cls.__name__, megatron_fields.check({**defaults, **config.megatron})[cls.__name__])
+    return realize(cls.__name__, megatron_fields.check({**defaults, **config.megatron})[cls.__name__])
 
 
 def _configure(cls: type[Settings], config: Config, **defaults: Any) -> Settings:

@@ -4,53 +4,23 @@ from dataclasses import fields
 from pathlib import Path
 
 from megarl.config import Config
+from megarl.config.refusals.model import for_model, for_reference
+from megarl.config.rows import refuse
 from megarl.core.replay_blockers import replay_blockers
-from megarl.errors import ConfigError
 from megarl.models.shapes import ModelShape, read_shape
 
 
 def check_fit(config: Config, shape: ModelShape) -> None:
-    """ConfigError, naming the key, for a setting that needs what is not there: experts, routes, keys and values."""
-    if config.rollout.fp8_kv_cache and shape.fields.get("multi_latent_attention"):
-        raise ConfigError(
-            f"rollout.fp8_kv_cache: found true with the {shape.family} model in model.path: FP8 engines keep its "
-            "latents, the local engine keeps keys and values; set it to false"
-        )
-    train = config.train
-    if shape.moe_layers:
-        wishes = {
-            "train.max_native_flip": isinstance(train.max_native_flip, float),
-            "log.traces_every": config.log.traces_every,
-        }
-        for key in (key for key, is_set in wishes.items() if is_set and not can_compare(config, shape)):
-            raise ConfigError(
-                f"{key}: found without routes to compare or write: the engine returns none, or a setting in [megatron] "
-                "hides the routers (see `megarl doctor`); remove it"
-            )
-        return
-    replay, flip, every, ep = train.replay, train.max_native_flip, config.log.traces_every, config.parallel.ep
-    watched = "no routers to watch; remove it (train.max_k3 watches the engines)"
-    for is_wrong, found, lacking in (
-        (replay != "none", f'train.replay: found "{replay}", expected "none"', "no routes to replay"),
-        (isinstance(flip, float), f"train.max_native_flip: found {flip}", watched),
-        (every, f"log.traces_every: found {every}, expected 0", "no routes to write"),
-        (ep > 1, f"parallel.ep: found {ep}, expected 1", "no experts; remove it"),
-    ):
-        if is_wrong:
-            raise ConfigError(f"{found}: the {shape.family} model in model.path is dense, and has {lacking}")
+    """ConfigError, naming the key, for a setting that needs experts, routes, keys or values that are not there."""
+    refuse(for_model(config, shape, can_compare(config, shape)))
 
 
 def check_reference(path: str | Path, policy: ModelShape) -> None:
     """ConfigError if the folder of model.reference holds no model of the policy's architecture."""
-    if not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"model.reference: {path} holds no config.json; expected a Hugging Face checkpoint folder")
-    found = read_shape(path)
-    for name in (field.name for field in fields(ModelShape) if field.name not in ("family", "max_sequence_length")):
-        if getattr(found, name) != getattr(policy, name):
-            raise ConfigError(
-                f"model.reference: {path} has {name} {getattr(found, name)}, the policy {getattr(policy, name)}; "
-                "expected the same architecture"
-            )
+    names = [field.name for field in fields(ModelShape) if field.name not in ("family", "max_sequence_length")]
+    reference = read_shape(path) if (Path(path) / "config.json").is_file() else None
+    values = None if reference is None else {name: getattr(reference, name) for name in names}
+    refuse(for_reference(str(path), values, {name: getattr(policy, name) for name in names}))
 
 
 def watches_routes(config: Config, shape: ModelShape) -> bool:

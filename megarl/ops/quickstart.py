@@ -9,21 +9,21 @@ import os
 import shlex
 import sys
 import time
-import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from megarl import enable_cpu
 from megarl.config import Config
+from megarl.config.command import OnConfiguration
 from megarl.config.file import load
 from megarl.data.tiny import Family, write_sort_task, write_tiny_model
 from megarl.engines.sglang.spec import free_port
 from megarl.errors import ConfigError, MegarlError, RolloutError
 from megarl.files.outputs import write_output
 from megarl.models.shapes import read_shape
+from megarl.ops.exits import run_to_exit
 from megarl.ops.report.report import write_report
 from megarl.run.console import program
 from megarl.run.metrics_log import describe_judged, read_metrics
@@ -46,8 +46,8 @@ _DENSE = {
 def config_text(family: Family, **paths: Path) -> str:
     """The configuration for a model of this family."""
     text = CONFIG.format(**paths, megarl=program())
-    for found, dense in _DENSE.items() if family != "qwen3_moe" else ():
-        text = text.replace(found, dense)
+    for moe, dense in _DENSE.items() if family != "qwen3_moe" else ():
+        text = text.replace(moe, dense)
     return text
 
 
@@ -62,10 +62,10 @@ def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
     text = config_text(family, config=path, run=run, model=model, task=task)
     finished = (run / "report" / "index.html").exists()
     untrained = out / "model-untrained"
-    if (untrained / "config.json").exists() and (found := read_shape(untrained).family) != family:
-        raise MegarlError(f"{out} holds a model of the family {found}: add --family {found}, or choose another --out")
-    if not path.exists() and (held := [entry.name for entry in out.iterdir()]):
-        raise ConfigError(f"--out {out}: found {held[0]}, expected a new or empty folder; choose another one")
+    if (untrained / "config.json").exists() and (made := read_shape(untrained).family) != family:
+        raise MegarlError(f"{out} holds a model of the family {made}: add --family {made}, or choose another --out")
+    if not path.exists() and (entries := [entry.name for entry in out.iterdir()]):
+        raise ConfigError(f"--out {out}: found {entries[0]}, expected a new or empty folder; choose another one")
     if finished:
         raise MegarlError(
             f"{out} holds a finished quickstart, see {run / 'report' / 'index.html'}; to train on, run "
@@ -85,16 +85,17 @@ def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
         if not (task / "demonstrations.jsonl").exists():
             write_sort_task(task, seed=config.run.seed)
         enable_cpu()  # before the forks of the ranks
-        import megarl.trainer.loop
-        import megarl.trainer.sft  # noqa: F401
+        from megarl.trainer.loop import train
+        from megarl.trainer.sft import sft
+    command, overrides = OnConfiguration(path), {"model.path": str(untrained)}
     if not (model / "config.json").exists():
         with _timed(seconds, "cold start"):
             _say("cold start: Megatron learns the format from demonstrations, 55 % of them sorted the wrong way")
-            _start_ranks("sft", path, "--model.path", str(untrained))
+            start_ranks(["sft", str(path)], lambda: sft(command.load_for_ranks(overrides)))
     replay, ep = config.train.replay, config.parallel.ep
     with _timed(seconds, "RL"):
         _say(f"RL: MiniRL, replay {replay}, FP8-rounded rollout weights, {RANKS} ranks, ep {ep}")
-        _start_ranks("train", path)
+        start_ranks(["train", str(path)], lambda: train(command.load_for_ranks({})))
     with _timed(seconds, "report"):
         report = write_report(run)
     _print_summary(out, config, report, seconds)
@@ -107,12 +108,14 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     seconds[name] = time.monotonic() - started
 
 
-def _start_ranks(command: str, config: Path, *overrides: str) -> None:
-    """Run ``megarl COMMAND`` on the ranks, with the environment that torchrun would give them. Fork, do not import."""
+def start_ranks(words: Sequence[str], work: Callable[[], int | None]) -> None:
+    """Run the work of ``megarl WORDS`` in forks of this process, with the environment that torchrun gives to ranks.
+
+    Raises RolloutError if a rank fails.
+    """
     from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
-    words = (command, str(config), *overrides)
-    arguments = free_port("127.0.0.1"), words
+    arguments = free_port("127.0.0.1"), words, work
     ranks: Any = start_processes(_be_rank, arguments, nprocs=RANKS, join=False, start_method="fork")
     try:
         while not ranks.join():
@@ -123,21 +126,16 @@ def _start_ranks(command: str, config: Path, *overrides: str) -> None:
         raise
     except ProcessExitedException as error:
         code = error.exit_code
-        raise RolloutError(f"`megarl {command}` ended with exit code {code}; its messages are above") from None
+        raise RolloutError(f"`megarl {words[0]}` ended with exit code {code}; its messages are above") from None
 
 
-def _be_rank(rank: int, port: int, words: tuple[str, ...]) -> None:
+def _be_rank(rank: int, port: int, words: Sequence[str], work: Callable[[], int | None]) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS), "RANK": str(rank)}
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS)}
     import torch
 
     torch.set_num_threads(1)  # a fork has none of the threads that its parent may have begun, and would wait for them
-    try:
-        code = import_module("megarl.cli").main(words)  # by its name, as torchrun would: this floor lies below it
-    except Exception:
-        traceback.print_exc()
-        code = 1
-    sys.exit(code)
+    sys.exit(run_to_exit(words, work))
 
 
 def _print_summary(out: Path, config: Config, report: Path, seconds: dict[str, float]) -> None:
@@ -145,23 +143,23 @@ def _print_summary(out: Path, config: Config, report: Path, seconds: dict[str, f
     evaluations = [record for record in metrics if record["kind"] == "eval"]
     rates, judged = [record["eval/pass_rate"] for record in evaluations], describe_judged(evaluations[-1], "eval")
     totals = {
-        part: sum(record.get(f"time/{part}_s", 0.0) for record in metrics if record["kind"] in ("step", "eval"))
-        for part in ("rollout", "old_logprobs", "train", "sync", "eval")
+        phase: sum(record.get(f"time/{phase}_s", 0.0) for record in metrics if record["kind"] in ("step", "eval"))
+        for phase in ("rollout", "old_logprobs", "train", "sync", "eval")
     }
-    parts = ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())
+    phases = ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())
     inside = ", ".join(f"{name} {value:.1f}" for name, value in totals.items())
     run, path, megarl = _quoted(config.run_dir), _quoted(out / "quickstart.toml"), program()
-    more = _more_steps(config.run_dir)
+    steps = _more_steps(config.run_dir)
     _say(
         f"done in {sum(seconds.values()):.0f} s: held-out pass rate {rates[0]:.1%} -> {rates[-1]:.1%} "
         f"(best {max(rates):.1%}){judged and f', {judged}'}\n"
-        f"  seconds  {parts}; of the RL: {inside}, the rest to begin and to end\n"
+        f"  seconds  {phases}; of the RL: {inside}, the rest to begin and to end\n"
         f"  report   {report}\n"
         f"  curves   {program('tensorboard')} --logdir {run}/tensorboard\n"
         f"  status   {megarl} status {run}\n"
         f"  memory   {megarl} plan {path}\n"
         f"  evaluate {program('torchrun')} --nproc-per-node {RANKS} -m megarl.cli eval {path} --checkpoint {run}\n"
-        f"  go on    {megarl} launch {path} --run.steps {more}\n"
+        f"  go on    {megarl} launch {path} --run.steps {steps}\n"
         f"  vary     {megarl} launch {path} --run.dir {run}-grpo --train.objective grpo\n"
         f"           more in the comments of {out / 'quickstart.toml'}\n"
         "  note     the task selects behaviour that the model already has, in seconds; a new skill takes longer"

@@ -70,8 +70,8 @@ def _parts(name: str) -> dict[str, Path]:
     launch, model = table["launch"], Path(table["model"]["path"])
     one_node = launch.get("nodes", 1) == 1 and not launch.get("server_nodes")
     layouts = {launch.get("layout", "local"), *(["local"] if one_node else [])}
-    parts = {recipe.name: recipe}
-    parts |= {script: SCRIPTS / script for layout in sorted(layouts) for script in RUNS_ON[layout]}
+    files = {recipe.name: recipe}
+    files |= {script: SCRIPTS / script for layout in sorted(layouts) for script in RUNS_ON[layout]}
     if (MODELS / model.name).is_dir():  # the quickstart makes its own
-        parts[f"{model}/config.json"] = MODELS / model.name / "config.json"
-    return parts
+        files[f"{model}/config.json"] = MODELS / model.name / "config.json"
+    return files

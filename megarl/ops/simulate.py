@@ -126,13 +126,13 @@ def parse_rates(words: Sequence[str]) -> np.ndarray:
 def arms(rates: np.ndarray, budget: Budget) -> list[Arm]:
     """Return the rules to compare. rates: [P]; rules that divide a budget are given them, where a run has estimates."""
     n, keep, size = budget.samples, budget.train_size, rates.size
-    found = [Arm(f"uniform {m}", [Uniform(m)] * size, plotted=m == n) for m in sorted({keep, n, 2 * n})]
+    compared = [Arm(f"uniform {m}", [Uniform(m)] * size, plotted=m == n) for m in sorted({keep, n, 2 * n})]
     for name, make in (("ada-seq-pos", ada_seq_pos), ("ada-seq-balance", ada_seq_balance)):
         arm = Arm(name, [make(keep, round_size=budget.round_size, max_samples=budget.max_samples)] * size)
         # Ada-Seq stops by itself, so no budget can be set: compare with uniform sampling at the same cost.
         same = max(round(evaluate(arm, rates).samples), keep)
-        found += [arm, Arm(f"uniform {same}, {keep} train", [Uniform(same, keep, "balance")] * size, plotted=False)]
-    found.append(Arm(f"dapo {n}", [Uniform(n)] * size, replaces=True, plotted=False))
+        compared += [arm, Arm(f"uniform {same}, {keep} train", [Uniform(same, keep, "balance")] * size, plotted=False)]
+    compared.append(Arm(f"dapo {n}", [Uniform(n)] * size, replaces=True, plotted=False))
     total, high = n * size, max(32, n)
     shares = {
         "allotted, linear": allocate(rates, total, "linear", 2),  # at least 2: one sample has no contrast
@@ -140,15 +140,15 @@ def arms(rates: np.ndarray, budget: Budget) -> list[Arm]:
         "ada-est": allocate_by_weights(budget_weights(rates, "ada_est"), total, 1, high),
         "gvm": gvm_allocate(rates, np.ones(size), total, high=4 * n),
     }
-    return found + [Arm(name, [Allotted((count,)) for count in counts.tolist()]) for name, counts in shares.items()]
+    return compared + [Arm(name, [Allotted((count,)) for count in counts.tolist()]) for name, counts in shares.items()]
 
 
 def evaluate(arm: Arm, rates: np.ndarray) -> Result:
     """Return the exact averages of a rule over prompts with pass rates ``rates`` [P]."""
     # Many prompts have one pass rate and one rule, so each pair is computed once.
     pairs = list(zip(arm.rules, rates.tolist(), strict=True))
-    known = {pair: moments(*pair) for pair in set(pairs)}
-    samples, trained, contrast, variance, signal = np.mean([known[pair] for pair in pairs], axis=0).tolist()
+    results = {pair: moments(*pair) for pair in set(pairs)}
+    samples, trained, contrast, variance, signal = np.mean([results[pair] for pair in pairs], axis=0).tolist()
     precision = signal / variance if variance else 0.0
     if not arm.replaces:
         return Result(arm.name, samples, trained, contrast, contrast, precision)

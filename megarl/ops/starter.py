@@ -85,8 +85,8 @@ def ask(answers: Init) -> Init:
     for name, (question, default, expected) in _QUESTIONS.items():
         while getattr(answers, name) is None:
             try:
-                said = input(f"{question}{f' [{default}]' if default else ''}: ").strip() if asks else ""
-                answered = _answer(answers, name, said or default)
+                answer = input(f"{question}{f' [{default}]' if default else ''}: ").strip() if asks else ""
+                answered = _answer(answers, name, answer or default)
                 if asks:
                     _try(answered)
                 answers = answered
@@ -109,13 +109,13 @@ def _try(answers: Init) -> None:
     )
 
 
-def _answer(answers: Init, name: str, said: str | None) -> Init:
+def _answer(answers: Init, name: str, answer: str | None) -> Init:
     try:
-        if said and said.isprintable():
-            return replace(answers, **{name: said})
+        if answer and answer.isprintable():
+            return replace(answers, **{name: answer})
     except pydantic.ValidationError:
         pass
-    raise ConfigError(f"--{name}: {f'found {said!r:.80}' if said else 'missing'}, expected {_QUESTIONS[name][2]}")
+    raise ConfigError(f"--{name}: {f'found {answer!r:.80}' if answer else 'missing'}, expected {_QUESTIONS[name][2]}")
 
 
 def make_config(answers: Init) -> tuple[str, Config, str | None]:
@@ -149,8 +149,8 @@ def set_key(text: str, dotted: str, value: Any) -> str:
     if section is None:
         return f"{text.rstrip()}\n\n[{table}]\n{line}\n"
     old = section.group()
-    found = re.search(rf"^{key} = (?:\"[^\"]*\"|[^#\n]*[^#\s])", old, re.MULTILINE)
-    new = old.rstrip() + f"\n{line}\n\n" if found is None else old[: found.start()] + line + old[found.end() :]
+    match = re.search(rf"^{key} = (?:\"[^\"]*\"|[^#\n]*[^#\s])", old, re.MULTILINE)
+    new = old.rstrip() + f"\n{line}\n\n" if match is None else old[: match.start()] + line + old[match.end() :]
     return (text[: section.start()] + new + text[section.end() :]).rstrip() + "\n"
 
 
@@ -179,29 +179,29 @@ def _starter_keys(answers: Init, shape: ModelShape | None) -> dict[str, Any]:
     gpus, nodes = answers.gpus or 0, answers.nodes or 1
     ranks, model = max(gpus, 1), Path(answers.model or "")
     engine = answers.engine or ("sglang" if gpus else "local")
-    found: dict[str, Any] = {"rollout.engine": engine, "launch.ranks_per_node": ranks}
+    keys: dict[str, Any] = {"rollout.engine": engine, "launch.ranks_per_node": ranks}
     if nodes > 1:
-        found |= {"launch.layout": "colocated", "launch.nodes": nodes}
+        keys |= {"launch.layout": "colocated", "launch.nodes": nodes}
     if engine == "sglang" and gpus:
-        found |= {"sglang.gpus": list(range(gpus)), "sglang.servers": gpus, "sglang.release_memory": True}
+        keys |= {"sglang.gpus": list(range(gpus)), "sglang.servers": gpus, "sglang.release_memory": True}
     if not gpus:
-        found |= {"rollout.prompts_per_step": 8, "rollout.max_response_tokens": 256}
+        keys |= {"rollout.prompts_per_step": 8, "rollout.max_response_tokens": 256}
     if (model / "tokenizer_config.json").is_file():
         files = [model / "chat_template.jinja", model / "chat_template.json"]
         has_template = '"chat_template"' in (model / "tokenizer_config.json").read_text(errors="replace")
-        found["data.chat_template"] = has_template or any(file.exists() for file in files)
+        keys["data.chat_template"] = has_template or any(file.exists() for file in files)
     if shape is not None:
-        found["parallel.ep"] = math.gcd(shape.num_experts or 1, ranks * nodes)
+        keys["parallel.ep"] = math.gcd(shape.num_experts or 1, ranks * nodes)
         if shape.max_sequence_length < 4096:
             half = shape.max_sequence_length // 2
-            found |= {"data.max_prompt_tokens": half, "rollout.max_response_tokens": half}
-    return found
+            keys |= {"data.max_prompt_tokens": half, "rollout.max_response_tokens": half}
+    return keys
 
 
 def _asked_keys(answers: Init, prompts: int) -> dict[str, Any]:
     """The keys that the answers set, in a recipe too."""
     num = answers.mini_batches or _MINI_BATCHES.get(answers.replay or "none", 1)
-    found = {
+    keys = {
         "run.name": answers.out.stem,
         "model.path": answers.model,
         "data.train": answers.data,
@@ -211,10 +211,10 @@ def _asked_keys(answers: Init, prompts: int) -> dict[str, Any]:
         "launch.gpu_memory_gib": answers.gpu_memory_gib,
     }
     if num > 1:
-        found |= {"train.mini_batches": num, "rollout.prompts_per_step": num * prompts}
+        keys |= {"train.mini_batches": num, "rollout.prompts_per_step": num * prompts}
     if answers.heldout:
-        found["eval.every"] = 20
-    return {key: value for key, value in found.items() if value is not None}
+        keys["eval.every"] = 20
+    return {key: value for key, value in keys.items() if value is not None}
 
 
 def init(answers: Init) -> None:

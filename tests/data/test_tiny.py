@@ -150,18 +150,15 @@ def test_a_folder_of_another_family_is_refused_and_left_as_it_is(tmp_path: Path)
 
 _THREADED = """
 import torch
-import megarl.cli
-from pathlib import Path
-from megarl.ops.quickstart import _start_ranks
+from megarl.ops.quickstart import start_ranks
 
-def work(words):
+def work():
     torch.randn(1 << 21).sum()
     return int(torch.get_num_threads() != 1)
 
 torch.set_num_threads(2)
 torch.randn(1 << 21).sum()
-megarl.cli.main = work
-_start_ranks("train", Path("none"))
+start_ranks(["train"], work)
 """
 
 

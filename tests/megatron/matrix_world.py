@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tiny_world import config
 
 from megarl.config import Config, megatron_fields
+from megarl.megatron.field_values import realize
 from megarl.megatron.model import build_model, transformer_config
 from megarl.megatron.policy import layout_fields
 from megarl.models.shapes import ModelShape
@@ -146,7 +147,7 @@ def settings_of(layout: Mapping[str, Any], variant: Variant) -> Config:
 
 
 def fields_of(settings: Config, variant: Variant, **more: Any) -> TransformerConfig:
-    given = megatron_fields.realize("TransformerConfig", megatron_fields.check(settings.megatron)["TransformerConfig"])
+    given = realize("TransformerConfig", megatron_fields.check(settings.megatron)["TransformerConfig"])
     fields = {**layout_fields(settings), **given, **more}
     return transformer_config(shape_of(variant.router), fields, DTYPES[variant.precision])
 

@@ -1,6 +1,6 @@
 """The tables of a configuration, and ``Tables``: all of them, with the values that follow from several.
 
-A table checks its own keys; ``megarl.config.rules`` checks them against each other. The docstring below a field is its
+A table checks its own keys; ``megarl.config.refusals`` has the rules between them. The docstring below a field is its
 help text. Nothing here imports torch.
 """
 
@@ -65,6 +65,11 @@ class Tables(Table):
     def train_size(self) -> int:
         """sampling.train_size with its default resolved: responses of a prompt that train."""
         return self.sampling.train_size or self.rollout.group_size
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt with the longest response."""
+        return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
     def responses_per_step(self) -> int:

@@ -1,8 +1,11 @@
 """What all tables have in common: their base class and the types of their values."""
 
+from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from megarl.config.rows import Row, refuse
 
 Count = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -20,8 +23,9 @@ class Table(BaseModel):
 
     @model_validator(mode="after")
     def _validate(self) -> Self:
-        self.check()
+        refuse(self.rows())
         return self
 
-    def check(self) -> None:
-        """Raise ValueError or ConfigError if keys do not go together."""
+    def rows(self) -> Iterable[Row]:
+        """Return the rules on this table's own keys; messages begin with the key."""
+        return ()

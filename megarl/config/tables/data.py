@@ -1,11 +1,13 @@
 """The tables about prompts, their judgement and demonstrations: [data], [reward], [reward_model], [sft]."""
 
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.addresses import has_host
+from megarl.config.rows import Row
 from megarl.config.tables.base import Count, NonNegative, Table
 from megarl.config.tables.train import DecayStyle
 from megarl.core.choices.stopping import POSITIVE
@@ -43,9 +45,12 @@ class DataConfig(Table):
             return self.split
         return self.heldout_split
 
-    def check(self) -> None:
-        if self.heldout_split is not None and self.heldout is None:
-            raise ValueError(f"heldout_split: found {self.heldout_split!r} without heldout; set heldout or remove it")
+    def rows(self) -> Iterable[Row]:
+        yield (
+            self.heldout_split is not None and self.heldout is None,
+            f"heldout_split: found {self.heldout_split!r} without heldout",
+            "set heldout or remove it",
+        )
 
 
 class RewardConfig(Table):
@@ -68,12 +73,12 @@ class RewardConfig(Table):
     """Weights of several rewards, by name: your function then returns a reward for each name, and the reward is their
     weighted sum. Default: it returns one number."""
 
-    def check(self) -> None:
-        if self.weights and ":" not in self.function:
-            raise ValueError(
-                f'weights: found {self.weights} with function = "{self.function}", which returns one number; name a '
-                "function of your own that returns several, or remove them"
-            )
+    def rows(self) -> Iterable[Row]:
+        yield (
+            self.weights and ":" not in self.function,
+            f'weights: found {self.weights} with function = "{self.function}", which returns one number',
+            "name a function of your own that returns several, or remove them",
+        )
 
 
 class RewardModelConfig(Table):
@@ -100,16 +105,15 @@ class RewardModelConfig(Table):
     api_key_env: str | None = None
     """Name of the environment variable with the API key of the servers; default: no key is sent."""
 
-    def check(self) -> None:
+    def rows(self) -> Iterable[Row]:
         for url in self.urls:
-            if not (re.fullmatch(r"https?://[^/?#@\s]+(/[^?#@\s]*)?(?<!/)", url) and has_host(url)):
-                raise ValueError(
-                    f"urls: found {url.rpartition('@')[2]}, expected http://host:port (an IPv6 address in brackets) "
-                    "without a slash at the end, a question mark or a password; name a variable in api_key_env for the "
-                    "key"
-                )
-        if "{response}" not in self.text:
-            raise ValueError(f"text: found {self.text!r}, expected {{response}} in it")
+            yield (
+                not (re.fullmatch(r"https?://[^/?#@\s]+(/[^?#@\s]*)?(?<!/)", url) and has_host(url)),
+                f"urls: found {url.rpartition('@')[2]}, expected http://host:port (an IPv6 address in brackets) "
+                "without a slash at the end, a question mark or a password",
+                "name a variable in api_key_env for the key",
+            )
+        yield "{response}" not in self.text, f"text: found {self.text!r}, expected {{response}} in it"
 
 
 class SftConfig(Table):

@@ -4,11 +4,13 @@ That file is data: the schema of a configuration needs the default limits withou
 """
 
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, create_model
 
+from megarl.config.rows import Row
 from megarl.config.tables.base import Table
 
 _LIMITS = Path(__file__).parents[2] / "watch" / "limits.toml"
@@ -23,18 +25,20 @@ class _Steps(Table):
     start_steps: PositiveInt = 5
     """Steps whose median is the run's own start. Checks named *_ratio say nothing before; spikes wait as long."""
 
-    def check(self) -> None:
+    def rows(self) -> Iterable[Row]:
         for name in CHECKS:
             limits = getattr(self, name)
-            if not isinstance(limits, list):
+            if limits == "off":
                 continue
-            if len(limits) not in (1, 2) or min(limits) < 0:
-                raise ValueError(
-                    f'{name}: found {limits}, expected "off", [warning] or [warning, alarm], none negative'
-                )
-            if limits != sorted(limits, reverse=name in FALLING):
-                order = "at most" if name in FALLING else "at least"
-                raise ValueError(f"{name}: found {limits}, expected an alarm of {order} the warning")
+            yield (
+                len(limits) not in (1, 2) or min(limits) < 0,
+                f'{name}: found {limits}, expected "off", [warning] or [warning, alarm], none negative',
+            )
+            order = "at most" if name in FALLING else "at least"
+            yield (
+                limits != sorted(limits, reverse=name in FALLING),
+                f"{name}: found {limits}, expected an alarm of {order} the warning",
+            )
 
 
 def _key(check: dict[str, Any]) -> Any:

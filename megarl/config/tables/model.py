@@ -1,9 +1,11 @@
 """The tables about the policy and how it is spread over ranks: [model], [parallel], [recompute]."""
 
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import Field, PositiveInt
 
+from megarl.config.rows import Row
 from megarl.config.tables.base import Dtype, Table
 
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mlp", "moe", "shared_experts"]
@@ -63,16 +65,15 @@ class ParallelConfig(Table):
         """Whether tensor-parallel ranks split activations along the sequence: Megatron's MoE needs it with tp > 1."""
         return self.tp > 1
 
-    def check(self) -> None:
-        if self.vpp is not None and self.pp == 1:
-            raise ValueError(f"vpp: found {self.vpp} with pp = 1, expected pp > 1; remove vpp or raise pp")
-        if self.vpp == 1:
-            raise ValueError("vpp: found 1, expected 2 or more stages per rank; remove vpp for the plain schedule")
-        if self.expert_tp > self.tp or (self.ep == 1 and self.expert_tp != self.tp):
-            raise ValueError(
-                f"etp: found {self.expert_tp} with tp = {self.tp} and ep = {self.ep}: Megatron reduces such expert "
-                "gradients over the wrong ranks; expected etp = tp, or ep > 1 and etp below tp"
-            )
+    def rows(self) -> Iterable[Row]:
+        plain = self.vpp is not None and self.pp == 1
+        yield plain, f"vpp: found {self.vpp} with pp = 1, expected pp > 1", "remove vpp or raise pp"
+        yield self.vpp == 1, "vpp: found 1, expected 2 or more stages per rank", "remove vpp for the plain schedule"
+        yield (
+            self.expert_tp > self.tp or (self.ep == 1 and self.expert_tp != self.tp),
+            f"etp: found {self.expert_tp} with tp = {self.tp} and ep = {self.ep}: Megatron reduces such expert "
+            "gradients over the wrong ranks; expected etp = tp, or ep > 1 and etp below tp",
+        )
 
 
 class RecomputeConfig(Table):
@@ -87,11 +88,14 @@ class RecomputeConfig(Table):
     modules: list[RecomputeModule] | None = None
     """With selective: which modules; default core_attn."""
 
-    def check(self) -> None:
+    def rows(self) -> Iterable[Row]:
         full_keys = [key for key in ("method", "num_layers") if getattr(self, key) is not None]
-        if self.granularity == "full" and len(full_keys) < 2:
-            raise ValueError('granularity: found "full" without method and num_layers; set e.g. "uniform" and 1')
-        if self.granularity != "full" and full_keys:
-            raise ValueError(f'{full_keys[0]}: goes only with granularity = "full"; remove it')
-        if self.granularity != "selective" and self.modules is not None:
-            raise ValueError('modules: goes only with granularity = "selective"; remove it')
+        yield (
+            self.granularity == "full" and len(full_keys) < 2,
+            'granularity: found "full" without method and num_layers',
+            'set e.g. "uniform" and 1',
+        )
+        for key in full_keys:
+            yield self.granularity != "full", f'{key}: goes only with granularity = "full"', "remove it"
+        misplaced = self.granularity != "selective" and self.modules is not None
+        yield misplaced, 'modules: goes only with granularity = "selective"', "remove it"

@@ -1,11 +1,13 @@
 """The tables about rollouts: [rollout], [environment], [sglang]."""
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.addresses import has_host
 from megarl.config.plugs import EngineKind, engine_kind
+from megarl.config.rows import Row
 from megarl.config.tables.base import Count, Dtype, Table
 
 
@@ -55,28 +57,33 @@ class RolloutConfig(Table):
         """Whether the ids that tokens are drawn from are recorded: at top_p = 1 these are the whole vocabulary."""
         return self.keep_sampling_mask and self.top_p < 1
 
-    def check(self) -> None:
-        kind = self.engine_kind
-        if self.top_p < 1 and not kind.nucleus:
-            raise ValueError(
-                f'top_p: found {self.top_p:g}, expected 1 with engine = "{self.engine}", whose log-probabilities are '
-                "of the whole vocabulary and not of the nucleus that it samples from"
-            )
-        if self.keeps_sets and not kind.kept_sets:
-            raise ValueError(
-                f'keep_sampling_mask: found true with top_p = {self.top_p:g} and engine = "{self.engine}", which does '
-                "not return the ids that it draws from; set it to false, with biased importance weights, or top_p = 1"
-            )
-        if self.one_step_off and not kind.server:
-            raise ValueError(
-                f'one_step_off: found true with engine = "{self.engine}", which samples in the trainer\'s own '
-                'processes and cannot do so while they train; set engine = "sglang"'
-            )
+    def rows(self) -> Iterable[Row]:
+        kind, with_engine = self.engine_kind, f'with engine = "{self.engine}", which'
+        yield (
+            self.top_p < 1 and not kind.nucleus,
+            f'top_p: found {self.top_p:g}, expected 1 with engine = "{self.engine}", whose log-probabilities are of '
+            "the whole vocabulary and not of the nucleus that it samples from",
+        )
+        yield (
+            self.keeps_sets and not kind.kept_sets,
+            f'keep_sampling_mask: found true with top_p = {self.top_p:g} and engine = "{self.engine}", which does not '
+            "return the ids that it draws from",
+            "set it to false, with biased importance weights, or top_p = 1",
+        )
+        yield (
+            self.one_step_off and not kind.server,
+            f"one_step_off: found true {with_engine} samples in the trainer's own processes and cannot do so while "
+            "they train",
+            'set engine = "sglang"',
+        )
         for name in ("fp8_rounding", "fp8_activations", "fp8_kv_cache"):
-            if getattr(self, name) and not (kind.fp8 if name == "fp8_rounding" else kind.fp8_arithmetic):
-                raise ValueError(f'{name}: found true with engine = "{self.engine}", which cannot round so; remove it')
-        if self.fp8_activations and not self.fp8_rounding:
-            raise ValueError("fp8_activations: found true without fp8_rounding, which it adds to; set both, or neither")
+            can = kind.fp8 if name == "fp8_rounding" else kind.fp8_arithmetic
+            yield getattr(self, name) and not can, f"{name}: found true {with_engine} cannot round so", "remove it"
+        yield (
+            self.fp8_activations and not self.fp8_rounding,
+            "fp8_activations: found true without fp8_rounding, which it adds to",
+            "set both, or neither",
+        )
 
 
 class EnvironmentConfig(Table):
@@ -122,17 +129,23 @@ class EnvironmentConfig(Table):
     """Run it without isolation, under resource limits alone, where bubblewrap does not work: the model's code then has
     the network, and reads and writes what the user can."""
 
-    def check(self) -> None:
-        if (self.function == "tools") != bool(self.tools):
-            raise ValueError(
-                f'tools: found {self.tools} with function = {self.function!r}; name tools, with function = "tools"'
-            )
-        if self.format == "block" and len(self.tools) > 1:
-            raise ValueError('tools: found several with format = "block", which names none; use format = "hermes"')
-        if self.observation is not None and "{output}" not in self.observation:
-            raise ValueError(f"observation: found {self.observation!r}, expected {{output}} in it")
-        if self.function is None and self != EnvironmentConfig.model_construct():
-            raise ValueError("function: missing beside other keys; it says what the environment is")
+    def rows(self) -> Iterable[Row]:
+        yield (
+            (self.function == "tools") != bool(self.tools),
+            f"tools: found {self.tools} with function = {self.function!r}",
+            'name tools, with function = "tools"',
+        )
+        unnamed = self.format == "block" and len(self.tools) > 1
+        yield unnamed, 'tools: found several with format = "block", which names none', 'use format = "hermes"'
+        yield (
+            self.observation is not None and "{output}" not in self.observation,
+            f"observation: found {self.observation!r}, expected {{output}} in it",
+        )
+        changed = self != EnvironmentConfig.model_construct()
+        yield (
+            self.function is None and changed,
+            "function: missing beside other keys; it says what the environment is",
+        )
 
 
 class SGLangConfig(Table):
@@ -190,18 +203,15 @@ class SGLangConfig(Table):
     max_restarts: Count = 20
     """Most restarts of a server that dies; those at urls are not restarted."""
 
-    def check(self) -> None:
-        bases = [url.rstrip("/") for url in self.urls]
+    def rows(self) -> Iterable[Row]:
         for url in self.urls:
             is_url = url.startswith(("http://", "https://")) and not url.endswith("/") and has_host(url)
-            if not is_url or bases.count(url) > 1:
-                raise ValueError(
-                    f"urls: found {url}, expected each server once, as http://host:port without a slash (an IPv6 "
-                    "address in brackets)"
-                )
-        if self.urls and self.gpus:
-            raise ValueError("gpus: found together with urls, whose servers run already; set one of them")
-        if len(set(self.gpus)) < len(self.gpus):
-            raise ValueError(f"gpus: found {self.gpus}, expected each GPU once")
-        if self.gpus and len(self.gpus) != self.servers * self.tp:
-            raise ValueError(f"gpus: found {len(self.gpus)}, expected servers * tp = {self.servers * self.tp}")
+            yield (
+                not is_url or sum(url == other.rstrip("/") for other in self.urls) > 1,
+                f"urls: found {url}, expected each server once, as http://host:port without a slash (an IPv6 address "
+                "in brackets)",
+            )
+        gpus, num = self.gpus, self.servers * self.tp
+        yield self.urls and gpus, "gpus: found together with urls, whose servers run already", "set one of them"
+        yield len(set(gpus)) < len(gpus), f"gpus: found {gpus}, expected each GPU once"
+        yield gpus and len(gpus) != num, f"gpus: found {len(gpus)}, expected servers * tp = {num}"

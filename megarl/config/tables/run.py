@@ -1,9 +1,11 @@
 """The tables about the run as a whole: [run], [eval], [checkpoint], [launch], [log]."""
 
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from megarl.config.rows import Row
 from megarl.config.tables.base import Count, NonNegative, Table
 
 
@@ -39,9 +41,9 @@ class EvalConfig(Table):
     sets: dict[str, str] = {}
     """Benchmarks besides data.heldout, name = source: as NAME=SOURCE of `megarl eval --data`."""
 
-    def check(self) -> None:
-        if taken := {"heldout", "pooled"} & {*self.sets}:
-            raise ValueError(f"sets: found the name {taken.pop()}, which means something else; choose another name")
+    def rows(self) -> Iterable[Row]:
+        for name in {"heldout", "pooled"} & {*self.sets}:
+            yield True, f"sets: found the name {name}, which means something else", "choose another name"
 
 
 class CheckpointConfig(Table):
@@ -99,14 +101,17 @@ class LaunchConfig(Table):
         """Ranks of the trainer in all."""
         return self.nodes * self.ranks_per_node
 
-    def check(self) -> None:
-        if self.layout == "local" and self.nodes > 1:
-            raise ValueError(f'nodes: found {self.nodes} with layout = "local", which is one machine; set a layout')
-        if self.apart != bool(self.server_nodes):
-            expected = "at least 1" if self.apart else "0"
-            raise ValueError(
-                f'server_nodes: found {self.server_nodes} with layout = "{self.layout}", expected {expected}'
-            )
+    def rows(self) -> Iterable[Row]:
+        yield (
+            self.layout == "local" and self.nodes > 1,
+            f'nodes: found {self.nodes} with layout = "local", which is one machine',
+            "set a layout",
+        )
+        expected = "at least 1" if self.apart else "0"
+        yield (
+            self.apart != bool(self.server_nodes),
+            f'server_nodes: found {self.server_nodes} with layout = "{self.layout}", expected {expected}',
+        )
 
 
 class LogConfig(Table):

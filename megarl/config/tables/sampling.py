@@ -1,10 +1,12 @@
 """The tables of a configuration that say what is sampled, how much of it, and how it is credited."""
 
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.plugs import check_function, load_plug
+from megarl.config.rows import Row
 from megarl.config.tables.base import Count, NonNegative, Table
 from megarl.core.choices.credit import Combination, Credit, Statistics, Weigh, parse_allocation
 from megarl.core.choices.parts import PoolScale
@@ -86,9 +88,9 @@ class SamplingConfig(Table):
             return ada_seq_balance(train_size, positives=self.positives, negatives=self.negatives, **limits)
         keep = self.subsample or "balance"
         if self.rule not in get_args(Rule):
-            found = load_plug("rule", self.rule, f"one of {', '.join(get_args(Rule))}")
-            check_function("rule", self.rule, found, "asked, positives, negatives")
-            return Own(found, self.max_samples, self.train_size, keep, threshold)
+            function = load_plug("rule", self.rule, f"one of {', '.join(get_args(Rule))}")
+            check_function("rule", self.rule, function, "asked, positives, negatives")
+            return Own(function, self.max_samples, self.train_size, keep, threshold)
         assert self.rule == "uniform", "counts of the other rules are made for each step"
         return Uniform(group_size, self.train_size, "any" if self.train_size is None else keep, threshold)
 
@@ -104,8 +106,8 @@ class SamplingConfig(Table):
         if not self.uses_credit or credit.combination != "unbiased":
             return
         size = self.train_size if self.allotted else self.rule_of(group_size).train_size
-        chosen = self.rule in _SEQUENTIAL or self.subsample != "any"
-        if size is None or (size > 1 and (chosen or (size == group_size and not self.allotted))):
+        classed = self.rule in _SEQUENTIAL or self.subsample != "any"
+        if size is None or (size > 1 and (classed or (size == group_size and not self.allotted))):
             return
         raise ConfigError(
             f'credit.combination: found "unbiased" with sampling.rule = "{self.rule}", which trains on {size} '
@@ -113,11 +115,11 @@ class SamplingConfig(Table):
             'sampling.train_size out, or set 2 or more, and not sampling.subsample = "any"'
         )
 
-    def check(self) -> None:
-        if own := self.rule not in get_args(Rule):
+    def rows(self) -> Iterable[Row]:
+        if custom := self.rule not in get_args(Rule):
             self.rule_of(1)  # tries it
         sequential, rounds = self.rule in _SEQUENTIAL, self.rule in _SEQUENTIAL[:2]
-        counted = own or self.rule in ("uniform", "ada_est")
+        counted = custom or self.rule in ("uniform", "ada_est")
         for key, fits in (
             ("positives", sequential),
             ("negatives", self.rule == "ada_seq_balance"),
@@ -125,18 +127,19 @@ class SamplingConfig(Table):
             ("subsample", counted and self.train_size is not None),
             ("round_size", rounds),
             ("tiers", self.rule == "tiers"),
-            ("max_samples", own or rounds or self.rule == "ada_est"),
+            ("max_samples", custom or rounds or self.rule == "ada_est"),
             ("keep", sequential or self.train_size is not None),
         ):
-            if getattr(self, key) != SamplingConfig.model_fields[key].default and not fits:
-                raise ValueError(
-                    f'{key}: found {getattr(self, key)} with rule = "{self.rule}", which has no use for it here'
-                )
-        if self.refill and self.allotted:
-            raise ValueError(f'refill: found true with rule = "{self.rule}", which chooses its prompts before the step')
+            value = getattr(self, key)
+            is_set = value != SamplingConfig.model_fields[key].default
+            yield is_set and not fits, f'{key}: found {value} with rule = "{self.rule}", which has no use for it here'
+        yield (
+            self.refill and self.allotted,
+            f'refill: found true with rule = "{self.rule}", which chooses its prompts before the step',
+        )
         for key in ("max_prompts", "spare"):
-            if getattr(self, key) and not self.refill:
-                raise ValueError(f"{key}: found {getattr(self, key)} without refill = true; set that or remove this")
+            value = getattr(self, key)
+            yield value and not self.refill, f"{key}: found {value} without refill = true", "set that or remove this"
 
 
 class EstimateConfig(Table):
@@ -166,11 +169,11 @@ class EstimateConfig(Table):
     head_lr: float = Field(default=0.1, gt=0, lt=10)
     """Learning rate of the value head: about how far one of its 8 steps per update moves a logit."""
 
-    def check(self) -> None:
+    def rows(self) -> Iterable[Row]:
         try:
             parse_allocation(self.objective)
         except ConfigError as error:
-            raise ValueError(f'objective: {error}, or "inverse:A", or "ada_est"') from error
+            yield True, f'objective: {error}, or "inverse:A", or "ada_est"'
 
 
 class GvmConfig(Table):

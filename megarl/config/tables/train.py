@@ -1,12 +1,13 @@
 """The tables about the objective and the optimizer: [train], [optim]."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.plugs import check_function, load_plug
+from megarl.config.rows import Row
 from megarl.config.tables.base import Beta, Count, NonNegative, Table
 from megarl.core.choices.parts import OWN_PARTS, Objective
 from megarl.core.choices.records import override
@@ -87,27 +88,27 @@ class TrainConfig(Table):
     @property
     def objective_function(self) -> Callable[[Any], Any] | None:
         """The user's function of the columns, if the objective is one; see ``megarl.core.objectives.functions``."""
-        named = self._named
-        return None if isinstance(named, Objective) else named
+        objective = self._named
+        return None if isinstance(objective, Objective) else objective
 
-    def check(self) -> None:
+    def rows(self) -> Iterable[Row]:
         function = self.objective_function
         if function is not None:
             check_function("objective", self.objective, function, "columns", "an Objective or ")
         for key in self.objective_overrides:
-            if function is not None and key not in _PARTS_AROUND:
-                raise ValueError(
-                    f"objective_overrides.{key}: found with the function {self.objective!r}, which computes masks and "
-                    f"factors itself; expected one of {', '.join(_PARTS_AROUND)}"
-                )
+            yield (
+                function is not None and key not in _PARTS_AROUND,
+                f"objective_overrides.{key}: found with the function {self.objective!r}, which computes masks and "
+                f"factors itself; expected one of {', '.join(_PARTS_AROUND)}",
+            )
         try:
             _ = self.resolved_objective
         except ConfigError as error:
-            raise ValueError(f"objective_overrides: {str(error).removeprefix('objective: ')}") from error
+            yield True, f"objective_overrides: {str(error).removeprefix('objective: ')}"
 
 
-def _load_part(part: str, path: str) -> Any:
-    return check_function(part, path, load_plug(part, path), OWN_PARTS[part])
+def _load_part(key: str, path: str) -> Any:
+    return check_function(key, path, load_plug(key, path), OWN_PARTS[key])
 
 
 class OptimConfig(Table):
@@ -134,10 +135,9 @@ class OptimConfig(Table):
     clip_grad: NonNegative = 1.0
     """Largest global gradient norm; 0 = no clipping."""
 
-    def check(self) -> None:
-        if self.min_lr > self.lr:
-            raise ValueError(f"min_lr: found {self.min_lr}, expected at most lr = {self.lr}")
-        if self.decay_steps is not None and self.warmup_steps >= self.decay_steps:
-            raise ValueError(
-                f"warmup_steps: found {self.warmup_steps}, expected fewer than decay_steps = {self.decay_steps}"
-            )
+    def rows(self) -> Iterable[Row]:
+        yield self.min_lr > self.lr, f"min_lr: found {self.min_lr}, expected at most lr = {self.lr}"
+        yield (
+            self.decay_steps is not None and self.warmup_steps >= self.decay_steps,
+            f"warmup_steps: found {self.warmup_steps}, expected fewer than decay_steps = {self.decay_steps}",
+        )

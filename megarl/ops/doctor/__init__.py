@@ -29,7 +29,7 @@ def doctor(
 
 def examine(path: Path | None = None, overrides: Mapping[str, Any] | None = None, *, trust: bool = False) -> Report:
     """Check the machine, and with a path what the configuration names."""
-    found, config, checks = machine.versions(), None, []
+    releases, config, checks = machine.versions(), None, []
     try:
         config = None if path is None else config_file.load(path, overrides, trust=trust)
     except ConfigError as error:
@@ -37,22 +37,22 @@ def examine(path: Path | None = None, overrides: Mapping[str, Any] | None = None
             raise
         checks = [Check("[megatron]", "failed", "not checked: Megatron-Core, which has its keys, is not installed")]
     if config is None:
-        checks += machine.check_machine(None, found)[0]
-        return Report(None if path is None else str(path), checks, [details.blockers(), details.releases()], found)
+        checks += machine.check_machine(None, releases)[0]
+        return Report(None if path is None else str(path), checks, [details.blockers(), details.releases()], releases)
     layout = details.layout_of(config)
     of_model, shape = inputs.read_model(config)
     if shape is not None:
         check_fit(config, shape)
-    of_inputs = of_model + inputs.check_inputs(config, shape)
+    of_inputs = [*of_model, *inputs.check_inputs(config, shape)]
     failed = {check.name for check in of_inputs if check.status == "failed"}
-    of_machine, has_te = machine.check_machine(config, found, failed)
+    of_machine, has_te = machine.check_machine(config, releases, failed)
     checks += of_machine + of_inputs
     checks += [Check("configuration", "warning", warning) for warning in config.warnings]
     tables = [details.resolved(config, layout, shape)]
-    if found["megatron-core"] is not None:
+    if releases["megatron-core"] is not None:
         tables.append(details.switches(config, has_te and not (shape is not None and shape.norm_over_heads)))
-    if config.rollout.engine_kind.server and found["httpx"] and found["aiohttp"]:
+    if config.rollout.engine_kind.server and releases["httpx"] and releases["aiohttp"]:
         of_servers, table = details.servers(config)
         checks += of_servers
         tables.append(table)
-    return Report(str(path), checks, tables, found)
+    return Report(str(path), checks, tables, releases)

@@ -18,7 +18,10 @@ def blockers() -> Table:
 
 def releases() -> Table:
     rows = [(f"from {dotted(entry.since)}", entry.name, entry.meaning) for entry in CAPABILITIES]
-    rows += [(f"to {dotted(one.last)}" if one.last else "all", one.name, f"refused: {one.meaning}") for one in FAULTS]
+    rows += [
+        (f"to {dotted(fault.last)}" if fault.last else "all", fault.name, f"refused: {fault.meaning}")
+        for fault in FAULTS
+    ]
     title = f"SGLang releases that megarl samples with: {dotted(OLDEST)} to {dotted(NEWEST)}"
     return Table(title, ("releases", "name", "meaning"), rows)
 
@@ -65,14 +68,14 @@ def resolved(config: Config, layout: Layout, shape: ModelShape | None) -> Table:
     if config.environment.function is not None:
         tools = ", ".join(config.environment.tools) or config.environment.function
         rows["environment"] = f"{tools}, up to {config.environment.max_turns} turns"
-    changed = "".join(f", other {part}" for part in config.train.objective_overrides)
+    changed = "".join(f", other {key}" for key in config.train.objective_overrides)
     rows["objective, replay"] = f"{config.train.objective}{changed}; {config.train.replay}"
     if config.train.old_logprobs == "rollout":
         rows["old policy"] = "the engine's (train.old_logprobs)"
     if shape is not None:
         experts = f"top-{shape.topk} of {shape.num_experts} experts" if shape.moe_layers else "dense"
-        asked = "asked for" if wants_routes(config, shape) else "not asked for"
-        rows["model"] = f"{shape.family}, {experts}; routes are {asked}"
+        requested = "asked for" if wants_routes(config, shape) else "not asked for"
+        rows["model"] = f"{shape.family}, {experts}; routes are {requested}"
         if shape.norm_over_heads:
             rows["layers"] = "Megatron's local ones: Transformer Engine has no norm over all heads"
     if config.train.resolved_objective.needs_ref_logprobs:
@@ -82,6 +85,6 @@ def resolved(config: Config, layout: Layout, shape: ModelShape | None) -> Table:
 
 
 def switches(config: Config, has_te: bool) -> Table:
-    found = gpu_defaults.switches(config, on_gpu=True, has_te=has_te)
-    rows = [(each.field, "on" if each.on else "off", each.reason) for each in found]
+    decided = gpu_defaults.switches(config, on_gpu=True, has_te=has_te)
+    rows = [(switch.field, "on" if switch.on else "off", switch.reason) for switch in decided]
     return Table("Keys of [megatron] for speed", ("key", "on GPUs", "because"), rows)

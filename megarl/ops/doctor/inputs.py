@@ -1,4 +1,4 @@
-"""What a configuration names, as far as it can be examined without torch: model, data, keys, disk, [launch]."""
+"""What a configuration names, examined without torch: model, data, keys, disk, servers, [launch]."""
 
 import os
 import shutil
@@ -29,12 +29,12 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.jso
 
 
 def read_model(config: Config) -> tuple[list[Check], ModelShape | None]:
-    """Return (checks, shape); the shape is None without a config.json that can be read."""
+    """Return (checks, shape); the shape is None without a readable config.json."""
     folder = Path(config.model.path)
     if not os.path.lexists(folder / "config.json"):
-        what = f"{folder} has no config.json" if folder.is_dir() else f"there is no folder {folder}"
+        problem = f"{folder} has no config.json" if folder.is_dir() else f"there is no folder {folder}"
         advice = f"download one, `hf download OWNER/MODEL --local-dir {folder}`, or set model.path to one that is here"
-        return [Check("model.path", "failed", what, "a Hugging Face checkpoint folder", advice)], None
+        return [Check("model.path", "failed", problem, "a Hugging Face checkpoint folder", advice)], None
     try:
         shape = read_shape(folder)
     except (MegarlError, OSError, ValueError) as error:
@@ -59,36 +59,34 @@ def read_model(config: Config) -> tuple[list[Check], ModelShape | None]:
 def require_inputs(config: Config, stage: Literal["rl", "sft", "eval"] = "rl") -> None:
     """ConfigError for files, keys and functions without which a stage cannot begin.
 
-    It takes less than a second, and comes before torch and Megatron are imported. The data of an evaluation are
-    checked with its request.
+    Takes less than a second, before torch and Megatron are imported. The data of an evaluation are checked with the
+    evaluation's request.
     """
     checks = [*read_model(config)[0], *_check_keys(config)]
     if stage != "eval":
         checks += [check for check in _check_data(config) if (check.name == "sft.data") == (stage == "sft")]
     checks += _check_reward(config) if stage == "rl" else []
-    if failed := [check for check in checks if check.status == "failed"]:
-        raise ConfigError("; ".join(f"{check.name}: {check.says()}" for check in failed))
+    if failed := [f"{check.name}: {check.says()}" for check in checks if check.status == "failed"]:
+        raise ConfigError("; ".join(failed))
 
 
-def check_inputs(config: Config, shape: ModelShape | None) -> list[Check]:
-    """Data, keys, disk, servers that run, and [launch]."""
-    return [
-        *_check_data(config),
-        *_check_reward(config),
-        *_check_keys(config),
-        _check_disk(config, shape),
-        *_check_urls(config),
-        *_check_launch(config),
-    ]
+def check_inputs(config: Config, shape: ModelShape | None) -> Iterator[Check]:
+    """Yield checks of data, reward, keys, disk, running servers and [launch]."""
+    yield from _check_data(config)
+    yield from _check_reward(config)
+    yield from _check_keys(config)
+    yield _check_disk(config, shape)
+    yield from _check_urls(config)
+    yield from _check_launch(config)
 
 
 def _check_data(config: Config) -> Iterator[Check]:
-    data, fields = config.data, (config.data.prompt_field, config.data.answer_field)
+    data, fields, sft = config.data, (config.data.prompt_field, config.data.answer_field), config.sft
     yield _check_source("data.train", data.train, data.split, fields)
     if data.heldout is not None:
         yield _check_source("data.heldout", data.heldout, data.resolved_heldout_split, fields)
-    if config.sft is not None:
-        yield _check_source("sft.data", config.sft.data, None, (config.sft.prompt_field, config.sft.response_field))
+    if sft is not None:
+        yield _check_source("sft.data", sft.data, None, (sft.prompt_field, sft.response_field))
     for name, source in config.eval.sets.items():
         if source.endswith(FILES):
             yield _check_source(f"eval.sets.{name}", source, None, ())
@@ -100,28 +98,27 @@ def _check_source(key: str, source: str, split: str | None, fields: tuple[str, .
     if path.is_dir():
         return Check(key, "ok", f"the folder {source}, which is read when the run starts")
     if not path.is_file() and path.suffix not in FILES:
-        what = f"{source} is no file here; the run will ask the Hugging Face Hub for a data set of this name"
-        return Check(key, "warning", what, advice="correct the path if a file was meant")
+        problem = f"{source} is no file here; the run will ask the Hugging Face Hub for a data set of this name"
+        return Check(key, "warning", problem, advice="correct the path if a file was meant")
     try:
         place, record = next(read_records(source, split=split, limit=1))
         for field in fields:
             get_field(record, field, place)
     except ImportError as error:
-        what = f"{source} cannot be read without {error.name}"
-        return Check(key, "failed", what, advice="pip install 'megarl[train]'")
+        problem = f"{source} cannot be read without {error.name}"
+        return Check(key, "failed", problem, advice="pip install 'megarl[train]'")
     except (MegarlError, OSError) as error:
         return Check(key, "failed", str(error))
     return Check(key, "ok", f"{source}, first record has {', '.join(fields) or 'fields'}")
 
 
-def _check_reward(config: Config) -> list[Check]:
+def _check_reward(config: Config) -> Iterator[Check]:
     try:
         if ":" in config.reward.function:
-            with redirect_stdout(sys.stderr):  # what a module prints is no part of the report
+            with redirect_stdout(sys.stderr):  # the report has stdout for itself
                 load_reward(config.reward.function, config.reward_model)
     except ConfigError as error:
-        return [Check("reward.function", "failed", str(error))]
-    return []
+        yield Check("reward.function", "failed", str(error))
 
 
 def _check_keys(config: Config) -> Iterator[Check]:
@@ -132,17 +129,17 @@ def _check_keys(config: Config) -> Iterator[Check]:
             yield Check(key, "failed", f"the environment has no variable {variable}", advice="export it")
     signed_in = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") == "offline"
     if config.log.wandb_project and not signed_in and not Path("~/.netrc").expanduser().is_file():
-        what = "neither WANDB_API_KEY nor ~/.netrc"
-        yield Check("log.wandb_project", "failed", what, advice="run `wandb login`, or set WANDB_MODE=offline")
+        advice = "run `wandb login`, or set WANDB_MODE=offline"
+        yield Check("log.wandb_project", "failed", "neither WANDB_API_KEY nor ~/.netrc", advice=advice)
 
 
-def _named_variables(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """Keys that end in _env, of tables in tables too, and the variables that they name."""
+def _named_variables(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (key, variable) for keys that end in _env, also in nested tables."""
     for key, value in table.items():
         if isinstance(value, Mapping):
-            yield from _named_variables(value, f"{above}{key}.")
+            yield from _named_variables(value, f"{prefix}{key}.")
         elif key.endswith("_env") and isinstance(value, str):
-            yield f"{above}{key}", value
+            yield f"{prefix}{key}", value
 
 
 def _check_disk(config: Config, shape: ModelShape | None) -> Check:
@@ -151,36 +148,36 @@ def _check_disk(config: Config, shape: ModelShape | None) -> Check:
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return Check("run.dir", "failed", f"{existing} cannot be written", "a folder that you can write")
     free = shutil.disk_usage(existing).free
-    found = f"{free / 2**30:.1f} GiB free in {existing}"
+    room = f"{free / 2**30:.1f} GiB free in {existing}"
     try:
         from megarl.ops.plan.layout import count_model
 
-        parameters = None if shape is None else count_model(shape).total
+        parameters = 0 if shape is None else count_model(shape).total
     except ImportError:  # no torch
-        parameters = None
-    if parameters is None:
-        return Check("run.dir", "ok", f"{found}; the size of a checkpoint is not known")
+        parameters = 0
+    if not parameters:
+        return Check("run.dir", "ok", f"{room}; the size of a checkpoint is not known")
     element = 4 if config.model.dtype == "fp32" else 2
-    # Adam keeps two moments in fp32 for each weight, and a main weight unless the weights are fp32.
-    one = parameters * (element + (8 if element == 4 else 12))
+    # Adam keeps two fp32 moments of each weight, and an fp32 main weight unless the weights are fp32.
+    checkpoint = parameters * (element + (8 if element == 4 else 12))
     number = 1 + config.checkpoint.keep if config.checkpoint.every else 1
     on_disk = (config.weight_sync == "disk") + (config.sglang.spare_weights == "disk")
     copies = 2 * on_disk * element * parameters if config.rollout.engine_kind.server else 0
-    needed = one * number + copies
-    expected = f"{needed / 2**30:.1f} GiB: {number} checkpoints of {one / 2**30:.1f} GiB"
+    needed = checkpoint * number + copies
+    expected = f"{needed / 2**30:.1f} GiB: {number} checkpoints of {checkpoint / 2**30:.1f} GiB"
     expected += f", {copies / 2**30:.1f} GiB of weights for servers" if copies else ""
     if free < needed:
-        return Check("run.dir", "failed", found, expected, "make room, or set run.dir to another disk")
-    return Check("run.dir", "ok", f"{found}; the run takes {expected}")
+        return Check("run.dir", "failed", room, expected, "make room, or set run.dir to another disk")
+    return Check("run.dir", "ok", f"{room}; the run takes {expected}")
 
 
 def _check_urls(config: Config) -> Iterator[Check]:
-    """Whether something listens; megarl.engines.sglang.check asks SGLang's servers more."""
+    """Connect to each reward server; ``megarl.engines.sglang.check`` examines SGLang's servers."""
     for url in config.reward_model.urls:
-        parts = urlsplit(url)
+        address = urlsplit(url)
         try:
-            port = parts.port or (443 if parts.scheme == "https" else 80)
-            socket.create_connection((parts.hostname or "", port), _WAIT_S).close()
+            port = address.port or (443 if address.scheme == "https" else 80)
+            socket.create_connection((address.hostname or "", port), _WAIT_S).close()
             yield Check("reward_model.urls", "ok", f"{url} listens")
         except (OSError, ValueError) as error:
             advice = "start the server, or correct the URL"
@@ -190,41 +187,39 @@ def _check_urls(config: Config) -> Iterator[Check]:
 def _check_launch(config: Config) -> Iterator[Check]:
     launch = config.launch
     servers = config.sglang.servers if config.rollout.engine_kind.server and not config.sglang.urls else 0
-    where = f"{launch.server_nodes} nodes of their own" if launch.apart else "each of these nodes"
-    found = f"{launch.layout}: {launch.nodes} x {launch.ranks_per_node} ranks"
-    found += f", {servers} SGLang servers on {where}" if servers else ""
+    place = f"{launch.server_nodes} nodes of their own" if launch.apart else "each of these nodes"
+    layout = f"{launch.layout}: {launch.nodes} x {launch.ranks_per_node} ranks"
+    layout += f", {servers} SGLang servers on {place}" if servers else ""
     for variable in ("MEGARL_SETUP", "MEGARL_PYTHON"):
-        named = os.environ.get(variable)
-        if named and not (Path(named).is_file() or shutil.which(named)):
-            yield Check(variable, "failed", f"there is no file {named}", advice="correct the variable, or unset it")
-    if launch.layout == "local":
-        yield Check("launch", "ok", found)
-        return
-    if absent := [name for name in ("sbatch", "srun", "scontrol") if shutil.which(name) is None]:
-        advice = 'add Slurm\'s commands to PATH, or set launch.layout = "local"'
-        yield Check("launch.layout", "failed", f'"{launch.layout}" without {", ".join(absent)}', "Slurm", advice)
-    if launch.stop_grace_s >= _SIGNAL_S:
-        expected = f"less than the {_SIGNAL_S} s of --signal in the scripts"
-        yield Check("launch.stop_grace_s", "warning", f"{launch.stop_grace_s:g}", expected, "lower it")
-    try:
-        steps.srun([])
-        if "SLURM_JOB_ID" in os.environ:
-            topology.find(config, os.environ)
-    except ConfigError as error:
-        yield Check("launch", "failed", str(error))
-        return
-    if "SLURM_JOB_ID" not in os.environ:
-        nodes = f" --nodes {launch.nodes + launch.server_nodes}" if launch.layout != "heterogeneous" else ""
-        found += f"; `sbatch{nodes} {launch.layout}.sbatch CONFIG` (`megarl recipes copy` gives the script)"
-    yield Check("launch", "ok", found)
+        program = os.environ.get(variable)
+        if program and not (Path(program).is_file() or shutil.which(program)):
+            yield Check(variable, "failed", f"there is no file {program}", advice="correct the variable, or unset it")
+    if launch.layout != "local":
+        if absent := [name for name in ("sbatch", "srun", "scontrol") if shutil.which(name) is None]:
+            advice = 'add Slurm\'s commands to PATH, or set launch.layout = "local"'
+            yield Check("launch.layout", "failed", f'"{launch.layout}" without {", ".join(absent)}', "Slurm", advice)
+        if launch.stop_grace_s >= _SIGNAL_S:
+            expected = f"less than the {_SIGNAL_S} s of --signal in the scripts"
+            yield Check("launch.stop_grace_s", "warning", f"{launch.stop_grace_s:g}", expected, "lower it")
+        try:
+            steps.srun([])
+            if "SLURM_JOB_ID" in os.environ:
+                topology.find(config, os.environ)
+        except ConfigError as error:
+            yield Check("launch", "failed", str(error))
+            return
+        if "SLURM_JOB_ID" not in os.environ:
+            nodes = f" --nodes {launch.nodes + launch.server_nodes}" if launch.layout != "heterogeneous" else ""
+            layout += f"; `sbatch{nodes} {launch.layout}.sbatch CONFIG` (`megarl recipes copy` gives the script)"
+    yield Check("launch", "ok", layout)
 
 
 def check_gpus(config: Config, gpus: int) -> Iterator[Check]:
-    """Whether the GPUs of this machine are enough, where the run is to be on it."""
+    """Yield checks that a local run has enough GPUs on this machine; none for a machine without GPUs."""
     if config.launch.layout != "local" or not gpus:
         return
     if config.launch.ranks_per_node > gpus:
-        found = f"{config.launch.ranks_per_node} on a machine with {gpus} GPUs"
-        yield Check("launch.ranks_per_node", "failed", found, "a GPU for each rank", "lower it")
+        problem = f"{config.launch.ranks_per_node} on a machine with {gpus} GPUs"
+        yield Check("launch.ranks_per_node", "failed", problem, "a GPU for each rank", "lower it")
     if config.sglang.gpus and max(config.sglang.gpus) >= gpus and config.rollout.engine_kind.server:
         yield Check("sglang.gpus", "failed", f"{config.sglang.gpus}", f"0 to {gpus - 1}", "name GPUs that are there")

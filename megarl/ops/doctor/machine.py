@@ -41,17 +41,17 @@ def _version(distribution: str) -> str | None:
 
 
 def check_machine(
-    config: Config | None, found: dict[str, str | None], failed: Collection[str] = ()
+    config: Config | None, releases: dict[str, str | None], failed: Collection[str] = ()
 ) -> tuple[list[Check], bool]:
     """Return (checks, whether layers of Transformer Engine are used). ``failed``: inputs that need not be tried."""
-    missing = {name for name in _TRAIN if found[name] is None}
-    if config is not None and config.log.wandb_project and found["wandb"] is None:
+    missing = {name for name in _TRAIN if releases[name] is None}
+    if config is not None and config.log.wandb_project and releases["wandb"] is None:
         missing.add("wandb")
     checks = [Check("Python", "ok", platform.python_version())]
     for name in sorted(missing):
         advice = "pip install wandb" if name == "wandb" else "pip install 'megarl[train]'"
         checks.append(Check(name, "failed", "not installed", advice=advice))
-    checks += _check_megatron(found["megatron-core"], config is None or config.train.replay != "none")
+    checks += _check_megatron(releases["megatron-core"], config is None or config.train.replay != "none")
     facts: dict[str, Any] = {}
     if "torch" not in missing:
         absent = {name.replace("-", "_") for name in (*missing, *(c.name for c in checks if c.status == "failed"))}
@@ -59,10 +59,10 @@ def check_machine(
         checks += tried
     if "torch" in facts:
         checks += [_check_devices(facts), *(check_gpus(config, facts["gpus"]) if config else ())]
-    has_te = bool(facts.get("has_te")) if facts.get("gpus") else found["transformer-engine"] is not None
-    checks += [_check_te(found["transformer-engine"], facts)]
+    has_te = bool(facts.get("has_te")) if facts.get("gpus") else releases["transformer-engine"] is not None
+    checks += [_check_te(releases["transformer-engine"], facts)]
     if config is None or (config.rollout.engine_kind.server and not config.sglang.urls):
-        checks.append(_check_sglang(config, found["sglang"]))
+        checks.append(_check_sglang(config, releases["sglang"]))
     if config is None or ("python" in config.environment.tools and not config.environment.python_limits_alone):
         checks += _check_bubblewrap(is_needed=config is not None)
     return checks, has_te
@@ -72,8 +72,8 @@ def _check_devices(facts: dict[str, Any]) -> Check:
     if facts["gpus"]:
         return Check("devices", "ok", f"{facts['gpus']} x {facts['gpu']} (CUDA {facts['cuda']}); trains over NCCL")
     if has_gpu():
-        what = f"a GPU, which torch {facts['torch']} cannot use (built for CUDA {facts['cuda']})"
-        return Check("devices", "failed", what, advice="install a torch for CUDA that fits the driver")
+        problem = f"a GPU, which torch {facts['torch']} cannot use (built for CUDA {facts['cuda']})"
+        return Check("devices", "failed", problem, advice="install a torch for CUDA that fits the driver")
     return Check("devices", "ok", f"no GPU, {os.cpu_count()} CPU cores; trains on the CPU over gloo")
 
 
@@ -88,8 +88,8 @@ def _check_megatron(release: str | None, replays: bool) -> list[Check]:
         root = megatron_fields.source_root()
     except ConfigError:
         newer = " (0.17 and later need Python 3.12)" if sys.version_info < (3, 12) else ""
-        wanted = f"{megatron_fields.RELEASES}{newer}"
-        return [Check("megatron-core", "failed", "not installed", wanted, "pip install 'megarl[megatron]'")]
+        expected = f"{megatron_fields.RELEASES}{newer}"
+        return [Check("megatron-core", "failed", "not installed", expected, "pip install 'megarl[megatron]'")]
     moe = root / "transformer" / "moe"
     checks = [Check("megatron-core", "ok", release or f"source at {root}")]
     # The router must hold a replay object, and the top-k function must call it.
@@ -100,16 +100,16 @@ def _check_megatron(release: str | None, replays: bool) -> list[Check]:
         status, advice = "failed" if replays else "warning", "run `megarl patch apply`"
         checks.append(Check("replay hook", status, "this Megatron-Core cannot replay routes", advice=advice))
     if (moe / "paged_stash.py").is_file() and importlib.util.find_spec("triton") is None:
-        why = "not installed; Megatron-Core imports it from 0.18 on without declaring it"
-        checks.append(Check("triton", "failed", why, advice="pip install triton"))
+        problem = "not installed; Megatron-Core imports it from 0.18 on without declaring it"
+        checks.append(Check("triton", "failed", problem, advice="pip install triton"))
     return checks
 
 
 def _check_te(release: str | None, facts: dict[str, Any]) -> Check:
     name, advice = "transformer-engine", "pip install 'megarl[gpu]'"
     if facts.get("te_problem"):
-        what = f"{release} cannot be imported ({facts['te_problem']}): GPUs train with the slower local layers"
-        return Check(name, "warning", what, advice=f"install one that fits torch: {advice}")
+        problem = f"{release} cannot be imported ({facts['te_problem']}): GPUs train with the slower local layers"
+        return Check(name, "warning", problem, advice=f"install one that fits torch: {advice}")
     if release is None:
         slower = "not installed: GPUs train with the slower local layers"
         return Check(name, "warning" if has_gpu() else "ok", slower, advice=advice)
@@ -119,16 +119,16 @@ def _check_te(release: str | None, facts: dict[str, Any]) -> Check:
     return Check(name, "ok", f"{release}; used on GPUs")
 
 
-def _check_sglang(config: Config | None, here: str | None) -> Check:
+def _check_sglang(config: Config | None, release: str | None) -> Check:
     """In the environment that the configuration names, or in this one. Its servers are judged elsewhere."""
     python = Path((config.sglang if config else SGLangConfig()).python)
     try:
         return Check("sglang", "ok", f"{installed_release(python)} in {python}")
     except ConfigError as error:
-        found = f"{here} in this environment; {error}" if here else str(error)
-    own = f"make a venv of its own, there `pip install 'sglang=={dotted(NEWEST)}'`, and set sglang.python"
-    advice = own if has_gpu() else f"on a CPU run `make sglang-cpu`; on GPUs {own}"
-    return Check("sglang", "ok" if config is None else "failed", found, advice=f"{advice} (docs/sglang.md)")
+        problem = f"{release} in this environment; {error}" if release else str(error)
+    advice_gpu = f"make a venv of its own, there `pip install 'sglang=={dotted(NEWEST)}'`, and set sglang.python"
+    advice = advice_gpu if has_gpu() else f"on a CPU run `make sglang-cpu`; on GPUs {advice_gpu}"
+    return Check("sglang", "ok" if config is None else "failed", problem, advice=f"{advice} (docs/sglang.md)")
 
 
 def _check_bubblewrap(*, is_needed: bool) -> list[Check]:

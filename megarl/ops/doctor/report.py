@@ -53,11 +53,11 @@ class Report:
 
     def _lines(self, status: Status) -> dict[str, dict[str, None]]:
         """What checks of a status say -> their names, each once: packages that are missing share a line."""
-        found: dict[str, dict[str, None]] = {}
+        lines: dict[str, dict[str, None]] = {}
         for check in self.checks:
             if check.status == status:
-                found.setdefault(check.says(), {})[check.name] = None
-        return found
+                lines.setdefault(check.says(), {})[check.name] = None
+        return lines
 
     def to_text(self) -> str:
         failed = self._lines("failed")
@@ -76,5 +76,5 @@ class Report:
         details = {t.title: [dict(zip(t.headings, row, strict=True)) for row in t.rows] for t in self.tables}
         verdict = "ready" if self.ready else "not ready"
         checks = [asdict(check) for check in self.checks]
-        found = {"verdict": verdict, "config": self.config, "checks": checks, "versions": self.versions}
-        return json.dumps({**found, "details": details}, indent=2)
+        report = {"verdict": verdict, "config": self.config, "checks": checks, "versions": self.versions}
+        return json.dumps({**report, "details": details}, indent=2)

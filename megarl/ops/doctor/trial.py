@@ -41,8 +41,8 @@ def run_trial(
     """
     environment = safe_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     words = [sys.executable, "-W", "ignore", "-m", "megarl.ops.doctor.trial"]
-    asked = None if config is None else config.model_dump_json()
-    request = json.dumps({"config": asked, "failed": sorted(failed)})
+    config_json = None if config is None else config.model_dump_json()
+    request = json.dumps({"config": config_json, "failed": sorted(failed)})
     try:
         ended = subprocess.run(
             words, input=request.encode(), capture_output=True, timeout=TIME_LIMIT_S, env=environment
@@ -51,18 +51,18 @@ def run_trial(
         errors = ended.stderr.decode(errors="replace").strip().splitlines()
     except subprocess.TimeoutExpired as error:
         output, code, errors = error.stdout or b"", None, []
-    checks, facts, begun = [], {}, "Python"
+    checks, facts, attempt = [], {}, "Python"
     for line in output.decode(errors="replace").splitlines():
-        told = json.loads(line.removeprefix(_MARK)) if line.startswith(_MARK) else {}
-        begun = told.get("begin", begun)
-        facts |= told.get("facts", {})
+        message = json.loads(line.removeprefix(_MARK)) if line.startswith(_MARK) else {}
+        attempt = message.get("begin", attempt)
+        facts |= message.get("facts", {})
         if note := facts.pop("note", ""):
-            checks.append(Check(begun, "ok", note))
-        if "error" in told and told["module"] not in absent:
-            checks.append(Check(begun, "failed", told["error"], advice=told["advice"]))
+            checks.append(Check(attempt, "ok", note))
+        if "error" in message and message["module"] not in absent:
+            checks.append(Check(attempt, "failed", message["error"], advice=message["advice"]))
     if code != 0:
-        how = f"takes longer than {TIME_LIMIT_S:.0f} s" if code is None else _how_it_ended(code, errors)
-        checks.append(Check(begun, "failed", f"trying it {how}", advice=_advice(begun)))
+        ending = f"takes longer than {TIME_LIMIT_S:.0f} s" if code is None else _how_it_ended(code, errors)
+        checks.append(Check(attempt, "failed", f"trying it {ending}", advice=_advice(attempt)))
     return checks, facts
 
 
@@ -77,7 +77,8 @@ def _advice(name: str) -> str:
 
 
 def _torch() -> dict[str, Any]:
-    torch = importlib.import_module("torch")
+    import torch
+
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     name = torch.cuda.get_device_name(0) if count else None
     return {"gpus": count, "gpu": name, "torch": torch.__version__, "cuda": torch.version.cuda}
@@ -85,8 +86,10 @@ def _torch() -> dict[str, Any]:
 
 def _trainer() -> dict[str, Any]:
     enable_cpu()
-    importlib.import_module("megarl.trainer.loop")
-    has_te, problem = importlib.import_module("megarl.stand_ins.te").find_te()
+    import megarl.trainer.loop  # noqa: F401
+    from megarl.stand_ins import te
+
+    has_te, problem = te.find_te()
     return {"has_te": has_te, "te_problem": problem}
 
 
@@ -127,8 +130,8 @@ def _read_inputs(config: Config, failed: Collection[str]) -> None:
         load_model_tokenizer(config.model)
         return
     is_here = data.heldout is not None and Path(data.heldout).exists()
-    here = {"data": data.model_copy(update={} if is_here else {"heldout": None})}
-    inputs = read_inputs(config.model_copy(update=here | {"eval": config.eval.model_copy(update={"sets": sets})}))
+    present = {"data": data.model_copy(update={} if is_here else {"heldout": None})}
+    inputs = read_inputs(config.model_copy(update=present | {"eval": config.eval.model_copy(update={"sets": sets})}))
     try:
         if config.reward.function != "reward_model":  # whose servers may start later
             first = inputs.prompts[0]
@@ -152,8 +155,8 @@ def _read_weights(folder: str) -> dict[str, Any]:
 def _try(name: str, attempt: Attempt) -> None:
     _tell(begin=name)
     try:
-        found = attempt()
-        _tell(facts=found if isinstance(found, dict) else {})
+        facts = attempt()
+        _tell(facts=facts if isinstance(facts, dict) else {})
     except MegarlError as error:
         _tell(error=" ".join(str(error).split()), module=None, advice="")
     except Exception as error:  # a broken package fails with whatever its shared libraries raise

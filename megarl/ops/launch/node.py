@@ -43,12 +43,14 @@ def environment(launch: Mapping[str, Any], node: int) -> dict[str, str]:
     """Environment variables that torchrun and its ranks also need: log lines without a prefix, and the interface with
     this node's address, because host names need not resolve."""
     address = read_topology(launch).trainers[node].address
-    addresses = {name: {each.address.split("%")[0] for each in found} for name, found in psutil.net_if_addrs().items()}
-    interface = next((name for name, found in addresses.items() if address in found), None)
-    wanted = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": " ", "OMP_NUM_THREADS": "1"}
+    addresses = {
+        name: {entry.address.split("%")[0] for entry in values} for name, values in psutil.net_if_addrs().items()
+    }
+    interface = next((name for name, values in addresses.items() if address in values), None)
+    variables = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": " ", "OMP_NUM_THREADS": "1"}
     if interface is not None and len(launch["topology"]["trainers"]) > 1:
-        wanted |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # NCCL takes prefixes
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+        variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # NCCL takes prefixes
+    return {name: value for name, value in variables.items() if name not in os.environ}
 
 
 def run_ranks(words: Sequence[str], log: Path, folder: Path) -> int:
@@ -60,7 +62,9 @@ def run_ranks(words: Sequence[str], log: Path, folder: Path) -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
     logging.root.addHandler(_LogFile(log))
     for logger in logging.root.manager.loggerDict.values():
-        if isinstance(logger, logging.Logger) and any(type(each) is logging.StreamHandler for each in logger.handlers):
+        if isinstance(logger, logging.Logger) and any(
+            type(handler) is logging.StreamHandler for handler in logger.handlers
+        ):
             logger.handlers = [_LogFile(log)]
     try:
         run.run(run.parse_args(words))
@@ -106,14 +110,14 @@ def find_cause(failures: Mapping[int, Any]) -> int:
 def _write_cause(rank: int, exit_code: int, folder: Path) -> None:
     """Leave for the launcher how the first rank ended. A rank that is killed can write no error itself, and what the
     others write of it is only that they lost it."""
-    where = f"rank {rank} on {socket.gethostname()}"
+    place = f"rank {rank} on {socket.gethostname()}"
     if exit_code < 0:
-        killed = MegarlError(f"{where} was killed by {signal.Signals(-exit_code).name}")
+        killed = MegarlError(f"{place} was killed by {signal.Signals(-exit_code).name}")
         write_failure(killed, is_cause=True)
     elif exit_code == 1:  # an error that is not megarl's
         sign = read_record(rank_file(folder, rank))
-        own = sign.get("error") if sign.get("attempt") == os.environ.get("MEGARL_ATTEMPT") else None
-        write_failure(MegarlError(f"{where} ended with exit code 1" + (f": {own}" if own else "")))
+        error = sign.get("error") if sign.get("attempt") == os.environ.get("MEGARL_ATTEMPT") else None
+        write_failure(MegarlError(f"{place} ended with exit code 1" + (f": {error}" if error else "")))
 
 
 def main(words: list[str]) -> int:

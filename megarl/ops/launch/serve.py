@@ -64,10 +64,10 @@ def _listen_for_end(file: Path, launch: str) -> threading.Event:
 def main(words: list[str]) -> int:
     """The step; returns its exit code: 0, 1 if the server failed, 2 for bad input."""
     launch_file, index = Path(words[0]), int(words[1])
-    rest, overrides = config_file.split_overrides(json.loads(launch_file.read_text())["server_command"])
+    words_left, overrides = config_file.split_overrides(json.loads(launch_file.read_text())["server_command"])
     try:
         with say_what_ends(f"server {index}", "the launcher starts it again"):
-            serve(config_file.load(Path(rest[-1]), overrides, trust="--trust" in rest), launch_file, index)
+            serve(config_file.load(Path(words_left[-1]), overrides, trust="--trust" in words_left), launch_file, index)
     except MegarlError as error:
         print(f"megarl: error: server {index}: {printable(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1

@@ -67,11 +67,11 @@ def srun(nodes: Sequence[Node], *, het_group: int | None = None) -> list[str]:
     words += ["--overlap", "--mem=0", "--cpu-bind=none", "--kill-on-bad-exit=1", "--export=ALL"]
     if het_group is not None:
         words.append(f"--het-group={het_group}")
-    more = os.environ.get("MEGARL_SRUN_ARGS", "")
+    extra = os.environ.get("MEGARL_SRUN_ARGS", "")
     try:
-        return [*words, *shlex.split(more)]
+        return [*words, *shlex.split(extra)]
     except ValueError as error:
-        raise ConfigError(f"MEGARL_SRUN_ARGS: found {more!r}, expected words in shell syntax: {error}") from None
+        raise ConfigError(f"MEGARL_SRUN_ARGS: found {extra!r}, expected words in shell syntax: {error}") from None
 
 
 def ready_file(launch_file: Path, index: int) -> Path:
@@ -112,27 +112,27 @@ class ServerSteps:
 
         Then the server is left to the trainer, which decides whether it can continue without it.
         """
-        found = False
+        restarted = False
         for index, step in enumerate(self._steps):
             if step.code is not None and self._restarts[index] < self._config.sglang.max_restarts:
                 self._restarts[index] += 1
                 self._tell(f"{step.name} ended with exit code {step.code}; starting it again")
                 self._steps[index] = self._start_step(index)
-                found = True
-        return found
+                restarted = True
+        return restarted
 
     def find_failed(self) -> list[str]:
         """What is known of the steps that have ended before their server answered; ConfigError for bad input."""
-        found = []
+        failures = []
         for index, step in enumerate(self._steps):
             if step.code is not None and not ready_file(self._launch_file, index).exists():
-                found.append(
+                failures.append(
                     f"{step.name} ended with exit code {step.code} before it was ready, after {self._restarts[index]} "
                     f"restarts; see {self._log(index)}"
                 )
                 if step.code == BAD_INPUT:
-                    raise ConfigError(found[-1])
-        return found
+                    raise ConfigError(failures[-1])
+        return failures
 
     def stop(self) -> None:
         """Ask all steps to end, and kill those that do not in time."""

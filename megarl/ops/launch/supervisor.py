@@ -86,7 +86,7 @@ class Supervisor:
         while True:
             if not self._wait_for_servers(first=self._attempt == 0):
                 return STOPPED
-            before = newest_checkpoint(self.folder) or ""
+            checkpoint = newest_checkpoint(self.folder) or ""
             code = self._train()
             status = self._status()
             if status.get("state") == "finished":
@@ -99,27 +99,29 @@ class Supervisor:
             if status.get("state") == "stopped" and code != 128 + signal.SIGKILL:
                 self._wait_for_slurm()
                 return STOPPED
-            found = read_record(self._failure_file)
+            failure = read_record(self._failure_file)
             signs = read_signs(self.folder, self.config.launch.ranks, os.environ[ATTEMPT_VARIABLE])
-            why = found.get("message") or status.get("last_error") or f"exit code {code}"
-            if found.get("kind") in (None, "MegarlError"):  # a rank that was killed has written no error
-                places = [sign | {"error": None} for sign in signs] if found else signs  # the cause is known: no others
-                why += f"; last seen: {describe_ranks(places, now=None)}"
-            if found.get("kind") in _BAD_INPUT:
-                self._tell(f"the trainer cannot go on: {why}")
+            cause = failure.get("message") or status.get("last_error") or f"exit code {code}"
+            if failure.get("kind") in (None, "MegarlError"):  # a rank that was killed has written no error
+                places = (
+                    [sign | {"error": None} for sign in signs] if failure else signs
+                )  # the cause is known: no others
+                cause += f"; last seen: {describe_ranks(places, now=None)}"
+            if failure.get("kind") in _BAD_INPUT:
+                self._tell(f"the trainer cannot go on: {cause}")
                 return BAD_INPUT
-            if found.get("kind") == "DamageError":  # another start would find the same
-                self._tell(f"given up: {why}")
+            if failure.get("kind") == "DamageError":  # another start would find the same
+                self._tell(f"given up: {cause}")
                 return FAILED
-            fruitless = 0 if (newest_checkpoint(self.folder) or "") > before else fruitless + 1
+            fruitless = 0 if (newest_checkpoint(self.folder) or "") > checkpoint else fruitless + 1
             if fruitless > self.config.launch.max_restarts:
-                self._tell(f"the trainer died {fruitless} times without a new checkpoint and is given up: {why}")
+                self._tell(f"the trainer died {fruitless} times without a new checkpoint and is given up: {cause}")
                 return FAILED
-            self._tell(f"the trainer died ({why}); starting it again")
+            self._tell(f"the trainer died ({cause}); starting it again")
 
-    def _set_topology(self, found: Topology) -> None:
-        self.topology = found
-        if found.servers and self.config.sglang.api_key_env is None:
+    def _set_topology(self, topology_found: Topology) -> None:
+        self.topology = topology_found
+        if topology_found.servers and self.config.sglang.api_key_env is None:
             # Whoever reaches a server can replace its weights. The key is passed in the environment only, in no file.
             os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
 
@@ -223,8 +225,8 @@ class Supervisor:
                     self._tell(f"warning: {len(ready)} of {number} servers answer; the trainer begins with them")
                 return True
             if is_late or len(failed) == number:
-                why = f"none of {number} servers was ready after sglang.start_deadline_s = {deadline_s:.0f} s"
-                raise RolloutError("; ".join(failed or [f"{why}; see {self.logs}, or raise it"]))
+                cause = f"none of {number} servers was ready after sglang.start_deadline_s = {deadline_s:.0f} s"
+                raise RolloutError("; ".join(failed or [f"{cause}; see {self.logs}, or raise it"]))
             self._wait()
         return False
 
@@ -243,8 +245,8 @@ class Supervisor:
 
     def _status(self) -> Mapping[str, Any]:
         """The last status of the trainer's main rank; empty if this start has written none."""
-        found = read_record(self.folder / "status.json")
-        return found if found.get("attempt") == os.environ[ATTEMPT_VARIABLE] else {}
+        record = read_record(self.folder / "status.json")
+        return record if record.get("attempt") == os.environ[ATTEMPT_VARIABLE] else {}
 
     def _requeue(self) -> None:
         """Put the job back into Slurm's queue; Slurm then ends this script."""

@@ -67,8 +67,8 @@ def find(config: Config, env: Mapping[str, str], ask: Ask | None = None) -> Topo
     """The nodes of this Slurm job, or this machine alone; ConfigError if [launch] expects other nodes."""
     launch, ask = config.launch, ask or ask_slurm
     if launch.layout == "local":
-        here = Node(socket.gethostname(), "127.0.0.1")
-        return Topology((here,), (), launch.ranks_per_node, free_ports(1, os.getpid())[0], ())
+        machine = Node(socket.gethostname(), "127.0.0.1")
+        return Topology((machine,), (), launch.ranks_per_node, free_ports(1, os.getpid())[0], ())
     if "SLURM_JOB_ID" not in env:
         raise ConfigError(
             f'launch.layout: found "{launch.layout}" outside of a Slurm job; submit '
@@ -83,10 +83,10 @@ def find(config: Config, env: Mapping[str, str], ask: Ask | None = None) -> Topo
     lists = ["_HET_GROUP_0", "_HET_GROUP_1"] if het else [""]
     hostnames = [ask(["scontrol", "show", "hostnames", env[f"SLURM_JOB_NODELIST{group}"]]).split() for group in lists]
     trainers, servers = hostnames if het else (hostnames[0][: launch.nodes], hostnames[0][launch.nodes :])
-    for what, found, expected in (("nodes", trainers, launch.nodes), ("server_nodes", servers, launch.server_nodes)):
-        if len(found) != expected:
+    for key, nodes, expected in (("nodes", trainers, launch.nodes), ("server_nodes", servers, launch.server_nodes)):
+        if len(nodes) != expected:
             raise ConfigError(
-                f"launch.{what}: found {len(found)} in Slurm job {env['SLURM_JOB_ID']} ({' '.join(found) or 'none'}), "
+                f"launch.{key}: found {len(nodes)} in Slurm job {env['SLURM_JOB_ID']} ({' '.join(nodes) or 'none'}), "
                 f"expected {expected}; submit with other --nodes, or change the configuration"
             )
     addresses = addresses_of([*trainers, *servers], env, ask)
@@ -101,21 +101,21 @@ def addresses_of(names: Sequence[str], env: Mapping[str, str], ask: Ask) -> dict
 
     ConfigError if an address does not resolve.
     """
-    given = dict(pair.split("=", 1) for pair in env.get("MEGARL_ADDRESSES", "").split(",") if "=" in pair)
-    found: dict[str, str] = {}
+    configured = dict(pair.split("=", 1) for pair in env.get("MEGARL_ADDRESSES", "").split(",") if "=" in pair)
+    addresses: dict[str, str] = {}
     for name in names:
-        slurm = "" if name in given else ask(["scontrol", "--oneliner", "show", "node", name])
+        slurm = "" if name in configured else ask(["scontrol", "--oneliner", "show", "node", name])
         match = re.search(r"\bNodeAddr=(\S+)", slurm)
-        found[name] = _resolve(name, given.get(name) or (match[1] if match else name))
-    others = [address for address in found.values() if not ipaddress.ip_address(address).is_loopback]
-    for name, address in found.items():
-        if ipaddress.ip_address(address).is_loopback and others:
+        addresses[name] = _resolve(name, configured.get(name) or (match[1] if match else name))
+    remote = [address for address in addresses.values() if not ipaddress.ip_address(address).is_loopback]
+    for name, address in addresses.items():
+        if ipaddress.ip_address(address).is_loopback and remote:
             # A node often resolves its own name to loopback: take the address that its packets to the others have.
-            family = socket.AF_INET6 if ":" in others[0] else socket.AF_INET
+            family = socket.AF_INET6 if ":" in remote[0] else socket.AF_INET
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((others[0], 9))  # sends nothing
-                found[name] = str(probe.getsockname()[0])
-    return found
+                probe.connect((remote[0], 9))  # sends nothing
+                addresses[name] = str(probe.getsockname()[0])
+    return addresses
 
 
 def _resolve(name: str, address: str) -> str:
@@ -132,10 +132,10 @@ def free_ports(count: int, job: int, attempt: int = 0) -> list[int]:
     """Ports on which nothing listens here. Each job, and each attempt, begins its search at another port."""
     span = LAST_PORT - FIRST_PORT
     start = job * 61 + attempt * 997
-    found = list(islice(filter(_is_free, (FIRST_PORT + (start + offset) % span for offset in range(span))), count))
-    if len(found) < count:
-        raise ConfigError(f"found {len(found)} free ports from {FIRST_PORT} to {LAST_PORT}, expected {count}")
-    return found
+    ports = list(islice(filter(_is_free, (FIRST_PORT + (start + offset) % span for offset in range(span))), count))
+    if len(ports) < count:
+        raise ConfigError(f"found {len(ports)} free ports from {FIRST_PORT} to {LAST_PORT}, expected {count}")
+    return ports
 
 
 def _is_free(port: int) -> bool:

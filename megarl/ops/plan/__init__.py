@@ -7,7 +7,7 @@ No model is built. The formulas and what they were checked against: docs/plan.md
     trainer_memory   bytes of a rank of the trainer: states, and what the passes of a step hold, module by module
     engine_memory    bytes of a GPU of the sampling engine
     traffic          bytes that move between engine and trainer, and between ranks
-    checks           refuses what does not divide the model or does not fit
+    gpu_memory       bytes on the fullest GPUs
     table            prints a plan
 
 May import config, core and models, and constants of megatron; nothing below imports it.

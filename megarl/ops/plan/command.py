@@ -20,5 +20,5 @@ class Plan(OnConfiguration):
         from megarl.ops.plan import table
         from megarl.ops.plan.plan import plan
 
-        found = plan(config, self.model)
-        print(table.to_json(found) if self.json else printable(table.to_text(found, config)))
+        result = plan(config, self.model)
+        print(table.to_json(result) if self.json else printable(table.to_text(result, config)))

@@ -1,6 +1,5 @@
 """Memory of the sampling engine on one GPU: weights, cache, and how many tokens and sequences the cache holds."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -79,10 +78,10 @@ def weight_bytes(shape: ModelShape, element: int, *, fp8: bool = False, tp: int 
     for rule in rules_of(shape):
         count = sum(1 for _ in rule.places(shape))
         for name, dims in zip(rule.hf, rule.dims, strict=True):
-            wanted = tuple(sizes[part] for part in dims.split())
+            dimensions_of = tuple(sizes[name_of] for name_of in dims.split())
             in_fp8 = fp8 and is_fp8_weight(name)
-            size = (1 if in_fp8 else 4 if is_fp32(name) else element) * prod(wanted)
-            size += 4 * prod(grid_of(wanted, BLOCK)) if in_fp8 else 0
+            size = (1 if in_fp8 else 4 if is_fp32(name) else element) * prod(dimensions_of)
+            size += 4 * prod(grid_of(dimensions_of, BLOCK)) if in_fp8 else 0
             total += count * size // _shares(rule, name, shape, tp)
     return total
 
@@ -94,31 +93,3 @@ def _shares(rule: Rule, name: str, shape: ModelShape, tp: int) -> int:
     if rule.layout == "qkv" and ".q_proj." not in name:
         return min(tp, shape.fields["num_query_groups"])
     return tp
-
-
-def cut_widths(shape: ModelShape) -> Iterator[tuple[str, int]]:
-    """(name, width) of the gated layers that tensor parallelism of a server cuts."""
-    fields = shape.fields
-    if len(shape.moe_layers) < shape.num_layers:
-        yield "intermediate_size", fields["ffn_hidden_size"]
-    if shape.num_experts:
-        yield "the experts' intermediate size", fields["moe_ffn_hidden_size"]
-    if fields.get("moe_shared_expert_intermediate_size"):
-        yield "the shared experts' intermediate size", fields["moe_shared_expert_intermediate_size"]
-
-
-def fp8_widths(shape: ModelShape, tp: int) -> Iterator[tuple[str, int]]:
-    """(name, width on one of ``tp`` GPUs) of what SGLang takes in whole blocks of 128 x 128 only.
-
-    Read in SGLang 0.5.23: matrices that it joins (queries, keys and values; gate and up) and those that tp cuts.
-    """
-    fields = shape.fields
-    for name, width in cut_widths(shape):
-        yield name, width // tp
-    heads, groups = fields["num_attention_heads"], fields.get("num_query_groups")
-    if groups:
-        yield "the queries", heads * fields["kv_channels"] // tp
-        yield "the keys", max(groups // tp, 1) * fields["kv_channels"]
-    elif tp > 1:
-        yield "the queries", heads * (fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"]) // tp
-        yield "the values", heads * fields["v_head_dim"] // tp

@@ -53,23 +53,23 @@ def stages_of(config: Config, shape: ModelShape) -> list[Stage]:
 
 
 def _layers_per_stage(config: Config, num_layers: int) -> list[int]:
-    pp, given = config.parallel.pp, config.megatron
+    pp, settings = config.parallel.pp, config.megatron
     for key in _UNKNOWN:
-        if given.get(key):
+        if settings.get(key):
             raise ConfigError(
                 f"megarl plan does not know megatron.{key}; divide layers with num_layers_in_first_pipeline_stage and "
                 "num_layers_in_last_pipeline_stage"
             )
     ends = ((0, "num_layers_in_first_pipeline_stage"), (pp - 1, "num_layers_in_last_pipeline_stage"))
-    fixed = {rank: given[key] for rank, key in ends if pp > 1 and given.get(key) is not None}
-    rest, ranks = num_layers - sum(fixed.values()), pp - len(fixed)
-    if rest < ranks or (rest % ranks if ranks else rest):
+    fixed = {rank: settings[key] for rank, key in ends if pp > 1 and settings.get(key) is not None}
+    open_layers, open_stages = num_layers - sum(fixed.values()), pp - len(fixed)
+    if open_layers < open_stages or (open_layers % open_stages if open_stages else open_layers):
         raise ConfigError(
-            f"parallel.pp: found {pp} stages for {num_layers} layers, of which {rest} are left for {ranks} of them, "
-            "expected a multiple; change parallel.pp, or set megatron.num_layers_in_first_pipeline_stage or "
-            "num_layers_in_last_pipeline_stage"
+            f"parallel.pp: found {pp} stages for {num_layers} layers, of which {open_layers} are left for "
+            f"{open_stages} of them, expected a multiple; change parallel.pp, or set "
+            "megatron.num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
         )
-    return [fixed.get(rank, rest // ranks if ranks else 0) for rank in range(pp)]
+    return [fixed.get(rank, open_layers // open_stages if open_stages else 0) for rank in range(pp)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +91,15 @@ class Schedule:
 
 def divide_step(config: Config, layout: Layout) -> Schedule:
     """Divide a step; ConfigError where the interleaved schedule has more micro-batches than sequences."""
-    longest, cp = longest_sequence(config), layout.cp
+    longest, cp = config.longest_sequence, layout.cp
     multiple = config.parallel.micro_batch_multiple
     padded = _round_up(longest, 2 * cp) if cp > 1 else longest  # two chunks of each sequence for each of cp ranks
-    together = max(1, config.train.micro_batch_tokens * cp // padded)
-    most = _round_up(-(-layout.sequences_per_rank // together), multiple)
-    if most > layout.sequences_per_rank:
+    per_micro_batch = max(1, config.train.micro_batch_tokens * cp // padded)
+    num_most = _round_up(-(-layout.sequences_per_rank // per_micro_batch), multiple)
+    if num_most > layout.sequences_per_rank:
         raise ConfigError(
-            f"parallel.vpp: the interleaved schedule takes {multiple} micro-batches at a time and may need {most}, but "
-            f"a mini-batch gives a rank {layout.sequences_per_rank} sequences; lower train.mini_batches, or raise "
+            f"parallel.vpp: the interleaved schedule takes {multiple} micro-batches at a time and may need {num_most}, "
+            f"but a mini-batch gives a rank {layout.sequences_per_rank} sequences; lower train.mini_batches, or raise "
             "rollout.prompts_per_step"
         )
     return Schedule(
@@ -108,12 +108,12 @@ def divide_step(config: Config, layout: Layout) -> Schedule:
         sequences_per_rank=layout.sequences_per_rank,
         longest=longest,
         fewest=multiple,
-        most=most,
+        most=num_most,
         old_passes=config.old_passes,
         old_share=old_share(config),
         optimizer_steps=config.optimizer_steps,
         bubble_fewest=bubble(layout.pp, layout.vpp, multiple),
-        bubble_most=bubble(layout.pp, layout.vpp, most),
+        bubble_most=bubble(layout.pp, layout.vpp, num_most),
     )
 
 
@@ -124,13 +124,8 @@ def old_share(config: Config) -> float:
     or reference policy. Passes that an objective adds once weights have moved are not counted.
     """
     train, update = config.train, 4 if config.recompute.granularity == "full" else 3
-    others = train.mini_batches * (update + train.resolved_objective.needs_ref_logprobs)
-    return config.old_passes / (config.old_passes + others)
-
-
-def longest_sequence(config: Config) -> int:
-    """Tokens of the longest prompt with the longest response."""
-    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    updates = train.mini_batches * (update + train.resolved_objective.needs_ref_logprobs)
+    return config.old_passes / (config.old_passes + updates)
 
 
 def bubble(pp: int, vpp: int | None, micro_batches: int) -> float:
@@ -193,13 +188,13 @@ def count_rank(shape: ModelShape, layout: Layout, stage: Stage) -> RankCount:
             is_here |= shape.tied_embeddings and stage.is_last and rule.layout == "vocab"
             dense += _local(rule, shape, layout.tp) if is_here else 0
             continue
-        here = sum(1 for layer, _ in rule.places(shape) if layer in layers)
+        num_layers = sum(1 for layer, _ in rule.places(shape) if layer in layers)
         if rule.scope == "expert":
-            expert += _local(rule, shape, layout.etp) * here // layout.ep
+            expert += _local(rule, shape, layout.etp) * num_layers // layout.ep
         elif is_fp32(rule.megatron[0]):
-            buffers += 2 * numel(rule, shape) * here
+            buffers += 2 * numel(rule, shape) * num_layers
         else:
-            dense += _local(rule, shape, layout.tp) * here
+            dense += _local(rule, shape, layout.tp) * num_layers
     return RankCount(stage.rank, dense, expert, buffers)
 
 

@@ -5,14 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config import Config, Layout
+from megarl.config.refusals.memory import for_cache
+from megarl.config.refusals.model import for_layout, for_servers
+from megarl.config.rows import refuse
+from megarl.core.fp8 import BLOCK
 from megarl.errors import ConfigError
 from megarl.files.hf_config import count_prediction_layers
 from megarl.models.fit import check_fit
 from megarl.models.hf_folder import read_json
 from megarl.models.shapes import read_shape
 from megarl.ops.plan import traffic
-from megarl.ops.plan.checks import GpuMemory, check_division, check_engine, check_gpus, check_servers
 from megarl.ops.plan.engine_memory import EngineMemory, engine_memory
+from megarl.ops.plan.gpu_memory import GpuMemory, gpu_memory
 from megarl.ops.plan.layout import ModelCount, RankCount, Schedule, count_model, count_rank, divide_step, stages_of
 from megarl.ops.plan.traffic import SyncTraffic
 from megarl.ops.plan.trainer_memory import RankMemory, rank_memory
@@ -48,13 +52,13 @@ def plan(config: Config, model: Path | None = None) -> Plan:
     shape = read_shape(folder)
     check_fit(config, shape)
     layout = config.check_world_size(config.launch.ranks)
-    check_division(config, shape, layout)
-    check_servers(config, shape)
+    refuse(for_layout(config, shape, layout))
+    refuse(for_servers(config, shape, BLOCK[0]))
     stages, batches = stages_of(config, shape), divide_step(config, layout)
     memories = [rank_memory(config, shape, layout, stage, batches.most) for stage in stages]
     worst = max(range(len(stages)), key=lambda index: memories[index].peak)
     engine = engine_memory(config, shape, batches.longest)
-    check_engine(engine, batches.longest)
+    refuse(for_cache(engine.weights, engine.tokens, engine.sequences, batches.longest))
     count = count_rank(shape, layout, stages[worst])
     nodes = config.launch.server_nodes or (config.launch.nodes if config.sglang.gpus else 0)
     sync = traffic.sync_traffic(config, shape, count)
@@ -69,7 +73,7 @@ def plan(config: Config, model: Path | None = None) -> Plan:
         memory=memories[worst],
         stages=tuple(memories),
         engine=engine,
-        gpu=check_gpus(config, memories[worst], engine),
+        gpu=gpu_memory(config, memories[worst], engine),
         spare_weights=sync.sent if config.sglang.spare_weights == "memory" else 0,
         trace=traffic.trace_of(shape),
         batches=batches,
@@ -83,11 +87,11 @@ def find_model(config: Config, model: Path | None) -> Path:
     """The first folder with a config.json: ``model``, model.path, or one shipped for the model's or run's name."""
     if model is not None:
         return model
-    named = Path(config.model.path)
-    for folder in (named, MODELS / named.name, MODELS / config.run.name):
+    model_path = Path(config.model.path)
+    for folder in (model_path, MODELS / model_path.name, MODELS / config.run.name):
         if os.path.lexists(folder / "config.json"):
             return folder
-    looked = ", ".join(str(folder) for folder in (named, MODELS / named.name))
+    looked = ", ".join(str(folder) for folder in (model_path, MODELS / model_path.name))
     raise ConfigError(
         f"model.path: found no config.json in {looked}; give the folder of one with --model, a checkpoint is not needed"
     )

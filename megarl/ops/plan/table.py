@@ -13,49 +13,49 @@ from megarl.config import Config
 from megarl.ops.plan.plan import Plan
 
 
-def to_json(found: Plan) -> str:
+def to_json(plan: Plan) -> str:
     """All numbers of a plan; bytes, counts and fractions under the names of the records."""
-    totals = {"training": found.memory.training, "peak": found.memory.peak}
-    return json.dumps({**asdict(found), "worst_rank": {"stage": found.memory.stage, **totals}}, indent=2)
+    totals = {"training": plan.memory.training, "peak": plan.memory.peak}
+    return json.dumps({**asdict(plan), "worst_rank": {"stage": plan.memory.stage, **totals}}, indent=2)
 
 
-def to_text(found: Plan, config: Config) -> str:
+def to_text(plan: Plan, config: Config) -> str:
     """Sections of aligned lines."""
     sections = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    names = {name: getattr(found, name) for name in Plan.__slots__} | {"config": config, "say": _derive(found, config)}
-    lines = [f"plan of {config.run.name}: {found.family}, shape from {found.model_path}"]
+    names = {name: getattr(plan, name) for name in Plan.__slots__} | {"config": config, "say": _derive(plan, config)}
+    lines = [f"plan of {config.run.name}: {plan.family}, shape from {plan.model_path}"]
     for title, rows in sections.items():
-        lines += ["", _FORMAT.vformat(title, (), names), *(line for row in rows for line in _lines(found, names, *row))]
+        lines += ["", _FORMAT.vformat(title, (), names), *(line for row in rows for line in _lines(plan, names, *row))]
     return "\n".join(lines)
 
 
-def _lines(found: Plan, names: dict[str, Any], what: str, amount: str, note: str, needs: str = "") -> Iterator[str]:
+def _lines(plan: Plan, names: dict[str, Any], label: str, amount: str, note: str, needs: str = "") -> Iterator[str]:
     if needs and not _FORMAT.get_field(needs, (), names)[0]:
         return
-    rows = [(what, amount, note, names)]
-    if what == "stages":
-        others = found.stages if len(found.stages) > 1 else ()
-        rows = [("  stage {s.stage}", "{s.peak:size}", "weights {s.weights:size}", {"s": other}) for other in others]
-    for *texts, known in rows:
-        filled = (_FORMAT.vformat(text, (), known) for text in texts)
+    rows = [(label, amount, note, names)]
+    if label == "stages":
+        stages = plan.stages if len(plan.stages) > 1 else ()
+        rows = [("  stage {s.stage}", "{s.peak:size}", "weights {s.weights:size}", {"s": other}) for other in stages]
+    for *texts, values in rows:
+        filled = (_FORMAT.vformat(text, (), values) for text in texts)
         yield "  {:<34} {:>14}  {}".format(*filled).rstrip()
 
 
-def _derive(found: Plan, config: Config) -> SimpleNamespace:
+def _derive(plan: Plan, config: Config) -> SimpleNamespace:
     """What rows say that is no field of a plan."""
     is_server, limit = config.rollout.engine_kind.server, config.launch.gpu_memory_gib
-    beside = "on the trainer's" if config.servers_share_gpus else "beside the trainer's"
-    where = "apart" if config.launch.apart else beside if config.sglang.gpus else "elsewhere"
+    with_gpus = "on the trainer's" if config.servers_share_gpus else "beside the trainer's"
+    place = "apart" if config.launch.apart else with_gpus if config.sglang.gpus else "elsewhere"
     return SimpleNamespace(
-        in_layers=found.model.active - found.model.embeddings,
-        vpp=f", vpp {found.layout.vpp}" if found.layout.vpp else "",
-        servers=f'{where}, sync = "{config.weight_sync}"' if is_server else "no servers",
-        update=found.memory.states + found.memory.sync,
+        in_layers=plan.model.active - plan.model.embeddings,
+        vpp=f", vpp {plan.layout.vpp}" if plan.layout.vpp else "",
+        servers=f'{place}, sync = "{config.weight_sync}"' if is_server else "no servers",
+        update=plan.memory.states + plan.memory.sync,
         engine_dtype="FP8 blocks" if is_server and config.sglang.fp8 else config.rollout.dtype,
         place="of a server" if is_server else "of a rank",
         shared="shared in turns, " if config.sglang.release_memory else "",
         of_gpu="no launch.gpu_memory_gib, nothing refused" if limit is None else f"of {limit:g} GiB",
-        pipelined=found.layout.pp > 1,
+        pipelined=plan.layout.pp > 1,
     )
 
 

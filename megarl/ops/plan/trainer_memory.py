@@ -15,7 +15,7 @@ from megarl.megatron.passes.logprobs import COLUMNS, ROWS
 from megarl.models.fit import wants_routes
 from megarl.models.names import Rule, rules_of
 from megarl.models.shapes import ModelShape
-from megarl.ops.plan.layout import RankCount, Stage, count_rank, longest_sequence, numel
+from megarl.ops.plan.layout import RankCount, Stage, count_rank, numel
 
 ELEMENT = {"fp32": 4, "bf16": 2}
 """Bytes of a dtype of the configuration."""
@@ -58,7 +58,7 @@ def rank_memory(config: Config, shape: ModelShape, layout: Layout, stage: Stage,
     """Memory of a rank of the stage when a step has ``micro_batches`` full micro-batches."""
     count, element = count_rank(shape, layout, stage), ELEMENT[config.model.dtype]
     weights, gradients, optimizer = state_bytes(config, layout, count)
-    kept, moment = activation_bytes(config, shape, layout, stage, micro_batches)
+    activations, moment = activation_bytes(config, shape, layout, stage, micro_batches)
     routes, routed = route_bytes(config, shape, layout, stage), wants_routes(config, shape)
     rows, compares = _rows(config, layout), config.train.replay_bias_every > 0
     of_step, is_exchanged = routes * config.train.mini_batches, layout.tp * layout.cp * layout.pp > 1
@@ -68,7 +68,7 @@ def rank_memory(config: Config, shape: ModelShape, layout: Layout, stage: Stage,
         gradients=gradients,
         optimizer=optimizer,
         reference=element * count.total if config.train.resolved_objective.needs_ref_logprobs else 0,
-        activations=kept,
+        activations=activations,
         working=moment,
         sync=gathered_bytes(shape, element, layout.ep) + (3 * BUCKET_BYTES if config.rollout.engine_kind.server else 0),
         exchange=2 * routes if routed and is_exchanged else 0,
@@ -86,7 +86,7 @@ def route_bytes(config: Config, shape: ModelShape, layout: Layout, stage: Stage)
 
 def _rows(config: Config, layout: Layout) -> int:
     """Tokens of a mini-batch that one rank's routers see, all sequences as long as they may be."""
-    return layout.sequences_per_rank * longest_sequence(config) // (layout.cp * layout.tp)
+    return layout.sequences_per_rank * config.longest_sequence // (layout.cp * layout.tp)
 
 
 def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, int, int]:
@@ -112,8 +112,8 @@ def gathered_bytes(shape: ModelShape, element: int, ep: int) -> int:
 
 def whole_bytes(rule: Rule, shape: ModelShape, element: int, ep: int) -> int:
     """Bytes of what an export gathers at once: a dense parameter, or experts of a layer up to ``BUCKET_BYTES``."""
-    one = element * numel(rule, shape)
-    return min(shape.num_experts * one, max(BUCKET_BYTES, ep * one)) if rule.scope == "expert" else one
+    tensor = element * numel(rule, shape)
+    return min(shape.num_experts * tensor, max(BUCKET_BYTES, ep * tensor)) if rule.scope == "expert" else tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def cut_of(config: Config, layout: Layout) -> Cut:
     """
     slots = config.train.micro_batch_tokens
     if config.sampling.fixed:
-        whole = -(-layout.sequences_per_rank * longest_sequence(config) // layout.cp)
+        whole = -(-layout.sequences_per_rank * config.longest_sequence // layout.cp)
         slots = min(slots, -(-whole // layout.tp) * layout.tp)
     return Cut(slots, ELEMENT[config.model.dtype], layout.tp, layout.etp)
 
@@ -151,9 +151,9 @@ def activation_bytes(
     For a moment: a recomputed unit and what its layers hold while they compute, or what the output layer needs.
     """
     cut = cut_of(config, layout)
-    kept, units = zip(*(_chunk_bytes(config, shape, cut, chunk) for chunk in stage.chunks), strict=True)
+    activations, units = zip(*(_chunk_bytes(config, shape, cut, chunk) for chunk in stage.chunks), strict=True)
     moment = max(max(units) + _moment(shape, cut, stage), head_bytes(shape, cut) if stage.is_last else 0)
-    return sum(kept) * in_flight(layout, stage.rank, micro_batches) // len(kept), moment
+    return sum(activations) * in_flight(layout, stage.rank, micro_batches) // len(activations), moment
 
 
 def in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
@@ -163,8 +163,8 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
     """
     if layout.vpp is None:
         return min(layout.pp - stage, micro_batches)
-    ahead = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
-    return min(ahead, micro_batches * layout.vpp)
+    num_ahead = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
+    return min(num_ahead, micro_batches * layout.vpp)
 
 
 def _chunk_bytes(config: Config, shape: ModelShape, cut: Cut, layers: tuple[int, ...]) -> tuple[int, int]:
@@ -172,9 +172,9 @@ def _chunk_bytes(config: Config, shape: ModelShape, cut: Cut, layers: tuple[int,
     recompute, whole = config.recompute, [layer_bytes(shape, layer, cut) for layer in layers]
     if recompute.granularity != "full":
         modules = recompute.modules if recompute.modules is not None else ["core_attn"]
-        chosen = modules if recompute.granularity == "selective" else []
-        rest = [layer_bytes(shape, layer, cut, chosen) for layer in layers]
-        return sum(rest), max((full - kept for full, kept in zip(whole, rest, strict=True)), default=0)
+        recomputed = modules if recompute.granularity == "selective" else []
+        sizes = [layer_bytes(shape, layer, cut, recomputed) for layer in layers]
+        return sum(sizes), max((full - size for full, size in zip(whole, sizes, strict=True)), default=0)
     size = recompute.num_layers or 1
     if recompute.method == "uniform":
         units = [sum(whole[start : start + size]) for start in range(0, len(layers), size)]
@@ -192,8 +192,8 @@ def _moment(shape: ModelShape, cut: Cut, stage: Stage) -> int:
     fields, hidden = shape.fields, cut.element * shape.fields["hidden_size"]
     if not any(layer in shape.moe_layers for layer in stage.layers):
         return (2 * hidden + 3 * cut.element * fields["ffn_hidden_size"] // cut.tp) * cut.slots + hidden * cut.rows
-    shared = 1 if fields.get("moe_shared_expert_intermediate_size") else 0
-    return 2 * hidden * (cut.rows * shape.topk + routed_rows(shape, cut)) + (1 + shared) * hidden * cut.rows
+    num_shared = 1 if fields.get("moe_shared_expert_intermediate_size") else 0
+    return 2 * hidden * (cut.rows * shape.topk + routed_rows(shape, cut)) + (1 + num_shared) * hidden * cut.rows
 
 
 def head_bytes(shape: ModelShape, cut: Cut) -> int:
@@ -202,9 +202,9 @@ def head_bytes(shape: ModelShape, cut: Cut) -> int:
     (e H + 4) S' + (e H + 21 + 4 H) S + e H V / tp, and the blocks.
     """
     hidden, vocabulary = shape.fields["hidden_size"], -(-shape.vocab_size // cut.tp)
-    kept = (cut.element * hidden + 4) * cut.rows + (cut.element * hidden + 21) * cut.slots
+    activations = (cut.element * hidden + 4) * cut.rows + (cut.element * hidden + 21) * cut.slots
     gradients = 4 * hidden * cut.slots + vocabulary * hidden * cut.element
-    return kept + gradients + 8 * hidden * COLUMNS + 3 * 4 * ROWS * COLUMNS
+    return activations + gradients + 8 * hidden * COLUMNS + 3 * 4 * ROWS * COLUMNS
 
 
 def layer_bytes(shape: ModelShape, layer: int, cut: Cut, recompute: Collection[str] = ()) -> int:
@@ -216,9 +216,9 @@ def layer_bytes(shape: ModelShape, layer: int, cut: Cut, recompute: Collection[s
     else:
         mlp = 0 if "mlp" in recompute else _gated(shape.fields["ffn_hidden_size"], cut)
     # Two residuals, and each norm's output and scales. A norm that is part of a linear layer is not recomputed alone.
-    alone = bool(latent) + is_moe if "layernorm" in recompute else 0
-    alone += 0 if is_moe or "mlp" not in recompute else 1
-    return (4 - alone) * input_bytes(shape, cut) + 8 * cut.rows + attention + mlp
+    norms = bool(latent) + is_moe if "layernorm" in recompute else 0
+    norms += 0 if is_moe or "mlp" not in recompute else 1
+    return (4 - norms) * input_bytes(shape, cut) + 8 * cut.rows + attention + mlp
 
 
 def input_bytes(shape: ModelShape, cut: Cut) -> int:
@@ -233,8 +233,8 @@ def _grouped_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) 
     q, kv = heads * fields["kv_channels"], groups * fields["kv_channels"]
     normed = cut.element * (q + kv) + 4 * (heads + groups) if fields["qk_layernorm"] else 0
     # Recomputed, the values are a view of the projection, which is kept whole.
-    held = q + 2 * kv if "core_attn" in recompute else kv
-    return (normed + cut.element * (2 * q + kv + held) + 4 * heads) * cut.slots
+    output = q + 2 * kv if "core_attn" in recompute else kv
+    return (normed + cut.element * (2 * q + kv + output) + 4 * heads) * cut.slots
 
 
 def _latent_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) -> int:
@@ -242,8 +242,8 @@ def _latent_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) -
     fields, e = shape.fields, cut.element
     heads, rope, value = fields["num_attention_heads"] // cut.tp, fields["qk_pos_emb_head_dim"], fields["v_head_dim"]
     latents = sum(2 * e * width + 4 for width in (fields["q_lora_rank"], fields["kv_lora_rank"]) if width)
-    held = fields["qk_head_dim"] if "core_attn" in recompute else 0
-    attention = e * heads * (2 * (fields["qk_head_dim"] + rope + value) + held) + 4 * heads
+    output = fields["qk_head_dim"] if "core_attn" in recompute else 0
+    attention = e * heads * (2 * (fields["qk_head_dim"] + rope + value) + output) + 4 * heads
     return latents * cut.rows + ((4 * e + 4) * rope + attention) * cut.slots
 
 
@@ -258,11 +258,11 @@ def _moe(shape: ModelShape, cut: Cut, recompute: Collection[str]) -> int:
     router = (13 * shape.num_experts + 28 * shape.topk) * cut.rows
     inner = (2 if "moe_act" in recompute else 3) * (fields["moe_ffn_hidden_size"] // cut.etp)
     experts = (e * (fields["hidden_size"] + inner) + 8) * routed_rows(shape, cut)
-    shared = fields.get("moe_shared_expert_intermediate_size")
-    if not shared or "shared_experts" in recompute:
+    shared_width = fields.get("moe_shared_expert_intermediate_size")
+    if not shared_width or "shared_experts" in recompute:
         return router + experts
     gate = (e * (fields["hidden_size"] + 1) + 4) * cut.rows if fields.get("moe_shared_expert_gate") else 0
-    return router + experts + _gated(shared, cut) + gate
+    return router + experts + _gated(shared_width, cut) + gate
 
 
 def routed_rows(shape: ModelShape, cut: Cut) -> int:

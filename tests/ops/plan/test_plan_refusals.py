@@ -9,8 +9,8 @@ import pytest
 from plan_worlds import MODELS, config, write_config
 
 from megarl.errors import ConfigError
-from megarl.ops.plan.checks import SERVER_RESERVE, TRAINER_RESERVE, shared_gpu
 from megarl.ops.plan.engine_memory import EngineMemory
+from megarl.ops.plan.gpu_memory import SERVER_RESERVE, TRAINER_RESERVE, shared_gpu
 from megarl.ops.plan.plan import plan
 from megarl.ops.plan.table import to_text
 from megarl.ops.plan.trainer_memory import RankMemory
@@ -41,12 +41,7 @@ HIDDEN = {**DENSE, "megatron__moe_router_force_load_balancing": True}
         ("llama", 1, {**DENSE, "log__traces_every": 2}, "log.traces_every: found 2, expected 0"),
         ("mixtral", 1, {**HIDDEN, "train__max_native_flip": 0.3}, "train.max_native_flip: found without routes"),
         ("mixtral", 1, {**HIDDEN, "log__traces_every": 2}, "log.traces_every: found without routes"),
-        (
-            "deepseek_v3",
-            1,
-            {"rollout__fp8_kv_cache": True},
-            "rollout.fp8_kv_cache: .* deepseek_v3 model .* latents",
-        ),
+        ("deepseek_v3", 1, {"rollout__fp8_kv_cache": True}, "rollout.fp8_kv_cache: .* deepseek_v3 model .* latents"),
         ("mixtral", 3, {"parallel__pp": 3}, "parallel.pp: found 3 stages for 4 layers"),
         ("mixtral", 2, {"parallel__pp": 2, "parallel__vpp": 3}, "parallel.vpp: found 3 with 2 layers"),
         (
