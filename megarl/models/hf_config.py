@@ -125,7 +125,7 @@ def read_dtype(hf: Mapping[str, Any]) -> str:
 
 
 def count_prediction_layers(hf: Mapping[str, Any]) -> int:
-    """Return the number of prediction layers behind the model's layers. ConfigError, naming the key, for a bad value."""
+    """Return the number of prediction layers behind the model's layers. ConfigError for a bad value."""
     return HFConfig(hf, {"optional": ("num_nextn_predict_layers",)})["num_nextn_predict_layers"] or 0
 
 

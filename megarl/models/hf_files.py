@@ -59,9 +59,8 @@ class _Place:
 class HFCheckpoint:
     """Read access by name to the safetensors files of a Hugging Face checkpoint folder; a context manager.
 
-    Block-quantised FP8 weights (``quantization_config`` with ``weight_block_size``) are dequantised, to the dtype of the
-    config; scales have no names. Experts that transformers 5 has fused have the names of single experts, and are read
-    one by one.
+    Block-quantised FP8 weights (``quantization_config`` with ``weight_block_size``) are dequantised to the dtype of the
+    config; scales have no names. Fused experts of transformers 5 have the names of single experts, and are read singly.
 
     CheckpointError, naming the file or tensor, for a tensor that is missing, unreadable, or contradicts the index.
     """
@@ -72,9 +71,9 @@ class HFCheckpoint:
         self._open: tuple[Path, Any] | None = None
         self._num_read = 0
         self._block = self._fp8_block()
-        self._where = self._unfuse(self._locate())
-        scales = {name + SCALE for name in self._where} if self._block else set()
-        self._names = {name: None for name in self._where if name not in scales}
+        self._places = self._unfuse(self._locate())
+        scales = {name + SCALE for name in self._places} if self._block else set()
+        self._names = {name: None for name in self._places if name not in scales}
 
     def __enter__(self) -> Self:
         return self
@@ -88,12 +87,12 @@ class HFCheckpoint:
 
     def files(self) -> list[Path]:
         """Return the files of the weights."""
-        return sorted({place.file for place in self._where.values()})
+        return sorted({place.file for place in self._places.values()})
 
     @property
     def is_fused(self) -> bool:
         """Whether the files hold the experts of a layer in a single tensor."""
-        return any(place.expert is not None for place in self._where.values())
+        return any(place.expert is not None for place in self._places.values())
 
     def names_of_prediction_layers(self) -> set[str]:
         """Return the tensors of layers behind the model's layers: with ``eh_proj``, or else counted by the config."""
@@ -111,24 +110,24 @@ class HFCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, from the file's header."""
-        place = self._where[name]
+        place = self._places[name]
         shape = tuple(self._handle(place.file).get_slice(place.name).get_shape())
         return shape if place.expert is None else (place.height, *shape[2:])
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of ``read(name)``."""
-        place = self._where[name]
+        place = self._places[name]
         stored = self._handle(place.file).get_slice(place.name).get_dtype()
         if stored not in _DTYPES:
             raise CheckpointError(f"{place.file}: {name} has dtype {stored}, expected one of {', '.join(_DTYPES)}")
-        is_fp8 = self._block is not None and name + SCALE in self._where
+        is_fp8 = self._block is not None and name + SCALE in self._places
         return self._high_precision() if is_fp8 else _DTYPES[stored]
 
     def stored(self, name: str) -> torch.Tensor:
         """Return a tensor in the dtype of the file; also FP8 weights and scales."""
-        if name not in self._where:
+        if name not in self._places:
             raise CheckpointError(f"{self.path} holds no {name}")
-        place = self._where[name]
+        place = self._places[name]
         handle = self._handle(place.file)
         try:
             if place.expert is None:
@@ -151,7 +150,7 @@ class HFCheckpoint:
 
     def check_values(self, name: str) -> None:
         """Raise CheckpointError for a tensor of integers, and for FP8 without a scale for each block; reads headers."""
-        place = self._where[name]
+        place = self._places[name]
         stored = self._handle(place.file).get_slice(place.name).get_dtype()
         if stored in ("F64", "F32", "F16", "BF16"):
             return
@@ -160,7 +159,7 @@ class HFCheckpoint:
             raise CheckpointError(f"{place.file}: {name} has dtype {stored}, expected {expected}")
         shape = self.shape(name)
         expected = grid_of(shape, self._block) if len(shape) == 2 else "a matrix"
-        scale = self.shape(name + SCALE) if name + SCALE in self._where else "absent"
+        scale = self.shape(name + SCALE) if name + SCALE in self._places else "absent"
         if scale != expected:
             problem = f"{name}{SCALE} of this FP8 tensor is {scale}, expected {expected} for blocks of {self._block}"
             raise CheckpointError(f"{place.file}: {problem}")
@@ -182,12 +181,12 @@ class HFCheckpoint:
     def _locate(self) -> dict[str, _Place]:
         """Return tensor name -> place. CheckpointError if index and files differ."""
         files, listed = weight_files(self.path)
-        where: dict[str, _Place] = {}
+        places: dict[str, _Place] = {}
         for file in files:
             for name in _opened(file).keys():  # noqa: SIM118  (no mapping)
-                if name in where:
-                    raise CheckpointError(f"{name} is both in {where[name].file} and in {file.name}, expected it once")
-                where[name] = _Place(file, name)
+                if name in places:
+                    raise CheckpointError(f"{name} is both in {places[name].file} and in {file.name}, expected it once")
+                places[name] = _Place(file, name)
         if listed is None:
             for file in sorted({*self.path.glob("[!.]*.safetensors")} - {*files}):
                 if doubled := [name for name in _opened(file).keys() if name in where]:  # noqa: SIM118
@@ -195,25 +194,25 @@ class HFCheckpoint:
                         f"{self.path} holds {some(doubled)} both in {SINGLE}, which transformers reads, and in "
                         f"{file.name}, which SGLang reads too: move the file away that is not the model"
                     )
-            return where
-        if absent := [name for name, file in listed.items() if name not in where or where[name].file.name != file]:
+            return places
+        if absent := [name for name, file in listed.items() if name not in places or places[name].file.name != file]:
             raise CheckpointError(f"{self.path}: {INDEX} names {some(absent)}, which are not in the file that it says")
-        if unlisted := [name for name in where if name not in listed]:
+        if unlisted := [name for name in places if name not in listed]:
             raise CheckpointError(f"{self.path}: the files hold {some(unlisted)}, which {INDEX} does not name")
-        return where
+        return places
 
     def _unfuse(self, stored: dict[str, _Place]) -> dict[str, _Place]:
         """Return the places by the names of the family's checkpoints, which differ from the names in transformers 5."""
         module, *projections = _EXPERTS.get(str(self._config.get("model_type")), _OF_QWEN)
-        where: dict[str, _Place] = {}
+        places: dict[str, _Place] = {}
         for name, place in stored.items():
             family_name = name.replace(".mlp.", f".{module}.")
             match = _FUSED.fullmatch(family_name)
-            places = {family_name: place} if match is None else self._experts(place, match, projections)
-            if doubled := places.keys() & where.keys():
+            members = {family_name: place} if match is None else self._experts(place, match, projections)
+            if doubled := members.keys() & places.keys():
                 raise CheckpointError(f"{place.file}: {name} holds {some([*doubled])}, which another tensor holds too")
-            where |= places
-        return where
+            places |= members
+        return places
 
     def _experts(self, place: _Place, match: re.Match[str], projections: Sequence[str]) -> dict[str, _Place]:
         """Return name -> place of each matrix, or of each matrix of scales, in a fused tensor."""
