@@ -189,7 +189,7 @@ class HFCheckpoint:
                 places[name] = _Place(file, name)
         if listed is None:
             for file in sorted({*self.path.glob("[!.]*.safetensors")} - {*files}):
-                if doubled := [name for name in _opened(file).keys() if name in where]:  # noqa: SIM118
+                if doubled := [name for name in _opened(file).keys() if name in places]:  # noqa: SIM118
                     raise CheckpointError(
                         f"{self.path} holds {some(doubled)} both in {SINGLE}, which transformers reads, and in "
                         f"{file.name}, which SGLang reads too: move the file away that is not the model"
