@@ -50,19 +50,20 @@ class Convert(_Rewrite):
 
     def run(self, overrides: Overrides) -> None:
         enable_cpu()
-        from megarl.convert.conversion import Options
         from megarl.convert.convert import DTYPES, convert, installed_layers
+        from megarl.convert.job import Options
 
         os.environ.update(compile_caches(os.environ))
         options = Options(
             dtype=DTYPES[self.dtype],
             layers=installed_layers() if self.layers == "installed" else self.layers,
-            shard_bytes=self.shard_bytes,
             stack_layers=self.stack_layers,
             drop=self.drop,
+            verify=self.verify != "none",
             overwrite=self.overwrite,
+            shard_bytes=self.shard_bytes,
         )
-        convert(self.source, self.out, self.model, options, self.verify, self.json)
+        convert(self.source, self.out, self.model, options, self.verify == "logits", self.json)
 
 
 @command
@@ -78,13 +79,9 @@ class Quantize(_Rewrite):
 
     def run(self, overrides: Overrides) -> None:
         enable_cpu()
-        from megarl.convert.quantization import Options, quantize_and_show
+        from megarl.convert.job import Options
+        from megarl.convert.quantization import quantize_and_show
 
-        options = Options(
-            block=self.block,
-            keep=self.keep,
-            shard_bytes=self.shard_bytes,
-            verify=not self.no_verify,
-            overwrite=self.overwrite,
-        )
+        verify, size = not self.no_verify, self.shard_bytes
+        options = Options(block=self.block, keep=self.keep, verify=verify, overwrite=self.overwrite, shard_bytes=size)
         quantize_and_show(self.source, self.out, self.model, options, self.json)

@@ -1,7 +1,7 @@
-"""Writes a folder file by file, on several ranks, and can be interrupted at any time.
+"""Write the folder of a conversion file by file, on several ranks; an interrupted conversion can be continued.
 
-Until every unit is written and verified, the folder is called ``OUT.partial``. Each finished unit leaves a record
-there, and another start with the same source and settings continues after these units.
+Until all files are written and verified, the folder is called ``OUT.partial``. Each finished unit of work leaves a
+record in the folder. A later start with equal source and settings skips the units with a record.
 """
 
 import atexit
@@ -10,9 +10,10 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,27 +21,58 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from safetensors import SafetensorError
 
+from megarl.core.fp8 import BLOCK
 from megarl.errors import CheckpointError, ConfigError, MegarlError, some
 from megarl.files import outputs
 from megarl.files.disk import describe_write_error
-from megarl.files.outputs import MARK, partial_of, replace_folder, require_own
+from megarl.files.outputs import MARK, partial_of, replace_folder, require_apart, require_own
 from megarl.files.writing import read_record, sha256_of, write_atomically
 from megarl.megatron.checkpoints.manifest import MANIFEST as RUN_MANIFEST
 from megarl.megatron.checkpoints.manifest import read_manifest
 from megarl.megatron.distributed import shutdown
 from megarl.models.hf_files import FP8_ERRORS, MANIFEST, save_tensors, write_index
 from megarl.models.hf_folder import read_json
+from megarl.models.names import is_fp32
 
 _LOCK, _UNIT = ".megarl.lock", ".megarl-unit-"
 _WRITTEN = (*outputs.HF_FILES, "__*_0.distcp", ".metadata*", "metadata.json", "common.pt", MANIFEST, FP8_ERRORS)
-"""Names of files of a conversion, besides those copied from its model."""
+"""Names of the files that a conversion makes, without the copies from the model's folder."""
 T = TypeVar("T")
 _WAIT = timedelta(hours=24)
-"""Ranks wait for the slowest; a conversion of a large model takes hours."""
+"""Time limit of a barrier: a conversion of a large model takes hours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Settings of ``megarl convert`` and ``megarl quantize``."""
+
+    dtype: torch.dtype | None = None
+    """Dtype of the output, except for the tensors of ``is_fp32``; None: the dtype of each source tensor."""
+    layers: Literal["local", "te"] = "te"
+    """Whose names a written Megatron checkpoint gets. The names of a source are recognised."""
+    stack_layers: bool = False
+    """Write a single tensor for all layers, Megatron's default with ``--moe-layer-freq 1``."""
+    drop: tuple[str, ...] = ()
+    """Globs of source tensors to leave out, for instance prediction layers."""
+    block: tuple[int, int] = BLOCK
+    """Rows and columns of an FP8 block."""
+    keep: tuple[str, ...] = ()
+    """Globs of tensors that stay in high precision."""
+    verify: bool = True
+    """Read the output back, and compare with the source bit for bit."""
+    overwrite: bool = False
+    shard_bytes: int = 2 << 30
+    """Largest safetensors file, unless a single parameter is larger."""
+
+    def dtype_of(self, name: str, stored: torch.dtype) -> torch.dtype:
+        """Return the output dtype of the Hugging Face tensor ``name`` with the source dtype ``stored``."""
+        if self.dtype is None or not stored.is_floating_point:
+            return stored
+        return torch.float32 if is_fp32(name) else self.dtype
 
 
 class Ranks:
-    """The processes of torchrun that share the work through the file system; alone without it."""
+    """The processes of torchrun, which divide the files; without torchrun, a single process."""
 
     def __init__(self) -> None:
         self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -51,24 +83,25 @@ class Ranks:
             atexit.register(shutdown)  # gloo's threads abort a process that ends with them
 
     def wait(self) -> None:
+        """Wait until all ranks are here."""
         if self.size > 1:
             dist.barrier()
 
     def share(self, units: Sequence[T]) -> list[tuple[int, T]]:
-        """(number, unit) of this rank's units."""
+        """Return (number, unit) of this rank's units."""
         return list(enumerate(units))[self.rank :: self.size]
 
 
 def require_unchanged(folder: Path, ranks: Ranks) -> bool:
-    """Compare a folder with the checksums of the run or the conversion that wrote it; False if it has none.
+    """Compare a folder with the checksums of the run or conversion that wrote the folder; False without checksums.
 
-    DamageError if it is of a run and damaged. CheckpointError if it is of a conversion and has been changed.
+    DamageError for a damaged checkpoint of a run, CheckpointError for a changed output of a conversion.
     """
-    is_of_conversion = (folder / MANIFEST).is_file()
-    if (folder / RUN_MANIFEST).is_file() or (folder.name.startswith("step_") and not is_of_conversion):
+    is_conversion = (folder / MANIFEST).is_file()
+    if (folder / RUN_MANIFEST).is_file() or (folder.name.startswith("step_") and not is_conversion):
         digests: Any = {name: digest for name, (_, digest) in read_manifest(folder).items()}
         advice = "it is damaged"
-    elif is_of_conversion:
+    elif is_conversion:
         digests = read_json(folder / MANIFEST).get("sha256")
         advice = f"{MANIFEST} has another SHA-256 (remove {MANIFEST} if the change is yours)"
         if not isinstance(digests, dict):
@@ -81,43 +114,52 @@ def require_unchanged(folder: Path, ranks: Ranks) -> bool:
     return True
 
 
-def fingerprint(files: Iterable[Path], model: Path, **settings: Any) -> dict[str, Any]:
-    """Plain data that tells one conversion from another: source files, the model's config, and settings."""
-    stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)]
-    return {"source": stats, "config": (model / "config.json").read_text(), **settings}
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(tensor: torch.Tensor, reference: torch.Tensor) -> bool:
     """Whether two tensors are equal in shape, dtype and every bit, NaN included."""
-    if one.dtype != other.dtype or one.shape != other.shape:
+    if tensor.dtype != reference.dtype or tensor.shape != reference.shape:
         return False
-    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+    return torch.equal(*(values.contiguous().reshape(-1).view(torch.uint8) for values in (tensor, reference)))
 
 
 class ConversionJob:
     """Writes folder ``out``; a context manager, on every rank.
 
-    ``fingerprint`` is plain data that identifies source and settings; unfinished work with another one is removed.
-    ``model``: the folder whose config and tokenizer are copied.
-
-    ConfigError if ``out`` holds anything that megarl did not write. CheckpointError if it exists and must not be
-    replaced, if another process writes it, or if the disk fails.
+    ConfigError if ``out`` holds anything that megarl did not write. CheckpointError if ``out`` exists and must not be
+    replaced, if another process writes ``out``, or if the disk fails.
     """
 
+    num_kept = 0
+    """Files of this rank that an earlier start had finished."""
+
     def __init__(
-        self, out: Path, fingerprint: Mapping[str, Any], ranks: Ranks, *, overwrite: bool, model: Path | None = None
+        self, out: Path, identity: Mapping[str, Any], ranks: Ranks, *, overwrite: bool, model: Path | None = None
     ) -> None:
+        """identity: source and settings as plain data; unfinished work with a different identity is removed.
+
+        model: the folder whose config and tokenizer are copied.
+        """
         self.out = out.resolve()  # a link stays; its target is replaced
-        self.folder = partial_of(self.out)
-        self.ranks = ranks
-        self._identity = json.loads(json.dumps(fingerprint))  # as it is read back
-        self._overwrite, self._model = overwrite, model
-        self._lock: Any = None
-        self.kept = 0  # units that an earlier start had finished
+        self.folder, self.ranks = partial_of(self.out), ranks
+        self._identity = json.loads(json.dumps(identity))  # as read back from a file
+        self._overwrite, self._model, self._lock = overwrite, model, None
+
+    @classmethod
+    def start(
+        cls, to: str, out: Path, source: Path, model: Path, files: Iterable[Path], options: Options, ranks: Ranks
+    ) -> Self:
+        """Return the job that converts ``files`` of ``source`` to the format ``to``.
+
+        ConfigError if ``out`` would replace the source or the model.
+        """
+        require_apart(out, source, model)
+        settings = {name: value for name, value in asdict(options).items() if name not in ("verify", "overwrite")}
+        identity = settings | {"to": to, "dtype": str(options.dtype), "config": (model / "config.json").read_text()}
+        identity["source"] = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)]
+        return cls(out, identity, ranks, overwrite=options.overwrite, model=model)
 
     def __enter__(self) -> Self:
         require_own(self.out)
-        self._require_leave("exists; remove it, choose another folder, or ask for --overwrite")
+        self._require_free("exists; remove it, choose another folder, or ask for --overwrite")
         if self.ranks.rank == 0:
             with self._explain_disk_errors():
                 self._claim()
@@ -128,9 +170,9 @@ class ConversionJob:
         if self._lock is not None:
             self._lock.close()
 
-    def _require_leave(self, told: str) -> None:
+    def _require_free(self, problem: str) -> None:
         if self.out.exists() and any(self.out.iterdir()) and not self._overwrite:
-            raise CheckpointError(f"{self.out} {told}")
+            raise CheckpointError(f"{self.out} {problem}")
 
     def _claim(self) -> None:
         require_own(self.folder)
@@ -165,19 +207,19 @@ class ConversionJob:
     ) -> None:
         """Write this rank's unfinished units with ``write_unit(number, unit) -> (file, record)``.
 
-        A record is what JSON can hold. Then rank 0 calls ``finish`` with the records of all units, in order.
+        A record is plain data for JSON. Rank 0 then calls ``finish`` with the records of all units, in order.
         """
-        with self._share("converting", units, sizes) as mine:
-            for number, unit in mine:
+        with self._share("converting", units, sizes) as shared:
+            for number, unit in shared:
                 if self._record(number) is not None:
-                    self.kept += 1
+                    self.num_kept += 1
                     continue
                 with self._explain_disk_errors():
                     file, record = write_unit(number, unit)
-                    with file.open("rb") as stream:  # before its record: a record always means a complete file
+                    with file.open("rb") as stream:  # flushed before the record: a record always means a complete file
                         os.fsync(stream.fileno())
-                    kept = {"file": file.name, "bytes": file.stat().st_size, "record": record}
-                    write_atomically(self._record_file(number), json.dumps(kept).encode())
+                    entry = {"file": file.name, "bytes": file.stat().st_size, "record": record}
+                    write_atomically(self._record_file(number), json.dumps(entry).encode())
         self.ranks.wait()
         if self.ranks.rank == 0:
             with self._explain_disk_errors():
@@ -194,16 +236,15 @@ class ConversionJob:
         encode: Callable[[T], tuple[dict[str, torch.Tensor], Any]],
         finish: Callable[[list[Any]], None],
     ) -> None:
-        """Write a Hugging Face folder: one safetensors file for each shard, and the index.
+        """Write a Hugging Face folder: a safetensors file for each shard, and the index.
 
-        ``encode(part)`` returns the tensors of a part and a note for JSON; rank 0 calls ``finish`` with all notes.
+        ``encode(piece)`` returns the tensors of a piece and a note for JSON. Rank 0 calls ``finish`` with all notes.
         """
-
         files = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
 
         def write_shard(number: int, shard: Sequence[T]) -> tuple[Path, Any]:
-            encoded = [encode(part) for part in shard]
-            tensors = {name: tensor for made, _ in encoded for name, tensor in made.items()}
+            encoded = [encode(piece) for piece in shard]
+            tensors = {name: tensor for by_name, _ in encoded for name, tensor in by_name.items()}
             save_tensors(tensors, self.folder / files[number])
             return self.folder / files[number], (list(tensors), [note for _, note in encoded])
 
@@ -215,11 +256,11 @@ class ConversionJob:
         self.write(shards, sizes, write_shard, write_folder)
 
     def verify(self, units: Sequence[Sequence[T]], sizes: Sequence[int], changed: Callable[[T], list[str]]) -> None:
-        """Raise CheckpointError if ``changed(part)`` names anything; the next start writes these units anew."""
+        """Raise CheckpointError if ``changed(piece)`` returns names; the next start writes these units anew."""
         names: list[str] = []
-        with self._share("verifying", units, sizes) as mine:
-            for number, unit in mine:
-                if different := [name for part in unit for name in changed(part)]:
+        with self._share("verifying", units, sizes) as shared:
+            for number, unit in shared:
+                if different := [name for piece in unit for name in changed(piece)]:
                     self._record_file(number).unlink(missing_ok=True)
                     names += different
         if names:
@@ -232,43 +273,43 @@ class ConversionJob:
 
     @contextmanager
     def _share(self, label: str, units: Sequence[Any], sizes: Sequence[int]) -> Iterator[Iterator[tuple[int, Any]]]:
-        """Inside: iterate over (number, unit) of this rank's units; rank 0 shows a progress bar in bytes."""
-        mine = self.ranks.share(units)
+        """Yield an iterator over (number, unit) of this rank; rank 0 shows a progress bar in bytes."""
+        shared = self.ranks.share(units)
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         console = Console(stderr=True)
         with Progress(*columns, TimeRemainingColumn(), console=console, disable=self.ranks.rank != 0) as bar:
-            task = bar.add_task(label, total=sum(sizes[number] for number, _ in mine))
+            task = bar.add_task(label, total=sum(sizes[number] for number, _ in shared))
 
             def advance() -> Iterator[tuple[int, Any]]:
-                for number, unit in mine:
+                for number, unit in shared:
                     yield number, unit
                     bar.advance(task, sizes[number])
 
             yield advance()
 
     def _record(self, number: int) -> Any:
-        """The record of a unit whose file is complete; else None."""
-        kept = read_record(self._record_file(number))  # empty if it is damaged: the unit is written anew
-        file = self.folder / str(kept.get("file", ""))
-        return kept.get("record") if file.is_file() and file.stat().st_size == kept.get("bytes") else None
+        """Return the record of a unit whose file is complete, or None."""
+        entry = read_record(self._record_file(number))  # empty if damaged: the unit is written anew
+        file = self.folder / str(entry.get("file", ""))
+        return entry.get("record") if file.is_file() and file.stat().st_size == entry.get("bytes") else None
 
     def _record_file(self, number: int) -> Path:
         return self.folder / f"{_UNIT}{number:06d}"
 
-    def publish(self, manifest: Mapping[str, Any]) -> None:
-        """Give the folder its name, with ``manifest`` and the SHA-256 of every file of weights in it."""
+    def publish(self, **manifest: Any) -> None:
+        """Rename the folder to ``out``, with ``manifest`` and the SHA-256 of every file of weights in the folder."""
         files = sorted(path for path in self.folder.iterdir() if path.suffix in (".safetensors", ".distcp"))
         digests = {file.name: sha256_of(file) for _, file in self.ranks.share(files)}
         if self.ranks.size > 1:
             gathered: list[dict[str, str]] = [{}] * self.ranks.size
             dist.all_gather_object(gathered, digests)
-            digests = {name: digest for part in gathered for name, digest in sorted(part.items())}
+            digests = {name: digest for by_name in gathered for name, digest in sorted(by_name.items())}
         if self.ranks.rank == 0:
             with self._explain_disk_errors():
                 text = json.dumps({**manifest, "sha256": digests}, indent=1)
                 write_atomically(self.folder / MANIFEST, text.encode())
                 outputs.seal(self.folder, job=self._identity)
-                self._require_leave(f"has appeared meanwhile; {self.folder} is whole: rename one")
+                self._require_free(f"has appeared meanwhile; {self.folder} is whole: rename one")
                 replace_folder(self.folder, self.out)
                 # Last: until the folder has its name, another start goes on with these files.
                 for entry in (*self.out.glob(f"{_UNIT}*"), self.out / _LOCK):

@@ -1,6 +1,6 @@
-"""Reads and writes Megatron's ``torch_dist`` checkpoints one tensor at a time, without a model or process group.
+"""Read and write Megatron's ``torch_dist`` checkpoints a tensor at a time, without a model or a process group.
 
-The format is torch's distributed checkpoint: tensors whole or in chunks of a global one, so any layout can load it.
+The format is torch's distributed checkpoint: tensors whole or in chunks of a global tensor, for every layout.
 """
 
 import io
@@ -35,29 +35,32 @@ from megarl.files.pickles import load_metadata, load_part, load_plain, part_of
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a parameter in a global tensor: ``global[(*index, ...)]`` is the parameter."""
+    """The place of a parameter in a global tensor: the parameter is ``global[(*index, ...)]``."""
 
     key: str
-    index: tuple[int, ...]  # layer, expert, or both, where the global tensor has an axis for them
-    sizes: tuple[int, ...]  # lengths of these axes
+    index: tuple[int, ...]
+    """Layer, expert, or both, where the global tensor has an axis for them."""
+    sizes: tuple[int, ...]
+    """Lengths of these axes."""
 
-    def part(self, shape: Sequence[int]) -> ChunkStorageMetadata:
-        """Offsets and sizes in the global tensor of a parameter with this shape."""
+    def chunk(self, shape: Sequence[int]) -> ChunkStorageMetadata:
+        """Return offsets and sizes in the global tensor of a parameter with this shape."""
         offsets, sizes = (*self.index, *(0 for _ in shape)), (*(1 for _ in self.index), *shape)
         return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A tensor to be written; ``make`` is called when it is written, so that one at a time is in memory."""
+    """A tensor to be written. ``make`` is called at the time of writing, so that memory holds a single tensor."""
 
     place: Place
-    shape: tuple[int, ...]  # without the axes of ``place``
+    shape: tuple[int, ...]
+    """Without the axes of ``place``."""
     dtype: torch.dtype
     make: Callable[[], torch.Tensor]
 
-    def part(self) -> ChunkStorageMetadata:
-        return self.place.part(self.shape)
+    def bounds(self) -> ChunkStorageMetadata:
+        return self.place.chunk(self.shape)
 
     def global_size(self) -> torch.Size:
         return torch.Size((*self.place.sizes, *self.shape))
@@ -69,42 +72,42 @@ def _make_data(chunks: Mapping[MetadataIndex, Chunk], item: WriteItem) -> torch.
         torch.save([None], buffer)
         return buffer
     chunk = chunks[item.index]
-    made = chunk.make()
-    if tuple(made.shape) != chunk.shape or made.dtype != chunk.dtype:
+    tensor = chunk.make()
+    if tuple(tensor.shape) != chunk.shape or tensor.dtype != chunk.dtype:
         raise CheckpointError(
-            f"{chunk.place.key}: made {made.dtype} {tuple(made.shape)}, expected {chunk.dtype} {chunk.shape}"
+            f"{chunk.place.key}: made {tensor.dtype} {tuple(tensor.shape)}, expected {chunk.dtype} {chunk.shape}"
         )
-    # torch.save would store a view with all of the memory behind it.
-    return made.reshape(chunk.part().sizes).clone(memory_format=torch.contiguous_format)
+    # torch.save would store a view with all of the memory behind the view.
+    return tensor.reshape(chunk.bounds().sizes).clone(memory_format=torch.contiguous_format)
 
 
 Written = list[Any]
-"""What ``.metadata`` says of an item, as JSON: [key, offsets, index], size, [file, first byte, length]."""
+"""An item of ``.metadata`` as JSON: [key, offsets, index], size, [file, first byte, length]."""
 
 
 def write_file(folder: Path, number: int, chunks: Sequence[Chunk], extra_states: Sequence[str]) -> list[Written]:
     """Write file ``__<number>_0.distcp`` in any process; pass the results to ``write_metadata``."""
     items: list[WriteItem] = []
     for chunk in chunks:
-        part = chunk.part()
-        data = TensorWriteData(part, TensorProperties(dtype=chunk.dtype), chunk.global_size())
-        items.append(WriteItem(MetadataIndex(chunk.place.key, part.offsets), WriteItemType.SHARD, tensor_data=data))
+        bounds = chunk.bounds()
+        data = TensorWriteData(bounds, TensorProperties(dtype=chunk.dtype), chunk.global_size())
+        items.append(WriteItem(MetadataIndex(chunk.place.key, bounds.offsets), WriteItemType.SHARD, tensor_data=data))
     by_index = dict(zip((item.index for item in items), chunks, strict=True))
     items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in extra_states]
     plan = SavePlan(items, storage_data=_StoragePrefix(f"__{number}_"))
-    planner: Any = SimpleNamespace(resolve_data=partial(_make_data, by_index))  # all that the writer calls
+    planner: Any = SimpleNamespace(resolve_data=partial(_make_data, by_index))  # the only method that the writer calls
     results = FileSystemWriter(folder, thread_count=1).write_data(plan, planner).wait()
-    return [[astuple(one.index), one.size_in_bytes, astuple(one.storage_data)[:3]] for one in results]
+    return [[astuple(item.index), item.size_in_bytes, astuple(item.storage_data)[:3]] for item in results]
 
 
 def write_metadata(
     folder: Path, chunks: Iterable[Chunk], extra_states: Iterable[str], written: Sequence[list[Written]]
 ) -> None:
-    """Make files one checkpoint: write ``.metadata`` and ``metadata.json``; the caller writes ``common.pt``."""
+    """Write ``.metadata`` and ``metadata.json`` for the files; the caller writes ``common.pt``."""
     tensors: dict[str, Any] = {}
     for chunk in chunks:
         meta = TensorStorageMetadata(TensorProperties(dtype=chunk.dtype), chunk.global_size(), [])
-        tensors.setdefault(chunk.place.key, meta).chunks.append(chunk.part())
+        tensors.setdefault(chunk.place.key, meta).chunks.append(chunk.bounds())
     objects = {name: BytesStorageMetadata() for name in extra_states}
     results = [
         [WriteResult(MetadataIndex(*index), size, _StorageInfo(*place)) for index, size, place in of_file]
@@ -120,7 +123,7 @@ _COMMON = "common_state/shard_0_1"
 """Megatron's key of the object that holds the common state."""
 
 
-def _part_of(target: torch.Tensor, item: ReadItem) -> torch.Tensor:
+def _view_of(target: torch.Tensor, item: ReadItem) -> torch.Tensor:
     bounds = zip(item.dest_offsets, item.lengths, strict=True)
     return target[tuple(slice(offset, offset + length) for offset, length in bounds)]
 
@@ -129,7 +132,7 @@ _UNREADABLE = (
     *(pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, OSError, ValueError),
     *(RuntimeError, AssertionError),
 )
-"""What pickle and torch raise for damaged files."""
+"""Errors of pickle and torch for damaged files."""
 
 
 @contextmanager
@@ -142,7 +145,7 @@ def _explain_damage(what: object) -> Iterator[None]:
 
 
 class TorchDistReader:
-    """Read access by key to a ``torch_dist`` checkpoint. Raises CheckpointError for what is missing or damaged."""
+    """Read access by key to a ``torch_dist`` checkpoint. CheckpointError for missing and damaged files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -154,9 +157,9 @@ class TorchDistReader:
         with _explain_damage(path / ".metadata"):
             self._metadata = load_metadata(path)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        known = self._metadata.state_dict_metadata
-        self.tensors = {key: meta for key, meta in known.items() if isinstance(meta, TensorStorageMetadata)}
-        """Every tensor by its key."""
+        stored = self._metadata.state_dict_metadata
+        self.tensors = {key: meta for key, meta in stored.items() if isinstance(meta, TensorStorageMetadata)}
+        """Every tensor by key."""
         self._require_files()
 
     def _require_files(self) -> None:
@@ -173,27 +176,27 @@ class TorchDistReader:
                 raise CheckpointError(f"{file} has {size} bytes, expected at least {end}: it is truncated")
 
     def common(self) -> dict[str, Any]:
-        """The state that Megatron keeps in ``common.pt``, or from 0.19 on among the tensors; {} if there is none."""
+        """Return the state of ``common.pt``, from Megatron 0.19 on stored among the tensors; {} without a state."""
         file, place = self.path / "common.pt", self._metadata.storage_data.get(MetadataIndex(_COMMON))
-        found: Any = None
+        state: Any = None
         with _explain_damage(file if file.is_file() else f"{self.path}: its common state"):
             if file.is_file():
-                found = load_plain(file)
+                state = load_plain(file)
             elif place is not None:
-                found = load_part(self.path, place)[0]
-        return found if isinstance(found, dict) else {}
+                state = load_part(self.path, place)[0]
+        return state if isinstance(state, dict) else {}
 
     def read(self, place: Place) -> torch.Tensor:
-        """The parameter at ``place``; the caller has compared the axes of the place with ``tensors``."""
+        """Return the parameter at ``place``; the caller has compared the axes of the place with ``tensors``."""
         meta = self.tensors[place.key]
         shape = meta.size[len(place.index) :]
-        wanted = place.part(shape)
-        items = create_read_items_for_chunk_list(place.key, meta, [wanted])
-        target = torch.empty(wanted.sizes, dtype=meta.properties.dtype)
+        chunk = place.chunk(shape)
+        items = create_read_items_for_chunk_list(place.key, meta, [chunk])
+        target = torch.empty(chunk.sizes, dtype=meta.properties.dtype)
         if sum(torch.Size(item.lengths).numel() for item in items) != target.numel():
-            raise CheckpointError(f"{self.path}: the chunks of {place.key} do not cover {tuple(wanted.offsets)}")
-        # All that the reader calls; it has copied a part before it commits it.
-        planner: Any = SimpleNamespace(resolve_tensor=partial(_part_of, target), commit_tensor=lambda *_: None)
+            raise CheckpointError(f"{self.path}: the chunks of {place.key} do not cover {tuple(chunk.offsets)}")
+        # The only methods that the reader calls. The reader copies the data before commit_tensor.
+        planner: Any = SimpleNamespace(resolve_tensor=partial(_view_of, target), commit_tensor=lambda *_: None)
         with _explain_damage(f"{self.path}: {place.key}"):
             self._reader.read_data(LoadPlan(items), planner)
         return target.view(shape)

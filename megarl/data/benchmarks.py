@@ -1,6 +1,6 @@
-"""The benchmarks of an evaluation: short names for known ones, files and hub data sets for all others.
+"""The benchmarks of an evaluation: known benchmarks by short name, and files and hub data sets.
 
-transformers is imported only when prompts are loaded, so that a wrong name is reported at once.
+transformers is imported when prompts are loaded, so that a wrong name is reported at once.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
 HELDOUT = "heldout"
 """Name of the benchmark of ``data.heldout``."""
 BOXED = "{prompt}\n\nReason step by step, and write the final answer inside \\boxed{}."
-"""Template of the mathematics benchmarks; math_verify looks for the box."""
+"""Template of the mathematics benchmarks; math_verify reads the box."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A set of problems, and how they are asked and judged."""
+    """A set of problems, with the form of the prompt and the reward."""
 
     name: str
-    """Names its folder and its row of the table, and is part of the seeds."""
+    """Name of the folder and of the table row; the seeds depend on the name."""
     source: str
-    """File, folder or hub name, as ``megarl.data.records.read_records`` takes it."""
+    """File, folder or hub name for ``megarl.data.records.read_records``."""
     split: str | None = None
     prompt_field: str = "problem"
     answer_field: str = "answer"
     """Column of the answer: text, or a whole number."""
     template: str | None = BOXED
-    """Text around a plain-text problem, with ``{prompt}`` in its place; None: the problem alone."""
+    """Text around a plain-text problem, with ``{prompt}`` for the problem; None: the problem alone."""
     reward: str = "math_verify"
     threshold: float = POSITIVE
-    """A response is correct if its reward is above this."""
+    """A response is correct if the reward is above the threshold."""
 
 
 BENCHMARKS = {
@@ -61,37 +61,45 @@ BENCHMARKS = {
 
 
 def choose(words: Sequence[str], config: Config, template: str | None = None) -> tuple[Benchmark, ...]:
-    """Return the benchmarks of a command line; without words ``data.heldout`` and ``eval.sets``. Raises ConfigError.
+    """Return the benchmarks of a command line; without words, ``data.heldout`` and ``eval.sets``.
 
-    A word is one of:
+    A word is
 
     - a short name
     - a file, a folder, or a hub name ("owner/name", "owner/name:config"), with the configuration's fields, split and
       reward
-    - NAME=SOURCE, the same under another name; if a benchmark has this name, the source is read like it
+    - NAME=SOURCE, a source under the given name; if NAME is a short name, with the fields of that benchmark
 
     template: replaces the template of every benchmark.
+
+    ConfigError for an unknown or repeated name, and if there is no benchmark.
     """
     if template is not None and template.count("{prompt}") != 1:
         raise ConfigError(f"--template: found {template!r}, expected a text with {{prompt}} in it, once")
-    chosen = [_read_word(word, config) for word in words or (f"{n}={of}" for n, of in config.eval.sets.items())]
-    if not words and config.data.heldout is not None:
+    uses_config = not words
+    words = words or [f"{name}={source}" for name, source in config.eval.sets.items()]
+    benchmarks = [_read_word(word, config) for word in words]
+    if uses_config and config.data.heldout is not None:
         heldout = _from_config(HELDOUT, config.data.heldout, config)
-        chosen.insert(0, replace(heldout, split=config.data.resolved_heldout_split))
-    if not chosen:
+        benchmarks.insert(0, replace(heldout, split=config.data.resolved_heldout_split))
+    if not benchmarks:
         raise ConfigError(
             f"found nothing to evaluate on: pass --data with files, hub names or {', '.join(BENCHMARKS)}, or set "
             "data.heldout"
         )
-    names = [benchmark.name for benchmark in chosen]
-    for index, (name, benchmark) in enumerate(zip(names, chosen, strict=True)):
-        if name in names[:index]:
-            raise ConfigError(f"--data: found two benchmarks named {name}; give one as NAME={benchmark.source}")
-    return tuple(chosen if template is None else (replace(benchmark, template=template) for benchmark in chosen))
+    names = [benchmark.name for benchmark in benchmarks]
+    for index, benchmark in enumerate(benchmarks):
+        if benchmark.name in names[:index]:
+            raise ConfigError(
+                f"--data: found two benchmarks named {benchmark.name}; give one as NAME={benchmark.source}"
+            )
+    return tuple(
+        benchmarks if template is None else (replace(benchmark, template=template) for benchmark in benchmarks)
+    )
 
 
 def load(benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, config: Config) -> PromptTable:
-    """Return its prompts, at most ``eval.max_prompts``. DataError says what to do if the hub cannot be reached."""
+    """Return the prompts of a benchmark, at most ``eval.max_prompts``. DataError if the hub cannot be reached."""
     from megarl.data.prompts import load_prompts  # needs transformers
 
     try:
@@ -134,12 +142,12 @@ def _read_word(word: str, config: Config) -> Benchmark:
 def _from_config(name: str, source: str, config: Config) -> Benchmark:
     data = config.data
     split = None if source.endswith(FILES) else data.split
-    judged = config.reward.function, config.reward.threshold
-    return Benchmark(name, source, split, data.prompt_field, data.answer_field, None, *judged)
+    fields = data.prompt_field, data.answer_field
+    return Benchmark(name, source, split, *fields, None, config.reward.function, config.reward.threshold)
 
 
 def _derive_name(source: str) -> str:
-    """Return a name that can be a folder: the stem of a file, or the whole hub name."""
+    """Return a name for a folder: the stem of a file, or the whole hub name."""
     _check_source(source)
     path = Path(source)
     name = path.stem if source.endswith(FILES) else path.name if path.is_dir() else source
@@ -150,7 +158,7 @@ def _derive_name(source: str) -> str:
 
 
 def _check_source(source: str) -> None:
-    """Refuse a word that is no file, no folder and no owner/name: a misspelt short name."""
+    """Refuse a word that is neither a file, nor a folder, nor owner/name: a misspelt short name."""
     if source.endswith(FILES) or "/" in source or Path(source).exists():
         return
     close = difflib.get_close_matches(source, BENCHMARKS, n=1)

@@ -11,22 +11,23 @@ from transformers.utils import chat_template_utils
 from megarl.errors import ConfigError, DataError
 from megarl.files.bounded_process import BoundedProcess
 
-_OWN = ("messages", "add_generation_prompt")
-"""Variables of a template that megarl sets."""
+_SET_BY_MEGARL = ("messages", "add_generation_prompt")
+"""Variables of a template that are no arguments of the user."""
 _MOST_ADDED, _MOST_COPIES = 1 << 18, 4
-"""Characters that a template may write of its own, and how often it may repeat what it is given."""
+"""Characters that a template may add, and how often a template may repeat its input."""
+_WORD = re.compile(r"\w")
 
 
 class ChatTemplate:
-    """Renders chat messages up to the mark that opens the model's answer, and refuses those that were rendered before.
+    """Renders chat messages up to the mark that opens the model's answer; refuses messages that were rendered before.
 
-    A message was rendered before if it holds what the template itself writes around messages of these roles: special
-    tokens, other tokens beside the user's text, or the words before and behind the user's text, which are left where
-    special tokens were taken out.
+    A message was rendered before if it holds text that the template writes around messages of these roles: special
+    tokens, other tokens beside the user's text, or the words before and behind the user's text, which remain where
+    special tokens were removed.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
-        """arguments: variables of the template, as ``enable_thinking``; ConfigError for one that it never reads."""
+        """arguments: variables of the template, as ``enable_thinking``; ConfigError for a variable without a use."""
         self._tokenizer, self._arguments = tokenizer, dict(arguments)
         self._tokens = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
         self._marks: dict[tuple[str, ...], re.Pattern[str]] = {}
@@ -35,17 +36,17 @@ class ChatTemplate:
             self._check_arguments()
 
     def render(self, messages: Sequence[Mapping[str, str]], names: Sequence[str], place: str) -> str:
-        """Return the chat as text; DataError at ``place`` if the template refuses it, or a message holds its marks.
+        """Return the chat as text. DataError at ``place`` if the template fails, or a message holds template text.
 
-        names: what to call each message.
+        names: a name for each message, for errors.
         """
         roles = tuple(message["role"] for message in messages)
         if (marks := self._marks.get(roles)) is None:
             marks = self._marks[roles] = self._find_marks(roles, place)
         for message, name in zip(messages, names, strict=True):
-            if found := marks.search(message["content"]):
+            if match := marks.search(message["content"]):
                 raise DataError(
-                    f"{place}: {name} holds {found.group()[:40]!r}, which the chat template writes itself: give the "
+                    f"{place}: {name} holds {match.group()[:40]!r}, which the chat template writes itself: give the "
                     "text as it was before any template, without that; or turn data.chat_template off"
                 )
         return self._apply(messages, place)
@@ -57,26 +58,27 @@ class ChatTemplate:
             raise DataError(f"{place}: the chat template refuses these messages ({error})") from error
 
     def _render(self, chat: list[dict[str, str]]) -> str:
-        """Runs in the bounded process, as all that the template writes."""
+        """Return the template's text; runs in the bounded process. ValueError for a text that is too long."""
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **self._arguments}
         text = str(self._tokenizer.apply_chat_template(chat, **options))
-        if len(text) > (most := _MOST_ADDED + _MOST_COPIES * len(str([chat, self._arguments]))):
-            raise ValueError(f"it writes {len(text)} characters, expected at most {most} for messages of this length")
+        limit = _MOST_ADDED + _MOST_COPIES * len(str([chat, self._arguments]))
+        if len(text) > limit:
+            raise ValueError(f"it writes {len(text)} characters, expected at most {limit} for messages of this length")
         return text
 
     def _find_marks(self, roles: Sequence[str], place: str) -> re.Pattern[str]:
-        """What the template writes around messages of these roles."""
+        """Return a pattern for the text that the template writes around messages of these roles."""
         chat = [{"role": role, "content": f"\ue000{number}\ue000"} for number, role in enumerate(roles)]
-        texts = re.split("\ue000(\\d+)\ue000", self._apply(chat, place))  # the template's, number, the template's, ...
+        texts = re.split("\ue000(\\d+)\ue000", self._apply(chat, place))  # template text, number, template text, ...
         marks = {token for token, special in self._tokens.items() if special and any(token in t for t in texts[::2])}
         special = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
         closing = special.sub("", texts[-1]).rstrip()
         patterns: set[str] = set()
-        for at in range(1, len(texts), 2):
-            if roles[int(texts[at])] == "user":
-                before, behind = texts[at - 1].rstrip(), texts[at + 1].lstrip()
-                marks |= {token for token in self._tokens if before.endswith(token) or behind.startswith(token)}
-                opening = re.search(r"[^\n]*\S\s*\Z", special.sub("", texts[at - 1]))
+        for index in range(1, len(texts), 2):
+            if roles[int(texts[index])] == "user":
+                head, tail = texts[index - 1].rstrip(), texts[index + 1].lstrip()
+                marks |= {token for token in self._tokens if head.endswith(token) or tail.startswith(token)}
+                opening = re.search(r"[^\n]*\S\s*\Z", special.sub("", texts[index - 1]))
                 # A single word, "user", may as well begin a question.
                 if opening and re.search(r"\W", opening.group()) and all(map(_WORD.search, (opening.group(), closing))):
                     patterns.add(rf"(?:\A|\n)\s*{re.escape(opening.group())}.*{re.escape(closing)}\s*\Z")
@@ -84,26 +86,23 @@ class ChatTemplate:
 
     def _check_arguments(self) -> None:
         try:
-            known = self._process.call("find_variables")
+            variables = self._process.call("find_variables")
         except DataError as error:
             raise ConfigError(f"data.chat_template_args: the chat template cannot be read ({error})") from error
-        if unknown := [name for name in self._arguments if name not in known]:
+        if unknown := [name for name in self._arguments if name not in variables]:
             raise ConfigError(
                 f"data.chat_template_args: found {unknown[0]!r}, which the chat template never reads, expected some of "
-                f"{', '.join(sorted(known)) or 'none'}; remove it"
+                f"{', '.join(sorted(variables)) or 'none'}; remove it"
             )
 
     def _find_variables(self) -> set[str]:
         source = self._tokenizer.get_chat_template(tools=self._arguments.get("tools"))
         environment = chat_template_utils._compile_jinja_template(source).environment
-        return meta.find_undeclared_variables(environment.parse(source)) - {*_OWN, *environment.globals}
-
-
-_WORD = re.compile(r"\w")
+        return meta.find_undeclared_variables(environment.parse(source)) - {*_SET_BY_MEGARL, *environment.globals}
 
 
 def check_messages(messages: list[Any], field: str, place: str) -> None:
-    """DataError unless these are chat messages with text."""
+    """Raise DataError unless the list holds chat messages with text."""
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise DataError(

@@ -1,4 +1,4 @@
-"""What the reward math_verify reads of a text: its last boxed expression, in a form that math-verify understands."""
+"""From a text to the input of math-verify: the last boxed expression, in a form that math-verify understands."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -19,9 +19,12 @@ _THOUSANDS = re.compile(
     r"(?<![\d,])(?:(?<!\.)\d{1,3}|(?<=\.)\d{3})(?:(?:\{,\}|,\\!|\\[,;: !]|[~\u00a0\u2009\u202f])\d{3})+(?!\d)"
 )
 _SUBSTITUTES = tuple(
-    (re.compile(pattern), by)
-    for pattern, by in (
-        (r"\\\$|\\(?:pounds|euro|yen)(?![A-Za-z])|[€£¥₹¢₩₽]", ""),  # as other units, a currency is no part of a number
+    (re.compile(pattern), substitute)
+    for pattern, substitute in (
+        (
+            r"\\\$|\\(?:pounds|euro|yen)(?![A-Za-z])|[€£¥₹¢₩₽]",
+            "",
+        ),  # like other units, a currency is no part of a number
         (r"\\varnothing(?![A-Za-z])|∅|(?:\\left\s*)?\\\{\s*(?:\\right\s*)?\\\}", r"\\emptyset "),
         (r"\\pmod\s*(?:\{[^{}]*\}|\w)", ""),
         (r"\^?(?:°|\\degree(?![A-Za-z]))", r"^\\circ "),
@@ -33,12 +36,12 @@ _SCALED = re.compile(rf"(?<![\d,.])({_NUMBER})({_SPACE}*(?:\\text\s*\{{\s*)?)({'
 
 
 def last_box(text: str) -> str | None:
-    r"""Return what is in the last ``\boxed`` or ``\fbox`` of a text, the outer one of nested boxes; None without a box.
+    r"""Return the content of the last ``\boxed`` or ``\fbox`` of a text, of nested boxes the outer box.
 
-    Without a brace it is the next word. It is empty if the last box does not end.
+    Without a brace the content is the next word. It is empty if the last box does not end, and None without a box.
     """
-    open_groups: list[int | None] = []  # where the content of a box begins; None for other braces
-    boxes: list[tuple[int, str]] = []  # those that end
+    open_groups: list[int | None] = []  # begin of a box's content; None for a plain brace
+    boxes: list[tuple[int, str]] = []  # begin and content of closed boxes
     for token in _TOKENS.finditer(text):
         if _BOX.match(token[0]):
             if token[0].endswith("{"):
@@ -49,7 +52,7 @@ def last_box(text: str) -> str | None:
             open_groups.append(None)
         elif token[0] == "}" and open_groups and (begin := open_groups.pop()) is not None:
             while boxes and boxes[-1][0] > begin:
-                boxes.pop()  # it is inside this one
+                boxes.pop()  # inside this box
             boxes.append((begin, text[begin : token.start()]))
     last_open = max((begin for begin in open_groups if begin is not None), default=-1)
     if boxes and boxes[-1][0] > last_open:
@@ -58,46 +61,46 @@ def last_box(text: str) -> str | None:
 
 
 def read_answer(parse: Parse, answer: str) -> list[Any]:
-    """Return the expressions of an answer of a data set: of its last box, of the formula that it is, or of its text."""
+    """Return the expressions in an answer of a data set: a box, a formula, or plain text."""
     answer = re.sub(rf"^(-?)\$\s*({_NUMBER})$", r"\1\2", _substitute(answer).strip())
     if (content := last_box(answer)) is None and (formula := _FORMULA.fullmatch(answer)):
-        content = next(part for part in formula.groups() if part is not None)
+        content = next(group for group in formula.groups() if group is not None)
     if content is None and any(mark in answer for mark in ("$", "\\(", "\\[")):
         return parse(answer)
     return _read_box(parse, answer if content is None else content)
 
 
 def read_response(parse: Parse, response: str) -> list[Any]:
-    """Return the expressions of a response: of its last box alone; without a box, of its last formula or number.
+    """Return the expressions of a response: in the last box, or without a box in the last formula or number.
 
-    What comes after the thinking counts, unless nothing there can be read.
+    The text after the thinking counts, unless it holds no expression.
     """
-    for part in dict.fromkeys((response.rpartition("</think>")[2], response)):
-        content = last_box(part := _substitute(part))
+    for text in dict.fromkeys((response.rpartition("</think>")[2], response)):
+        content = last_box(text := _substitute(text))
         if content is not None:
             return _read_box(parse, content)
-        if expressions := parse(part):
+        if expressions := parse(text):
             return expressions
     return []
 
 
 def are_other_lists(*sides: Sequence[Any]) -> bool:
-    """Whether one side is written as an ordered list (1, 2) and the other one as a set {1, 2}."""
+    """Whether an ordered list (1, 2) is compared with a set {1, 2}."""
     return len({bracket for expressions in sides if (bracket := _bracket_of(_written(expressions)))}) > 1
 
 
 def bare_percentage(expressions: Sequence[Any]) -> str | None:
     """Return the number of an answer that is a percentage."""
-    found = re.fullmatch(rf"({_NUMBER})\s*\\?%", _written(expressions))
-    return found and found[1]
+    match = re.fullmatch(rf"({_NUMBER})\s*\\?%", _written(expressions))
+    return match and match[1]
 
 
 def _written(expressions: Sequence[Any]) -> str:
-    return next((one.strip() for one in expressions if isinstance(one, str)), "")
+    return next((text.strip() for text in expressions if isinstance(text, str)), "")
 
 
 def _bracket_of(text: str) -> str:
-    """Return ( or { if a list of several elements is in such brackets; else nothing."""
+    """Return ( or { if the text is a list of several elements in such brackets, or an empty text."""
     text = re.sub(r"\\(?:left|right)(?![A-Za-z])\s*", "", text)
     first, inner = ("{", text[2:-2]) if text.startswith("\\{") and text.endswith("\\}") else (text[:1], text[1:-1])
     if first not in ("(", "{") or (first == "(" and not text.endswith(")")):
@@ -117,14 +120,14 @@ def _read_box(parse: Parse, content: str) -> list[Any]:
     content = re.sub(rf"^(-?\d+){_SPACE}+(\d+)\s*/\s*(\d+)$", r"\1\\frac{\2}{\3}", content)  # a mixed number
     if len(sides := re.split(r"\\pm(?![A-Za-z])", content)) == 2 and "," not in content:
         content = ", ".join(sign.join(sides) for sign in "+-")
-    content = _SCALED.sub(lambda found: f"{found[1]}\\times 10^{{{_SCALES[found[3]]}}}{found[2]}", _separate(content))
+    content = _SCALED.sub(lambda match: f"{match[1]}\\times 10^{{{_SCALES[match[3]]}}}{match[2]}", _separate(content))
     return parse(f"\\boxed{{{content}}}") if content else []
 
 
 def _separate(content: str) -> str:
-    """Return choices and words as a list of formulas, which has no order, and a number with a word as one with a unit.
+    """Return choices and words as a list of formulas without order, and a number with a word as a number with a unit.
 
-    Other contents stay as they are.
+    Other contents stay unchanged.
     """
     text = _TEXT.fullmatch(content)
     inner = text[1] if text else content.removeprefix("\\{").removesuffix("\\}")
@@ -143,6 +146,6 @@ def _separate(content: str) -> str:
 
 
 def _substitute(text: str) -> str:
-    for pattern, by in _SUBSTITUTES:
-        text = pattern.sub(by, text)
+    for pattern, substitute in _SUBSTITUTES:
+        text = pattern.sub(substitute, text)
     return _THOUSANDS.sub(lambda number: re.sub(r"[^\d]", "", number[0]), text)

@@ -1,7 +1,7 @@
-"""Prompts with answers for RL, demonstrations for the cold start, and the order in which prompts are taken.
+"""Prompts with answers for RL, demonstrations for the cold start, and the order of prompts.
 
-Plain text is tokenized with the tokenizer's special tokens. Chat messages, and plain text when ``chat_template`` is on,
-pass through the tokenizer's chat template, which adds the special tokens itself.
+Plain text is tokenized with the tokenizer's special tokens. Chat messages, and plain text with ``chat_template`` on,
+pass through the tokenizer's chat template, which adds the special tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,19 +24,21 @@ from megarl.data.tokenizer import load_tokenizer as load_tokenizer
 from megarl.errors import ConfigError, DataError
 
 _BATCH = 1024
-"""Texts that are tokenized at a time."""
+"""Number of texts that are tokenized at a time."""
+_MOST_MARK_TOKENS = 32
+"""Tokens at the end of a prompt in which a mark of the response is looked for."""
 _Row = TypeVar("_Row")
 NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A prompt, the response to imitate, and the end token, as one sequence."""
+    """A prompt, the response to imitate, and the end token, as a sequence."""
 
     tokens: np.ndarray
     """int32 [T]."""
     loss_mask: np.ndarray
-    """bool [T], True on the response and its end token."""
+    """bool [T], True on the response and the end token."""
     source: str
 
 
@@ -53,10 +55,10 @@ def load_prompts(
     template: str | None = None,
     chat_template_args: Mapping[str, Any] = NO_ARGUMENTS,
 ) -> PromptTable:
-    """Read and tokenize all prompts of a source. Nothing is dropped or shortened.
+    """Read and tokenize all prompts of a source. No prompt is dropped or shortened.
 
-    One process of a node tokenizes a large file, and the others map what it has written: see
-    ``megarl.data.prompt_table``. Folders and hub names are tokenized by every process.
+    A process of the node tokenizes a large file, and all processes map the result: see ``megarl.data.prompt_table``.
+    Every process tokenizes folders and hub names.
 
     source, split, limit: as in :func:`megarl.data.records.read_records`. Fields may be dotted. The answer is text or a
     whole number; write other numbers as text, because 0.10 and 1e-1 would be compared as text. template: text around a
@@ -70,14 +72,13 @@ def load_prompts(
         ConfigError: ``chat_template`` is on, but the tokenizer has none; an argument that the template never reads.
     """
     reader = PromptReader(tokenizer, prompt_field, chat_template, template, chat_template_args)
+    prefix = place_prefix(source)
 
     def read(place: str, record: Record) -> tuple[Text, str]:
         text = reader.text(record, place)
         return text, answer_text(get_field(record, answer_field, place), answer_field, place)
 
-    prefix = place_prefix(source)
-
-    def tokenize() -> Iterator[tuple[list[int], list[list[int]], list[str], list[str]]]:
+    def batches() -> Iterator[tuple[list[int], list[list[int]], list[str], list[str]]]:
         for rows in in_batches(read_records(source, split=split, limit=limit), read):
             texts, answers = [text for text, _ in rows], [answer for _, answer in rows]
             tokens = reader.encode(texts, max_prompt_tokens)
@@ -85,13 +86,12 @@ def load_prompts(
             yield numbers, tokens, [text.text for text in texts], answers
 
     def build() -> PromptTable:
-        return PromptTable.of(tokenize(), prefix)
+        return PromptTable.of(batches(), prefix)
 
-    if limit is None and split is None and Path(source).is_file():
-        settings = (prompt_field, answer_field, chat_template, max_prompt_tokens, template)
-        settings += (dict(chat_template_args), reader.num_rows)
-        return share(Path(source), tokenizer, settings, build)
-    return build()
+    if limit is not None or split is not None or not Path(source).is_file():
+        return build()
+    settings = (prompt_field, answer_field, chat_template, max_prompt_tokens, template)
+    return share(Path(source), tokenizer, (*settings, dict(chat_template_args), reader.num_rows), build)
 
 
 def load_demonstrations(
@@ -106,15 +106,14 @@ def load_demonstrations(
     max_response_tokens: int | None = None,
     max_positions: int | None = None,
 ) -> list[Demonstration]:
-    """Read demonstrations for supervised training: prompt + response + one end token, with loss on the last two.
+    """Read demonstrations for supervised training: prompt, response, end token; loss on response and end token.
 
-    The prompt is tokenized as in RL and apart from the response, so that the response begins where sampling would. A
-    response that already ends with the end token gets no second one. Limits are in tokens (None: no limit): of the
-    prompt, of the response with its end token, and of both together.
+    Prompt and response are tokenized apart, so that the response begins as in sampling. A response that ends with the
+    end token gets no second end token. Limits are in tokens (None: no limit): of the prompt, of the response with the
+    end token, and of both together.
 
-    Raises DataError with file and line, as :func:`load_prompts` does, for a length above a limit, and for a response
-    that begins with what its prompt ends with. Raises ConfigError as :func:`load_prompts` does, and if the tokenizer
-    has no end token.
+    DataError with file and line, as in :func:`load_prompts`, for a length above a limit, and for a response that begins
+    with the end of its prompt. ConfigError as in :func:`load_prompts`, and without an end token.
     """
     reader = PromptReader(tokenizer, prompt_field, chat_template, None, chat_template_args)
     end_token = tokenizer.eos_token_id
@@ -139,24 +138,22 @@ def load_demonstrations(
         prompts = reader.encode([text for text, _ in rows], max_prompt_tokens)
         responses = reader.encode_responses([response for _, response in rows], prompts, response_field)
         for (text, _), prompt, ids in zip(rows, prompts, responses, strict=True):
-            place = text.place
-            if not ids or ids[-1] != end_token:
+            if ids[-1] != end_token:
                 ids.append(end_token)
             tokens = np.array([*prompt, *ids], dtype=np.int32)
-            _check_length(
-                len(ids), max_response_tokens, "the response with its end", "rollout.max_response_tokens", place
-            )
-            _check_length(len(tokens), max_positions, "prompt with response", "the model's positions", place)
-            demonstrations.append(Demonstration(tokens, np.arange(len(tokens)) >= len(prompt), place))
+            limit = ("the response with its end", "rollout.max_response_tokens")
+            _check_length(len(ids), max_response_tokens, *limit, text.place)
+            _check_length(len(tokens), max_positions, "prompt with response", "the model's positions", text.place)
+            demonstrations.append(Demonstration(tokens, np.arange(len(tokens)) >= len(prompt), text.place))
     return demonstrations
 
 
 @dataclass(frozen=True, slots=True)
 class PromptOrder:
-    """The shuffled, endless order of prompts. Its position is one integer, which a checkpoint can hold.
+    """The shuffled, endless order of prompts. A position is an integer, for a checkpoint.
 
     Epoch e visits every prompt once, in an order that depends only on (seed, e). Prompts are sorted by the raw 64-bit
-    words of a Philox counter with key (seed, e): numpy guarantees that these never change, unlike its shuffles.
+    words of a Philox counter with key (seed, e). numpy guarantees these words, unlike shuffles.
     """
 
     num_prompts: int
@@ -170,22 +167,22 @@ class PromptOrder:
             raise ConfigError(f"seed is {self.seed}: expected 0 <= seed < 2**64")
 
     def epoch(self, epoch: int) -> np.ndarray:
-        """Return the permutation of 0..P-1 of one epoch, int64 [P], read-only: it is kept for the next steps."""
+        """Return the permutation of 0..P-1 of an epoch, int64 [P], read-only: the next steps use the same array."""
         return _permutation(self.num_prompts, self.seed, epoch)
 
     def take(self, position: int, count: int) -> np.ndarray:
-        """Return the prompts at places position .. position + count - 1 of the endless order, int64 [count].
+        """Return the prompts at positions position .. position + count - 1, int64 [count].
 
-        No prompt comes twice within an epoch. A call that crosses the end of an epoch may return a prompt twice.
+        Within an epoch no prompt comes twice. A call across the end of an epoch may return a prompt twice.
         """
         if position < 0 or count < 0:
             raise ValueError(f"take({position}, {count}): position and count must not be negative")
-        parts = [np.zeros(0, dtype=np.int64)]
+        pieces = [np.zeros(0, dtype=np.int64)]
         while count:
             epoch, offset = divmod(position, self.num_prompts)
-            parts.append(self.epoch(epoch)[offset : offset + count])
-            position, count = position + len(parts[-1]), count - len(parts[-1])
-        return np.concatenate(parts)
+            pieces.append(self.epoch(epoch)[offset : offset + count])
+            position, count = position + len(pieces[-1]), count - len(pieces[-1])
+        return np.concatenate(pieces)
 
 
 @lru_cache(maxsize=2)  # a step may cross the end of an epoch
@@ -196,25 +193,25 @@ def _permutation(num_prompts: int, seed: int, epoch: int) -> np.ndarray:
     return order
 
 
-def _check_length(num_tokens: int, limit: int | None, what: str, limit_name: str, place: str) -> None:
+def _check_length(num_tokens: int, limit: int | None, label: str, limit_name: str, place: str) -> None:
     if limit is not None and num_tokens > limit:
         remedy = "shorten or remove it, or raise the setting" if "." in limit_name else "shorten or remove it"
-        raise DataError(f"{place}: {what} has {num_tokens} tokens, more than {limit_name} = {limit}; {remedy}")
+        raise DataError(f"{place}: {label} has {num_tokens} tokens, more than {limit_name} = {limit}; {remedy}")
 
 
 class Text(NamedTuple):
-    """What goes to the tokenizer."""
+    """A text for the tokenizer."""
 
     place: str
     text: str
     plain: bool
-    """Whether the tokenizer adds its special tokens: not behind a chat template, nor to a response."""
+    """Whether the tokenizer adds special tokens: not after a chat template, nor to a response."""
 
 
 def in_batches(
     records: Iterator[tuple[str, Record]], read: Callable[[str, Record], _Row | None]
 ) -> Iterator[list[_Row]]:
-    """Yield what is read of so many records, without None; what precedes a bad record comes before its error."""
+    """Yield the rows read from records in batches, without None. Rows before a bad record come before the DataError."""
     rows: list[_Row] = []
     try:
         for place, record in records:
@@ -232,7 +229,7 @@ def in_batches(
 
 
 class PromptReader:
-    """Makes a prompt's text of a record, and tokens of texts; refuses what would reach the model in another form."""
+    """Makes the text of a record's prompt, and tokens of texts; refuses texts that the model would get changed."""
 
     def __init__(
         self,
@@ -242,21 +239,20 @@ class PromptReader:
         template: str | None = None,
         arguments: Mapping[str, Any] = NO_ARGUMENTS,
     ) -> None:
-        """The parameters are those of :func:`load_prompts`, and so is ConfigError."""
+        """The parameters and ConfigError are those of :func:`load_prompts`."""
         self._tokenizer, self._field, self._template = tokenizer, field, template
-        self._renders_text = chat_template
+        self._renders_text, self._needs_chat = chat_template, bool(arguments)
         self._chat = ChatTemplate(tokenizer, arguments) if tokenizer.chat_template else None
-        for key, is_set in (("chat_template", chat_template), ("chat_template_args", bool(arguments))):
+        for key, is_set in (("chat_template", chat_template), ("chat_template_args", self._needs_chat)):
             if is_set and self._chat is None:
                 raise ConfigError(f"data.{key} is set, but the tokenizer has no chat template: remove it")
-        self._needs_chat = bool(arguments)
         self.num_rows = count_rows(tokenizer)
-        """Tokens that the model has rows for; None if that is not known."""
+        """Rows of the model's embedding; None if unknown."""
         self._prefix = find_prefix(tokenizer)
         self._added = {*tokenizer.added_tokens_decoder}
 
     def text(self, record: Record, place: str) -> Text:
-        """Return the text to tokenize of plain text or of chat messages."""
+        """Return the text to tokenize, of plain text or of chat messages. DataError for an unusable prompt."""
         prompt, name = get_field(record, self._field, place), f"the prompt ({self._field!r})"
         if isinstance(prompt, list) and self._template is None:
             check_messages(prompt, self._field, place)
@@ -269,8 +265,7 @@ class PromptReader:
             raise DataError(f"{place}: {name} is {type_name(prompt)}, expected {kinds}")
         if not prompt.strip():
             raise DataError(f"{place}: {name} is empty")
-        # Other braces stay as they are, because LaTeX uses them.
-        text = prompt if self._template is None else self._template.replace("{prompt}", prompt)
+        text = fill_template(self._template, prompt)
         if self._renders_text and self._chat is not None:
             return Text(place, self._chat.render([{"role": "user", "content": text}], [name], place), plain=False)
         if self._needs_chat:
@@ -278,18 +273,18 @@ class PromptReader:
         return Text(place, text, plain=True)
 
     def encode(self, texts: Sequence[Text], limit: int | None) -> list[list[int]]:
-        """Tokenize a batch; DataError names the first text that cannot be a prompt of at most ``limit`` tokens."""
+        """Tokenize a batch. DataError names the first text that cannot be a prompt of at most ``limit`` tokens."""
         name, end, bos = f"the prompt ({self._field!r})", self._tokenizer.eos_token, self._tokenizer.bos_token_id
 
         def check(text: Text, tokens: list[int]) -> None:
             if not tokens:
                 raise DataError(f"{text.place}: {name} has no tokens")
             if text.plain and tokens[-1] == self._tokenizer.eos_token_id and not text.text.endswith(str(end)):
-                # BERT- and T5-like tokenizers do this. The model would have to answer after its end token.
+                # BERT- and T5-like tokenizers. The model would have to answer after the end token.
                 raise DataError(f"{text.place}: the tokenizer appends its end token {end!r} to a prompt; turn that off")
-            twice = [token for token in self._prefix if tokens.count(token) > 1] if text.plain else []
-            if twice or (bos is not None and tokens[:2] == [bos, bos]):
-                mark = self._tokenizer.convert_ids_to_tokens(twice[0] if twice else tokens[0])
+            repeated = [token for token in self._prefix if tokens.count(token) > 1] if text.plain else []
+            if repeated or (bos is not None and tokens[:2] == [bos, bos]):
+                mark = self._tokenizer.convert_ids_to_tokens(repeated[0] if repeated else tokens[0])
                 raise DataError(
                     f"{text.place}: {name} holds {mark!r}, which is put before it once more; remove it, "
                     f"or give the text as it was before any chat template, with data.chat_template on"
@@ -299,7 +294,7 @@ class PromptReader:
         return self._encode(texts, f"prompt ({self._field!r})", check)
 
     def encode_responses(self, texts: Sequence[Text], prompts: Sequence[Sequence[int]], field: str) -> list[list[int]]:
-        """Tokenize the responses to prompts; DataError names the first that begins with what ends its prompt."""
+        """Tokenize the responses to prompts. DataError names the first response that begins with its prompt's end."""
         responses = self._encode(texts, f"response ({field!r})")
         for text, prompt, tokens in zip(texts, prompts, responses, strict=True):
             if not tokens:
@@ -312,43 +307,48 @@ class PromptReader:
         return responses
 
     def _find_repeated(self, response: str, prompt: Sequence[int], tokens: Sequence[int]) -> str | None:
-        """What a response begins with although it is read before: the begin token, or the marks that end the prompt."""
+        """Return the begin token, or the marks at the end of the prompt, if the response begins with them."""
         first = tokens[0]
         if first == self._tokenizer.bos_token_id != self._tokenizer.eos_token_id:
             return str(self._tokenizer.bos_token)
-        for at in range(len(prompt) - 1, max(len(prompt) - 33, -1), -1):
-            if prompt[at] == first and first in self._added:
-                mark = str(self._tokenizer.decode([*prompt[at:]], skip_special_tokens=False)).strip()
+        for index in range(len(prompt) - 1, max(len(prompt) - 1 - _MOST_MARK_TOKENS, -1), -1):
+            if prompt[index] == first and first in self._added:
+                mark = str(self._tokenizer.decode([*prompt[index:]], skip_special_tokens=False)).strip()
                 return mark if response.lstrip().startswith(mark) else None
         return None
 
     def _encode(
-        self, texts: Sequence[Text], what: str, check: Callable[[Text, list[int]], None] = lambda text, tokens: None
+        self, texts: Sequence[Text], label: str, check: Callable[[Text, list[int]], None] = lambda text, tokens: None
     ) -> list[list[int]]:
-        """Tokenize and check a batch; DataError names the first text that cannot be tokenized or is wrong."""
-        found: dict[int, list[int]] = {}
+        """Tokenize and check a batch. DataError names the first text that is wrong or cannot be tokenized."""
+        tokens: dict[int, list[int]] = {}
         for plain in (True, False):
-            chosen = [index for index, text in enumerate(texts) if text.plain == plain]
+            indices = [index for index, text in enumerate(texts) if text.plain == plain]
             try:
-                ids = tokenize(self._tokenizer, [texts[index].text for index in chosen], plain) if chosen else []
+                ids = tokenize(self._tokenizer, [texts[index].text for index in indices], plain) if indices else []
             except Exception as error:  # tokenizers raises a bare Exception for a character without a token
-                if len(texts) > 1:  # find it, and what else may be wrong before it
-                    return [self._encode([text], what, check)[0] for text in texts]
-                raise DataError(f"{texts[0].place}: the tokenizer cannot read the {what}: {error}") from error
-            found.update(zip(chosen, ids, strict=True))
+                if len(texts) > 1:  # find the text, and any earlier fault
+                    return [self._encode([text], label, check)[0] for text in texts]
+                raise DataError(f"{texts[0].place}: the tokenizer cannot read the {label}: {error}") from error
+            tokens.update(zip(indices, ids, strict=True))
         for index, text in enumerate(texts):
-            if self.num_rows is not None and (largest := max(found[index], default=0)) >= self.num_rows:
+            if self.num_rows is not None and (largest := max(tokens[index], default=0)) >= self.num_rows:
                 token = self._tokenizer.convert_ids_to_tokens(largest)
                 raise DataError(
-                    f"{text.place}: the {what} holds {token!r}, token {largest}, but the model has {self.num_rows} "
+                    f"{text.place}: the {label} holds {token!r}, token {largest}, but the model has {self.num_rows} "
                     "rows (vocab_size in config.json); remove it, or use the tokenizer of this model"
                 )
-            check(text, found[index])
-        return [found[index] for index in range(len(texts))]
+            check(text, tokens[index])
+        return [tokens[index] for index in range(len(texts))]
+
+
+def fill_template(template: str | None, prompt: str) -> str:
+    """Return a template with the prompt in place of ``{prompt}``. Braces of LaTeX stay, unlike with str.format."""
+    return prompt if template is None else template.replace("{prompt}", prompt)
 
 
 def answer_text(answer: Any, field: str, place: str) -> str:
-    """An answer as text; DataError unless it is text or a whole number."""
+    """Return an answer as text. DataError unless the answer is text or a whole number."""
     if isinstance(answer, str) and answer.strip():
         return answer
     if isinstance(answer, int) and not isinstance(answer, bool):

@@ -1,7 +1,7 @@
-"""Read records (one dict per example) from a JSONL, JSON or Parquet file, a dataset folder or a hub name.
+"""Read records (a dict per example) from a JSONL, JSON or Parquet file, a dataset folder or a hub name.
 
-Every record comes with the place it was read from ("train.jsonl:17", "train.parquet row 17"), for error messages. Lines
-count from 1, as in editors; rows, and objects of a JSON list, count from 0, as in tables.
+Every record comes with its place ("train.jsonl:17", "train.parquet row 17"), for error messages. Lines count from 1, as
+in editors. Rows, and objects of a JSON list, count from 0, as in tables.
 """
 
 import json
@@ -23,18 +23,18 @@ Record = dict[str, Any]
 
 
 class UnavailableError(DataError):
-    """`datasets` cannot load a folder or hub data set: no such name or split, or no network."""
+    """`datasets` cannot load a folder or hub data set: wrong name, wrong split, or no network."""
 
 
 def read_records(
     source: str | Path, *, split: str | None = None, limit: int | None = None
 ) -> Iterator[tuple[str, Record]]:
-    """Yield (place, record) for every example of a source, in order, at most ``limit`` of them.
+    """Yield (place, record) for every example of a source, in order, at most ``limit`` examples.
 
     source: a .jsonl, .json or .parquet file, a local dataset folder, or a hub name for ``datasets.load_dataset``
-    ("owner/name", or "owner/name:config"). split: which split of a folder or hub data set; None takes the only one.
+    ("owner/name", or "owner/name:config"). split: of a folder or hub data set; None if the data set has a single split.
 
-    Raises DataError (missing file, broken line, nothing in it) and ConfigError (split on a file, limit below 1).
+    DataError for a missing or empty file and a broken line, ConfigError for a split of a file and a limit below 1.
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit is {limit}, expected at least 1; leave it out to take all")
@@ -57,7 +57,7 @@ def read_records(
 
 
 def require_file(source: str | Path) -> None:
-    """Raise DataError if a source is named as a file and is none; a folder or a hub name passes."""
+    """Raise DataError if a source has the name of a file and the file is missing; folders and hub names pass."""
     if Path(source).suffix in FILES:
         require_regular(Path(source))
         if not Path(source).is_file():
@@ -65,7 +65,7 @@ def require_file(source: str | Path) -> None:
 
 
 def place_prefix(source: str | Path) -> str:
-    """Return what precedes the number in the places of a source: "train.jsonl:", "train.parquet row "."""
+    """Return the text before the number in the places of a source: "train.jsonl:", "train.parquet row "."""
     path = Path(source)
     if path.suffix in FILES:
         source = path
@@ -73,9 +73,9 @@ def place_prefix(source: str | Path) -> str:
 
 
 def write_jsonl(path: Path, rows: Iterable[Record]) -> None:
-    """Write one JSON object per line; the file appears complete or not at all.
+    """Write a JSON object per line; the file appears complete or not at all.
 
-    ConfigError if it exists and is not as megarl wrote it.
+    ConfigError if the file exists and is not as megarl wrote the file.
     """
     lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
     write_output(path, "".join(lines).encode())
@@ -84,16 +84,16 @@ def write_jsonl(path: Path, rows: Iterable[Record]) -> None:
 def get_field(record: Record, field: str, place: str) -> Any:
     """Return the value of a field. A dotted name ("reward_model.ground_truth") reaches into nested tables.
 
-    Raises DataError, which lists the fields of the record.
+    DataError, with a list of the record's fields, if the field is missing.
     """
     if field in record:
         return record[field]
     value: Any = record
-    for part in field.split("."):
-        if not isinstance(value, dict) or part not in value:
+    for key in field.split("."):
+        if not isinstance(value, dict) or key not in value:
             names = ", ".join(map(str, record)) or "none"
             raise DataError(f"{place}: there is no field {field!r}; the fields are: {names}")
-        value = value[part]
+        value = value[key]
     return value
 
 
@@ -110,35 +110,37 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Record]]:
             if not line.strip():
                 continue
             try:
-                # A byte order mark can only be at the start of the file; utf-8-sig removes it.
+                # utf-8-sig removes a byte order mark at the start of the file.
                 record = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"), "it", MOST_JSON_BYTES)
             except UnicodeDecodeError as error:
                 raise DataError(f"{place}: not UTF-8 text (byte {error.start} of the line)") from error
             except DataError as error:
                 hint = ": half a character" if "hex escape" in str(error) else ""
                 raise DataError(f"{place}: broken JSON ({error}{hint}): expected one JSON object per line") from error
-            if not isinstance(record, dict):
-                raise DataError(f"{place}: {type_name(record)} instead of a JSON object with named fields")
-            yield place, record
+            yield place, _require_object(record, place)
+
+
+def _require_object(record: Any, place: str) -> Record:
+    if not isinstance(record, dict):
+        raise DataError(f"{place}: {type_name(record)} instead of a JSON object with named fields")
+    return record
 
 
 def _read_json(path: Path) -> Iterator[tuple[str, Record]]:
-    """The objects of a list: of the file itself, or the only one in an object around it, as {"data": [...]}."""
+    """Yield the objects of a list: the file is the list, or an object with a single list, as {"data": [...]}."""
     try:
         text = read_regular(path, _MOST_LIST_BYTES).decode("utf-8-sig")
-        found = parse_json(text, "it", _MOST_LIST_BYTES)
+        content = parse_json(text, "it", _MOST_LIST_BYTES)
     except ValueError as error:
         hint = "; for one object per line, name the file .jsonl" if "trailing" in str(error) else ""
         raise DataError(f"{path}: broken JSON ({error}): expected a list of objects{hint}") from error
-    values = found.values() if isinstance(found, dict) else [found]
+    values = content.values() if isinstance(content, dict) else [content]
     lists = [value for value in values if isinstance(value, list)]
     if len(lists) != 1:
         raise DataError(f'{path}: {len(lists)} lists, expected one of objects: [{{...}}, ...] or {{"data": [...]}}')
     for row, record in enumerate(lists[0]):
         place = f"{place_prefix(path)}{row}"
-        if not isinstance(record, dict):
-            raise DataError(f"{place}: {type_name(record)} instead of a JSON object with named fields")
-        yield place, record
+        yield place, _require_object(record, place)
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Record]]:
@@ -157,7 +159,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def _read_dataset(source: str, split: str | None) -> Iterator[tuple[str, Record]]:
-    """Read a folder or a hub name. ``datasets`` takes a second to import, so it is imported only here."""
+    """Yield the records of a folder or a hub name. The import of ``datasets`` takes a second."""
     from datasets import DatasetDict, load_dataset
 
     name, _, config_name = (source, "", "") if Path(source).is_dir() else source.partition(":")

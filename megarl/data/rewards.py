@@ -1,7 +1,7 @@
-"""Reward functions: what they get, what they may return, and the built-in ones. ``megarl.data.judge`` calls them.
+"""The protocol of reward functions, and the built-in functions. ``megarl.data.judge`` calls reward functions.
 
-A reward is any callable ``reward(*, prompt: str, response: str, answer: str)`` that returns a number, ``Steps``, or
-several rewards by name (``reward.weights``). The built-in ones return 1 for a correct response and 0 for a wrong one.
+A reward is a callable ``reward(*, prompt: str, response: str, answer: str)`` that returns a number, ``Steps``, or
+several rewards by name (``reward.weights``). Built-in rewards return 1 for a correct and 0 for a wrong response.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from megarl.errors import ConfigError, describe_call, may_pass
 AnyReward = TypeVar("AnyReward", bound=Callable[..., Any])
 
 MATH_VERIFY_TIMEOUT_S = 3
-"""CPU time for the answer, and for the response: reading it and all its comparisons with the answer."""
+"""CPU time for the answer, and for the response: reading, and all comparisons with the answer."""
 _NEVER_S = 3600
-"""math-verify's own time limits. They count the time in which other processes run, too."""
+"""math-verify's own time limits are switched off: they count the time of other processes too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class StepReward:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What a process reward returns instead of a number."""
+    """Result of a process reward."""
 
     outcome: float
     """The reward of the whole response, for sampling rules, pass rates and metrics."""
@@ -58,38 +58,37 @@ class Verdict:
     components: tuple[float, ...] = ()
     """Several rewards, in the order of ``reward.weights``; empty where the function returned no mapping."""
     error: str | None = None
-    """One line: an exception, a return value that is no reward, a time-out, a worker that died."""
+    """A line about an exception, a return value that is no reward, a time-out, or a dead worker."""
     may_pass: bool = False
-    """Whether the function failed for a cause outside of it: a server, a time-out, a process that was killed."""
+    """Whether the cause of a failure lies outside of the function: a server, a time-out, a killed process."""
     timed_out: bool = False
-    """Whether the call was stopped, or gave up, because it took too long; or too much memory, where that is wrong. Not
-    where its CPU time is limited, and it ended for another reason: its machine was busy, say."""
+    """Whether the call was stopped, or gave up, because of its time; for functions with limited CPU time: because of
+    CPU time or memory, not because of a busy machine."""
 
 
 class RewardFunction(Protocol):
-    """Judges one response; higher is better. Called with keywords only, once per response."""
+    """Judges a response; higher is better. Called once per response, with keywords only."""
 
     def __call__(self, *, prompt: str, response: str, answer: str) -> float | Steps | Mapping[str, float]: ...
 
 
 def instantaneous(reward: AnyReward) -> AnyReward:
-    """Mark a reward function that returns at once and cannot crash. A judge calls it without a worker process."""
+    """Mark a reward function that returns at once and cannot crash. A judge needs no worker process for the call."""
     reward.instantaneous = True  # type: ignore[attr-defined]
     return reward
 
 
 def with_special_tokens(reward: AnyReward) -> AnyReward:
-    """Mark a reward function that gets responses with their special tokens: tags that are such, and the end token."""
+    """Mark a reward function that gets responses with special tokens: the end token, and tags that are tokens."""
     reward.special_tokens = True  # type: ignore[attr-defined]
     return reward
 
 
 def wrong_if_stopped(check_answer: Callable[[str], object]) -> Callable[[AnyReward], AnyReward]:
-    """Mark a reward function whose time and memory depend on the response: if they run out, the response is wrong.
+    """Mark a reward function whose time and memory depend on the response: at a limit, the response is wrong.
 
-    A judge then limits its CPU time, which does not depend on the load of the machine, and its memory.
-    check_answer: called with the answer then; if it raises or does not end either, the data is at fault, and the
-    response has no reward.
+    A judge limits CPU time, which does not depend on the load of the machine, and memory. After a stop the judge calls
+    ``check_answer(answer)``. If the check raises or is stopped too, the data is at fault: the response has no reward.
     """
 
     def mark(reward: AnyReward) -> AnyReward:
@@ -101,12 +100,15 @@ def wrong_if_stopped(check_answer: Callable[[str], object]) -> Callable[[AnyRewa
 
 @instantaneous
 def exact_match(*, prompt: str, response: str, answer: str) -> float:
-    """Return 1 if response and answer are the same text, ignoring blanks around them, else 0."""
+    """Return 1 if response and answer are equal texts, ignoring white space around the texts, else 0."""
     return float(response.strip() == answer.strip())
 
 
 def read_math_answer(answer: str) -> list[Any]:
-    """Return what math-verify reads in an answer of a data set; ValueError for nothing, TimeoutError after 3 s."""
+    """Return the expressions that math-verify reads in an answer of a data set.
+
+    ValueError for an answer without an expression, TimeoutError after 3 s.
+    """
     from math_verify import parse
 
     with _limit_cpu(f"reading the answer {answer!r:.80}"):
@@ -117,7 +119,7 @@ def read_math_answer(answer: str) -> list[Any]:
 
 
 def can_read_answer(answer: str, reward: str = "math_verify") -> bool:
-    """Whether a built-in reward can read an answer of a data set: no response to another one has a reward."""
+    """Whether a built-in reward can read an answer of a data set. Otherwise no response has a reward."""
     try:
         getattr(BUILT_IN_REWARDS[reward], "check_answer", str)(answer)
     except (ValueError, TimeoutError):
@@ -126,7 +128,7 @@ def can_read_answer(answer: str, reward: str = "math_verify") -> bool:
 
 
 def is_spelling(answer: str) -> bool:
-    """Whether math_strict knows an answer of a data set by its spelling alone."""
+    """Whether math_strict compares an answer of a data set by spelling alone."""
     return can_read_answer(answer, "math_strict") and _read_strict_answer(answer).is_spelling
 
 
@@ -138,10 +140,10 @@ def _read_strict_answer(answer: str) -> Any:
 
 @wrong_if_stopped(_read_strict_answer)
 def math_strict(*, prompt: str, response: str, answer: str) -> float:
-    """Return 1 if the last box of the response holds the answer, as evaluated as the answer is, else 0.
+    """Return 1 if the last box of the response equals the answer, and is evaluated as far as the answer, else 0.
 
-    What a box may hold is a grammar (``megarl.data.strict``); a response without a box is wrong, and so is what the
-    grammar does not know. Raises ValueError if there is nothing in the answer to compare with.
+    A grammar (``megarl.data.strict``) reads the box. A response without a box, or with a box that the grammar cannot
+    read, is wrong. ValueError if the answer holds nothing to compare with.
     """
     from megarl.data.strict.grade import is_right
 
@@ -152,14 +154,14 @@ def math_strict(*, prompt: str, response: str, answer: str) -> float:
 def math_verify(*, prompt: str, response: str, answer: str) -> float:
     """Return 1 if the last boxed expression of the response equals the answer (math-verify), else 0.
 
-    A response without a box may hold LaTeX ($...$) or plain numbers, of which the last one counts. An answer without
-    such a mark is read as the inside of a \\boxed. A response that cannot be read or compared is wrong: 0.
+    In a response without a box, the last LaTeX formula ($...$) or plain number counts. An answer without a mark is read
+    as the inside of a \\boxed. A response that cannot be read or compared is wrong: 0.
 
-    Endless simplifications are interrupted by a signal when their CPU time is used up: a busy machine makes no answer
-    wrong. Python delivers it to the main thread only, so this reward works only in the main thread of a process.
+    A signal interrupts endless simplifications at a limit of CPU time, so that a busy machine makes no answer wrong.
+    Python delivers signals to the main thread only: call the reward in the main thread of a process.
 
     Raises:
-        TimeoutError: the time ran out for the response; a judge takes it as wrong.
+        TimeoutError: the response took too long; a judge counts the response as wrong.
         ValueError: the answer cannot be read.
         ConfigError: this is not the main thread.
     """
@@ -179,13 +181,14 @@ def _is_among(gold: list[Any], response: str) -> bool:
     try:
         read = partial(parse, parsing_timeout=_NEVER_S, raise_on_error=True)
         candidates = math_text.read_response(read, response)
-    except Exception:  # the LaTeX parser raises many types; the response holds no readable answer
+    except Exception:  # the LaTeX parser raises many types for an unreadable response
         return False
     if math_text.are_other_lists(gold, candidates):
         return False
-    for mine, other in ((gold, candidates), (candidates, gold)):  # math-verify takes 9 % as 9, but not 9.5 % as 9.5
-        if (number := math_text.bare_percentage(mine)) and not math_text.bare_percentage(other):
-            mine += parse(f"\\boxed{{{number}}}", parsing_timeout=_NEVER_S)
+    # math-verify reads 9 % as 9, but not 9.5 % as 9.5.
+    for expressions, opposite in ((gold, candidates), (candidates, gold)):
+        if (number := math_text.bare_percentage(expressions)) and not math_text.bare_percentage(opposite):
+            expressions += parse(f"\\boxed{{{number}}}", parsing_timeout=_NEVER_S)
     for expected, candidate in itertools.product(gold, candidates):
         with contextlib.suppress(Exception):  # sympy refuses to compare a set with a matrix: not equal
             if verify(expected, candidate, timeout_seconds=_NEVER_S, raise_on_error=True):
@@ -194,23 +197,23 @@ def _is_among(gold: list[Any], response: str) -> bool:
 
 
 class _OutOfTimeError(BaseException):
-    """No Exception, which sympy would catch."""
+    """Not an Exception: sympy catches every Exception."""
 
 
 @contextlib.contextmanager
-def _limit_cpu(what: str) -> Iterator[None]:
+def _limit_cpu(label: str) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise _OutOfTimeError
 
-    before = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, MATH_VERIFY_TIMEOUT_S, 1.0)  # and again, where a library catches everything
+    previous = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, MATH_VERIFY_TIMEOUT_S, 1.0)  # repeated, for a library that catches all errors
     try:
         yield
     except _OutOfTimeError:
-        raise TimeoutError(f"{what} took more than {MATH_VERIFY_TIMEOUT_S} s") from None
+        raise TimeoutError(f"{label} took more than {MATH_VERIFY_TIMEOUT_S} s") from None
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
+        signal.signal(signal.SIGPROF, previous)
 
 
 BUILT_IN_REWARDS: dict[str, RewardFunction] = {
@@ -223,14 +226,14 @@ BUILT_IN_REWARDS: dict[str, RewardFunction] = {
 def load_reward(name_or_path: str, model: RewardModelConfig | None = None) -> Callable[..., Any]:
     """Return the reward function of a built-in name or of "package.module:function"; model: for "reward_model".
 
-    Raises ConfigError (one line) if the name is unknown, the module cannot be imported, the function is missing or
-    cannot be called with the keywords prompt, response and answer, or math-verify is not installed.
+    ConfigError if the name is unknown, the module cannot be imported, the function is missing or does not take the
+    keywords prompt, response and answer, or math-verify is not installed.
     """
     if name_or_path in BUILT_IN_REWARDS:
         package = {"math_verify": "math_verify", "math_strict": "sympy"}.get(name_or_path)
         if package and importlib.util.find_spec(package) is None:
-            missing = f"the package {package} is missing: pip install math-verify"
-            raise ConfigError(f"reward.function is {name_or_path}, but {missing}")
+            problem = f"the package {package} is missing: pip install math-verify"
+            raise ConfigError(f"reward.function is {name_or_path}, but {problem}")
         return BUILT_IN_REWARDS[name_or_path]
     if name_or_path == "reward_model" and model is not None:
         from megarl.data.reward_model import RewardModel  # takes aiohttp
@@ -241,9 +244,9 @@ def load_reward(name_or_path: str, model: RewardModelConfig | None = None) -> Ca
 
 
 def read_verdict(returned: object, response: str, weights: Mapping[str, float] | None = None) -> Verdict:
-    """Return what a reward function returned as a verdict. Raises ValueError or TypeError if it is no reward.
+    """Return the verdict for the return value of a reward function. ValueError or TypeError if it is no reward.
 
-    weights: by name, of several rewards, which the function must return then; the reward is their weighted sum.
+    weights: by name, if the function returns several rewards; the reward is the weighted sum.
     """
     if weights:
         return _weigh(returned, weights)
@@ -274,8 +277,8 @@ def read_verdict(returned: object, response: str, weights: Mapping[str, float] |
 def _weigh(returned: object, weights: Mapping[str, float]) -> Verdict:
     """Return the verdict of a function that returns rewards by name."""
     if not isinstance(returned, Mapping):
-        found = f"{returned!r:.80} ({type(returned).__name__})"
-        raise TypeError(f"the reward function returned {found}, expected rewards by name: {[*weights]}")
+        value = f"{returned!r:.80} ({type(returned).__name__})"
+        raise TypeError(f"the reward function returned {value}, expected rewards by name: {[*weights]}")
     if set(returned) != set(weights):
         raise ValueError(f"the reward function returned {[*returned]}, expected those of reward.weights: {[*weights]}")
     components = tuple(_check_finite(returned[name], f"the reward {name!r} is") for name in weights)
@@ -284,15 +287,15 @@ def _weigh(returned: object, weights: Mapping[str, float]) -> Verdict:
 
 
 def describe_failure(error: BaseException, function: Callable[..., Any]) -> Verdict:
-    """Return the verdict for a reward function that raised: type, message, file and line, in one line."""
+    """Return the verdict for a reward function that raised an error: type, message, file and place, in a line."""
     return Verdict(None, (), (), describe_call(error, function), may_pass(error), isinstance(error, TimeoutError))
 
 
-def _check_finite(value: object, what: str) -> float:
-    if not isinstance(value, (float, numbers.Real, np.bool_)):  # float first, for it needs no look-up
+def _check_finite(value: object, label: str) -> float:
+    if not isinstance(value, (float, numbers.Real, np.bool_)):  # float first: that check is the fastest
         hint = "; for several rewards by name, set reward.weights" if isinstance(value, Mapping) else ""
-        raise TypeError(f"{what} {value!r:.80} ({type(value).__name__}), expected a number{hint}")
+        raise TypeError(f"{label} {value!r:.80} ({type(value).__name__}), expected a number{hint}")
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"{what} {number}, expected a finite number")
+        raise ValueError(f"{label} {number}, expected a finite number")
     return number

@@ -1,8 +1,8 @@
 """The quickstart's model and task: a tiny Qwen3-MoE, or a dense model, with a character tokenizer, and sorting digits.
 
-The task is to sort digits, ``528104=`` -> ``012458``. Some demonstrations are sorted in descending order. A model that
-was trained on them does both, and solves about ``1 - wrong_share`` of the problems. RL then selects the correct
-behaviour. This shows that the RL loop works, not that it teaches a new skill.
+The task is to sort digits, ``528104=`` -> ``012458``. Some demonstrations are sorted in descending order. A model
+trained on these demonstrations does both, and solves about ``1 - wrong_share`` of the problems. RL then selects the
+correct behaviour. The task shows that the RL loop works, not that RL teaches a new skill.
 """
 
 import os
@@ -43,7 +43,7 @@ def write_tiny_model(
 
     The folder (config, safetensors with one tensor per expert, tokenizer) appears complete or not at all. The same seed
     gives the same weights, and torch's global generator does not change. dense_layers: layers with a plain MLP instead
-    of experts; all of them in a dense family. Raises DataError if ``path`` is not empty.
+    of experts; all layers in a dense family. DataError if ``path`` is not empty.
     """
     target = Path(path)
     if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
@@ -79,15 +79,15 @@ def write_tiny_model(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config)
-            # A random model samples the pad token too. transformers sets its embedding to zero, where the gradient of a
-            # norm is 1 / sqrt(eps), a thousand times larger. After clipping, only this row would be updated.
+            # A random model samples the pad token too. transformers sets the pad embedding to zero, where the gradient
+            # of a norm is 1 / sqrt(eps), a thousand times larger. After clipping, only this row would be updated.
             with torch.no_grad():
                 model.get_input_embeddings().weight[PAD_ID].normal_(0.0, initializer_range)
-        logging.disable_progress_bar()  # it would show one file, written at once
+        logging.disable_progress_bar()  # for a single small file
         model.save_pretrained(staging)
         _save_tokenizer(staging, max_positions)
-        staging.chmod(0o755)  # mkdtemp makes it private
-        os.replace(staging, target)  # replaces an empty folder in one step
+        staging.chmod(0o755)  # mkdtemp makes private folders
+        os.replace(staging, target)  # replaces an empty folder in a single step
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return target
@@ -105,13 +105,13 @@ def write_sort_task(
 ) -> None:
     """Write train.jsonl, heldout.jsonl and demonstrations.jsonl of the sorting task into the folder ``path``.
 
-    Lines of the first two are {"prompt", "answer"}, of the third {"prompt", "response"}. All prompts differ. Prompts of
-    one repeated digit are left out, because both orders are correct.
+    Lines are {"prompt", "answer"} in the first two files, {"prompt", "response"} in the third file. All prompts differ.
+    Prompts of a single repeated digit are left out, because both orders are correct.
 
     wrong_share: exactly this share of the demonstrations, at random places, is sorted in descending order. Ten shares
-    are probabilities by first digit, so that some problems are harder than others.
+    are probabilities by first digit, which make some problems harder.
 
-    Each file is replaced atomically. Raises DataError if a number is out of range, or if there are not enough prompts.
+    Each file is replaced atomically. DataError if a number is out of range, or if there are not enough prompts.
     """
     counts = (num_train, num_heldout, num_demonstrations)
     shares = [wrong_share] if isinstance(wrong_share, float | int) else list(wrong_share)
@@ -138,16 +138,16 @@ def write_sort_task(
     folder = Path(path)
     for name, numbers in (("train", train), ("heldout", heldout)):
         write_jsonl(folder / f"{name}.jsonl", ({"prompt": f"{n}=", "answer": "".join(sorted(n))} for n in numbers))
-    responses = ("".join(sorted(n, reverse=wrong)) for n, wrong in zip(shown, is_wrong.tolist(), strict=True))
-    demonstrations = ({"prompt": f"{n}=", "response": text} for n, text in zip(shown, responses, strict=True))
+    rows = zip(shown, is_wrong.tolist(), strict=True)
+    demonstrations = ({"prompt": f"{n}=", "response": "".join(sorted(n, reverse=wrong))} for n, wrong in rows)
     write_jsonl(folder / "demonstrations.jsonl", demonstrations)
 
 
 def choose_share(rng: np.random.Generator, share: float, count: int) -> np.ndarray:
     """Return bool [count] with exactly ``round(share * count)`` True, at random places."""
-    chosen = np.arange(count) < round(share * count)
-    rng.shuffle(chosen)
-    return chosen
+    mask = np.arange(count) < round(share * count)
+    rng.shuffle(mask)
+    return mask
 
 
 def _save_tokenizer(path: Path, max_positions: int) -> None:
@@ -155,7 +155,7 @@ def _save_tokenizer(path: Path, max_positions: int) -> None:
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *CHARACTERS])}
-    # WordLevel without an unknown token raises on a foreign character. BPE would drop it silently.
+    # WordLevel without an unknown token raises on a foreign character, which BPE would drop silently.
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()

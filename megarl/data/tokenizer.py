@@ -1,7 +1,7 @@
-"""The tokenizer of a model's folder: read as its files say, checked, and called without detours.
+"""The tokenizer of a model's folder: read, checked against the files, and called without detours.
 
-``tokenizer.json`` is read as it is. Without one, transformers rebuilds the tokenizer from other files by the rules of a
-class that it derives from the model's type, or the folder's own code makes it, where the user allows that.
+``tokenizer.json`` is read unchanged. Without that file, transformers rebuilds the tokenizer from other files by the
+rules of a class for the model's type, or the folder's code makes the tokenizer, if the user trusts the code.
 """
 
 import os
@@ -20,31 +20,32 @@ from megarl.files.foreign_files import read_object
 from megarl.files.writing import find_tokenizer_code, read_record
 
 INCOMPLETE = "\ufffd"
-"""What a decoder writes for bytes that are not a whole character."""
+"""A decoder's text for bytes of an incomplete character."""
 _FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("config.json", "generation_config.json"),
 )
-"""What transformers reads of a folder without a limit of size or depth."""
+"""Files that transformers reads without a limit of size or depth."""
 _PROBE = (
     "The quick brown fox, don't stop: 0123456789 3.14\n\n\tdef f(a):\n        return a[0] != {'k': 1}  # yes\n"
     "Größe ÇA Привет мир Ελλάδα مرحبا עברית नमस्ते 你好,世界 日本語 한국어 🙂👍🏽 \\frac{1}{2} $x^2$ #### <tag>\n"
 )
-"""What a policy reads and writes: words, numbers, code, LaTeX, white space, several scripts."""
+"""Typical text of a policy: words, numbers, code, LaTeX, white space, several scripts."""
 
 
 def load_tokenizer(folder: str | Path, key: str, trust: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder; its tokens have the ids that the folder names, and text comes back as it was.
+    """Return the tokenizer of a folder, after these checks:
 
-    Checked are the ids in ``added_tokens_decoder`` and in the ``added_tokens`` of tokenizer.json, that each special
-    token is one token, and that a probe text is decoded to itself, as far as the vocabulary holds its characters and a
-    normalizer leaves them. Token ids in config.json and generation_config.json are not compared: released models name
-    other end tokens there.
+    - the tokens in ``added_tokens_decoder`` and in the ``added_tokens`` of tokenizer.json have the stated ids
+    - each special token is a single token
+    - a probe text is decoded to itself, as far as the vocabulary and a normalizer allow
 
-    trust: whether code in the folder may make the tokenizer (``auto_map``), and then does.
+    Token ids in config.json and generation_config.json are not compared: released models state other end tokens there.
 
-    Raises ConfigError, naming the key or flag, if there is none that can be read, for a token with another id, for text
-    that is lost, and for a tokenizer that only untrusted code can make.
+    trust: let code in the folder make the tokenizer (``auto_map``).
+
+    ConfigError, naming the key or flag, if no tokenizer can be read, if a check fails, and for a tokenizer that only
+    untrusted code can make.
     """
     folder = Path(folder)
     for name in _FILES:
@@ -62,28 +63,31 @@ def load_tokenizer(folder: str | Path, key: str, trust: bool = False) -> PreTrai
         options["trust_remote_code"] = trust  # not None: transformers would ask at the keyboard
     try:
         tokenizer = reader.from_pretrained(folder, **options)
-        wrong = [*_find_differences(tokenizer, folder)]
+        faults = [*_find_differences(tokenizer, folder)]
     except Exception as error:  # transformers, tokenizers and the folder's code raise many kinds
         raise ConfigError(
             f"{key}: {folder} holds no tokenizer that can be read ({describe(error)}); expected a Hugging Face folder "
             f"with tokenizer.json{advice}"
         ) from error
     if advice and not has_file:
-        wrong.append("transformers guesses how it splits text")
-    if wrong:
-        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        faults.append("transformers guesses how it splits text")
+    if faults:
+        fault = faults[0] + (f" (and {len(faults) - 1} more)" if len(faults) > 1 else "")
         remedy = advice or "; mend the file that is wrong, or use a folder with another tokenizer.json"
-        raise ConfigError(f"{key}: the tokenizer of {folder} is not what its files say: {wrong[0]}{more}{remedy}")
+        raise ConfigError(f"{key}: the tokenizer of {folder} is not what its files say: {fault}{remedy}")
     return tokenizer
 
 
 def load_model_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of the policy; ConfigError as in :func:`load_tokenizer`."""
+    """Return the tokenizer of the policy; ConfigError as in :func:`load_tokenizer`."""
     return load_tokenizer(model.path, "model.path", model.trust_remote_code)
 
 
 def count_rows(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The rows of the model's embedding: ``vocab_size`` of config.json beside the tokenizer; None without one."""
+    """Return the rows of the model's embedding: ``vocab_size`` in the tokenizer's folder; None without a config.json.
+
+    Models of any family count, unlike in ``megarl.models.shapes.read_shape``.
+    """
     config = read_record(Path(tokenizer.name_or_path) / "config.json") if tokenizer.name_or_path else {}
     text = config.get("text_config")
     size = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
@@ -91,14 +95,14 @@ def count_rows(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def find_prefix(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The special tokens that the tokenizer puts before plain text."""
+    """Return the special tokens that the tokenizer puts before plain text."""
     return frozenset(tokenize(tokenizer, [""], special=True)[0]) - {tokenizer.eos_token_id}  # type: ignore[arg-type]
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bool) -> list[list[int]]:
-    """What the tokenizer's own call gives, in half its time where that only calls the backend.
+    """Return the token ids of each text, in half the time of the tokenizer's call if the class only calls the backend.
 
-    special: whether it adds its special tokens. Raises what tokenizers raise, for a character without a token.
+    special: add special tokens. A bare Exception of tokenizers for a character without a token.
     """
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or type(tokenizer)._encode_plus is not PreTrainedTokenizerFast._encode_plus:
@@ -106,26 +110,26 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: 
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = tokenizer.split_special_tokens  # a call with another setting leaves it there
-    return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=special)]
+    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special)]
 
 
 def decode_all(
     tokenizer: PreTrainedTokenizerBase, sequences: Sequence[np.ndarray], special_tokens: bool = False
 ) -> list[str]:
-    """Return the text of each of several responses, int32 [R], with or without special tokens."""
+    """Return the text of each response, int32 [R], with or without special tokens."""
     ids, skip = [sequence.tolist() for sequence in sequences], not special_tokens
     is_plain = isinstance(tokenizer, PreTrainedTokenizerFast) and not tokenizer.clean_up_tokenization_spaces
     if is_plain and all(
         getattr(getattr(tokenizer, name), "__func__", None) is getattr(PreTrainedTokenizerFast, name)
         for name in ("decode", "_decode")
     ):
-        backend: Any = tokenizer.backend_tokenizer  # in a quarter of the time that the tokenizer's own call takes
+        backend: Any = tokenizer.backend_tokenizer  # takes a quarter of the time of the tokenizer's call
         return backend.decode_batch(ids, skip_special_tokens=skip)
     return [str(tokenizer.decode(sequence, skip_special_tokens=skip)) for sequence in ids]
 
 
 def _find_differences(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Iterator[str]:
-    """Where a tokenizer is not what the folder says of it."""
+    """Yield the differences between a tokenizer and the files of its folder."""
     config, data, legacy = (
         read_record(folder / name) for name in ("tokenizer_config.json", "tokenizer.json", "added_tokens.json")
     )
@@ -137,31 +141,31 @@ def _find_differences(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Itera
     special = dict.fromkeys(map(str, tokenizer.all_special_tokens))
     for file, entries in stated.items():
         stated_ids: dict[str, list[int]] = {}
-        for number, token in entries:  # a few tokenizers have a text twice, which is encoded as one of the two
+        for number, token in entries:  # a few tokenizers list a text twice, and encode either entry
             stated_ids.setdefault(token["content"], []).append(number)
         special |= dict.fromkeys(token["content"] for _, token in entries if token.get("special"))
         for content, numbers in stated_ids.items():
-            if (found := tokenizer.convert_tokens_to_ids(content)) not in numbers:
-                yield f"{file} says that {content!r} is token {numbers[0]}, but it is {found}"
+            if (token_id := tokenizer.convert_tokens_to_ids(content)) not in numbers:
+                yield f"{file} says that {content!r} is token {numbers[0]}, but it is {token_id}"
     for content in special:
-        found = tokenizer.convert_tokens_to_ids(content)
-        if found is None or (found == tokenizer.unk_token_id and content != tokenizer.unk_token):
+        token_id = tokenizer.convert_tokens_to_ids(content)
+        if token_id is None or (token_id == tokenizer.unk_token_id and content != tokenizer.unk_token):
             yield f"the special token {content!r} is none of its tokens"
-        elif (ids := tokenize(tokenizer, [content], special=False)[0]) != [found]:
-            yield f"the special token {content!r} is token {found}, but is encoded as {ids}"
+        elif (ids := tokenize(tokenizer, [content], special=False)[0]) != [token_id]:
+            yield f"the special token {content!r} is token {token_id}, but is encoded as {ids}"
     text, tokens = _encode_probe(tokenizer)
     decoded = _decode(tokenizer, tokens)
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
     normal = text if normalizer is None else normalizer.normalize_str(text).replace("\u2581", " ")
-    # Sentencepiece writes a blank before a text, and its decoder takes one away.
+    # Sentencepiece writes a blank before a text, and the decoder removes a blank.
     if tokens and decoded.lstrip(" ") not in (text.lstrip(" "), normal.lstrip(" ")):
         pairs = zip(text.splitlines(), decoded.splitlines(), strict=False)
-        before, after = next((pair for pair in pairs if pair[0] != pair[1]), (text, decoded))
-        yield f"{before!r:.60} comes back as {after!r:.80}"
-    words = " ".join(text.split())  # transformers splits runs of blanks in another way than sentencepiece
+        line, decoded_line = next((pair for pair in pairs if pair[0] != pair[1]), (text, decoded))
+        yield f"{line!r:.60} comes back as {decoded_line!r:.80}"
+    words = " ".join(text.split())  # transformers and sentencepiece split runs of blanks differently
     pieces = None if data else _sentencepiece_ids(folder / "tokenizer.model", words)
-    if pieces and pieces != (made := tokenize(tokenizer, [words], special=False)[0]):
-        yield f"tokenizer.model makes {pieces[:4]}... of {words[:20]!r}..., but it makes {made[:4]}..."
+    if pieces and pieces != (ids := tokenize(tokenizer, [words], special=False)[0]):
+        yield f"tokenizer.model makes {pieces[:4]}... of {words[:20]!r}..., but it makes {ids[:4]}..."
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
@@ -169,7 +173,7 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def _encode_probe(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
-    """The probe text without the characters that the vocabulary does not hold, and its tokens."""
+    """Return the probe text without characters outside of the vocabulary, and the tokens of the text."""
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     unknown = (tokenizer.unk_token, getattr(model, "unk_token", None))
 
@@ -181,13 +185,13 @@ def _encode_probe(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
         is_unknown = any(token in unknown for token in tokenizer.convert_ids_to_tokens(tokens))
         return [] if is_unknown or INCOMPLETE in _decode(tokenizer, tokens) else tokens
 
-    held = {letter for letter in set(_PROBE) if encode(letter)}
-    text = "".join(letter for letter in _PROBE if letter in held)
+    letters = {letter for letter in set(_PROBE) if encode(letter)}
+    text = "".join(letter for letter in _PROBE if letter in letters)
     return text, encode(text)
 
 
 def _sentencepiece_ids(path: Path, text: str) -> list[int] | None:
-    """What sentencepiece itself makes of a text; None without it, and for a file of another kind with this name."""
+    """Return sentencepiece's ids of a text; None without the package, and for a file of another kind."""
     with suppress(ImportError, OSError, RuntimeError):
         return import_module("sentencepiece").SentencePieceProcessor(model_file=str(path)).encode(text)
     return None

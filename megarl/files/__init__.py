@@ -1,1 +1,12 @@
-"""Files on a disk: written whole or not at all, and files of strangers read with limits."""
+"""Files on a disk, written completely or not at all; files and JSON of strangers, read with limits.
+
+writing          write atomically, flush, hash; the files of a Hugging Face folder besides the weights
+outputs          what megarl wrote, and may therefore replace or remove
+disk             why a write failed, and how much room is left
+tensor_file      safetensors with numpy alone, for routing traces and prompts
+foreign_files    open regular files only, and read JSON objects
+foreign_json     parse JSON with limits; read the body of an HTTP answer
+pickles          the pickles in checkpoints, read without running code
+bounded_process  run functions in a forked process with limits
+shipped          folders that a wheel carries
+"""

@@ -1,10 +1,11 @@
-"""Calls functions in a forked process, each call within limits on processor time and memory.
+"""Call functions in a forked process, with limits on processor time and memory of each call.
 
-For code that a model's folder brings, as a chat template: a sandbox keeps it from files and attributes, and nothing in
-the language keeps it from ``9 ** 9 ** 9``, from loops in loops or from a text of 10 GB. The kernel does: it ends the
-process. One process serves all calls, so that a call costs a tenth of a millisecond.
+Foreign code, such as the chat template of a model's folder, may compute ``9 ** 9 ** 9``, nest loops, or build a text of
+10 GB. A language sandbox does not prevent that; the kernel ends the process. A single process serves all calls, so that
+a call takes a tenth of a millisecond.
 """
 
+import ctypes
 import gc
 import multiprocessing as mp
 import os
@@ -21,15 +22,16 @@ from typing import Any
 from megarl.errors import DataError, describe
 
 CPU_S = 5
-"""Seconds of processor time for one call; a chat template takes a thousandth of one."""
+"""Seconds of processor time for a call; a chat template takes a thousandth."""
 _MEMORY_BYTES = 1 << 30
-"""Beyond what the process has when it begins."""
+"""Beyond the memory of the process at its start."""
 _ANSWER_S = 900.0
-"""A process that neither answers nor computes for so long is stuck."""
+"""After this time without an answer, a process counts as stuck."""
+_PR_SET_PDEATHSIG = 1
 
 
 class BoundedProcess:
-    """Calls of ``functions``, by name, in one forked process, which is started again if a limit has ended it."""
+    """Calls ``functions`` by name in a forked process, and starts the process again after a limit ended it."""
 
     def __init__(self, **functions: Callable[..., Any]) -> None:
         self._functions = functions
@@ -37,7 +39,7 @@ class BoundedProcess:
         self._process: Any = None
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """What the function returns. DataError, in one line, for what it raises, and beyond a limit."""
+        """Return the function's result. DataError, in a line, for an exception of the function, and beyond a limit."""
         if self._process is None:
             self._start()
         try:
@@ -51,7 +53,7 @@ class BoundedProcess:
             code, self._process = process.exitcode, None
             limit = f"it took more than {CPU_S} s of processor time" if code == -signal.SIGXCPU else f"exit code {code}"
             raise DataError(f"{limit}; its process has ended") from error
-        except BaseException:  # of a signal: the next call would get the answer to this one
+        except BaseException:  # of a signal: the next call would get the answer to this call
             self._end()
             self._process = None
             raise
@@ -61,16 +63,16 @@ class BoundedProcess:
 
     def _start(self) -> None:
         context = mp.get_context("fork")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._functions), daemon=True)
+        self._connection, child_end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(child_end, self._functions), daemon=True)
         is_collecting = gc.isenabled()
-        gc.disable()  # until the process has put aside what is garbage now
+        gc.disable()  # until the child has frozen its garbage
         try:
             self._process.start()
         finally:
             if is_collecting:
                 gc.enable()
-        theirs.close()
+        child_end.close()
         self._end = weakref.finalize(self, _stop, self._process, self._connection)
 
 
@@ -81,16 +83,15 @@ def _stop(process: Any, connection: Connection) -> None:
 
 
 def _serve(connection: Connection, functions: dict[str, Callable[..., Any]]) -> None:
-    gc.freeze()  # what the parent would finalize is not this process's to end
+    gc.freeze()  # the parent's objects are not to be finalized in this process
     gc.enable()
-    number = connection.fileno()
-    # Locks and other processes' pipes would live as long as this process. The limit of descriptors may be 1e9.
-    for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, number}:
+    # Inherited locks and pipes would live as long as this process. The limit of descriptors may be 1e9.
+    for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, connection.fileno()}:
         with suppress(OSError):
             os.close(descriptor)
-    for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU):
-        signal.signal(each, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the parent too, which ends this process
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal signals the parent too, and the parent ends this process
     limit_memory(_MEMORY_BYTES)
     lower_limit(resource.RLIMIT_CORE, 0)
     while True:
@@ -109,12 +110,17 @@ def _serve(connection: Connection, functions: dict[str, Callable[..., Any]]) -> 
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Let this process have so many bytes of address space beyond those that it has."""
+    """Limit the address space of this process to the present size plus ``num_bytes``."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     lower_limit(resource.RLIMIT_AS, pages * resource.getpagesize() + num_bytes)
 
 
 def lower_limit(limit: int, value: int) -> None:
-    """Set a soft limit of this process, at most the hard one."""
-    most = resource.getrlimit(limit)[1]
-    resource.setrlimit(limit, (value if most == resource.RLIM_INFINITY else min(value, most), most))
+    """Set a soft limit of this process, at most the hard limit."""
+    hard = resource.getrlimit(limit)[1]
+    resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
+def signal_after_parent(number: int) -> None:
+    """Have the kernel send this process a signal when the parent's thread that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -1,6 +1,6 @@
-"""config.json as the model class of its family reads it: defaults, other names, and keys that nobody reads.
+"""config.json as the model class of a family reads the file: defaults, aliases, and unread keys.
 
-Light on purpose, like ``megarl.models.shapes``.
+Without heavy imports, like ``megarl.models.shapes``.
 """
 
 import fnmatch
@@ -18,11 +18,11 @@ COMMON: Mapping[str, Any] = _TABLES["common"]
 FAMILIES: Mapping[str, Mapping[str, Any]] = _TABLES["families"]
 ROPE: Mapping[str, Any] = _TABLES["rope"]
 LACKING: Mapping[str, str] = _TABLES["lacking"]
-"""Model types that no family reads -> what they have beyond the families."""
-_FEATURES = {what: re.compile(rf"(?:^|[_.])(?:{words})", re.IGNORECASE) for what, words in _TABLES["features"].items()}
+"""Unsupported model types -> the feature that megarl lacks."""
+_FEATURES = {name: re.compile(rf"(?:^|[_.])(?:{words})", re.IGNORECASE) for name, words in _TABLES["features"].items()}
 _ALL = (COMMON, ROPE, *FAMILIES.values())
 BOUNDS: Mapping[str, tuple[float, float]] = _TABLES["bounds"]
-"""The least and the largest value of each number; one that has a decimal point in the table may have one in a file."""
+"""Least and largest value of each number; a bound with a decimal point allows a decimal point."""
 _KINDS = {
     **{key: type(high) for key, (_, high) in BOUNDS.items()},
     **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
@@ -31,18 +31,19 @@ _KINDS = {
 }
 _NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a table"}
 QUANTIZATION = ("quantization_config", "compression_config")
-"""Keys of config.json for how the weights are quantised."""
+"""Keys of config.json for the quantisation of the weights."""
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 class HFConfig:
-    """Values of a table of config.json by key; those left out are as in its class. It remembers which keys were read.
+    """Values of a table of config.json by key, with the defaults of the model class; remembers the keys that were read.
 
-    A read raises ConfigError, naming the key, for a value of another kind and for a missing one that has no default.
+    Reading a key raises ConfigError, naming the key, for a value of a wrong kind and for a missing value without a
+    default.
     """
 
     def __init__(self, values: Mapping[str, Any], *tables: Mapping[str, Any], prefix: str = "") -> None:
-        """tables: of hf_config.toml, the first defaults first."""
+        """tables: of hf_config.toml; a later default overrides."""
         aliases = {alias: key for table in tables for alias, key in table.get("aliases", {}).items() if alias in values}
         self.values = dict(values)
         for alias, key in aliases.items():
@@ -51,24 +52,24 @@ class HFConfig:
                 raise ConfigError(f"{alias} is {values[alias]!r} and {key} {values[key]!r}, expected one value")
         self._labels = {key: prefix + alias for alias, key in aliases.items()}
         self._optional, self._derived, self._harmless, sizes, stated = (
-            {key for table in tables for key in table.get(part, ())}
-            for part in ("optional", "derived", "harmless", "sizes", "stated")
+            {key for table in tables for key in table.get(section, ())}
+            for section in ("optional", "derived", "harmless", "sizes", "stated")
         )
         self._required = sizes | stated
-        parts = (table.get(part, {}) for table in tables for part in ("defaults", "elsewhere"))
+        defaults = (table.get(section, {}) for table in tables for section in ("defaults", "elsewhere"))
         self._defaults: dict[str, Any] = dict.fromkeys(self._optional | self._derived)
-        self._defaults |= {key: part[key] for part in parts for key in part.keys() - stated}
+        self._defaults |= {key: section[key] for section in defaults for key in section.keys() - stated}
         self._prefix, self._unread = prefix, set(self.values)
 
     @staticmethod
     def of(hf: Mapping[str, Any]) -> "HFConfig":
-        """The config of a model whose type is one of ``FAMILIES``."""
+        """Return the config of a model whose type is in ``FAMILIES``."""
         table = FAMILIES[hf["model_type"]]
         base = FAMILIES[table["like"]] if "like" in table else {}
         return HFConfig(hf, {"harmless": _TABLES["harmless"]}, COMMON, base, table)
 
     def get(self, key: str) -> Any:
-        """The value of a key; None, and not read, if the class has no such key."""
+        """Return the value of a key; None, and not read, if the class lacks the key."""
         return self[key] if key in self._defaults or key in self._required else None
 
     def __getitem__(self, key: str) -> Any:
@@ -89,14 +90,15 @@ class HFConfig:
         return value
 
     def check_unread(self) -> None:
-        """Raise ConfigError for a key that was not read and can change what the model computes."""
+        """Raise ConfigError for an unread key that can change the model's computation."""
         for key in sorted(self._unread):
             value, label = self.values[key], self._prefix + key
-            feature = next((what for what, words in _FEATURES.items() if words.search(label)), None)
+            feature = next((name for name, words in _FEATURES.items() if words.search(label)), None)
             is_known = key in self._defaults
             default = self._defaults.get(key)
             is_default = value == default and isinstance(value, bool) == isinstance(default, bool)
-            if self._is_harmless(key) or (is_default if is_known else not (value and feature)):
+            is_harmless = any(fnmatch.fnmatchcase(key, glob) for glob in self._harmless)
+            if is_harmless or (is_default if is_known else not (value and feature)):
                 continue
             expected = repr(default) if is_known else "no such key"
             raise ConfigError(
@@ -105,15 +107,12 @@ class HFConfig:
                 "remove the key if it says nothing of what the model computes"
             )
 
-    def _is_harmless(self, key: str) -> bool:
-        return any(fnmatch.fnmatchcase(key, glob) for glob in self._harmless)
-
 
 def read_dtype(hf: Mapping[str, Any]) -> str:
-    """The dtype that a config.json names, in torch's words; "bfloat16" if it names none.
+    """Return the dtype in a config.json, in torch's words; "bfloat16" without a dtype.
 
-    As transformers reads it: ``dtype``, else ``torch_dtype``. ConfigError, naming the key, for a value that
-    transformers and SGLang cannot open.
+    As in transformers, ``dtype`` precedes ``torch_dtype``. ConfigError, naming the key, for a value that transformers
+    and SGLang cannot open.
     """
     key = "dtype" if hf.get("dtype") is not None else "torch_dtype"
     value = hf.get(key)
@@ -126,18 +125,18 @@ def read_dtype(hf: Mapping[str, Any]) -> str:
 
 
 def count_prediction_layers(hf: Mapping[str, Any]) -> int:
-    """The layers that a config.json counts beyond the model's own; ConfigError, naming the key, for no such number."""
+    """Return the number of prediction layers behind the model's layers. ConfigError for a bad value."""
     return HFConfig(hf, {"optional": ("num_nextn_predict_layers",)})["num_nextn_predict_layers"] or 0
 
 
 def find_quantization(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a config.json says of how the weights are quantised; None if they are not."""
+    """Return the quantisation table of a config.json; None without quantisation."""
     quantised = next((hf[key] for key in QUANTIZATION if hf.get(key) not in (None, {})), None)
     return quantised if isinstance(quantised, dict) or quantised is None else {"quant_method": quantised}
 
 
 def read_fp8_block(hf: Mapping[str, Any]) -> tuple[int, int] | None:
-    """(rows, columns) of the blocks of a model in FP8; None if it is not quantised, ConfigError if it is otherwise."""
+    """Return (rows, columns) of the FP8 blocks; None without quantisation. ConfigError for another quantisation."""
     if (table := find_quantization(hf)) is None:
         return None
     block = table.get("weight_block_size")

@@ -1,8 +1,8 @@
-"""What megarl wrote and may therefore remove or replace: nothing else is ever removed, replaced or renamed.
+"""What megarl wrote, and may therefore replace or remove. Nothing else is removed, replaced or renamed.
 
-- A **folder** that is written as a whole holds the file ``MARK``: the patterns of names that are being written, and
-  once it is complete each file's bytes and time of change. It is replaced only if it holds nothing else.
-- A **file** is listed in ``FILES`` beside it, with the SHA-256 of what megarl wrote under its name.
+- A **folder** that is written as a whole holds the file ``MARK``: during the writing the patterns of the file names,
+  afterwards bytes and modification time of each file. Such a folder is replaced only if it holds nothing else.
+- A **file** is listed in ``FILES`` beside the file, with the SHA-256 of the written content.
 
 Everything else is foreign: a file of another name, size or time, a link, an empty folder.
 """
@@ -23,30 +23,30 @@ from megarl.files.writing import exchange, model_files, read_record, sha256_of, 
 
 MARK, FILES = ".megarl.json", ".megarl-files.json"
 IsOwn = Callable[[str, os.stat_result], bool]
-"""Whether megarl wrote the regular file of this path, relative to its folder."""
+"""Whether megarl wrote the regular file of this path, relative to the folder."""
 HF_FILES = ("model-*.safetensors", "model.safetensors.index.json", "config.json")
-"""Names of what megarl writes of a model, besides ``model_files`` of its source."""
+"""Names of the files that megarl writes of a model, besides ``model_files`` of the source."""
 _RESERVED = (".megarl*",)
 _WHILE_WRITTEN = (*_RESERVED, ".*.tmp", "*/.*.tmp")
 
 
 def partial_of(out: Path) -> Path:
-    """The name of a folder until it is complete."""
+    """Return the name of a folder until the folder is complete. ConfigError for a path without a name."""
     if not out.name:
         raise ConfigError(f"{out} cannot be written; name a folder")
     return out.with_name(out.name + ".partial")
 
 
 def require_apart(out: Path, *sources: Path | None) -> None:
-    """ConfigError if ``out`` or its ``.partial`` folder is a source or contains one."""
-    written = (out.resolve(), partial_of(out.resolve()))
+    """Raise ConfigError if ``out`` or its ``.partial`` folder is or contains a source."""
+    written = {out.resolve(), partial_of(out.resolve())}
     for source in sources:
-        if source is not None and {source.resolve(), *source.resolve().parents} & set(written):
+        if source is not None and {source.resolve(), *source.resolve().parents} & written:
             raise ConfigError(f"{out} would replace its own source {source}; choose another folder")
 
 
 def require_own(*folders: Path) -> None:
-    """ConfigError unless each folder is new, empty, or holds nothing but what megarl wrote there as a whole."""
+    """Raise ConfigError unless each folder is new, empty, or holds only what megarl wrote as a whole."""
     for folder in folders:
         if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
             raise ConfigError(f"{folder} is no folder; remove it, or choose another place")
@@ -58,7 +58,7 @@ def require_own(*folders: Path) -> None:
 
 
 def marked(folder: Path) -> IsOwn:
-    """What the ``MARK`` of a folder lists; nothing without a mark."""
+    """Return the test for the files that the ``MARK`` of a folder lists; false for all files without a mark."""
     record = read_record(folder / MARK)
     files: Any = record.get("files")
     patterns: Any = record.get("patterns")
@@ -70,6 +70,7 @@ def marked(folder: Path) -> IsOwn:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a path matches a glob."""
     return any(fnmatchcase(name, str(pattern)) for pattern in patterns)
 
 
@@ -80,7 +81,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _split(folder: Path, is_own: IsOwn) -> tuple[list[str], list[str]]:
-    """The files that are megarl's, and what else is there; folders of megarl's files count as neither."""
+    """Return (megarl's files, foreign entries); folders of megarl's files count as neither."""
     entries = dict(_entries(folder))
     written = [name for name, status in entries.items() if stat.S_ISREG(status.st_mode) and is_own(name, status)]
     folders = {str(parent) for name in written for parent in PurePosixPath(name).parents}
@@ -88,16 +89,16 @@ def _split(folder: Path, is_own: IsOwn) -> tuple[list[str], list[str]]:
 
 
 def find_foreign(folder: Path, is_own: IsOwn) -> list[str]:
-    """What a folder holds that megarl did not write."""
+    """Return the entries of a folder that megarl did not write."""
     return _split(folder, is_own)[1]
 
 
 def remove_own(folder: Path, is_own: IsOwn) -> list[str]:
-    """Remove megarl's files, and the folder if nothing else is in it; return what else is in it. Links stay."""
+    """Remove megarl's files, and the folder if nothing else is inside; return the foreign entries. Links stay."""
     if folder.is_symlink() or not folder.is_dir():
         return []
     written, foreign = _split(folder, is_own)
-    for name in sorted(written, key=lambda name: name == MARK):  # last, so that a kill leaves what can be told
+    for name in sorted(written, key=lambda name: name == MARK):  # the mark last: a kill leaves a folder that is known
         (folder / name).unlink()
     parents = {folder / parent for name in written for parent in PurePosixPath(name).parents} | {folder}
     for parent in sorted(parents, reverse=True):
@@ -107,18 +108,19 @@ def remove_own(folder: Path, is_own: IsOwn) -> list[str]:
 
 
 def free_name(path: Path) -> Path:
-    """The path, or the first of path-2, path-3 and so on under which nothing lies."""
+    """Return the path, or the first of path-2, path-3 and so on that does not exist."""
     names = chain([path], (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2)))
     return next(name for name in names if not os.path.lexists(name))
 
 
 def begin(
-    folder: Path, patterns: Sequence[str], model: Path | None = None, keep: Iterable[str] = (), **more: Any
+    folder: Path, patterns: Sequence[str], model: Path | None = None, keep: Iterable[str] = (), **fields: Any
 ) -> None:
-    """Make a folder that will hold files of these names; of what megarl left there, only ``keep`` (patterns) stays.
+    """Make a folder for files of these names; of megarl's earlier files only ``keep`` (patterns) stays.
 
-    model: a folder whose ``model_files`` will be copied, to the folder or to one below it. more: for the mark.
-    ConfigError if the folder holds anything else.
+    model: a folder whose ``model_files`` will be copied, to the folder or to a subfolder. fields: for the mark.
+
+    ConfigError if the folder holds a foreign entry.
     """
     require_own(folder)
     is_own = marked(folder)
@@ -126,33 +128,33 @@ def begin(
     folder.mkdir(parents=True, exist_ok=True)
     names = [] if model is None else [escape(file.name) for file in model_files(model)]
     copied = [pattern for name in names for pattern in (name, f"*/{name}")]
-    _write_mark(folder, {}, [*patterns, *copied, *_WHILE_WRITTEN], more)
+    _write_mark(folder, {}, [*patterns, *copied, *_WHILE_WRITTEN], fields)
 
 
-def seal(folder: Path, **more: Any) -> None:
-    """List the files that were written, and flush all to the disk: what is added or changed from now on is foreign."""
-    sync_all(folder)  # first: a network file system may set the time of a file when it is flushed
+def seal(folder: Path, **fields: Any) -> None:
+    """List the written files, and flush all to the disk. Files that are added or changed later are foreign."""
+    sync_all(folder)  # first: a network file system may set the time of a file at the flush
     is_own = marked(folder)
     files = {
         name: [status.st_size, status.st_mtime_ns]
         for name, status in sorted(_entries(folder))
         if stat.S_ISREG(status.st_mode) and is_own(name, status) and not matches(name, _WHILE_WRITTEN)
     }
-    _write_mark(folder, files, _WHILE_WRITTEN, more)
+    _write_mark(folder, files, _WHILE_WRITTEN, fields)
     sync(folder)
 
 
-def _write_mark(folder: Path, files: dict[str, list[int]], patterns: Sequence[str], more: dict[str, Any]) -> None:
-    write_atomically(folder / MARK, json.dumps({**more, "patterns": patterns, "files": files}, indent=1).encode())
+def _write_mark(folder: Path, files: dict[str, list[int]], patterns: Sequence[str], fields: dict[str, Any]) -> None:
+    write_atomically(folder / MARK, json.dumps({**fields, "patterns": patterns, "files": files}, indent=1).encode())
 
 
 def replace_folder(new: Path, target: Path, owner: Callable[[Path], IsOwn] = marked) -> None:
-    """Rename folder ``new`` to ``target`` in one step, and remove the folder that had this name if it is megarl's.
+    """Rename folder ``new`` to ``target`` in a single step, and remove the previous folder if it is megarl's.
 
-    At every moment ``target`` is the old folder or the new one, except on network file systems that cannot exchange two
-    names: there is then a moment in which the old folder is called ``target.old`` and there is no ``target``.
+    At every moment ``target`` is the old folder or the new folder. On network file systems that cannot exchange two
+    names, there is a moment without ``target``: the old folder is then called ``target.old``.
 
-    Raises OSError, and ConfigError if ``target`` holds anything that ``owner(target)`` does not list.
+    OSError, and ConfigError if ``target`` holds an entry that ``owner(target)`` does not list.
     """
     is_own = owner(target)
     if foreign := find_foreign(target, is_own):
@@ -163,18 +165,18 @@ def replace_folder(new: Path, target: Path, owner: Callable[[Path], IsOwn] = mar
         sync(target.parent)
         remove_own(new, is_own)
     else:
-        aside = target.with_name(target.name + ".old")
-        if os.path.lexists(aside):
-            raise ConfigError(f"{aside} is in the way; move it, then rename {new} to {target}")
-        target.rename(aside)
+        old = target.with_name(target.name + ".old")
+        if os.path.lexists(old):
+            raise ConfigError(f"{old} is in the way; move it, then rename {new} to {target}")
+        target.rename(old)
         new.rename(target)
         sync(target.parent)
-        remove_own(aside, is_own)
+        remove_own(old, is_own)
     sync(target.parent)
 
 
 def require_own_files(*paths: Path) -> None:
-    """ConfigError if a path exists and is not as megarl wrote it."""
+    """Raise ConfigError if a path exists and is not as megarl wrote it."""
     for path in paths:
         if os.path.lexists(path) and not _is_own_file(path):
             raise ConfigError(
@@ -189,10 +191,9 @@ def _is_own_file(path: Path) -> bool:
 
 
 def write_output(path: Path, data: bytes) -> None:
-    """Write a file atomically, and list it; its folder is made. ConfigError if it exists and is not as megarl wrote it.
+    """Write a file atomically, list the file, and make its folder. ConfigError if a foreign file has the name.
 
-    The new content is listed beside the present one, so that a kill between the two writes leaves a file that is
-    listed.
+    The new digest is listed beside the present digest: a kill between the two writes leaves a listed file.
     """
     require_own_files(path)
     try:

@@ -1,7 +1,7 @@
-"""Reads the pickles in checkpoints without running anything: a pickle is a program, which may call what it names.
+"""Read the pickles in checkpoints without running code: a pickle is a program that may call any function by name.
 
-Only the records that torch and Megatron write are let through. torch's readers and older releases of Megatron unpickle
-without limits, so ``require_plain`` examines a checkpoint before they see it.
+Only the records of torch and Megatron are allowed. torch's readers and older releases of Megatron unpickle without
+limits: call ``require_plain`` on a checkpoint before.
 """
 
 import io
@@ -26,22 +26,22 @@ _NO_PART = "which is no part of a checkpoint"
 _NAMES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 _PLAIN = {(module, name) for module, names in _NAMES["metadata"].items() for name in names}
 _Inert = type("_Inert", (), {"__new__": lambda cls, *_: object.__new__(cls)})
-"""Stands for a record of Megatron's, which need not be installed to look into a checkpoint."""
+"""Stands for a record of Megatron's: a checkpoint can be read without Megatron."""
 _SAFE = [
     *(Namespace, SimpleNamespace, PosixPath, io.BytesIO, Signals, np.ndarray, np.dtype, np.dtypes.UInt32DType),
     *((np.zeros(0).__reduce__()[0], f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
     *((_Inert, f"{module}.{name}") for module, names in _NAMES["inert"].items() for name in names),
 ]
-"""What ``torch.load`` needs besides tensors and containers: Megatron's own list."""
+"""Classes for ``torch.load`` besides tensors and containers: Megatron's own list."""
 
 
 _InPython: Any = pickle._Unpickler
-"""Tells what a pickle changes; the one in C does not."""
+"""The unpickler in Python can be told which objects a pickle may change; the C version cannot."""
 
 
 class _PlainUnpickler(_InPython):
     def load_build(self) -> None:
-        if isinstance(self.stack[-2], (type, FunctionType)):  # it could make a record look like another
+        if isinstance(self.stack[-2], (type, FunctionType)):  # a changed class could pose as another class
             raise pickle.UnpicklingError(f"it changes {self.stack[-2].__name__}, {_NO_PART}")
         super().load_build()
 
@@ -54,18 +54,18 @@ class _PlainUnpickler(_InPython):
 
 
 def load_metadata(folder: Path) -> Any:
-    """Returns torch's Metadata, which ``.metadata`` holds; UnpicklingError if it is damaged or names anything else."""
+    """Return torch's Metadata in ``.metadata``. UnpicklingError if the file is damaged or names a forbidden object."""
     data = read_regular(folder / ".metadata", _MOST_METADATA)
     try:
         return _PlainUnpickler(io.BytesIO(data)).load()
     except pickle.UnpicklingError:
         raise
-    except Exception as error:  # the unpickler checks nothing itself
+    except Exception as error:  # the unpickler itself checks its input nowhere
         raise pickle.UnpicklingError(f"its .metadata is damaged ({type(error).__name__}: {error})") from error
 
 
 def part_of(folder: Path, stored: Any) -> Path:
-    """The file of a record of ``.metadata``; UnpicklingError for one that is not in the folder itself."""
+    """Return the file of a record of ``.metadata``. UnpicklingError for a file outside of the folder."""
     name, begin, length = stored.relative_path, stored.offset, stored.length
     if not is_file_name(name):
         raise pickle.UnpicklingError(f"its .metadata names {reprlib.repr(name)}, expected a file of the folder itself")
@@ -75,29 +75,29 @@ def part_of(folder: Path, stored: Any) -> Path:
 
 
 def load_plain(file: Path | IO[bytes]) -> Any:
-    """``torch.load`` of tensors, numbers, texts, containers and _SAFE; UnpicklingError for the rest."""
+    """Call ``torch.load`` on tensors, numbers, texts, containers and _SAFE. UnpicklingError for other objects."""
     _require_stored(file)
     try:
-        known = torch.serialization.get_safe_globals()
-        with torch.serialization.safe_globals([each for each in _SAFE if each not in known]):  # its end forgets them
+        allowed = torch.serialization.get_safe_globals()
+        with torch.serialization.safe_globals([item for item in _SAFE if item not in allowed]):
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:  # torch's message is advice to load it without limits
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        raise pickle.UnpicklingError(f"it names {named[1]}, {_NO_PART}" if named else "no plain data") from error
+        match = re.search(r"GLOBAL (\S+)", str(error))
+        raise pickle.UnpicklingError(f"it names {match[1]}, {_NO_PART}" if match else "no plain data") from error
 
 
 def load_part(folder: Path, stored: Any) -> Any:
-    """``load_plain`` of the object that a record of ``.metadata`` says is a part of a file."""
+    """Call ``load_plain`` on the bytes of a file that a record of ``.metadata`` names."""
     with open_regular(part_of(folder, stored)) as file:
         file.seek(stored.offset)
         return load_plain(io.BytesIO(file.read(stored.length)))
 
 
 def _require_stored(file: Path | IO[bytes]) -> None:
-    """UnpicklingError for an archive that is larger inside than outside; torch compresses nothing."""
+    """Raise UnpicklingError for a compressed archive, whose content may be huge; torch compresses nothing."""
     try:
         with zipfile.ZipFile(file) as archive:
-            compressed = [each.filename for each in archive.infolist() if each.compress_type != zipfile.ZIP_STORED]
+            compressed = [file.filename for file in archive.infolist() if file.compress_type != zipfile.ZIP_STORED]
     except zipfile.BadZipFile:  # older releases of torch write no archive
         compressed = []
     if compressed:
@@ -107,8 +107,10 @@ def _require_stored(file: Path | IO[bytes]) -> None:
 
 
 def require_plain(folder: Path) -> None:
-    """Raises UnpicklingError if a pickle in a ``torch_dist`` checkpoint names anything else, or what torch raises for
-    damaged files."""
+    """Check all pickles in a ``torch_dist`` checkpoint.
+
+    UnpicklingError if a pickle names a forbidden object; torch's own errors for damaged files.
+    """
     metadata = load_metadata(folder)
     try:
         for index, stored in metadata.storage_data.items():

@@ -2,7 +2,8 @@
 
     8 bytes: length N of the header, little-endian; N bytes: the header, JSON; then the bytes of all tensors
 
-The header gives of every tensor its dtype, shape and [begin, end) among the bytes, and under ``__metadata__`` texts.
+The header holds dtype, shape and [begin, end) among the bytes of each tensor, and texts under ``__metadata__``.
+``megarl trace`` runs without the package safetensors.
 """
 
 import json
@@ -24,31 +25,31 @@ _ALIGNMENT = 8
 
 
 def dump_tensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    """Return the content of a file; the widest dtypes come first, so that every tensor is aligned."""
+    """Return the content of a file. The widest dtypes come first, so that every tensor is aligned."""
     names = {dtype: name for name, dtype in _DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    parts, end = [], 0
+    contents, end = [], 0
     for key, values in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
-        parts.append(np.ascontiguousarray(values).tobytes())
-        begin, end = end, end + len(parts[-1])
+        contents.append(np.ascontiguousarray(values).tobytes())
+        begin, end = end, end + len(contents[-1])
         header[key] = {"dtype": names[values.dtype], "shape": list(values.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
+    return b"".join([len(text).to_bytes(8, "little"), text, *contents])
 
 
 def load_tensors(
     path: Path, check: Callable[[Mapping[str, str]], None] = lambda metadata: None, *, mapped: bool = False
 ) -> tuple[dict[str, np.ndarray], Mapping[str, str]]:
-    """Read arrays and metadata; ``check`` sees the metadata before a tensor is looked at.
+    """Return arrays and metadata of a file; ``check`` gets the metadata before a tensor is read.
 
-    mapped: the arrays stay in the file, memory-mapped and read-only.
+    mapped: leave the arrays in the file, memory-mapped and read-only.
 
-    Raises TraceError if the file is damaged or has tensors that no trace has.
+    TraceError if the file is damaged or has a tensor of another dtype.
     """
     try:
         require_regular(path)
-        is_mapped = mapped and path.stat().st_size > 0  # nothing cannot be mapped
+        is_mapped = mapped and path.stat().st_size > 0  # an empty file cannot be mapped
         content = np.memmap(path, np.uint8, "r") if is_mapped else np.frombuffer(path.read_bytes(), np.uint8)
         length = int.from_bytes(content[:8].tobytes(), "little")
         if len(content) < 8 or length > min(len(content) - 8, MOST_HEADER_BYTES):
@@ -84,5 +85,5 @@ def _natural(value: object) -> int:
     return value
 
 
-def _damaged(path: Path, why: str) -> TraceError:
-    return TraceError(f"{path}: not a readable safetensors file ({why}); expected a trace file")
+def _damaged(path: Path, reason: str) -> TraceError:
+    return TraceError(f"{path}: not a readable safetensors file ({reason}); expected a trace file")

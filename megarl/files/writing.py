@@ -17,9 +17,9 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Write a file so that a reader sees the old content or the new content, never a part, even after a kill.
+    """Write a file so that a reader sees the old content or the new content, even after a kill.
 
-    durable: wait until the content is on the disk.
+    durable: wait until the content is on the disk. OSError names the file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -30,37 +30,37 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
                 os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a write says no name
+        error.filename = error.filename or str(path)  # write() sets no name
         raise
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is none that can be read."""
+    """Return the JSON object in a file; empty if the file is missing or damaged."""
     with suppress(DataError):
         return read_object(path)
     return {}
 
 
 def model_files(folder: Path) -> Iterator[Path]:
-    """Yield the files of a Hugging Face folder other than weights: config, tokenizer, code. Not megarl's own lists.
+    """Yield the files of a Hugging Face folder besides the weights: config, tokenizer, code. Without megarl's lists.
 
-    ConfigError for a link that leads out of the folder, which would hand on any file of the reader; links into the
-    ``blobs`` of Hugging Face's cache are how it stores a folder.
+    ConfigError for a link that leads out of the folder, which would hand on any file of the reader. Links into the
+    ``blobs`` of Hugging Face's cache are allowed.
     """
     inside = folder.resolve()
     blobs = inside.parent.parent / "blobs" if inside.parent.name == "snapshots" else inside
     for file in folder.iterdir():
-        is_other = file.suffix in _WEIGHTS or file.name.endswith(".index.json") or file.name.startswith(".megarl")
-        if file.is_file() and not is_other:
+        is_skipped = file.suffix in _WEIGHTS or file.name.endswith(".index.json") or file.name.startswith(".megarl")
+        if file.is_file() and not is_skipped:
             if not {inside, blobs} & {*(target := file.resolve()).parents}:
                 raise ConfigError(f"{file} is a link to {target}, outside of its folder; put the file itself there")
             yield file
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Exchange two names in one step. Return False where the system or the file system cannot."""
+    """Exchange two names in a single step. Return False where the system or the file system cannot."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
@@ -74,7 +74,7 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to disk, so that they survive a power failure."""
+    """Flush a file, or the names in a folder, to the disk, for a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -89,12 +89,13 @@ def sync_all(folder: Path) -> None:
 
 
 def sha256_of(file: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def find_tokenizer_code(folder: Path) -> str | None:
-    """The class in a Hugging Face folder's own code that makes its tokenizer (``auto_map``); None if none is named."""
-    named: Any = read_record(folder / "tokenizer_config.json").get("auto_map")
-    classes = named.get("AutoTokenizer") if isinstance(named, dict) else named
+    """Return the tokenizer class in the code of a Hugging Face folder (``auto_map``); None without a class."""
+    table: Any = read_record(folder / "tokenizer_config.json").get("auto_map")
+    classes = table.get("AutoTokenizer") if isinstance(table, dict) else table
     return next((str(name) for name in classes if name), None) if isinstance(classes, list) else classes

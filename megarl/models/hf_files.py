@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint folders: read by name, one file open at a time, and written."""
+"""Read Hugging Face checkpoint folders by tensor name, with a single open file, and write such folders."""
 
 import fnmatch
 import json
@@ -22,48 +22,47 @@ from megarl.files.writing import model_files
 from megarl.models.hf_folder import INDEX, SINGLE, read_json, weight_files
 
 MANIFEST = "conversion.json"
-"""What a conversion writes beside the files: their checksums, and what it left out."""
+"""A conversion's file with checksums, and with the names of left-out tensors."""
 FP8_ERRORS = "fp8_errors.json"
-"""What a folder with FP8 blocks says about the errors of each tensor."""
+"""File of an FP8 folder with the errors of each tensor."""
 T = TypeVar("T")
 _MAPPED_BYTES = 256 << 20
-"""A file is opened anew when this much of it has been read, for what was read stays mapped into memory."""
+"""After reading this many bytes a file is reopened, because the pages stay mapped into memory."""
 _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8},
 }
 
 
-# A family whose experts have other names than Qwen's: its name of the MoE module, and those of gate, up and down.
+# Family with other expert names than Qwen's -> names of the MoE module, of gate, up and down.
 _EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
 _OF_QWEN = ("mlp", "gate_proj", "up_proj", "down_proj")
 _FUSED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)(_scale_inv)?")
-"""All experts of a layer in one tensor, as transformers 5 holds them: [E, 2 I, H], the gates first, and [E, H, I]."""
+"""All experts of a layer in a single tensor of transformers 5: [E, 2 I, H], the gates first, and [E, H, I]."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor is."""
+    """The place of a tensor in a file."""
 
     file: Path
     name: str
-    """Its name in the file."""
+    """Name in the file."""
     expert: int | None = None
-    """Its number in a fused tensor [E, rows, columns]; None for a tensor of its own."""
+    """Index in a fused tensor [E, rows, columns]; None for a separate tensor."""
     first: int = 0
     height: int = 0
-    """The rows of the expert that it is."""
+    """First row and number of rows within the expert."""
 
 
 class HFCheckpoint:
     """Read access by name to the safetensors files of a Hugging Face checkpoint folder; a context manager.
 
-    Block-quantised FP8 weights (``quantization_config`` with ``weight_block_size``) are read as what they stand for, in
-    the dtype of the config; their scales have no name of their own here. Experts that transformers 5 has fused have the
-    names of single ones, and only what is asked for is read.
+    Block-quantised FP8 weights (``quantization_config`` with ``weight_block_size``) are dequantised to the dtype of the
+    config; scales have no names. Fused experts of transformers 5 have the names of single experts, and are read singly.
 
-    Raises CheckpointError, naming the file or tensor, for what is missing, unreadable, or contradicts the index.
+    CheckpointError, naming the file or tensor, for a tensor that is missing, unreadable, or contradicts the index.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -72,31 +71,33 @@ class HFCheckpoint:
         self._open: tuple[Path, Any] | None = None
         self._num_read = 0
         self._block = self._fp8_block()
-        self._where = self._unfuse(self._locate())
-        scales = {name + SCALE for name in self._where} if self._block else set()
-        self._names = {name: None for name in self._where if name not in scales}
+        self._places = self._unfuse(self._locate())
+        scales = {name + SCALE for name in self._places} if self._block else set()
+        self._names = {name: None for name in self._places if name not in scales}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open = None  # nothing else refers to the handle: the file is unmapped
+        self._open = None  # the last reference to the handle: the file is unmapped
 
     def names(self) -> KeysView[str]:
+        """Return the names of all tensors, without FP8 scales."""
         return self._names.keys()
 
     def files(self) -> list[Path]:
-        return sorted({place.file for place in self._where.values()})
+        """Return the files of the weights."""
+        return sorted({place.file for place in self._places.values()})
 
     @property
     def is_fused(self) -> bool:
-        """Whether the files hold the experts of a layer in one tensor."""
-        return any(place.expert is not None for place in self._where.values())
+        """Whether the files hold the experts of a layer in a single tensor."""
+        return any(place.expert is not None for place in self._places.values())
 
     def names_of_prediction_layers(self) -> set[str]:
-        """Tensors of layers that follow the model's own: those with ``eh_proj``, else those that the config counts."""
+        """Return the tensors of layers behind the model's layers: with ``eh_proj``, or else counted by the config."""
         try:
-            last, more = self._config.get("num_hidden_layers") or 0, count_prediction_layers(self._config)
+            last, count = self._config.get("num_hidden_layers") or 0, count_prediction_layers(self._config)
         except ConfigError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
         layers: dict[int, dict[str, str]] = {}
@@ -104,28 +105,29 @@ class HFCheckpoint:
             if (match := _LAYER.fullmatch(name)) and int(match[1]) >= last:
                 layers.setdefault(int(match[1]), {})[match[2]] = name
         predicting = {layer for layer, names in layers.items() if "eh_proj.weight" in names}
-        chosen = [names for layer, names in layers.items() if layer in (predicting or range(last + more))]
-        return {name for names in chosen for name in names.values()}
+        selected = [names for layer, names in layers.items() if layer in (predicting or range(last + count))]
+        return {name for names in selected for name in names.values()}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        place = self._where[name]
+        """Return the shape of a tensor, from the file's header."""
+        place = self._places[name]
         shape = tuple(self._handle(place.file).get_slice(place.name).get_shape())
         return shape if place.expert is None else (place.height, *shape[2:])
 
     def dtype(self, name: str) -> torch.dtype:
-        place = self._where[name]
+        """Return the dtype of ``read(name)``."""
+        place = self._places[name]
         stored = self._handle(place.file).get_slice(place.name).get_dtype()
         if stored not in _DTYPES:
-            known = ", ".join(_DTYPES)
-            raise CheckpointError(f"{place.file}: {name} has dtype {stored}, expected one of {known}")
-        is_fp8 = self._block is not None and name + SCALE in self._where
+            raise CheckpointError(f"{place.file}: {name} has dtype {stored}, expected one of {', '.join(_DTYPES)}")
+        is_fp8 = self._block is not None and name + SCALE in self._places
         return self._high_precision() if is_fp8 else _DTYPES[stored]
 
     def stored(self, name: str) -> torch.Tensor:
-        """The tensor as it stands in its file, FP8 weights and their scales too."""
-        if name not in self._where:
+        """Return a tensor in the dtype of the file; also FP8 weights and scales."""
+        if name not in self._places:
             raise CheckpointError(f"{self.path} holds no {name}")
-        place = self._where[name]
+        place = self._places[name]
         handle = self._handle(place.file)
         try:
             if place.expert is None:
@@ -139,6 +141,7 @@ class HFCheckpoint:
         return tensor
 
     def read(self, name: str) -> torch.Tensor:
+        """Return a tensor, dequantised if stored in FP8."""
         tensor = self.stored(name)
         if self._block is None or tensor.dtype != torch.float8_e4m3fn:
             return tensor
@@ -146,8 +149,8 @@ class HFCheckpoint:
         return dequantize_fp8(tensor, self.stored(name + SCALE).float(), self._block).to(self._high_precision())
 
     def check_values(self, name: str) -> None:
-        """Raise CheckpointError for a tensor of integers, or in FP8 without a scale for each block; reads headers."""
-        place = self._where[name]
+        """Raise CheckpointError for a tensor of integers, and for FP8 without a scale for each block; reads headers."""
+        place = self._places[name]
         stored = self._handle(place.file).get_slice(place.name).get_dtype()
         if stored in ("F64", "F32", "F16", "BF16"):
             return
@@ -156,10 +159,10 @@ class HFCheckpoint:
             raise CheckpointError(f"{place.file}: {name} has dtype {stored}, expected {expected}")
         shape = self.shape(name)
         expected = grid_of(shape, self._block) if len(shape) == 2 else "a matrix"
-        found = self.shape(name + SCALE) if name + SCALE in self._where else "absent"
-        if found != expected:
-            told = f"{name}{SCALE} of this FP8 tensor is {found}, expected {expected} for blocks of {self._block}"
-            raise CheckpointError(f"{place.file}: {told}")
+        scale = self.shape(name + SCALE) if name + SCALE in self._places else "absent"
+        if scale != expected:
+            problem = f"{name}{SCALE} of this FP8 tensor is {scale}, expected {expected} for blocks of {self._block}"
+            raise CheckpointError(f"{place.file}: {problem}")
 
     def _handle(self, file: Path) -> Any:
         if self._open is None or self._open[0] != file or self._num_read > _MAPPED_BYTES:
@@ -176,43 +179,43 @@ class HFCheckpoint:
             raise CheckpointError(f"{self.path}: {error}") from error
 
     def _locate(self) -> dict[str, _Place]:
-        """Tensor name -> its place; what the index says and what the files hold must be the same."""
+        """Return tensor name -> place. CheckpointError if index and files differ."""
         files, listed = weight_files(self.path)
-        where: dict[str, _Place] = {}
+        places: dict[str, _Place] = {}
         for file in files:
             for name in _opened(file).keys():  # noqa: SIM118  (no mapping)
-                if name in where:
-                    raise CheckpointError(f"{name} is both in {where[name].file} and in {file.name}, expected it once")
-                where[name] = _Place(file, name)
+                if name in places:
+                    raise CheckpointError(f"{name} is both in {places[name].file} and in {file.name}, expected it once")
+                places[name] = _Place(file, name)
         if listed is None:
             for file in sorted({*self.path.glob("[!.]*.safetensors")} - {*files}):
-                if both := [name for name in _opened(file).keys() if name in where]:  # noqa: SIM118
+                if doubled := [name for name in _opened(file).keys() if name in places]:  # noqa: SIM118
                     raise CheckpointError(
-                        f"{self.path} holds {some(both)} both in {SINGLE}, which transformers reads, and in "
+                        f"{self.path} holds {some(doubled)} both in {SINGLE}, which transformers reads, and in "
                         f"{file.name}, which SGLang reads too: move the file away that is not the model"
                     )
-            return where
-        if absent := [name for name, file in listed.items() if name not in where or where[name].file.name != file]:
+            return places
+        if absent := [name for name, file in listed.items() if name not in places or places[name].file.name != file]:
             raise CheckpointError(f"{self.path}: {INDEX} names {some(absent)}, which are not in the file that it says")
-        if unlisted := [name for name in where if name not in listed]:
+        if unlisted := [name for name in places if name not in listed]:
             raise CheckpointError(f"{self.path}: the files hold {some(unlisted)}, which {INDEX} does not name")
-        return where
+        return places
 
     def _unfuse(self, stored: dict[str, _Place]) -> dict[str, _Place]:
-        """The places by the names of the family's checkpoints, where transformers 5 has names of its own."""
+        """Return the places by the names of the family's checkpoints, which differ from the names in transformers 5."""
         module, *projections = _EXPERTS.get(str(self._config.get("model_type")), _OF_QWEN)
-        where: dict[str, _Place] = {}
+        places: dict[str, _Place] = {}
         for name, place in stored.items():
-            theirs = name.replace(".mlp.", f".{module}.")
-            match = _FUSED.fullmatch(theirs)
-            parts = {theirs: place} if match is None else self._experts(place, match, projections)
-            if again := parts.keys() & where.keys():
-                raise CheckpointError(f"{place.file}: {name} holds {some([*again])}, which another tensor holds too")
-            where |= parts
-        return where
+            family_name = name.replace(".mlp.", f".{module}.")
+            match = _FUSED.fullmatch(family_name)
+            members = {family_name: place} if match is None else self._experts(place, match, projections)
+            if doubled := members.keys() & places.keys():
+                raise CheckpointError(f"{place.file}: {name} holds {some([*doubled])}, which another tensor holds too")
+            places |= members
+        return places
 
     def _experts(self, place: _Place, match: re.Match[str], projections: Sequence[str]) -> dict[str, _Place]:
-        """Name -> place of each matrix in a fused tensor, or of its scales."""
+        """Return name -> place of each matrix, or of each matrix of scales, in a fused tensor."""
         experts, kind, scale = match.groups(default="")
         fused = self._handle(place.file).get_slice(place.name)
         shape = fused.get_shape()
@@ -242,69 +245,71 @@ def _opened(file: Path) -> Any:
 
 
 def describe_faults(faults: Mapping[str, Sequence[str]]) -> str:
-    """What is wrong, with the names of tensors for each kind of fault; "" if there are none."""
-    return "; ".join(f"{len(names)} tensors {what}: {some(names)}" for what, names in faults.items() if names)
+    """Return fault -> names of tensors in words; "" without faults."""
+    return "; ".join(f"{len(names)} tensors {fault}: {some(names)}" for fault, names in faults.items() if names)
 
 
-def check_tensors(found: HFCheckpoint, expected: dict[str, tuple[int, ...]], drop: Iterable[str] = ()) -> list[str]:
-    """Compare a checkpoint with what its config promises, by name and shape; CheckpointError names all differences.
+def check_tensors(hf: HFCheckpoint, expected: dict[str, tuple[int, ...]], drop: Iterable[str] = ()) -> list[str]:
+    """Compare names and shapes with the config's model. CheckpointError names all differences.
 
-    Returns the unknown names that are left out: those of prediction layers, and those that ``drop`` (globs) matches.
+    Return the unknown names that are left out: of prediction layers, and matches of ``drop`` (globs).
     """
-    unknown = {name for name in found.names() - set(expected) if not _is_known_copy(name, found, expected)}
+    unknown = {name for name in hf.names() - set(expected) if not _is_known_copy(name, hf, expected)}
     dropped = {name for pattern in drop for name in fnmatch.filter(unknown, pattern)}
-    dropped |= unknown & found.names_of_prediction_layers()
+    dropped |= unknown & hf.names_of_prediction_layers()
     faults = {
-        "missing": list(set(expected) - found.names()),
+        "missing": list(set(expected) - hf.names()),
         "unknown": list(unknown - dropped),
         "of another shape": [
-            f"{name} {found.shape(name)} (expected {shape})"
+            f"{name} {hf.shape(name)} (expected {shape})"
             for name, shape in expected.items()
-            if name in found.names() and found.shape(name) != shape
+            if name in hf.names() and hf.shape(name) != shape
         ],
     }
-    if told := describe_faults(faults):
+    if text := describe_faults(faults):
         hint = "; what may be left out is for --drop GLOB of megarl convert" if faults["unknown"] else ""
         if any(_LAYER.fullmatch(name) for name in faults["unknown"]):
             hint += ", or, where these are prediction layers, for num_nextn_predict_layers of config.json"
-        raise CheckpointError(f"{found.path} does not hold the model of its config.json: {told}{hint}")
+        raise CheckpointError(f"{hf.path} does not hold the model of its config.json: {text}{hint}")
     for name in expected:
-        found.check_values(name)
+        hf.check_values(name)
     return sorted(dropped)
 
 
 def describe_left_out(names: Sequence[str]) -> str:
-    """One line about the tensors that ``check_tensors`` leaves out; "" if there are none."""
+    """Return a line about the tensors that ``check_tensors`` leaves out; "" for no tensors."""
     layers = sorted({int(match[1]) for name in names if (match := _LAYER.fullmatch(name))})
     of_layers = f" of prediction layer {', '.join(map(str, layers))}" if layers else ""
     return f"left out: {len(names)} tensors{of_layers} ({some(names)})" if names else ""
 
 
-def _is_known_copy(name: str, found: HFCheckpoint, expected: dict[str, tuple[int, ...]]) -> bool:
-    """Whether a tensor says nothing new: rotary frequencies, a tied output layer equal to the embedding."""
+def _is_known_copy(name: str, hf: HFCheckpoint, expected: dict[str, tuple[int, ...]]) -> bool:
+    """Whether a tensor is redundant: rotary frequencies, or a tied output layer equal to the embedding."""
     if name.endswith(".rotary_emb.inv_freq"):
         return True
     embedding = "model.embed_tokens.weight"
-    if name != "lm_head.weight" or not {embedding} & found.names() & set(expected):
+    if name != "lm_head.weight" or not {embedding} & hf.names() & set(expected):
         return False
-    return found.shape(name) == found.shape(embedding) and torch.equal(found.read(name), found.read(embedding))
+    return hf.shape(name) == hf.shape(embedding) and torch.equal(hf.read(name), hf.read(embedding))
 
 
 def pack_shards(pieces: Sequence[T], sizes: Sequence[int], shard_bytes: int) -> tuple[list[list[T]], list[int]]:
-    """What goes into each file, in order, and its bytes; a file is larger than ``shard_bytes`` only if one piece is."""
-    parts = zip(pieces, sizes, strict=True)
-    shards = [list(shard) for shard in split_by_size(parts, lambda part: part[1], shard_bytes)]
+    """Return (pieces of each file in order, bytes of each file). Only a single larger piece exceeds ``shard_bytes``."""
+    pairs = zip(pieces, sizes, strict=True)
+    shards = [list(shard) for shard in split_by_size(pairs, lambda pair: pair[1], shard_bytes)]
     return [[piece for piece, _ in shard] for shard in shards], [sum(size for _, size in shard) for shard in shards]
 
 
-def split_by_size(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Yields the items in groups of at most this size, or of one larger item; a group is emptied before the next one,
-    so that what it holds can be freed."""
+def split_by_size(items: Iterable[T], size_of: Callable[[T], int], max_size: int) -> Iterator[list[T]]:
+    """Yield the items in groups of at most ``max_size``, or of a single larger item.
+
+    A group is emptied before the next group, so that the items can be freed.
+    """
     group: list[T] = []
     total = 0
     for item in items:
         size = size_of(item)
-        if group and total + size > most:
+        if group and total + size > max_size:
             yield group
             group.clear()
             total = 0
@@ -314,14 +319,16 @@ def split_by_size(items: Iterable[T], size_of: Callable[[T], int], most: int) ->
         yield group
 
 
-def bucket_bytes(num_values: int, most: int) -> int:
-    """Bytes of a bucket of a weight update: a sixteenth of a small model's in float32, so that little of the sending
-    waits for the first bucket or follows the last."""
-    return min(most, max(8 << 20, num_values // 4))
+def bucket_bytes(num_values: int, max_bytes: int) -> int:
+    """Return the bytes of a bucket of a weight update: a sixteenth of a small model in float32.
+
+    Sending then overlaps with all but a small fraction of the work.
+    """
+    return min(max_bytes, max(8 << 20, num_values // 4))
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-    """Raises OSError for what safetensors tells of the disk in an error of its own."""
+    """Write a safetensors file. OSError for disk errors, which safetensors reports in its own class."""
     try:
         save_file(dict(tensors), file, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -329,10 +336,11 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
-    file.chmod(0o644)  # safetensors 0.8 makes it private
+    file.chmod(0o644)  # safetensors 0.8 makes private files
 
 
 def write_index(folder: Path, listing: Mapping[str, str], num_bytes: int) -> None:
+    """Write the index of a checkpoint; listing: tensor -> file."""
     index = {"metadata": {"total_size": num_bytes}, "weight_map": listing}
     (folder / INDEX).write_text(json.dumps(index, indent=1))
 
@@ -344,7 +352,10 @@ def copy_model_files(
     quantization: Mapping[str, Any] | None = None,
     predicts: bool = False,
 ) -> None:
-    """Config, tokenizer, code; the config says what the weights now are. ``predicts``: prediction layers are kept."""
+    """Copy config, tokenizer and code, with dtype and quantisation of the new weights in the config.
+
+    predicts: the new checkpoint has the prediction layers.
+    """
     for file in model_files(source):
         if file.name not in (MANIFEST, FP8_ERRORS):
             shutil.copyfile(file, target / file.name)
@@ -352,7 +363,7 @@ def copy_model_files(
     for key in QUANTIZATION:
         config.pop(key, None)
     if not predicts and config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0  # engines that find it would look for tensors that are not there
+        config["num_nextn_predict_layers"] = 0  # otherwise engines would look for missing tensors
     if dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""What lies in a Hugging Face folder, read without torch: its config.json and the files of its weights."""
+"""config.json and the files of weights in a Hugging Face folder, without torch."""
 
 import os
 from pathlib import Path
@@ -10,11 +10,11 @@ from megarl.files.foreign_files import is_file_name, read_object, require_regula
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _OTHERS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
-"""How files of weights end that are not read."""
+"""Endings of files of weights that are not read."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; CheckpointError if there is none."""
+    """Return the JSON object in a file. CheckpointError for a missing or damaged file."""
     try:
         return read_object(path)
     except DataError as error:
@@ -22,11 +22,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """The files of a model's weights, and the index's table of tensor and file name; None without an index.
+    """Return (files of the weights, the index's table of tensor -> file name; None without an index).
 
-    transformers reads model.safetensors, else the files of the index, else pytorch_model.bin. SGLang reads the files of
-    the index, else every *.safetensors. CheckpointError, saying what lies there, where the two would read different
-    weights, and for files that are absent.
+    transformers reads model.safetensors, or the files of the index, or pytorch_model.bin. SGLang reads the files of the
+    index, or every *.safetensors. CheckpointError, naming the files, if the two would read different weights, and for
+    absent files.
     """
     index, single, present = folder / INDEX, folder / SINGLE, sorted(folder.glob("[!.]*.safetensors"))
     try:

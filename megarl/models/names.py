@@ -1,8 +1,8 @@
-"""Which Hugging Face tensors a Megatron parameter is made of, and how tensor parallelism cuts it.
+"""From Hugging Face tensors to Megatron parameters, with the cut for tensor parallelism.
 
-A family is a tuple of rules, which families.toml lists. A rule's ``layout`` names a pair of pure functions: ``cut``
-makes the shard of one rank from the Hugging Face tensors, ``join`` makes these from the shards of all ranks.
-Both are exact to the bit.
+A family is a tuple of rules, from families.toml. A rule's ``layout`` names a pair of pure functions: ``cut`` makes a
+rank's shard from the Hugging Face tensors, ``join`` makes the Hugging Face tensors from the shards of all ranks. The
+functions are exact to the bit.
 """
 
 import tomllib
@@ -22,26 +22,31 @@ Scope = Literal["model", "layer", "moe", "dense", "expert"]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One parameter name and the Hugging Face tensors that it holds."""
+    """A parameter name and the Hugging Face tensors in the parameter."""
 
     megatron: tuple[str, ...]
-    """Name patterns, ``{layer}`` and ``{expert}`` local to the rank. Several: local layers, Transformer Engine's."""
-    hf: tuple[str, ...]  # name patterns, ``{layer}`` and ``{expert}`` global
-    dims: tuple[str, ...]  # shape of each Hugging Face tensor, as names of ``dimensions``
-    layout: str  # key of LAYOUTS
-    scope: Scope  # once, in every layer, in MoE or dense layers only, or once per expert
-    when: str = ""  # only if this field of the shape is set; with "no " in front, only if it is not
+    """Name patterns, ``{layer}`` and ``{expert}`` local to the rank. Two patterns: local layers, Transformer Engine."""
+    hf: tuple[str, ...]
+    """Name patterns, ``{layer}`` and ``{expert}`` global."""
+    dims: tuple[str, ...]
+    """Shape of each Hugging Face tensor, as names of ``dimensions``."""
+    layout: str
+    """Key of LAYOUTS."""
+    scope: Scope
+    """Once, in every layer, in MoE or dense layers only, or once per expert."""
+    when: str = ""
+    """Applies only if this field of the shape is set; with "no " in front, only if the field is not set."""
 
     def applies(self, shape: ModelShape) -> bool:
         is_set = bool(shape.fields.get(self.when.removeprefix("no ")))
         return not self.when or is_set != self.when.startswith("no ")
 
     def places(self, shape: ModelShape) -> Iterator[tuple[int, int]]:
-        """(layer, expert) of every parameter of this rule, global; 0 where it has none."""
+        """Yield the global (layer, expert) of every parameter of this rule; 0 without a layer or an expert."""
         moe, layers = set(shape.moe_layers), range(1 if self.scope == "model" else shape.num_layers)
-        wanted = {"moe": True, "expert": True, "dense": False}.get(self.scope)
-        chosen = [layer for layer in layers if wanted is None or (layer in moe) == wanted]
-        yield from product(chosen, range(shape.num_experts if self.scope == "expert" else 1))
+        is_moe = {"moe": True, "expert": True, "dense": False}.get(self.scope)
+        selected = [layer for layer in layers if is_moe is None or (layer in moe) == is_moe]
+        yield from product(selected, range(shape.num_experts if self.scope == "expert" else 1))
 
     def hf_names(self, layer: int, expert: int) -> list[str]:
         return [name.format(layer=layer, expert=expert) for name in self.hf]
@@ -62,7 +67,7 @@ def _chunk(tensor: torch.Tensor, rank: int, size: int, dim: int) -> torch.Tensor
 
 
 def _cut_vocab(tensors: Sequence[torch.Tensor], rank: int, size: int, shape: ModelShape) -> torch.Tensor:
-    if tensors[0].size(0) != shape.vocab_size:  # padding would cut or fill it silently
+    if tensors[0].size(0) != shape.vocab_size:  # padding would cut or fill the tensor silently
         raise ValueError(f"{tensors[0].size(0)} rows for a vocabulary of {shape.vocab_size}")
     rows = -(-shape.vocab_size // size) * size
     padded = torch.nn.functional.pad(tensors[0], (0, 0, 0, rows - tensors[0].size(0)))
@@ -71,15 +76,15 @@ def _cut_vocab(tensors: Sequence[torch.Tensor], rank: int, size: int, shape: Mod
 
 def _cut_qkv(tensors: Sequence[torch.Tensor], rank: int, size: int, shape: ModelShape) -> torch.Tensor:
     groups = shape.fields["num_query_groups"]
-    parts = [tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors]
-    return _chunk(torch.cat(parts, 1), rank, size, 0).flatten(0, 1)
+    grouped = [tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors]
+    return _chunk(torch.cat(grouped, 1), rank, size, 0).flatten(0, 1)
 
 
 def _join_qkv(shards: Sequence[torch.Tensor], shape: ModelShape) -> list[torch.Tensor]:
     fields, width = shape.fields, shape.fields["kv_channels"]
     heads = fields["num_attention_heads"] // fields["num_query_groups"]
     grouped = _joined(shards).unflatten(0, (fields["num_query_groups"], (heads + 2) * width))
-    return [part.flatten(0, 1) for part in grouped.split([heads * width, width, width], 1)]
+    return [tensor.flatten(0, 1) for tensor in grouped.split([heads * width, width, width], 1)]
 
 
 def _joined(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
@@ -100,9 +105,9 @@ LAYOUTS: Mapping[str, Layout] = {
 
 
 def dimensions(shape: ModelShape) -> dict[str, int]:
-    """The sizes that ``Rule.dims`` names; those that the model does not have are absent."""
+    """Return the sizes for ``Rule.dims``, without sizes that the model lacks."""
     fields, heads = shape.fields, shape.fields["num_attention_heads"]
-    found = {
+    sizes = {
         "vocab": shape.vocab_size,
         "hidden": fields["hidden_size"],
         "ffn": fields["ffn_hidden_size"],
@@ -113,7 +118,7 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
     }
     if fields.get("multi_latent_attention"):
         plain, rotated, value = (fields[name] for name in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
-        found |= {
+        sizes |= {
             "q_latent": fields["q_lora_rank"],
             "kv_latent": fields["kv_lora_rank"],
             "kv_latent_and_rope": fields["kv_lora_rank"] + rotated,
@@ -123,48 +128,48 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
         }
     else:
         width = fields["kv_channels"]
-        found |= {"head": width, "q": heads * width, "kv": fields["num_query_groups"] * width}
-    return {name: size for name, size in found.items() if size}
+        sizes |= {"head": width, "q": heads * width, "kv": fields["num_query_groups"] * width}
+    return {name: size for name, size in sizes.items() if size}
 
 
 _TABLES = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
 
 
 def _read_families() -> dict[str, tuple[Rule, ...]]:
-    """Family -> rules, from families.toml; the names of layers begin there behind the layer's number."""
+    """Return family -> rules, from families.toml, whose names of layers begin behind the layer's number."""
 
     def rule(scope: Scope, layout: str, megatron: list[str], hf: list[str], dims: list[str], when: str = "") -> Rule:
-        ours, theirs = ("", "") if scope == "model" else ("decoder.layers.{layer}.", "model.layers.{layer}.")
-        names = tuple(ours + name for name in megatron), tuple(theirs + name for name in hf)
+        prefix, hf_prefix = ("", "") if scope == "model" else ("decoder.layers.{layer}.", "model.layers.{layer}.")
+        names = tuple(prefix + name for name in megatron), tuple(hf_prefix + name for name in hf)
         return Rule(*names, tuple(dims), layout, scope, when)
 
-    parts = {name: [rule(*fields) for fields in rows] for name, rows in _TABLES["parts"].items()}
-    return {family: tuple(chain(*(parts[name] for name in names))) for family, names in _TABLES["families"].items()}
+    rules = {name: [rule(*fields) for fields in rows] for name, rows in _TABLES["parts"].items()}
+    return {family: tuple(chain(*(rules[name] for name in names))) for family, names in _TABLES["families"].items()}
 
 
 FAMILIES: Mapping[str, tuple[Rule, ...]] = _read_families()
 FP32: Mapping[str, Sequence[str]] = _TABLES["fp32"]
-"""Of ``tensors`` of Hugging Face and ``buffers`` of Megatron, the last parts of the names of those that ``is_fp32``."""
+"""Last name components of the fp32 ``tensors`` of Hugging Face and ``buffers`` of Megatron."""
 
 
 @cache  # every update asks for the same names
 def is_fp32(name: str) -> bool:
-    """Tells whether the tensor or buffer of this name is fp32 whatever the dtype of a run is."""
+    """Whether the tensor or buffer of this name is fp32 in runs of every dtype."""
     return name.rpartition(".")[2] in (*FP32["tensors"], *FP32["buffers"])
 
 
 def rules_of(shape: ModelShape) -> tuple[Rule, ...]:
-    """The rules of a model; with tied embeddings the output layer is a copy that no checkpoint holds."""
+    """Return the rules of a model. No checkpoint holds the output layer of a model with tied embeddings."""
     rules = (rule for rule in FAMILIES[shape.family] if rule.applies(shape))
     return tuple(rule for rule in rules if not (shape.tied_embeddings and rule.hf == ("lm_head.weight",)))
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of a Hugging Face checkpoint of this model."""
+    """Return name -> shape of every tensor of a Hugging Face checkpoint of this model."""
     sizes = dimensions(shape)
-    found = {}
+    shapes = {}
     for rule in rules_of(shape):
-        wanted = [tuple(sizes[name] for name in dims.split()) for dims in rule.dims]
+        of_rule = [tuple(sizes[name] for name in dims.split()) for dims in rule.dims]
         for layer, expert in rule.places(shape):
-            found.update(zip(rule.hf_names(layer, expert), wanted, strict=True))
-    return found
+            shapes.update(zip(rule.hf_names(layer, expert), of_rule, strict=True))
+    return shapes

@@ -7,9 +7,9 @@ from megarl.files.hf_config import ROPE, HFConfig
 
 
 def read_rope(hf: HFConfig) -> HFConfig:
-    """The rotary settings under the names of transformers 5, also from older configs.
+    """Return the rotary settings under the names of transformers 5, also from older configs.
 
-    ConfigError where two places say two things: releases of transformers and engines differ in which of them counts.
+    ConfigError for two contradicting settings: releases of transformers and engines differ in the precedence.
     """
     place = "rope_scaling" if hf["rope_scaling"] else "rope_parameters"
     values = dict(hf[place] or {})
@@ -29,11 +29,11 @@ def read_rope(hf: HFConfig) -> HFConfig:
 
 
 _BESIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-"""Keys that stand in the rotary table or beside it."""
+"""Keys in the rotary table or at the top level."""
 
 
 def llama3_factor(rope: HFConfig) -> float | None:
-    """Megatron has Llama 3.1's scaling with its own bounds of frequencies alone."""
+    """Return the factor of Llama 3.1's scaling; None without scaling. ConfigError for bounds that Megatron lacks."""
     if rope["rope_type"] == "default":
         return None
     if rope["rope_type"] != "llama3":
@@ -48,6 +48,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def latent_rope(rope: HFConfig) -> dict[str, Any]:
+    """Return Megatron's fields for the rotary embeddings of latent attention. ConfigError for unsupported settings."""
     base = {"rotary_base": float(rope["rope_theta"])}
     if rope["rope_type"] == "default":
         return base | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}

@@ -1,6 +1,6 @@
-"""The one reader of config.json: the shape of a model in Megatron's terms, and that of its routes.
+"""The only reader of config.json: the shape of a model in Megatron's terms, and the shape of routes.
 
-Light on purpose, without torch or pydantic: SGLang's processes and ``megarl plan`` read shapes too.
+Without torch or pydantic: SGLang's processes and ``megarl plan`` read shapes too.
 """
 
 import os
@@ -25,28 +25,37 @@ from megarl.models.rope import latent_rope, llama3_factor, read_rope
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    family: str  # key of ``names.FAMILIES``
+    """The shape of a model in Megatron's terms."""
+
+    family: str
+    """Key of ``names.FAMILIES``."""
     fields: Mapping[str, Any]
     """Values for ``TransformerConfig``, or ``MLATransformerConfig`` with ``multi_latent_attention``."""
     vocab_size: int
     max_sequence_length: int
     rotary_base: float
     tied_embeddings: bool
-    rotary_percent: float = 1.0  # share of a head's dimensions that is rotated
-    latent_norm_epsilon: float | None = None  # of latent queries, keys and values, where it is not that of other norms
-    norm_over_heads: bool = False  # query and key norms run over all heads at once, not over each
-    rope_factor: float | None = None  # of Llama 3.1's scaling of rotary frequencies; None without it
+    rotary_percent: float = 1.0
+    """Rotated share of a head's dimensions."""
+    latent_norm_epsilon: float | None = None
+    """Of latent queries, keys and values, if different from the other norms."""
+    norm_over_heads: bool = False
+    """Query and key norms run over all heads together."""
+    rope_factor: float | None = None
+    """Of Llama 3.1's scaling of rotary frequencies; None without scaling."""
 
     @property
     def num_layers(self) -> int:
         return self.fields["num_layers"]
 
     @property
-    def num_experts(self) -> int:  # 0 for a dense model
+    def num_experts(self) -> int:
+        """E; 0 for a dense model."""
         return self.fields.get("num_moe_experts") or 0
 
     @property
-    def topk(self) -> int:  # 0 for a dense model
+    def topk(self) -> int:
+        """K; 0 for a dense model."""
         return self.fields.get("moe_router_topk", 0)
 
     @property
@@ -55,7 +64,7 @@ class ModelShape:
         return tuple(index for index, is_moe in enumerate(self.fields.get("moe_layer_freq", ())) if is_moe)
 
     def describe(self) -> dict[str, Any]:
-        """Plain data that a checkpoint stores, to recognise a checkpoint of another model."""
+        """Return plain data for a checkpoint, to recognise a checkpoint of another model."""
         return {**self.fields, "vocab_size": self.vocab_size, "tied_embeddings": self.tied_embeddings}
 
 
@@ -76,8 +85,8 @@ def _layers(hf: HFConfig) -> dict[str, Any]:
     }
 
 
-def _grouped_attention(norm: str | bool = False, bias: str | bool = False) -> Part:
-    """norm, bias: whether there are query and key norms, and biases of all three, or the key that says it."""
+def _grouped_attention(norm: str | bool = False, bias: str | bool = False) -> Reader:
+    """norm, bias: whether there are query and key norms, and biases of query, key and value; or a key of the config."""
 
     def read(hf: HFConfig) -> dict[str, Any]:
         heads = hf["num_attention_heads"]
@@ -94,17 +103,17 @@ def _grouped_attention(norm: str | bool = False, bias: str | bool = False) -> Pa
     return read
 
 
-def _softmax_experts(width: str, normalised: bool = False) -> Part:
-    # A softmax over the chosen logits equals one over all logits, normalised again over the chosen.
+def _softmax_experts(width: str, normalised: bool = False) -> Reader:
+    # A softmax over the chosen logits equals a softmax over all logits, normalised again over the chosen logits.
     return lambda hf: {**_experts(hf, width), "moe_router_pre_softmax": not (normalised or hf["norm_topk_prob"])}
 
 
 def _experts(hf: HFConfig, width: str) -> dict[str, Any]:
     moe = read_moe(hf)
     if not moe.moe_layers:
-        said = "first_k_dense_replace, decoder_sparse_step or mlp_only_layers"
+        keys = "first_k_dense_replace, decoder_sparse_step or mlp_only_layers"
         raise ConfigError(
-            f"none of num_hidden_layers, {moe.num_layers}, has experts by {said}, expected some with experts"
+            f"none of num_hidden_layers, {moe.num_layers}, has experts by {keys}, expected some with experts"
         )
     return {
         "moe_ffn_hidden_size": hf[width],
@@ -116,22 +125,22 @@ def _experts(hf: HFConfig, width: str) -> dict[str, Any]:
 
 def _sigmoid_experts(hf: HFConfig) -> dict[str, Any]:
     """DeepSeek-V3's router: sigmoid scores, a bias for the choice alone, expert groups, shared experts."""
-    topk, groups, chosen = hf["num_experts_per_tok"], hf["n_group"], hf["topk_group"]
+    topk, groups, topk_groups = hf["num_experts_per_tok"], hf["n_group"], hf["topk_group"]
     if not hf["norm_topk_prob"] or topk < 2:
         raise ConfigError(
             f"norm_topk_prob is {hf['norm_topk_prob']} and num_experts_per_tok {topk}, expected true and at least 2"
         )
     # The model ranks groups by 2 experts, Megatron by topk // topk_group.
-    if chosen > groups or (groups > 1 and topk // chosen != 2):
+    if topk_groups > groups or (groups > 1 and topk // topk_groups != 2):
         raise ConfigError(
-            f"num_experts_per_tok is {topk}, topk_group {chosen} and n_group {groups}; expected twice as many experts "
-            "as groups, or n_group 1: Megatron ranks groups by another number of experts"
+            f"num_experts_per_tok is {topk}, topk_group {topk_groups} and n_group {groups}; expected twice as many "
+            "experts as groups, or n_group 1: Megatron ranks groups by another number of experts"
         )
     experts = _experts(hf, "moe_intermediate_size")
     per_group, odd = divmod(experts["num_moe_experts"], groups)
-    if groups > 1 and (odd or per_group < 2 or chosen * per_group < topk):
+    if groups > 1 and (odd or per_group < 2 or topk_groups * per_group < topk):
         raise ConfigError(
-            f"n_group is {groups}, topk_group {chosen}, n_routed_experts {experts['num_moe_experts']} and "
+            f"n_group is {groups}, topk_group {topk_groups}, n_routed_experts {experts['num_moe_experts']} and "
             f"num_experts_per_tok {topk}, expected groups of at least 2 experts, and enough experts in those chosen"
         )
     return {
@@ -139,7 +148,7 @@ def _sigmoid_experts(hf: HFConfig) -> dict[str, Any]:
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_num_groups": groups if groups > 1 else None,
-        "moe_router_group_topk": chosen if groups > 1 else None,
+        "moe_router_group_topk": topk_groups if groups > 1 else None,
         "moe_router_topk_scaling_factor": hf["routed_scaling_factor"],
         "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * hf["n_shared_experts"],
     }
@@ -170,8 +179,8 @@ def _latent_attention(hf: HFConfig) -> dict[str, Any]:
 
 
 _QWEN3 = _grouped_attention(norm=True)
-_DEEPSEEK_V3 = (_latent_attention, _sigmoid_experts)  # Moonlight too, which has no compressed queries
-SHAPES: Mapping[str, tuple[Part, ...]] = {
+_DEEPSEEK_V3 = (_latent_attention, _sigmoid_experts)  # Moonlight too, without compressed queries
+SHAPES: Mapping[str, tuple[Reader, ...]] = {
     "qwen3_moe": (_QWEN3, _softmax_experts("moe_intermediate_size")),
     "qwen3": (_QWEN3,),
     "qwen2": (_grouped_attention(bias=True),),
@@ -187,7 +196,7 @@ SHAPES: Mapping[str, tuple[Part, ...]] = {
 
 
 def read_shape(model_path: str | Path) -> ModelShape:
-    """The shape of the checkpoint in folder ``model_path``, from its config.json; ConfigError if it is unknown."""
+    """Return the shape of the checkpoint in a folder, from config.json. ConfigError for an unsupported model."""
     path = Path(model_path) / "config.json"
     if not os.path.lexists(path):
         raise ConfigError(f"{path} does not exist, expected a folder with a Hugging Face checkpoint")
@@ -197,9 +206,9 @@ def read_shape(model_path: str | Path) -> ModelShape:
         raise ConfigError(f"{error}, expected the config of a Hugging Face model") from error
     kind = str(hf.get("model_type", ""))
     if kind not in SHAPES:
-        why = f" ({LACKING[kind]})" if kind in LACKING else ""
-        known = ", ".join(sorted(SHAPES))
-        raise ConfigError(f"model type {kind!r} in {path} is not supported{why}; supported are {known}")
+        reason = f" ({LACKING[kind]})" if kind in LACKING else ""
+        supported = ", ".join(sorted(SHAPES))
+        raise ConfigError(f"model type {kind!r} in {path} is not supported{reason}; supported are {supported}")
     try:
         read_dtype(hf)
         read_fp8_block(hf)
@@ -215,8 +224,8 @@ def _read(hf: HFConfig, kind: str) -> ModelShape:
         raise ConfigError(f"architectures is {names}, expected [{architecture!r}] of model type {kind!r}")
     family = FAMILIES[kind].get("like", kind)
     rope, fields = read_rope(hf), _layers(hf)
-    for part in SHAPES[kind]:
-        fields |= part(hf)
+    for reader in SHAPES[kind]:
+        fields |= reader(hf)
     is_latent = "multi_latent_attention" in fields
     if is_latent:
         fields |= latent_rope(rope)
@@ -224,8 +233,8 @@ def _read(hf: HFConfig, kind: str) -> ModelShape:
         raise ConfigError(f"partial_rotary_factor is {rotated}, expected 1.0, or less for glm4_moe")
     width = fields["qk_pos_emb_head_dim"] if is_latent else int(fields["kv_channels"] * rotated)
     if width < 2 or width % 2:
-        told = "head_dim, partial_rotary_factor, hidden_size / num_attention_heads or qk_rope_head_dim"
-        raise ConfigError(f"rotary embeddings turn {width} values of a head, expected pairs; correct {told}")
+        keys = "head_dim, partial_rotary_factor, hidden_size / num_attention_heads or qk_rope_head_dim"
+        raise ConfigError(f"rotary embeddings turn {width} values of a head, expected pairs; correct {keys}")
     if family in ("llama", "olmoe") and hf["hidden_size"] % hf["num_attention_heads"]:
         sizes = f"hidden_size is {hf['hidden_size']} and num_attention_heads {hf['num_attention_heads']}"
         raise ConfigError(f"{sizes}, expected a multiple")

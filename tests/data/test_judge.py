@@ -419,11 +419,11 @@ def test_only_the_end_of_a_long_response_is_read() -> None:
 
 def test_workers_are_as_many_as_this_ranks_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(24)))
-    assert Judge("exact_match", workers=None)._workers == 24
+    assert Judge("exact_match", workers=None).num_workers == 24
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert Judge("exact_match", workers=None)._workers == 3
+    assert Judge("exact_match", workers=None).num_workers == 3
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
-    assert Judge("exact_match", workers=None)._workers == 1
+    assert Judge("exact_match", workers=None).num_workers == 1
 
 
 def test_workers_are_light_and_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

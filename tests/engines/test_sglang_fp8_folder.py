@@ -16,8 +16,8 @@ from sglang_fixtures import START_DEADLINE_S
 from sglang_oracle import CLOSE, Weights, oracle_of
 
 from megarl.convert import conversion
-from megarl.convert.job import Ranks
-from megarl.convert.quantization import Options, quantize
+from megarl.convert.job import Options, Ranks
+from megarl.convert.quantization import quantize
 from megarl.core.fp8 import is_fp8_weight, round_through_fp8
 from megarl.data.tiny import write_tiny_model
 from megarl.engines.sglang.server import Server
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(sglang_spec: ServerSpec, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """From Megatron's format, with attention of one layer and experts of the other in high precision."""
     folder = tmp_path_factory.mktemp("served")
-    conversion.to_megatron(model, folder / "megatron", conversion.Options(), Ranks())
+    conversion.to_megatron(model, folder / "megatron", Options(), Ranks())
     options = Options(keep=KEEP, shard_bytes=1 << 20)
     assert quantize(folder / "megatron", folder / "fp8", None, options, Ranks()).num_files > 1
     spec = replace(sglang_spec, model_path=folder / "fp8", log_file=folder / "log")

@@ -8,8 +8,8 @@ import torch
 from saves import save
 from tiny_world import MODELS, config, policy_of, safetensors_of
 
-from megarl.convert.conversion import Options, to_hf, to_megatron
-from megarl.convert.job import Ranks
+from megarl.convert.conversion import to_hf, to_megatron
+from megarl.convert.job import Options, Ranks
 from megarl.megatron.checkpoints import checkpoint
 from megarl.megatron.policy import Policy
 

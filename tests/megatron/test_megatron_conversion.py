@@ -23,8 +23,8 @@ from tiny_families import FAMILIES, write_family
 from tiny_world import safetensors_of
 
 from megarl import cli
-from megarl.convert.conversion import Options, to_hf, to_megatron
-from megarl.convert.job import MANIFEST, ConversionJob, Ranks, same_bits
+from megarl.convert.conversion import to_hf, to_megatron
+from megarl.convert.job import MANIFEST, ConversionJob, Options, Ranks, same_bits
 from megarl.convert.megatron_files import HF_FOLDER, Keys, MegatronCheckpoint, torch_dist_folder, units_of
 from megarl.convert.torch_dist import Chunk, TorchDistReader, write_file, write_metadata
 from megarl.core.fp8 import quantize_fp8

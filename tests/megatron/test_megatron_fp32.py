@@ -17,8 +17,8 @@ from saves import save
 from tiny_families import FAMILIES, write_family
 from tiny_world import config, policy_of, safetensors_of, transformers_model
 
-from megarl.convert.conversion import Options, to_hf, to_megatron
-from megarl.convert.job import Ranks
+from megarl.convert.conversion import to_hf, to_megatron
+from megarl.convert.job import Options, Ranks
 from megarl.core.fp8 import is_fp8_weight
 from megarl.engines.buckets import Bucket, split_into_buckets
 from megarl.engines.local.engine import LocalEngine

@@ -14,8 +14,8 @@ from megatron.core.models.gpt import GPTModel
 from tiny_world import config, join
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megarl.convert.conversion import Options, to_megatron
-from megarl.convert.job import Ranks
+from megarl.convert.conversion import to_megatron
+from megarl.convert.job import Options, Ranks
 from megarl.megatron.checkpoints.checkpoint import read_weights
 from megarl.megatron.model import build_model, transformer_config
 from megarl.models.shapes import ModelShape, read_shape

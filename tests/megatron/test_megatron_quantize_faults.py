@@ -21,8 +21,8 @@ from small_disks import mounted
 from tiny_world import safetensors_of
 
 from megarl.convert import job
-from megarl.convert.job import Ranks
-from megarl.convert.quantization import Options, Quantized, quantize
+from megarl.convert.job import Options, Ranks
+from megarl.convert.quantization import Quantized, quantize
 from megarl.errors import CheckpointError, ConfigError, NumericsError
 
 ROOT = Path(__file__).parents[2]
@@ -242,8 +242,8 @@ def test_ranks_divide_the_files(source: Path, tmp_path: Path) -> None:
 _MEMORY = """
 import sys, threading, time
 from pathlib import Path
-from megarl.convert.job import Ranks
-from megarl.convert.quantization import Options, quantize
+from megarl.convert.job import Options, Ranks
+from megarl.convert.quantization import quantize
 
 def private():
     line = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("RssAnon"))

@@ -19,8 +19,8 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 from megarl.convert import conversion
 from megarl.convert.fp8_selection import is_misread
-from megarl.convert.job import Ranks
-from megarl.convert.quantization import Options, Quantized, quantize, read_errors
+from megarl.convert.job import Options, Ranks
+from megarl.convert.quantization import Quantized, quantize, read_errors
 from megarl.core.fp8 import is_fp8_weight, quantize_fp8
 from megarl.errors import ConfigError
 from megarl.models.hf_files import HFCheckpoint
@@ -169,7 +169,7 @@ def test_the_latent_projection_of_deepseek_v3_is_one_of_them() -> None:
 def test_from_megatron_as_from_hugging_face(
     family: str, layers: Any, families: dict[str, Path], tmp_path: Path
 ) -> None:
-    conversion.to_megatron(families[family], tmp_path / "megatron", conversion.Options(layers=layers), Ranks())
+    conversion.to_megatron(families[family], tmp_path / "megatron", Options(layers=layers), Ranks())
     from_hf = quantized(families[family], tmp_path / "from_hf", shard_bytes=20_000)
     from_megatron = quantized(tmp_path / "megatron", tmp_path / "from_megatron", shard_bytes=20_000)
     assert same_tensors(from_hf.out, from_megatron.out)

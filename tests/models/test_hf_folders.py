@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 from tiny_families import FAMILIES, write_family
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megarl.convert.conversion import Options, to_hf, to_megatron
-from megarl.convert.job import Ranks
-from megarl.convert.quantization import Options as QuantizeOptions
+from megarl.convert.conversion import to_hf, to_megatron
+from megarl.convert.job import Options, Ranks
 from megarl.convert.quantization import quantize
 from megarl.core.fp8 import SCALE, quantize_fp8
 from megarl.engines.local.engine import LocalEngine
@@ -78,7 +77,7 @@ class TestFusedExperts:
 
     def test_quantized_it_has_the_older_names(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
         for source, out in zip(pair, ("from_plain", "from_fused"), strict=True):
-            quantize(source, tmp_path / out, None, QuantizeOptions(), ALONE)
+            quantize(source, tmp_path / out, None, Options(), ALONE)
         stored = [load_file(next((tmp_path / out).glob("*.safetensors"))) for out in ("from_plain", "from_fused")]
         assert are_equal(*({name: tensor.float() for name, tensor in of.items()} for of in stored))
 
@@ -344,7 +343,7 @@ class TestPredictionLayers:
     def test_quantized_they_stay(self, tmp_path: Path) -> None:
         """Engines speculate with them, and training has not moved the other layers."""
         layer = with_prediction_layer(tmp_path / "model", "glm4_moe", num_nextn_predict_layers=1)
-        quantize(tmp_path / "model", tmp_path / "out", None, QuantizeOptions(), ALONE)
+        quantize(tmp_path / "model", tmp_path / "out", None, Options(), ALONE)
         assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
         with HFCheckpoint(tmp_path / "out") as found:
             assert found.names_of_prediction_layers() == {*layer}

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from train_world import World, trainer_of
 
 from megarl.config import Config
-from megarl.convert.job import Ranks
-from megarl.convert.quantization import Options, quantize
+from megarl.convert.job import Options, Ranks
+from megarl.convert.quantization import quantize
 from megarl.core.fp8 import SCALE
 from megarl.errors import MegarlError
 from megarl.megatron import distributed

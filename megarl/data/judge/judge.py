@@ -1,6 +1,6 @@
 """The judge that a sampling loop awaits.
 
-A reward function that hangs, crashes or runs out of memory costs one response, not the run.
+A reward function that hangs, crashes or runs out of memory costs a single response, not the run.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from typing import Any, Self
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
@@ -17,33 +18,35 @@ from megarl.config.tables.data import RewardModelConfig
 from megarl.data.judge.worker import WorkerContext, call_in_worker, check_in_worker, kill_group, set_up_worker
 from megarl.data.rewards import Verdict, describe_failure, load_reward, read_verdict
 from megarl.errors import ConfigError
+from megarl.files.per_loop import PerLoop
 
 START_S = 120.0
 """Time limit for the start of a worker, including the import of the reward function's module."""
 TRIES = 3
-"""How often a call is begun. A worker that dies before it confirms a call did not die of that call."""
+"""Attempts to begin a call. A worker that dies before it confirms a call did not die of the call."""
 BUSY_S, BUSY_FACTOR = 600.0, 20
-"""How much longer than its CPU time a call may take on a machine that is busy with other processes."""
+"""Elapsed time that a call with ``cpu_s`` of CPU time may take on a busy machine: BUSY_S + BUSY_FACTOR * cpu_s."""
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGXCPU)
-"""Signals of a process that has run out of memory, stack or CPU time by itself; others come from outside."""
+"""Signals of a process that has run out of memory, stack or CPU time; other signals come from outside."""
 Call = ProcessFuture[Verdict | ConfigError]
 
 
 class Judge:
-    """Calls one reward function, for one response or for several at a time.
+    """Calls a reward function, for several responses at a time.
 
     - Functions marked ``instantaneous`` (such as ``exact_match``) run in the caller.
     - ``async def`` functions run in the caller's event loop.
-    - All others run in ``workers`` processes, which start with the first calls.
+    - All other functions run in ``workers`` processes, which start with the first calls.
 
-    A call that takes longer than ``timeout_s`` is stopped; time in a queue and the start of a worker do not count. A
-    worker that is stopped or dies is replaced, and the response has no reward. A function marked with
-    ``wrong_if_stopped`` has ``timeout_s`` of CPU time: a response that uses it, or the memory, up is wrong if the
-    answer can be read. So the load of the machine changes no verdict. If the call has not ended after ``BUSY_S +
-    BUSY_FACTOR * timeout_s``, the response has no reward.
+    A call longer than ``timeout_s`` is stopped; time in a queue and the start of a worker do not count. A stopped or
+    dead worker is replaced, and the response has no reward.
 
-    Use it in one event loop at a time, in any thread. ``close`` ends all its processes. If the trainer dies, they die
-    too.
+    A function marked with ``wrong_if_stopped`` has ``timeout_s`` of CPU time, so that the machine's load changes no
+    verdict. A response that uses up CPU time or memory is wrong if the answer can be read. A call that has not ended
+    after ``BUSY_S + BUSY_FACTOR * timeout_s`` gives the response no reward.
+
+    Use a judge in a single event loop at a time, in any thread. ``close`` ends all processes. If the trainer dies, the
+    processes die too.
     """
 
     def __init__(
@@ -58,33 +61,32 @@ class Judge:
     ) -> None:
         """Raise ConfigError if the function cannot be used.
 
-        workers: None for this rank's share of the cores; max_characters: of a response, the last ones, that a function
-        marked with ``wrong_if_stopped`` gets; model: the servers of the function "reward_model"; weights: by name, of
-        the several rewards that the function returns; None if it returns one.
+        workers: None for this rank's share of the cores. max_characters: a function marked with ``wrong_if_stopped``
+        gets the last ``max_characters`` of a response. model: the servers of the function "reward_model". weights: by
+        name, if the function returns several rewards.
         """
-        if workers is None:  # LOCAL_WORLD_SIZE is set by torchrun
+        if workers is None:  # torchrun sets LOCAL_WORLD_SIZE
             workers = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         if workers < 1 or not timeout_s > 0:
             raise ConfigError(f"a judge needs at least 1 worker and a positive time-out, got {workers} and {timeout_s}")
-        self.function = function
-        self.timeout_s = timeout_s
+        self.function, self.timeout_s, self._weights = function, timeout_s, dict(weights or {})
         self._reward = load_reward(function, model)
         self.special_tokens = bool(getattr(self._reward, "special_tokens", False))
-        """Whether the function gets responses with their special tokens."""
-        self._weights = dict(weights or {})
+        """Whether the function gets responses with special tokens."""
         self._is_checked = hasattr(self._reward, "check_answer")
         self._max_characters = max_characters if self._is_checked else None
         self._is_async = any(map(inspect.iscoroutinefunction, (self._reward, type(self._reward).__call__)))
-        self._here = self._is_async or bool(getattr(self._reward, "instantaneous", False))
-        self._cpu_s = timeout_s if self._is_checked and not self._here else None
+        self._is_local = self._is_async or bool(getattr(self._reward, "instantaneous", False))
+        self._cpu_s = timeout_s if self._is_checked and not self._is_local else None
         self._longest_s = timeout_s if self._cpu_s is None else BUSY_S + BUSY_FACTOR * timeout_s
-        if function.startswith("__main__:") and not self._here:
+        if function.startswith("__main__:") and not self._is_local:
             raise ConfigError(
                 f"reward.function {function!r}: workers do not run the main module; put it in another one"
             )
-        self._workers = workers
-        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
-        # One pool per process, so that a process that dies can damage only its own queue and locks.
+        self.num_workers = workers
+        self._slots = PerLoop(partial(asyncio.Semaphore, workers))
+        """A place per worker: a call that waits for a place can be cancelled at no cost."""
+        # A pool per process, so that a process that dies can damage only the queue and locks of its pool.
         self._idle: list[ProcessPool] = []
         self._busy: dict[ProcessPool, Call | None] = {}
         self._closed = False
@@ -96,19 +98,16 @@ class Judge:
         self.close()
 
     async def score(self, *, prompt: str, response: str, answer: str) -> Verdict:
-        """Judge one response. An error of the reward function is in the verdict, except for ConfigError.
+        """Judge a response. The verdict holds an error of the reward function; cancelling stops the call.
 
-        Cancelling this stops the call. A reward function raises ConfigError if it cannot work on this machine at all;
-        that is raised here too.
+        ConfigError of the function, if the function cannot work on this machine at all, is raised.
         """
-        self._require_open()
-        if self._max_characters is not None:
-            response = response[-self._max_characters :]
+        response = self._begin(response)
         if self._is_async:
-            return await self._score_here(prompt, response, answer)
-        if self._here:
+            return await self._score_async(prompt, response, answer)
+        if self._is_local:
             return self._score_now(prompt, response, answer)
-        async with self._slot():
+        async with self._slots.get():
             arguments = self.function, prompt, response, answer, self._weights, self._cpu_s
             verdict = await self._run(call_in_worker, arguments)
             if self._is_checked and verdict.timed_out and verdict.reward is None:
@@ -123,9 +122,11 @@ class Judge:
         except (Exception, asyncio.CancelledError) as error:  # foreign code may raise anything
             return describe_failure(error, self._reward)
 
-    def _require_open(self) -> None:
+    def _begin(self, response: str) -> str:
+        """Return the characters of a response that the function gets. RuntimeError if the judge is closed."""
         if self._closed:
             raise RuntimeError("the judge is closed")
+        return response if self._max_characters is None else response[-self._max_characters :]
 
     def close(self) -> None:
         """End all workers. Calls in progress in a live event loop raise RuntimeError."""
@@ -138,14 +139,7 @@ class Judge:
             if future is not None:
                 future.cancel()
 
-    def _slot(self) -> asyncio.Semaphore:
-        """Return the semaphore that admits one call per worker. A call that waits here can be cancelled at no cost."""
-        loop = asyncio.get_running_loop()
-        if self._slots is None or self._slots[0] is not loop:
-            self._slots = loop, asyncio.Semaphore(self._workers)
-        return self._slots[1]
-
-    async def _score_here(self, prompt: str, response: str, answer: str) -> Verdict:
+    async def _score_async(self, prompt: str, response: str, answer: str) -> Verdict:
         deadline = asyncio.timeout(None if getattr(self._reward, "limits_itself", False) else self.timeout_s)
         try:
             async with deadline:
@@ -156,32 +150,31 @@ class Judge:
         except asyncio.CancelledError as error:
             if is_being_cancelled():
                 raise
-            return describe_failure(error, self._reward)  # it awaited something that was cancelled, not this call
+            return describe_failure(error, self._reward)  # a task inside the function was cancelled, not this call
         except Exception as error:  # foreign code may raise anything
             return self._time_out() if deadline.expired() else describe_failure(error, self._reward)
 
     async def _run(self, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Verdict:
         for _ in range(TRIES):
-            self._require_open()
-            starts: dict[str, Any] = {"initializer": set_up_worker, "initargs": (self.function,)}
-            pool = self._idle.pop() if self._idle else ProcessPool(max_workers=1, context=WorkerContext(), **starts)
+            self._begin("")
+            start: dict[str, Any] = {"initializer": set_up_worker, "initargs": (self.function,)}
+            pool = self._idle.pop() if self._idle else ProcessPool(max_workers=1, context=WorkerContext(), **start)
             self._busy[pool] = None
             is_sound = True
             try:
-                return await self._wait_for(self._begin(pool, work, arguments))
-            except BrokenProcessPool:  # the process died before it confirmed the call, so try another one
+                return await self._wait_for(self._schedule(pool, work, arguments))
+            except BrokenProcessPool:  # the process died before it confirmed the call: try another process
                 is_sound = False
             finally:
                 self._release(pool, is_sound)
-        why = f"{TRIES} workers died, or did not start, before they began this call"
-        return Verdict(None, error=why, may_pass=True)
+        reason = f"{TRIES} workers died, or did not start, before they began this call"
+        return Verdict(None, error=reason, may_pass=True)
 
-    def _begin(self, pool: ProcessPool, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Call:
+    def _schedule(self, pool: ProcessPool, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Call:
         try:
-            future: Call = pool.schedule(work, args=arguments, timeout=self._longest_s)
+            self._busy[pool] = future = pool.schedule(work, args=arguments, timeout=self._longest_s)
         except RuntimeError as error:
             raise BrokenProcessPool(str(error)) from error
-        self._busy[pool] = future
         return future
 
     async def _wait_for(self, future: Call) -> Verdict:
@@ -191,12 +184,13 @@ class Judge:
                 outcome = await asyncio.wrap_future(future)
         except ProcessExpired as error:
             if error.pid is not None:
-                kill_group(error.pid)  # processes that the call started may be left
+                kill_group(error.pid)  # child processes of the call may be alive
             status = error.exitcode
             how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-            by_itself = status >= 0 or -status in _CRASHES
-            why = f"the worker died in this call, {how}"
-            return Verdict(None, error=why, may_pass=not by_itself, timed_out=self._is_checked and -status in _CRASHES)
+            crashed = -status in _CRASHES
+            reason = f"the worker died in this call, {how}"
+            is_foreign = status < 0 and not crashed
+            return Verdict(None, error=reason, may_pass=is_foreign, timed_out=self._is_checked and crashed)
         except TimeoutError:
             if guard.expired():
                 raise BrokenProcessPool("the worker did not begin in time") from None
@@ -210,10 +204,8 @@ class Judge:
         return outcome
 
     def _release(self, pool: ProcessPool, is_sound: bool) -> None:
-        """A pool whose call was cancelled or timed out is sound: pebble starts another process in it."""
-        try:
-            del self._busy[pool]
-        except KeyError:
+        """Keep or end a pool. After a cancelled or timed-out call a pool is sound: pebble starts another process."""
+        if self._busy.pop(pool, pool) is pool:
             return  # closed in the meantime, perhaps by another thread
         if is_sound and not self._closed:
             self._idle.append(pool)
@@ -221,8 +213,8 @@ class Judge:
             _end(pool)
 
     def _time_out(self) -> Verdict:
-        why = f"the reward function took more than {self._longest_s:g} s"
-        return Verdict(None, error=why, may_pass=True, timed_out=self._cpu_s is None)
+        reason = f"the reward function took more than {self._longest_s:g} s"
+        return Verdict(None, error=reason, may_pass=True, timed_out=self._cpu_s is None)
 
 
 def _end(pool: ProcessPool) -> None:
@@ -231,6 +223,6 @@ def _end(pool: ProcessPool) -> None:
 
 
 def is_being_cancelled() -> bool:
-    """Whether the running task itself was cancelled, and not another one that it waits for."""
+    """Whether the running task itself was cancelled, not a task that it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

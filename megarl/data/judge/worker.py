@@ -1,7 +1,7 @@
 """The worker processes in which a judge runs reward functions.
 
-They do not import the trainer's main module: without ``if __name__ == "__main__"``, that would run the whole script.
-They and the processes that they start end with the trainer, even if it is killed.
+A worker does not import the trainer's main module: without ``if __name__ == "__main__"``, the import would run the
+whole script. A worker and its child processes end with the trainer, even if the trainer is killed.
 """
 
 import contextlib
@@ -27,23 +27,23 @@ from megarl.errors import ConfigError
 from megarl.files.bounded_process import limit_memory, lower_limit
 
 DISTRIBUTED = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME|TORCHELASTIC_.*)")
-"""Variables that a launcher sets. They would make a library take a worker for a rank."""
+"""Variables of a launcher, because of which a library would take a worker for a rank."""
 MEMORY_BYTES = 4 << 30
-"""Address space that a function marked with ``wrong_if_stopped`` may take for its responses."""
+"""Address space for the responses of a function marked with ``wrong_if_stopped``."""
 _IMPORTS = {"math_verify": ("math_verify",), "math_strict": ("megarl.data.strict.grade",)}
 _MAIN = threading.Lock()
 
 
 class WorkerProcess(multiprocessing.context.SpawnProcess):
-    """A spawned process without the main module, which ends together with its children."""
+    """A spawned process without the main module; it ends together with its child processes."""
 
     def start(self) -> None:
         with _without_main():
             super().start()
 
     def terminate(self) -> None:
-        """Kill the process and its children. A reward function cannot prevent it."""
-        if self.pid is not None and self.exitcode is None:  # not reaped yet, so no other process has this number
+        """Kill the process and its child processes; a reward function cannot prevent the kill."""
+        if self.pid is not None and self.exitcode is None:  # not reaped: no other process has this number
             kill_group(self.pid)
             self.kill()
 
@@ -53,6 +53,7 @@ class WorkerContext(multiprocessing.context.SpawnContext):
 
 
 def kill_group(pid: int) -> None:
+    """Kill a process group, if it is alive."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -64,18 +65,18 @@ def set_up_worker(function: str) -> None:
     for name in tuple(os.environ):
         if DISTRIBUTED.fullmatch(name):
             del os.environ[name]
-    with contextlib.suppress(ConfigError):  # the first call raises it again, where it can be reported
+    with contextlib.suppress(ConfigError):  # the first call raises the error again, and can report the error
         _load(function)
-    for name in _IMPORTS.get(function, ()):  # so that the import does not count as time of the first response
+    for name in _IMPORTS.get(function, ()):  # the import does not count as time of the first response
         importlib.import_module(name)
 
 
 def call_in_worker(
     function: str, prompt: str, response: str, answer: str, weights: Mapping[str, float], cpu_s: float | None
 ) -> Verdict | ConfigError:
-    """Judge one response, in a worker. Return only megarl's own types: a foreign exception may not unpickle.
+    """Judge a response, in a worker. Return only megarl's types: a foreign exception may not unpickle.
 
-    cpu_s: most CPU time of a function that is marked with ``wrong_if_stopped``; None for others.
+    cpu_s: limit of CPU time of a function marked with ``wrong_if_stopped``; None for other functions.
     """
     _limit_use(cpu_s)
     try:
@@ -89,9 +90,9 @@ def call_in_worker(
 
 
 def check_in_worker(function: str, answer: str, cpu_s: float | None) -> Verdict | None:
-    """Judge a response at which the function was stopped, in a worker: it is wrong if the answer can be read.
+    """Judge a response whose call was stopped, in a worker: the response is wrong if the answer can be read.
 
-    None if the function does not say how to read an answer (``wrong_if_stopped``).
+    None if the function has no ``check_answer`` (``wrong_if_stopped``).
     """
     _limit_use(cpu_s)
     check_answer = getattr(_load(function), "check_answer", None)
@@ -105,9 +106,9 @@ def check_in_worker(function: str, answer: str, cpu_s: float | None) -> Verdict 
 
 
 def _limit_use(cpu_s: float | None) -> None:
-    """Have the kernel end this process (SIGXCPU) after so much more CPU time, and give it only so much more memory.
+    """Have the kernel end this process (SIGXCPU) after ``cpu_s`` more CPU time, rounded up, and limit its memory.
 
-    No signal interrupts a library in C. Whole seconds, rounded up.
+    No signal handler interrupts a library in C.
     """
     if cpu_s is not None:
         lower_limit(resource.RLIMIT_CORE, 0)
@@ -122,11 +123,11 @@ _load = functools.cache(load_reward)
 def _die_with_parent() -> None:
     """Have the kernel kill this process group when the trainer ends, for whatever reason.
 
-    The trainer holds the other end of the pipe that multiprocessing calls the parent's sentinel. The kernel signals
-    when it closes. Two alternatives fail:
+    The trainer holds the far end of the pipe that multiprocessing calls the parent's sentinel. The kernel signals when
+    that end closes. Two alternatives fail:
 
     - A thread that waits for the pipe does not run while a reward function holds the interpreter's lock.
-    - A parent death signal (prctl) follows the thread that started this process, which may end before the trainer.
+    - A parent death signal (prctl) follows the starting thread, which may end before the trainer.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None, "only in a worker"
@@ -140,7 +141,7 @@ def _die_with_parent() -> None:
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Replace the main module by an empty one, so that a process that is started here imports none."""
+    """Replace the main module by an empty module, which a process started inside imports."""
     with _MAIN:
         main = sys.modules["__main__"]
         sys.modules["__main__"] = types.ModuleType("__main__")

@@ -12,7 +12,7 @@ from typing import Any
 from megarl.config.file import as_toml, split_overrides
 from megarl.data.chat import check_messages
 from megarl.data.prepare.command import Data, Recipe
-from megarl.data.prompts import PromptReader, Text, answer_text, in_batches
+from megarl.data.prompts import PromptReader, Text, answer_text, fill_template, in_batches
 from megarl.data.records import Record, get_field, read_records, type_name, write_jsonl
 from megarl.data.rewards import can_read_answer, is_spelling
 from megarl.data.tokenizer import load_tokenizer
@@ -32,60 +32,60 @@ def prepare(
     heldout: float = 0.0,
     overwrite: bool = False,
 ) -> Counter[str]:
-    """Write ``out/train.jsonl``, and ``out/heldout.jsonl`` if ``heldout`` is above 0; return what was counted.
+    """Write ``out/train.jsonl``, and ``out/heldout.jsonl`` if ``heldout`` is above 0; return counts of records.
 
     source, split, limit: as in :func:`megarl.data.records.read_records`. Left out and counted: ``no answer``,
-    ``no prompt``, ``duplicates`` of an earlier prompt, ``other answers`` (those of them whose answer differs), and
-    ``too long``. ``read``, ``train`` and ``heldout`` count the rest.
+    ``no prompt``, ``duplicates`` of an earlier prompt, ``other answers`` (duplicates with a different answer), and
+    ``too long``. Also counted: ``read``, ``train`` and ``heldout``.
 
-    A prompt is held out if the first 8 bytes of its SHA-256, as a fraction of 2**64, are below ``heldout``. So it is
-    held out in every version and order of the data set, whatever the template is.
+    A prompt is held out if the first 8 bytes of its SHA-256, as a fraction of 2**64, are below ``heldout``: in every
+    version and order of the data set, with every template.
 
-    Raises DataError with file and line (a missing field, a wrong type), and if nothing is left for a file. ConfigError
-    for options that contradict each other, and for files that exist, unless ``overwrite`` is set and an earlier call
-    wrote them.
+    DataError with file and line for a missing field or a wrong type, and if a file would be empty. ConfigError for
+    options that contradict each other, and for files that exist, unless ``overwrite`` is set and an earlier call wrote
+    the files.
     """
     _check(recipe)
     if not 0 <= heldout < 1:
         raise ConfigError(f"--heldout: found {heldout:g}, expected a share from 0 to below 1")
     targets = {True: out / HELDOUT, False: out / TRAIN}
-    there = [path for path in targets.values() if path.exists()]
-    if there and not overwrite:
-        raise ConfigError(f"{' and '.join(map(str, there))}: exists; pass --overwrite or choose another folder")
-    if Path(source).exists() and (same := [path for path in there if path.samefile(source)]):
+    existing = [path for path in targets.values() if path.exists()]
+    if existing and not overwrite:
+        raise ConfigError(f"{' and '.join(map(str, existing))}: exists; pass --overwrite or choose another folder")
+    if Path(source).exists() and (same := [path for path in existing if path.samefile(source)]):
         raise ConfigError(f"{same[0]} is the source itself, which would be replaced; choose another folder")
     require_own_files(*targets.values())
-    reader, chat = _make_reader(recipe)
+    reader, has_chat = _make_reader(recipe)
     counts: Counter[str] = Counter()
     rows: dict[bool, list[Record]] = {True: [], False: []}
-    seen: dict[bytes, str] = {}
-    read = partial(_read, recipe, reader, chat, counts)
+    answers: dict[bytes, str] = {}
+    read = partial(_read, recipe, reader, has_chat, counts)
     for batch in in_batches(read_records(source, split=split, limit=limit), read):
-        texts = [text for text, _, _ in batch if text is not None]  # none without a tokenizer
+        texts = [text for text, _, _ in batch if text is not None]  # no texts without a tokenizer
         tokens = reader.encode(texts, None) if reader else [[]] * len(batch)
         for (_, digest, row), ids in zip(batch, tokens, strict=True):
             if len(ids) > recipe.max_prompt_tokens:
                 counts["too long"] += 1
-            elif digest in seen:
+            elif digest in answers:
                 counts["duplicates"] += 1
-                counts["other answers"] += seen[digest] != row["answer"]
+                counts["other answers"] += answers[digest] != row["answer"]
             else:
-                seen[digest] = row["answer"]
+                answers[digest] = row["answer"]
                 rows[int.from_bytes(digest[:8]) < heldout * 2**64].append(row)
     counts |= Counter(train=len(rows[False]), heldout=len(rows[True]))
     if not rows[False] or (heldout and not rows[True]):
-        found = f"{counts['train']} prompts to train" + (f" and {counts['heldout']} held out" if heldout else "")
-        left = counts["train"] + counts["heldout"]
+        prompts = f"{counts['train']} prompts to train" + (f" and {counts['heldout']} held out" if heldout else "")
+        advice = " of each; change --heldout" if heldout and counts["train"] + counts["heldout"] > 1 else ""
         raise DataError(
-            f"{source}: {found} are left of {counts['read']} ({describe_left_out(counts)}), expected at least one"
-            + (" of each; change --heldout" if heldout and left > 1 else "")
+            f"{source}: {prompts} are left of {counts['read']} ({describe_left_out(counts)}), expected at least "
+            f"one{advice}"
         )
     _write(targets, rows, heldout > 0)
     return counts
 
 
 def describe_left_out(counts: Counter[str]) -> str:
-    """What was left out, in words."""
+    """Return the counts of records that were left out, in words."""
     names = {
         "no prompt": "without a prompt",
         "no answer": "without an answer",
@@ -105,18 +105,19 @@ def _check(recipe: Recipe) -> None:
 
 
 def _write(targets: dict[bool, Path], rows: dict[bool, list[Record]], heldout: bool) -> None:
-    """The held-out file first, so that no training file stands beside an older one that it overlaps with."""
-    require_own_files(*targets.values())  # somebody may have written one meanwhile
-    for earlier in (path for path in targets.values() if path.exists()):
-        earlier.unlink()
+    """Write the held-out file first: no training file may stand beside an older held-out file with common prompts."""
+    require_own_files(*targets.values())  # somebody may have written a file meanwhile
+    for path in targets.values():
+        path.unlink(missing_ok=True)
     for is_heldout in (True, False) if heldout else (False,):
         write_jsonl(targets[is_heldout], rows[is_heldout])
 
 
 def _make_reader(recipe: Recipe) -> tuple[PromptReader | None, bool]:
-    """What reads prompts as the trainer will, None without a model; and whether the model has a chat template."""
+    """Return (the trainer's reader of prompts, None without a model; whether the model has a chat template)."""
+    arguments = _read_arguments(recipe.chat_template_args)
     if recipe.model is None:
-        if _read_arguments(recipe):
+        if arguments:
             raise ConfigError("--chat-template-args: there is no chat template without --model; add it")
         return None, False
     if not recipe.model.is_dir():
@@ -124,41 +125,43 @@ def _make_reader(recipe: Recipe) -> tuple[PromptReader | None, bool]:
     tokenizer = load_tokenizer(recipe.model, "--model", recipe.trust)
     if recipe.system is not None and not tokenizer.chat_template:
         raise ConfigError(f"--system: the tokenizer of {recipe.model} has no chat template; put the text in --template")
-    reader = PromptReader(tokenizer, recipe.prompt_field, arguments=_read_arguments(recipe))
-    return reader, bool(tokenizer.chat_template)
+    return PromptReader(tokenizer, recipe.prompt_field, arguments=arguments), bool(tokenizer.chat_template)
 
 
-def _read_arguments(recipe: Recipe) -> dict[str, Any]:
-    """The variables of the chat template."""
-    _, found = split_overrides([f"--data.chat_template_args={recipe.chat_template_args}"])
-    (arguments,) = found.values()
+@cache
+def _read_arguments(text: str) -> dict[str, Any]:
+    """Return the variables of the chat template, from a TOML table."""
+    _, overrides = split_overrides([f"--data.chat_template_args={text}"])
+    (arguments,) = overrides.values()
     if not isinstance(arguments, dict):
         raise ConfigError(f"--chat-template-args: found {arguments!r}, expected a table such as {{a = true}}")
     return arguments
 
 
 def _read(
-    recipe: Recipe, reader: PromptReader | None, chat: bool, counts: Counter[str], place: str, record: Record
+    recipe: Recipe, reader: PromptReader | None, has_chat: bool, counts: Counter[str], place: str, record: Record
 ) -> tuple[Text | None, bytes, Record] | None:
-    """(text to measure, digest, prompt and answer to write) of a record; None, and counted, if it is left out."""
+    """Return (text to measure, digest, prompt and answer to write) of a record; None, and counted, if left out."""
     counts["read"] += 1
-    asked = get_field(record, recipe.prompt_field, place)
+    raw = get_field(record, recipe.prompt_field, place)
     answer = get_field(record, recipe.answer_field, place)
     if isinstance(answer, str) and recipe.answer_after is not None:
-        _, found, answer = answer.rpartition(recipe.answer_after)
-        answer = answer.strip() if found else ""
-    for name, value in (("prompt", asked), ("answer", answer)):
+        _, mark, answer = answer.rpartition(recipe.answer_after)
+        answer = answer.strip() if mark else ""
+    for name, value in (("prompt", raw), ("answer", answer)):
         if value is None or (isinstance(value, str) and not value.strip()):
             counts[f"no {name}"] += 1
             return None
     answer = answer_text(answer, recipe.answer_field, place)
-    prompt = _shape(asked, recipe, chat, place)
+    prompt = _shape(raw, recipe, has_chat, place)
     text = reader.text({recipe.prompt_field: prompt}, place) if reader else None
-    return text, _digest(asked), {"prompt": prompt, "answer": answer}
+    # Of the prompt in the source, without whitespace around the text.
+    content = raw.strip() if isinstance(raw, str) else json.dumps(raw, ensure_ascii=False, sort_keys=True)
+    return text, hashlib.sha256(content.encode()).digest(), {"prompt": prompt, "answer": answer}
 
 
-def _shape(prompt: Any, recipe: Recipe, chat: bool, place: str) -> str | list[dict[str, str]]:
-    """The prompt as it is written: text, or chat messages."""
+def _shape(prompt: Any, recipe: Recipe, has_chat: bool, place: str) -> str | list[dict[str, str]]:
+    """Return the prompt to write: text, or chat messages."""
     field = recipe.prompt_field
     if isinstance(prompt, list):
         if recipe.template is not None:
@@ -170,9 +173,8 @@ def _shape(prompt: Any, recipe: Recipe, chat: bool, place: str) -> str | list[di
         if recipe.system is not None and messages[0]["role"] == "system":
             raise DataError(f"{place}: {field!r} begins with a system message: remove --system")
     elif isinstance(prompt, str):
-        # Other braces stay as they are, because LaTeX uses them.
-        text = prompt if recipe.template is None else recipe.template.replace("{prompt}", prompt)
-        if not chat and recipe.system is None:
+        text = fill_template(recipe.template, prompt)
+        if not has_chat and recipe.system is None:
             return text
         messages = [{"role": "user", "content": text}]
     else:
@@ -182,41 +184,31 @@ def _shape(prompt: Any, recipe: Recipe, chat: bool, place: str) -> str | list[di
     return [*([{"role": "system", "content": recipe.system}] if recipe.system is not None else []), *messages]
 
 
-def _digest(prompt: Any) -> bytes:
-    """SHA-256 of a prompt as the source has it, without whitespace around it."""
-    text = prompt.strip() if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, sort_keys=True)
-    return hashlib.sha256(text.encode()).digest()
-
-
 def count_unreadable(files: Iterable[Path], reward: str) -> Iterator[str]:
-    """Yield how many answers of prepared files a reward cannot read, or not but as text, each with the first one."""
+    """Yield how many answers of prepared files a reward cannot read, or reads as text only, with the first answer."""
     answers = [(place, record["answer"]) for file in files for place, record in read_records(file)]
     faults = {f"cannot be read by the reward {reward}": cache(lambda answer: not can_read_answer(answer, reward))}
     if reward == "math_strict":
         faults["must be spelled in the same way, because math_strict does not know what they say"] = cache(is_spelling)
-    for what, has_fault in faults.items():
-        found = [(place, answer) for place, answer in answers if has_fault(answer)]
-        first = "".join(f", first: {place} {answer!r:.80}" for place, answer in found[:1])
-        yield f"{len(found)} of {len(answers)} answers {what}{first}"
+    for fault, has_fault in faults.items():
+        faulty = [(place, answer) for place, answer in answers if has_fault(answer)]
+        first = "".join(f", first: {place} {answer!r:.80}" for place, answer in faulty[:1])
+        yield f"{len(faulty)} of {len(answers)} answers {fault}{first}"
 
 
-def prepare_and_show(asked: Data) -> None:
-    """``prepare``, and a summary with the lines for the configuration."""
-    options = {name: getattr(asked, name) for name in ("split", "limit", "heldout", "overwrite")}
-    counts = prepare(asked.source, asked.out, asked, **options)
-    print(printable(f"{asked.source}: read {counts['read']}; {describe_left_out(counts)}"))
-    written = {key: asked.out / name for name, key in ((TRAIN, "train"), (HELDOUT, "heldout")) if counts[key]}
+def prepare_and_show(command: Data) -> None:
+    """Call ``prepare``, and print a summary with the lines for the configuration."""
+    options = {name: getattr(command, name) for name in ("split", "limit", "heldout", "overwrite")}
+    counts = prepare(command.source, command.out, command, **options)
+    print(printable(f"{command.source}: read {counts['read']}; {describe_left_out(counts)}"))
+    written = {key: command.out / name for name, key in ((TRAIN, "train"), (HELDOUT, "heldout")) if counts[key]}
     for key, path in written.items():
         print(printable(f"{path}: {counts[key]} prompts"))
-    if asked.reward != "exact_match":
-        is_here = asked.reward != "math_verify" or importlib.util.find_spec("math_verify") is not None
-        told = (
-            count_unreadable(written.values(), asked.reward)
-            if is_here
-            else ["answers were not tried: pip install math-verify"]
-        )
-        print(*map(printable, told), sep="\n")
+    if command.reward == "math_verify" and importlib.util.find_spec("math_verify") is None:
+        print("answers were not tried: pip install math-verify")
+    elif command.reward != "exact_match":
+        print(*map(printable, count_unreadable(written.values(), command.reward)), sep="\n")
     lines = [f"{key} = {json.dumps(str(path), ensure_ascii=False)}" for key, path in written.items()]
-    if arguments := _read_arguments(asked):
+    if arguments := _read_arguments(command.chat_template_args):
         lines.append(f"chat_template_args = {as_toml(arguments)}")
-    print("[data]", *lines, f"max_prompt_tokens = {asked.max_prompt_tokens}", sep="\n")
+    print("[data]", *lines, f"max_prompt_tokens = {command.max_prompt_tokens}", sep="\n")

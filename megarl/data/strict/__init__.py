@@ -1,7 +1,7 @@
-"""The reward math_strict: a grammar of what an answer may be made of.
+"""The reward math_strict: a grammar of answers.
 
-- ``text``: one spelling for what has several, tokens, words, units.
-- ``grammar``: from tokens to values of sympy, and what was left to be calculated in them.
-- ``items``: values with names and units, lists and relations, and when they are equal.
+- ``text``: a single spelling for expressions with several spellings; tokens, words, units.
+- ``grammar``: from tokens to values of sympy, and to the operations that were left to be calculated.
+- ``items``: values with names and units, lists and relations, and their equality.
 - ``grade``: answers of a data set, and the last box of a response.
 """

@@ -1,7 +1,7 @@
-"""What the reward math_strict reads in a box, and when it equals the answer of the data set.
+"""Compare the last box of a response with the answer of the data set, for the reward math_strict.
 
-Both are cleaned (``strict_text``) and read by a grammar, a list of what an answer may be made of: what it does not know
-is wrong. An answer of the data set that it does not know is compared as text.
+Both are cleaned (``text``) and read by a grammar. A box that the grammar cannot read is wrong. An answer of the data
+set that the grammar cannot read is compared as text.
 """
 
 import re
@@ -24,25 +24,25 @@ class Key:
 
     text: str
     items: tuple[Item, ...] | None
-    """What the grammar reads in it; None if it does not know it."""
+    """Values that the grammar reads; None if the grammar cannot read the answer."""
     forms: frozenset[str]
-    """What is left to be calculated in it."""
+    """Operations that are left to be calculated."""
 
     @property
     def is_spelling(self) -> bool:
-        """Whether an answer must be spelled as this one: it is neither words nor what the grammar knows."""
+        """Whether responses must have the answer's spelling: the answer is neither words nor readable."""
         return self.items is None and read_words(self.text) is None
 
 
 def read_key(answer: str) -> Key:
     """Read an answer of a data set: a box, a formula, a sentence whose last formula counts, or plain text.
 
-    Raises ValueError for an answer without anything to compare with.
+    ValueError for an answer without anything to compare with.
     """
     content = last_box(answer)
     candidates = [answer if content is None else content]
     if content is None:
-        candidates += ["".join(parts) for parts in _FORMULA.findall(answer)][-1:]
+        candidates += ["".join(groups) for groups in _FORMULA.findall(answer)][-1:]
     texts = []
     for candidate in candidates:
         try:
@@ -56,7 +56,7 @@ def read_key(answer: str) -> Key:
 
 
 def is_right(key: Key, response: str) -> bool:
-    """Whether the last box of the response holds the answer, as evaluated as the key."""
+    """Whether the last box of the response holds the answer, evaluated as far as the key."""
     content = last_box(response)
     if content is None or len(content) > max(_MAX_CHARACTERS, 2 * len(key.text)):
         return False
@@ -67,27 +67,27 @@ def is_right(key: Key, response: str) -> bool:
         words = read_words(key.text)
         if words is not None or key.items is None:
             return words is not None and read_words(text) == words
-        # A decimal comma, or two numbers.
+        # A comma may be a decimal comma, or separate two numbers.
         readings = [text, text.replace(",", ".")] if _DECIMAL_COMMA.fullmatch(text) else [text]
         for items, forms in map(_read, readings):
             if forms <= key.forms and are_equal_lists(*as_equations(key.items, items)):
                 return True
-    except Exception:  # besides UnreadableError, sympy raises many types; what cannot be compared is no answer
+    except Exception:  # besides UnreadableError, sympy raises many types for values that cannot be compared
         return False
     return False
 
 
 def _read(text: str) -> tuple[tuple[Item, ...], frozenset[str]]:
-    """Read a text, twice if it has a sign for plus or minus: its values with either are a list."""
+    """Read a text. A text with a sign for plus or minus is read twice: the values with either sign are a list."""
     tokens = split(text)
     items: list[Item] = []
     forms: frozenset[str] = frozenset()
     for signs in _SIGNS if {r"\pm", r"\mp"} & set(tokens) else ({},):
         reader = Reader([signs.get(token, token) for token in tokens])
         try:
-            found = reader.read()
+            values = reader.read()
         except (ArithmeticError, AttributeError, NotImplementedError, TypeError) as error:
             raise UnreadableError("sympy cannot make it") from error
-        items += [item for item in found if not signs or not any(are_equal(item, old) for old in items)]
+        items += [item for item in values if not signs or not any(are_equal(item, old) for old in items)]
         forms |= reader.forms
     return tuple(items), forms

@@ -1,8 +1,8 @@
-"""The grammar of answers for the reward math_strict: sympy's value of each, and what was left to be calculated in it.
+"""The grammar of answers for the reward math_strict: from tokens to sympy's value, and to open calculations.
 
-An expression is evaluated if sympy, which combines terms and factors by itself, finds nothing to combine in its parts
-without variables. What it finds is a *form*: a sum, a product, a quotient, a power, a root, a function of a number.
-Sizes are bounded, so that no answer takes long.
+An expression is evaluated if sympy, which combines terms and factors, combines nothing in the parts without variables.
+An open calculation is called a *form*: a sum, a product, a quotient, a power, a root, a function of a number. Sizes are
+bounded, so that no answer takes long.
 """
 
 import re
@@ -37,11 +37,11 @@ _FACTOR = re.compile(rf"\(|\\(?:frac|sqrt|pi|binom)|{_VARIABLE.pattern}|{'|'.joi
 
 
 class Reader:
-    """Reads the tokens of one answer."""
+    """Reads the tokens of an answer. UnreadableError for tokens outside of the grammar."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
         self.forms: frozenset[str] = frozenset()
-        """What was left to be calculated."""
+        """Open calculations."""
         self._tokens, self._at, self._depth, self._in_function = list(tokens), 0, 0, False
         self._symbols: set[Any] = set()
 
@@ -54,8 +54,8 @@ class Reader:
             return (Item(Collection("union", tuple(Item(item.value) for item in items)), name),)
         return items
 
-    def _next(self, ahead: int = 0) -> str:
-        return self._tokens[self._at + ahead] if self._at + ahead < len(self._tokens) else ""
+    def _next(self, offset: int = 0) -> str:
+        return self._tokens[self._at + offset] if self._at + offset < len(self._tokens) else ""
 
     def _take(self, *expected: str) -> bool:
         is_next = self._next() in expected
@@ -96,16 +96,16 @@ class Reader:
         return replace(item, name=name or item.name, unit="".join(units))
 
     def _side(self) -> tuple[Any, str]:
-        """Read an expression, or a union of sets, and its unit."""
+        """Read an expression, or a union of sets, and a unit."""
         sign = self._next(1) in CURRENCIES and self._take("-")
         currency = self._next(-1) if self._take(*CURRENCIES) else ""
         outer, self._symbols = self._symbols, set()
-        parts = [self._sum()]
+        values = [self._sum()]
         while self._take(r"\cup"):
-            parts.append(self._sum())
-        self._mark("cancelled", not isinstance(parts[0], Collection) and self._symbols - parts[0].free_symbols)
+            values.append(self._sum())
+        self._mark("cancelled", not isinstance(values[0], Collection) and self._symbols - values[0].free_symbols)
         self._symbols |= outer
-        value = parts[0] if len(parts) == 1 else Collection("union", tuple(map(Item, parts)))
+        value = values[0] if len(values) == 1 else Collection("union", tuple(map(Item, values)))
         value = -require_number(value) if sign else value
         begin = self._at
         if self._next().startswith(r"\text") or self._next() in (r"\%", r"\pmod", *CURRENCIES) or self._is_degree():
@@ -175,7 +175,7 @@ class Reader:
         return left / right
 
     def _power_of_ten(self, value: Any) -> Any:
-        """Read 10^n behind a number from 1 to 10 and return its value; None for anything else."""
+        """Read 10^n behind a number from 1 to 10 and return the power; None for other tokens."""
         is_scientific = getattr(value, "is_Rational", False) and 1 <= abs(value) < 10
         if not is_scientific or [self._next(), self._next(1)] != ["10", "^"]:
             return None
@@ -221,7 +221,7 @@ class Reader:
         return power
 
     def _argument(self) -> Any:
-        """Read what a command or an exponent takes: a group in braces, or a single factor."""
+        """Read the argument of a command or an exponent: a group in braces, or a single factor."""
         if self._take("{"):
             value = self._sum()
             self._require("}")
@@ -278,12 +278,12 @@ class Reader:
             return self._function(token)
         raise UnreadableError(f"unknown: {token!r}")
 
-    def _choose(self, total: Any, chosen: Any) -> Any:
-        is_number = require_number(total).is_number and require_number(chosen).is_number
-        if is_number and not (total.is_Integer and chosen.is_Integer and 0 <= chosen <= total <= _MAX_COUNT):
+    def _choose(self, n: Any, k: Any) -> Any:
+        is_number = require_number(n).is_number and require_number(k).is_number
+        if is_number and not (n.is_Integer and k.is_Integer and 0 <= k <= n <= _MAX_COUNT):
             raise UnreadableError("a binomial coefficient out of bounds")
         self._mark(r"\binom", is_number)
-        return sympy.binomial(total, chosen)
+        return sympy.binomial(n, k)
 
     def _argument_in_brackets(self) -> Any:
         degree = self._primary()
@@ -346,7 +346,7 @@ def _is_interval(item: Item) -> bool:
 
 def _parts(value: Any, kind: Any = Mul) -> list[Any]:
     """Return the factors of a product without 1 and -1, or the terms of a sum without 0."""
-    return [part for part in kind.make_args(value) if part not in ((0,) if kind is sympy.Add else (1, -1))]
+    return [operand for operand in kind.make_args(value) if operand not in ((0,) if kind is sympy.Add else (1, -1))]
 
 
 def _is_combined(value: Any, left: Any, right: Any) -> bool:
@@ -355,7 +355,7 @@ def _is_combined(value: Any, left: Any, right: Any) -> bool:
 
 
 def _factors(value: Any) -> tuple[Any, Any]:
-    """Return the rational factor of a number, and the others."""
+    """Return (rational factor, irrational factors) of a number."""
     return value.as_coeff_Mul(rational=True)
 
 

@@ -1,4 +1,4 @@
-"""What the grammar of math_strict reads: values with a name and a unit, lists and relations, and when two are equal."""
+"""Values of the grammar of math_strict: with a name and a unit; lists, relations, and equality."""
 
 import random
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _TOLERANCE = Float(10, 60) ** -40
 @dataclass(frozen=True, slots=True)
 class Collection:
     kind: str
-    """Its brackets; "{}" has no order; "matrix" of rows of kind "row"; "union"."""
+    """The brackets; "{}" has no order; "matrix" of rows of kind "row"; "union"."""
     items: tuple["Item", ...]
 
 
@@ -25,7 +25,7 @@ class Collection:
 class Relation:
     kind: str
     difference: Any
-    """Left side minus right side, of which the right one is the larger."""
+    """Left side minus right side; the right side is the larger side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class Item:
     value: Any
     """An expression of sympy, a Collection or a Relation."""
     name: str = ""
-    """The variable that has the value: x in x = 5."""
+    """The variable with the value: x in x = 5."""
     unit: str = ""
-    """With its currency, percent or degree sign."""
+    """Including a currency, percent or degree sign."""
 
 
 def require_number(value: Any) -> Any:
@@ -45,7 +45,7 @@ def require_number(value: Any) -> Any:
 
 
 def relate(sides: Sequence[Any], relations: Sequence[str]) -> Item:
-    """Return what relations say: a value with a name, an interval, or a relation of two expressions."""
+    """Return a value with a name, an interval, or a relation of two expressions. UnreadableError for a chain."""
     if not relations:
         return Item(sides[0])
     if relations[0] in (">", r"\ge"):
@@ -68,13 +68,13 @@ def relate(sides: Sequence[Any], relations: Sequence[str]) -> Item:
     return Item(Relation(relation, require_number(left) - require_number(right)))
 
 
-def _interval(low: Any, below: str, high: Any, above: str) -> Collection:
-    kind = ("(" if below == "<" else "[") + (")" if above == "<" else "]")
+def _interval(low: Any, low_relation: str, high: Any, high_relation: str) -> Collection:
+    kind = ("(" if low_relation == "<" else "[") + (")" if high_relation == "<" else "]")
     return Collection(kind, (Item(require_number(low)), Item(require_number(high))))
 
 
 def _symbol(side: Any) -> str:
-    """Return the name of a side that is a single variable, or a pair of such; else nothing."""
+    """Return the name of a side that is a variable or a tuple of variables, or an empty text."""
     if isinstance(side, Collection):
         names = [_symbol(item.value) for item in side.items]
         return f"({','.join(names)})" if side.kind == "()" and all(names) else ""
@@ -82,7 +82,7 @@ def _symbol(side: Any) -> str:
 
 
 def as_equations(*lists: tuple[Item, ...]) -> list[tuple[Item, ...]]:
-    """Write y = 2 x as an equation if one of the lists has an equation that is not solved for a variable."""
+    """Write y = 2 x as an equation if any list has an equation that is not solved for a variable."""
     if not any(isinstance(item.value, Relation) and item.value.kind == "=" for items in lists for item in items):
         return [*lists]
     return [tuple(_as_equation(item) if item.name else item for item in items) for items in lists]
@@ -95,19 +95,19 @@ def _as_equation(item: Item) -> Item:
 
 
 def are_equal_lists(key: Sequence[Item], answer: Sequence[Item]) -> bool:
-    """Whether lists without order are equal, also in their names: where one has none, the other may have one."""
+    """Whether lists without order are equal in values and names. A list without names may equal a list with a name."""
     names = [{item.name for item in items} for items in (key, answer)]
     if names[0] != names[1]:
         if len(names[0] | names[1]) > 2 or {""} not in names:
             return False
         key, answer = ([replace(item, name="") for item in items] for items in (key, answer))
-    left = list(answer)
+    remaining = list(answer)
     for item in key:
-        index = next((index for index, other in enumerate(left) if are_equal(item, other)), None)
+        index = next((index for index, candidate in enumerate(remaining) if are_equal(item, candidate)), None)
         if index is None:
             return False
-        del left[index]
-    return not left
+        del remaining[index]
+    return not remaining
 
 
 def are_equal(key: Item, answer: Item) -> bool:
@@ -120,7 +120,7 @@ def are_equal(key: Item, answer: Item) -> bool:
         return all(map(are_equal, left.items, right.items))
     if isinstance(left, Relation) and isinstance(right, Relation):
         pairs = _evaluate(left.difference, right.difference)
-        ratios = [mine / other for mine, other in pairs if mine and other]
+        ratios = [value / reference for value, reference in pairs if value and reference]
         is_same = left.kind == right.kind and 0 < len(ratios) == len(pairs)
         is_same &= all(_are_close(ratio, ratios[0]) for ratio in ratios)
         return is_same and (left.kind in ("=", r"\ne") or ratios[0] > 0)
@@ -133,9 +133,9 @@ def are_equal(key: Item, answer: Item) -> bool:
 
 
 def _evaluate(left: Any, right: Any) -> list[tuple[Any, Any]]:
-    """Return the values of two expressions of the same variables at fixed points, or none.
+    """Return the values of two expressions of the same variables at fixed points, or an empty list.
 
-    Points where both are real count alone, if there are any.
+    If both expressions are real at some points, only these points count.
     """
     symbols = sorted(left.free_symbols, key=str)
     pairs = []
@@ -143,7 +143,7 @@ def _evaluate(left: Any, right: Any) -> list[tuple[Any, Any]]:
         draws, (low, high) = random.Random(point), ((1, 1000), (1000, 4000), (-4000, 4000))[point % 3]
         values = {symbol: Float(draws.randint(low, high), 60) / 1009 for symbol in symbols}
         pair = N(left.xreplace(values), 60), N(right.xreplace(values), 60)
-        if all(part.is_Float or part.is_Rational for value in pair for part in value.as_real_imag()):
+        if all(number.is_Float or number.is_Rational for value in pair for number in value.as_real_imag()):
             pairs.append(pair)
     real = [pair for pair in pairs if all(value.is_real for value in pair)]
     return real if len(real) > 1 else [] if real or len(pairs) < 2 else pairs

@@ -1,4 +1,4 @@
-"""The text of answers for the reward math_strict: one spelling for what has several, tokens, words, units."""
+"""The text of answers for the reward math_strict: a single spelling, tokens, words, units."""
 
 import re
 
@@ -14,8 +14,8 @@ _BOX = re.compile(r"\s*\\(?:boxed|fbox)\s*\{(.*)\}\s*", re.DOTALL)
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _WORD_UNIT = r"(?:[cmk]m|[km]g|m[lL]|ft|mi|yd|lb|oz|hr|min|sec|mph|sq|[A-Za-z]{4,})(?:[. /]+[A-Za-z]+)*"
 _REWRITES = tuple(
-    (re.compile(pattern), by)
-    for pattern, by in (
+    (re.compile(pattern), substitute)
+    for pattern, substitute in (
         (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![A-Za-z])", ""),
         (r"\\[dtc](?=(?:frac|binom)(?![A-Za-z]))", r"\\"),
         (r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:rm|bf|sf|it)|mbox|boldsymbol|operatorname)(?![A-Za-z])\s*", r"\\text"),
@@ -62,11 +62,11 @@ _UNITS = {
 
 
 class UnreadableError(ValueError):
-    """The grammar does not know the text, or what it says is too large."""
+    """The grammar cannot read the text, or a number is too large."""
 
 
 def clean(content: str) -> str:
-    """Return a formula with one spelling for what has several, without what only changes how it looks."""
+    """Return a formula in a single spelling, without commands for the layout. UnreadableError for a comment."""
     while inner := _BOX.fullmatch(content):
         content = inner[1]
     content = content.translate(_TRANSLATION)
@@ -75,27 +75,27 @@ def clean(content: str) -> str:
     content = re.sub(r"(?<!\\)%", r"\\%", content)
     content = _DOLLAR.sub(r"\\$" if len(_DOLLAR.findall(content)) == 1 else "", content)
     content = re.sub(r"^\s*\\[(\[]|\\[)\]]\s*$", "", content)
-    for pattern, by in _REWRITES:
-        content = pattern.sub(by, content.strip())
+    for pattern, substitute in _REWRITES:
+        content = pattern.sub(substitute, content.strip())
     return content.rstrip(" .,;")
 
 
 def squeeze(text: str) -> str:
-    """Return a text without spaces and text commands, for a comparison. A space between digits stays."""
+    """Return a text without spaces and text commands, for comparison. A space between digits stays."""
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text))
 
 
 def read_words(text: str) -> list[str] | None:
-    """Return the words, or lists of words, that a text consists of, in a sorted list; None for a formula."""
+    """Return the sorted list of the words, or groups of words, of a text; None for a formula."""
     plain = re.sub(r"\\text\{([^{}]*)\}", r"\1", text).casefold()
     words = sorted(" ".join(word.split()).rstrip(".") for word in plain.split(","))
     is_text = all(re.fullmatch(r"[^\W\d_](?:[^\W\d_]|[ .'-])*", word) for word in words)
-    least = 2 if r"\text" in text else 3
-    return words if is_text and re.search(rf"[^\W\d_]{{{least}}}", plain) else None
+    min_letters = 2 if r"\text" in text else 3
+    return words if is_text and re.search(rf"[^\W\d_]{{{min_letters}}}", plain) else None
 
 
 def split(text: str) -> list[str]:
-    """Return the tokens of a cleaned text. Raises UnreadableError for a character that no formula has."""
+    """Return the tokens of a cleaned text. UnreadableError for a character outside of formulas."""
     tokens: list[str] = []
     position = depth = 0
     while position < len(text):
@@ -104,7 +104,7 @@ def split(text: str) -> list[str]:
         if match is None or not (token.isascii() or token in CURRENCIES):
             raise UnreadableError(f"unknown text: {text[position : position + 20]!r}")
         position = match.end()
-        if match["comma"] == "," and depth:  # in brackets, a comma separates elements and not thousands
+        if match["comma"] == "," and depth:  # in brackets, a comma separates elements, not thousands
             position -= len(token) - token.index(",")
             token = token[: token.index(",")]
         depth += (token in CLOSING) - (token in (")", "]", r"\}", r"\rangle"))
@@ -113,7 +113,7 @@ def split(text: str) -> list[str]:
 
 
 def name_unit(text: str) -> str:
-    """Return the one spelling of a unit: "square meters", "m^{2}" and "m^2" are the same."""
+    """Return the single spelling of a unit: "square meters", "m^{2}" and "m^2" are equal."""
     names = []
     for word in re.findall(r"[^\W\d_]+|\d+|[^\s\\{}^.]", text.replace(r"\circ", "degree").replace(r"\text", " ")):
         single = word.removesuffix("s") if len(word) > 2 else word

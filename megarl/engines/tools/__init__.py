@@ -1,8 +1,11 @@
-"""Environments for rollouts of several turns, and the tools that a model may call in them.
+"""Environments for rollouts of several turns, and the tools that a model may call.
 
-protocol       what a tool, an environment and an episode are
-environment    the environment of tools: finds the calls in a turn and runs them
-calculator     a tool for arithmetic
-python_tool    a tool for Python; ``sandbox`` starts the process, ``seccomp`` filters its system calls, and
-               ``bootstrap`` is the first code that runs inside
+    protocol       tools, environments and episodes
+    environment    the environment of tools: finds the calls in a turn and runs the calls
+    calculator     a tool for arithmetic
+    python_tool    a tool for Python
+    sandbox        starts the process of a Python call; bootstrap is the first code inside
+    seccomp        filters system calls; cgroup limits memory; leftovers ends the processes of killed runs
+
+Outside of this room, code imports ``protocol`` alone; ``megarl.trainer.environments`` makes tools from a configuration.
 """

@@ -1,6 +1,6 @@
-"""The first thing that runs inside: gives up rights, takes on the limits, then runs the code from standard input.
+"""The first code inside a sandbox: gives up rights, sets limits, then runs the code from standard input.
 
-It is handed to an interpreter as text (``python -c``) and imports nothing of megarl, which does not exist in there.
+An interpreter gets this file as text (``python -c``). The file imports nothing of megarl, which the sandbox lacks.
 """
 
 import ctypes
@@ -21,33 +21,33 @@ CAPABILITY_VERSION_3 = 0x20080522
 def read_code() -> str:
     with open(0, "rb", closefd=False) as stdin:
         code = stdin.read()
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    empty_fd = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty_fd, 0)
+    os.close(empty_fd)
     return code.decode()
 
 
 def limit_files(num_files: int) -> bool:
-    """Limits the files in /tmp, which takes their kernel memory; False where this process has no right to mount."""
+    """Limit the number of files in /tmp, and thereby kernel memory; return False without the right to mount."""
     options = f"nr_inodes={num_files}".encode()
     return ctypes.CDLL(None).mount(b"none", b"/tmp", b"tmpfs", MS_REMOUNT | MS_NOSUID | MS_NODEV, options) == 0
 
 
 def drop_capabilities() -> None:
-    """Gives up all of them for good: bubblewrap has seen to it that no program gets more than its caller has."""
-    header, nothing = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
-    if ctypes.CDLL(None, use_errno=True).capset(header, nothing) != 0:
+    """Give up all capabilities for good: bubblewrap prevents that a program gets more rights than its caller."""
+    header, empty = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
+    if ctypes.CDLL(None, use_errno=True).capset(header, empty) != 0:
         raise OSError(ctypes.get_errno(), "capset")
 
 
 def take_limits(settings: dict) -> None:
     for name, (soft, hard) in settings["rlimits"].items():
         kind = getattr(resource, name)
-        most = resource.getrlimit(kind)[1]  # what this host allows may be less
-        if most != resource.RLIM_INFINITY:
-            soft, hard = min(soft, most), min(hard, most)
+        host_limit = resource.getrlimit(kind)[1]
+        if host_limit != resource.RLIM_INFINITY:
+            soft, hard = min(soft, host_limit), min(hard, host_limit)
         resource.setrlimit(kind, (soft, hard))
-    # The kernel exempts root from the limit of processes, so root becomes a user that nobody else is.
+    # The kernel exempts root from the limit of processes: root becomes an unused user.
     if settings["uid"] is not None:
         os.setgroups([])
         os.setgid(settings["uid"])
@@ -57,11 +57,11 @@ def take_limits(settings: dict) -> None:
 
 
 def be_init(owner_fd: int) -> None:
-    """Goes on in a child; this process waits for it and ends as it did, or once its owner has ended.
+    """Continue in a child. This process waits, and ends with the child's status, or when the owner has ended.
 
-    In a sandbox all other processes end with this one; without, those of its session. The first process of a sandbox
-    ignores signals that it has no handler for, its own limit of CPU time among them: code would not behave in it as
-    elsewhere. It also stays the user that started it, whom bubblewrap may still signal.
+    In a sandbox all processes end with this process; without a sandbox, the processes of the session. The first
+    process of a sandbox ignores signals without a handler, such as the signal of the CPU limit, so that user code must
+    not run in the first process. The first process keeps the user who started it, so that bubblewrap may signal it.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     main = os.fork()
@@ -73,12 +73,12 @@ def be_init(owner_fd: int) -> None:
         drop_capabilities()
         libc = ctypes.CDLL(None)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        libc.prctl(PR_SET_DUMPABLE, 0)  # the code may have the same user id: it cannot look in here
+        libc.prctl(PR_SET_DUMPABLE, 0)  # the code may have the same user id, and must not read this process
     os.dup2(owner_fd, 3)
     os.closerange(4, 1 << 16)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     while not select.select([3], [], [], 0)[0]:
-        pid, status = os.waitpid(-1, os.WNOHANG)  # orphans come here too
+        pid, status = os.waitpid(-1, os.WNOHANG)  # reaps orphans too
         if pid == main:
             code = os.waitstatus_to_exitcode(status)
             os._exit(code if code >= 0 else 128 - code)

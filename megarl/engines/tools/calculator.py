@@ -9,12 +9,11 @@ from typing import Any
 from megarl.engines.tools.protocol import ToolResult
 
 MAX_LENGTH = 1000
-"""Characters of an expression. This bounds digits and operations too, and so, with MAX_BITS, the time to a few
-milliseconds."""
+"""Characters of an expression. With MAX_BITS, the length bounds the time to a few milliseconds."""
 MAX_BITS = 4096
 """Size of an integer; Python prints up to 14000 bits."""
 MAX_DEPTH = 50
-"""Levels of nesting; far below what would exhaust the stack of this process."""
+"""Levels of nesting; far below the depth of this process's stack."""
 
 Number = int | float
 
@@ -43,10 +42,10 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
 class CalculatorTool:
-    """Evaluates +, -, *, /, //, %, ** and the functions and constants above, as Python does.
+    """Evaluates +, -, *, /, //, %, ** and the functions and constants above with Python's meaning.
 
-    Anything else in the expression, too large an integer, and a result that is not a finite real number are errors of
-    the call. The expression is parsed and never run as code.
+    Other syntax, too large an integer, and a result that is not a finite real number are errors of the call. The
+    expression is parsed and never run as code.
     """
 
     name = "calculator"
@@ -59,10 +58,10 @@ class CalculatorTool:
 
 
 def evaluate(expression: str) -> Number:
-    """Returns the value of an arithmetic expression.
+    """Return the value of an arithmetic expression.
 
-    Raises ValueError for what is no arithmetic or too large, ArithmeticError for a division by zero or an overflow,
-    TypeError for what a function does not take.
+    ValueError for other syntax and for too large numbers, ArithmeticError for a division by zero or an overflow,
+    TypeError for a wrong argument of a function.
     """
     if len(expression) > MAX_LENGTH:
         raise ValueError(f"the expression has {len(expression)} characters, at most {MAX_LENGTH} are read")
@@ -85,14 +84,14 @@ def _compute(node: ast.expr, depth: int) -> Number:
             return _OPERATORS[type(op)](_compute(operand, depth + 1))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             a, b = _compute(left, depth + 1), _compute(right, depth + 1)
-            # Check a power before it is computed: it can be huge. No other result is much longer than its operands.
+            # A power can be huge: check the size before the computation. Other results stay near the operands' size.
             if isinstance(op, ast.Pow) and isinstance(a, int) and isinstance(b, int) and abs(a) > 1 and b > 0:
                 _check_bits((abs(a).bit_length() - 1) * b)
             return _require_small(_OPERATORS[type(op)](a, b))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
-            function, least, most = _FUNCTIONS[name]
-            if not least <= len(args) <= most:
-                raise ValueError(f"{name} takes {least} to {most} numbers, not {len(args)}")
+            function, min_args, max_args = _FUNCTIONS[name]
+            if not min_args <= len(args) <= max_args:
+                raise ValueError(f"{name} takes {min_args} to {max_args} numbers, not {len(args)}")
             return _require_small(function(*(_compute(arg, depth + 1) for arg in args)))
         case ast.BinOp(op=ast.BitXor()):
             raise ValueError("^ is not known; a power is written **")

@@ -1,7 +1,8 @@
-"""A control group for each call of a tool, where this process may make one: it also counts the kernel's memory.
+"""A control group for each call of a tool, if this process may make groups: it also counts the kernel's memory.
 
-Root may make one nearly everywhere but in containers; others below a group that is theirs, such as that of
-``systemd-run --user --scope``. Version 2 has one tree, version 1 one for memory and one for processes.
+Root may make groups nearly everywhere but in containers; other users may make groups below a group of their own, such
+as the group of ``systemd-run --user --scope``. Version 2 has a single tree, version 1 a tree for memory and a tree for
+processes.
 """
 
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 from megarl.engines.tools.leftovers import is_left, new_mark
 
 _VERSIONS = (({"memory.max", "pids.max"},), ({"memory.limit_in_bytes"}, {"pids.max"}))
-"""Files that the groups of a call must have, for each tree."""
+"""Version -> tree -> files that the group of a call must have."""
 _JOIN = 'n=$0; while [ "$n" -gt 0 ]; do echo $$ >"$1/cgroup.procs" || exit 125; shift; n=$((n - 1)); done; exec "$@"'
 
 
@@ -22,7 +23,7 @@ class Group:
     """The groups of one call: a folder in each tree."""
 
     def __init__(self, parents: Sequence[Path], memory_bytes: int, num_processes: int, mark: str) -> None:
-        """Make them; OSError if that fails. memory_bytes: of all processes, with files in memory and the kernel's."""
+        """Make the groups; OSError if that fails. memory_bytes: all processes, files in memory, and kernel memory."""
         self.folders = [parent / f"megarl-{mark}" for parent in parents]
         values = dict.fromkeys(("memory.max", "memory.limit_in_bytes", "memory.memsw.limit_in_bytes"), memory_bytes)
         try:
@@ -36,7 +37,7 @@ class Group:
             raise
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """Return the command that joins the groups and becomes ``words``."""
+        """Return the command that joins the groups and then runs ``words``."""
         return ["/bin/sh", "-c", _JOIN, str(len(self.folders)), *map(str, self.folders), *words]
 
     @property
@@ -49,31 +50,31 @@ class Group:
         return False
 
     def remove(self) -> None:
-        """Remove them, once their processes have ended."""
+        """Remove the groups, after the end of the processes."""
         for folder in self.folders:
             with suppress(OSError):
                 folder.rmdir()
 
 
 def find_parents() -> tuple[Path, ...]:
-    """Return the groups below which a call gets its own, one for each tree; none where this process may make none."""
+    """Return the parent of the groups of a call in each tree; empty if this process may not make groups."""
     places = list(_own_groups())
     for trees in _VERSIONS:
-        found = [next((place for place in places if _can_join_below(place, files)), None) for files in trees]
-        if None not in found:
-            return tuple(place for place in found if place)
+        parents = [next((place for place in places if _can_join_below(place, files)), None) for files in trees]
+        if None not in parents:
+            return tuple(place for place in parents if place)
     return ()
 
 
 def _own_groups() -> Iterator[Path]:
-    """The groups of this process in each tree, and those around them, inner ones first."""
+    """Yield the groups of this process in each tree, and the parents, inner groups first."""
     with suppress(OSError, ValueError):
-        own = [line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        memberships = [line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines()]
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
             (_, _, _, root, point, *_), (kind, _, options) = (half.split() for half in line.split(" - "))
-            ours = {"cgroup": {*options.split(",")} & {"memory", "pids"}, "cgroup2": {""}}.get(kind, set())
-            for controllers, path in own:
-                if ours & {*controllers.split(",")} and Path(path).is_relative_to(root):
+            usable = {"cgroup": {*options.split(",")} & {"memory", "pids"}, "cgroup2": {""}}.get(kind, set())
+            for controllers, path in memberships:
+                if usable & {*controllers.split(",")} and Path(path).is_relative_to(root):
                     inner = Path(point) / Path(path).relative_to(root)
                     yield from (place for place in (inner, *inner.parents) if place.is_relative_to(point))
 
@@ -84,7 +85,7 @@ def _can_join_below(place: Path, files: set[str]) -> bool:
             with suppress(OSError):
                 for pid in (folder / "cgroup.procs").read_text().split():
                     os.kill(int(pid), signal.SIGKILL)
-            with suppress(OSError):  # with processes that are still ending, the next start removes it
+            with suppress(OSError):  # if processes are still ending, the next start removes the folder
                 folder.rmdir()
     try:
         group = Group([place], 1 << 30, 8, new_mark())

@@ -1,8 +1,8 @@
-"""The environment of tools: what the model calls in a turn is run, and what it says comes next.
+"""The environment of tools: runs the calls of a turn, and appends the outputs as the observation.
 
-Two ways to write a call. A block is text between two marks, for one tool; the turn ends at its end token, or at a stop
-token such as the closing mark. Hermes is JSON in <tool_call> tags, as Qwen's chat template and many others have it:
-several calls in a turn, each of a named tool.
+A call has two possible forms. A block is text between two marks, for a single tool; the turn ends at the end token, or
+at a stop token such as the closing mark. Hermes is JSON in <tool_call> tags, the form of Qwen's and many other chat
+templates: several calls in a turn, each of a named tool.
 """
 
 import json
@@ -17,35 +17,34 @@ from megarl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call that a turn holds."""
+    """A call in a turn."""
 
     tool: str | None
-    """Its name; None where there is only one tool."""
+    """Name of the tool; None in an environment with a single tool."""
     argument: str
-    """What the tool gets."""
     error: str | None = None
-    """Why it cannot be run, for the model to read."""
+    """Why the call cannot be run, for the model."""
     closed: bool = True
-    """Whether its end is written. If not, it is whole only where the turn ended by itself, and was not cut."""
+    """Whether the end mark is written. A call without an end mark is whole unless the turn was cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The last block of a turn is its call. One that is not closed counts: its mark may have been the stop token."""
+    """The last block of a turn is the call. A block without an end counts: the end mark may be the stop token."""
 
     begin: str = "<tool>"
     end: str = "</tool>"
     template: str = "\n<output>{output}</output>\n"
-    """The observation, {output} being the tool's."""
+    """The observation, with {output} for the tool's output."""
 
     def calls(self, text: str) -> list[Call]:
-        """Returns the call of a turn. Text after it is no answer yet: an episode ends with a turn without a call."""
-        _, found, rest = text.rpartition(self.begin)
-        argument, closed, _ = rest.partition(self.end)
-        return [Call(None, argument, closed=bool(closed))] if found else []
+        """Return the call of a turn. Text after the call is no answer: an episode ends with a turn without a call."""
+        _, begin, block = text.rpartition(self.begin)
+        argument, end, _ = block.partition(self.end)
+        return [Call(None, argument, closed=bool(end))] if begin else []
 
     def observation(self, outputs: Sequence[str]) -> str:
-        """Returns the text that is appended for the outputs of the calls."""
+        """Return the text to append for the outputs of the calls."""
         return self.template.replace("{output}", outputs[0])
 
 
@@ -55,7 +54,7 @@ _STOPPED = {
     "output_limit": "the call printed too much and was stopped",
     "killed": "the call was killed",
 }
-"""What a model reads of a call that did not come to its own end."""
+"""Exit of a stopped call -> text for the model."""
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
 
@@ -63,25 +62,25 @@ _TOOL_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 class Hermes:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
 
-    A tool here takes one text: the only argument, or all of them as JSON if there are several.
+    A tool takes a single text: the only argument, or all arguments as JSON.
     """
 
     template: str = "\n<|im_start|>user\n<tool_response>\n{output}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    """The observation, {output} being all outputs, with the tags between them."""
+    """The observation, with {output} for all outputs and the tags between outputs."""
 
     def calls(self, text: str) -> list[Call]:
-        """Returns the calls of a turn, in order. What is no JSON is a call that fails, for the model to mend it."""
-        return [replace(_hermes_call(found), closed=bool(end)) for found, end in _TOOL_CALL.findall(text)]
+        """Return the calls of a turn, in order. Text that is no JSON is a failing call, which the model can correct."""
+        return [replace(_hermes_call(body), closed=bool(end)) for body, end in _TOOL_CALL.findall(text)]
 
     def observation(self, outputs: Sequence[str]) -> str:
-        """Returns the text that is appended for the outputs of the calls."""
+        """Return the text to append for the outputs of the calls."""
         return self.template.replace("{output}", "\n</tool_response>\n<tool_response>\n".join(outputs))
 
 
 def _hermes_call(text: str) -> Call:
     try:
-        found: Any = json.loads(text)
-        name, arguments = found["name"], found.get("arguments", {})
+        call: Any = json.loads(text)
+        name, arguments = call["name"], call.get("arguments", {})
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return Call(None, "", f'this is no call: {error}; expected {{"name": ..., "arguments": {{...}}}}')
     if not isinstance(name, str):
@@ -92,9 +91,10 @@ def _hermes_call(text: str) -> Call:
 
 
 class ToolEnvironment:
-    """Runs the calls of each turn, one after the other, and ends the episode with a turn that has none.
+    """Runs the calls of each turn in order, and ends the episode at a turn without a call.
 
-    Tools keep nothing between calls, so that all its episodes are one and the same.
+    Tools have no state between calls, so that a single Episode object serves all episodes. ConfigError without tools,
+    and for two tools of equal name.
     """
 
     def __init__(self, tools: Sequence[Tool], form: Block | Hermes) -> None:
@@ -115,10 +115,10 @@ class ToolEnvironment:
         return Observation(self._form.observation(outputs), done=False)
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no resource is open."""
 
     async def _output(self, call: Call, cut: bool) -> str:
-        if cut and not call.closed:  # half of an expression may well be one
+        if cut and not call.closed:  # half of an expression may be a valid expression
             return "error: the turn was cut before this call ended"
         if call.error is not None:
             return f"error: {call.error}"

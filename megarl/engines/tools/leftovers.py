@@ -1,4 +1,4 @@
-"""Marks of tool calls, by which what a killed run has left is told from what a living one uses, and ended."""
+"""Marks of tool calls, which distinguish the leftovers of a killed run from the processes of a living run."""
 
 import os
 import secrets
@@ -12,27 +12,26 @@ from pathlib import Path
 import psutil
 
 MARK = "MEGARL_TOOL_CALL"
-"""Environment variable with the mark of the call, in all its processes."""
+"""Environment variable with the mark of the call, in all processes of the call."""
 FOLDER = "megarl-tool-"
 """Name of a scratch folder, before the mark."""
 END_S = 30.0
-"""How long the kernel may take to remove killed processes."""
+"""Time limit for the kernel to remove killed processes."""
 
 
 def new_mark() -> str:
-    """Returns a mark that no other call has. It names this process: its machine, PID namespace, id and start time."""
+    """Return a unique mark, which names this process: machine, PID namespace, id and start time."""
     return f"{_pid_namespace()}.{os.getpid()}.{_start_time(os.getpid())}.{secrets.token_hex(16)}"
 
 
 def is_left(mark: str) -> bool:
     """Whether the process that made the mark has ended; False for marks of other machines and namespaces."""
-    namespace, _, owner = mark.partition(".")
-    pid, _, rest = owner.partition(".")
-    return namespace == _pid_namespace() and pid.isdigit() and _start_time(int(pid)) != rest.partition(".")[0]
+    namespace, pid, start_time, *_ = [*mark.split("."), "", "", ""]
+    return namespace == _pid_namespace() and pid.isdigit() and _start_time(int(pid)) != start_time
 
 
 def reap() -> None:
-    """Ends the processes and removes the scratch folders of runs that were killed; ``cgroup`` removes their groups."""
+    """End the processes and remove the scratch folders of killed runs; ``cgroup`` removes the groups."""
     kill_marked(is_left)
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*.*.*.*"):
         with suppress(OSError):
@@ -40,21 +39,21 @@ def reap() -> None:
                 remove(folder)
 
 
-def kill_marked(is_meant: Callable[[str], bool]) -> None:
-    """Kills the processes whose mark is meant, until there are none."""
+def kill_marked(is_target: Callable[[str], bool]) -> None:
+    """Kill all processes whose mark is a target, repeatedly until no such process is alive."""
     deadline = time.monotonic() + END_S
     killed = True
     while killed and time.monotonic() < deadline:
         killed = False
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
-                if process.status() != psutil.STATUS_ZOMBIE and is_meant(process.environ().get(MARK, "")):
+                if process.status() != psutil.STATUS_ZOMBIE and is_target(process.environ().get(MARK, "")):
                     killed = True
                     process.kill()
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder that code may have made unreadable, or deeper than a path is long; does not follow links."""
+    """Remove a folder that code may have made unreadable, or deeper than the longest path; do not follow links."""
     for words in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
         subprocess.run([*words, "--", folder], stderr=subprocess.DEVNULL, check=False)
 
@@ -63,12 +62,12 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def _pid_namespace() -> str:
-    # The first one of every machine has the same number, and machines may share the folder of temporary files.
+    # The first namespace of every machine has the same number, and machines may share the temporary folder.
     return f"{_BOOT_ID.read_text().strip()}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def _start_time(pid: int) -> str | None:
-    """In clock ticks since the machine's start; None if the process has ended."""
+    """Return the start time in clock ticks since the machine's start; None if the process has ended."""
     try:
         words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

@@ -1,7 +1,7 @@
-"""The protocols of tools and environments, as the code that drives a rollout of several turns sees them.
+"""The protocols of tools and environments, for the code that drives a rollout of several turns.
 
-The driver owns the tokens, turn limits and deadlines: it cancels what is too slow, so every coroutine here must give up
-its processes and files when it is cancelled.
+The driver owns tokens, turn limits and deadlines. The driver cancels slow calls: every coroutine must then give up its
+processes and files.
 
     episode = environment.begin(prompt.text, seed)
     try:
@@ -23,24 +23,24 @@ ToolExit = Literal["ok", "error", "timeout", "memory", "output_limit", "killed"]
 @dataclass(frozen=True, slots=True)
 class ToolResult:
     output: str
-    """What the tool wrote, errors included; cut at its limit, and a last line then says so."""
+    """Text of the tool, errors included; cut at the limit, with a last line about the cut."""
     exit: ToolExit
-    """ok; error: the call itself is wrong or failed; timeout: of wall or CPU time; memory: an allocation was refused;
-    output_limit: it wrote more than is read; killed: it died of another signal."""
+    """ok; error: the call is wrong or failed; timeout: wall or CPU time; memory: an allocation was refused;
+    output_limit: too much output; killed: the process died of another signal."""
     truncated: bool = False
     """Whether the output was cut."""
 
 
 class Tool(Protocol):
-    """Something that a model calls with one text and that answers with another; safe to call concurrently."""
+    """Answers a text with a text; safe to call concurrently."""
 
     @property
     def name(self) -> str:
-        """The name that the model uses for the tool."""
+        """Name of the tool in calls of the model."""
         ...
 
     async def __call__(self, argument: str) -> ToolResult:
-        """Runs one call. A mistake of the model gives a result; only a fault of the host raises RolloutError."""
+        """Run a call. A mistake of the model gives a result; RolloutError for a fault of the host alone."""
         ...
 
 
@@ -48,37 +48,37 @@ class Tool(Protocol):
 class ModelTurn:
     index: int
     tokens: np.ndarray
-    """int32 [T], as they were sampled, the stop token included. Not to be made from the text again."""
+    """int32 [T], the sampled tokens, including the stop token. Do not tokenize the text again."""
     text: str
-    """The same tokens decoded, without special tokens."""
+    """The tokens decoded, without special tokens."""
     finish_reason: FinishReason
-    """stop, or length where the turn was cut and a call in it may be incomplete. An aborted turn is never stepped."""
+    """stop, or length for a turn that was cut, whose last call may be incomplete. An aborted turn is never stepped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
     text: str
-    """Appended to the sequence exactly as it is, chat markup included; "" appends nothing."""
+    """Text to append to the sequence unchanged, chat markup included; may be empty."""
     done: bool
-    """Whether the episode ends here. The text of the last observation is not appended: nobody reads it."""
+    """Whether the episode ends. The text of the last observation is not appended: the model does not read it."""
     reward: float | None = None
-    """Of this turn alone, as a step of the response (see docs/rewards.md); None for none."""
+    """Reward of this turn, as a step of the response (docs/rewards.md); None without a reward."""
 
 
 class Episode(Protocol):
-    """One rollout in an environment, with whatever state it needs; its steps come one after the other."""
+    """A rollout in an environment, with its state; the driver makes one step at a time."""
 
     async def step(self, turn: ModelTurn) -> Observation:
-        """Answers a turn. Raises RolloutError where the environment failed, not the model; may be cancelled."""
+        """Answer a turn. RolloutError if the environment failed, not the model; may be cancelled."""
         ...
 
     async def close(self) -> None:
-        """Frees what the episode holds; called once, also after an error or a cancelled step."""
+        """Free the episode's resources; called once, also after an error or a cancelled step."""
 
 
 class Environment(Protocol):
-    """Makes episodes; shared by all of them, so it keeps nothing that belongs to one."""
+    """Makes episodes; an environment holds no state of an episode."""
 
     def begin(self, prompt: str, seed: int) -> Episode:
-        """Starts an episode on a prompt; the same prompt and seed give the same episode for the same turns."""
+        """Start an episode on a prompt; prompt, seed and turns determine the episode."""
         ...

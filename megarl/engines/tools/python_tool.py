@@ -1,4 +1,4 @@
-"""The Python tool: each call runs in a process of its own, in the sandbox of ``megarl.engines.tools.sandbox``."""
+"""The Python tool: each call runs in a new process, in the sandbox of ``megarl.engines.tools.sandbox``."""
 
 import asyncio
 import contextlib
@@ -18,20 +18,20 @@ from megarl.engines.tools.sandbox import MEMORY_EXIT, Child, Limits, Sandbox, pr
 from megarl.errors import ConfigError, RolloutError
 
 START_S = 5.0
-"""How long bubblewrap may take to name its process before it is killed without."""
+"""Time for bubblewrap to name its child process; afterwards bubblewrap is killed without the name."""
 TRY_S = 60.0
-"""How long one line of code may take when the sandbox is tried."""
+"""Time for a line of code in the trial of the sandbox."""
 
 
 class PythonTool:
-    """Runs the code of a model; a call sees no file and no variable of another one.
+    """Runs the code of a model; calls share no files and no variables.
 
-    The constructor tries the sandbox once, which blocks for under a second. It raises ConfigError if there is no
-    bubblewrap or the host does not let it work. ``limits_alone`` asks for resource limits without isolation: the code
-    then has the network, reads and writes what this user can, and may leave its session.
+    The constructor tries the sandbox, which blocks for under a second. ConfigError without bubblewrap, or if the host
+    prevents the sandbox. ``limits_alone`` asks for resource limits without isolation: the code then has the network,
+    the files of this user, and may leave its session.
 
-    Calls may overlap; the caller bounds how many. A cancelled call leaves no process and no file behind; the calls of
-    a killed process end within seconds, and what is left of them all the same ends when the next tool is made.
+    Calls may overlap; the caller bounds the number. A cancelled call leaves no process and no file behind. The calls of
+    a killed process end within seconds; the next tool ends any leftovers.
     """
 
     name = "python"
@@ -42,16 +42,16 @@ class PythonTool:
         self.limits = limits or Limits()
         self._sandbox = prepare(self.limits, interpreter or sys.executable, limits_alone)
         self.limits_files = _try(self._sandbox)
-        """Whether ``Limits.scratch_files`` holds. It does not where the host takes all rights from the sandbox."""
+        """Whether ``Limits.scratch_files`` holds: not if the host takes all rights from the sandbox."""
 
     def describe_limits(self) -> str:
-        """What bounds a call on this host, and what does not."""
+        """Return the limits of a call on this host, in words."""
         memory = "of a call, with the kernel's" if self._sandbox.groups else "of each process, for want of a cgroup"
         files = "number of files" if self.limits_files else "not the number of files, for want of CAP_SYS_ADMIN"
         return f"limits processes, time, memory ({memory}), bytes on disk, {files}"
 
     async def __call__(self, argument: str) -> ToolResult:
-        """Runs the code; raises RolloutError if its process did not start or could not be ended."""
+        """Run the code. RolloutError if the process did not start or could not be ended."""
         num_bytes = len(argument.encode("utf-8", "replace"))
         if num_bytes > self.limits.code_bytes:
             return ToolResult(f"the code has {num_bytes} bytes, at most {self.limits.code_bytes} are run", "error")
@@ -95,25 +95,28 @@ class _Call:
             self._stopped.set_result(reason)
 
     def _on_status(self) -> None:
-        """Opens the sandbox's first process; killing it ends all others."""
+        """Open the first process of the sandbox, whose end ends all processes."""
         line, complete, _ = bytes(self._status.data).partition(b"\n")
         if self._init_fd is not None or not complete or not line.startswith(b"{"):
             return
         pid = json.loads(line)["child-pid"]
-        with contextlib.suppress(OSError, psutil.Error), contextlib.ExitStack() as closing:  # it may have ended
+        with (
+            contextlib.suppress(OSError, psutil.Error),
+            contextlib.ExitStack() as closing,
+        ):  # the process may have ended
             fd = os.pidfd_open(pid)
             closing.callback(os.close, fd)
-            # With another parent, the process id was reused.
+            # A different parent means that the process id was reused.
             if psutil.Process(pid).ppid() == self._child.process.pid:
                 self._init_fd = fd
                 closing.pop_all()
 
     async def _end(self) -> None:
-        """Kills all processes, waits until they are gone, and removes the scratch folder."""
+        """Kill all processes, wait for the end, and remove the scratch folder."""
         try:
             await self._kill()
             async with asyncio.timeout(END_S):
-                await _await_readable(self._process_fd)  # bubblewrap ends after the last process in it
+                await _await_readable(self._process_fd)  # bubblewrap ends after the last process inside
                 # Without a sandbox, a process that removed its mark may keep the pipe open.
                 with contextlib.suppress(TimeoutError) if self._child.scratch else contextlib.nullcontext():
                     async with asyncio.timeout(1.0 if self._child.scratch else None):
@@ -135,11 +138,11 @@ class _Call:
 
     async def _kill(self) -> None:
         if self._child.scratch is None:
-            # If killed before its child is set up, bubblewrap would leave that child waiting.
+            # If killed during the setup of its child, bubblewrap would leave the child waiting.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(START_S):
                     await self._status.line.wait()
-            # Kill the first process: bubblewrap reaps it and ends. Killing bubblewrap would leave a zombie.
+            # Kill the first process: bubblewrap reaps the process and ends. Killing bubblewrap would leave a zombie.
             with contextlib.suppress(ProcessLookupError, psutil.Error):
                 if self._init_fd is None:
                     for process in psutil.Process(self._child.process.pid).children():
@@ -154,8 +157,9 @@ class _Call:
         status = self._child.process.returncode
         text = bytes(self._output.data).decode("utf-8", "replace")
         if b"ready" not in self._status.data:
-            why = reason or f"exit status {status}"
-            raise RolloutError(f"a Python call did not start ({why}): {text.strip()[-500:]}")
+            raise RolloutError(
+                f"a Python call did not start ({reason or f'exit status {status}'}): {text.strip()[-500:]}"
+            )
         if self._output.more:
             text += f"\n[cut after {self._limits.output_bytes} bytes]"
         if reason is None:
@@ -164,15 +168,15 @@ class _Call:
 
 
 class _Pipe(asyncio.Protocol):
-    """Keeps the first bytes of a pipe, and stops reading if there are more."""
+    """Keeps the first bytes of a pipe, and stops reading at the limit."""
 
     def __init__(self, max_bytes: int, on_data: Callable[[], object]) -> None:
         self.data = bytearray()
         self.more = False
         self.line = asyncio.Event()
-        """Set at the first whole line, or at the end."""
+        """Set at the first complete line, or at the end."""
         self.ended = asyncio.Event()
-        """Set when all writers have closed the pipe, or reading has stopped."""
+        """Set after all writers have closed the pipe, or reading has stopped."""
         self._max_bytes, self._on_data = max_bytes, on_data
         self._transport: asyncio.BaseTransport | None = None
 
@@ -209,7 +213,7 @@ def _classify_exit(status: int, was_full: bool) -> ToolExit:
 
 
 def _try(sandbox: Sandbox) -> bool:
-    """Runs one line of code; ConfigError if it does not print what it should. Returns whether its files are limited."""
+    """Run a line of code; return whether the number of files is limited. ConfigError for a wrong output."""
     child = sandbox.start("print(6 * 7)")
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -235,7 +239,7 @@ def _try(sandbox: Sandbox) -> bool:
 
 
 async def _await_readable(fd: int) -> None:
-    """Waits until a descriptor is readable; a process descriptor is when the process has ended."""
+    """Wait until a descriptor is readable; a process descriptor is readable after the end of the process."""
     loop = asyncio.get_running_loop()
     ready = loop.create_future()
     loop.add_reader(fd, lambda: ready.done() or ready.set_result(None))
@@ -246,7 +250,7 @@ async def _await_readable(fd: int) -> None:
 
 
 async def _finish(work: Awaitable[None]) -> None:
-    """Awaits work that must not be interrupted; a cancellation is raised after it."""
+    """Await work that must not be interrupted; a cancellation is raised afterwards."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

@@ -1,11 +1,11 @@
-"""Starts Python code in a bubblewrap sandbox, or under resource limits alone.
+"""Start Python code in a bubblewrap sandbox, or under resource limits alone.
 
-In the sandbox the code has its own processes, network (only a loopback), host name and file tree. It can read the
-interpreter and the system's libraries, and write one small folder in memory, /tmp. It gets no environment variables of
-this process. All its processes end with the first one, which watches the process that started it and ends with it:
-bubblewrap's own --die-with-parent misses a parent that ends during the start.
+In the sandbox the code has its own processes, network (only a loopback), host name and file tree. The code can read the
+interpreter and the system's libraries, and write a small folder in memory, /tmp. The environment variables of this
+process are not passed on. All processes of a call end with the first process, which watches the caller and ends after
+the caller: bubblewrap's --die-with-parent misses a parent that ends during the start.
 
-The kernel's limits hold per process; where a control group can be made, that of memory holds for the whole call
+The kernel's limits hold per process. With a control group, the memory limit holds for the whole call
 (docs/environments.md).
 """
 
@@ -33,27 +33,27 @@ MEMORY_EXIT = 86
 """Exit status of the bootstrap for a MemoryError."""
 _MAX_OPEN_FILES = 256
 _MAX_SIGNALS = 1024
-"""Pending ones and timers."""
+"""Pending signals and timers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one call; raises ConfigError for a bad value."""
+    """Limits of a call; ConfigError for a bad value."""
 
     wall_s: float = 10.0
-    """From the start of the process to its end; the start itself takes 0.1 to 0.2 s."""
+    """From the start to the end of the process; the start takes 0.1 to 0.2 s."""
     cpu_s: int = 10
     """Of each process."""
     memory_bytes: int = 1 << 30
     """Address space of each process; an interpreter with numpy needs about 200 MB."""
     num_processes: int | None = 8
-    """Processes and threads beside the first one. None sets no limit; not allowed in the sandbox."""
+    """Processes and threads beside the first process. None sets no limit; not allowed in the sandbox."""
     scratch_bytes: int = 64 << 20
     """All files in the scratch folder together; without the sandbox, each single file."""
     scratch_files: int = 4096
     """Files, folders and links in the scratch folder; without the sandbox not limited."""
     output_bytes: int = 16 << 10
-    """Standard output and error together; more of it ends the call."""
+    """Standard output and error together; more output ends the call."""
     code_bytes: int = 64 << 10
     """Longer code is not run."""
 
@@ -67,19 +67,19 @@ class Limits:
 
 @dataclass(slots=True)
 class Child:
-    """A started call: its process and the host's side of it. The receiver closes both descriptors."""
+    """A started call: the process, and the host's resources. The receiver closes both descriptors."""
 
     process: subprocess.Popen[bytes]
     output_fd: int
-    """Read end of its standard output and error."""
+    """Read end of standard output and error."""
     status_fd: int
     """Read end of a pipe with a line of JSON from bubblewrap, and "ready" once the code is about to run."""
     scratch: Path | None
-    """Folder to remove; None where it is in the memory of the sandbox."""
+    """Folder to remove; None if the folder is in the memory of the sandbox."""
     mark: str
     """See ``megarl.engines.tools.leftovers``."""
     group: Group | None
-    """Its control group, which the receiver removes."""
+    """Control group of the call, which the receiver removes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +88,16 @@ class Sandbox:
 
     limits: Limits
     interpreter: str
-    """Python that runs the code; what is installed for it can be imported."""
+    """Python for the code; its installed packages can be imported."""
     bwrap: str | None
     """Path of bubblewrap; None for resource limits alone."""
     readable: tuple[str, ...]
     """Folders of the interpreter, which bubblewrap shows besides /usr and the system's libraries."""
     groups: tuple[Path, ...] = ()
-    """Control groups below which each call gets its own; see ``megarl.engines.tools.cgroup``."""
+    """Parents of the control groups of calls; see ``megarl.engines.tools.cgroup``."""
 
     def start(self, code: str) -> Child:
-        """Starts the code and returns at once. Raises RolloutError where the host cannot start a process."""
+        """Start the code and return at once. RolloutError if the host cannot start a process."""
         try:
             return self._start(code)
         except OSError as error:
@@ -105,31 +105,32 @@ class Sandbox:
 
     def _start(self, code: str) -> Child:
         mark = leftovers.new_mark()
-        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+        with contextlib.ExitStack() as host, contextlib.ExitStack() as child:
             scratch = None if self.bwrap else Path(tempfile.gettempdir(), leftovers.FOLDER + mark)
             if scratch:
                 scratch.mkdir(0o700)
-                ours.callback(shutil.rmtree, scratch)
-            output_fd, output_end = _pipe(ours, theirs)
-            status_fd, write_end = _pipe(ours, theirs)
-            # It also reads: if this process ends, bubblewrap would die of SIGPIPE and leave its child waiting.
-            status_end = _close_with(os.open(f"/proc/self/fd/{write_end}", os.O_RDWR | os.O_CLOEXEC), theirs)
-            ready_end = _close_with(os.dup(status_end), theirs)  # bubblewrap does not pass on its own
-            owner_fd = _close_with(os.pidfd_open(os.getpid()), theirs)
+                host.callback(shutil.rmtree, scratch)
+            output_fd, output_end = _pipe(host, child)
+            status_fd, write_end = _pipe(host, child)
+            # Opened for reading too: otherwise, after the end of this process, bubblewrap would die of SIGPIPE, and its
+            # child would wait for ever.
+            status_end = _close_with(os.open(f"/proc/self/fd/{write_end}", os.O_RDWR | os.O_CLOEXEC), child)
+            ready_end = _close_with(os.dup(status_end), child)  # bubblewrap closes its own descriptor
+            owner_fd = _close_with(os.pidfd_open(os.getpid()), child)
             passed = [status_end, ready_end, owner_fd]
             wrapper: list[str] = []
             if self.bwrap:
-                passed.append(_close_with(_make_sealed_file(seccomp.program()), theirs))
+                passed.append(_close_with(_make_sealed_file(seccomp.program()), child))
                 wrapper = [self.bwrap, *_namespaces(), *self._files()]
                 wrapper += ["--json-status-fd", str(status_end), "--seccomp", str(passed[-1]), "--"]
             group = self._make_group(mark)
             if group:
-                ours.callback(group.remove)
+                host.callback(group.remove)
                 wrapper = group.command(wrapper)
             program = ["-I", "-u", "-c", BOOTSTRAP.read_text(), self._settings(ready_end, owner_fd)]
             process = subprocess.Popen(
                 [*wrapper, self.interpreter, *program],
-                stdin=_close_with(_make_sealed_file(code.encode("utf-8", "replace")), theirs),
+                stdin=_close_with(_make_sealed_file(code.encode("utf-8", "replace")), child),
                 stdout=output_end,
                 stderr=output_end,
                 pass_fds=passed,
@@ -137,7 +138,7 @@ class Sandbox:
                 env=_environment(scratch or Path("/tmp"), mark),
                 start_new_session=True,
             )
-            ours.pop_all()
+            host.pop_all()
             return Child(process, output_fd, status_fd, scratch, mark, group)
 
     def _make_group(self, mark: str) -> Group | None:
@@ -147,7 +148,7 @@ class Sandbox:
         return Group(self.groups, self.limits.memory_bytes + self.limits.scratch_bytes, num_processes, mark)
 
     def _files(self) -> list[str]:
-        """Arguments for the file tree. /tmp comes first, because an interpreter may lie below it."""
+        """Return the arguments for the file tree. /tmp comes first, because an interpreter may lie below /tmp."""
         args = ["--perms", "1777", "--size", str(self.limits.scratch_bytes), "--tmpfs", "/tmp"]
         args += ["--ro-bind", "/usr", "/usr"]
         for folder in ("/bin", "/sbin", "/lib", "/lib64"):
@@ -157,11 +158,11 @@ class Sandbox:
                 args += ["--ro-bind-try", folder, folder]
         shown = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", *self.readable)
         parents = {str(parent) for path in shown for parent in Path(path).parents} - {"/", "/tmp"}
-        for parent in sorted(parents):  # bubblewrap itself would make them readable by the owner only
+        for parent in sorted(parents):  # bubblewrap would make folders that only the owner can read
             args += ["--perms", "0755", "--dir", parent]
         for path in shown:
             args += ["--ro-bind-try", path, path]
-        # Not bubblewrap's /dev: it has terminals, of which the host has a limited number.
+        # Not bubblewrap's /dev, which has terminals: the host has a limited number.
         args += ["--proc", "/proc", "--tmpfs", "/dev", "--symlink", "/proc/self/fd", "/dev/fd"]
         for name in ("null", "zero", "full", "random", "urandom"):
             args += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
@@ -178,9 +179,9 @@ class Sandbox:
             "RLIMIT_CORE": (0, 0),
         }
         if limits.num_processes is not None:
-            # Counted per user and user namespace: an unused user has no other process, others have the init as well.
-            others = 0 if unused_user else 1 if self.bwrap else 1 + _count_own_threads()
-            total = others + 1 + limits.num_processes
+            # Counted per user and user namespace: an unused user has no init process.
+            num_existing = 0 if unused_user else 1 if self.bwrap else 1 + _count_own_threads()
+            total = num_existing + 1 + limits.num_processes
             rlimits["RLIMIT_NPROC"] = (total, total)
         uid = _unused_uid() if unused_user else None
         num_files = limits.scratch_files if self.bwrap else None
@@ -189,7 +190,7 @@ class Sandbox:
 
 
 def prepare(limits: Limits, interpreter: str, limits_alone: bool) -> Sandbox:
-    """Returns a sandbox for this host; ConfigError if the host cannot contain code as asked."""
+    """Return a sandbox for this host. ConfigError if the host cannot contain code as asked."""
     if sys.platform != "linux":
         raise ConfigError(f"the Python tool needs Linux and this is {sys.platform}: leave the tool out here")
     interpreter = os.path.abspath(shutil.which(interpreter) or interpreter)
@@ -214,21 +215,21 @@ def prepare(limits: Limits, interpreter: str, limits_alone: bool) -> Sandbox:
 
 def _namespaces() -> list[str]:
     args = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
-    # bubblewrap's own init is reaped by the host's init. Containers often have none: each call would leave a zombie.
-    # So the bootstrap is the init, and bubblewrap ends after it.
+    # The host's init reaps bubblewrap's init. Containers often have no init: each call would leave a zombie. Therefore
+    # the bootstrap is the init, and bubblewrap ends after the bootstrap.
     args += ["--as-pid-1", "--new-session"]
-    # The bootstrap drops this one after it has limited the files in /tmp, before the code runs.
+    # The bootstrap drops the capability after limiting the files in /tmp, before the code runs.
     args += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
     if os.geteuid() != 0:
-        # As another id than 0 it would not own the namespace in which /tmp is mounted.
+        # An id other than 0 would not own the namespace in which /tmp is mounted.
         return ["--unshare-user", "--uid", "0", "--gid", "0", *args]
-    # In a user namespace the kernel would still exempt root from limits. Without one, the bootstrap becomes an unused
-    # user, and loses the capabilities with that.
+    # In a user namespace the kernel would still exempt root from limits. Without a namespace, the bootstrap becomes an
+    # unused user, and thereby loses the capabilities.
     return [*args, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
 
 
 def _unused_uid() -> int:
-    """Returns a user id without processes, within the range of this user namespace."""
+    """Return a user id without processes, within the range of this user namespace. ConfigError for a short range."""
     rows = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
     first, _, count = max(rows, key=lambda row: row[2])
     if count < 1 << 15:
@@ -237,31 +238,31 @@ def _unused_uid() -> int:
 
 
 def _find_prefixes(interpreter: str) -> tuple[str, ...]:
-    """Returns the folders of an interpreter, of its base and of its packages, without those below /usr."""
-    packages = "*(path for path in sys.path if path.endswith('site-packages'))"  # a .pth file can lead elsewhere
-    ask = f"import sys; print(sys.prefix, sys.base_prefix, {packages}, sep='\\n')"
+    """Return the folders of an interpreter, of its base and of its packages, without folders below /usr."""
+    packages = "*(path for path in sys.path if path.endswith('site-packages'))"  # a .pth file can name any folder
+    code = f"import sys; print(sys.prefix, sys.base_prefix, {packages}, sep='\\n')"
     try:
-        asked = subprocess.run([interpreter, "-I", "-c", ask], capture_output=True, text=True, timeout=60.0, check=True)
+        done = subprocess.run([interpreter, "-I", "-c", code], capture_output=True, text=True, timeout=60.0, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"interpreter {interpreter!r} does not run: {error}") from error
-    return tuple(dict.fromkeys(path for path in asked.stdout.splitlines() if not f"{path}/".startswith("/usr/")))
+    return tuple(dict.fromkeys(path for path in done.stdout.splitlines() if not f"{path}/".startswith("/usr/")))
 
 
 def _environment(scratch: Path, mark: str) -> dict[str, str]:
-    """Returns all variables that the code sees: none of this process; libraries use one thread."""
+    """Return all variables of the code: no variable of this process; libraries use a single thread."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     home = str(scratch)
     return threads | {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", leftovers.MARK: mark}
 
 
 def _count_own_threads() -> int:
-    found = [process.info for process in psutil.process_iter(["uids", "num_threads"])]
-    return sum(info["num_threads"] or 0 for info in found if info["uids"] and info["uids"].real == os.geteuid())
+    processes = [process.info for process in psutil.process_iter(["uids", "num_threads"])]
+    return sum(info["num_threads"] or 0 for info in processes if info["uids"] and info["uids"].real == os.geteuid())
 
 
-def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack) -> tuple[int, int]:
+def _pipe(host: contextlib.ExitStack, child: contextlib.ExitStack) -> tuple[int, int]:
     read_end, write_end = os.pipe()
-    return _close_with(read_end, ours), _close_with(write_end, theirs)
+    return _close_with(read_end, host), _close_with(write_end, child)
 
 
 def _close_with(fd: int, stack: contextlib.ExitStack) -> int:
@@ -270,7 +271,7 @@ def _close_with(fd: int, stack: contextlib.ExitStack) -> int:
 
 
 def _make_sealed_file(data: bytes) -> int:
-    """Returns a descriptor of a read-only file in memory."""
+    """Return a descriptor of a read-only file in memory."""
     fd = os.memfd_create("megarl-tool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", closefd=False) as file:
         file.write(data)

@@ -1,6 +1,5 @@
 """Writes checkpoints, also while training continues."""
 
-import ctypes
 import os
 import signal
 import threading
@@ -19,6 +18,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.errors import SaveError
+from megarl.files.bounded_process import signal_after_parent
 from megarl.files.outputs import partial_of
 from megarl.megatron.checkpoints.folders import FindLasting, clear_partial, explained, publish
 from megarl.megatron.checkpoints.state import run_state
@@ -31,7 +31,6 @@ from megarl.megatron.checkpoints.versions import (
 )
 from megarl.megatron.policy import Policy
 
-_PR_SET_PDEATHSIG = 1
 _CHECK_S = 0.5
 """Seconds between two checks of the writing processes."""
 
@@ -112,7 +111,7 @@ def _write_until_parent_ends(trainer: int, write: Callable[..., None], *argument
 
 
 def _end_with_parent(parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_after_parent(signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before prctl
         os._exit(1)
 

@@ -3,7 +3,6 @@
 The node's number is SLURM_NODEID if it is not given. launch.json has everything else, and no secrets.
 """
 
-import ctypes
 import json
 import logging
 import os
@@ -19,11 +18,11 @@ from typing import Any
 import psutil
 
 from megarl.errors import MegarlError, describe
+from megarl.files.bounded_process import signal_after_parent
 from megarl.files.writing import read_record
 from megarl.ops.launch.topology import read_topology
 from megarl.run.status import rank_file, write_failure
 
-_PR_SET_PDEATHSIG = 1
 _GRACE_S = 20
 """Less than torchrun's time between SIGTERM and SIGKILL."""
 
@@ -127,7 +126,7 @@ def main(words: list[str]) -> int:
     # SIGUSR1 asks the ranks to stop; it must not end torchrun.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if launch["topology"]["job"] is None:  # without Slurm, the kernel ends this process with its parent
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        signal_after_parent(signal.SIGTERM)
     os.environ.update(environment(launch, node))
     return run_ranks(torchrun(launch, node), Path(launch["logs"]) / f"node{node}" / "torchrun.log", path.parent)
 

@@ -1,5 +1,5 @@
-"""The replay hook for releases of Megatron-Core that lack it, and ``megarl patch``, which puts it in (docs/patches.md).
+"""``megarl patch`` (docs/patches.md): the replay hook for releases of Megatron-Core that lack the hook.
 
-``VERSION.patch`` is the change for a release, ``patch`` chooses and applies one, ``hunks`` finds the place of a hunk.
-Imports the standard library and ``megarl.errors`` alone: the tool runs before torch is installed.
+``patches/VERSION.patch`` is the change of a release; ``patch`` chooses, applies and reverts a patch with git. The tool
+imports the standard library, ``megarl.errors`` and ``megarl.files.shipped`` alone: torch need not be installed.
 """

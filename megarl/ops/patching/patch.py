@@ -1,7 +1,7 @@
 """``megarl patch``: put a patch into a Megatron-Core, or take it out again: all files or none (docs/patches.md).
 
-Where somebody has edited the lines that a hunk expects, the file is merged 3-way, if the target's git repository has
-the file that the patch was made from. What fits in neither way is refused, naming the line.
+``git apply`` does the work on a copy of each file. If a fork has edited lines that the patch expects, the file is
+merged 3-way, provided that the target's git repository contains the file that the patch was made from.
 """
 
 import difflib
@@ -19,7 +19,6 @@ from pathlib import Path
 
 from megarl.errors import MegarlError
 from megarl.files.shipped import shipped_folder
-from megarl.ops.patching.hunks import FilePatch, MisfitError, explain_misfits, find_places, fit, read_patch
 
 PATCHES = shipped_folder("patches")
 WORDS = {
@@ -28,33 +27,36 @@ WORDS = {
     "revert": {"out": "not in", "in": "restored", "unfit": "cannot be restored"},
     "status": {"out": "not in", "in": "in", "unfit": "neither in nor out"},
 }
-"""What a file's state means to each command."""
+"""Command -> state of a file -> word to print."""
 _MOE = "megatron/core/transformer/moe/"
 _ROUTER = f"{_MOE}router.py"
+_FILE = re.compile(r"^diff --git a/(\S+) b/\S+\nindex ([0-9a-f]{40})", re.MULTILINE)
 _REFUSED = re.compile(r"^    def quantile_balancing\(.*?(?=^    def )", re.MULTILINE | re.DOTALL)
-"""A choice of experts without the hook, in 0.19, that replay refuses."""
+"""Router of 0.19 that has no hook, and that replay refuses."""
 
 
 class PatchError(MegarlError):
-    """The message says what was found, what was expected, and whether anything was changed."""
+    """The patch was refused, or a file could not be written; the message says whether anything was changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """One file of the target, and what it would become."""
+    """State of the patch in one file of the target."""
 
-    patch: FilePatch
+    name: str
+    """Path relative to the target."""
     file: Path
     state: str
-    """The patch is "in", "out", or neither: "unfit"."""
-    before: bytes
-    after: bytes
-    """With the patch where it is out, without it where it is in."""
-    notes: tuple[str, ...]
-    """Hunks that sit on another line than in the release; of an unfit file the places, as ``path:line: reason``."""
+    """"in", "out" or "unfit" (neither)."""
+    current: bytes
+    result: bytes
+    """Content after ``apply`` if the state is "out", after ``revert`` if the state is "in"."""
+    notes: tuple[str, ...] = ()
+    """Hunks that git put on another line; for an unfit file, the reason."""
 
 
 def list_versions() -> list[str]:
+    """Return the releases that have a patch, oldest first."""
     return sorted((path.stem for path in PATCHES.glob("*.patch")), key=_position)
 
 
@@ -64,7 +66,7 @@ def _position(version: str) -> int:
 
 
 def find_installed() -> Path:
-    """The folder from which this Python would import megatron.core."""
+    """Return the folder from which this Python would import megatron.core. PatchError if there is none."""
     spec = importlib.util.find_spec("megatron")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         if (Path(folder) / "core" / "package_info.py").is_file():
@@ -73,40 +75,44 @@ def find_installed() -> Path:
 
 
 def read_version(root: Path) -> str:
+    """Return the version that a source tree states. PatchError if the tree contains no megatron/core."""
     info = root / "megatron" / "core" / "package_info.py"
     if not info.is_file():
         raise PatchError(f"{info} is missing: expected the folder that contains megatron/core")
     pattern = r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) *= *['\"]?(\w*)"
-    said = dict(re.findall(pattern, info.read_text(encoding="utf-8"), re.MULTILINE))
-    return ".".join(said.get(name, "?") for name in ("MAJOR", "MINOR", "PATCH")) + said.get("PRE_RELEASE", "")
+    fields = dict(re.findall(pattern, info.read_text(encoding="utf-8"), re.MULTILINE))
+    return ".".join(fields.get(name, "?") for name in ("MAJOR", "MINOR", "PATCH")) + fields.get("PRE_RELEASE", "")
 
 
-def git(folder: Path, *words: str) -> bytes | None:
-    """What git prints, None where it fails or is not installed. No variable of the caller points it elsewhere."""
+def _git(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[bytes]:
+    """Run git in a folder. Neither a variable of the caller nor a repository around the temporary folder is used."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    environment |= {"GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0"}
+    environment |= {"GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+    environment["GIT_CEILING_DIRECTORIES"] = os.path.realpath(tempfile.gettempdir())
+    settings = ["-c", "core.autocrlf=false", "-c", "apply.whitespace=nowarn", "-c", "apply.ignoreWhitespace=no"]
     try:
-        done = subprocess.run(["git", "-C", str(folder), *words], env=environment, capture_output=True, check=False)
+        return subprocess.run(["git", *settings, *words], cwd=folder, env=environment, capture_output=True, check=False)
     except FileNotFoundError:
-        return None
-    return done.stdout if done.returncode == 0 else None
+        raise PatchError("git is not installed, and megarl patch needs it; nothing was changed") from None
 
 
-def merge(current: str, base: str, theirs: str) -> str | None:
-    """The current text with what leads from base to theirs, None if that touches lines that are edited in current."""
+def _apply(content: bytes, release: str, name: str, *options: str) -> tuple[bytes | None, str]:
+    """Return (content after ``git apply``, git's messages); (None, messages) if the patch does not fit."""
     with tempfile.TemporaryDirectory() as folder:
-        for name, text in (("current", current), ("base", base), ("theirs", theirs)):
-            (Path(folder) / name).write_bytes(_encode(text))
-        merged = git(Path(folder), "merge-file", "-p", "-q", "current", "base", "theirs")
-    return None if merged is None else _decode(merged)
+        file = Path(folder, name)
+        file.parent.mkdir(parents=True)
+        file.write_bytes(content)
+        done = _git(Path(folder), "apply", "-v", f"--include={name}", *options, PATCHES / f"{release}.patch")
+        return (None if done.returncode else file.read_bytes()), done.stderr.decode()
 
 
-def _decode(content: bytes) -> str:
-    return content.decode("utf-8", "surrogateescape")
-
-
-def _encode(text: str) -> bytes:
-    return text.encode("utf-8", "surrogateescape")
+def _merge(current: bytes, base: bytes, other: bytes) -> bytes | None:
+    """Return the current content with the changes from base to other; None if they conflict."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in (("current", current), ("base", base), ("other", other)):
+            Path(folder, name).write_bytes(content)
+        done = _git(Path(folder), "merge-file", "-p", "-q", "current", "base", "other")
+    return None if done.returncode else done.stdout
 
 
 def _content(file: Path) -> bytes:
@@ -116,166 +122,160 @@ def _content(file: Path) -> bytes:
     return file.read_bytes()
 
 
-def examine(root: Path, patch: FilePatch, reverting: bool) -> FileState:
-    """Whether the patch is in one file of the target, and what the file would become."""
-    file = root / patch.path
-    before = _content(file)
-    carriage_returns = before.count(b"\r\n") == before.count(b"\n") > 0
-    text = _decode(before.replace(b"\r\n", b"\n") if carriage_returns else before)
-    state, other, notes = _state(file, text, patch, reverting)
-    after = _encode(other).replace(b"\n", b"\r\n") if carriage_returns else _encode(other)
-    return FileState(patch, file, state, before, after, tuple(notes))
+def examine(root: Path, release: str) -> list[FileState]:
+    """Return the state of each file that the patch of a release changes; git keeps no line ends but LF."""
+    states = []
+    for name, blob in _FILE.findall((PATCHES / f"{release}.patch").read_text(encoding="utf-8")):
+        current = _content(root / name)
+        is_crlf = current.count(b"\r\n") == current.count(b"\n") > 0
+        text = current.replace(b"\r\n", b"\n") if is_crlf else current
+        state, result, notes = _examine_file(root / name, text, release, name, blob)
+        result = result.replace(b"\n", b"\r\n") if is_crlf else result
+        states.append(FileState(name, root / name, state, current, result, tuple(notes)))
+    return states
 
 
-def _state(file: Path, text: str, patch: FilePatch, reverting: bool) -> tuple[str, str, list[str]]:
-    """The state, the text that the file would become, and the notes."""
-    fits: list[tuple[str, str, list[str]]] = []
-    for state, way in (("out", patch), ("in", patch.reverse())):
-        try:
-            fits.append((state, *fit(text, way)))
-        except MisfitError:
-            continue
+def _examine_file(file: Path, text: bytes, release: str, name: str, blob: str) -> tuple[str, bytes, list[str]]:
+    """Return (state, result, notes). A state counts only if the opposite command restores the file byte for byte."""
+    ways = {"out": ((), ("-R",)), "in": (("-R",), ())}
+    fits, failed_lines = [], [1]
+    for state, (options, opposite) in ways.items():
+        result, output = _apply(text, release, name, *options)
+        if result is not None and _apply(result, release, name, *opposite)[0] == text:
+            moved = re.findall(r"Hunk #(\d+) succeeded at (\d+) \((offset -?\d+ lines?)\)", output)
+            fits.append((state, result, ["hunk {} at line {} ({})".format(*groups) for groups in moved]))
+        failed_lines += map(int, re.findall(r"patch failed: \S+:(\d+)", output))
     if len(fits) == 1:
         return fits[0]
-    merged, reason = three_way(file, text, patch)
+    merged, reason = _three_way(file, text, release, name, blob)
     if merged is not None:
         return (*merged, ["merged 3-way: lines that a hunk expects have been edited"])
-    lines = text.split("\n")
-    is_in = sum(bool(find_places(lines, hunk.new)) for hunk in patch.hunks)
-    is_out = sum(bool(find_places(lines, hunk.old)) for hunk in patch.hunks)
-    wrong = explain_misfits(text, patch.reverse() if is_in > is_out or (is_in == is_out and reverting) else patch)
-    part = f"; {is_in} of its {len(patch.hunks)} hunks are in already" if is_in and is_out else ""
-    return "unfit", text, [f"{place} ({reason}{part})" for place in wrong]
+    # Of the two ways, the one that fails later has put in more hunks.
+    return "unfit", text, [f"{name}:{max(failed_lines)}: the lines that {release}.patch expects differ ({reason})"]
 
 
-def three_way(file: Path, text: str, patch: FilePatch) -> tuple[tuple[str, str] | None, str]:
-    """(state, what the text would become) by git's merge; or None, and why not."""
-    content = git(file.parent, "cat-file", "blob", patch.blob)
-    if content is None:
-        return None, f"no 3-way merge, for git has no object {patch.blob[:12]} here"
-    without = _decode(content.replace(b"\r\n", b"\n"))
-    patched, _ = fit(without, patch)
-    applied, reverted = merge(text, without, patched), merge(text, patched, without)
-    # Only what the opposite command would undo byte for byte: where a part is in already, that part would go too.
-    if applied not in (None, text) and merge(applied, patched, without) == text:
+def _three_way(file: Path, text: bytes, release: str, name: str, blob: str) -> tuple[tuple[str, bytes] | None, str]:
+    """Return ((state, result), "") of git's merge with the file of the release; (None, reason) if there is none."""
+    release_file = _git(file.parent, "cat-file", "blob", blob)
+    if release_file.returncode:
+        return None, f"no 3-way merge, for git has no object {blob[:12]} here"
+    plain = release_file.stdout.replace(b"\r\n", b"\n")
+    patched = _apply(plain, release, name)[0] or plain
+    applied, reverted = _merge(text, plain, patched), _merge(text, patched, plain)
+    if applied not in (None, text) and _merge(applied, patched, plain) == text:
         return ("out", applied), ""
-    if reverted not in (None, text) and merge(reverted, without, patched) == text:
+    if reverted not in (None, text) and _merge(reverted, plain, patched) == text:
         return ("in", reverted), ""
-    if applied is None or reverted is None:
-        return None, "a 3-way merge conflicts"
-    return None, "git can merge, but revert could not undo it"
+    is_conflict = applied is None or reverted is None
+    return None, "a 3-way merge conflicts" if is_conflict else "git can merge, but revert could not undo it"
 
 
 def has_hook(root: Path, changes: Sequence[FileState] = ()) -> bool:
-    """Whether the hook is asked, and routers pass it on wherever replay lets them choose; with these changes made."""
-    after = {change.patch.path: change.after for change in changes if change.state == "out"}
-    asks, router = (_decode(after.get(name) or _content(root / name)) for name in (f"{_MOE}moe_utils.py", _ROUTER))
+    """Whether a tree, with ``changes`` applied, calls the hook, and each choice of experts passes the hook on."""
+    results = {change.name: change.result for change in changes if change.state == "out"}
+    contents = (results.get(name) or _content(root / name) for name in (f"{_MOE}moe_utils.py", _ROUTER))
+    utils, router = (content.decode(errors="replace") for content in contents)
     router = _REFUSED.sub("", router)
     calls = len(re.findall(r"\b(?:topk_softmax_with_capacity|topk_routing_with_score_function)\(", router))
-    return "router_replay.get_replay_topk(" in asks and 0 < calls == router.count("router_replay=self.router_replay")
+    return "router_replay.get_replay_topk(" in utils and 0 < calls == router.count("router_replay=self.router_replay")
 
 
-def choose(root: Path, version: str, asked: str | None, reverting: bool) -> tuple[str, list[FileState]] | None:
-    """The release whose patch is for this tree, and what the patch would do to it; PatchError if there is none.
+def choose(root: Path, version: str, requested: str | None) -> tuple[str, list[FileState]] | None:
+    """Return (release, file states) of the patch for a tree; None if the tree has the hook and no patch fits.
 
-    That of the release that is asked for, or that the tree says it is. Otherwise the nearest that fits, in or out, and
-    leaves a tree with the hook. Those that bring the hook come first: they contain the guard's hunks. None if none
-    fits and the tree has the hook.
+    The order is: the requested release, the tree's own release, the nearest release whose patch fits and leaves a tree
+    with the hook. Patches that add the hook are tried first, because they contain the other patch.
+
+    PatchError if the requested release has no patch, or no patch brings the hook.
     """
-    release = asked or version
-    if asked or release in list_versions():
-        if release not in list_versions():
-            raise PatchError(f"no patch for Megatron-Core {release}, expected one of {', '.join(list_versions())}")
-        return release, _examine_all(root, release, reverting)
-    nearest = sorted(list_versions(), key=lambda known: abs(_position(known) - _position(version)))
-    nearest.sort(key=_only_guards)
-    tried = {release: _examine_all(root, release, reverting) for release in nearest}
+    releases = list_versions()
+    release = requested or version
+    if requested or release in releases:
+        if release not in releases:
+            raise PatchError(f"no patch for Megatron-Core {release}, expected one of {', '.join(releases)}")
+        return release, examine(root, release)
+    releases.sort(key=lambda release: (_adds_no_hook(release), abs(_position(release) - _position(version))))
+    tried = {release: examine(root, release) for release in releases}
     for release, states in tried.items():
         if not _unfit(states) and has_hook(root, states):
             return release, states
     if has_hook(root):
         return None
-    raise PatchError(_no_fit(root, version, tried))
-
-
-def _examine_all(root: Path, release: str, reverting: bool) -> list[FileState]:
-    return [examine(root, patch, reverting) for patch in read_patch(PATCHES / f"{release}.patch")]
+    raise PatchError(_explain_no_fit(root, version, tried))
 
 
 def _unfit(states: Sequence[FileState]) -> list[FileState]:
     return [state for state in states if state.state == "unfit"]
 
 
-def _only_guards(release: str) -> bool:
-    """Whether the patch is for trees that have the hook already: it does not touch the router."""
-    return all(patch.path != _ROUTER for patch in read_patch(PATCHES / f"{release}.patch"))
+def _adds_no_hook(release: str) -> bool:
+    return f"a/{_ROUTER} " not in (PATCHES / f"{release}.patch").read_text(encoding="utf-8")
 
 
-def _no_fit(root: Path, version: str, tried: dict[str, list[FileState]]) -> str:
-    found = f"no patch fits Megatron-Core {version} in {root}"
+def _explain_no_fit(root: Path, version: str, tried: dict[str, list[FileState]]) -> str:
+    problem = f"no patch fits Megatron-Core {version} in {root}: it has no hook (router_replay), and"
     for release, states in tried.items():
-        if _only_guards(release) and all(state.state == "in" for state in states):
+        if _adds_no_hook(release) and all(state.state == "in" for state in states):
             return (
-                f"{found}: it has no hook (router_replay), and {release}.patch is in, which only guards one; take that "
-                f"out first: megarl patch revert --version {release}; nothing was changed"
+                f"{problem} {release}.patch is in, which only guards one; take that out first: megarl patch revert "
+                f"--version {release}; nothing was changed"
             )
     release, states = next(iter(tried.items()))
     return (
-        f"{found}: it has no hook (router_replay), and none of {', '.join(tried)} brings it in. Put the change of the "
-        f"nearest in by hand, or use a release that has a patch or the hook. {release}.patch: "
-        f"{_unfit(states)[0].notes[0]}; nothing was changed"
+        f"{problem} none of {', '.join(tried)} brings it in. Put the change of the nearest in by hand, or use a "
+        f"release that has a patch or the hook. {release}.patch: {_unfit(states)[0].notes[0]}; nothing was changed"
     )
 
 
 def replace_files(root: Path, changes: Sequence[FileState]) -> None:
-    """All or none: old and new contents are staged on the same disk and renamed; an error renames the old ones back."""
-    done: list[int] = []
+    """Replace all files or none: stage old and new contents on the same disk, rename, and rename back on an error."""
+    num_renamed = 0
     inside = root / "megatron" / "core"
     try:
         with tempfile.TemporaryDirectory(dir=inside, prefix=".patch-", ignore_cleanup_errors=True) as folder:
-            for number, change in enumerate(changes):
-                _stage(change, Path(folder) / f"{number}.old", Path(folder) / f"{number}.new")
+            pairs = [(Path(folder, f"{number}.old"), Path(folder, f"{number}.new")) for number in range(len(changes))]
+            for change, (old, new) in zip(changes, pairs, strict=True):
+                _stage(change, old, new)
             try:
-                for number, change in enumerate(changes):
-                    os.replace(Path(folder) / f"{number}.new", change.file)
-                    done.append(number)
+                for change, (_, new) in zip(changes, pairs, strict=True):
+                    os.replace(new, change.file)
+                    num_renamed += 1
             except BaseException:
-                while done:
-                    os.replace(Path(folder) / f"{done[-1]}.old", changes[done[-1]].file)
-                    done.pop()
+                while num_renamed:
+                    os.replace(pairs[num_renamed - 1][0], changes[num_renamed - 1].file)
+                    num_renamed -= 1
                 raise
     except OSError as error:
-        what = error.filename2 or error.filename or inside
-        left = "some files are changed: run the opposite command" if done else "nothing was changed"
-        raise PatchError(f"cannot write {what}: {error.strerror}; {left}") from error
+        place = error.filename2 or error.filename or inside
+        outcome = "some files are changed: run the opposite command" if num_renamed else "nothing was changed"
+        raise PatchError(f"cannot write {place}: {error.strerror}; {outcome}") from error
 
 
 def _stage(change: FileState, old: Path, new: Path) -> None:
     shutil.copy2(change.file, old)
-    if old.read_bytes() != change.before:
+    if old.read_bytes() != change.current:
         raise PatchError(f"{change.file} has changed meanwhile; nothing was changed, try again")
-    new.write_bytes(change.after)
-    shutil.copymode(old, new)  # the time stamp is new, so that Python compiles it again
+    new.write_bytes(change.result)
+    shutil.copymode(old, new)  # the time stamp is new, so that Python compiles the file again
     if os.geteuid() == 0:
         owner = change.file.stat()
         os.chown(new, owner.st_uid, owner.st_gid)
 
 
 def difference(changes: Sequence[FileState]) -> str:
-    """The changes as a patch of the target's real files."""
+    """Return the changes as a patch of the target's files."""
     rows: list[str] = []
     for change in changes:
-        before, after = (_decode(content).split("\n") for content in (change.before, change.after))
-        named = f"a/{change.patch.path}", f"b/{change.patch.path}"
-        rows += difflib.unified_diff(before, after, *named, lineterm="")
+        lines = [content.decode("utf-8", "surrogateescape").split("\n") for content in (change.current, change.result)]
+        rows += difflib.unified_diff(*lines, f"a/{change.name}", f"b/{change.name}", lineterm="")
     return "".join(f"{row}\n" for row in rows)
 
 
 def run(command: str, target: Path | None, version: str | None, dry_run: bool, as_json: bool = False) -> None:
-    """Carry out one command, a key of ``WORDS``, and print what was done; PatchError if it is refused.
+    """Run one command, a key of ``WORDS``, and print the result. PatchError if the command is refused.
 
-    ``version``: take the patch of this release. ``dry_run``: print the difference to the real files, change nothing.
-    ``as_json``: print target, release of Megatron-Core, patch, and path, state and notes of each file.
+    version: take the patch of this release. dry_run: print the difference to the target's files, change nothing.
+    as_json: print target, release of Megatron-Core, patch, and path, state and notes of each file.
     """
     if dry_run and command not in ("apply", "revert"):
         raise PatchError(f"--dry-run goes with apply or revert; {command} changes nothing anyway")
@@ -287,39 +287,39 @@ def run(command: str, target: Path | None, version: str | None, dry_run: bool, a
 
 def _run(command: str, target: Path | None, version: str | None, dry_run: bool, as_json: bool) -> None:
     root = (target or find_installed()).resolve()
-    says = read_version(root)
-    chosen = choose(root, says, version, command == "revert")
-    told = {"target": str(root), "megatron_core": says, "patch": None, "files": []}
-    if chosen is None:
+    core = read_version(root)
+    choice = choose(root, core, version)
+    answer = {"target": str(root), "megatron_core": core, "patch": None, "files": []}
+    if choice is None:
         if as_json:
-            print(json.dumps(told, indent=1))
+            print(json.dumps(answer, indent=1))
         elif not dry_run:
-            print(f"megatron-core {says} in {root}: has the hook and needs no patch")
+            print(f"megatron-core {core} in {root}: has the hook and needs no patch")
         return
-    release, states = chosen
+    release, states = choice
     unfit = _unfit(states)
     if command in ("check", "apply") and not unfit and not has_hook(root, states):
         raise PatchError(
-            f"{release}.patch fits Megatron-Core {says} in {root}, but leaves routers that do not pass on a hook "
+            f"{release}.patch fits Megatron-Core {core} in {root}, but leaves routers that do not pass on a hook "
             "(router_replay), expected one at every choice of experts: put it in by hand, or take a patch that brings "
             "it (--version); nothing was changed"
         )
     changes = [state for state in states if state.state == {"apply": "out", "revert": "in"}.get(command)]
     if changes and not unfit and not dry_run:
-        # A router that passes the hook on to a function that does not know it is the worse half.
+        # A router that passes the hook to a function without that argument would fail: moe_utils.py goes in first.
         replace_files(root, changes if command == "apply" else changes[::-1])
     if dry_run and not unfit and not as_json:
-        sys.stdout.buffer.write(_encode(difference(changes)))
+        sys.stdout.buffer.write(difference(changes).encode("utf-8", "surrogateescape"))
         return
     words = ["not changed" if unfit and state in changes else WORDS[command][state.state] for state in states]
     if as_json:
-        told |= {"patch": release, "difference": difference(changes)} if dry_run else {"patch": release}
-        files = [{"path": s.patch.path, "state": word, "notes": s.notes} for s, word in zip(states, words, strict=True)]
-        print(json.dumps(told | {"files": files}, indent=1))
+        answer |= {"patch": release, "difference": difference(changes)} if dry_run else {"patch": release}
+        files = [{"path": s.name, "state": word, "notes": s.notes} for s, word in zip(states, words, strict=True)]
+        print(json.dumps(answer | {"files": files}, indent=1))
     else:
-        print(f"megatron-core {says} in {root}: {release}.patch")
+        print(f"megatron-core {core} in {root}: {release}.patch")
         for state, word in zip(states, words, strict=True):
-            print(f"  {state.patch.path}: {word}", *state.notes, sep="\n    ")
+            print(f"  {state.name}: {word}", *state.notes, sep="\n    ")
     if unfit and command != "status":
-        more = sum(len(state.notes) for state in unfit) - 1
-        raise PatchError(unfit[0].notes[0] + (f", and {more} more" if more else "") + "; nothing was changed")
+        num_more = sum(len(state.notes) for state in unfit) - 1
+        raise PatchError(unfit[0].notes[0] + (f", and {num_more} more" if num_more else "") + "; nothing was changed")
