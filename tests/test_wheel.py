@@ -144,7 +144,9 @@ def test_it_works_where_only_numpy_and_pydantic_are(wheel: Path, tmp_path: Path)
     for name in recipes:
         assert name in listed
         run(megarl, "recipes", "copy", name, name)
-        loaded = subprocess.run([python, "-c", LOAD, name], cwd=tmp_path / name, env=environment, stdout=subprocess.PIPE)
+        loaded = subprocess.run(
+            [python, "-c", LOAD, name], cwd=tmp_path / name, env=environment, stdout=subprocess.PIPE
+        )
         assert loaded.returncode == 0
         assert loaded.stdout in (b"", b"its [megatron] table needs Megatron-Core\n")
     assert os.access(tmp_path / "qwen3-30b-a3b-8gpu" / "local.sh", os.X_OK)

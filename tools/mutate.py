@@ -277,7 +277,7 @@ def _run_forked(files: list[str], name: str, path: Path, mutants: list[Mutant]) 
                     items.insert(0, items.pop(int(status)))
                     status = "killed"
                 print(f"{status} {mutant.key}", file=out, flush=True)
-            raise pytest.Exit("done", 0)
+            pytest.exit("done", returncode=0)
 
     read, write = os.pipe()
     if os.fork() == 0:

@@ -25,7 +25,9 @@ RUNS_ON = {
 
 def list_recipes() -> dict[str, str]:
     """The first comment of each recipe, by its name."""
-    return {path.stem: path.read_text().partition("\n")[0].removeprefix("# ") for path in sorted(RECIPES.glob("*.toml"))}
+    return {
+        path.stem: path.read_text().partition("\n")[0].removeprefix("# ") for path in sorted(RECIPES.glob("*.toml"))
+    }
 
 
 def find(name: str) -> Path:
