@@ -1,4 +1,4 @@
-"""Puts ``launch`` and ``patches`` into the wheel, from the top of the checkout (called by setuptools, see pyproject.toml)."""
+"""Puts ``launch`` and ``patches`` of the checkout into the wheel; setuptools calls it (pyproject.toml)."""
 
 import shutil
 from pathlib import Path

@@ -165,7 +165,7 @@ that they ran. What was installed and ran is [at the end](#installed-together).
 
 MEANING = """\
 
-- **Core** is `megarl-moe` without an extra. The versions are those of the whole environment, the library's own among them.
+- **Core** is `megarl-moe` without an extra. Versions are those of the whole environment, the library's own among them.
 - **Moves** names packages that the library gets in another version than without megarl. A row without it moves none.
 - **`[sglang]`** was asked where the library installs SGLang into the environment of its trainer. The extra is for
   a new environment of servers alone. Beside an older SGLang install `megarl-moe` without an extra
