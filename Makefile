@@ -1,4 +1,4 @@
-# The one door: `make quickstart` trains a tiny MoE on a CPU, `make test` and `make check` say whether all is well.
+# The one door: `make quickstart` trains a tiny MoE on a CPU; `make check test gate` says whether all is well.
 # Each target sets up .venv first; nothing but make and a Python is needed.
 
 # The first that runs is taken. `make setup PYTHON=python3.12` makes .venv again, with that Python, and it stays.
@@ -22,7 +22,7 @@ PYTEST = $(BIN)/python -m pytest -q --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup docs sglang-cpu quickstart bench null-gpu test test-all test-fast test-null-gpu test-pythons test-sglang check mutation format clean clean-cache
+.PHONY: help setup docs sglang-cpu quickstart bench null-gpu test gate test-all test-fast test-null-gpu test-pythons test-sglang check mutation format clean clean-cache
 .DEFAULT_GOAL := help
 
 help:
@@ -31,14 +31,15 @@ help:
 	@echo "make bench       measure speed and memory side by side, write docs/benchmarks.md, fail where a budget is broken"
 	@echo "make sglang-cpu  create .venv-sglang with SGLang $(SGLANG_VERSION) for the CPU (3.2 GB; SGLANG_VERSION= takes another)"
 	@echo "make null-gpu    create .venv-null-gpu with CUDA torch and Transformer Engine, for a GPU that computes nothing (6 GB)"
-	@echo "make test        the tests in minutes; skips what needs a program that is absent, and says so at the end"
-	@echo "make test-all    all tests that need no GPU: test-fast, test-null-gpu, test-pythons, test-sglang"
-	@echo "make test-fast   those that need no SGLang"
+	@echo "make test        the tests that take minutes together; skips those whose programs are absent, and lists them"
+	@echo "make gate        short runs of the real parts: SGLang, Slurm, the null GPU, the wheel, the documentation"
+	@echo "make test-all    all tests that need no GPU: docs, test-fast, test-null-gpu, test-pythons, test-sglang"
+	@echo "make test-fast   tests that need neither SGLang nor the null GPU"
 	@echo "make test-null-gpu those of CUDA, NCCL and Transformer Engine, on the null GPU"
 	@echo "make test-pythons a fast part of the tests with the newest Python up to 3.13 that the machine has, less with those between"
 	@echo "make test-sglang those against real SGLang servers"
 	@echo "make docs        build the documentation into build/site; a broken link or anchor fails"
-	@echo "make check       lint, format, types, floors"
+	@echo "make check       lint, format, types, floors, plain words"
 	@echo "make mutation    whether the tests notice a changed operator or number (core, and samples elsewhere)"
 	@echo "make format      let ruff put the code in order"
 	@echo "make clean       remove .venv, .venv-*, build/site, caches of tools and $(QUICKSTART_DIR)"
@@ -63,13 +64,18 @@ quickstart: setup
 	@$(BIN)/megarl quickstart --out $(QUICKSTART_DIR)
 
 test: setup
-	@$(PYTEST) -n $(TEST_WORKERS) -m "not gpu and not null_gpu and not slow and (quick or not sglang)" $(PYTEST_ARGS)
+	@$(PYTEST) -n $(TEST_WORKERS) -m "not (gpu or null_gpu or sglang or slow)" $(PYTEST_ARGS)
+
+# What continuous integration runs after check and test (.ci/run): the tests marked gate.
+gate: setup docs sglang-cpu null-gpu
+	@$(PYTEST) -n $(TEST_SGLANG_WORKERS) -m "gate and not null_gpu" $(PYTEST_ARGS)
+	@tests/null_gpu/python -m pytest -q --dist loadfile -n $(TEST_NULL_GPU_WORKERS) -m gate tests/null_gpu $(PYTEST_ARGS)
 
 # One after the other.
 test-all: docs test-fast test-null-gpu test-pythons test-sglang
 
 test-fast: setup
-	@$(PYTEST) -n $(TEST_WORKERS) -m "not gpu and not null_gpu and not sglang" $(PYTEST_ARGS)
+	@$(PYTEST) -n $(TEST_WORKERS) -m "not (gpu or null_gpu or sglang)" $(PYTEST_ARGS)
 
 test-null-gpu: null-gpu
 	@tests/null_gpu/python -m pytest -q --dist loadfile -n $(TEST_NULL_GPU_WORKERS) tests/null_gpu $(PYTEST_ARGS)
@@ -88,6 +94,7 @@ check: setup
 	@$(BIN)/ruff format --quiet --check . && echo "check: format ok"
 	@$(BIN)/pyright --warnings >.venv/pyright.log 2>&1 && echo "check: types ok" || { cat .venv/pyright.log; exit 1; }
 	@$(BIN)/lint-imports >.venv/lint-imports.log 2>&1 && echo "check: floors ok" || { cat .venv/lint-imports.log; exit 1; }
+	@$(BIN)/python tools/plain_words.py && echo "check: words ok"
 
 # In an environment of its own, which does not have megarl: mkdocstrings reads the code without importing it.
 # With --quiet, warnings would not be counted, and --strict would let broken links pass.

@@ -1,4 +1,4 @@
-"""An environment with what `pip install megarl` brings: numpy, pydantic, and what these need."""
+"""An environment with what `pip install megarl-moe` brings: numpy, pydantic, and what these need."""
 
 from __future__ import annotations
 

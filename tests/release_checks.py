@@ -233,7 +233,7 @@ def trained(folder: Path | None, world: World, where: Path) -> tuple[dict[str, E
     ]
     where.mkdir(parents=True)
     (where / "plan.pkl").write_bytes(pickle.dumps(jobs))
-    ran = run([str(HERE / "train" / "fork_worker.py"), str(where)], folder)
+    ran = run([str(HERE / "trainer" / "fork_worker.py"), str(where)], folder)
     assert (where / "codes.pkl").is_file(), ran.output[-3000:]
     codes = pickle.loads((where / "codes.pkl").read_bytes())
     return {job.name: _ended(where, index, codes[index]) for index, job in enumerate(jobs)}, ran.seconds

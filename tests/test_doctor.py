@@ -88,7 +88,7 @@ def test_this_environment_is_ready(shown):
     assert code == 0, text
     assert text.startswith("ready to train on this machine\n")
     assert "replay hook" in text
-    assert "pip install 'megarl[gpu]'" in text
+    assert "pip install 'megarl-moe[gpu]'" in text
     for blocker in REPLAY_BLOCKERS:
         assert blocker.setting in text
         assert blocker.reason in text
@@ -354,7 +354,7 @@ def test_transformer_engine_is_compared(release, facts, status, said, monkeypatc
 
 @pytest.fixture(scope="module")
 def lean(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment with what `pip install megarl` brings."""
+    """The Python of an environment with what `pip install megarl-moe` brings."""
     return make_environment(tmp_path_factory.mktemp("lean"))
 
 
@@ -368,7 +368,7 @@ def test_without_torch_it_says_what_to_install(lean: Path, path: Path):
     alone = run_lean(lean)
     assert (alone.returncode, alone.stderr) == (1, "")
     assert alone.stdout.startswith("not ready to train on this machine: ")
-    assert "torch, transformers: not installed; pip install 'megarl[train]'" in alone.stdout
+    assert "torch, transformers: not installed; pip install 'megarl-moe[train]'" in alone.stdout
     found = json.loads(run_lean(lean, "--json", str(path)).stdout)
     assert {*found} == {"verdict", "config", "checks", "versions", "details"}
     assert (found["verdict"], found["config"], found["versions"]["torch"]) == ("not ready", str(path), None)

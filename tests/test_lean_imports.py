@@ -88,5 +88,5 @@ def test_what_is_missing_is_named_with_its_extra(lean, words, package):
     assert done.returncode == 2
     assert done.stderr == (
         f"megarl: error: megarl {words[0]} needs the package {package}, which is not installed: "
-        "pip install 'megarl[train]'\n"
+        "pip install 'megarl-moe[train]'\n"
     )

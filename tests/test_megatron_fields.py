@@ -166,7 +166,7 @@ def test_an_empty_table_needs_no_megatron(monkeypatch):
     monkeypatch.setattr(megatron_fields.importlib.util, "find_spec", lambda name: None)
     megatron_fields.fields.cache_clear()
     assert not any(megatron_fields.check({}).values())
-    with pytest.raises(ConfigError, match=r"expected 0\.12\.3 to 0\.19: run `pip install .megarl\[megatron\]"):
+    with pytest.raises(ConfigError, match=r"expected 0\.12\.3 to 0\.19: run `pip install .megarl-moe\[megatron\]"):
         megatron_fields.check({"moe_z_loss_coeff": 1.0})
     megatron_fields.fields.cache_clear()
 

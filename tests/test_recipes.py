@@ -18,7 +18,7 @@ def files(folder: Path) -> set[str]:
 def test_the_list_describes_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     listed = [line.split() for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
-    assert [words[0] for words in listed] == sorted(path.stem for path in shipped.HERE.glob("*.toml"))
+    assert [words[0] for words in listed] == sorted(path.stem for path in shipped.RECIPES.glob("*.toml"))
     assert all(len(words) > 3 for words in listed)
 
 

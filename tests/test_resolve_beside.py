@@ -19,9 +19,9 @@ from resolve_beside import ALONE, EMPTY, FOLDER, PAGE, ResolverError, cell, read
 ROOT = Path(__file__).parents[1]
 TOLD = """\
 error: No solution found when resolving dependencies
-  cause: Because sglang==0.5.8 depends on transformers==4.57.1 and megarl[train]==0.1.0 depends on transformers>=5.3,<5.25, we can conclude that megarl[train]==0.1.0 and sglang==0.5.8 are incompatible.
-         And because only megarl[train]==0.1.0 is available, we can conclude that sglang==0.5.8 and all versions of megarl[train] are incompatible.
-         And because you require megarl[train] and sglang==0.5.8, we can conclude that your requirements are unsatisfiable.
+  cause: Because sglang==0.5.8 depends on transformers==4.57.1 and megarl-moe[train]==0.1.0 depends on transformers>=5.3,<5.25, we can conclude that megarl-moe[train]==0.1.0 and sglang==0.5.8 are incompatible.
+         And because only megarl-moe[train]==0.1.0 is available, we can conclude that sglang==0.5.8 and all versions of megarl-moe[train] are incompatible.
+         And because you require megarl-moe[train] and sglang==0.5.8, we can conclude that your requirements are unsatisfiable.
 """  # noqa: E501
 FOUND = resolve_beside.neighbours()
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -62,7 +62,7 @@ def test_the_sglang_extra_begins_with_the_oldest_release_that_the_tests_run():
 
 def test_a_conflict_is_told_in_one_line():
     assert read_conflict(TOLD) == (
-        "sglang==0.5.8 depends on transformers==4.57.1; megarl[train]==0.1.0 depends on transformers>=5.3,<5.25"
+        "sglang==0.5.8 depends on transformers==4.57.1; megarl-moe[train]==0.1.0 depends on transformers>=5.3,<5.25"
     )
 
 
@@ -97,7 +97,7 @@ def test_a_lock_counts_the_largest_wheel_and_leaves_megarl_out():
     packages = [
         {"name": "torch", "version": "2.11.0", **files},
         {"name": "fonts", "version": "1", "sdist": {"size": 3_000_000}},
-        {"name": "megarl", "directory": {}},
+        {"name": "megarl-moe", "directory": {}},
     ]
     assert read_lock({"packages": packages}) == {
         "versions": {"torch": "2.11.0", "fonts": "1"},

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
-TOOLS = sorted((Path(__file__).parent.parent / "tools").glob("*.py"))
+ROOT = Path(__file__).parents[1]
+TOOLS = sorted((ROOT / "tools").glob("*.py"))
 
 
 def test_there_are_tools() -> None:
@@ -30,3 +32,15 @@ def test_a_tool_finds_all_that_it_imports() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert not done.stdout, done.stdout[-2000:]
+
+
+def test_every_module_that_is_mutated_exists_with_its_tests() -> None:
+    tables = runpy.run_path(str(ROOT / "tools" / "mutate.py"))
+    for module, stems in tables["SCORED"].items():
+        assert tables["find_module"](module).is_file(), module
+        for stem in stems.split():
+            assert (ROOT / f"tests/core/test_{stem}.py").is_file(), f"{module}: {stem}"
+    for module, names in tables["SAMPLED"].items():
+        assert tables["find_module"](module).is_file(), module
+        for name in names.split():
+            assert (ROOT / f"tests/{name}.py").is_file(), f"{module}: {name}"

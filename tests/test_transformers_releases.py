@@ -31,7 +31,7 @@ def test_routes_and_logprobs_are_those_of_the_model(release: tuple[str, ...]) ->
     """In a child process, whose every test must have run; it says which release it imported."""
     folder = transformers_release(*release)
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    files = [str(HERE / "rollout" / check) for check in CHECKS]
+    files = [str(HERE / "engines" / check) for check in CHECKS]
     code = "import pytest, sys, transformers; print(transformers.__version__, transformers.__file__); "
     code += "sys.exit(pytest.main(sys.argv[1:]))"
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The wheel and the source distribution: whole, without anything foreign, and working without other packages."""
+"""The wheel and the source distribution: complete, nothing foreign in them, usable without other packages."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from megarl.routes import RoutingTrace
 from megarl.routes.trace_file import TracedSequence, TraceInfo, write_traces
 
 ROOT = Path(__file__).parents[1]
+DATA = ("launch", "patches")
+"""Folders beside the package that the wheel carries inside of it."""
 LOAD = """
 import sys
 from megarl.config import file
@@ -29,22 +31,22 @@ except ConfigError as error:
     assert "found no megatron-core" in str(error), error
     print("its [megatron] table needs Megatron-Core")
 """
-pytestmark = pytest.mark.slow(minutes=1)
+pytestmark = [pytest.mark.slow(minutes=1), pytest.mark.gate]
 
 
 def build(source: Path, out: Path, kind: str) -> Path:
     """Call the build backend as pip does, with the setuptools of this environment; kind: "wheel" or "sdist"."""
     out.mkdir(exist_ok=True)
-    tell = f"import setuptools.build_meta as b; print(); print(b.build_{kind}({str(out)!r}))"
-    done = subprocess.run([sys.executable, "-c", tell], cwd=source, capture_output=True, text=True)
+    code = f"import setuptools.build_meta as b; print(); print(b.build_{kind}({str(out)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return out / done.stdout.split()[-1]
 
 
 def members(wheel: Path) -> set[str]:
-    """Files of a wheel without those that describe it."""
+    """Files of a wheel without its metadata."""
     with zipfile.ZipFile(wheel) as archive:
-        return {name for name in archive.namelist() if not name.startswith(f"megarl-{__version__}.dist-info/")}
+        return {name for name in archive.namelist() if not name.startswith(f"megarl_moe-{__version__}.dist-info/")}
 
 
 @pytest.fixture(scope="module")
@@ -55,38 +57,73 @@ def tracked() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory, tracked: list[str]) -> tuple[Path, Path]:
-    """A wheel and a source distribution of the files of the repository."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+def source(tmp_path_factory: pytest.TempPathFactory, tracked: list[str]) -> Path:
+    """A copy of the repository, in which building leaves its files."""
+    folder = tmp_path_factory.mktemp("source")
     for name in tracked:
         if not name.startswith(("docs/", "tests/null_gpu/")):
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, source / name)
-    return build(source, out, "wheel"), build(source, out, "sdist")
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
 
 
-def test_every_file_of_the_package_is_in_and_no_other(built: tuple[Path, Path], tracked: list[str]) -> None:
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(source, tmp_path_factory.mktemp("wheel"), "wheel")
+
+
+@pytest.fixture(scope="module")
+def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(source, tmp_path_factory.mktemp("sdist"), "sdist")
+
+
+def test_the_wheel_has_the_package_and_the_two_folders_of_data(wheel: Path, tracked: list[str]) -> None:
     package = {name for name in tracked if name.startswith("megarl/")}
-    assert members(built[0]) == package
-    assert {"megarl/py.typed", "patches/0.15.3.patch", "launch/scripts/local.sh"} <= package
-    with tarfile.open(built[1]) as archive:
+    data = {f"megarl/{name}" for name in tracked if name.startswith(DATA)}
+    assert {"megarl/patches/0.15.3.patch", "megarl/launch/scripts/local.sh"} <= data
+    assert members(wheel) == package | data
+    assert "megarl/py.typed" in package
+
+
+def test_the_source_distribution_has_the_same_files_where_the_checkout_has_them(
+    sdist: Path, tracked: list[str]
+) -> None:
+    with tarfile.open(sdist) as archive:
         names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
-    described = {"PKG-INFO", "setup.cfg", "MANIFEST.in", "LICENSE", "README.md", "pyproject.toml"}
-    assert {name for name in names if not name.startswith("megarl.egg-info/")} == package | described
+    sources = {name for name in tracked if name.startswith(("megarl/", *DATA))}
+    build_files = {"MANIFEST.in", "LICENSE", "README.md", "pyproject.toml", "tools/build_package.py"}
+    assert {name for name in names if not name.startswith("megarl_moe.egg-info/")} == (
+        sources | build_files | {"PKG-INFO", "setup.cfg"}
+    )
 
 
-def test_the_source_distribution_makes_the_same_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
-    with tarfile.open(built[1]) as archive:
+def test_the_source_distribution_makes_the_same_wheel(wheel: Path, sdist: Path, tmp_path: Path) -> None:
+    with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
-    again = build(next(tmp_path.glob("megarl-*")), tmp_path / "out", "wheel")
-    with zipfile.ZipFile(built[0]) as first, zipfile.ZipFile(again) as second:
-        assert members(built[0]) == members(again)
-        assert all(first.read(name) == second.read(name) for name in members(again))
+    rebuilt = build(tmp_path / f"megarl_moe-{__version__}", tmp_path / "out", "wheel")
+    with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(rebuilt) as second:
+        assert members(wheel) == members(rebuilt)
+        assert all(first.read(name) == second.read(name) for name in members(rebuilt))
 
 
-def test_it_works_where_only_numpy_and_pydantic_are(built: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_second_build_drops_a_file_that_is_gone(source: Path, wheel: Path, tmp_path: Path) -> None:
+    """``build/lib`` of the first build is still there."""
+    shutil.copytree(source, tmp_path / "source")
+    (tmp_path / "source" / "launch" / "scripts" / "local.sh").unlink()
+    rebuilt = build(tmp_path / "source", tmp_path / "out", "wheel")
+    assert members(wheel) - members(rebuilt) == {"megarl/launch/scripts/local.sh"}
+
+
+def test_an_editable_installation_copies_no_data(source: Path, tmp_path: Path) -> None:
+    """It finds the folders in the checkout, as the environment of these tests does."""
+    code = f"import setuptools.build_meta as b; print(); print(b.build_editable({str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not [name for name in members(tmp_path / done.stdout.split()[-1]) if name.startswith("megarl/")]
+
+
+def test_it_works_where_only_numpy_and_pydantic_are(wheel: Path, tmp_path: Path) -> None:
     python = make_environment(tmp_path / "empty", with_pip=True)
-    pip = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", built[0]]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def run(*words: str | Path) -> str:
@@ -94,7 +131,7 @@ def test_it_works_where_only_numpy_and_pydantic_are(built: tuple[Path, Path], tm
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    run(*pip)
+    run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel)
     megarl = python.with_name("megarl")
     assert run(megarl, "--version") == f"megarl {__version__}\n"
     assert "patch" in run(megarl, "--help")
@@ -102,12 +139,16 @@ def test_it_works_where_only_numpy_and_pydantic_are(built: tuple[Path, Path], tm
     write_traces(tmp_path / "t", TraceInfo("tiny", (0,), 4, 2), [TracedSequence("s", RoutingTrace(experts, 4))])
     assert "top-2 of 4" in run(megarl, "trace", "inspect", "t")
     listed = run(megarl, "recipes")
-    recipes = [path.stem for path in (ROOT / "launch").glob("*.toml")]
+    recipes = [path.stem for path in (ROOT / "launch" / "recipes").glob("*.toml")]
     assert len(recipes) == 8
     for name in recipes:
         assert name in listed
         run(megarl, "recipes", "copy", name, name)
-        done = subprocess.run([python, "-c", LOAD, name], cwd=tmp_path / name, env=environment, stdout=subprocess.PIPE)
-        assert done.returncode == 0
-        assert done.stdout in (b"", b"its [megatron] table needs Megatron-Core\n")
+        loaded = subprocess.run(
+            [python, "-c", LOAD, name], cwd=tmp_path / name, env=environment, stdout=subprocess.PIPE
+        )
+        assert loaded.returncode == 0
+        assert loaded.stdout in (b"", b"its [megatron] table needs Megatron-Core\n")
     assert os.access(tmp_path / "qwen3-30b-a3b-8gpu" / "local.sh", os.X_OK)
+    installed = run(python, "-c", "from megarl.ops.patching.patch import PATCHES; print(PATCHES)")
+    assert Path(installed.strip()).is_relative_to(tmp_path / "empty")

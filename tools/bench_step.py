@@ -85,8 +85,8 @@ class Bench:
         self.steps = {name: TrainStep(_of_variant(config, name), self.policy, self.objective) for name in VARIANTS}
         self.seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
         self.parts: dict[str, float] = defaultdict(float)
-        self.policy.optimizer_step = self._measured("optimizer", self.policy.optimizer_step)  # type: ignore[method-assign]
-        Hook.get_replay_topk = self._measured("routers", Hook.get_replay_topk)  # type: ignore[method-assign]
+        self.policy.optimizer_step = self._measured("optimizer", self.policy.optimizer_step)
+        Hook.get_replay_topk = self._measured("routers", Hook.get_replay_topk)
 
     def _measured(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -142,7 +142,7 @@ def requirements() -> list[str]:
     extras = table["project"]["optional-dependencies"]
     needed = [*extras["megatron"], *extras["train"], *extras["dev"]]
     build, project = table["build-system"]["requires"], table["project"]["dependencies"]
-    return [*build, *project, *(each for each in needed if not each.startswith("megarl["))]
+    return [*build, *project, *(each for each in needed if not each.startswith("megarl-moe["))]
 
 
 def make_megarl(own: Path) -> None:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.cuda import nccl
 
 from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.run.metrics_log import read_metrics
@@ -82,7 +83,7 @@ def versions() -> dict[str, str]:
             found[name] = "none"
     device = torch.cuda.get_device_properties(0)
     found["gpu"] = f"{device.name}, {device.total_memory / 2**30:.0f} GiB, sm_{device.major}{device.minor}"
-    found["cuda, nccl"] = f"{torch.version.cuda}, {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    found["cuda, nccl"] = f"{torch.version.cuda}, {'.'.join(map(str, nccl.version()))}"
     for name, words in (
         ("driver", ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
         ("commit", ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]),

@@ -72,9 +72,11 @@ def make_arms() -> dict[str, Arm]:
     for replay, cap in product(("none", "r2", "r3"), (None, 3.0, 5.0)):
         add("window", "old", replay, cap)
     for replay, name in product(("none", "r3"), ("window@mu", "tv@mu", "tv@old", "kl@mu", "kl@old")):
-        add(*name.split("@"), replay)
+        mask, anchor = name.split("@")
+        add(mask, anchor, replay)
     for name in ("minimal.5@mu", "minimal.8@mu", "minimal.5@old"):
-        add(*name.split("@"), "none")
+        mask, anchor = name.split("@")
+        add(mask, anchor, "none")
     return arms
 
 

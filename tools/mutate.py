@@ -63,25 +63,25 @@ SCORED = {
 
 SAMPLED = {
     "config/trust": "test_trust_parts",
-    "data/pickles": "data/test_pickles",
+    "files/pickles": "data/test_pickles",
     "run/lock": "data/test_run_lock",
-    "run/audit": "train/test_audit",
-    "rollout/sglang/plugin/compact": "rollout/test_sglang_compact",
+    "run/audit": "trainer/test_audit",
+    "engines/sglang/plugin/compact": "engines/test_sglang_compact",
     "data/strict/text": "data/test_math_strict",
     "data/strict/grammar": "data/test_math_strict",
     "data/strict/items": "data/test_math_strict",
     "core/sampling/gvm": "core/test_gvm",
-    "train/sampling/assignment": "train/test_assignment",
-    "rollout/sglang/client": "rollout/test_sglang_client",
-    "rollout/sglang/keeper": "rollout/test_sglang_fleet",
-    "megatron/replay/hooks": "megatron/test_megatron_replay megatron/test_megatron_replay_errors",
-    "megatron/replay/pass_log": "megatron/test_megatron_replay_passes megatron/test_megatron_replay_attempts",
-    "megatron/plugin": "megatron/test_megatron_plugin",
+    "trainer/sampling/assignment": "trainer/test_assignment",
+    "engines/sglang/client": "engines/test_sglang_client",
+    "engines/sglang/keeper": "engines/test_sglang_fleet",
+    "replay/hooks": "megatron/test_megatron_replay megatron/test_megatron_replay_errors",
+    "replay/pass_log": "megatron/test_megatron_replay_passes megatron/test_megatron_replay_attempts",
+    "plugin": "megatron/test_megatron_plugin",
     "megatron/checkpoints/manifest": "megatron/test_megatron_manifest",
-    "launch/supervisor": "launch/test_supervisor",
+    "ops/launch/supervisor": "ops/launch/test_supervisor",
     "watch/tripwires": "core/test_tripwire_formulas",
     "watch/foreign_rows": "core/test_foreign_rows",
-    "train/tripwires": "train/test_tripwires",
+    "trainer/tripwires": "trainer/test_tripwires",
 }
 """Module of ``megarl`` -> the files below ``tests`` that must notice a change of it. A sample of mutants is tried."""
 
@@ -277,7 +277,7 @@ def _run_forked(files: list[str], name: str, path: Path, mutants: list[Mutant]) 
                     items.insert(0, items.pop(int(status)))
                     status = "killed"
                 print(f"{status} {mutant.key}", file=out, flush=True)
-            raise pytest.Exit("done", 0)
+            pytest.exit("done", returncode=0)
 
     read, write = os.pipe()
     if os.fork() == 0:

@@ -85,7 +85,7 @@ def find_uv() -> str:
 
 
 def ask(uv: str, neighbour: Neighbour, extra: str) -> Answer:
-    megarl = {ALONE: [], CORE: [f"megarl @ {ROOT.as_uri()}"]}.get(extra, [f"megarl[{extra}] @ {ROOT.as_uri()}"])
+    megarl = {ALONE: [], CORE: [f"megarl-moe @ {ROOT.as_uri()}"]}.get(extra, [f"megarl-moe[{extra}] @ {ROOT.as_uri()}"])
     with tempfile.TemporaryDirectory() as name:
         lock = Path(name) / "pylock.toml"
         target = ("--python-version", neighbour.python, "--python-platform", PLATFORM)
@@ -105,7 +105,7 @@ def ask(uv: str, neighbour: Neighbour, extra: str) -> Answer:
 
 
 def read_lock(lock: dict[str, Any]) -> Answer:
-    packages = [package for package in lock.get("packages", []) if package["name"] != "megarl"]
+    packages = [package for package in lock.get("packages", []) if package["name"] != "megarl-moe"]
     return {
         "versions": {package["name"]: package["version"] for package in packages},
         "packages": len(packages),
@@ -165,13 +165,13 @@ that they ran. What was installed and ran is [at the end](#installed-together).
 
 MEANING = """\
 
-- **Core** is `megarl` without an extra. The versions are those of the whole environment, the library's own among them.
+- **Core** is `megarl-moe` without an extra. Versions are those of the whole environment, the library's own among them.
 - **Moves** names packages that the library gets in another version than without megarl. A row without it moves none.
 - **`[sglang]`** was asked where the library installs SGLang into the environment of its trainer. The extra is for
-  a new environment of servers alone. Beside an older SGLang install `megarl` without an extra
+  a new environment of servers alone. Beside an older SGLang install `megarl-moe` without an extra
   ([releases that megarl samples with](sglang.md#releases)).
 - A library that brings Megatron-Core itself (a fork, a submodule, a source tree) needs no extra of megarl: install
-  `megarl` alone. `megarl.replay` imports the torch and the Megatron-Core that are there. Which releases of
+  `megarl-moe` alone. `megarl.replay` imports the torch and the Megatron-Core that are there. Which releases of
   Megatron-Core work: [the version matrix](version_matrix.md).
 
 """
@@ -221,7 +221,7 @@ def _code(words: tuple[str, ...]) -> str:
 
 
 def _install(extra: str) -> str:
-    return "megarl" if extra == CORE else f"megarl[{extra}]"
+    return "megarl-moe" if extra == CORE else f"megarl-moe[{extra}]"
 
 
 def _size(answer: Answer) -> tuple[str, str]:

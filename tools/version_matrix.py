@@ -86,6 +86,7 @@ def measure(release: str, parts: list[str], file: Path, common: Path) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = prepared(release, Path(name) / "packages")
         for part in parts:
+            ran: list[Ran] = []
             if part == "alike":
                 row[part] = routes_alike(release, folder) if release in PATCHED else None  # else it is the same file
             elif part == "examples":
@@ -96,7 +97,7 @@ def measure(release: str, parts: list[str], file: Path, common: Path) -> None:
             else:
                 ran = [run_tests(folder, TESTS[part])]
                 row[part] = [ran[0].passed, ran[0].status, _seconds(*ran)]
-            if part in TESTS or part == "examples":
+            if ran:
                 _tell(ran)
             file.write_text(json.dumps(row, indent=1, sort_keys=True) + "\n")
             print(release, part, json.dumps(row[part]), flush=True)

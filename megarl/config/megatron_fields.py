@@ -50,7 +50,7 @@ def source_root() -> Path:
         if (Path(location) / "core" / "__init__.py").is_file():
             return Path(location) / "core"
     raise ConfigError(
-        f"found no megatron-core in this environment, expected {RELEASES}: run `pip install 'megarl[megatron]'`"
+        f"found no megatron-core in this environment, expected {RELEASES}: run `pip install 'megarl-moe[megatron]'`"
     )
 
 

@@ -68,7 +68,7 @@ class ModelShape:
         return {**self.fields, "vocab_size": self.vocab_size, "tied_embeddings": self.tied_embeddings}
 
 
-Part = Callable[[HFConfig], dict[str, Any]]
+Reader = Callable[[HFConfig], dict[str, Any]]
 """Reads a part of the fields from a config."""
 
 

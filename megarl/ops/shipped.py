@@ -9,10 +9,11 @@ from pathlib import Path
 from megarl.errors import ConfigError
 from megarl.files.shipped import shipped_folder
 
-HERE = shipped_folder("launch")
-MODELS = HERE / "models"
-SCRIPTS = HERE / "scripts"
-GPU = HERE / "gpu"
+_LAUNCH = shipped_folder("launch")
+RECIPES = _LAUNCH / "recipes"
+MODELS = _LAUNCH / "models"
+SCRIPTS = _LAUNCH / "scripts"
+GPU = _LAUNCH / "gpu"
 """A container recipe and the requirements of its two environments."""
 RUNS_ON = {
     "local": ("local.sh",),
@@ -24,13 +25,15 @@ RUNS_ON = {
 
 def list_recipes() -> dict[str, str]:
     """The first comment of each recipe, by its name."""
-    return {path.stem: path.read_text().partition("\n")[0].removeprefix("# ") for path in sorted(HERE.glob("*.toml"))}
+    return {
+        path.stem: path.read_text().partition("\n")[0].removeprefix("# ") for path in sorted(RECIPES.glob("*.toml"))
+    }
 
 
 def find(name: str) -> Path:
     """The file of a recipe or of a script; ConfigError if there is none of this name."""
     files = {path.name: path for path in (*SCRIPTS.iterdir(), *GPU.iterdir())} | {
-        path.stem: path for path in HERE.glob("*.toml")
+        path.stem: path for path in RECIPES.glob("*.toml")
     }
     if name not in files:
         close = difflib.get_close_matches(name, files, n=1)

@@ -70,8 +70,9 @@ def test_a_rendered_text_is_not_rendered_again(family: PreTrainedTokenizerBase, 
             (form, "the prompt ('prompt')"),
             ([{"role": "user", "content": form}], "message 0 of 'prompt'"),
         ):
+            path = write_jsonl(fine, {"prompt": prompt, "answer": "2"})
             with pytest.raises(DataError) as caught:
-                load(path := write_jsonl(fine, {"prompt": prompt, "answer": "2"}), family)
+                load(path, family)
             assert str(caught.value).startswith(f"{path}:2: {name} holds ")
             assert "the chat template writes itself" in str(caught.value)
 

@@ -195,7 +195,7 @@ def forward_passes(server: Server) -> int:
 
 
 @pytest.mark.sglang
-@pytest.mark.quick
+@pytest.mark.gate
 def test_a_real_server_responds_without_a_forward_pass_and_says_what_it_can_run(sglang_server: Server):
     httpx.post(f"{sglang_server.url}/flush_cache", timeout=60.0)
     before = forward_passes(sglang_server)
@@ -211,7 +211,7 @@ def test_a_real_server_responds_without_a_forward_pass_and_says_what_it_can_run(
 
 
 @pytest.mark.sglang
-@pytest.mark.quick
+@pytest.mark.gate
 def test_a_real_server_samples_with_routes_and_logprobs(sglang_server: Server, sglang_model: Path):
     assert sglang_server.healthy()
     assert sglang_server.version.startswith("0.5.")

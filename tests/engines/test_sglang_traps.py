@@ -77,6 +77,7 @@ def under_way(server: Server, pool: ThreadPoolExecutor, is_paused: threading.Eve
     http = httpx.Client(timeout=60.0, limits=httpx.Limits(max_keepalive_connections=0))
 
     def ask(index: int) -> dict[str, Any]:
+        answer: dict[str, Any] = {}
         for _ in range(20):
             answer = http.post(f"{server.url}/generate", json=body_of(index, 55)).raise_for_status().json()
             if is_paused.is_set() or answer["meta_info"]["finish_reason"]["type"] == "abort":

@@ -23,7 +23,7 @@ def _linear(_self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None =
 
 
 def _experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
-    from sglang.srt.layers.moe.fused_moe_native import fused_moe_forward_native
+    from sglang.srt.layers.moe.fused_moe_native import fused_moe_forward_native  # pyright: ignore[reportMissingImports]
 
     dtype = dispatch_output.hidden_states.dtype
     held = SimpleNamespace(
@@ -39,7 +39,7 @@ def _as_loaded(_self: Any, _layer: Any) -> None:
 
 
 def register() -> None:
-    from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
+    from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod  # pyright: ignore[reportMissingImports]
 
     Fp8LinearMethod.process_weights_after_loading = Fp8MoEMethod.process_weights_after_loading = _as_loaded
     Fp8LinearMethod.apply = _linear

@@ -7,6 +7,6 @@ from __future__ import annotations
 
 
 def register() -> None:
-    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers  # pyright: ignore[reportMissingImports]
 
     handlers.AttentionBackendRegistry.register("torch_native", lambda _attn, _batch: handlers.AttnForwardMethod.MLA)

@@ -104,7 +104,7 @@ def test_the_list_is_what_sglang_holds_in_fp32(tmp_path: Path) -> None:
         model: write_family(tmp_path / model, model, **(latent if kind == "deepseek_v3" else {}))
         for model, (kind, _) in FAMILIES.items()
     }
-    words = [SGLANG_PYTHON, Path(__file__).parents[1] / "rollout" / "sglang_dtypes.py", *folders.values()]
+    words = [SGLANG_PYTHON, Path(__file__).parents[1] / "engines" / "sglang_dtypes.py", *folders.values()]
     environment = os.environ | {"PYTHONPATH": str(CPU_SHIM), "SGLANG_USE_CPU_ENGINE": "1"}
     done = subprocess.run([*map(str, words)], check=True, env=environment, capture_output=True, text=True)
     for (model, folder), held in zip(folders.items(), json.loads(done.stdout.splitlines()[-1]), strict=True):

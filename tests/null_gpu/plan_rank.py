@@ -39,7 +39,7 @@ from megarl.ops.plan.layout import Stage, count_rank, stages_of  # noqa: E402
 from megarl.ops.plan.plan import find_model  # noqa: E402
 from megarl.ops.plan.traffic import rank_traffic  # noqa: E402
 from megarl.ops.plan.trainer_memory import rank_memory  # noqa: E402
-from megarl.ops.shipped import HERE as RECIPES  # noqa: E402
+from megarl.ops.shipped import RECIPES  # noqa: E402
 from megarl.trainer.mini_batch import make_rollout, split  # noqa: E402
 
 ROOT = Path(__file__).parents[2]

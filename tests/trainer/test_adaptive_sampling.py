@@ -370,6 +370,7 @@ def test_ada_est_allots_more_to_prompts_that_failed_before(
         for step in range(4):
             made.sample_step(step)
     samples, positives, pool = np.zeros(PROMPTS), np.zeros(PROMPTS), np.zeros(2)
+    counts = np.zeros(0)
     for index, selection in zip(indices, selections, strict=True):
         mean = (1 + pool[1]) / (2 + pool[0])
         rates = (positives[index] + 2 * mean) / (samples[index] + 2)

@@ -433,6 +433,7 @@ def test_how_many_responses_are_judged_and_why_the_others_are_not_is_said_everyw
     ]
     assert verdict.level == "alarm"
     assert of_kind(records, "step")[-1]["unjudged"] in verdict.found
+    counts = ""
     for record in of_kind(records, "eval"):
         counts = f"{record['eval/judged']:.0f} of {record['eval/responses']:.0f} judged"
         assert f"pass rate {record['eval/pass_rate']:.1%} of 16 responses" in said

@@ -106,7 +106,7 @@ def _check_source(key: str, source: str, split: str | None, fields: tuple[str, .
             get_field(record, field, place)
     except ImportError as error:
         problem = f"{source} cannot be read without {error.name}"
-        return Check(key, "failed", problem, advice="pip install 'megarl[train]'")
+        return Check(key, "failed", problem, advice="pip install 'megarl-moe[train]'")
     except (MegarlError, OSError) as error:
         return Check(key, "failed", str(error))
     return Check(key, "ok", f"{source}, first record has {', '.join(fields) or 'fields'}")

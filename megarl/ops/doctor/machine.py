@@ -49,7 +49,7 @@ def check_machine(
         missing.add("wandb")
     checks = [Check("Python", "ok", platform.python_version())]
     for name in sorted(missing):
-        advice = "pip install wandb" if name == "wandb" else "pip install 'megarl[train]'"
+        advice = "pip install wandb" if name == "wandb" else "pip install 'megarl-moe[train]'"
         checks.append(Check(name, "failed", "not installed", advice=advice))
     checks += _check_megatron(releases["megatron-core"], config is None or config.train.replay != "none")
     facts: dict[str, Any] = {}
@@ -89,7 +89,7 @@ def _check_megatron(release: str | None, replays: bool) -> list[Check]:
     except ConfigError:
         newer = " (0.17 and later need Python 3.12)" if sys.version_info < (3, 12) else ""
         expected = f"{megatron_fields.RELEASES}{newer}"
-        return [Check("megatron-core", "failed", "not installed", expected, "pip install 'megarl[megatron]'")]
+        return [Check("megatron-core", "failed", "not installed", expected, "pip install 'megarl-moe[megatron]'")]
     moe = root / "transformer" / "moe"
     checks = [Check("megatron-core", "ok", release or f"source at {root}")]
     # The router must hold a replay object, and the top-k function must call it.
@@ -106,7 +106,7 @@ def _check_megatron(release: str | None, replays: bool) -> list[Check]:
 
 
 def _check_te(release: str | None, facts: dict[str, Any]) -> Check:
-    name, advice = "transformer-engine", "pip install 'megarl[gpu]'"
+    name, advice = "transformer-engine", "pip install 'megarl-moe[gpu]'"
     if facts.get("te_problem"):
         problem = f"{release} cannot be imported ({facts['te_problem']}): GPUs train with the slower local layers"
         return Check(name, "warning", problem, advice=f"install one that fits torch: {advice}")

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def install() -> None:
-    from transformer_engine.pytorch import DotProductAttention
+    from transformer_engine.pytorch import DotProductAttention  # pyright: ignore[reportMissingImports]
 
     DotProductAttention.forward = forward
 

@@ -111,12 +111,14 @@ def nobody_is_left(job: Job) -> bool:
     return not processes_of(job.config) and not processes_of(job.folder)
 
 
+@pytest.mark.gate
 @pytest.mark.needs("shellcheck")
 def test_scripts_are_clean() -> None:
     done = subprocess.run(["shellcheck", *sorted(SCRIPTS.glob("*.s*"))], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.gate
 @pytest.mark.needs("slurm")
 def test_a_job_that_is_requeued_in_mid_run_ends_with_the_numbers_of_one_that_was_not(
     cluster: Cluster, world: World, reference: Path

@@ -16,8 +16,7 @@ from megarl.data.tiny import write_tiny_model
 from megarl.models.shapes import read_shape
 from megarl.ops.plan.plan import plan
 from megarl.ops.quickstart import RANKS, config_text
-from megarl.ops.shipped import HERE as RECIPES
-from megarl.ops.shipped import MODELS
+from megarl.ops.shipped import MODELS, RECIPES
 
 NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))
 LARGE = [name for name in NAMES if name != "cpu-quickstart"]
@@ -112,6 +111,6 @@ def test_another_model_is_taken_from_its_folder(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(RECIPES)
-    words = ["plan", "qwen3-30b-a3b-64gpu.toml", "--model", "models/Qwen3-235B-A22B"]
+    words = ["plan", "qwen3-30b-a3b-64gpu.toml", "--model", str(MODELS / "Qwen3-235B-A22B")]
     assert cli.main(words) == 2
     assert "a server's GPU holds 110.2 GiB of weights" in capsys.readouterr().err
