@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 
 from megarl.config.tables.train import TrainConfig
 from megarl.core.metrics import merge
-from megarl.core.ratios import segment_expand
+from megarl.core.segments import segment_expand
 from megarl.errors import AgreementError, RolloutError
 from megarl.megatron import distributed
 from megarl.trainer.mini_batch import MiniBatch
