@@ -25,7 +25,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 PATH = [str(HERE), str(HERE / "megatron"), str(HERE / "trainer")]
-MODULES = ("on_cpu", "megarl.trainer.loop", "megarl.cli", "torch.distributed.run")
+MODULES = ("megarl.trainer.loop", "megarl.cli", "torch.distributed.run")
 STUCK_S = 3600.0
 """Only a launch that hangs takes so long: the ranks have limits of their own."""
 PADDING = "-" * 4096

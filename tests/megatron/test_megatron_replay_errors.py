@@ -412,8 +412,8 @@ def _broken(kind: str) -> Any:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("duplicate", "twice"),
-        ("range", "expert 8"),
+        ("duplicate", "different ones of 0 to 7"),
+        ("range", "8.*different ones of 0 to 7"),
         ("layers", "2 layers.*3 MoE layers"),
         ("topk", "top-1.*top-2"),
         ("missing", "no routed experts"),

@@ -29,6 +29,7 @@ from megarl.megatron.checkpoints.state import (
     sharded_state,
     sharded_weights,
 )
+from megarl.megatron.checkpoints.versions import adapt_libraries
 from megarl.megatron.distributed import from_main_rank, gather_objects, is_collective_error
 from megarl.megatron.policy import Policy
 from megarl.models.shapes import ModelShape
@@ -176,6 +177,7 @@ def _raise_unless_damage(error: BaseException) -> None:
 
 
 def _read(wanted: dict[str, Any], path: Path) -> Any:
+    adapt_libraries()
     with warnings.catch_warnings():
         # Megatron calls a torch function under its old name; a user cannot change that.
         warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
