@@ -229,7 +229,6 @@ class Objective:
         check_types(self, "objective")
         _check_product(self)
         _check_advantage(self)
-        _check_aggregation(self)
 
     @property
     def records(self) -> tuple[Mask, ...]:
@@ -280,106 +279,91 @@ PARTS: Mapping[str, tuple[Any, ...]] = options_of(Objective)
 """Part -> what it may be."""
 
 
+def _refuse(who: str, problems: dict[str, object]) -> None:
+    """Raise ConfigError with the first message whose value is true."""
+    for message, is_wrong in problems.items():
+        if is_wrong:
+            raise ConfigError(f"{who}: {message}")
+
+
 def _check_mask(m: Mask) -> None:
     bounds = [bound for bound in (m.low, m.high) if bound is not None]
-    if not bounds or bounds != sorted(bounds):
-        raise ConfigError(f"mask: low {m.low}, high {m.high}; expected at least one bound, and both in order")
-    if m.statistic == "ratio" and m.high is not None and not m.high > 0:
-        raise ConfigError(f"mask: high is {m.high}, but a ratio is above 0: this drops every token")
-    if m.statistic not in ("log_ratio", "difference") and any(bound < 0 for bound in bounds):
-        raise ConfigError(
-            f"mask: low {m.low}, high {m.high} of {m.statistic!r}, which is never below 0; bounds of a logarithm need "
-            "statistic 'log_ratio'"
-        )
-    if m.sign == "outward" and m.statistic in (*RATIOS, "difference"):
-        middle = 1 if m.statistic == "ratio" else 0
-        if not (m.low is None or m.low <= middle) or not (m.high is None or m.high >= middle):
-            raise ConfigError(
-                f"mask: low {m.low}, high {m.high} of {m.statistic!r}; an 'outward' mask needs {middle} between them"
-            )
-    if m.growth < 0 or (m.growth and m.statistic != "log_ratio"):
-        raise ConfigError(
-            f"mask: growth {m.growth} with statistic {m.statistic!r}; bounds grow with 'log_ratio' only, 0 or more"
-        )
-    if m.scope == "sequence_max" and m.statistic in (*RATIOS, "difference"):
-        raise ConfigError(f"mask: 'sequence_max' is for divergences, but the statistic is {m.statistic!r}")
-    if m.statistic in TOP_K and m.policies != "theta_mu":
-        raise ConfigError(f"mask: {m.statistic!r} compares theta with mu, but policies is {m.policies!r}")
+    is_two_sided = m.statistic in (*RATIOS, "difference")
+    middle = 1 if m.statistic == "ratio" else 0
+    is_around_middle = (m.low is None or m.low <= middle) and (m.high is None or m.high >= middle)
+    window = f"low {m.low}, high {m.high}"
+    _refuse("mask", {
+        f"{window}; expected at least one bound, and both in order": not bounds or bounds != sorted(bounds),
+        f"high is {m.high}, but a ratio is above 0: this drops every token":
+            m.statistic == "ratio" and m.high is not None and not m.high > 0,
+        f"{window} of {m.statistic!r}, which is never below 0; bounds of a logarithm need statistic 'log_ratio'":
+            m.statistic not in ("log_ratio", "difference") and any(bound < 0 for bound in bounds),
+        f"{window} of {m.statistic!r}; an 'outward' mask needs {middle} between them":
+            m.sign == "outward" and is_two_sided and not is_around_middle,
+        f"growth {m.growth} with statistic {m.statistic!r}; bounds grow with 'log_ratio' only, 0 or more":
+            m.growth < 0 or (m.growth and m.statistic != "log_ratio"),
+        f"'sequence_max' is for divergences, but the statistic is {m.statistic!r}":
+            m.scope == "sequence_max" and is_two_sided,
+        f"{m.statistic!r} compares theta with mu, but policies is {m.policies!r}":
+            m.statistic in TOP_K and m.policies != "theta_mu",
+    })  # fmt: skip
 
 
 def _check_factor(f: Factor) -> None:
-    if f.scope == "sequence_max":
-        raise ConfigError("factor: 'sequence_max' is for masks; a ratio has a mean or a product")
-    if any(bound is not None and not bound > 0 for bound in (f.low, f.high)) or (f.low or 0) > (f.high or 1e300):
-        raise ConfigError(f"factor: low {f.low}, high {f.high}; expected positive numbers in order, or None")
-    if f.power < 0:
-        raise ConfigError(f"factor: power is {f.power}, expected 0 (weight 1) to 1 (rho), or more")
-    if not 0 < f.ess_target <= 1:
-        raise ConfigError(f"factor: ess_target is {f.ess_target}, expected a share above 0 and at most 1")
-    if not 0 < f.log_ratio_cap <= MAX_LOG_RATIO:
-        raise ConfigError(f"factor: log_ratio_cap is {f.log_ratio_cap}, expected above 0, at most {MAX_LOG_RATIO}")
-    if any(len(pair) != 2 or min(pair) < 0 for pair in (f.vespo_positive, f.vespo_negative)):
-        raise ConfigError(f"factor: vespo {f.vespo_positive}, {f.vespo_negative}; expected two numbers from 0 up each")
-    if f.token_clip is not None and not f.token_clip > 0:
-        raise ConfigError(f"factor: token_clip is {f.token_clip}, expected above 0 or None")
-    if f.batch_normalize and (f.scope not in ("token", "sequence_mean", "sequence_sum") or f.fn == "vespo"):
-        raise ConfigError(
-            "factor: batch_normalize needs the scope of a token or a response, and a function of the ratio alone, but "
-            f"the scope is {f.scope!r}, fn {f.fn!r}"
-        )
+    clamps = [bound for bound in (f.low, f.high) if bound is not None]
+    _refuse("factor", {
+        "'sequence_max' is for masks; a ratio has a mean or a product": f.scope == "sequence_max",
+        f"low {f.low}, high {f.high}; expected positive numbers in order, or None":
+            any(not bound > 0 for bound in clamps) or clamps != sorted(clamps),
+        f"power is {f.power}, expected 0 (weight 1) to 1 (rho), or more": f.power < 0,
+        f"ess_target is {f.ess_target}, expected a share above 0 and at most 1": not 0 < f.ess_target <= 1,
+        f"log_ratio_cap is {f.log_ratio_cap}, expected above 0, at most {MAX_LOG_RATIO}":
+            not 0 < f.log_ratio_cap <= MAX_LOG_RATIO,
+        f"vespo {f.vespo_positive}, {f.vespo_negative}; expected two numbers from 0 up each":
+            any(len(pair) != 2 or min(pair) < 0 for pair in (f.vespo_positive, f.vespo_negative)),
+        f"token_clip is {f.token_clip}, expected above 0 or None": f.token_clip is not None and not f.token_clip > 0,
+        "batch_normalize needs the scope of a token or a response, and a function of the ratio alone, but the scope is "
+        f"{f.scope!r}, fn {f.fn!r}":
+            f.batch_normalize and (f.scope not in ("token", "sequence_mean", "sequence_sum") or f.fn == "vespo"),
+    })  # fmt: skip
 
 
 def _check_product(o: Objective) -> None:
-    """No policy may stand twice in the weight of a token: that would correct the same gap twice."""
+    """No policy may stand twice in the weight of a token: the same gap would be corrected twice."""
     for sign in ("positive", "negative"):
         factors = [factor for factor in o.factors if factor.sign in ("both", sign)]
-        for one, other in itertools.combinations(factors, 2):
-            (above, below), (above2, below2) = one.policies.split("_"), other.policies.split("_")
-            if above == above2 or below == below2:
+        for first, second in itertools.combinations(factors, 2):
+            if any(map(str.__eq__, first.policies.split("_"), second.policies.split("_"))):
                 raise ConfigError(
-                    f"objective: the factors {one.policies!r} and {other.policies!r} count the same policy twice; "
+                    f"objective: the factors {first.policies!r} and {second.policies!r} count the same policy twice; "
                     "'theta_old' and 'old_mu' go together, 'theta_mu' alone holds both"
                 )
-    literal = [f for f in o.factors if f.scope in ("prefix", "future_mean", "future_sum")]
-    plain = len(o.factors) == len(literal) == 1 and (
-        (literal[0].fn, literal[0].low, literal[0].high, literal[0].token_clip) == ("identity", None, None, None)
-    )
-    if o.prefix_grad and not (plain and literal[0].policies != "old_mu" and literal[0].sign == "both"):
-        raise ConfigError(
-            "objective: prefix_grad is the derivative of one factor of theta over the prefix or the future, without "
-            f"clamps, but the factors are {o.factors}"
-        )
+    plain = [
+        f for f in o.factors if (f.fn, f.low, f.high, f.token_clip, f.sign) == ("identity", None, None, None, "both")
+        and f.scope in ("prefix", "future_mean", "future_sum") and f.policies != "old_mu"
+    ]  # fmt: skip
+    _refuse("objective", {
+        "prefix_grad is the derivative of one factor of theta over the prefix or the future, without clamps, but the "
+        f"factors are {o.factors}": o.prefix_grad and not len(o.factors) == len(plain) == 1,
+    })  # fmt: skip
 
 
 def _check_advantage(o: Objective) -> None:
     by_token = o.advantage == "token_level_kl"
-    if by_token != (o.kl_coef > 0):
-        raise ConfigError(
-            f"objective: kl_coef is {o.kl_coef} with the advantage {o.advantage!r}; it is the beta of "
-            "'token_level_kl', which needs one above 0, such as 0.001. A KL in the loss is a penalty"
-        )
-    if by_token and o.penalties:
-        raise ConfigError("objective: 'token_level_kl' has a KL in its advantages; expected no penalties beside it")
-    if o.selection == "positive" and o.advantage in TOKEN_ADVANTAGES:
-        raise ConfigError(
-            f"objective: selection 'positive' needs one advantage per response, but those of {o.advantage!r} differ "
-            "between its tokens; use 'all' or 'mixed_groups'"
-        )
-    if o.kl_horizon is not None and (not by_token or o.kl_horizon < 1):
-        raise ConfigError(f"objective: kl_horizon is {o.kl_horizon}; it is the tokens H of 'token_level_kl', 1 or more")
-    if o.kl_at != "old" and not by_token:
-        raise ConfigError(f"objective: kl_at is {o.kl_at!r}, but it is for 'token_level_kl'; any other KL is of theta")
-    if o.std_ddof not in (0, 1) or not o.std_eps >= 0:
-        raise ConfigError(f"objective: std_ddof {o.std_ddof}, std_eps {o.std_eps}; expected 0 or 1, and 0 or more")
-    if o.entropy_coef < 0:
-        raise ConfigError(f"objective: entropy_coef is {o.entropy_coef}, expected 0 or more")
-
-
-def _check_aggregation(o: Objective) -> None:
-    if (o.norm_length is not None) != (o.aggregation == "seq-mean-token-sum-norm"):
-        raise ConfigError(
-            f"objective: aggregation {o.aggregation!r} with norm_length {o.norm_length}; "
-            f"seq-mean-token-sum-norm needs a norm_length in tokens, the others take none"
-        )
-    if o.norm_length is not None and o.norm_length < 1:
-        raise ConfigError(f"objective: norm_length is {o.norm_length}, expected at least 1 token")
+    _refuse("objective", {
+        f"kl_coef is {o.kl_coef} with the advantage {o.advantage!r}; it is the beta of 'token_level_kl', which needs "
+        "one above 0, such as 0.001. A KL in the loss is a penalty": by_token != (o.kl_coef > 0),
+        "'token_level_kl' has a KL in its advantages; expected no penalties beside it": by_token and o.penalties,
+        f"selection 'positive' needs one advantage per response, but those of {o.advantage!r} differ between its "
+        "tokens; use 'all' or 'mixed_groups'": o.selection == "positive" and o.advantage in TOKEN_ADVANTAGES,
+        f"kl_horizon is {o.kl_horizon}; it is the tokens H of 'token_level_kl', 1 or more":
+            o.kl_horizon is not None and (not by_token or o.kl_horizon < 1),
+        f"kl_at is {o.kl_at!r}, but it is for 'token_level_kl'; any other KL is of theta":
+            o.kl_at != "old" and not by_token,
+        f"std_ddof {o.std_ddof}, std_eps {o.std_eps}; expected 0 or 1, and 0 or more":
+            o.std_ddof not in (0, 1) or not o.std_eps >= 0,
+        f"entropy_coef is {o.entropy_coef}, expected 0 or more": o.entropy_coef < 0,
+        f"aggregation {o.aggregation!r} with norm_length {o.norm_length}; seq-mean-token-sum-norm needs a norm_length "
+        "in tokens, the others take none": (o.norm_length is not None) != (o.aggregation == "seq-mean-token-sum-norm"),
+        f"norm_length is {o.norm_length}, expected at least 1 token": o.norm_length is not None and o.norm_length < 1,
+    })  # fmt: skip
