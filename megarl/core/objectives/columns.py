@@ -260,18 +260,23 @@ def copy_columns(source: TokenColumns | TokenState, loss_mask: Tensor) -> TokenC
     return TokenColumns(**copies, loss_mask=loss_mask.clone(), topk=topk)
 
 
-def call_part(part: str, function: Callable[..., Any], *arguments: Any, expected: Tensor, where: Tensor) -> Tensor:
+def call_part(label: str, function: Callable[..., Any], *arguments: Any, expected: Tensor, trains: Tensor) -> Tensor:
     """Return ``function(*arguments)``, checked by ``check_returned``; ConfigError if the function raises."""
-    return check_returned(part, function, call_own(part, function, *arguments), expected, where)
+    return check_returned(label, function, call_own(label, function, *arguments), expected, trains)
 
 
-def check_returned(part: str, function: Callable[..., Any], result: object, expected: Tensor, where: Tensor) -> Tensor:
-    """Return the result [T] of a function of the user, without gradient and 0 outside ``where``, bool [T].
+def check_returned(
+    label: str, function: Callable[..., Any], result: object, expected: Tensor, trains: Tensor
+) -> Tensor:
+    """Return the result [T] of a function of the user, without gradient and 0 outside ``trains``, bool [T].
 
-    part, function: for messages; expected: a tensor with the shape, device and kind (bool or floating point) of a
-    valid result. ConfigError for another kind of result, NumericsError if it is not finite somewhere in ``where``.
+    label, function: for messages; expected: a tensor with the shape, device and kind (bool or floating point) of a
+    valid result. ConfigError for another kind of result, NumericsError if it is not finite somewhere in ``trains``.
     """
-    who, unit = f"{part}: the function {name_of(function)} returned", "response" if part == "advantage" else "token"
+    subject, unit = (
+        f"{label}: the function {name_of(function)} returned",
+        "response" if label == "advantage" else "token",
+    )
     is_bool = expected.dtype == torch.bool
     if (
         not isinstance(result, Tensor)
@@ -283,13 +288,13 @@ def check_returned(part: str, function: Callable[..., Any], result: object, expe
         if isinstance(result, Tensor):
             text = f"{result.dtype} {list(result.shape)} on {result.device}"
         valid = f"{list(expected.shape)} on {expected.device}"
-        raise ConfigError(f"{who} {text}, expected one {'bool' if is_bool else 'float'} for each {unit}, {valid}")
-    values = torch.where(where, result.detach(), torch.zeros((), dtype=result.dtype, device=result.device))
+        raise ConfigError(f"{subject} {text}, expected one {'bool' if is_bool else 'float'} for each {unit}, {valid}")
+    values = torch.where(trains, result.detach(), torch.zeros((), dtype=result.dtype, device=result.device))
     bad = ~torch.isfinite(values)
     if bool(bad.any()):
         first = int(bad.nonzero()[0])
         raise NumericsError(
-            f"{who} {values[first].item()} at {unit} {first} of {len(values)} ({int(bad.sum())} such {unit}s that "
+            f"{subject} {values[first].item()} at {unit} {first} of {len(values)} ({int(bad.sum())} such {unit}s that "
             "train), expected finite numbers"
         )
     return values

@@ -39,17 +39,17 @@ def function_coefficients(
     ``coefficients``. Values of F on tokens without training are ignored. ConfigError if the function raises or
     returns no float tensor [T], NumericsError if F is not finite on a token that trains.
     """
-    part, metrics = "train.objective", {}
-    result = call_own(part, function, copy_columns(columns, columns.loss_mask))
+    label, metrics = "train.objective", {}
+    result = call_own(label, function, copy_columns(columns, columns.loss_mask))
     if isinstance(result, Coefficients):
         result, metrics = result.values, result.metrics
         if not isinstance(metrics, Mapping) or not all(isinstance(stat, Stat) for stat in metrics.values()):
             raise ConfigError(
-                f"{part}: the function {name_of(function)} returned metrics that are no mapping to "
+                f"{label}: the function {name_of(function)} returned metrics that are no mapping to "
                 "megarl.core.metrics.Stat"
             )
     keep = prepare(columns, denominators, objective).keep
-    values = check_returned(part, function, result, columns.logprobs, keep)
+    values = check_returned(label, function, result, columns.logprobs, keep)
     # With weight 1 and mask 1 the equation divides the values in the place of advantages by D.
     state = token_state(replace(columns, advantages=values))
     weighed = state_coefficients(objective, state, columns.loss_mask, denominators, facts, detailed)

@@ -47,7 +47,7 @@ def find_trusted(
             if detailed and "clip/ratio" not in metrics:
                 metrics |= _scope_metrics(mask, state, ratios)
         else:
-            bad = keep & ~call_part("mask", mask, copy_columns(state, keep), expected=keep, where=keep)
+            bad = keep & ~call_part("mask", mask, copy_columns(state, keep), expected=keep, trains=keep)
             kinds, in_denominator = {"own": bad}, "keep"
         inside = inside & ~bad
         counted = counted if in_denominator == "keep" else counted & ~bad

@@ -77,9 +77,9 @@ def _all_advantages(
 ) -> Tensor:
     name = objective.advantage
     if callable(name):
-        given = torch.as_tensor(rewards, dtype=torch.float64, device="cpu").clone()
-        ids, every = torch.as_tensor(groups, device="cpu").clone(), torch.ones_like(given, dtype=torch.bool)
-        return call_part("advantage", name, given, ids, expected=given, where=every)
+        values = torch.as_tensor(rewards, dtype=torch.float64, device="cpu").clone()
+        ids, every = torch.as_tensor(groups, device="cpu").clone(), torch.ones_like(values, dtype=torch.bool)
+        return call_part("advantage", name, values, ids, expected=values, trains=every)
     if name in TOKEN_ADVANTAGES:
         raise ConfigError(
             f"objective: advantage {name!r} differs between the tokens of a response, and this caller has one "

@@ -59,7 +59,7 @@ def factor_values(factor: Factor, state: TokenState, ratios: PolicyRatios, expon
     """Return f(rho) [T] before the clamps; exponent: q of "adaptive_power". Errors as in ``check_returned``."""
     if callable(factor.fn):
         rho = factor_log_ratio(factor, state, ratios).exp()
-        return call_part("fn", factor.fn, rho, expected=rho, where=state.keep).to(rho.dtype)
+        return call_part("fn", factor.fn, rho, expected=rho, trains=state.keep).to(rho.dtype)
     if factor.fn == "identity":
         if factor.scope == "token" and factor.token_clip is None:
             return ratios.ratio(factor.policies)
@@ -147,7 +147,7 @@ def factor_at_one(factor: Factor, device: torch.device | int | str) -> float:
     """Return the clamped factor of the ratio 1. Errors as in ``check_returned``."""
     unit = torch.ones(1, dtype=torch.float64, device=device)
     if callable(factor.fn):
-        unit = call_part("fn", factor.fn, unit, expected=unit, where=unit > 0)
+        unit = call_part("fn", factor.fn, unit, expected=unit, trains=unit > 0)
     return float(_clamp(unit, factor))
 
 
