@@ -1,4 +1,4 @@
-"""FP8 block rounding: weights, activations and caches as an engine has them that serves an FP8 checkpoint.
+"""FP8 block rounding: weights, activations and caches as in an engine with an FP8 checkpoint.
 
 The layout is that of ``quantization_config: {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}``:
 each block of a weight [out, in] has one fp32 scale, ``w ~ q * scale`` with ``q`` in float8_e4m3fn. Blocks start at the
@@ -17,12 +17,12 @@ import torch.nn.functional as F
 E4M3_MAX = 448.0
 BLOCK = (128, 128)
 SCALE = "_scale_inv"
-"""What the name of a weight ends with for the name of its scales."""
+"""Suffix of the name of a weight for the name of the scales."""
 _SMALLEST = 1e-12
-"""Stands in for the maximum of a block of zeros, whose scale would otherwise be 0 and its quotient NaN."""
+"""The maximum of a block of zeros: a scale of 0 would give NaN."""
 
 _HALF_STEP = 16.0
-"""Half the distance between e4m3's largest values: what lies further beyond 448 was cut off, not rounded."""
+"""Half the distance between e4m3's largest values: values further beyond 448 were cut off, not rounded."""
 _STRIPE_VALUES = 1 << 20
 _EXPONENT_BITS = 0x7F800000
 
@@ -34,7 +34,7 @@ _HIGH_PRECISION = re.compile(r"((^|\.)(embed_tokens|lm_head|gate|router|shared_e
 
 @cache  # every update asks for the same names
 def is_fp8_weight(name: str) -> bool:
-    """Tells whether an FP8 checkpoint holds the tensor of this Hugging Face name in FP8.
+    """Return whether an FP8 checkpoint holds the tensor with the Hugging Face name in FP8.
 
     These are the linear weights of attention, dense MLPs and experts.
     """
@@ -42,7 +42,7 @@ def is_fp8_weight(name: str) -> bool:
 
 
 def is_known_precision(name: str) -> bool:
-    """Tells whether a matrix of this name is known as one that FP8 engines hold in FP8, or as one that they do not."""
+    """Return whether FP8 engines are known to hold the matrix in FP8, or known to hold it in high precision."""
     return is_fp8_weight(name) or _HIGH_PRECISION.search(name) is not None
 
 
@@ -75,7 +75,7 @@ def quantize_fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[
     block of zeros gives zeros. Raises ValueError if the weight is no matrix.
     """
     blocks, scale = _scale_blocks(weight, block)
-    # The quotient of the maximum may come out one rounding above 448; e4m3 has no infinity, so it must not pass it.
+    # The quotient of the maximum may come out one rounding above 448; e4m3 has no infinity: clamp.
     codes = blocks.div(_spread(scale)).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return _as_matrix(codes, weight.shape).contiguous(), scale
 
@@ -105,7 +105,8 @@ def round_with_scale(
 
 
 def round_activations(activations: torch.Tensor, group: int = BLOCK[1]) -> torch.Tensor:
-    """What an FP8 engine multiplies with its weights: each token quantised in groups of channels, float32 [..., K].
+    """Return the activations that an FP8 engine multiplies with weights: quantised per token in groups of channels,
+    float32 [..., K].
 
     For each 128 channels of a token ``scale = max(max|x|, 1e-10) / 448`` and ``q = e4m3(x / scale)``, as SGLang 0.5.23
     does (``per_token_group_quant_fp8``, float32 scales). ``activations`` [..., K] are of any floating dtype. The last
@@ -156,7 +157,7 @@ def as_blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """[..., out, in] -> [..., block rows, rows of a block, block columns, columns of a block], the edges filled with
     zeros."""
     *stack, rows, columns = matrix.shape
-    # A matrix smaller than one block is one small block: the zeros would change nothing but the time.
+    # A matrix smaller than a block is a single block without padding.
     height, width = min(block[0], rows), min(block[1], columns)
     if rows % height or columns % width:
         matrix = F.pad(matrix, (0, -columns % width, 0, -rows % height))
@@ -173,7 +174,7 @@ def _as_matrix(blocks: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class BlockErrors:
-    """How a quantised weight differs from what it was."""
+    """Errors of a quantised weight."""
 
     relative_error: float
     """Frobenius norm of the difference over that of the weight; 0 for a weight of zeros."""
@@ -198,16 +199,16 @@ class ErrorSum:
         self._maxima = torch.zeros(2, dtype=torch.float64)
 
     def add(self, weight: torch.Tensor, quantized: torch.Tensor, scale: torch.Tensor) -> None:
-        """One more stripe: ``weight`` [rows, in] of any floating dtype, and what ``quantize_fp8`` made of it."""
-        before = as_blocks(weight.float(), self._block)
+        """One more stripe: ``weight`` [rows, in] of any floating dtype, with the result of ``quantize_fp8``."""
+        values = as_blocks(weight.float(), self._block)
         codes = as_blocks(quantized.float(), self._block)
         spread = _spread(scale)
-        error = (codes * spread).sub_(before).abs_()
-        size = before.abs()
+        error = (codes * spread).sub_(values).abs_()
+        size = values.abs()
         largest, largest_error = size.amax((1, 3)), error.amax((1, 3))
         of_block = torch.where(largest > 0, largest_error / largest, 0.0)
-        squares = [torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in (before, error)]
-        flushed, saturated = (codes == 0) & (before != 0), size > spread * (E4M3_MAX + _HALF_STEP)
+        squares = [torch.linalg.vector_norm(blocks, dtype=torch.float64).square() for blocks in (values, error)]
+        flushed, saturated = (codes == 0) & (values != 0), size > spread * (E4M3_MAX + _HALF_STEP)
         counts = [torch.tensor(weight.numel()), flushed.sum(), (largest == 0).sum(), saturated.sum()]
         self._sums += torch.stack([*squares, *(count.double() for count in counts)])
         self._maxima = torch.maximum(self._maxima, torch.stack([largest_error.max(), of_block.max()]))
@@ -230,8 +231,8 @@ def quantize_by_stripes(
     scale = torch.empty(grid_of(weight.shape, block))
     for top in range(0, len(scale), height):
         stripe = slice(top * block[0], (top + height) * block[0])
-        part = quantize_fp8(weight[stripe], block)
+        result = quantize_fp8(weight[stripe], block)
         if errors is not None:
-            errors.add(weight[stripe], *part)
-        quantized[stripe], scale[top : top + height] = part
+            errors.add(weight[stripe], *result)
+        quantized[stripe], scale[top : top + height] = result
     return quantized, scale

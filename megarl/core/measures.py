@@ -75,7 +75,7 @@ def surrogate_metrics(
 
     - ``first_order/error``: spread over responses of ``|prod_t (1 + d_t) - (1 + sum_t d_t)|``
     - ``first_order/product``: summary and quantiles of ``prod_t (1 + d_t)``, whose expectation is 1
-    - ``first_order/overflow``: responses whose product overflows fp32; they are in neither of these
+    - ``first_order/overflow``: responses with a product beyond fp32, excluded from error and product
     - ``gap/ratio``: summary and quantiles of pi_old / mu, the gap between the engines. The other factor,
       pi_theta / pi_old, is the metric ``ratio`` of ``coefficients``
     - ``gap/extreme_2``, ``ratio/extreme_2``: share of tokens at which a factor is above 2 or below 1/2
@@ -103,14 +103,14 @@ def surrogate_metrics(
 
 
 def replay_bias_metrics(divergence: Tensor, replayed: Tensor, native: Tensor, loss_mask: Tensor) -> dict[str, Stat]:
-    """Measure what replayed routes make of a policy, against its own routing at the same weights.
+    """Compare a policy with replayed routes to the policy with native routes, at equal weights.
 
     divergence: [T], KL[replayed || native] of the distributions of each token, full vocabulary; replayed, native:
     log-probabilities of the sampled tokens [T]; loss_mask: bool [T]. Returns, by name:
 
     - ``replay_bias/kl``: spread over tokens
     - ``replay_bias/ratio``: summary and quantiles of pi_replayed / pi_native of the sampled tokens
-    - ``replay_bias/extreme_2``: share of tokens at which this ratio is above 2 or below 1/2
+    - ``replay_bias/extreme_2``: share of tokens with a ratio above 2 or below 1/2
     """
     keep = loss_mask & ~torch.isneginf(replayed) & ~torch.isneginf(native)
     ratio = log_ratio(replayed, native, keep)
@@ -122,7 +122,7 @@ def replay_bias_metrics(divergence: Tensor, replayed: Tensor, native: Tensor, lo
 
 
 def effective_prompt_ratio(rewards: Values, groups: Values) -> Stat:
-    """Return the share of groups with non-uniform rewards, the only ones that train.
+    """Return the share of groups with non-uniform rewards, which alone train.
 
     rewards: [N]; groups: integer [N]. Its expectation is E[1 - p^n - (1-p)^n] for pass rates p and n responses.
     Merges exactly if no group is split between the parts.
@@ -140,7 +140,7 @@ def prefix_variance_rate(log_prefix: Tensor, positions: Tensor, mask: Tensor) ->
 
 
 def optimal_baselines(rewards: np.ndarray, groups: np.ndarray, squares: np.ndarray) -> np.ndarray:
-    """Return each response's baseline of least variance, ``b* = sum w r / sum w`` over its group; float64 [N].
+    """Return the baselines of least variance, ``b* = sum w r / sum w`` over the group of the response; float64 [N].
 
     w = ``||grad log pi(y)||^2`` (``squares``): b* minimises ``sum w (r - b)^2``, and the mean reward does if all w are
     equal. All arguments [N]; where all w of a group are 0, its mean. Source: Greensmith et al. (JMLR 2004), theorem 8.
@@ -154,7 +154,8 @@ def optimal_baselines(rewards: np.ndarray, groups: np.ndarray, squares: np.ndarr
 def variance_metrics(
     rewards: np.ndarray, groups: np.ndarray, advantages: np.ndarray, squares: np.ndarray, square_of_sum: float
 ) -> dict[str, Stat]:
-    """Return the variance of a response's gradient ``g = A grad log pi(y)``, and what another baseline would give.
+    """Return the variance of the gradient ``g = A grad log pi(y)`` of a response, and a comparison with the best
+    baseline.
 
     - ``variance/gradient``: ``(sum ||g||^2 - ||sum g||^2 / N) / (N - 1)``, the trace of the covariance.
     - ``variance/signal``: ``||mean g||^2`` without its bias, ``variance / N``; may be negative.
@@ -167,11 +168,11 @@ def variance_metrics(
     variance = (float(advantages**2 @ squares) - square_of_sum / count) / (count - 1)
     mean, best = (optimal_baselines(rewards, groups, weights) for weights in (np.ones(count), squares))
     around_mean, around_best = (float(squares @ (rewards - baseline) ** 2) for baseline in (mean, best))
-    found = {
+    numbers = {
         "variance/gradient": variance,
         "variance/signal": square_of_sum / count**2 - variance / count,
         "baseline/mean": mean.mean(),
         "baseline/optimal": best.mean(),
         "baseline/variance_ratio": around_best / around_mean if around_mean else 1.0,
     }
-    return {name: Stat.mean(value) for name, value in found.items()}
+    return {name: Stat.mean(value) for name, value in numbers.items()}

@@ -29,8 +29,8 @@ QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 
 _EDGES = torch.logspace(-4, math.log10(20.0), 86, dtype=torch.float64)
 HISTOGRAM_EDGES = torch.cat([-_EDGES.flip(0), _EDGES])
-"""Float64 [172], edges of the log-ratio histogram: geometric on both sides of 0, so that a quantile of |log r| is
-good to 7.5 % from 1e-4 to 20, and anything nearer to 0 counts as exactly 0."""
+"""Float64 [172], edges of the log-ratio histogram: geometric on both sides of 0. A quantile of |log r| is exact to 7.5
+% from 1e-4 to 20; smaller values count as 0."""
 SPREAD_EDGES = torch.logspace(-12, 12, 385, dtype=torch.float64)
 """Float64 [385], edges of the histogram of values from 0 up: good to 7.5 % from 1e-12, below which all counts as 0."""
 _HISTOGRAM_EDGES, _SPREAD_EDGES = HISTOGRAM_EDGES.tolist(), SPREAD_EDGES.tolist()
@@ -41,7 +41,8 @@ MOST_IN_HISTOGRAM = 1 << 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stat:
-    """One statistic in a form that merges. Build it with the class methods; masks are bool and select the entries.
+    """A statistic that merges by addition and maximum. Build it with the class methods; masks are bool and select the
+    entries.
 
     Values and masks are tensors, on any device, or arrays or lists on the host.
     """
@@ -65,14 +66,15 @@ class Stat:
 
     @classmethod
     def means(cls, columns: Mapping[str, Tensor], count: Tensor) -> dict[str, Stat]:
-        """The ``mean`` of several columns [T], each 0 outside of one mask with ``count`` entries; in one reduction."""
+        """Return the ``mean`` of columns [T] by name, in one reduction. Columns are 0 outside a mask with ``count``
+        entries."""
         sums = torch.stack([column.detach().double() for column in columns.values()]).sum(1)
         pairs = torch.stack([sums, count.double().expand_as(sums)], 1)
         return cls._means(columns, pairs)
 
     @classmethod
     def means_of(cls, sums: Mapping[str, tuple[float, float]]) -> dict[str, Stat]:
-        """The ``mean`` of entries on the host, given their sum and how many they are."""
+        """Return the ``mean`` by name of entries on the host, from (sum, count)."""
         return cls._means(sums, torch.tensor(list(sums.values()), dtype=torch.float64))
 
     @classmethod
@@ -89,13 +91,13 @@ class Stat:
     @classmethod
     def maxima_of(cls, numbers: Mapping[str, float]) -> dict[str, Stat]:
         """The ``max`` of single numbers of the host."""
-        found, none = torch.tensor([[value] for value in numbers.values()], dtype=torch.float64), _vector()
-        return {name: cls("max", none, value) for name, value in zip(numbers, found.unbind(), strict=True)}
+        values, none = torch.tensor([[value] for value in numbers.values()], dtype=torch.float64), _vector()
+        return {name: cls("max", none, value) for name, value in zip(numbers, values.unbind(), strict=True)}
 
     @classmethod
     def totals_of(cls, numbers: Mapping[str, float]) -> dict[str, Stat]:
-        """The ``total`` of numbers of the host, one each."""
-        return {name: cls("total", each.maxima, each.sums) for name, each in cls.maxima_of(numbers).items()}
+        """Return a ``total`` by name for numbers of the host."""
+        return {name: cls("total", stat.maxima, stat.sums) for name, stat in cls.maxima_of(numbers).items()}
 
     @classmethod
     def summary(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
@@ -108,12 +110,12 @@ class Stat:
 
     @classmethod
     def ratio(cls, log_ratio: Tensor, mask: Tensor) -> Stat:
-        """The summary of ``exp(log_ratio)`` and its quantiles, these from a histogram with HISTOGRAM_EDGES."""
+        """The summary of ``exp(log_ratio)``, with quantiles from a histogram with HISTOGRAM_EDGES."""
         return cls._with_histogram("ratio", log_ratio.double().exp(), log_ratio, mask, HISTOGRAM_EDGES)
 
     @classmethod
     def spread(cls, values: Tensor, mask: Tensor) -> Stat:
-        """The summary of values from 0 up over the mask, and their quantiles from a histogram with SPREAD_EDGES."""
+        """The summary of values from 0 up, with quantiles from a histogram with SPREAD_EDGES."""
         return cls._with_histogram("spread", values, values, mask, SPREAD_EDGES)
 
     @classmethod
@@ -122,7 +124,7 @@ class Stat:
         stride = -(-values.numel() // MOST_IN_HISTOGRAM) or 1
         if stride > 1:
             sorted_by, mask = sorted_by[::stride], mask[::stride]
-        # Edges never change, so the host need not wait for their copy.
+        # Edges are constant: the host need not wait for the copy.
         bins = torch.bucketize(sorted_by.detach().double().contiguous(), edges.to(values.device, non_blocking=True))
         counts = summary.sums.new_zeros(edges.numel() + 1)
         counts.index_add_(0, bins, mask.double(), alpha=stride)
@@ -130,8 +132,8 @@ class Stat:
 
     @classmethod
     def ess_of(cls, summary: Stat) -> Stat:
-        """Effective sample size ``(sum w)^2 / sum w^2`` of the weights that a "summary" or "ratio" is of, and, as
-        ``_fraction``, its share of their number."""
+        """Effective sample size ``(sum w)^2 / sum w^2`` of the weights in a "summary" or "ratio", with suffix
+        ``fraction`` also divided by the number of weights."""
         return cls("ess", summary.sums[:3], _vector(device=summary.sums.device))
 
     def merge(self, other: Stat) -> Stat:
@@ -162,31 +164,30 @@ def merge(dictionaries: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
 
 
 def layout_of(statistics: Mapping[str, Stat]) -> Layout:
-    """Return what ``flatten`` needs to know of statistics, in their order."""
+    """Return the layout of statistics for ``flatten``, in order."""
     return tuple((name, stat.kind, len(stat.sums), len(stat.maxima)) for name, stat in statistics.items())
 
 
 def join_layouts(layouts: Iterable[Layout]) -> Layout:
     """Return the layout of all names; ValueError if a name has two kinds."""
-    joined: dict[str, tuple[str, Kind, int, int]] = {}
+    layout: dict[str, tuple[str, Kind, int, int]] = {}
     for entry in chain.from_iterable(layouts):
-        if joined.setdefault(entry[0], entry) != entry:
-            raise ValueError(f"cannot merge {entry} into {joined[entry[0]]}: two uses of one name")
-    return tuple(joined.values())
+        if layout.setdefault(entry[0], entry) != entry:
+            raise ValueError(f"cannot merge {entry} into {layout[entry[0]]}: two uses of one name")
+    return tuple(layout.values())
 
 
 def flatten(statistics: Mapping[str, Stat], layout: Layout) -> tuple[Tensor, Tensor]:
     """Return all sums and all maxima, float64 on the host, of names in this order.
 
-    Statistics of the host that are the same or fewer. Sums and maxima of several ranks merge by addition and by
-    maximum: an absent name is -0 and -inf, which change nothing, and a NaN among maxima is inf, because a maximum could
-    lose it.
+    statistics: on the host, with names of the layout. Sums and maxima of several ranks merge by addition and by
+    maximum: an absent name is -0 and -inf (neutral), and NaN among maxima becomes inf (a maximum could lose NaN).
     """
 
-    def column(of: Callable[[Stat], Tensor], sizes: Iterable[int], absent: float) -> Tensor:
-        given = zip((statistics.get(name) for name, *_ in layout), sizes, strict=True)
-        parts = [_vector().new_full((size,), absent) if stat is None else of(stat) for stat, size in given]
-        return torch.cat([_vector(), *parts])
+    def column(read: Callable[[Stat], Tensor], sizes: Iterable[int], absent: float) -> Tensor:
+        stats = zip((statistics.get(name) for name, *_ in layout), sizes, strict=True)
+        columns = [_vector().new_full((size,), absent) if stat is None else read(stat) for stat, size in stats]
+        return torch.cat([_vector(), *columns])
 
     sums = column(lambda stat: stat.sums, (size for *_, size, _ in layout), -0.0)
     maxima = column(lambda stat: stat.maxima, (size for *_, size in layout), -math.inf)
@@ -195,19 +196,19 @@ def flatten(statistics: Mapping[str, Stat], layout: Layout) -> tuple[Tensor, Ten
 
 def unflatten(sums: Tensor, maxima: Tensor, layout: Layout) -> dict[str, Stat]:
     """Return statistics from what ``flatten`` gave."""
-    parts = zip(sums.split([a for *_, a, _ in layout]), maxima.split([b for *_, b in layout]), strict=True)
-    return {name: Stat(kind, *each) for (name, kind, *_), each in zip(layout, parts, strict=True)}
+    pairs = zip(sums.split([a for *_, a, _ in layout]), maxima.split([b for *_, b in layout]), strict=True)
+    return {name: Stat(kind, *pair) for (name, kind, *_), pair in zip(layout, pairs, strict=True)}
 
 
 def to_host(statistics: Mapping[str, Stat]) -> dict[str, Stat]:
-    """Return the statistics on the host, after one transfer from their device."""
-    parts = [part for stat in statistics.values() for part in (stat.sums, stat.maxima)]
-    away = [part for part in parts if part.device.type != "cpu"]
-    if not away:
+    """Return the statistics on the host, with a single transfer."""
+    tensors = [tensor for stat in statistics.values() for tensor in (stat.sums, stat.maxima)]
+    remote = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+    if not remote:
         return dict(statistics)
-    moved = iter(torch.cat(away).cpu().split([part.numel() for part in away]))
-    found = iter([part if part.device.type == "cpu" else next(moved) for part in parts])
-    return {name: replace(stat, sums=next(found), maxima=next(found)) for name, stat in statistics.items()}
+    moved = iter(torch.cat(remote).cpu().split([tensor.numel() for tensor in remote]))
+    on_host = iter([tensor if tensor.device.type == "cpu" else next(moved) for tensor in tensors])
+    return {name: replace(stat, sums=next(on_host), maxima=next(on_host)) for name, stat in statistics.items()}
 
 
 def finalize(statistics: Mapping[str, Stat]) -> dict[str, float]:
@@ -237,32 +238,32 @@ def _select(values: Values, mask: Values | None) -> tuple[Tensor, Tensor]:
     wide = torch.as_tensor(values, dtype=torch.float64).detach()
     if mask is None:
         return wide, torch.full((), float(wide.numel()), dtype=torch.float64, device=wide.device)
-    chosen = torch.as_tensor(mask)
-    return torch.where(chosen, wide, 0.0), torch.count_nonzero(chosen).double()
+    inside = torch.as_tensor(mask)
+    return torch.where(inside, wide, 0.0), torch.count_nonzero(inside).double()
 
 
 def _sum(values: Values, mask: Values | None) -> list[Tensor]:
     """Return sum and number of the entries inside the mask, in float64."""
-    given = torch.as_tensor(values)
-    if given.dtype == torch.bool and mask is not None:
-        chosen = torch.as_tensor(mask)
-        return [torch.count_nonzero(given & chosen).double(), torch.count_nonzero(chosen).double()]
+    entries = torch.as_tensor(values)
+    if entries.dtype == torch.bool and mask is not None:
+        inside = torch.as_tensor(mask)
+        return [torch.count_nonzero(entries & inside).double(), torch.count_nonzero(inside).double()]
     selected, count = _select(values, mask)
     return [selected.sum(), count]
 
 
 def _largest(values: Values, mask: Values | None) -> Tensor:
-    """The largest entry in float64; -inf of nothing, which is what a later maximum needs."""
+    """The largest entry in float64; -inf for no entries, neutral for a later maximum."""
     flat = torch.as_tensor(values).flatten()
     return _inside(flat, None if mask is None else torch.as_tensor(mask).flatten(), -math.inf).amax().double()
 
 
 def _inside(values: Values, mask: Values | None, other: float) -> Tensor:
-    given = torch.as_tensor(values).detach()
-    given = given if given.is_floating_point() else given.double()
-    if not given.numel():
-        return given.new_full((*given.shape[:-1], 1), other)
-    return given if mask is None else torch.where(torch.as_tensor(mask), given, other)
+    entries = torch.as_tensor(values).detach()
+    entries = entries if entries.is_floating_point() else entries.double()
+    if not entries.numel():
+        return entries.new_full((*entries.shape[:-1], 1), other)
+    return entries if mask is None else torch.where(torch.as_tensor(mask), entries, other)
 
 
 def _mean(sums: list[float]) -> dict[str, float]:
@@ -283,17 +284,17 @@ def _exp(values: dict[str, float]) -> dict[str, float]:
 
 
 def _quantiles(counts: list[float], edges: list[float]) -> dict[str, float]:
-    """Return the middle of the first bin at which the cumulative share reaches each level; nothing of no counts."""
+    """Return by quantile the middle of the first bin with a cumulative share above the level; empty without counts."""
     cumulative = list(accumulate(counts))
-    found: dict[str, float] = {}
+    quantiles: dict[str, float] = {}
     for suffix, level in QUANTILES.items() if cumulative[-1] else ():
         index = bisect_left(cumulative, level * cumulative[-1])
         if 0 < index < len(edges):
             low, high = edges[index - 1], edges[index]
-            found[suffix] = 0.0 if low < 0 < high else math.copysign(math.sqrt(low * high), low)
+            quantiles[suffix] = 0.0 if low < 0 < high else math.copysign(math.sqrt(low * high), low)
         else:
-            found[suffix] = min(edges[0], 0.0) if index == 0 else edges[-1]
-    return found
+            quantiles[suffix] = min(edges[0], 0.0) if index == 0 else edges[-1]
+    return quantiles
 
 
 def _ess(sums: list[float]) -> dict[str, float]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megarl.core.choices.parts import Scope
 
 LOG_RATIO_BOUND = 20.0
-"""Per-token log-ratios are clamped to plus/minus this, so that exp() stays finite in fp32 (verl's SAFETY_BOUND)."""
+"""Per-token log-ratios are clamped to +-20: exp() is finite in fp32 (verl's SAFETY_BOUND)."""
 LOGPROB_TOLERANCE = 1e-3
 """A log-probability up to this is 0 but for rounding: fp32 is off by some 1e-7 times the size of the logits."""
 
@@ -30,8 +30,8 @@ def widen(values: Tensor) -> Tensor:
 def usable_mask(loss_mask: Tensor, rollout_logprobs: Tensor) -> Tensor:
     """Return bool [T]: the loss tokens that the rollout engine can have sampled, i.e. without those at -inf.
 
-    A sampler cannot draw a token of probability zero, so a -inf there is a defect of the recorded log-probability.
-    Such a token leaves the loss and every denominator; ``coefficients`` counts it as ``logprobs/invalid``.
+    A sampler cannot draw a token of probability zero: -inf is a defect of the recorded log-probability. Tokens at -inf
+    leave the loss and all denominators; ``coefficients`` counts them as ``logprobs/invalid``.
     """
     return loss_mask & ~torch.isneginf(rollout_logprobs)
 
@@ -45,13 +45,13 @@ def logprob_error(name: str, column: Tensor, bad: Tensor) -> NumericsError:
     """Return the error for a column [T] with impossible values where ``bad``, bool [T], is True at least once."""
     token = int(bad.nonzero()[0])
     value = column[token].item()
-    found = f"{name} is {value:g} at token {token} of the packed batch ({int(bad.sum())} such loss tokens), expected "
+    text = f"{name} is {value:g} at token {token} of the packed batch ({int(bad.sum())} such loss tokens), expected "
     if 0 < value < float("inf"):
         return NumericsError(
-            f"{found}a log-probability, which is at most 0: these may be raw logits (take the log-softmax over the "
+            f"{text}a log-probability, which is at most 0: these may be raw logits (take the log-softmax over the "
             "vocabulary at the sampled token), or probabilities (take their log)"
         )
-    return NumericsError(f"{found}a number or -inf: look at the pass that computed this column")
+    return NumericsError(f"{text}a number or -inf: look at the pass that computed this column")
 
 
 def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor, bound: float = LOG_RATIO_BOUND) -> Tensor:
@@ -78,17 +78,18 @@ def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def segment_cumsum(values: Tensor, cu_seqlens: Tensor, reverse: bool = False) -> Tensor:
-    """Return, at each token, the sum of values [T] over its sequence up to and with it (``reverse``: from it on).
+    """Return the inclusive running sum of values [T] within each sequence (``reverse``: sums from the token to the
+    end).
 
-    values: [T], finite; result: float64 [T]. One running sum over the whole batch less what stood before the sequence,
-    which would lose digits, were it not for the split: each value is a multiple of a coarse grid plus a rest. Sums of
-    multiples are exact in float64, so nothing is lost in the difference, and the rests are too small to matter: their
-    rounding is some 1e-25 of the largest running sum of a batch of a million tokens.
+    values: [T], finite; result: float64 [T]. Computed as the running sum of the batch minus the sum before the
+    sequence. To avoid cancellation, values are split into a multiple of a coarse grid plus a remainder. Sums of
+    multiples are exact in float64, and rounding of the remainders is about 1e-25 of the largest running sum of a
+    million tokens.
     """
     values = values.double()
     if not values.numel():
         return values
-    # |sum of T multiples of grid| <= T * (max + grid) < 2^52 * grid, so it is an integer below 2^53 times a power of 2.
+    # |sum of T multiples of grid| <= T * (max + grid) < 2^52 * grid, an integer below 2^53 times a power of 2.
     largest = values.abs().amax().clamp(min=torch.finfo(torch.float64).tiny * 2.0**60)
     grid = torch.exp2(torch.ceil(torch.log2(largest * (values.numel() + 1))) - 51)
     coarse = torch.round(values / grid) * grid
@@ -103,15 +104,15 @@ def segment_total(values: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def positions(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return int64 [T]: t of each masked token, counted from 1 among the masked tokens of its sequence.
+    """Return int64 [T]: the position t of masked tokens within the sequence, counted from 1.
 
-    A token outside the mask has the position of the masked one before it, 0 if there is none.
+    A token outside the mask has the position of the previous masked token, 0 without a previous token.
     """
     return _segment_cumsum(mask.long(), cu_seqlens, reverse=False)
 
 
 def aggregate(scope: Scope, values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return what a scope makes of one value per token, such as a log-ratio, for each token of the mask; 0 elsewhere.
+    """Aggregate one value per token, such as a log-ratio, over a scope: [T], 0 outside the mask.
 
     With l_k the values of the n masked tokens of a sequence, and t the position among them:
 
@@ -148,9 +149,9 @@ def _over_sequences(scope: Scope, values: Tensor, mask: Tensor, cu_seqlens: Tens
 
 
 def ratio_gradient(scope: Scope, values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return what each token gets of ``values`` [T], derivatives by log-ratios: transposes ``aggregate``.
+    """Return the transpose of ``aggregate`` [T]: from derivatives by aggregated log-ratios to derivatives by tokens.
 
-    A token is in all prefixes after it, in all futures before it, and has a share 1 / n in a mean over n tokens.
+    A token belongs to all later prefixes and all earlier futures, and has the share 1 / n of a mean over n tokens.
     """
     if scope == "future_mean":
         values = values / _segment_cumsum(mask.long(), cu_seqlens, reverse=True).clamp(min=1)

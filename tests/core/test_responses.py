@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from megarl.core import advantages
 from megarl.core.choices.parts import TOKEN_ADVANTAGES, Objective
 from megarl.core.objectives import OBJECTIVES, advantages_of, select_responses, token_advantages
-from megarl.core.objectives.responses import _OF_LENGTHS
 from megarl.errors import ConfigError, NumericsError
 
 GROUPS = [7, 7, 7, 7, 1, 1, 1]
@@ -62,7 +61,7 @@ def test_every_advantage_of_the_record_has_an_expectation() -> None:
 
 
 def test_what_is_needed_and_not_given_is_refused() -> None:
-    for name in (*_OF_LENGTHS, "gdpo"):
+    for name in ("opo", "reinforce_pp", "reinforce_pp_baseline", "gdpo"):
         with pytest.raises(ConfigError, match=f"'{name}' needs the lengths"):
             advantages_of(objective(name), REWARDS, GROUPS, components=(PAIRS, WEIGHTS))
     with pytest.raises(ConfigError, match=r"'gdpo' needs several rewards.*reward\.weights"):

@@ -7,7 +7,7 @@ know nothing of the record. Neither shares code with ``megarl.core.objectives``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -315,87 +315,12 @@ def aggregate(aggregation: str, terms: TensorRows, norm_length: int | None = Non
     return torch.stack(sums).mean() / norm_length
 
 
-def _loss(aggregation: str, rows: Sequence[tuple], sequence_terms: Callable[..., list[Tensor]]) -> Tensor:
-    return -aggregate(aggregation, [sequence_terms(*row) for row in rows])
-
-
 def clipped(ratio: Tensor, advantage: float, low: float, high: float, dual: float | None = None) -> Tensor:
     """PPO's min(ratio A, clip(ratio) A); for A < 0 no less than dual A."""
     term = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
     if dual is not None and advantage < 0:
         term = torch.maximum(term, torch.full_like(term, dual * advantage))
     return term
-
-
-def ppo_loss(
-    logprobs: TensorRows,
-    old_logprobs: Sequence[Floats],
-    advantages: Sequence[Floats],
-    eps_low: float,
-    eps_high: float,
-    aggregation: str,
-    dual_clip: float | None = None,
-) -> Tensor:
-    """The literal PPO/GRPO loss: minus the aggregate of min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)."""
-
-    def terms(lps: Sequence[Tensor], olds: Floats, adv: Floats) -> list[Tensor]:
-        return [
-            clipped((lp - old).exp(), a, 1 - eps_low, 1 + eps_high, dual_clip)
-            for lp, old, a in zip(lps, olds, adv, strict=True)
-        ]
-
-    return _loss(aggregation, list(zip(logprobs, old_logprobs, advantages, strict=True)), terms)
-
-
-def gspo_loss(
-    logprobs: TensorRows,
-    old_logprobs: Sequence[Floats],
-    advantages: Sequence[Floats],
-    eps_low: float = 3e-4,
-    eps_high: float = 4e-4,
-    token_variant: bool = False,
-) -> Tensor:
-    """The literal GSPO loss: s = exp(mean_t log r_t) for the whole sequence, the gradient through every token of it.
-
-    token_variant: GSPO-token, log s_t = sg[log s] + lp_t - sg[lp_t], which takes an advantage per token.
-    """
-
-    def terms(lps: Sequence[Tensor], olds: Floats, adv: Floats) -> list[Tensor]:
-        if not len(lps):
-            return []
-        log_s = torch.stack([lp - old for lp, old in zip(lps, olds, strict=True)]).mean()
-        logs = [log_s.detach() + lp - lp.detach() if token_variant else log_s for lp in lps]
-        return [clipped(log.exp(), a, 1 - eps_low, 1 + eps_high) for log, a in zip(logs, adv, strict=True)]
-
-    return _loss("seq-mean-token-mean", list(zip(logprobs, old_logprobs, advantages, strict=True)), terms)
-
-
-def ctpo_loss(
-    logprobs: TensorRows,
-    old_logprobs: Sequence[Floats],
-    advantages: Sequence[Floats],
-    *,
-    prefix_grad: bool,
-    aggregation: str = "token-mean",
-    dual_clip: float | None = 0.05,
-    eps_low: float = 0.025,
-    eps_high: float = 0.05,
-    power: float = 0.5,
-) -> Tensor:
-    """The literal CTPO loss: PPO's minimum with the cumulative ratio and a window that widens with the position."""
-
-    def terms(lps: Sequence[Tensor], olds: Floats, adv: Floats) -> list[Tensor]:
-        cumulative = torch.zeros((), dtype=torch.float64)
-        found = []
-        for t, (lp, old, a) in enumerate(zip(lps, olds, adv, strict=True), start=1):
-            cumulative = cumulative + (lp - old)
-            log_rho = cumulative if prefix_grad else cumulative.detach() + lp - lp.detach()
-            width = t**power
-            dual = None if dual_clip is None else math.exp(dual_clip * width)
-            found.append(clipped(log_rho.exp(), a, math.exp(-eps_low * width), math.exp(eps_high * width), dual))
-        return found
-
-    return _loss(aggregation, list(zip(logprobs, old_logprobs, advantages, strict=True)), terms)
 
 
 def kl_grpo_loss(
@@ -438,27 +363,3 @@ def kl_grpo_loss(
             row.append(clipped(log_rho.exp(), advantage(n, j), 1 - eps, 1 + eps))
         terms.append(row)
     return -aggregate("seq-mean-token-mean", terms)
-
-
-def minirl_loss(
-    logprobs: TensorRows,
-    old_logprobs: Sequence[Floats],
-    rollout_logprobs: Sequence[Floats],
-    advantages: Sequence[Floats],
-    eps_low: float = 0.2,
-    eps_high: float = 0.27,
-    cap: float = 5.0,
-) -> Tensor:
-    """The literal eq. 7 of MiniRL: minus the mean over sequences of sum_t M sg[min(w, C)] A log pi_theta."""
-
-    def terms(lps: Sequence[Tensor], olds: Floats, mus: Floats, adv: Floats) -> list[Tensor]:
-        row = []
-        for lp, old, mu, a in zip(lps, olds, mus, adv, strict=True):
-            r = (lp - old).exp().item()
-            w = (lp - mu).exp().detach().clamp(max=cap)
-            stopped = (a > 0 and r > 1 + eps_high) or (a < 0 and r < 1 - eps_low)
-            row.append((0.0 if stopped else 1.0) * w * a * lp)
-        return row
-
-    rows = list(zip(logprobs, old_logprobs, rollout_logprobs, advantages, strict=True))
-    return _loss("seq-mean-token-sum", rows, terms)

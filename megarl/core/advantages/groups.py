@@ -1,4 +1,4 @@
-"""From the rewards of a group of responses to one advantage per response, each response with the same weight."""
+"""From the rewards of a group to one advantage per response, with equal weights of responses."""
 
 from collections.abc import Sequence
 
@@ -16,9 +16,9 @@ Values = Tensor | np.ndarray | Sequence[float]
 def group_mean(rewards: Values, groups: Values) -> Tensor:
     """Return ``R - mean_group(R)``, without a division by the standard deviation.
 
-    rewards: [N]; groups: integer [N], any ids, equal for responses to the same prompt; result: [N].
-    Raises NumericsError if a reward is not finite. Source: MiniRL (Zheng et al., arXiv 2512.01374), its "group-
-    normalized" advantage, which subtracts the mean only.
+    rewards: [N]; groups: integer [N], any ids, equal for responses to the same prompt; result: [N]. Raises
+    NumericsError if a reward is not finite. Source: MiniRL (Zheng et al., arXiv 2512.01374), the "group-normalized"
+    advantage (mean only).
     """
     rewards, inverse = prepare(rewards, groups)
     return center(rewards.double(), inverse).to(rewards.dtype)
@@ -37,10 +37,10 @@ def grpo(rewards: Values, groups: Values, ddof: int = 1, eps: float = 1e-6) -> T
 
 
 def rloo(rewards: Values, groups: Values, valid: Values | None = None) -> Tensor:
-    """Return ``R`` minus the mean of the other rewards of the group, which is ``(R - mean_group(R)) * G / (G - 1)``.
+    """Return ``(R - mean_group(R)) * G / (G - 1)``: R minus the mean over the remaining group.
 
     rewards: [N]; groups: integer [N]; valid: bool [N], False for a response without an outcome (None: all have one):
-    G and the mean leave it out, its reward may be anything, and it gets 0; result: [N], 0 for a group of one. Raises
+    left out of G and the mean, with any reward, and advantage 0; result: [N], 0 for a group of one. Raises
     NumericsError if a reward is not finite. Source: RLOO (Ahmadian et al., arXiv 2402.14740).
     """
     if valid is not None:
@@ -61,11 +61,11 @@ def raw(rewards: Values, groups: Values) -> Tensor:
 
 
 def raw_mixed(rewards: Values, groups: Values) -> Tensor:
-    """Return ``R`` where the rewards of the group differ, or it has one response; else 0.
+    """Return ``R`` in groups with different rewards and in groups of one response; else 0.
 
     rewards: [N]; groups: integer [N]; result: [N]. Raises NumericsError if a reward is not finite. Source:
-    Reinforce-Rej (arXiv 2504.11343) as released. The paper's rewards are +-1, for which see ``signed``. A group that
-    gets 0 keeps its place in the denominators, unless the objective's ``selection`` takes it out.
+    Reinforce-Rej (arXiv 2504.11343) as released. The paper's rewards are +-1, for which see ``signed``. Uniform groups
+    still count in denominators, unless the objective's ``selection`` removes uniform groups.
     """
     rewards, inverse = prepare(rewards, groups)
     rejected = uniform_groups(rewards, inverse) & (torch.bincount(inverse) > 1)
@@ -82,11 +82,11 @@ def signed(rewards: Values, groups: Values, threshold: float = POSITIVE) -> Tens
 
 
 def raft(rewards: Values, groups: Values, threshold: float = POSITIVE) -> Tensor:
-    """Return ``1[R > threshold]``: correct responses are accepted, all others rejected, whatever their group.
+    """Return ``1[R > threshold]``: correct responses are accepted, wrong responses rejected, without regard to groups.
 
     rewards: [N]; groups: integer [N], not used; result: [N]. Raises NumericsError if a reward is not finite. Source:
-    RAFT (arXiv 2304.06767), whose rewards are 0 and 1. Accepting the best of a group instead would train on every
-    response of an all-wrong one. A reward equal to the threshold is rejected, as it is not correct elsewhere either.
+    RAFT (arXiv 2304.06767), whose rewards are 0 and 1. (Accepting the best responses of a group would train on all
+    responses of an all-wrong group.) A reward equal to the threshold is rejected.
     """
     rewards, _ = prepare(rewards, groups)
     return (rewards > threshold).to(rewards.dtype)
@@ -111,13 +111,13 @@ def normalize_by_pool(
     floor: float = 1e-6,
     rate_eps: float = 0.0,
 ) -> Tensor:
-    """Return ``(R - mean_pool(R)) / s`` for the responses that train, with statistics of all that were sampled.
+    """Return ``(R - mean_pool(R)) / s`` for trained responses, with statistics of all sampled responses.
 
     s by ``scale``: 1 | ``max(std_pool, floor)`` | ``mean_pool + rate_eps`` | ``sqrt(mean_pool + rate_eps)``, these two
     for rewards of 0 and 1; 0 / 0 is 0. rewards: [N], groups: integer [N], of the responses that train; pool_rewards,
-    pool_groups: [P], of all responses of the same prompts, those that train among them; result: [N]. A pool of one or
-    of equal rewards gives exactly 0. Raises ValueError if a group has no pool or a rate is negative, NumericsError if a
-    reward is not finite. Source: Reinforce-Ada (arXiv 2510.04996), global statistics.
+    pool_groups: [P], all responses of the prompts, trained or not; result: [N]. A pool of one or of equal rewards gives
+    exactly 0. Raises ValueError if a group has no pool or a rate is negative, NumericsError if a reward is not finite.
+    Source: Reinforce-Ada (arXiv 2510.04996), global statistics.
     """
     if scale not in ("none", "std", "rate", "root_rate") or ddof not in (0, 1) or not floor > 0 or not rate_eps >= 0:
         raise ValueError(
@@ -127,10 +127,12 @@ def normalize_by_pool(
     rewards, _ = prepare(rewards, groups)
     pool, inverse = prepare(pool_rewards, pool_groups)
     ids = torch.unique(as_tensor(pool_groups))
-    wanted = as_tensor(groups).to(ids.device)
-    row = torch.searchsorted(ids, wanted).clamp(max=max(ids.numel() - 1, 0))
-    if wanted.numel() and (not ids.numel() or bool((ids[row] != wanted).any())):
-        raise ValueError(f"groups {wanted.tolist()} train, but the pool holds {ids.tolist()}: pool all that is sampled")
+    trained = as_tensor(groups).to(ids.device)
+    row = torch.searchsorted(ids, trained).clamp(max=max(ids.numel() - 1, 0))
+    if trained.numel() and (not ids.numel() or bool((ids[row] != trained).any())):
+        raise ValueError(
+            f"groups {trained.tolist()} train, but the pool holds {ids.tolist()}: pool all that is sampled"
+        )
     pool = pool.double()
     counts, uniform = torch.bincount(inverse), uniform_groups(pool, inverse)
     mean = pool.new_zeros(counts.numel()).index_add(0, inverse, pool) / counts
@@ -156,7 +158,8 @@ def uniform_groups(rewards: Values, groups: Values) -> Tensor:
 
 
 def prepare(rewards: Values, groups: Values) -> tuple[Tensor, Tensor]:
-    """Return the rewards as a floating tensor and, for each, the index of its group 0..B-1."""
+    """Return the rewards as a floating tensor [N], and the index 0..B-1 of the group of each reward, int64 [N].
+    ValueError unless rewards and groups are [N], NumericsError if a reward is not finite."""
     rewards = rewards if isinstance(rewards, Tensor) else torch.as_tensor(np.asarray(rewards, dtype=np.float64))
     if not rewards.is_floating_point():
         rewards = rewards.double()
@@ -177,7 +180,7 @@ def prepare(rewards: Values, groups: Values) -> tuple[Tensor, Tensor]:
 
 
 def as_tensor(values: Values) -> Tensor:
-    """Return tensors as they are, and anything else on the CPU, with NumPy's dtype."""
+    """Return a tensor unchanged, any other values as a CPU tensor with NumPy's dtype."""
     return values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
 
 
@@ -187,14 +190,14 @@ def take(values: Values, keep: Tensor) -> Tensor:
     return values[keep.to(values.device)]
 
 
-def fill(part: Tensor, keep: Tensor) -> Tensor:
+def fill(values: Tensor, keep: Tensor) -> Tensor:
     """Return [N]: ``part`` where keep, bool [N], is True; 0 elsewhere."""
-    keep = keep.to(part.device)
-    return part.new_zeros(keep.shape).masked_scatter(keep, part)
+    keep = keep.to(values.device)
+    return values.new_zeros(keep.shape).masked_scatter(keep, values)
 
 
 def standardize(values: Tensor, inverse: Tensor, ddof: int, eps: float) -> Tensor:
-    """Return float64 values less the mean of their group, over its standard deviation plus eps; 0 without contrast."""
+    """Return float64 [N], ``(value - mean) / (std + eps)`` over the group; 0 without contrast."""
     centered = center(values, inverse)
     counts = torch.bincount(inverse)
     squares = centered.new_zeros(counts.numel()).index_add(0, inverse, centered.square())

@@ -20,9 +20,9 @@ def token_level_returns(
 ) -> Tensor:
     """Return ``r_j = R - beta / H * sum_{i>=j} K_i`` with ``K_i = log pi_theta(y_i) - log pi_ref(y_i)``, detached.
 
-    H is ``horizon`` if given, else the number of loss tokens of the response. The policy gradient of
-    ``E[R - beta / H * ln(pi_theta / pi_ref)]`` is ``E[sum_j r_j grad log pi(y_j)]`` exactly for a constant H; with each
-    response's own length it is biased, for then H depends on what is sampled.
+    H is ``horizon`` if given, else the number of loss tokens of the response. The policy gradient of ``E[R - beta / H *
+    ln(pi_theta / pi_ref)]`` is ``E[sum_j r_j grad log pi(y_j)]`` exactly for a constant H; with H = length of the
+    response the gradient is biased, because H depends on the sample.
 
     rewards: [N]; logprobs, ref_logprobs: [T]; loss_mask: bool [T]; cu_seqlens: int64 [N+1]; result: [T] in fp32 (fp64
     if a column is), 0 where not loss_mask. Per-token log-ratios are clamped to +-20; a token with logprobs -inf counts
@@ -58,9 +58,9 @@ def token_level_kl(
 ) -> Tensor:
     """Return ``(r_j - mean_j) / (std_j + eps)``: returns to go, standardised per position over the group.
 
-    r_j is that of ``token_level_returns``. The statistics at j are over the responses of the group that have a j-th
-    loss token; where only one has, or all are equal, the advantage is exactly 0. Positions count loss tokens, not
-    columns, so environment tokens shift nothing.
+    r_j is that of ``token_level_returns``. Statistics at j are over the responses of the group with a j-th loss token;
+    the advantage is exactly 0 for a single or equal return. Positions count loss tokens; environment tokens do not
+    shift positions.
 
     rewards, groups: [N]; logprobs, ref_logprobs: [T]; loss_mask: bool [T]; cu_seqlens: int64 [N+1]; result: [T].
     Errors as in ``token_level_returns``.
@@ -70,7 +70,7 @@ def token_level_kl(
     returns = token_level_returns(rewards, logprobs, ref_logprobs, loss_mask, cu_seqlens, beta, horizon)
     _, inverse = prepare(rewards, groups)
     keep = loss_mask & ~torch.isneginf(logprobs)
-    # One cell per (group, position): groups lie back to back, each as long as its longest response.
+    # One cell per (group, position): groups lie back to back with the length of the longest response.
     lengths = segment_sum(keep, cu_seqlens)
     inverse = inverse.to(lengths.device)
     num_groups = int(inverse.max()) + 1 if inverse.numel() else 0

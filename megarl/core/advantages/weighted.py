@@ -1,4 +1,4 @@
-"""Advantages whose statistics are over tokens, so that a response weighs with its length: OPO, REINFORCE++, GDPO.
+"""Advantages with statistics over tokens: a response weighs with its length (OPO, REINFORCE++, GDPO).
 
 ``lengths`` are integers [N], the loss tokens of each response. A response without loss tokens is in no statistics and
 gets 0.
@@ -17,8 +17,8 @@ def opo(rewards: Values, groups: Values, lengths: Values) -> Tensor:
     """Return ``R - b`` with ``b = sum |y| R / sum |y|`` over the group: the mean reward of its tokens.
 
     rewards: [N]; groups: integer [N]; lengths: [N]; result: [N], 0 in a group without contrast. The baseline has the
-    least variance if the squared gradient norm of a response grows as its length. Raises NumericsError if a reward is
-    not finite, ValueError for lengths that are none. Source: OPO (arXiv 2505.23585).
+    least variance if the squared gradient norm of a response grows as its length. NumericsError if a reward is not
+    finite, ValueError for negative or missing lengths. Source: OPO (arXiv 2505.23585).
     """
     rewards, inverse = prepare(rewards, groups)
     tokens = _token_counts(lengths, rewards)
@@ -27,10 +27,11 @@ def opo(rewards: Values, groups: Values, lengths: Values) -> Tensor:
 
 
 def whiten(values: Tensor, lengths: Values) -> Tensor:
-    """Return ``(x - mean) / sqrt(var + 1e-8)``: mean and variance (ddof 1) of a batch in which x stands at each token.
+    """Return ``(x - mean) / sqrt(var + 1e-8)``: mean and variance (ddof 1) over the tokens of the batch, with the value
+    x of the response at all its tokens.
 
     values: [N]; lengths: [N]; result: [N], 0 where all values are equal. Take the whole batch of a step, of all ranks.
-    Raises ValueError for lengths that are none.
+    ValueError for negative or missing lengths.
     """
     tokens = _token_counts(lengths, values)
     live = tokens > 0
@@ -52,8 +53,8 @@ def reinforce_pp(rewards: Values, groups: Values, lengths: Values) -> Tensor:
 def reinforce_pp_baseline(rewards: Values, groups: Values, lengths: Values) -> Tensor:
     """Return ``R - mean_group(R)``, whitened over the tokens of the batch; arguments as in ``reinforce_pp``.
 
-    Source: REINFORCE++-baseline (arXiv 2501.03262). A group without contrast is not exactly 0 here if the lengths of
-    other responses differ with their rewards: it gets minus the mean of the batch.
+    Source: REINFORCE++-baseline (arXiv 2501.03262). A group without contrast gets minus the mean of the batch, which is
+    not exactly 0 if lengths and rewards correlate.
     """
     return whiten(group_mean(rewards, groups), lengths)
 
@@ -61,7 +62,8 @@ def reinforce_pp_baseline(rewards: Values, groups: Values, lengths: Values) -> T
 def gdpo(
     components: Values, weights: Values, groups: Values, lengths: Values, ddof: int = 1, eps: float = 1e-6
 ) -> Tensor:
-    """Return ``grpo_sum``, whitened over the tokens of the batch (``whiten``): lengths [N], others as there -> [N].
+    """Return ``grpo_sum``, whitened over the tokens of the batch (``whiten``): arguments of ``grpo_sum``, lengths [N]
+    -> [N]. Errors as in ``grpo_sum``.
 
     Source: GDPO (arXiv 2601.05242).
     """
@@ -69,7 +71,7 @@ def gdpo(
 
 
 def grpo_sum(components: Values, weights: Values, groups: Values, ddof: int = 1, eps: float = 1e-6) -> Tensor:
-    """Return ``sum_k w_k grpo(reward_k)``: each reward is standardised alone, so that none drowns another.
+    """Return ``sum_k w_k grpo(reward_k)``: rewards of different scale have equal influence.
 
     components: [N, M], M rewards of each response; weights: [M]; groups: integer [N]; ddof, eps: of ``grpo``; result:
     float64 [N]. Raises ValueError for other shapes, NumericsError if a reward is not finite.
@@ -84,7 +86,7 @@ def grpo_sum(components: Values, weights: Values, groups: Values, ddof: int = 1,
 
 
 def _token_counts(lengths: Values, values: Tensor) -> Tensor:
-    """Return lengths as float64 [N]; ValueError unless there is one, 0 or more, for each value."""
+    """Return lengths as float64 [N]; ValueError unless all values have a length of 0 or more."""
     counts = as_tensor(lengths).to(values.device).double()
     if counts.shape != values.shape or not bool((counts >= 0).all()):
         raise ValueError(f"lengths {counts.tolist()}, expected {len(values)} numbers of loss tokens, 0 or more")

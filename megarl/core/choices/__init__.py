@@ -1,11 +1,11 @@
-"""What a configuration can choose in ``core``: records of names and numbers, checked when they are made.
+"""Choices of a configuration: records of names and numbers, checked on construction.
 
-Imports neither torch nor numpy, so that a configuration is checked before anything heavy is loaded.
+Imports neither torch nor numpy: a configuration is checked before heavy packages are loaded.
 
-    parts      the record that an objective is, and what its parts may be
+    parts      the record of an objective, and valid values of the parts
     table      the named objectives
     family     weight functions between no correction and importance sampling
-    own        calls functions of the user
-    stopping   rules that say how many samples a prompt gets
+    own        calls of functions of the user
+    stopping   rules for the number of samples of a prompt
     credit     choices of baseline, unbiased combination and weights; names of objectives f(p)
 """

@@ -1,7 +1,7 @@
-"""Credit of the samples that adaptive sampling selects, and the names of objectives f(p). Imports no torch.
+"""Credit of the samples selected by adaptive sampling, and the names of objectives f(p). Imports no torch.
 
-A rule that looks at rewards trains on samples that are not a fair draw from the policy. The record says which samples
-give the baseline, and whether the bias of the selection is removed.
+If a sampling rule reads rewards, the selected samples are no fair draw from the policy. The record chooses the samples
+of the baseline, and whether to remove the bias of the selection.
 """
 
 from dataclasses import dataclass
@@ -19,33 +19,33 @@ _CHOICES = {"statistics": Statistics, "scale": PoolScale, "combination": Combina
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """How selected samples are credited; the defaults are the released Reinforce-Ada's. ConfigError for other names."""
+    """How selected samples are credited; defaults of the released Reinforce-Ada. ConfigError for unknown names."""
 
     statistics: Statistics = "pool"
-    """Which samples give mean and standard deviation: all that were drawn of the prompt, or those that train. The
-    latter makes a prompt with 2 of 32 correct look like one with 2 of 4. The released code rebuilds the pool from
-    counts, which needs rewards of 0 and 1, and gives a pool of one the mean 0; here its advantage is 0."""
+    """Samples for mean and standard deviation: all drawn samples of the prompt, or the trained samples. "trained" makes
+    a prompt with 2 of 32 correct look like a prompt with 2 of 4. The released code rebuilds the pool from counts (for
+    rewards of 0 and 1) and gives a pool of one the mean 0; here the advantage of a pool of one is 0."""
     scale: PoolScale = "none"
-    """The divisor: 1, the standard deviation, the pass rate or its root. The sources disagree: the code divides by
-    nothing, the paper's third version by the pass rate in one place and by nothing in another; a post recommends 1 / p,
-    which the same paper found to deteriorate. A pool of equal rewards gives 0, also for a solved prompt."""
+    """The divisor: 1, the standard deviation, the pass rate or the root of the pass rate. The sources disagree: no
+    divisor in the code; the pass rate or no divisor in the paper's third version; 1 / p in a post, although the paper
+    found 1 / p to deteriorate. A pool of equal rewards gives 0, also for a solved prompt."""
     ddof: int = 1
     """Of the standard deviation: 1 unbiased, 0 population."""
     floor: float = 1e-6
     """Least standard deviation to divide by."""
     rate_eps: float = 0.0
-    """Added to the pass rate before it divides; Ada-Est: scale "root_rate" with 1e-3."""
+    """Added to the pass rate before the division; Ada-Est: scale "root_rate" with 1e-3."""
     combination: Combination = "plain"
-    """"unbiased": of n samples that train, each of n+ positives gets v n / n+ and each of n- negatives -v n / n-,
-    with v an unbiased estimate of p (1 - p) from the pool (``unbiased_rates``). Statistics and scale are not used. The
-    expectation is then grad p, with p the rate of rewards above the rule's threshold, for any selection by class.
-    "plain" with a balanced batch has c(p) grad p, ``c = (q^2 + p^2) / (2 p q)`` (docs/sampling.md)."""
+    """"unbiased": of n trained samples, each of n+ positives gets v n / n+, each of n- negatives -v n / n-, with v an
+    unbiased estimate of p (1 - p) from the pool (``unbiased_rates``), without statistics and scale. The expectation
+    is grad p for any selection by class, with p the rate of rewards above the rule's threshold. "plain" with a
+    balanced batch has c(p) grad p, ``c = (q^2 + p^2) / (2 p q)`` (docs/sampling.md)."""
     objective: str | None = None
     """Maximise f(p) by the weight f'(p), with the pool's pass rate (``objective_slope``); None for no weight. Do not
-    combine it with counts allotted for f, scale "std" and weigh "sample": a sum over ``n ~ f' std`` samples with
-    ``1 / std`` has the factor ``f'`` already."""
+    combine with counts allotted for f, scale "std" and weigh "sample": a sum over ``n ~ f' std`` samples with
+    ``1 / std`` already has the factor ``f'``."""
     weigh: Weigh = "sample"
-    """What has equal weight: each sample, or each prompt."""
+    """Units of equal weight: samples, or prompts."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -62,7 +62,8 @@ class Credit:
 def parse_allocation(name: str) -> tuple[str, float]:
     """Return the kind of an allocation and its exponent: ("inverse", A) for "inverse:A", n ~ 1 / (p + eps)^A.
 
-    "ada_est" is "inverse:0.5". Any other name is an objective's, whose gradient then has the least variance.
+    "ada_est" is "inverse:0.5". Any further name is an objective: counts of least gradient variance. ConfigError for
+    an unknown name.
     """
     if name == "ada_est":
         return "inverse", 0.5

@@ -1,8 +1,8 @@
-"""The record that an algorithm is: masks, factors, a gate, penalties, an aggregation and an advantage.
+"""The record of an algorithm: masks, factors, a gate, penalties, an aggregation and an advantage.
 
     grad J = sum_t [ prod_k M_k * prod_f F_f * S_t * A_t - sum_j P_j ] * grad log pi_theta(y_t) / D
 
-Imports no torch, so that a configuration can look at the rows of the table before anything heavy is loaded.
+Imports no torch: a configuration reads the table of algorithms before loading heavy packages.
 """
 
 from __future__ import annotations
@@ -37,17 +37,16 @@ KlPolicy = Literal["old", "theta"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 TOKEN_ADVANTAGES = ("token_level_kl", "process")
-"""Those that differ between the tokens of a response."""
+"""Advantages per token instead of per response."""
 GROUP_ADVANTAGES = ("group_mean", "grpo", "rloo", "opo", "gdpo", "reinforce_pp_baseline", "token_level_kl")
-"""Those that compare the responses of a group: exactly 0 in a group of one. (One of several steps is a group of its
-own to "process".)"""
+"""Advantages relative to a group of responses: exactly 0 in a group of one. ("process" compares steps instead.)"""
 NON_NEGATIVE_ADVANTAGES = ("raft", "positive_part")
-"""Those that accept or ignore a response, but never make it less likely."""
+"""Advantages of 0 or more: a response is accepted or ignored, and never made less likely."""
 RATIOS = ("ratio", "log_ratio")
-"""Statistics of the log-ratio over the tokens of a scope; all others are of single tokens, then summed or averaged."""
+"""Statistics of the log-ratio over the tokens of a scope; divergences are per token, then summed or averaged."""
 TOP_K = ("topk_tv", "topk_kl")
 OWN_PARTS = {"advantage": "rewards, groups", "mask": "columns", "fn": "ratios"}
-"""Parts that may be functions of the user, and what these are called with."""
+"""Parts that may be functions of the user, and the arguments of the functions."""
 MAX_LOG_RATIO = 20.0
 """Largest log_ratio_cap: exp(20) times any sensible advantage is far from the end of fp32."""
 LEAST_GATE = 1e-6
@@ -59,28 +58,28 @@ class Mask:
     """Drops tokens: ``M = 1[low <= statistic <= high]``, for the advantages that ``sign`` names."""
 
     policies: Policies
-    """The two policies that are compared, numerator first: p / q."""
+    """The two policies p / q, numerator first."""
     statistic: Statistic = "ratio"
-    """p / q | its logarithm | p - q | its size (total variation of the token against the rest) | KL(q || p) of the same
-    two classes | KL(p || q) | the larger of both | ln(p/q)^2 / 2 | p/q - 1 - ln(p/q) | as tv and kl with the sampler's
-    top K tokens as classes of their own (needs the column ``topk``)."""
+    """p / q | ln(p / q) | p - q | abs(p - q) (total variation of the token against the rest of the vocabulary) |
+    KL(q || p) of these two classes | KL(p || q) | the larger KL | ln(p/q)^2 / 2 | p/q - 1 - ln(p/q) | tv and kl with
+    the sampler's top K tokens as further classes (needs the column ``topk``)."""
     scope: Scope = "token"
-    """Over which tokens of a response: the token, those up to it, those from it on, all. Of ratios the logarithms are
-    summed or averaged, so that "sequence_mean" is the geometric mean; of any other statistic its own values."""
+    """Tokens of the response: the token alone, up to the token, from the token on, all. Log-ratios are summed or
+    averaged ("sequence_mean" is the geometric mean of ratios), other statistics directly."""
     low: float | None = None
     """Lower bound; None for none."""
     high: float | None = None
     """Upper bound; None for none."""
     sign: MaskSign = "both"
-    """Which tokens it may drop. "outward", PPO's rule: those whose update moves the ratio further from 1, so A > 0 with
-    a ratio above 1, and A < 0 with one below. "negative": those with A < 0. "both": all."""
+    """Tokens that may be dropped. "outward", PPO's rule: the update moves the ratio further from 1 (A > 0 with a ratio
+    above 1, A < 0 with a ratio below 1). "negative": tokens with A < 0. "both": all tokens."""
     strict: bool = False
-    """Whether a value equal to a bound is dropped too."""
+    """Whether a value equal to a bound is dropped."""
     growth: float = 0.0
     """Bounds are multiplied by ``t^growth`` at the t-th generated token of a response, counted from 1."""
     denominator: InDenominator = "keep"
-    """Whether dropped tokens count in denominators | leave them, and a response of which none is left too | leave the
-    numbers of tokens only."""
+    """Dropped tokens count in denominators | leave the denominators, with the response if all its tokens are dropped |
+    leave the numbers of tokens only."""
 
     def __post_init__(self) -> None:
         check_types(self, "mask")
@@ -99,7 +98,7 @@ class Factor:
     policies: Policies
     """The two policies of the ratio rho = p / q, numerator first."""
     scope: Scope = "token"
-    """Over which tokens of a response the ratio is taken: the product of theirs, or its geometric mean."""
+    """Tokens of the response whose ratios are multiplied, or averaged geometrically."""
     fn: FactorFunction | Callable = "identity"
     """f: rho | rho^power | rho^q with the largest q in [0, 1] that keeps the effective sample size at ess_target |
     rho^k e^(l (1 - rho)) with VESPO's (k, l). Or a function of rho. Powers and VESPO's are at most e^40."""
@@ -108,7 +107,7 @@ class Factor:
     high: float | None = None
     """Upper clamp (truncated importance sampling), not renormalised; None for none."""
     sign: FactorSign = "both"
-    """For which advantages: all | A > 0 | A < 0. For the others the factor is 1."""
+    """Advantages to which the factor applies: all | A > 0 | A < 0. Otherwise the factor is 1."""
     power: float = 0.5
     """Exponent of fn "power": 0 ignores the ratio, 1 is full importance sampling."""
     ess_target: float = 0.5
@@ -120,11 +119,10 @@ class Factor:
     log_ratio_cap: float = 20.0
     """Upper bound of the log-ratio of several tokens, before exp."""
     token_clip: float | None = None
-    """Log-ratios of single tokens are clipped outward before they are put together (GMPO): at most this where A > 0,
-    at least minus this where A < 0."""
+    """Bound c of outward clipping of single log-ratios before the mean or product (GMPO): at most c where A > 0, at
+    least -c where A < 0."""
     batch_normalize: bool = False
-    """Whether the factor is divided by its mean over the mini-batch: over tokens, or over responses if its scope is a
-    response."""
+    """Whether to divide by the mean of the factor over the mini-batch: over tokens or, by scope, over responses."""
 
     def __post_init__(self) -> None:
         check_types(self, "factor")
@@ -132,13 +130,13 @@ class Factor:
 
     @property
     def needs_batch(self) -> bool:
-        """Whether it depends on all tokens of the mini-batch."""
+        """Whether the factor depends on all tokens of the mini-batch."""
         return self.fn == "adaptive_power" or self.batch_normalize
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """A factor S of the weighted advantage that depends on the sign of A, part of the formula of one algorithm."""
+    """A factor S of the weighted advantage by the sign of A, specific to an algorithm."""
 
     kind: GateKind
     """- "drpo": ``S = 1 - sign(A) (pi_theta - mu) / delta``
@@ -147,7 +145,7 @@ class Gate:
     positive: float
     """delta, tau or beta where A > 0."""
     negative: float
-    """The same where A <= 0."""
+    """delta, tau or beta where A <= 0."""
     eps: float = 0.2
     """Of "ce_gppo"."""
 
@@ -169,17 +167,16 @@ class Penalty:
     """An estimator of KL[theta || other], subtracted from the objective and differentiated."""
 
     estimator: Estimator
-    """With d = ln theta/other: d | d^2 / 2 | e^-d + d - 1 | u (e^-d + d - 1) with u = theta/behaviour differentiated
-    too, whose gradient is u d grad log pi (DeepSeek-V3.2)."""
+    """With d = ln theta/other: d | d^2 / 2 | e^-d + d - 1 | u (e^-d + d - 1) with u = theta/behaviour also
+    differentiated: gradient u d grad log pi (DeepSeek-V3.2)."""
     to: PenaltyPolicy = "ref"
-    """The other policy."""
+    """The second policy of the KL."""
     coef: float = 0.0
-    """Its factor beta; 0 switches it off, and then no reference policy is needed."""
+    """The factor beta; 0 switches the penalty off, and no reference policy is needed."""
     behaviour: Literal["old", "mu"] = "old"
-    """The policy that sampled, for "unbiased"."""
+    """The sampling policy, for "unbiased"."""
     max: float | None = None
-    """Tokens whose estimate is above this in size have no gradient, as other implementations' clamps have it; None for
-    none."""
+    """Tokens with a larger absolute estimate have no gradient, like clamps elsewhere; None for no bound."""
 
     def __post_init__(self) -> None:
         check_types(self, "penalty")
@@ -189,51 +186,50 @@ class Penalty:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """One row of the table; ``dataclasses.replace`` gives a variant. Raises ConfigError if the parts do not fit."""
+    """A row of the table; ``dataclasses.replace`` gives a variant. Raises ConfigError if the parts do not fit."""
 
     advantage: AdvantageName | Callable
-    """How rewards become advantages; see ``megarl.core.advantages``. "gdpo" is of several rewards (``reward.weights``).
-    "token_level_kl" and "process" differ between tokens, the latter by the rewards of steps
+    """How rewards become advantages (``megarl.core.advantages``). "gdpo" needs several rewards (``reward.weights``).
+    "token_level_kl" and "process" differ between tokens; "process" needs rewards of steps
     (``megarl.core.objectives.step_advantages``). Or a function of rewards and groups."""
     aggregation: Aggregation
-    """The denominator: all tokens | sequences | sequences and each one's tokens | sequences and norm_length."""
+    """The denominator: all tokens | sequences | sequences times their tokens | sequences times norm_length."""
     masks: tuple[Mask | Callable, ...] = ()
-    """A token trains if it passes all of them. Each may be a function of the columns."""
+    """A token trains if all masks keep the token. A mask may be a function of the columns."""
     factors: tuple[Factor, ...] = ()
-    """Their product is the importance weight; without any it is 1."""
+    """The importance weight is their product, 1 without factors."""
     gate: Gate | None = None
     """A factor that depends on the sign of the advantage; None for none."""
     penalties: tuple[Penalty, ...] = ()
-    """Subtracted on every token that trains, whatever the masks say."""
+    """Subtracted on every token that trains, also on masked tokens."""
     entropy_coef: float = 0.0
-    """Times the entropy of each token, added to the objective: a second stream of coefficients."""
+    """Factor of the entropy of each token, added to the objective: a second stream of coefficients."""
     norm_length: int | None = None
-    """Tokens; the constant L of "seq-mean-token-sum-norm", and of no other aggregation."""
+    """Tokens; the constant L of "seq-mean-token-sum-norm" alone."""
     selection: Selection = "all"
-    """Which responses train and count in denominators: all | those of groups with contrast | those with A > 0."""
+    """Responses that train and count in denominators: all | of groups with contrast | with A > 0."""
     std_ddof: int = 1
     """Of the standard deviation in "grpo", "token_level_kl" and "process": 1 unbiased, 0 population."""
     std_eps: float = 1e-6
-    """Added to that standard deviation."""
+    """Added to the standard deviation."""
     prefix_grad: bool = False
-    """With a factor over the prefix or the future: differentiate all of it, as its formula says literally, not only the
-    token."""
+    """With a factor over the prefix or the future: differentiate all tokens of the factor, as the formula literally
+    says, instead of the current token."""
     kl_coef: float = 0.0
     """beta of the advantage "token_level_kl"."""
     kl_horizon: int | None = None
-    """Tokens; H of "token_level_kl", the same for all responses (unbiased). None for each one's own length."""
+    """Tokens; H of "token_level_kl", constant for all responses (unbiased). None: the length of the response."""
     kl_at: KlPolicy = "old"
-    """The policy whose KL "token_level_kl" takes; theta costs one more pass per update once weights have moved."""
+    """The policy of the KL in "token_level_kl"; theta costs a further pass per update once weights have moved."""
 
     def __post_init__(self) -> None:
         check_types(self, "objective")
         _check_product(self)
         _check_advantage(self)
-        _check_aggregation(self)
 
     @property
     def records(self) -> tuple[Mask, ...]:
-        """The masks that are no functions."""
+        """The masks without functions of the user."""
         return tuple(mask for mask in self.masks if isinstance(mask, Mask))
 
     @property
@@ -243,16 +239,16 @@ class Objective:
 
     @property
     def pairs(self) -> frozenset[str]:
-        """The pairs of policies whose ratios masks, factors and gate read. Functions of the user may read more."""
+        """The pairs of policies read by masks, factors and gate. Functions of the user may read more."""
         of_gate = set() if self.gate is None else {"theta_mu" if self.gate.kind == "drpo" else "theta_old"}
-        return frozenset({part.policies for part in (*self.records, *self.factors)} | of_gate)
+        return frozenset({record.policies for record in (*self.records, *self.factors)} | of_gate)
 
     @property
     def beforehand(self) -> frozenset[Policies]:
-        """The pairs of policies whose ratios of the whole mini-batch are needed before its update."""
-        parts: list[Mask | Factor] = [factor for factor in self.factors if factor.needs_batch]
-        parts += [mask for mask in self.records if mask.denominator != "keep"]
-        return frozenset(part.policies for part in parts)
+        """The pairs of policies with ratios needed for the whole mini-batch before the update."""
+        readers: list[Mask | Factor] = [factor for factor in self.factors if factor.needs_batch]
+        readers += [mask for mask in self.records if mask.denominator != "keep"]
+        return frozenset(record.policies for record in readers)
 
     @property
     def needs_ref_logprobs(self) -> bool:
@@ -267,7 +263,7 @@ class Objective:
 
     @property
     def reads_more(self) -> bool:
-        """Whether it reads columns that a batch may lack."""
+        """Whether the objective reads optional columns of a batch."""
         return self.needs_ref_logprobs or self.needs_topk
 
     @property
@@ -277,109 +273,94 @@ class Objective:
 
 
 PARTS: Mapping[str, tuple[Any, ...]] = options_of(Objective)
-"""Part -> what it may be."""
+"""Part -> valid values."""
+
+
+def _refuse(record: str, problems: dict[str, object]) -> None:
+    """Raise ConfigError with the first message whose value is true."""
+    for message, is_wrong in problems.items():
+        if is_wrong:
+            raise ConfigError(f"{record}: {message}")
 
 
 def _check_mask(m: Mask) -> None:
     bounds = [bound for bound in (m.low, m.high) if bound is not None]
-    if not bounds or bounds != sorted(bounds):
-        raise ConfigError(f"mask: low {m.low}, high {m.high}; expected at least one bound, and both in order")
-    if m.statistic == "ratio" and m.high is not None and not m.high > 0:
-        raise ConfigError(f"mask: high is {m.high}, but a ratio is above 0: this drops every token")
-    if m.statistic not in ("log_ratio", "difference") and any(bound < 0 for bound in bounds):
-        raise ConfigError(
-            f"mask: low {m.low}, high {m.high} of {m.statistic!r}, which is never below 0; bounds of a logarithm need "
-            "statistic 'log_ratio'"
-        )
-    if m.sign == "outward" and m.statistic in (*RATIOS, "difference"):
-        middle = 1 if m.statistic == "ratio" else 0
-        if not (m.low is None or m.low <= middle) or not (m.high is None or m.high >= middle):
-            raise ConfigError(
-                f"mask: low {m.low}, high {m.high} of {m.statistic!r}; an 'outward' mask needs {middle} between them"
-            )
-    if m.growth < 0 or (m.growth and m.statistic != "log_ratio"):
-        raise ConfigError(
-            f"mask: growth {m.growth} with statistic {m.statistic!r}; bounds grow with 'log_ratio' only, 0 or more"
-        )
-    if m.scope == "sequence_max" and m.statistic in (*RATIOS, "difference"):
-        raise ConfigError(f"mask: 'sequence_max' is for divergences, but the statistic is {m.statistic!r}")
-    if m.statistic in TOP_K and m.policies != "theta_mu":
-        raise ConfigError(f"mask: {m.statistic!r} compares theta with mu, but policies is {m.policies!r}")
+    is_two_sided = m.statistic in (*RATIOS, "difference")
+    middle = 1 if m.statistic == "ratio" else 0
+    is_around_middle = (m.low is None or m.low <= middle) and (m.high is None or m.high >= middle)
+    window = f"low {m.low}, high {m.high}"
+    _refuse("mask", {
+        f"{window}; expected at least one bound, and both in order": not bounds or bounds != sorted(bounds),
+        f"high is {m.high}, but a ratio is above 0: this drops every token":
+            m.statistic == "ratio" and m.high is not None and not m.high > 0,
+        f"{window} of {m.statistic!r}, which is never below 0; bounds of a logarithm need statistic 'log_ratio'":
+            m.statistic not in ("log_ratio", "difference") and any(bound < 0 for bound in bounds),
+        f"{window} of {m.statistic!r}; an 'outward' mask needs {middle} between them":
+            m.sign == "outward" and is_two_sided and not is_around_middle,
+        f"growth {m.growth} with statistic {m.statistic!r}; bounds grow with 'log_ratio' only, 0 or more":
+            m.growth < 0 or (m.growth and m.statistic != "log_ratio"),
+        f"'sequence_max' is for divergences, but the statistic is {m.statistic!r}":
+            m.scope == "sequence_max" and is_two_sided,
+        f"{m.statistic!r} compares theta with mu, but policies is {m.policies!r}":
+            m.statistic in TOP_K and m.policies != "theta_mu",
+    })  # fmt: skip
 
 
 def _check_factor(f: Factor) -> None:
-    if f.scope == "sequence_max":
-        raise ConfigError("factor: 'sequence_max' is for masks; a ratio has a mean or a product")
-    if any(bound is not None and not bound > 0 for bound in (f.low, f.high)) or (f.low or 0) > (f.high or 1e300):
-        raise ConfigError(f"factor: low {f.low}, high {f.high}; expected positive numbers in order, or None")
-    if f.power < 0:
-        raise ConfigError(f"factor: power is {f.power}, expected 0 (weight 1) to 1 (rho), or more")
-    if not 0 < f.ess_target <= 1:
-        raise ConfigError(f"factor: ess_target is {f.ess_target}, expected a share above 0 and at most 1")
-    if not 0 < f.log_ratio_cap <= MAX_LOG_RATIO:
-        raise ConfigError(f"factor: log_ratio_cap is {f.log_ratio_cap}, expected above 0, at most {MAX_LOG_RATIO}")
-    if any(len(pair) != 2 or min(pair) < 0 for pair in (f.vespo_positive, f.vespo_negative)):
-        raise ConfigError(f"factor: vespo {f.vespo_positive}, {f.vespo_negative}; expected two numbers from 0 up each")
-    if f.token_clip is not None and not f.token_clip > 0:
-        raise ConfigError(f"factor: token_clip is {f.token_clip}, expected above 0 or None")
-    if f.batch_normalize and (f.scope not in ("token", "sequence_mean", "sequence_sum") or f.fn == "vespo"):
-        raise ConfigError(
-            "factor: batch_normalize needs the scope of a token or a response, and a function of the ratio alone, but "
-            f"the scope is {f.scope!r}, fn {f.fn!r}"
-        )
+    clamps = [bound for bound in (f.low, f.high) if bound is not None]
+    _refuse("factor", {
+        "'sequence_max' is for masks; a ratio has a mean or a product": f.scope == "sequence_max",
+        f"low {f.low}, high {f.high}; expected positive numbers in order, or None":
+            any(not bound > 0 for bound in clamps) or clamps != sorted(clamps),
+        f"power is {f.power}, expected 0 (weight 1) to 1 (rho), or more": f.power < 0,
+        f"ess_target is {f.ess_target}, expected a share above 0 and at most 1": not 0 < f.ess_target <= 1,
+        f"log_ratio_cap is {f.log_ratio_cap}, expected above 0, at most {MAX_LOG_RATIO}":
+            not 0 < f.log_ratio_cap <= MAX_LOG_RATIO,
+        f"vespo {f.vespo_positive}, {f.vespo_negative}; expected two numbers from 0 up each":
+            any(len(pair) != 2 or min(pair) < 0 for pair in (f.vespo_positive, f.vespo_negative)),
+        f"token_clip is {f.token_clip}, expected above 0 or None": f.token_clip is not None and not f.token_clip > 0,
+        "batch_normalize needs the scope of a token or a response, and a function of the ratio alone, but the scope is "
+        f"{f.scope!r}, fn {f.fn!r}":
+            f.batch_normalize and (f.scope not in ("token", "sequence_mean", "sequence_sum") or f.fn == "vespo"),
+    })  # fmt: skip
 
 
 def _check_product(o: Objective) -> None:
-    """No policy may stand twice in the weight of a token: that would correct the same gap twice."""
+    """No policy may stand twice in the weight of a token: the same gap would be corrected twice."""
     for sign in ("positive", "negative"):
         factors = [factor for factor in o.factors if factor.sign in ("both", sign)]
-        for one, other in itertools.combinations(factors, 2):
-            (above, below), (above2, below2) = one.policies.split("_"), other.policies.split("_")
-            if above == above2 or below == below2:
+        for first, second in itertools.combinations(factors, 2):
+            if any(map(str.__eq__, first.policies.split("_"), second.policies.split("_"))):
                 raise ConfigError(
-                    f"objective: the factors {one.policies!r} and {other.policies!r} count the same policy twice; "
+                    f"objective: the factors {first.policies!r} and {second.policies!r} count the same policy twice; "
                     "'theta_old' and 'old_mu' go together, 'theta_mu' alone holds both"
                 )
-    literal = [f for f in o.factors if f.scope in ("prefix", "future_mean", "future_sum")]
-    plain = len(o.factors) == len(literal) == 1 and (
-        (literal[0].fn, literal[0].low, literal[0].high, literal[0].token_clip) == ("identity", None, None, None)
-    )
-    if o.prefix_grad and not (plain and literal[0].policies != "old_mu" and literal[0].sign == "both"):
-        raise ConfigError(
-            "objective: prefix_grad is the derivative of one factor of theta over the prefix or the future, without "
-            f"clamps, but the factors are {o.factors}"
-        )
+    plain = [
+        f for f in o.factors if (f.fn, f.low, f.high, f.token_clip, f.sign) == ("identity", None, None, None, "both")
+        and f.scope in ("prefix", "future_mean", "future_sum") and f.policies != "old_mu"
+    ]  # fmt: skip
+    _refuse("objective", {
+        "prefix_grad is the derivative of one factor of theta over the prefix or the future, without clamps, but the "
+        f"factors are {o.factors}": o.prefix_grad and not len(o.factors) == len(plain) == 1,
+    })  # fmt: skip
 
 
 def _check_advantage(o: Objective) -> None:
     by_token = o.advantage == "token_level_kl"
-    if by_token != (o.kl_coef > 0):
-        raise ConfigError(
-            f"objective: kl_coef is {o.kl_coef} with the advantage {o.advantage!r}; it is the beta of "
-            "'token_level_kl', which needs one above 0, such as 0.001. A KL in the loss is a penalty"
-        )
-    if by_token and o.penalties:
-        raise ConfigError("objective: 'token_level_kl' has a KL in its advantages; expected no penalties beside it")
-    if o.selection == "positive" and o.advantage in TOKEN_ADVANTAGES:
-        raise ConfigError(
-            f"objective: selection 'positive' needs one advantage per response, but those of {o.advantage!r} differ "
-            "between its tokens; use 'all' or 'mixed_groups'"
-        )
-    if o.kl_horizon is not None and (not by_token or o.kl_horizon < 1):
-        raise ConfigError(f"objective: kl_horizon is {o.kl_horizon}; it is the tokens H of 'token_level_kl', 1 or more")
-    if o.kl_at != "old" and not by_token:
-        raise ConfigError(f"objective: kl_at is {o.kl_at!r}, but it is for 'token_level_kl'; any other KL is of theta")
-    if o.std_ddof not in (0, 1) or not o.std_eps >= 0:
-        raise ConfigError(f"objective: std_ddof {o.std_ddof}, std_eps {o.std_eps}; expected 0 or 1, and 0 or more")
-    if o.entropy_coef < 0:
-        raise ConfigError(f"objective: entropy_coef is {o.entropy_coef}, expected 0 or more")
-
-
-def _check_aggregation(o: Objective) -> None:
-    if (o.norm_length is not None) != (o.aggregation == "seq-mean-token-sum-norm"):
-        raise ConfigError(
-            f"objective: aggregation {o.aggregation!r} with norm_length {o.norm_length}; "
-            f"seq-mean-token-sum-norm needs a norm_length in tokens, the others take none"
-        )
-    if o.norm_length is not None and o.norm_length < 1:
-        raise ConfigError(f"objective: norm_length is {o.norm_length}, expected at least 1 token")
+    _refuse("objective", {
+        f"kl_coef is {o.kl_coef} with the advantage {o.advantage!r}; it is the beta of 'token_level_kl', which needs "
+        "one above 0, such as 0.001. A KL in the loss is a penalty": by_token != (o.kl_coef > 0),
+        "'token_level_kl' has a KL in its advantages; expected no penalties beside it": by_token and o.penalties,
+        f"selection 'positive' needs one advantage per response, but those of {o.advantage!r} differ between its "
+        "tokens; use 'all' or 'mixed_groups'": o.selection == "positive" and o.advantage in TOKEN_ADVANTAGES,
+        f"kl_horizon is {o.kl_horizon}; it is the tokens H of 'token_level_kl', 1 or more":
+            o.kl_horizon is not None and (not by_token or o.kl_horizon < 1),
+        f"kl_at is {o.kl_at!r}, but it is for 'token_level_kl'; any other KL is of theta":
+            o.kl_at != "old" and not by_token,
+        f"std_ddof {o.std_ddof}, std_eps {o.std_eps}; expected 0 or 1, and 0 or more":
+            o.std_ddof not in (0, 1) or not o.std_eps >= 0,
+        f"entropy_coef is {o.entropy_coef}, expected 0 or more": o.entropy_coef < 0,
+        f"aggregation {o.aggregation!r} with norm_length {o.norm_length}; seq-mean-token-sum-norm needs a norm_length "
+        "in tokens, the others take none": (o.norm_length is not None) != (o.aggregation == "seq-mean-token-sum-norm"),
+        f"norm_length is {o.norm_length}, expected at least 1 token": o.norm_length is not None and o.norm_length < 1,
+    })  # fmt: skip

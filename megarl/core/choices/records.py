@@ -1,4 +1,4 @@
-"""Records whose fields may come from a configuration file: what a field may hold, and how one is replaced.
+"""Records with fields from a configuration file: valid values of a field, and replacement of fields.
 
 Imports no torch.
 """
@@ -15,9 +15,9 @@ from megarl.errors import ConfigError
 Load = Callable[[str, str], Any]
 """(the part, "package.module:name") -> the user's object of that name."""
 OFF = "off"
-"""Stands for None in a configuration file, and for no element in a tuple."""
+"""None in a configuration file, and the removal of a tuple element."""
 _LARGEST: dict[type, float] = {int: 2**31, float: 1e30}
-"""What numbers are below: counts that a product with a batch's fits into int64, and factors that fit into fp32."""
+"""Bounds of numbers: products of counts fit into int64, factors into fp32."""
 _WORDS: dict[Any, str] = {
     Callable: "a function",
     bool: "true or false",
@@ -30,58 +30,64 @@ _WORDS: dict[Any, str] = {
 
 @cache
 def options_of(kind: type) -> Mapping[str, tuple[Any, ...]]:
-    """Return field -> what it may hold: types, the strings of a Literal, and ``tuple[...]``; in the record's order."""
+    """Return field -> valid options (types, strings of a Literal, ``tuple[...]``), in the order of the record."""
     return {name: tuple(_flatten(hint)) for name, hint in get_type_hints(kind).items()}
 
 
-def check_types(record: Any, who: str) -> None:
-    """Raise ConfigError if a field holds what its type does not allow: a configuration file may hold anything."""
+def check_types(record: Any, label: str) -> None:
+    """Raise ConfigError if a value of the record does not fit the type of the field; ``label`` starts the message."""
     for name, options in options_of(type(record)).items():
         value = getattr(record, name)
         if not _fits(value, options):
-            raise ConfigError(f"{who}: {name} is {value!r}, expected {describe_options(options)}")
+            raise ConfigError(f"{label}: {name} is {value!r}, expected {describe_options(options)}")
 
 
 def describe_options(options: tuple[Any, ...]) -> str:
     """Return the options of a field in words."""
-    named = [repr(option) for option in options if isinstance(option, str)]
-    parts = [f"one of {', '.join(named)}"] if named else []
+    names = [repr(option) for option in options if isinstance(option, str)]
+    texts = [f"one of {', '.join(names)}"] if names else []
     for option in options:
         if get_origin(option) is tuple:
             inner = tuple(_flatten(get_args(option)[0]))
-            parts.append(f"a list, each {describe_options(inner)}")
+            texts.append(f"a list, each {describe_options(inner)}")
         elif not isinstance(option, str):
-            parts.append(_WORDS.get(option) or f"a table of {option.__name__}")
-    return " or ".join(parts)
+            texts.append(_WORDS.get(option) or f"a table of {option.__name__}")
+    return " or ".join(texts)
 
 
-def override(record: Any, changes: Mapping[str, Any], load: Load, where: str = "") -> Any:
-    """Return the record with parts replaced, as ``[train.objective_overrides]`` writes them.
+def override(record: Any, changes: Mapping[str, Any], load: Load, prefix: str = "") -> Any:
+    """Return the record with fields replaced, in the notation of ``[train.objective_overrides]``.
 
-    A value replaces a field, and the string "off" stands for None. For a field that is a record, a table replaces
-    fields of it. For a field that is a list of records, a list of tables replaces all of it, and a table with the keys
-    "0", "1" and so on changes one of them, or adds one after the last. A text with a colon names the user's own
-    function, which ``load`` finds. Raises ConfigError for a key or a table that does not fit.
+    - A value replaces a field; "off" means None.
+    - Field of type record: a table replaces fields of the record.
+    - Field of type list of records: a list of tables replaces the whole list; a table with the keys "0", "1", ...
+      changes single records, or adds a record after the last.
+    - Text with a colon: a function of the user, loaded by ``load``.
+
+    ConfigError, with the key below ``prefix``, for an unknown key or a value that does not fit.
     """
-    return make(type(record), changes, record, load, where)
+    return make(type(record), changes, record, load, prefix)
 
 
 def make(
-    kind: Any, changes: Mapping[str, Any], old: Any = None, load: Load = lambda _, path: path, where: str = ""
+    kind: Any, changes: Mapping[str, Any], old: Any = None, load: Load = lambda _, path: path, prefix: str = ""
 ) -> Any:
-    """Return a record with these parts, written as for ``override``; the others are those of ``old``, or defaults."""
-    options, found = options_of(kind), {}
+    """Return a record of type ``kind`` with ``changes`` as in ``override``; other fields are from ``old``, or defaults.
+
+    ConfigError as in ``override``, and for a missing field.
+    """
+    options, values = options_of(kind), {}
     for key, value in changes.items():
         if key not in options:
             close = difflib.get_close_matches(key, options, n=1) or list(options)
-            raise ConfigError(f"{where}{key}: unknown part; did you mean {' or '.join(close)}?")
-        found[key] = _replacement(getattr(old, key, None), options[key], value, load, f"{where}{key}")
+            raise ConfigError(f"{prefix}{key}: unknown part; did you mean {' or '.join(close)}?")
+        values[key] = _replacement(getattr(old, key, None), options[key], value, load, f"{prefix}{key}")
     if old is not None:
-        return replace(old, **found)
+        return replace(old, **values)
     for field in fields(kind):
-        if field.default is MISSING and field.name not in found:
-            raise ConfigError(f"{where}{field.name}: missing, expected {describe_options(options[field.name])}")
-    return kind(**found)
+        if field.default is MISSING and field.name not in values:
+            raise ConfigError(f"{prefix}{field.name}: missing, expected {describe_options(options[field.name])}")
+    return kind(**values)
 
 
 def _replacement(old: Any, options: tuple[Any, ...], value: Any, load: Load, place: str) -> Any:
@@ -94,8 +100,8 @@ def _replacement(old: Any, options: tuple[Any, ...], value: Any, load: Load, pla
     if value == OFF:
         return None
     if isinstance(value, str) and ":" in value and Callable in options:
-        part = next(word for word in reversed(place.split(".")) if not word.isdecimal())
-        return load(part.removesuffix("s"), value)
+        field = next(word for word in reversed(place.split(".")) if not word.isdecimal())
+        return load(field.removesuffix("s"), value)
     return value
 
 
@@ -105,24 +111,24 @@ def _replaced_list(old: tuple[Any, ...], element: tuple[Any, ...], value: Any, l
     if isinstance(value, Mapping):
         elements = list(old)
         for key, change in value.items():
-            most = len(elements) - (change == OFF)
-            if not (str(key).isdecimal() and int(key) <= most):
+            last = len(elements) - (change == OFF)
+            if not (str(key).isdecimal() and int(key) <= last):
                 raise ConfigError(
-                    f"{place}.{key}: expected a number from 0 to {most}, as there are {len(elements)}"
-                    + ("" if change == OFF else f"; {most} adds one")
+                    f"{place}.{key}: expected a number from 0 to {last}, as there are {len(elements)}"
+                    + ("" if change == OFF else f"; {last} adds one")
                 )
             index = int(key)
             if index == len(elements):
                 elements.append(None)
             elements[index] = _replacement(elements[index], element, change, load, f"{place}.{key}")
-        return tuple(each for each in elements if each is not None)
+        return tuple(record for record in elements if record is not None)
     if isinstance(value, list | tuple):
-        return tuple(_replacement(None, element, each, load, f"{place}.{n}") for n, each in enumerate(value))
-    return value  # the check of types names what was expected
+        return tuple(_replacement(None, element, table, load, f"{place}.{n}") for n, table in enumerate(value))
+    return value  # check_types names the expected type
 
 
 def _flatten(hint: Any) -> list[Any]:
-    """The members of a union, with the strings of a Literal in its place."""
+    """The members of a union, with the strings of a Literal."""
     if get_origin(hint) in (Union, UnionType):
         return [option for member in get_args(hint) for option in _flatten(member)]
     if get_origin(hint) is Literal:
@@ -131,11 +137,11 @@ def _flatten(hint: Any) -> list[Any]:
 
 
 def _fits(value: object, options: tuple[Any, ...]) -> bool:
-    """A whole number is a number too; true and false are not."""
+    """A whole number fits a float; true and false do not."""
     for option in options:
         if get_origin(option) is tuple and isinstance(value, tuple):
             inner, *_ = get_args(option)
-            if all(_fits(each, tuple(_flatten(inner))) for each in value):
+            if all(_fits(entry, tuple(_flatten(inner))) for entry in value):
                 return True
         if isinstance(option, type) and is_dataclass(option) and isinstance(value, option):
             return True

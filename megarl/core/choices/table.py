@@ -1,4 +1,4 @@
-"""The table of named algorithms, each with its source and its use: data in objectives.toml. Imports no torch.
+"""The table of named algorithms with source and use, read from objectives.toml. Imports no torch.
 
 ``docs/objectives.md`` is generated from this table by ``tools/objectives_doc.py``.
 """
@@ -18,29 +18,29 @@ from megarl.errors import ConfigError, UnknownNameError
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One named algorithm."""
+    """A named algorithm."""
 
     objective: Objective
-    """Its parts and default values."""
+    """Parts with default values."""
     source: str
-    """Where it is from, and where the row departs from it."""
+    """The publication, and deviations of the row."""
     use: str
-    """When to use it, in one sentence or two."""
+    """When to use the algorithm, in one or two sentences."""
 
 
 def _read_rows() -> dict[str, Row]:
     tables: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("objectives.toml").read_text("utf-8"))
 
     def make_objective(name: str) -> Objective:
-        parts = {key: value for key, value in tables[name].items() if key not in ("like", "source", "use")}
-        like = tables[name].get("like")
-        return make(Objective, parts, None if like is None else make_objective(like))
+        parts_of_row = {key: value for key, value in tables[name].items() if key not in ("like", "source", "use")}
+        base = tables[name].get("like")
+        return make(Objective, parts_of_row, None if base is None else make_objective(base))
 
     return {name: Row(make_objective(name), table["source"], table["use"]) for name, table in tables.items()}
 
 
 TABLE: Mapping[str, Row] = MappingProxyType(_read_rows())
-"""Named algorithms. Their gradients, not their loss values, are those of the papers."""
+"""Named algorithms, with the gradients (not the loss values) of the papers."""
 
 
 class _Objectives(dict[str, Objective]):
@@ -57,10 +57,10 @@ OBJECTIVES: Mapping[str, Objective] = MappingProxyType(_Objectives({name: TABLE[
 
 
 def require_objective(value: object) -> Objective:
-    """Return the value if it is an Objective; ConfigError with what to write if it is a name or anything else."""
+    """Return the value if it is an Objective; ConfigError with the correction for a name or any other value."""
     if isinstance(value, Objective):
         return value
     if isinstance(value, str):
-        OBJECTIVES[value]  # an unknown name has an error of its own
+        OBJECTIVES[value]  # raises UnknownNameError for an unknown name
         raise ConfigError(f"objective is the name {value!r}, expected the record: OBJECTIVES[{value!r}]")
     raise ConfigError(f"objective is {type(value).__name__}, expected a megarl.core.objectives.Objective")

@@ -1,6 +1,6 @@
-"""The per-token columns that an objective reads, and the rules that make them safe to compute with.
+"""The per-token columns of a batch, their checks, and the tokens that count.
 
-Functions of the user that stand for a part of an objective get copies, and what they return is checked.
+Functions of the user get copies of the columns; their results are checked.
 """
 
 from __future__ import annotations
@@ -22,71 +22,72 @@ from megarl.errors import ConfigError, NumericsError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopK:
-    """What the sampler said of its K most likely tokens at each position, and what the policy says of them."""
+    """The sampler's K most likely tokens at each position, with log-probabilities of sampler and policy."""
 
     rollout_logprobs: Tensor
     """[T, K], log mu."""
     logprobs: Tensor
-    """[T, K], log pi_theta of the same tokens; without gradient."""
+    """[T, K], log pi_theta of the sampler's tokens; without gradient."""
     has_token: Tensor
-    """bool [T], whether the sampled token is one of them."""
+    """bool [T], True if the sampled token is among the K."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenColumns:
     """Packed per-token inputs of an objective: T tokens of N whole sequences, all on one device.
 
-    Raises ValueError, which says what to give, for another shape, dtype or device.
+    Raises ValueError, with the correction, for another shape, dtype or device.
     """
 
     logprobs: Tensor
-    """[T], log pi_theta; the one column with gradient."""
+    """[T], log pi_theta; the only column with gradient."""
     old_logprobs: Tensor
     """[T], log pi_old: the training engine before the update."""
     rollout_logprobs: Tensor
-    """[T], log mu: the engine that sampled, under the distribution that it sampled from."""
+    """[T], log mu: the rollout engine, under the distribution sampled from (temperature, top-p)."""
     advantages: Tensor
-    """[T]."""
+    """[T], of ``advantages_of``, repeated for the tokens of a response."""
     loss_mask: Tensor
-    """bool [T], True where the model generated the token; other columns may hold anything where it is False."""
+    """bool [T], True where the model generated the token. Elsewhere columns may hold any value."""
     cu_seqlens: Tensor
-    """int64 [N+1]."""
+    """int64 [N+1], bounds of the sequences: sequence n is ``[cu_seqlens[n], cu_seqlens[n+1])``."""
     ref_logprobs: Tensor | None = None
-    """[T], log pi_ref, where a KL penalty needs it."""
+    """[T], log pi_ref, for a KL penalty."""
     topk: TopK | None = None
-    """Where a mask compares the sampler's top K tokens."""
+    """For masks that compare the sampler's top K tokens."""
 
     def __post_init__(self) -> None:
-        like = self.logprobs
+        logprobs = self.logprobs
         for name, column in {**self.float_columns(), "loss_mask": self.loss_mask}.items():
-            if column.shape != like.shape or column.dim() != 1:
+            if column.shape != logprobs.shape or column.dim() != 1:
                 hint = ""
                 if name == "advantages" and column.shape == (self.cu_seqlens.numel() - 1,):
                     hint = ": for one advantage per response give advantages.repeat_interleave(cu_seqlens.diff())"
-                raise ValueError(f"{name} is {list(column.shape)}, expected [T] like logprobs {list(like.shape)}{hint}")
+                expected = f"expected [T] like logprobs {list(logprobs.shape)}{hint}"
+                raise ValueError(f"{name} is {list(column.shape)}, {expected}")
             if name != "loss_mask" and not column.is_floating_point():
                 raise ValueError(f"{name} is {column.dtype}, expected floating point: give {name}.float()")
         if self.loss_mask.dtype != torch.bool:
             raise ValueError(f"loss_mask is {self.loss_mask.dtype}, expected torch.bool: give loss_mask.bool()")
-        for name in ("advantages", "loss_mask", "cu_seqlens", "old_logprobs", "rollout_logprobs", "ref_logprobs"):
+        for name in ("old_logprobs", "rollout_logprobs", "advantages", "loss_mask", "cu_seqlens", "ref_logprobs"):
             column = getattr(self, name)
-            if column is not None and column.device != like.device:
-                raise ValueError(
-                    f"{name} is on {column.device}, logprobs on {like.device}: give {name}.to(logprobs.device)"
-                )
+            if column is not None and column.device != logprobs.device:
+                remedy = f"give {name}.to(logprobs.device)"
+                raise ValueError(f"{name} is on {column.device}, logprobs on {logprobs.device}: {remedy}")
         if self.topk is not None and not (
             self.topk.logprobs.shape == self.topk.rollout_logprobs.shape
-            and self.topk.logprobs.shape[:1] == self.topk.has_token.shape == self.logprobs.shape
+            and self.topk.logprobs.shape[:1] == self.topk.has_token.shape == logprobs.shape
         ):
-            raise ValueError(f"topk has other shapes than [T, K] and [T], with T = {self.logprobs.numel()}")
-        if not self.cu_seqlens.is_cuda:  # else ``prepare`` checks it with the values, so that the host waits once
-            check_cu_seqlens(self.cu_seqlens, self.logprobs.numel())
+            raise ValueError(f"topk has other shapes than [T, K] and [T], with T = {logprobs.numel()}")
+        if not self.cu_seqlens.is_cuda:  # on a GPU ``prepare`` checks them with the values: one wait instead of two
+            check_cu_seqlens(self.cu_seqlens, logprobs.numel())
 
     @classmethod
     def of_padded(cls, logprobs: Tensor, batch: Mapping[str, Any]) -> TokenColumns:
-        """Flatten a padded batch: logprobs [b, s], and the other columns from ``batch`` under their names here.
+        """Flatten a padded batch of b sequences: logprobs [b, s], other columns [b, s] by their names in ``batch``.
 
-        Each of the b rows is a sequence; ``loss_mask`` is False on its padding. ``ref_logprobs`` may be absent.
+        ``loss_mask`` is False on padding. ``ref_logprobs`` may be absent. ValueError if another column is absent or
+        has another shape.
         """
         if logprobs.dim() != 2:
             raise ValueError(f"logprobs is {list(logprobs.shape)}, expected [b, s]; packed columns need no of_padded")
@@ -95,29 +96,27 @@ class TokenColumns:
             raise ValueError(
                 f"the batch has no {missing[0]}, expected {', '.join(names[:4])}, each {list(logprobs.shape)}"
             )
-        for name in names:
-            if name in batch and batch[name].shape != logprobs.shape:
-                raise ValueError(f"{name} is {list(batch[name].shape)}, expected {list(logprobs.shape)} like logprobs")
+        columns = {name: batch[name] for name in names if name in batch}
+        for name, column in columns.items():
+            if column.shape != logprobs.shape:
+                hint = (
+                    "; for one advantage per response give advantages[:, None].expand(b, s)" if column.dim() < 2 else ""
+                )
+                raise ValueError(f"{name} is {list(column.shape)}, expected {list(logprobs.shape)} like logprobs{hint}")
         bounds = torch.arange(0, logprobs.numel() + 1, logprobs.size(1), device=logprobs.device)
-        given = {name: batch[name].flatten() for name in names if name in batch}
-        return cls(logprobs.flatten(), **given, cu_seqlens=bounds)
+        return cls(logprobs.flatten(), **{name: x.flatten() for name, x in columns.items()}, cu_seqlens=bounds)
 
     def float_columns(self) -> dict[str, Tensor]:
-        """Return the floating-point columns by name."""
-        columns = {
-            "logprobs": self.logprobs,
-            "old_logprobs": self.old_logprobs,
-            "rollout_logprobs": self.rollout_logprobs,
-            "advantages": self.advantages,
-        }
-        return columns if self.ref_logprobs is None else {**columns, "ref_logprobs": self.ref_logprobs}
+        """Return the floating-point columns [T] by name."""
+        names = ("logprobs", "old_logprobs", "rollout_logprobs", "advantages", "ref_logprobs")
+        return {name: column for name in names if (column := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """What an aggregation divides by; the sum over micro-batches and data-parallel ranks is the global one.
+    """The divisors of an aggregation. The global ones are the sum over micro-batches and data-parallel ranks.
 
-    The constant of "seq-mean-token-sum-norm" is no property of a batch: it is ``Objective.norm_length``.
+    (The constant of "seq-mean-token-sum-norm" is no property of a batch but ``Objective.norm_length``.)
     """
 
     num_tokens: int
@@ -129,7 +128,7 @@ class Denominators:
     def of(cls, loss_mask: Tensor, cu_seqlens: Tensor, rollout_logprobs: Tensor | None = None) -> Denominators:
         """Count a packed batch: loss_mask bool [T], cu_seqlens int64 [N+1].
 
-        Give rollout_logprobs [T] to leave out tokens at -inf, as ``coefficients`` does when it counts by itself.
+        rollout_logprobs: [T], to leave out tokens at -inf as ``coefficients`` does.
         """
         mask = loss_mask if rollout_logprobs is None else usable_mask(loss_mask, rollout_logprobs)
         return cls(*count_loss_tokens(mask, cu_seqlens).tolist())
@@ -143,7 +142,8 @@ class Denominators:
 
 
 def count_loss_tokens(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return int64 [2] on the device of the mask: the ``Denominators`` of a packed batch. Any cu_seqlens is safe."""
+    """Return the ``Denominators`` of a packed batch, int64 [2] on the device of the mask: mask bool [T], cu_seqlens
+    int64 [N+1], also wrong bounds."""
     running = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
     at_bounds = running[cu_seqlens.long().clamp(0, mask.numel())]
     return torch.stack([running[-1], (at_bounds.diff() > 0).sum()])
@@ -151,23 +151,23 @@ def count_loss_tokens(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenState:
-    """The columns without gradient, in one dtype (fp32, or fp64 if any column is), 0 where not ``keep``."""
+    """The columns [T] without gradient, in one dtype (fp32, or fp64 if any column is), 0 where not ``keep``."""
 
     logprobs: Tensor
     old_logprobs: Tensor
     rollout_logprobs: Tensor
     advantages: Tensor
     usable: Tensor
-    """bool [T], loss tokens that the rollout engine can have sampled: the ones that denominators count."""
+    """bool [T], loss tokens with rollout_logprobs above -inf: counted in denominators."""
     keep: Tensor
-    """bool [T], usable tokens to which pi_theta and pi_old give a probability above 0: the ones that may train."""
+    """bool [T], usable tokens with logprobs and old_logprobs above -inf: may train."""
     cu_seqlens: Tensor
     """int64 [N+1]."""
     ref_logprobs: Tensor | None = None
     topk: TopK | None = None
 
     def pair(self, policies: Policies) -> tuple[Tensor, Tensor]:
-        """The log-probabilities [T] of both policies."""
+        """Return the log-probabilities [T] of both policies."""
         columns = {"theta": self.logprobs, "old": self.old_logprobs, "mu": self.rollout_logprobs}
         first, second = policies.split("_")
         return columns[first], columns[second]
@@ -176,32 +176,32 @@ class TokenState:
 def prepare(
     columns: TokenColumns, denominators: Denominators | None = None, objective: Objective | None = None
 ) -> TokenState:
-    """Check that every value on a loss token is admissible, and settle which tokens count. The host waits once.
+    """Check the values of loss tokens and find the tokens that count. The host waits for the device once.
 
-    Raises NumericsError naming column and first token if a loss token has an advantage that is not finite, or no
-    log-probability in another column: NaN, +inf, or more than ``LOGPROB_TOLERANCE``. ValueError for wrong cu_seqlens,
-    and if the global denominators are smaller than this part's own. ConfigError if a loss token has a negative
-    advantage that ``objective`` cannot have (``NON_NEGATIVE_ADVANTAGES``).
+    NumericsError, with the column and the first token, if a loss token has a non-finite advantage or no
+    log-probability (NaN, +inf, above ``LOGPROB_TOLERANCE``). ValueError for wrong cu_seqlens, and if the global
+    denominators are below the counts of these columns. ConfigError for a negative advantage of an objective with
+    ``NON_NEGATIVE_ADVANTAGES``.
     """
     state, bounds = token_state(columns), columns.cu_seqlens
     floats = {name: column.detach() for name, column in columns.float_columns().items()}
     advantages = floats.pop("advantages")
-    # NaN where the advantage is not finite, or where a log-probability is NaN; else the largest of these, or 0.
+    # NaN where the advantage is not finite, or where a log-probability is NaN; else the largest value, or 0.
     largest = functools.reduce(torch.maximum, floats.values(), advantages * 0)
     flags = {"values": (columns.loss_mask & ~is_logprob(largest)).any()}
-    if bounds.is_cuda:  # else they were checked when the columns were made
+    if bounds.is_cuda:
         flags["bounds"] = is_wrong_cu_seqlens(bounds, largest.numel())
     if objective is not None and objective.advantage in NON_NEGATIVE_ADVANTAGES:
         flags["negative"] = (columns.loss_mask & (advantages < 0)).any()
-    # One transfer to the host for all checks; what it was is asked only when something is wrong.
+    # One transfer for all checks; the details are computed only after a failure.
     counts = count_loss_tokens(state.usable, bounds)
     num_tokens, num_sequences, *raised = torch.cat([counts, torch.stack([*flags.values()])]).tolist()
-    wrong = {name for name, is_raised in zip(flags, raised, strict=True) if is_raised}
-    if "bounds" in wrong:
+    failed = {name for name, is_raised in zip(flags, raised, strict=True) if is_raised}
+    if "bounds" in failed:
         raise cu_seqlens_error(bounds, largest.numel())
-    if "values" in wrong:
+    if "values" in failed:
         _refuse_values(columns)
-    if objective is not None and "negative" in wrong:
+    if objective is not None and "negative" in failed:
         _refuse_negative_advantages(objective, columns)
     local = Denominators(num_tokens, num_sequences)
     if denominators is not None and not local <= denominators:
@@ -210,13 +210,13 @@ def prepare(
 
 
 def token_state(columns: TokenColumns) -> TokenState:
-    """Return the columns in one dtype with their masks, without checks."""
+    """Return the columns in one dtype with their masks, without checks of values."""
     floats = columns.float_columns()
     wide = torch.float64 if any(column.dtype == torch.float64 for column in floats.values()) else torch.float32
     values = {name: column.detach().to(wide) for name, column in floats.items()}
     usable = usable_mask(columns.loss_mask, values["rollout_logprobs"])
     keep = usable & ~torch.isneginf(values["logprobs"]) & ~torch.isneginf(values["old_logprobs"])
-    # Masked once here, before any subtraction: -inf minus -inf on a padding token would be NaN.
+    # Masked before any subtraction: -inf minus -inf on a padding token would be NaN.
     clean = {name: torch.where(keep, column, 0.0) for name, column in values.items()}
     return TokenState(**clean, usable=usable, keep=keep, cu_seqlens=columns.cu_seqlens, topk=columns.topk)
 
@@ -224,66 +224,71 @@ def token_state(columns: TokenColumns) -> TokenState:
 def _refuse_values(columns: TokenColumns) -> None:
     for name, column in columns.float_columns().items():
         bad = columns.loss_mask & ~(torch.isfinite(column) if name == "advantages" else is_logprob(column))
-        if not bool(bad.any()):
-            continue
-        if name != "advantages":
+        if bool(bad.any()) and name != "advantages":
             raise logprob_error(name, column, bad)
-        token = int(bad.nonzero()[0])
-        raise NumericsError(
-            f"advantages is {column[token].item()} at token {token} of the packed batch ({int(bad.sum())} such loss "
-            "tokens), expected a finite number: look at the pass that computed this column"
-        )
+        if bool(bad.any()):
+            raise NumericsError(
+                f"{_first(name, column, bad)}, expected a finite number: look at the pass that computed this column"
+            )
 
 
 def _refuse_negative_advantages(objective: Objective, columns: TokenColumns) -> None:
     bad = columns.loss_mask & (columns.advantages < 0)
-    token = int(bad.nonzero()[0])
     raise ConfigError(
-        f"advantages is {columns.advantages[token].item():g} at token {token} of the packed batch ({int(bad.sum())} "
-        f"such loss tokens), but {objective.advantage!r}, the advantage of this objective, is never negative; "
-        "these are another objective's, and would make responses less likely: give those that "
-        "megarl.core.objectives.advantages_of(objective, rewards, groups) returns"
+        f"{_first('advantages', columns.advantages, bad)}, but {objective.advantage!r}, the advantage of this "
+        "objective, is never negative; these belong to another objective, and would make responses less likely: "
+        "give the result of megarl.core.objectives.advantages_of(objective, rewards, groups)"
     )
 
 
+def _first(name: str, column: Tensor, bad: Tensor) -> str:
+    token, count = int(bad.nonzero()[0]), int(bad.sum())
+    return f"{name} is {column[token].item():g} at token {token} of the packed batch ({count} such loss tokens)"
+
+
 def copy_columns(source: TokenColumns | TokenState, loss_mask: Tensor) -> TokenColumns:
-    """Return columns without gradient that a function may change."""
-    given = {field.name: getattr(source, field.name) for field in fields(TokenColumns) if field.name != "loss_mask"}
-    topk = given.pop("topk")
-    copies: dict[str, Any] = {name: column.detach().clone() for name, column in given.items() if column is not None}
+    """Return columns without gradient for a function of the user, which may change them; loss_mask: bool [T]."""
+    columns = {name: getattr(source, name) for field in fields(TokenColumns) if (name := field.name) != "loss_mask"}
+    topk = columns.pop("topk")
+    copies: dict[str, Any] = {name: column.detach().clone() for name, column in columns.items() if column is not None}
     return TokenColumns(**copies, loss_mask=loss_mask.clone(), topk=topk)
 
 
-def call_part(part: str, function: Callable[..., Any], *given: Any, like: Tensor, where: Tensor) -> Tensor:
-    """Return ``function(*given)``, checked by ``check_returned``; ConfigError if it raises."""
-    return check_returned(part, function, call_own(part, function, *given), like, where)
+def call_part(label: str, function: Callable[..., Any], *arguments: Any, expected: Tensor, trains: Tensor) -> Tensor:
+    """Return ``function(*arguments)``, checked by ``check_returned``; ConfigError if the function raises."""
+    return check_returned(label, function, call_own(label, function, *arguments), expected, trains)
 
 
-def check_returned(part: str, function: Callable[..., Any], found: object, like: Tensor, where: Tensor) -> Tensor:
-    """Return what a function returned, without gradient and 0 outside of ``where``, bool [T].
+def check_returned(
+    label: str, function: Callable[..., Any], result: object, expected: Tensor, trains: Tensor
+) -> Tensor:
+    """Return the result [T] of a function of the user, without gradient and 0 outside ``trains``, bool [T].
 
-    ConfigError unless it is a tensor of the shape, the device and the kind (bool or floating point) of ``like``,
-    NumericsError if it is not finite somewhere in ``where``. Part and function are for the messages.
+    label, function: for messages; expected: a tensor with the shape, device and kind (bool or floating point) of a
+    valid result. ConfigError for another kind of result, NumericsError if it is not finite somewhere in ``trains``.
     """
-    who, each = f"{part}: the function {name_of(function)} returned", "response" if part == "advantage" else "token"
-    is_bool = like.dtype == torch.bool
+    subject, unit = (
+        f"{label}: the function {name_of(function)} returned",
+        "response" if label == "advantage" else "token",
+    )
+    is_bool = expected.dtype == torch.bool
     if (
-        not isinstance(found, Tensor)
-        or found.shape != like.shape
-        or (found.dtype != torch.bool if is_bool else not found.is_floating_point())
-        or found.device != like.device
+        not isinstance(result, Tensor)
+        or result.shape != expected.shape
+        or (result.dtype != torch.bool if is_bool else not result.is_floating_point())
+        or result.device != expected.device
     ):
-        what = type(found).__name__
-        if isinstance(found, Tensor):
-            what = f"{found.dtype} {list(found.shape)} on {found.device}"
-        kind = "bool" if is_bool else "float"
-        raise ConfigError(f"{who} {what}, expected one {kind} for each {each}, {list(like.shape)} on {like.device}")
-    values = torch.where(where, found.detach(), torch.zeros((), dtype=found.dtype, device=found.device))
+        text = type(result).__name__
+        if isinstance(result, Tensor):
+            text = f"{result.dtype} {list(result.shape)} on {result.device}"
+        valid = f"{list(expected.shape)} on {expected.device}"
+        raise ConfigError(f"{subject} {text}, expected one {'bool' if is_bool else 'float'} for each {unit}, {valid}")
+    values = torch.where(trains, result.detach(), torch.zeros((), dtype=result.dtype, device=result.device))
     bad = ~torch.isfinite(values)
     if bool(bad.any()):
         first = int(bad.nonzero()[0])
         raise NumericsError(
-            f"{who} {values[first].item()} at {each} {first} of {len(values)} ({int(bad.sum())} such {each}s that "
+            f"{subject} {values[first].item()} at {unit} {first} of {len(values)} ({int(bad.sum())} such {unit}s that "
             "train), expected finite numbers"
         )
     return values

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megarl.core.choices.own import call_own, name_of
-from megarl.core.choices.parts import Objective
+from megarl.core.choices.parts import NON_NEGATIVE_ADVANTAGES, Objective
 from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import (
     Denominators,
@@ -33,35 +33,35 @@ def function_coefficients(
     facts: BatchFacts | None = None,
     detailed: bool = True,
 ) -> Coefficients:
-    """Return ``F_t / D`` for every token, less the KL's share; ``F = function(columns)`` stands for ``M * W * A``.
+    """Return ``F_t / D`` for every token, less the KL penalty: ``F = function(columns)`` [T] replaces ``M * W * A``.
 
-    objective: the parts that the function does not replace, without masks and factors: ``aggregation`` gives D. Other
-    arguments and errors as in ``coefficients``. F may hold anything on tokens that do not train. Raises ConfigError if
-    the function raises, or for a result that is no float tensor [T], NumericsError for one that is not finite on a
-    token that trains.
+    objective: supplies D (``aggregation``) and penalties; without masks and factors. Other arguments and errors as in
+    ``coefficients``. Values of F on tokens without training are ignored. ConfigError if the function raises or
+    returns no float tensor [T], NumericsError if F is not finite on a token that trains.
     """
-    part, metrics = "train.objective", {}
-    found = call_own(part, function, copy_columns(columns, columns.loss_mask))
-    if isinstance(found, Coefficients):
-        found, metrics = found.values, found.metrics
+    label, metrics = "train.objective", {}
+    result = call_own(label, function, copy_columns(columns, columns.loss_mask))
+    if isinstance(result, Coefficients):
+        result, metrics = result.values, result.metrics
         if not isinstance(metrics, Mapping) or not all(isinstance(stat, Stat) for stat in metrics.values()):
             raise ConfigError(
-                f"{part}: the function {name_of(function)} returned metrics that are no mapping to "
+                f"{label}: the function {name_of(function)} returned metrics that are no mapping to "
                 "megarl.core.metrics.Stat"
             )
-    values = check_returned(part, function, found, columns.logprobs, prepare(columns, denominators, objective).keep)
-    # The one equation with weight 1 and mask 1: what stands in the place of the advantage is divided by D.
+    keep = prepare(columns, denominators, objective).keep
+    values = check_returned(label, function, result, columns.logprobs, keep)
+    # With weight 1 and mask 1 the equation divides the values in the place of advantages by D.
     state = token_state(replace(columns, advantages=values))
-    result = state_coefficients(objective, state, columns.loss_mask, denominators, facts, detailed)
-    return replace(result, metrics={**metrics, **result.metrics})
+    weighed = state_coefficients(objective, state, columns.loss_mask, denominators, facts, detailed)
+    return replace(weighed, metrics={**metrics, **weighed.metrics})
 
 
 def try_functions(
     objective: Objective, function: ObjectiveFunction | None, device: torch.device | int | str, group_size: int = 2
 ) -> None:
-    """Call every function of the user once on four tokens of two responses; errors as in a step.
+    """Call every function of the user once, on four tokens of two responses; errors as in a step.
 
-    ConfigError too for an advantage that is 0 in groups of one, if ``group_size`` is 1.
+    ConfigError also if ``group_size`` is 1 and the advantage of single responses is 0.
     """
     if callable(objective.advantage):
         values = advantages_of(objective, [1.0, 0.0], [0, int(group_size == 1)])
@@ -72,9 +72,10 @@ def try_functions(
             )
     logprobs = torch.tensor([-0.1, -1.0, -0.5, -2.0], device=device)
     signs, bounds = (torch.tensor(values, device=device) for values in ([1.0, 1.0, -1.0, -1.0], [0, 2, 4]))
+    advantages = signs.clamp(min=0) if objective.advantage in NON_NEGATIVE_ADVANTAGES else signs
     ref = logprobs - 0.2 if objective.needs_ref_logprobs else None
     policies = logprobs, logprobs - 0.1 * signs, logprobs - 0.2 * signs
-    columns = TokenColumns(*policies, signs, logprobs < -0.2, bounds, ref)
+    columns = TokenColumns(*policies, advantages, logprobs < -0.2, bounds, ref)
     if function is not None:
         function_coefficients(function, objective, columns)
     elif objective.own_functions:

@@ -1,13 +1,12 @@
-"""The one equation that every objective is a case of.
+"""The equation of all objectives.
 
     grad J = sum_t [ prod_k M_k * prod_f F_f * S_t * A_t - sum_j P_j ] * grad log pi_theta(y_t) / D
 
 ``M`` masks (0 or 1), ``F`` factors of the importance weight, ``S`` gate, ``A`` advantage, ``P`` derivatives of KL
-penalties, ``D`` denominator (aggregation). None of them carries a gradient, so an objective is nothing but one
-coefficient per token, and its loss is always ``-(coefficients * logprobs).sum()``. The literal derivative of a prefix
-ratio is a coefficient too. The one second stream is the entropy's, with a coefficient for each token's entropy.
-Three policies are told apart: theta (being trained), old (the training engine before the update) and mu (the rollout
-engine that sampled).
+penalties, ``D`` denominator (aggregation). No term carries a gradient: an objective is a coefficient per token, with
+the loss ``-(coefficients * logprobs).sum()``. The literal derivative of a prefix ratio is a coefficient too. The
+entropy bonus is the only second stream: a coefficient per token for the gradient of the token's entropy.
+Policies: theta (being trained), old (the training engine before the update), mu (the rollout engine).
 """
 
 from collections.abc import Sequence
@@ -45,30 +44,30 @@ from megarl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Coefficients:
-    """What multiplies ``grad log pi_theta`` of each token, and ``grad H`` of its entropy."""
+    """The factor of ``grad log pi_theta`` of each token, and the factor of ``grad H`` of the token's entropy."""
 
     values: Tensor
-    """[T], dJ/dlogprobs with the aggregation included; 0 on every token that does not train. fp32, or fp64."""
+    """[T], dJ/dlogprobs with the aggregation included; 0 on tokens without training. fp32, or fp64."""
     metrics: dict[str, Stat]
     """Mergeable statistics; ``megarl.core.metrics`` merges and finalises them."""
     entropy: Tensor | None = None
-    """[T], dJ/dH of the entropies; None where the objective has no entropy term."""
+    """[T], dJ/dH of the entropies; None without an entropy term."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchFacts:
-    """What an objective must know of a whole mini-batch, on all ranks, before it can weigh one of its parts."""
+    """Numbers of a whole mini-batch, over all ranks, needed to weigh any micro-batch of the mini-batch."""
 
     exponents: tuple[float | None, ...]
     """By factor: q of "adaptive_power", else None."""
     means: tuple[float | None, ...]
-    """By factor: what ``batch_normalize`` divides by, else None."""
+    """By factor: the divisor of ``batch_normalize``, else None."""
     denominators: Denominators | None = None
-    """Those without the tokens that masks take out; None if none does."""
+    """Counts without the tokens that masks remove; None if no mask removes tokens from denominators."""
 
     @classmethod
     def of_equal_policies(cls, objective: Objective, device: torch.device | int | str = "cpu") -> "BatchFacts":
-        """Return those of a batch in which all ratios are 1."""
+        """Return the facts of a batch in which all ratios are 1."""
         exponents = tuple(1.0 if factor.fn == "adaptive_power" else None for factor in objective.factors)
         means = (factor_at_one(factor, device) if factor.batch_normalize else None for factor in objective.factors)
         return cls(exponents, tuple(means))
@@ -84,21 +83,25 @@ def coefficients(
 ) -> Coefficients:
     """Return ``(M_t F_t S_t A_t - P_t) / D`` for every token: the derivative of J by its log-probability.
 
-    denominators: global ones, over all micro-batches and data-parallel ranks of one optimizer step, so that the
-    coefficients of the parts are exactly those of the whole; None if these columns are the whole batch. The columns
-    must hold whole sequences: under context parallelism gather the log-probabilities and slice the result. facts: from
-    ``gather_facts``, to share between micro-batches; None takes these columns for the whole mini-batch. If masks take
-    tokens out of the denominators, those of the facts are used; without facts, given ones must be without them.
-    detailed: False leaves out all metrics but counts.
+    - columns: T tokens of whole sequences. Under context parallelism gather the log-probabilities first and slice the
+      result.
+    - denominators: global, over all micro-batches and data-parallel ranks of an optimizer step, so that coefficients do
+      not depend on the split. None: the columns are the whole batch. If masks remove tokens from denominators,
+      ``facts`` has the denominators; without ``facts``, pass denominators that already exclude such tokens.
+    - facts: of ``gather_facts``, shared by all micro-batches. None: the columns are the whole mini-batch.
+    - detailed: False leaves out all metrics but counts.
 
     Log-ratios are clamped to +-20 per token. A loss token with rollout_logprobs -inf leaves loss and denominators
-    (``logprobs/invalid``); one with logprobs or old_logprobs -inf gets coefficient 0 and stands in no ratio of its
-    sequence (``logprobs/dropped``). Any other non-finite value on a loss token, and a log-probability above 0 but for
-    rounding (as raw logits are), raises NumericsError with the column and the first such token; a KL without
-    ref_logprobs, a mask of top K tokens without ``topk``, and an advantage that the objective cannot give, ConfigError.
+    (``logprobs/invalid``). A loss token with logprobs or old_logprobs -inf gets coefficient 0 and enters no ratio of
+    its sequence (``logprobs/dropped``).
+
+    NumericsError, with the column and the first token, if any other value of a loss token is not finite, or a
+    log-probability is above 0 beyond rounding (raw logits). ConfigError if ``ref_logprobs`` (KL) or ``topk`` (mask of
+    top K tokens) is missing, if a negative advantage is impossible (``NON_NEGATIVE_ADVANTAGES``), or if ``objective``
+    is a name instead of a record.
     """
     require_objective(objective)
-    # A mask that takes tokens out of the denominators makes the given ones smaller than the count of loss tokens.
+    # Denominators without masked tokens are smaller than the count of loss tokens.
     state = prepare(columns, None if objective.leaves else denominators, objective)
     return state_coefficients(objective, state, columns.loss_mask, denominators, facts, detailed)
 
@@ -111,7 +114,10 @@ def state_coefficients(
     facts: BatchFacts | None = None,
     detailed: bool = True,
 ) -> Coefficients:
-    """Return what ``coefficients`` does, of columns that ``prepare`` has checked; the host does not wait here."""
+    """Return the coefficients of columns checked by ``prepare``, without a wait of the host for the device.
+
+    loss_mask: bool [T], of the original columns; other arguments and ConfigError as in ``coefficients``.
+    """
     check_columns(objective, state)
     ratios = PolicyRatios(state)
     if facts is None:
@@ -144,14 +150,21 @@ def state_coefficients(
 def gather_facts(
     objective: Objective, micro_batches: Sequence[TokenColumns], total: Total = lambda sums: sums
 ) -> BatchFacts | None:
-    """Return what ``coefficients`` is to use for every micro-batch; None if the objective needs nothing of the kind.
+    """Return the facts of a mini-batch for ``coefficients``; None if the objective needs no facts.
 
-    micro_batches: all of one mini-batch on this rank, with log pi_theta as the update will find it; total: adds sums,
-    float64 [S], over the ranks that hold the rest. Then the coefficients do not depend on how the mini-batch was cut.
+    micro_batches: all of the mini-batch on this rank, with log pi_theta as the update will compute it; total: adds
+    sums, float64 [S], over the other ranks. Coefficients then do not depend on the split. Errors as in ``prepare``.
     """
     if not objective.beforehand:
         return None
-    return _gather(objective, [prepare(columns) for columns in micro_batches], total)
+    states = [prepare(columns) for columns in micro_batches]
+    batches = [(state, PolicyRatios(state)) for state in states]
+    denominators = None
+    if objective.leaves:
+        trusted = [find_trusted(objective, *batch, detailed=False)[0] for batch in batches]
+        counts = [_count(decision, state.cu_seqlens) for decision, state in zip(trusted, states, strict=True)]
+        denominators = Denominators(*(int(count) for count in total(torch.stack(counts).sum(0).double()).tolist()))
+    return BatchFacts(*_find_facts(objective, batches, total), denominators)
 
 
 def policy_loss(
@@ -162,15 +175,15 @@ def policy_loss(
     entropies: Tensor | None = None,
     facts: BatchFacts | None = None,
 ) -> tuple[Tensor, dict[str, Stat]]:
-    """Return the scalar ``-(coefficients * logprobs).sum()`` with gradient to ``columns.logprobs``, and its metrics.
+    """Return the scalar ``-(coefficients * logprobs).sum()`` with gradient to ``columns.logprobs``, and metrics.
 
-    entropies: [T], with gradient, of the policy at each token; an ``entropy_coef`` needs them (ConfigError), and
-    subtracts ``(entropy coefficients * entropies).sum()``. Other arguments and errors as in ``coefficients``. Tokens
-    with coefficient 0 are left out of the sum, for 0 times a log-probability of -inf is NaN.
+    entropies: [T], with gradient, of the policy at each token. With ``entropy_coef`` the loss also subtracts
+    ``(entropy coefficients * entropies).sum()``; ConfigError if entropies are missing. Other arguments and errors as in
+    ``coefficients``. Tokens with coefficient 0 are left out of the sum: 0 times a log-probability of -inf is NaN.
     """
     result = coefficients(objective, columns, denominators, facts=facts)
-    kept = torch.where(result.values != 0, columns.logprobs, 0.0)
-    loss = -(result.values.detach() * kept).sum()
+    logprobs = torch.where(result.values != 0, columns.logprobs, 0.0)
+    loss = -(result.values.detach() * logprobs).sum()
     if result.entropy is not None:
         if entropies is None:
             raise ConfigError(
@@ -182,32 +195,17 @@ def policy_loss(
 
 
 def check_columns(objective: Objective, state: TokenState) -> None:
-    """Raise ConfigError if a column is missing that a penalty or a mask needs."""
+    """Raise ConfigError if a column needed by a penalty or a mask is missing."""
     if state.ref_logprobs is None and any(p.to == "ref" and p.coef for p in objective.penalties):
-        raise missing_ref("a penalty to the reference")
+        raise ConfigError(
+            "objective: a penalty to the reference needs the column ref_logprobs, which the batch does not have; "
+            "compute the reference policy's log-probabilities, or choose an objective without a KL"
+        )
     if state.topk is None and objective.needs_topk:
         raise ConfigError(
             "objective: a mask of the sampler's top K tokens needs the column topk (TokenColumns.topk), which the "
             "batch does not have: megarl's engines do not record it; choose statistic 'tv' or 'kl'"
         )
-
-
-def missing_ref(what: str) -> ConfigError:
-    """Return the error for a KL without a reference."""
-    return ConfigError(
-        f"objective: {what} needs the column ref_logprobs, which the batch does not have; compute the reference "
-        f"policy's log-probabilities, or choose an objective without a KL"
-    )
-
-
-def _gather(objective: Objective, states: Sequence[TokenState], total: Total) -> BatchFacts:
-    batches = [(state, PolicyRatios(state)) for state in states]
-    left = None
-    if objective.leaves:
-        trusted = [find_trusted(objective, *batch, detailed=False)[0] for batch in batches]
-        counts = [_count(found, state.cu_seqlens) for found, state in zip(trusted, states, strict=True)]
-        left = Denominators(*(int(count) for count in total(torch.stack(counts).sum(0).double()).tolist()))
-    return BatchFacts(*_find_facts(objective, batches, total), left)
 
 
 def _find_facts(
@@ -220,8 +218,8 @@ def _find_facts(
         exponent = mean = None
         if factor.fn == "adaptive_power":
             log_ratios = torch.cat([factor_log_ratio(factor, *batch) for batch in batches])
-            kept = torch.cat([state.keep for state, _ in batches])
-            exponent = adaptive_power(log_ratios, kept, factor.ess_target, total)
+            keep = torch.cat([state.keep for state, _ in batches])
+            exponent = adaptive_power(log_ratios, keep, factor.ess_target, total)
         if factor.batch_normalize:
             sums = torch.stack([sum_factor(factor, *batch, exponent) for batch in batches]).sum(0)
             summed, count = total(sums).tolist()
@@ -247,15 +245,15 @@ def _aggregation_scale(
         num_tokens, num_sequences = _count(trusted, state.cu_seqlens).clamp(min=1)
     else:
         num_tokens, num_sequences = max(denominators.num_tokens, 1), max(denominators.num_sequences, 1)
-    one = torch.ones((), dtype=state.logprobs.dtype, device=state.logprobs.device)
+    unit = torch.ones((), dtype=state.logprobs.dtype, device=state.logprobs.device)
     match objective.aggregation:
         case "token-mean":
-            return one / num_tokens
+            return unit / num_tokens
         case "seq-mean-token-sum":
-            return one / num_sequences
+            return unit / num_sequences
         case "seq-mean-token-mean":
             lengths = segment_sum(trusted.counted, state.cu_seqlens).clamp(min=1)
-            return segment_expand(one / (lengths * num_sequences), state.cu_seqlens, trusted.counted.numel())
+            return segment_expand(unit / (lengths * num_sequences), state.cu_seqlens, trusted.counted.numel())
         case "seq-mean-token-sum-norm":
             assert objective.norm_length is not None, "checked when the objective was made"
-            return one / (num_sequences * objective.norm_length)
+            return unit / (num_sequences * objective.norm_length)

@@ -1,4 +1,4 @@
-"""The masks of a coefficient: which tokens train, and which count in denominators. Nothing here carries a gradient."""
+"""The masks of a coefficient: the tokens that train, and the tokens counted in denominators. No gradient."""
 
 from dataclasses import dataclass
 
@@ -13,77 +13,71 @@ from megarl.core.objectives.policy_ratios import PolicyRatios
 from megarl.core.ratios import LOG_RATIO_BOUND, aggregate
 
 FLOOR = 1e-8
-"""Least probability of all other tokens, so that a KL against a certain token stays finite."""
+"""Least probability of all other tokens, so that the KL against a certain token is finite."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trusted:
-    """What the masks decide."""
+    """The decision of all masks, bool [T] each."""
 
     inside: Tensor
-    """bool [T], tokens that pass all masks."""
+    """Tokens that pass all masks."""
     counted: Tensor
-    """bool [T], tokens that count in the number of tokens and in lengths."""
+    """Tokens that count in the number of tokens and in lengths."""
     in_responses: Tensor
-    """bool [T], tokens that make their response count in the number of responses."""
+    """Tokens that make their response count in the number of responses."""
 
 
 def find_trusted(
     objective: Objective, state: TokenState, ratios: PolicyRatios, detailed: bool = True
 ) -> tuple[Trusted, dict[str, Stat]]:
-    """Return which tokens pass the masks, and the share that each kind of mask has dropped; without ``detailed``
-    none."""
+    """Return the decision of the masks and, if ``detailed``, the share of tokens dropped by each kind of mask.
+
+    ConfigError or NumericsError for a mask of the user as in ``check_returned``.
+    """
     keep, inside, metrics = state.keep, state.keep, {}
     counted = in_responses = state.usable
     dropped: dict[str, Tensor] = {}
     for mask in objective.masks:
         if isinstance(mask, Mask):
-            bad = find_dropped(mask, state, ratios)
-            names, left = [mask.sign], mask.denominator
-            if mask.sign == "outward":
-                names = ["high", "low"]
+            bad, in_denominator = find_dropped(mask, state, ratios), mask.denominator
+            kinds = {mask.sign: bad}
+            if mask.sign == "outward":  # the sign of A tells the side of the window
+                kinds = {"high": bad & (state.advantages > 0), "low": bad & (state.advantages < 0)}
             if detailed and "clip/ratio" not in metrics:
                 metrics |= _scope_metrics(mask, state, ratios)
         else:
-            given = copy_columns(state, keep)
-            bad = keep & ~call_part("mask", mask, given, like=keep, where=keep)
-            names, left = ["own"], "keep"
+            bad = keep & ~call_part("mask", mask, copy_columns(state, keep), expected=keep, trains=keep)
+            kinds, in_denominator = {"own": bad}, "keep"
         inside = inside & ~bad
-        counted = counted if left == "keep" else counted & ~bad
-        in_responses = in_responses & ~bad if left == "leave" else in_responses
-        for name in names:
-            # The sign of A tells on which side of its window an outward mask has dropped.
-            part = bad & (state.advantages > 0) if name == "high" else bad
-            part = bad & (state.advantages < 0) if name == "low" else part
-            dropped[name] = dropped[name] | part if name in dropped else part
+        counted = counted if in_denominator == "keep" else counted & ~bad
+        in_responses = in_responses & ~bad if in_denominator == "leave" else in_responses
+        for kind, tokens in kinds.items():
+            dropped[kind] = dropped[kind] | tokens if kind in dropped else tokens
     if detailed and dropped:
-        metrics |= Stat.means({f"clip/{name}": bad for name, bad in dropped.items()}, ratios.count)
+        metrics |= Stat.means({f"clip/{kind}": tokens for kind, tokens in dropped.items()}, ratios.count)
     return Trusted(inside, counted, in_responses), metrics
 
 
 def find_dropped(mask: Mask, state: TokenState, ratios: PolicyRatios) -> Tensor:
-    """Return the tokens that a mask drops, bool [T]; those that do not train anyway are not among them."""
-    values = measure(mask, state, ratios)
-    above, below = _violations(mask, values, ratios)
+    """Return the tokens dropped by a mask, bool [T], without tokens that do not train anyway."""
+    above, below = _violations(mask, measure(mask, state, ratios), ratios)
+    positive, negative = state.advantages > 0, state.advantages < 0
+    if mask.sign == "outward" and mask.statistic in (*RATIOS, "difference"):
+        above, below = (None if above is None else above & positive), (None if below is None else below & negative)
     bad = above if below is None else below if above is None else above | below
     assert bad is not None, "a mask has a bound"
-    positive, negative = state.advantages > 0, state.advantages < 0
     if mask.sign == "negative":
         bad = bad & negative
-    elif mask.sign == "outward" and mask.statistic in (*RATIOS, "difference"):
-        sides = [side & sign for side, sign in ((above, positive), (below, negative)) if side is not None]
-        bad = sides[0] if len(sides) == 1 else sides[0] | sides[1]
-    elif mask.sign == "outward":
-        scope = "sequence_sum" if mask.scope == "sequence_max" else mask.scope
-        log_ratio = ratios.log(mask.policies, scope)
+    elif mask.sign == "outward" and mask.statistic not in (*RATIOS, "difference"):
+        log_ratio = ratios.log(mask.policies, "sequence_sum" if mask.scope == "sequence_max" else mask.scope)
         bad = bad & ((positive & (log_ratio > 0)) | (negative & (log_ratio < 0)))
     return bad & state.keep
 
 
 def measure(mask: Mask, state: TokenState, ratios: PolicyRatios) -> Tensor:
-    """Return a mask's statistic over its scope for every token [T]; see ``Mask.statistic``."""
-    if mask.statistic in RATIOS:
-        # exp may overflow to inf, which compares as it should.
+    """Return the statistic of a mask over the scope of the mask, [T]; see ``Mask.statistic``."""
+    if mask.statistic in RATIOS:  # exp may overflow to inf, and inf compares correctly
         return (ratios.ratio if mask.statistic == "ratio" else ratios.log)(mask.policies, mask.scope)
     single = torch.where(state.keep, _of_token(mask, state, ratios), 0.0)
     return aggregate(mask.scope, single, state.keep, state.cu_seqlens)
@@ -112,34 +106,34 @@ def _of_token(mask: Mask, state: TokenState, ratios: PolicyRatios) -> Tensor:
 
 
 def binary_kl(p: Tensor, q: Tensor, log_ratio: Tensor) -> Tensor:
-    """Return ``KL(p || q) = p ln(p/q) + (1-p) ln((1-p)/(1-q))``: a token against all others.
+    """Return ``KL(p || q) = p ln(p/q) + (1-p) ln((1-p)/(1-q))`` [T]: the token against the rest of the vocabulary.
 
     p, q: log-probabilities [T]; log_ratio: [T], ln(p/q), clamped. 1 - p is at least ``FLOOR``. Source: DPPO
     (arXiv 2602.04879), eq. 13.
     """
-    others, others_of_q = ((-torch.expm1(column)).clamp(min=FLOOR) for column in (p, q))
-    return p.exp() * log_ratio + others * (others / others_of_q).log()
+    p_rest, q_rest = ((-torch.expm1(column)).clamp(min=FLOOR) for column in (p, q))
+    return p.exp() * log_ratio + p_rest * (p_rest / q_rest).log()
 
 
 def top_k_divergence(is_kl: bool, state: TokenState) -> Tensor:
-    """Return TV, or KL(mu || theta), over the classes {the sampler's top K tokens, the sampled token, all others}.
+    """Return TV, or KL(mu || theta), [T] over the classes {the sampler's top K tokens, the sampled token, the rest}.
 
     Source: DPPO (arXiv 2602.04879), eq. 15 and 16.
     """
     topk = state.topk
     assert topk is not None, "checked before"
     mu, theta = topk.rollout_logprobs.exp(), topk.logprobs.exp()
-    own = torch.where(topk.has_token, 0.0, torch.stack([state.rollout_logprobs.exp(), state.logprobs.exp()]))
-    mu, theta = (torch.cat([top, extra[:, None]], 1) for top, extra in zip((mu, theta), own, strict=True))
-    rest_mu, rest_theta = ((1 - part.sum(1)).clamp(min=FLOOR) for part in (mu, theta))
+    sampled = torch.where(topk.has_token, 0.0, torch.stack([state.rollout_logprobs.exp(), state.logprobs.exp()]))
+    mu, theta = (torch.cat([top, extra[:, None]], 1) for top, extra in zip((mu, theta), sampled, strict=True))
+    mu_rest, theta_rest = ((1 - classes.sum(1)).clamp(min=FLOOR) for classes in (mu, theta))
     if not is_kl:
-        return ((mu - theta).abs().sum(1) + (rest_mu - rest_theta).abs()) / 2
+        return ((mu - theta).abs().sum(1) + (mu_rest - theta_rest).abs()) / 2
     logs = torch.where(mu > 0, (mu / theta.clamp(min=FLOOR)).log(), 0.0)
-    return (mu * logs).sum(1) + rest_mu * (rest_mu / rest_theta).log()
+    return (mu * logs).sum(1) + mu_rest * (mu_rest / theta_rest).log()
 
 
 def _violations(mask: Mask, values: Tensor, ratios: PolicyRatios) -> tuple[Tensor | None, Tensor | None]:
-    """Return where the values are above and below the bounds; None where there is no bound."""
+    """Return where the values [T] are above the upper and below the lower bound; None for an absent bound."""
     low, high = mask.low, mask.high
     if mask.growth:
         widths = ratios.positions.to(values.dtype).pow(mask.growth)
@@ -150,7 +144,7 @@ def _violations(mask: Mask, values: Tensor, ratios: PolicyRatios) -> tuple[Tenso
 
 
 def _scope_metrics(mask: Mask, state: TokenState, ratios: PolicyRatios) -> dict[str, Stat]:
-    """The ratio of several tokens that a mask looks at."""
+    """Return statistics of the ratio over several tokens."""
     if mask.statistic not in RATIOS or mask.scope == "token" or mask.policies != "theta_old":
         return {}
     log_ratio = ratios.log(mask.policies, mask.scope)

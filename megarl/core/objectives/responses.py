@@ -1,7 +1,7 @@
-"""From rewards to the advantages that an objective names, and the responses that train.
+"""From rewards to the advantages of an objective, and the responses that train.
 
-All take the responses of a whole step, over all data-parallel ranks, before it is split into mini-batches: groups may
-span ranks, and some advantages have statistics over the whole batch.
+All functions take the responses of a whole step, over all data-parallel ranks, before the split into mini-batches:
+groups may span ranks, and some advantages have statistics over the whole batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.core import advantages
 from megarl.core.advantages import Values, grpo, token_level_kl
 from megarl.core.advantages.groups import as_tensor, extremes, fill, prepare, take
-from megarl.core.choices.parts import Objective
+from megarl.core.choices.parts import TOKEN_ADVANTAGES, Objective
 from megarl.core.choices.stopping import POSITIVE
 from megarl.core.choices.table import OBJECTIVES
 from megarl.core.objectives.columns import call_part
@@ -21,9 +21,9 @@ from megarl.core.ratios import segment_sum
 from megarl.core.segments import segment_expand
 from megarl.errors import ConfigError
 
-_OF_REWARDS = {name: getattr(advantages, name) for name in ("group_mean", "rloo", "raw", "raw_mixed", "positive_part")}
-_OF_THRESHOLD = {"raft": advantages.raft, "signed": advantages.signed}
-_OF_LENGTHS = {name: getattr(advantages, name) for name in ("opo", "reinforce_pp", "reinforce_pp_baseline")}
+Components = tuple[Values, Values]
+"""Several rewards of each response [N, M], and their weights [M]."""
+_NEED_LENGTHS = ("opo", "reinforce_pp", "reinforce_pp_baseline", "gdpo")
 
 
 def advantages_of(
@@ -33,73 +33,72 @@ def advantages_of(
     threshold: float = POSITIVE,
     *,
     lengths: Values | None = None,
-    components: tuple[Values, Values] | None = None,
+    components: Components | None = None,
     valid: Values | None = None,
 ) -> Tensor:
-    """Return the advantage that an objective, or the row of this name, expects for each response.
+    """Return the advantages of an objective, or of the row with this name: rewards [N], groups integer [N] -> [N].
 
-    rewards: [N], of a whole step; groups: integer [N], any ids, equal for responses to one prompt; result: float [N],
-    on the device of the rewards. 0 for a response that does not train (``select_responses``), whose tokens keep their
-    place in denominators until its loss_mask is cleared. Per token: ``advantages.repeat_interleave(cu_seqlens.diff())``
-    of packed columns, ``advantages[:, None].expand(b, s)`` of padded ones.
+    The result is on the device of the rewards. A response that does not train (``select_responses``) has advantage 0,
+    but its tokens count in denominators until their loss_mask is cleared. Per token: ``advantages.repeat_interleave(
+    cu_seqlens.diff())`` in packed columns, ``advantages[:, None].expand(b, s)`` in padded columns.
 
-    - threshold: a response is correct if its reward is above this; "raft" and "signed" ask.
-    - lengths: integer [N], loss tokens; "opo", "reinforce_pp", "reinforce_pp_baseline" and "gdpo" need them. With
-      selection "mixed_groups", responses of uniform groups count as if they had none.
-    - components: rewards [N, M] and their weights [M]; "gdpo" needs them.
-    - valid: bool [N], False for a response without an outcome, such as an aborted one. It is in no statistics and gets
-      0, and its reward may be anything. None: all are valid.
+    - groups: any ids, equal for responses to the same prompt.
+    - threshold: a response with a reward above is correct; for "raft" and "signed".
+    - lengths: integer [N], loss tokens; for "opo", "reinforce_pp", "reinforce_pp_baseline" and "gdpo". With selection
+      "mixed_groups", responses of uniform groups count with length 0.
+    - components: rewards [N, M] and weights [M]; for "gdpo".
+    - valid: bool [N], False for a response without an outcome, such as an aborted response: in no statistics, advantage
+      0, any reward. None: all are valid.
 
-    Raises ConfigError if the advantage needs what is not given, and for "token_level_kl" (see ``token_advantages``) and
-    "process" (see ``step_advantages``), which differ between tokens; NumericsError if a reward is not finite.
+    ConfigError if a needed argument is missing, and for advantages that differ between tokens: "token_level_kl"
+    (``token_advantages``) and "process" (``step_advantages``). UnknownNameError for an unknown name, NumericsError if a
+    reward is not finite.
     """
     objective = OBJECTIVES[objective] if isinstance(objective, str) else objective
     if valid is not None:
         return _of_valid(advantages_of, valid, objective, rewards, groups, threshold, lengths, components)
-    values = _of_responses(objective, rewards, groups, threshold, lengths, components)
-    if objective.selection == "mixed_groups":
-        return torch.where(_in_mixed_groups(rewards, groups).to(values.device), values, 0.0)
-    return values.clamp(min=0) if objective.selection == "positive" else values
+    if objective.selection == "all":
+        return _all_advantages(objective, rewards, groups, threshold, lengths, components)
+    if objective.selection == "positive":
+        return _all_advantages(objective, rewards, groups, threshold, lengths, components).clamp(min=0)
+    mixed = _in_mixed_groups(rewards, groups)
+    if lengths is not None:
+        lengths = as_tensor(lengths) * mixed.to(as_tensor(lengths).device)
+    values = _all_advantages(objective, rewards, groups, threshold, lengths, components)
+    return torch.where(mixed.to(values.device), values, 0.0)
 
 
-def _of_responses(
+def _all_advantages(
     objective: Objective,
     rewards: Values,
     groups: Values,
     threshold: float,
     lengths: Values | None,
-    components: tuple[Values, Values] | None,
+    components: Components | None,
 ) -> Tensor:
     name = objective.advantage
     if callable(name):
-        given = torch.as_tensor(rewards, dtype=torch.float64, device="cpu").clone()
-        ids, everywhere = torch.as_tensor(groups, device="cpu").clone(), torch.ones_like(given, dtype=torch.bool)
-        return call_part("advantage", name, given, ids, like=given, where=everywhere)
-    if name == "grpo":
-        return grpo(rewards, groups, ddof=objective.std_ddof, eps=objective.std_eps)
-    if name in _OF_REWARDS:
-        return _OF_REWARDS[name](rewards, groups)
-    if name in _OF_THRESHOLD:
-        return _OF_THRESHOLD[name](rewards, groups, threshold)
-    if name != "gdpo" and name not in _OF_LENGTHS:
+        values = torch.as_tensor(rewards, dtype=torch.float64, device="cpu").clone()
+        ids, every = torch.as_tensor(groups, device="cpu").clone(), torch.ones_like(values, dtype=torch.bool)
+        return call_part("advantage", name, values, ids, expected=values, trains=every)
+    if name in TOKEN_ADVANTAGES:
         raise ConfigError(
             f"objective: advantage {name!r} differs between the tokens of a response, and this caller has one "
             "reward for each; use step_advantages() with the rewards of steps for 'process', token_advantages() "
             "with ref_logprobs for 'token_level_kl', or another advantage"
         )
-    if lengths is None:
+    if name in _NEED_LENGTHS and lengths is None:
         raise ConfigError(f"objective: advantage {name!r} needs the lengths of the responses; give their loss tokens")
-    if objective.selection == "mixed_groups":
-        mixed = _in_mixed_groups(rewards, groups)
-        lengths = as_tensor(lengths) * mixed.to(as_tensor(lengths).device)
-    if name in _OF_LENGTHS:
-        return _OF_LENGTHS[name](rewards, groups, lengths)
-    if components is None:
-        raise ConfigError(
-            "objective: advantage 'gdpo' needs several rewards of each response; give components = (rewards [N, M], "
-            "weights [M]), in a run by reward.weights and a function that returns as many"
-        )
-    return advantages.gdpo(*components, groups, lengths, objective.std_ddof, objective.std_eps)
+    if name == "gdpo":
+        if components is None:
+            raise ConfigError(
+                "objective: advantage 'gdpo' needs several rewards of each response; give components = (rewards "
+                "[N, M], weights [M]), in a run by reward.weights and a function that returns as many"
+            )
+        return advantages.gdpo(*components, groups, lengths, objective.std_ddof, objective.std_eps)  # type: ignore[arg-type]
+    options = {"raft": [threshold], "signed": [threshold], "grpo": [objective.std_ddof, objective.std_eps]}
+    extra = [lengths] if name in _NEED_LENGTHS else options.get(name, [])
+    return getattr(advantages, name)(rewards, groups, *extra)
 
 
 def token_advantages(
@@ -112,13 +111,13 @@ def token_advantages(
     loss_mask: Tensor,
     cu_seqlens: Tensor,
     threshold: float = POSITIVE,
-    components: tuple[Values, Values] | None = None,
+    components: Components | None = None,
 ) -> Tensor:
-    """Return the objective's advantage of each token, whatever its kind: rewards, groups [N] -> [T].
+    """Return the objective's advantage of each token, for any kind but "process": rewards, groups [N] -> [T].
 
-    logprobs: [T], of the policy before the update; ref_logprobs: [T], None if the objective needs none (ConfigError
-    if it does); loss_mask: bool [T]; cu_seqlens: int64 [N+1], of whole groups; threshold, components as in
-    ``advantages_of``.
+    logprobs: [T], of the policy before the update; ref_logprobs: [T], None if the objective needs no reference;
+    loss_mask: bool [T]; cu_seqlens: int64 [N+1], of whole groups; threshold, components: as in ``advantages_of``.
+    ConfigError if ref_logprobs are missing; other errors as in ``advantages_of``.
     """
     if objective.advantage != "token_level_kl":
         lengths = segment_sum(loss_mask, cu_seqlens)
@@ -129,43 +128,35 @@ def token_advantages(
             "objective: advantage 'token_level_kl' needs the column ref_logprobs, which the batch does not have; "
             "compute the reference policy's log-probabilities, or choose an objective without a KL"
         )
+    columns = rewards, groups, logprobs, ref_logprobs, loss_mask, cu_seqlens
     return token_level_kl(
-        rewards,
-        groups,
-        logprobs,
-        ref_logprobs,
-        loss_mask,
-        cu_seqlens,
-        beta=objective.kl_coef,
-        ddof=objective.std_ddof,
-        eps=objective.std_eps,
-        horizon=objective.kl_horizon,
+        *columns, objective.kl_coef, objective.std_ddof, objective.std_eps, horizon=objective.kl_horizon
     )
 
 
 def step_advantages(
     objective: Objective, steps: Sequence[Sequence[tuple[int, float]]], groups: Values, lengths: Sequence[int]
 ) -> list[np.ndarray]:
-    """Return the advantage "process": the sum of ``z_s`` over the steps s of the response that end at or after a token.
+    """Return the advantage "process": at each token the sum of ``z_s`` over the steps s that end there or later.
 
-    result: one float64 [T_n] per response.
     ``z_s = (r_s - mean) / (std + eps)`` with statistics over all steps of all responses of the group, so a response of
-    many steps weighs more in them. A response without steps is in no statistics and gets 0; so do tokens after the last
+    many steps has more influence. A response without steps is in no statistics and gets 0, as do tokens after the last
     step. Source: DeepSeekMath (arXiv 2402.03300), 4.1.3, process supervision.
 
-    steps: by response, (index of the last token, reward) of its steps, ascending; groups: integer [N], whole groups;
-    lengths: T_n, or 0 for a response whose tokens are not wanted. Raises NumericsError if a reward is not finite.
+    steps: by response, (index of the last token, reward) of each step, ascending; groups: integer [N], whole groups;
+    lengths: T_n, or 0 to skip the tokens of a response; result: one float64 [T_n] per response. NumericsError if a
+    reward is not finite.
     """
-    counts = [len(each) for each in steps]
-    rewards = np.array([reward for each in steps for _, reward in each], dtype=np.float64)
-    of_group = np.repeat(np.asarray(groups), counts)
-    values = grpo(rewards, of_group, objective.std_ddof, objective.std_eps).numpy()
-    found: list[np.ndarray] = []
-    for each, own, length in zip(steps, np.split(values, np.cumsum(counts)[:-1]), lengths, strict=True):
-        ends = np.array([end for end, _ in each], dtype=np.int64)
-        to_go = np.append(own[::-1].cumsum()[::-1], 0.0)
-        found.append(to_go[np.searchsorted(ends, np.arange(length))])
-    return found
+    counts = [len(steps_of) for steps_of in steps]
+    rewards = np.array([reward for steps_of in steps for _, reward in steps_of], dtype=np.float64)
+    groups_of_steps = np.repeat(np.asarray(groups), counts)
+    values = grpo(rewards, groups_of_steps, objective.std_ddof, objective.std_eps).numpy()
+    results: list[np.ndarray] = []
+    for steps_of, z, length in zip(steps, np.split(values, np.cumsum(counts)[:-1]), lengths, strict=True):
+        ends = np.array([end for end, _ in steps_of], dtype=np.int64)
+        to_go = np.append(z[::-1].cumsum()[::-1], 0.0)
+        results.append(to_go[np.searchsorted(ends, np.arange(length))])
+    return results
 
 
 def select_responses(
@@ -175,20 +166,20 @@ def select_responses(
     threshold: float = POSITIVE,
     *,
     lengths: Values | None = None,
-    components: tuple[Values, Values] | None = None,
+    components: Components | None = None,
     valid: Values | None = None,
 ) -> Tensor:
     """Return bool [N]: the responses that train and count in denominators, by ``objective.selection``.
 
-    Arguments as in ``advantages_of``; a response that is not valid does not train. Clear the loss_mask of the
-    others before packing: advantages alone do not take a response out of a denominator.
+    Arguments and errors as in ``advantages_of``; a response that is not valid does not train. Clear the loss_mask of
+    the other responses before packing: an advantage of 0 leaves their tokens in the denominators.
     """
     if valid is not None:
         return _of_valid(select_responses, valid, objective, rewards, groups, threshold, lengths, components)
-    everything = torch.ones_like(prepare(rewards, groups)[1], dtype=torch.bool)
     if objective.selection == "positive":
         return advantages_of(objective, rewards, groups, threshold, lengths=lengths, components=components) > 0
-    return _in_mixed_groups(rewards, groups) if objective.selection == "mixed_groups" else everything
+    mixed = _in_mixed_groups(rewards, groups)
+    return mixed if objective.selection == "mixed_groups" else torch.ones_like(mixed)
 
 
 def _of_valid(
@@ -199,14 +190,16 @@ def _of_valid(
     groups: Values,
     threshold: float,
     lengths: Values | None,
-    components: tuple[Values, Values] | None,
+    components: Components | None,
 ) -> Tensor:
-    """Return what a function gives for the valid responses alone, and 0 (False) for the others."""
+    """Return the function's result of the valid responses alone, and 0 (False) for all others."""
     keep = as_tensor(valid).bool()
-    given = take(rewards, keep), take(groups, keep), threshold
-    some = None if lengths is None else take(lengths, keep)
-    several = None if components is None else (take(components[0], keep), components[1])
-    return fill(function(objective, *given, lengths=some, components=several), keep)
+    if lengths is not None:
+        lengths = take(lengths, keep)
+    if components is not None:
+        components = take(components[0], keep), components[1]
+    arguments = take(rewards, keep), take(groups, keep), threshold
+    return fill(function(objective, *arguments, lengths=lengths, components=components), keep)
 
 
 def _in_mixed_groups(rewards: Values, groups: Values) -> Tensor:

@@ -1,7 +1,4 @@
-"""The importance weight of a coefficient, its gate, and the derivative of a KL penalty.
-
-Nothing here carries a gradient.
-"""
+"""The importance weight of a coefficient, the gate, and the derivative of a KL penalty, all without gradient."""
 
 import math
 from collections.abc import Callable
@@ -27,21 +24,22 @@ def importance_weight(
     means: tuple[float | None, ...],
     detailed: bool = True,
 ) -> tuple[Tensor | None, dict[str, Stat]]:
-    """Return the product of the factors [T], finite, None for 1; and its metrics, without ``detailed`` none.
+    """Return the product of the factors [T], finite, None for 1; and metrics if ``detailed``.
 
-    exponents, means: by factor, q of "adaptive_power" and what ``batch_normalize`` divides by.
+    exponents, means: by factor, q of "adaptive_power" and the divisor of ``batch_normalize``. ConfigError or
+    NumericsError for a function of the user as in ``check_returned``.
     """
     values: Tensor | None = None
     truncated: Tensor | None = None
     metrics: dict[str, Stat] = {}
     for factor, exponent, mean in zip(objective.factors, exponents, means, strict=True):
-        found = factor_values(factor, state, ratios, exponent)
-        clamped = _clamp(found, factor)
-        if detailed and clamped is not found:
-            cut = state.keep & _where_applied(factor, clamped != found, state, False)
+        raw = factor_values(factor, state, ratios, exponent)
+        clamped = _clamp(raw, factor)
+        if detailed and clamped is not raw:
+            cut = state.keep & _where_applied(factor, clamped != raw, state, False)
             truncated = cut if truncated is None else truncated | cut
         if detailed and exponent is not None:
-            metrics["tis/power"] = Stat.mean(torch.full_like(found, exponent), state.keep)
+            metrics["tis/power"] = Stat.mean(torch.full_like(raw, exponent), state.keep)
         if detailed and len(objective.factors) > 1:
             metrics[f"tis/{factor.policies}"] = Stat.summary(clamped, state.keep)
         if mean is not None:
@@ -58,10 +56,10 @@ def importance_weight(
 
 
 def factor_values(factor: Factor, state: TokenState, ratios: PolicyRatios, exponent: float | None = None) -> Tensor:
-    """Return f(rho) [T] before the clamps. exponent: q of "adaptive_power"."""
+    """Return f(rho) [T] before the clamps; exponent: q of "adaptive_power". Errors as in ``check_returned``."""
     if callable(factor.fn):
         rho = factor_log_ratio(factor, state, ratios).exp()
-        return call_part("fn", factor.fn, rho, like=rho, where=state.keep).to(rho.dtype)
+        return call_part("fn", factor.fn, rho, expected=rho, trains=state.keep).to(rho.dtype)
     if factor.fn == "identity":
         if factor.scope == "token" and factor.token_clip is None:
             return ratios.ratio(factor.policies)
@@ -70,10 +68,10 @@ def factor_values(factor: Factor, state: TokenState, ratios: PolicyRatios, expon
     if factor.fn == "vespo":
         negative = state.advantages < 0
         pairs = zip(factor.vespo_positive, factor.vespo_negative, strict=True)
-        k, decay = (_choose(negative, below, above, log_rho) for above, below in pairs)
+        k, decay = (_choose(negative, number, other, log_rho) for other, number in pairs)
         return _exp(k * log_rho + decay * (1 - log_rho.exp()))
     if factor.fn == "adaptive_power":
-        assert exponent is not None, "found before"
+        assert exponent is not None, "gather_facts computes q"
         return (exponent * log_rho).exp()
     return _exp(factor.power * log_rho)
 
@@ -82,17 +80,17 @@ def factor_log_ratio(factor: Factor, state: TokenState, ratios: PolicyRatios) ->
     """Return log rho [T] of a factor, bounded so that exp stays finite."""
     if factor.token_clip is not None:
         single, bound = ratios.log(factor.policies), factor.token_clip
-        # min(l, bound) where A > 0, max(l, -bound) where A < 0: clipping outward leaves the other side as it is.
+        # min(l, bound) where A > 0, max(l, -bound) where A < 0: outward clipping does not touch the inner side.
         outward = torch.where(state.advantages > 0, single.clamp(max=bound), single)
         outward = torch.where(state.advantages < 0, single.clamp(min=-bound), outward)
-        found = aggregate(factor.scope, outward, state.keep, state.cu_seqlens)
+        log_rho = aggregate(factor.scope, outward, state.keep, state.cu_seqlens)
     else:
-        found = ratios.log(factor.policies, factor.scope)
-    return found if factor.scope == "token" else found.clamp(-LOG_RATIO_BOUND, factor.log_ratio_cap)
+        log_rho = ratios.log(factor.policies, factor.scope)
+    return log_rho if factor.scope == "token" else log_rho.clamp(-LOG_RATIO_BOUND, factor.log_ratio_cap)
 
 
 def gate_values(gate: Gate, state: TokenState, ratios: PolicyRatios) -> Tensor:
-    """Return S [T] of ``Gate``: what the weighted advantage is multiplied by."""
+    """Return S [T] of ``Gate``, the multiplier of the weighted advantage."""
     positive = state.advantages > 0
     parameter = _choose(positive, gate.positive, gate.negative, state.advantages)
     if gate.kind == "drpo":
@@ -112,12 +110,12 @@ def kl_penalty(penalty: Penalty, state: TokenState, ratios: PolicyRatios) -> tup
 
     With d = log pi_theta - log pi_other, clamped to +-20: k1 = d, derivative 1; k2 = d^2 / 2, derivative d;
     k3 = exp(-d) + d - 1, derivative 1 - exp(-d); unbiased = u k3 with u = theta/behaviour, derivative u d. The
-    derivative of k1 has expectation 0 under theta: it regularises nothing. Sources: Schulman, "Approximating KL
+    derivative of k1 has expectation 0 under theta, so k1 regularises nothing. Sources: Schulman, "Approximating KL
     divergence" (2020); DeepSeek-V3.2 (arXiv 2512.02556), eq. 7.
     """
-    other = {"ref": state.ref_logprobs, "mu": state.rollout_logprobs, "old": state.old_logprobs}[penalty.to]
-    assert other is not None, "checked before"
-    d = log_ratio(state.logprobs, other, state.keep)
+    target = {"ref": state.ref_logprobs, "mu": state.rollout_logprobs, "old": state.old_logprobs}[penalty.to]
+    assert target is not None, "check_columns requires the column"
+    d = log_ratio(state.logprobs, target, state.keep)
     if penalty.estimator == "k1":
         values, gradient = d, torch.ones_like(d)
     elif penalty.estimator == "k2":
@@ -129,38 +127,37 @@ def kl_penalty(penalty: Penalty, state: TokenState, ratios: PolicyRatios) -> tup
             values, gradient = u * values, u * d
     clamped = d.abs() >= LOG_RATIO_BOUND
     if penalty.max is not None:
-        beyond = values.abs() > penalty.max
-        gradient, clamped = torch.where(beyond, 0.0, gradient), clamped | beyond
+        is_large = values.abs() > penalty.max
+        gradient, clamped = torch.where(is_large, 0.0, gradient), clamped | is_large
     name = "kl/penalty" if penalty.to == "ref" else f"kl/penalty_{penalty.to}"
     return gradient, {name: Stat.mean(values, state.keep), f"{name}_clamped": Stat.mean(clamped, state.keep)}
 
 
 def sum_factor(factor: Factor, state: TokenState, ratios: PolicyRatios, exponent: float | None) -> Tensor:
-    """Return float64 [2]: sum and count of a clamped factor over tokens, or over responses if that is its scope."""
+    """Return float64 [2]: sum and count of a clamped factor over tokens, or over responses (weight 1 each) by scope."""
     values = _clamp(factor_values(factor, state, ratios, exponent), factor).double()
     shares = state.keep.double()
     if factor.scope != "token":
-        # Each response counts once, whatever its length.
         lengths = aggregate("sequence_sum", shares, state.keep, state.cu_seqlens)
         shares = shares / lengths.clamp(min=1)
     return torch.stack([(values * shares).sum(), shares.sum()])
 
 
 def factor_at_one(factor: Factor, device: torch.device | int | str) -> float:
-    """Return the clamped factor of a ratio that is 1."""
-    one = torch.ones(1, dtype=torch.float64, device=device)
+    """Return the clamped factor of the ratio 1. Errors as in ``check_returned``."""
+    unit = torch.ones(1, dtype=torch.float64, device=device)
     if callable(factor.fn):
-        one = call_part("fn", factor.fn, one, like=one, where=one > 0)
-    return float(_clamp(one, factor))
+        unit = call_part("fn", factor.fn, unit, expected=unit, trains=unit > 0)
+    return float(_clamp(unit, factor))
 
 
 def adaptive_power(log_ratios: Tensor, shares: Tensor, target: float, total: Total = lambda sums: sums) -> float:
     """Return the largest q in [0, 1] with ``ESS(rho^q) / N >= target``, where ESS(w) = (sum w)^2 / sum w^2.
 
-    log_ratios: [T]; shares: [T], a bool mask, or how often each entry counts; total: adds the sums of ranks that hold
-    other tokens, float64 [S] -> [S]; result: a number, 1 if nothing counts. The share falls as q grows, so the root is
-    unique; it is bracketed to 1e-12. For log rho ~ N(m, s^2) it is
-    min(1, sqrt(ln(1 / target)) / s). Waits for the device a dozen times.
+    log_ratios: [T]; shares: [T], a bool mask, or the weight of each entry; total: adds the sums of ranks with other
+    tokens, float64 [S] -> [S]; result: a number, 1 for an empty batch. The share falls as q grows: the root is unique,
+    and bracketed to 1e-12. For log rho ~ N(m, s^2) the root is min(1, sqrt(ln(1 / target)) / s). The host waits for the
+    device a dozen times.
     """
     shares = shares.double()
     logs = torch.where(shares > 0, log_ratios.double(), 0.0)
@@ -194,25 +191,23 @@ def adaptive_power(log_ratios: Tensor, shares: Tensor, target: float, total: Tot
 
 
 def _exp(logs: Tensor) -> Tensor:
-    """exp, bounded so that the product with another factor's stays finite in fp32."""
+    """exp, at most e^40, so that a product of two factors is finite in fp32."""
     return logs.clamp(max=2 * LOG_RATIO_BOUND).exp()
 
 
-def _choose(where: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
-    """One of two numbers per token, in the dtype of ``like``: of two numbers alone, torch makes fp32."""
-    return torch.where(where, like.new_full((), yes), no)
+def _choose(condition: Tensor, yes: float, no: float, template: Tensor) -> Tensor:
+    """One of two numbers per token, in the dtype of ``template``: torch would make fp32."""
+    return torch.where(condition, template.new_full((), yes), no)
 
 
 def _clamp(values: Tensor, factor: Factor) -> Tensor:
-    """The same tensor if the factor has no clamp."""
-    if factor.low is None and factor.high is None:
-        return values
-    return values.clamp(factor.low, factor.high)
+    """Return the clamped values; the argument itself if the factor has no clamp."""
+    return values if factor.low is None and factor.high is None else values.clamp(factor.low, factor.high)
 
 
-def _where_applied(factor: Factor, values: Tensor, state: TokenState, other: float | bool) -> Tensor:
-    """``other`` where the factor's sign excludes the advantage."""
+def _where_applied(factor: Factor, values: Tensor, state: TokenState, default: float | bool) -> Tensor:
+    """Return the values, ``default`` where the sign of the factor excludes the advantage."""
     if factor.sign == "both":
         return values
     applies = state.advantages > 0 if factor.sign == "positive" else state.advantages < 0
-    return torch.where(applies, values, other)
+    return torch.where(applies, values, default)

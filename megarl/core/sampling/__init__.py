@@ -1,6 +1,6 @@
-"""Adaptive sampling: which prompts get how many samples, which of them train, and with what credit.
+"""Adaptive sampling: the number of samples per prompt, the samples that train, and their credit.
 
-The way through (rules and other choices that a configuration makes are in ``megarl.core.choices``):
+The way through (rules and choices of a configuration: ``megarl.core.choices``):
 
     collector          drives a rule as samples arrive; dynamic sampling (DAPO) replaces prompts without contrast
     subsampling        which samples of a prompt train
@@ -11,7 +11,7 @@ The way through (rules and other choices that a configuration makes are in ``meg
     stopping_law       the exact law of any rule, and unbiased estimates from its pools
     pass_at_k          avg@k and pass@k with intervals
 
-Nothing here samples from a model: the caller asks the engine, and tells the collector what came.
+Nothing here samples from a model: the caller asks the engine, and reports samples to the collector.
 """
 
 from megarl.core.sampling.allocation import allocate, allocate_by_weights, budget_weights

@@ -17,14 +17,14 @@ Numbers = Sequence[float] | np.ndarray
 def allocate(pass_rates: Numbers, total: int, objective: str, low: int = 1, high: int | None = None) -> np.ndarray:
     """Return how many samples each prompt gets: ``n ~ f'(p) sqrt(p (1 - p))``, of least variance, in whole numbers.
 
-    objective: "linear" f = p; "log" f = ln p; "raft" the same without a baseline, whose noise is p, so ``n ~ 1 /
-    sqrt(p)``; "power:A" f = p^A; "arcsin" f = 2 arcsin sqrt(p), the same n for all. pass_rates: [B], 0 to 1; low, high:
-    bounds of each count; total: the exact sum of the counts; result: int64 [B]. Rates: ``clamp_rates``.
-    Raises ValueError if the bounds cannot hold, ConfigError for an unknown objective.
+    objective: "linear" f = p; "log" f = ln p; "raft" ln p without a baseline (noise p): ``n ~ 1 / sqrt(p)``; "power:A"
+    f = p^A; "arcsin" f = 2 arcsin sqrt(p), the same n for all. pass_rates: [B], 0 to 1; low, high: bounds of each
+    count; total: the exact sum of the counts; result: int64 [B]. Rates: ``clamp_rates``. Raises ValueError if the
+    bounds cannot hold, ConfigError for an unknown objective.
 
-    A post prints sqrt((1 - p) / p) for both "log" and "raft", and says that p = 0.01 then gets ten times as many as
-    p = 1. That holds for "raft", 1 / sqrt(p); under "log" a solved prompt gets the least of all. "power:A" favours hard
-    prompts (p to 0) only for A below 1/2; its f' does so for A below 1.
+    A post prints sqrt((1 - p) / p) for "log" and "raft" and claims ten times as many samples for p = 0.01 as for p = 1:
+    true for "raft", 1 / sqrt(p), while "log" gives solved prompts the fewest samples. "power:A" favours hard prompts (p
+    to 0) only for A below 1/2; f' favours hard prompts for A below 1.
     """
     rates = clamp_rates(pass_rates, None, default=max(1, -(-total // max(len(pass_rates), 1))))
     return allocate_by_weights(budget_weights(rates, objective), total, low, high)
@@ -48,12 +48,12 @@ def budget_weights(pass_rates: Numbers, allocation: str, eps: float = 1e-3) -> n
 def allocate_after_probe(
     pass_rates: Numbers, strengths: Numbers, probe: int, total: int, allocation: str, eps: float, low: int, high: int
 ) -> np.ndarray:
-    """Return how many samples each prompt gets, by the positives among its first ``probe``; int64 [B, probe + 1].
+    """Return the number of samples by prompt and by positives among the first ``probe`` samples; int64 [B, probe + 1].
 
     The prior of a prompt's pass rate is a Beta distribution with that mean and strength (pseudo-samples). After k
     positives its mean is ``(strength p + k) / (strength + probe)``, and the prompt gets ``clip(s w, max(low, probe),
-    high)`` samples, w from ``budget_weights``. The same s for all prompts makes the expected sum ``total`` (before
-    rounding), so no prompt waits for another. pass_rates [B], inside (0, 1); strengths [B], above 0.
+    high)`` samples, w from ``budget_weights``. A common s makes the expected sum ``total`` (before rounding): no prompt
+    waits for another. pass_rates [B], inside (0, 1); strengths [B], above 0.
     """
     rates, strength = check_rates(pass_rates)[:, None], check_weights(strengths, "strength")[:, None]
     means = (rates * strength + np.arange(probe + 1)) / (strength + probe)
@@ -66,12 +66,12 @@ def allocate_after_probe(
     floor = max(low, probe)
     if not len(rates) * floor <= total <= len(rates) * high:
         raise ValueError(f"{len(rates)} prompts with {floor} to {high} samples each cannot take {total} in all")
-    few, many = floor / weights.max(), high / weights.min()
+    small, large = floor / weights.max(), high / weights.min()
     for _ in range(80):  # bisection: the expected sum grows with the scale
-        scale = (few * many) ** 0.5
+        scale = (small * large) ** 0.5
         over = (chances * np.clip(scale * weights, floor, high)).sum() > total
-        few, many = (few, scale) if over else (scale, many)
-    return np.rint(np.clip(few * weights, floor, high)).astype(np.int64)
+        small, large = (small, scale) if over else (scale, large)
+    return np.rint(np.clip(small * weights, floor, high)).astype(np.int64)
 
 
 def allocate_by_weights(weights: Numbers, total: int, low: int = 1, high: int | None = None) -> np.ndarray:
@@ -96,14 +96,14 @@ def bounded_shares(values: np.ndarray, total: int, low: int, top: int) -> np.nda
             f"{size} prompts with {low} to {top} samples each take {size * low} to {size * top} in all, not {total}: "
             "change the total or the bounds"
         )
-    some = values > 0
+    positive = values > 0
     shares = np.full(size, float(low))
-    at_most = int(some.sum()) * top
-    if at_most + (size - int(some.sum())) * low < total:
-        shares[some] = top
-        shares[~some] = (total - at_most) / (size - int(some.sum()))
-    elif some.any():
-        shares[some] = _scale_into_box(values[some], total - low * float((~some).sum()), low, top)
+    at_most = int(positive.sum()) * top
+    if at_most + (size - int(positive.sum())) * low < total:
+        shares[positive] = top
+        shares[~positive] = (total - at_most) / (size - int(positive.sum()))
+    elif positive.any():
+        shares[positive] = _scale_into_box(values[positive], total - low * float((~positive).sum()), low, top)
     return shares
 
 
@@ -146,8 +146,8 @@ def _scale_into_box(values: np.ndarray, total: float, low: float, high: float) -
     last = bisect_right(kinks, total, 1, max(kinks.size - 1, 1), key=lambda s: np.clip(s * values, low, high).sum())
     below, above = (np.clip(s * values, low, high) for s in (kinks[last - 1], kinks[min(last, kinks.size - 1)]))
     rise = above.sum() - below.sum()
-    part = 0.0 if rise == 0 else min(max((total - below.sum()) / rise, 0.0), 1.0)
-    return below + part * (above - below)
+    fraction = 0.0 if rise == 0 else min(max((total - below.sum()) / rise, 0.0), 1.0)
+    return below + fraction * (above - below)
 
 
 def _round_to_total(shares: np.ndarray, total: int, high: int) -> np.ndarray:
@@ -168,12 +168,12 @@ def check_rates(pass_rates: Numbers) -> np.ndarray:
     return rates
 
 
-def check_weights(values: Numbers, what: str) -> np.ndarray:
+def check_weights(values: Numbers, label: str) -> np.ndarray:
     """Return float64 [B]; ValueError unless every value is finite and 0 or more."""
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1:
-        raise ValueError(f"one {what} per prompt is expected, [B], got {list(array.shape)}")
+        raise ValueError(f"one {label} per prompt is expected, [B], got {list(array.shape)}")
     bad = ~(np.isfinite(array) & (array >= 0))
     if bad.any():
-        raise ValueError(f"{what} {int(bad.argmax())} is {array[bad.argmax()]}, expected a number of 0 or more")
+        raise ValueError(f"{label} {int(bad.argmax())} is {array[bad.argmax()]}, expected a number of 0 or more")
     return array

@@ -1,4 +1,4 @@
-"""Collect the samples of one step as they arrive: which to ask for next, and which train.
+"""Collect the samples of one step as they arrive: further samples to request, and the selection that trains.
 
     collector = Collector(ada_seq_balance(), num_prompts=512, seed=step)
     asks = collector.start()
@@ -9,8 +9,8 @@
     advantages, weights = assign(Credit(), selection)  # megarl.core.sampling.credit_assignment
 
 Prompts (unless they are given numbers) and samples are numbered in the order in which they are asked for: prompt 3 is
-the fourth prompt begun, and its sample 9 is its tenth sample. No prompt waits for another. What trains depends on the
-rewards of (prompt, sample), not on the time at which they arrive.
+the fourth prompt begun, sample 9 the tenth sample of the prompt. No prompt waits for another. The selection depends on
+rewards by (prompt, sample), not on the order of arrival.
 """
 
 import math
@@ -41,22 +41,22 @@ class Ask:
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """All samples of one prompt in one step; the collector fills it."""
+    """All samples of a prompt in a step; filled by the collector."""
 
     prompt: int
     """Number of the prompt."""
     asked: list[int] = field(default_factory=list)
-    """Samples asked for in each round."""
+    """Requested samples by round."""
     rewards: dict[int, float | None] = field(default_factory=dict)
-    """Reward by index of the sample, counted over all rounds; None for one that failed."""
+    """Reward by index of the sample, counted over all rounds; None for a failed sample."""
     ended: bool = False
-    """Whether its rule wants no more."""
+    """Whether the rule has ended the prompt."""
     fits: bool = True
-    """Whether the prompt may take a place in the batch, as far as is known."""
+    """Whether the prompt may take a place in the batch."""
 
     @property
     def num_asked(self) -> int:
-        """Samples asked for in all rounds."""
+        """Requested samples of all rounds."""
         return sum(self.asked)
 
     @property
@@ -65,7 +65,7 @@ class Pool:
         return len(self.rewards) < self.num_asked
 
     def drawn(self) -> list[int]:
-        """Samples of each round that arrived with a reward."""
+        """Return the number of samples with a reward, by round."""
         edges = np.cumsum([0, *self.asked])
         samples = [sample for sample, reward in self.rewards.items() if reward is not None]
         return np.histogram(samples, bins=edges)[0].tolist() if edges[-1] else []
@@ -84,14 +84,14 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rewards:
-    """Rewards of samples that were drawn before, in the order of (prompt, sample)."""
+    """Rewards of samples drawn earlier, in the order of (prompt, sample)."""
 
     prompts: list[int]
     samples: list[int]
     values: list[float | None]
     """None for a sample that failed."""
     rows_of: dict[int, tuple[int, int]]
-    """The first row of each prompt, and the one after its last."""
+    """By prompt: the first row, and the row after the last."""
 
     @classmethod
     def of(cls, prompts: np.ndarray, samples: np.ndarray, values: np.ndarray, judged: np.ndarray) -> Self:
@@ -101,11 +101,13 @@ class Rewards:
         numbers, begins = np.unique(prompts, return_index=True)
         bounds = [*begins.tolist(), len(prompts)]
         rows_of = dict(zip(numbers.tolist(), pairwise(bounds), strict=True))
-        found = [value if there else None for value, there in zip(values.tolist(), judged.tolist(), strict=True)]
-        return cls(prompts.tolist(), samples.tolist(), found, rows_of)
+        rewards = [
+            value if is_judged else None for value, is_judged in zip(values.tolist(), judged.tolist(), strict=True)
+        ]
+        return cls(prompts.tolist(), samples.tolist(), rewards, rows_of)
 
     def of_ask(self, ask: Ask) -> dict[int, float | None]:
-        """Return by sample the rewards of what was asked for, as far as it was drawn."""
+        """Return the rewards of the requested samples by sample, as far as drawn."""
         first, last = self.rows_of.get(ask.prompt, (0, 0))
         begin = bisect_left(self.samples, ask.samples.start, first, last)
         end = bisect_left(self.samples, ask.samples.stop, begin, last)
@@ -114,7 +116,7 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """What trains, in the order of (prompt, sample), and what was drawn to find it."""
+    """The trained samples, in the order of (prompt, sample), and the drawn samples."""
 
     prompts: np.ndarray
     """int64 [N]."""
@@ -123,40 +125,40 @@ class Selection:
     rewards: np.ndarray
     """float64 [N]."""
     pools: tuple[Pool, ...]
-    """The pools of the prompts with a place in the batch, ascending; also of prompts of which nothing trains."""
+    """The pools of the prompts with a place in the batch, ascending; also of prompts without trained samples."""
     rule: SamplingRule
-    """The rule that drew them."""
+    """The sampling rule."""
     drawn: np.ndarray
-    """int64 [4, A], by prompt that ended, replaced ones included: prompt, samples asked for, samples with a reward,
-    positive samples. Estimates of pass rates learn from it."""
+    """int64 [4, A], by ended prompt, also replaced prompts: prompt, samples asked for, samples with a reward, positive
+    samples. Estimates of pass rates learn from it."""
     metrics: dict[str, Stat]
     """Costs and outcomes, ``sampling/...``."""
 
     @property
     def keys(self) -> list[tuple[int, int]]:
-        """(prompt, sample) of each that trains."""
+        """(prompt, sample) of the trained samples."""
         return list(zip(self.prompts.tolist(), self.samples.tolist(), strict=True))
 
 
-def find_rows(prompts: np.ndarray, samples: np.ndarray, of: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Return int64 [M]: where sample ``numbers`` of prompt ``of`` is among N sorted (prompt, sample); N if absent."""
+def find_rows(prompts: np.ndarray, samples: np.ndarray, pools: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Return int64 [M]: the rows of (``pools``, ``numbers``) among N sorted (``prompts``, ``samples``); N if absent."""
     width = max(samples.max(initial=0), numbers.max(initial=0)) + 1
-    keys, wanted = prompts * width + samples, of * width + numbers
-    rows = np.searchsorted(keys, wanted)
-    return np.where(np.append(keys, -1)[rows] == wanted, rows, len(keys))
+    keys, targets = prompts * width + samples, pools * width + numbers
+    rows = np.searchsorted(keys, targets)
+    return np.where(np.append(keys, -1)[rows] == targets, rows, len(keys))
 
 
 class Collector:
-    """Drives one rule over the prompts of one step.
+    """Drives a rule over the prompts of a step.
 
     - ``refill``: DAPO's dynamic sampling (arXiv 2503.14476), with any rule. A new prompt replaces each prompt without
       contrast at once, until ``num_prompts`` prompts with contrast fill the batch or ``max_prompts`` were begun. The
-      batch is the first such prompts in the order of their numbers. (With a baseline, the replaced prompts have
-      advantages of 0: the step changes in scale, not in direction.)
-    - ``spare``: prompts that are drawn ahead, for a shorter wait at the end. The order of arrival changes how many of
-      them are wasted, never what trains.
-    - ``seed``: chooses the samples that train at random; None keeps the first.
-    - ``numbers``: of the prompts, in the order in which they begin; None for 0, 1, ...
+      batch is the first prompts with contrast, by number. (With a baseline, the replaced prompts have advantages of 0:
+      the step changes in scale, not in direction.)
+    - ``spare``: prompts drawn ahead, for a shorter wait at the end. The order of arrival changes the number of wasted
+      samples, never the selection.
+    - ``seed``: random choice of the trained samples; None keeps the first samples.
+    - ``numbers``: of the prompts, in the order of beginning; None for 0, 1, ...
 
     Raises ConfigError if these do not go together.
     """
@@ -201,10 +203,10 @@ class Collector:
         return self._begin(self._num_prompts + self._spare)
 
     def add(self, prompt: int, sample: int, reward: float | None) -> list[Ask]:
-        """Take in a sample and return what to draw because of it.
+        """Take in a sample and return the samples to draw next.
 
-        reward: None for a sample that failed; it counts as drawn, and for nothing else. Raises ValueError if the
-        sample was not asked for or is there already, NumericsError if the reward is not finite.
+        reward: None for a sample that failed; a failed sample only counts as drawn. Raises ValueError if the sample was
+        not asked for or is there already, NumericsError if the reward is not finite.
         """
         pool = self._pool_of.get(prompt)
         if pool is None or not 0 <= sample < pool.num_asked:
@@ -216,7 +218,7 @@ class Collector:
         return self._take(pool, {sample: reward})
 
     def replay(self, rewards: Rewards) -> Selection:
-        """Return what is selected if the rewards of samples that were drawn earlier arrive as they are asked for."""
+        """Return the selection from rewards of samples drawn earlier, as if the samples arrived on request."""
         asks = deque(self.start())
         while asks and not self.done:
             ask = asks.popleft()
@@ -225,7 +227,7 @@ class Collector:
 
     @property
     def done(self) -> bool:
-        """Whether it is known what trains."""
+        """Whether the selection is decided."""
         if self._refill and self._places == self._num_prompts:
             return True
         return bool(self._pools) and self._front == len(self._pools)
@@ -243,7 +245,7 @@ class Collector:
         if not self.done:
             raise ValueError(f"{len(self.outstanding())} samples are still to arrive: select once all is done")
         tried = self._pools[: self._front]
-        placed = tuple(pool for pool in tried if pool.fits)
+        placed_pools = tuple(pool for pool in tried if pool.fits)
         ended = [pool for pool in self._pools if pool.ended]  # the placed ones among them
         rows = PoolRows.of(ended)
         judged = np.diff(rows.bounds)
@@ -251,12 +253,12 @@ class Collector:
         varying = rows.pool[rows.value != rows.value[rows.bounds[rows.pool]]]
         classes = list(zip(positives.tolist(), (judged - positives).tolist(), strict=True))
         index_of = {pool.prompt: index for index, pool in enumerate(ended)}
-        places = [index_of[pool.prompt] for pool in placed]
-        chosen = self._choose(rows, tried, places, classes)
-        asked = [pool.num_asked for pool in ended]
+        places = [index_of[pool.prompt] for pool in placed_pools]
+        trained = self._choose(rows, tried, places, classes)
+        requested = [pool.num_asked for pool in ended]
         numbers = np.array([pool.prompt for pool in ended], np.int64)
         per_prompt = {
-            "samples_per_prompt": sum(asked),
+            "samples_per_prompt": sum(requested),
             "rounds": sum(len(pool.asked) for pool in ended),
             "contrast_fraction": len(set(varying.tolist())),
             "resolved_fraction": sum(self.rule.resolved(*of_class) for of_class in classes),
@@ -264,20 +266,20 @@ class Collector:
         totals = {
             "samples": sum(pool.num_asked for pool in self._pools),
             "failed": sum([*pool.rewards.values()].count(None) for pool in self._pools),
-            "trained": len(chosen),
+            "trained": len(trained),
             "lone_prompts": np.count_nonzero(judged[places] == 1),
             "short_prompts": np.count_nonzero(judged[places] < (self.rule.train_size or 0)),
-            "replaced_prompts": self._front - len(placed),
-            "missing_prompts": self._num_prompts - len(placed),
+            "replaced_prompts": self._front - len(placed_pools),
+            "missing_prompts": self._num_prompts - len(placed_pools),
         }
         means = Stat.means_of({f"sampling/{name}": (total, len(ended)) for name, total in per_prompt.items()})
         return Selection(
-            prompts=numbers[rows.pool[chosen]],
-            samples=rows.sample[chosen],
-            rewards=rows.value[chosen],
-            pools=placed,
+            prompts=numbers[rows.pool[trained]],
+            samples=rows.sample[trained],
+            rewards=rows.value[trained],
+            pools=placed_pools,
             rule=self.rule,
-            drawn=np.array([numbers, asked, judged, positives]),
+            drawn=np.array([numbers, requested, judged, positives]),
             metrics=means | Stat.totals_of({f"sampling/{name}": total for name, total in totals.items()}),
         )
 
@@ -296,15 +298,15 @@ class Collector:
         return asks
 
     def _after_round(self, pool: Pool) -> list[Ask]:
-        """Ask for the next round of a prompt, or end it and perhaps begin another prompt."""
+        """Request the next round of a prompt, or end the prompt and perhaps begin a new prompt."""
         if self.done and pool.asked:
-            # Nothing more is needed, and a prompt that was cut short must not look as if it had ended.
+            # The batch is complete; a prompt cut short must not count as ended.
             return []
         begin = pool.num_asked
-        more = self.rule.next_samples(pool.prompt, begin, *pool.classes(self.rule.threshold))
-        if more:
-            pool.asked.append(more)
-            return [Ask(pool.prompt, range(begin, begin + more))]
+        count = self.rule.next_samples(pool.prompt, begin, *pool.classes(self.rule.threshold))
+        if count:
+            pool.asked.append(count)
+            return [Ask(pool.prompt, range(begin, begin + count))]
         pool.ended = True
         pool.fits = not self._refill or pool.has_contrast()
         while self._front < len(self._pools) and self._pools[self._front].ended and not self.done:
@@ -320,15 +322,15 @@ class Collector:
         size = self.rule.train_size
         if size is None:
             return np.flatnonzero(np.bincount(places, minlength=len(classes))[rows.pool])
-        chosen = [np.zeros(0, np.int64)]
+        trained = [np.zeros(0, np.int64)]
         begun_as = (index for index, pool in enumerate(tried) if pool.fits)
         for index, place in zip(begun_as, places, strict=True):
             begin, end = rows.bounds[place : place + 2].tolist()
             seed = None if self.seed is None else (self.seed, index)
             keep = self.rule.keeps(*classes[place])
-            taken = subsample(rows.value[begin:end], size, keep, threshold=self.rule.threshold, seed=seed)
-            chosen.append(begin + taken)
-        return np.concatenate(chosen)
+            indices = subsample(rows.value[begin:end], size, keep, threshold=self.rule.threshold, seed=seed)
+            trained.append(begin + indices)
+        return np.concatenate(trained)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,8 +14,8 @@ from megarl.errors import ConfigError
 def assign(credit: Credit, selection: Selection, trains: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Return (advantages, weights), float64 [N] each, of the selected samples; the gradient has their product.
 
-    trains: as in ``weigh``. Raises ConfigError where "unbiased" meets a rule that trains on one class only of a pool
-    that has both.
+    trains: as in ``weigh``. ConfigError if "unbiased" needs both classes of a pool, but the rule trains on a single
+    class.
     """
     if credit.combination != "unbiased":
         return _plain(credit, selection), weigh(credit, selection, trains)
@@ -29,16 +29,16 @@ def assign(credit: Credit, selection: Selection, trains: np.ndarray | None = Non
 
 
 def weigh(credit: Credit, selection: Selection, trains: np.ndarray | None = None) -> np.ndarray:
-    """Return the weights alone, float64 [N], for other advantages of the same samples; they have no fixed mean.
+    """Return only the weights, float64 [N], without a fixed mean, for advantages of an objective.
 
-    trains: bool [N], which of them an objective leaves in, as RAFT the positive ones: weights per prompt count these.
-    None for all.
+    trains: bool [N], samples selected by the objective (RAFT: positives); weights per prompt count the selected
+    samples. None for all.
     """
     weights = np.ones(len(selection.prompts))
     if credit.weigh == "prompt":
-        kept = np.ones_like(weights, dtype=bool) if trains is None else trains
-        numbers, place, counts = np.unique(selection.prompts[kept], return_inverse=True, return_counts=True)
-        weights[kept] = kept.sum() / max(len(numbers), 1) / counts[place]
+        is_trained = np.ones_like(weights, dtype=bool) if trains is None else trains
+        numbers, place, counts = np.unique(selection.prompts[is_trained], return_inverse=True, return_counts=True)
+        weights[is_trained] = is_trained.sum() / max(len(numbers), 1) / counts[place]
     if credit.objective is not None:
         slopes = {pool.prompt: _slope(pool, selection.rule.threshold, credit.objective) for pool in selection.pools}
         weights *= [slopes[prompt] for prompt in selection.prompts.tolist()]

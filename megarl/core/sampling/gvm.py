@@ -28,19 +28,19 @@ def gvm_allocate(
 ) -> np.ndarray:
     """Return ``n = total * w / sum(w)`` in whole numbers, with ``w = G / sqrt(p + alpha / p^(beta - 1))``.
 
-    This minimises ``sum G^2 / (p n) / (1 + alpha / p^beta)``. The weight grows as p falls, down to
-    ``p = (alpha (beta - 1))^(1 / beta)``, 0.032 by default, and below that goes to 0, because a prompt that is never
-    accepted teaches nothing. These prompts get no samples: p = 0 or G = 0; p above ``solved_above`` (1 is off); fewer
-    expected accepted samples ``p n``, before this filter, than ``min_accepted``. If no prompt is left, for instance
-    because nothing was accepted, all prompts get the same number.
+    This minimises ``sum G^2 / (p n) / (1 + alpha / p^beta)``. The weight grows as p falls, down to ``p = (alpha (beta -
+    1))^(1 / beta)``, 0.032 by default, and falls to 0 below: a prompt without accepted samples gives no gradient.
+    Prompts without samples: p = 0 or G = 0; p above ``solved_above`` (1 is off); fewer expected accepted samples ``p
+    n``, before this filter, than ``min_accepted``. If no prompt is left, for instance because nothing was accepted, all
+    prompts get the same number.
 
-    high: most samples of a prompt. The counts are then ``n = min(high, s w)``, which minimises the same sum under this
-    bound; s is solved for. Prompts of weight 0 get samples only if all others have ``high``, in equal shares.
+    high: most samples of a prompt. Counts are ``n = min(high, s w)`` with s solved for: the minimum under the bound.
+    Prompts of weight 0 get samples only if all others have ``high``, in equal shares.
 
-    Counts are rounded half to even. If their sum is then too small or too large, the prompts with the largest or
-    smallest residuals get one more or one less. (The released code corrects each prompt by at most one, which is not
-    enough for shares that are not normalised, and can make counts negative.)
-    pass_rates, grad_norms: [B]; result: int64 [B], adding up to ``total``. Raises ValueError for other input.
+    Counts are rounded half to even. If the sum is too small or too large, prompts with the largest or smallest
+    residuals are corrected by 1. (The released code corrects every prompt at most once: not enough for unnormalised
+    shares, and counts can become negative.) pass_rates, grad_norms: [B]; result: int64 [B], adding up to ``total``.
+    Raises ValueError for other input.
     """
     rates, norms = check_rates(pass_rates), check_weights(grad_norms, "norm")
     if rates.shape != norms.shape or not alpha >= 0 or not beta >= 2:
@@ -90,18 +90,18 @@ def gvm_estimates(
     drawn = np.bincount(index, minlength=num_prompts)
     if drawn.size != num_prompts or not drawn.all():
         raise ValueError(f"{num_prompts} prompts have {drawn.tolist()} samples; the first stage draws some for each")
-    kept = np.bincount(index[good], minlength=num_prompts)
+    num_accepted = np.bincount(index[good], minlength=num_prompts)
     power = 2 if average == "rms" else 1
     sums = np.bincount(index, weights=norms**power, minlength=num_prompts)
-    return kept / drawn, (sums / np.maximum(kept, 1)) ** (1 / power)
+    return num_accepted / drawn, (sums / np.maximum(num_accepted, 1)) ** (1 / power)
 
 
-def _round_to_total(shares: np.ndarray, total: int, some: np.ndarray, top: int) -> np.ndarray:
+def _round_to_total(shares: np.ndarray, total: int, has_share: np.ndarray, top: int) -> np.ndarray:
     """Whole numbers near the shares that add up to ``total``, from 0 to ``top``; 0 stays 0."""
     counts = np.round(shares).astype(np.int64)
     while (error := total - int(counts.sum())) != 0:
         step = 1 if error > 0 else -1
         order = np.argsort(-step * np.round(shares - counts, 9), kind="stable")
-        usable = order[some[order] & (counts[order] + step >= 0) & (counts[order] + step <= top)]
+        usable = order[has_share[order] & (counts[order] + step >= 0) & (counts[order] + step <= top)]
         counts[usable[: abs(error)]] += step
     return counts

@@ -31,7 +31,7 @@ def pass_at_k(num_samples: Counts, num_correct: Counts, k: int) -> np.ndarray:
         raise ValueError("expected as many samples as correct ones in [B], and 0 <= correct <= samples")
     if k < 1 or (n < k).any():
         raise ValueError(f"pass@{k} needs at least {max(k, 1)} samples per prompt, the fewest are {n.min(initial=k)}")
-    # The product of (n - c - i) / (n - i) over the k draws; it reaches 0 where there are fewer than k wrong samples.
+    # The product of (n - c - i) / (n - i) over the k draws; 0 with fewer than k wrong samples.
     misses = np.ones(n.size)
     for draw in range(k):
         misses *= np.maximum(n - c - draw, 0) / (n - draw)
@@ -41,9 +41,9 @@ def pass_at_k(num_samples: Counts, num_correct: Counts, k: int) -> np.ndarray:
 def mean_interval(values: Sequence[float] | np.ndarray, level: float = 0.95) -> Interval:
     """Return the mean of one value per prompt, plus and minus ``z`` standard errors.
 
-    The prompts count as a draw from all such prompts, so samples of one prompt are no independent evidence: give each
-    prompt's mean (avg@k) or ``pass_at_k``. values: [B], at least two; level: between 0 and 1. The normal approximation
-    says little below some 20 prompts, and a width of 0 where all values are equal.
+    Prompts count as a draw from a population; samples of a prompt are no independent evidence: give each prompt's mean
+    (avg@k) or ``pass_at_k``. values: [B], at least two; level: between 0 and 1. The normal approximation says little
+    below some 20 prompts, and a width of 0 where all values are equal.
     """
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or array.size < 2 or not np.isfinite(array).all():
@@ -53,10 +53,10 @@ def mean_interval(values: Sequence[float] | np.ndarray, level: float = 0.95) -> 
 
 
 def fixed_prompts_interval(num_samples: Counts, num_correct: Counts, level: float = 0.95) -> Interval:
-    """Return the mean pass rate of exactly these prompts: what repeating the evaluation with other samples would give.
+    """Return the mean pass rate of exactly these prompts: the spread over repeated evaluations with new samples.
 
     ``z`` standard errors, ``sqrt(sum_b v_b) / B`` with v the unbiased variance ``p (1 - p) / (n - 1)`` of a prompt's
-    mean. Narrower than ``mean_interval``, which also asks about other prompts. num_samples: integer [B], at least 2.
+    mean. Narrower than ``mean_interval``, which covers further prompts. num_samples: integer [B], at least 2.
     """
     n, c = np.asarray(num_samples, dtype=np.float64), np.asarray(num_correct, dtype=np.float64)
     if n.shape != c.shape or n.ndim != 1 or not n.size or (n < 2).any() or ((c < 0) | (c > n)).any():

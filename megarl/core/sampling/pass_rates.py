@@ -15,10 +15,10 @@ Integers = Sequence[int] | np.ndarray
 class PassRateCounts:
     """Fading counts per prompt: ``N <- decay N + n``, ``K <- decay K + k``, ``p = (K + alpha) / (N + alpha + beta)``.
 
-    A prompt that was never drawn has the rate ``alpha / (alpha + beta)``. With ``pooled`` this prior keeps its strength
-    ``alpha + beta``, and its mean follows the data: the decaying mean over all prompts drawn, each of a step counting
-    once. Pools of a rule that looks at rewards may be counted too: their shares are biased, but sums are not,
-    E[k] = p E[n] whatever the rule (Wald). decay, alpha and beta are not printed in the paper; the defaults are ours.
+    A prompt that was never drawn has the rate ``alpha / (alpha + beta)``. With ``pooled`` the mean of the prior follows
+    the data, with the strength ``alpha + beta``: the decaying mean over all prompts drawn, each of a step counting
+    once. Pools of a rule that looks at rewards may be counted too: their shares are biased, but sums are not, E[k] = p
+    E[n] whatever the rule (Wald). decay, alpha and beta are not printed in the paper; the defaults are ours.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class PassRateCounts:
         self._positives = np.zeros(num_prompts)
 
     def update(self, prompts: Integers, samples: Integers, positives: Integers) -> None:
-        """Take in a step: ``samples`` were drawn of each prompt, ``positives`` of them positive; [B] each.
+        """Take in a step: ``samples`` drawn by prompt, ``positives`` of the samples positive; [B] each.
 
-        prompts: indices of the data set. One that occurs twice counts as one draw; one with 0 samples only fades.
+        prompts: indices of the data set. A repeated prompt counts as a single draw; a prompt with 0 samples only fades.
         """
         index, inverse = np.unique(np.asarray(prompts, dtype=np.int64), return_inverse=True)
         drawn, good = np.asarray(samples, dtype=np.float64), np.asarray(positives, dtype=np.float64)
@@ -51,15 +51,15 @@ class PassRateCounts:
             raise ValueError("more positives than samples, or fewer than 0")
         for counts, new in ((self._samples, drawn), (self._positives, good)):
             counts[index] = self.decay * counts[index] + np.bincount(inverse, weights=new, minlength=index.size)
-        some = drawn > 0
-        self._pool = self.decay * self._pool + [some.sum(), (good[some] / drawn[some]).sum()]
+        was_drawn = drawn > 0
+        self._pool = self.decay * self._pool + [was_drawn.sum(), (good[was_drawn] / drawn[was_drawn]).sum()]
 
     def rates(self, prompts: Integers | None = None) -> np.ndarray:
         """Return the estimates, float64 [B], of these prompts, or of all."""
-        chosen = slice(None) if prompts is None else np.asarray(prompts, dtype=np.int64)
+        index = slice(None) if prompts is None else np.asarray(prompts, dtype=np.int64)
         strength, pool = self.alpha + self.beta, self._pool * self.pooled
         mean = (self.alpha + pool[1]) / (strength + pool[0])
-        return (self._positives[chosen] + strength * mean) / (self._samples[chosen] + strength)
+        return (self._positives[index] + strength * mean) / (self._samples[index] + strength)
 
     def strengths(self, prompts: Integers) -> np.ndarray:
         """Return how many samples each estimate is worth, the prior's included; float64 [B]."""
@@ -70,7 +70,7 @@ class PassRateCounts:
         return {"samples": self._samples.copy(), "positives": self._positives.copy(), "pool": self._pool.copy()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Take counts that ``state_dict`` gave; CheckpointError if they are not those of as many prompts."""
+        """Take counts that ``state_dict`` gave; CheckpointError for another number of prompts."""
         loaded = []
         for name in ("samples", "positives"):
             counts = np.array(state.get(name, np.nan), dtype=np.float64)

@@ -19,7 +19,7 @@ class StoppingLaw:
     samples: np.ndarray
     """int64 [S], samples drawn."""
     positives: np.ndarray
-    """int64 [S], positive ones among them."""
+    """int64 [S], positive samples."""
     probabilities: np.ndarray
     """float64 [S], adds up to 1."""
 
@@ -36,7 +36,7 @@ class StoppingLaw:
 
 
 def stopping_law(rule: SamplingRule, pass_rate: float, prompt: int = 0) -> StoppingLaw:
-    """Return the law of what ``rule`` draws for a prompt with that pass rate.
+    """Return the law of the samples drawn by ``rule`` for a prompt with the pass rate.
 
     For rounds of M this gives ``E[n] = M * sum_r P(not done after r rounds)``. Raises ValueError unless
     0 <= pass_rate <= 1.
@@ -45,28 +45,28 @@ def stopping_law(rule: SamplingRule, pass_rate: float, prompt: int = 0) -> Stopp
     pending: dict[int, np.ndarray] = {0: np.ones(1)}
     ends: dict[tuple[int, int], float] = {}
     while pending:
-        asked = min(pending)
-        for positives, probability in enumerate(pending.pop(asked)):
+        num_asked = min(pending)
+        for positives, probability in enumerate(pending.pop(num_asked)):
             if probability == 0:
                 continue
-            more = rule.next_samples(prompt, asked, positives, asked - positives)
-            if not more:
-                ends[asked, positives] = probability
+            count = rule.next_samples(prompt, num_asked, positives, num_asked - positives)
+            if not count:
+                ends[num_asked, positives] = probability
                 continue
-            after = pending.setdefault(asked + more, np.zeros(asked + more + 1))
-            after[positives : positives + more + 1] += probability * binomial(more, pass_rate)
+            next_counts = pending.setdefault(num_asked + count, np.zeros(num_asked + count + 1))
+            next_counts[positives : positives + count + 1] += probability * binomial(count, pass_rate)
     points = np.array(list(ends), dtype=np.int64)
     return StoppingLaw(points[:, 0], points[:, 1], np.array(list(ends.values())))
 
 
 def expected_samples(pass_rate: float, positives: int, negatives: int) -> float:
-    """Return E[n] when samples are drawn one at a time, without a cap, until there are so many of each class.
+    """Return E[n] for drawing single samples, without a cap, until both classes are complete.
 
     With p the pass rate and q = 1 - p:
     ``positives / p + negatives / q - sum_{i < positives, j < negatives} C(i + j, i) p^i q^j``. The sum is E[min] of the
     two waiting times. Infinite if a class that is needed never comes. For rounds and a cap see ``stopping_law``.
 
-    The sources say ``k / (p q)`` for k of each, which is wrong: the truth is near ``k / min(p, q)``, and at p = 1/2
+    The sources say ``k / (p q)`` for k of both classes; wrong: the truth is near ``k / min(p, q)``, and at p = 1/2
     theirs is up to twice too large (k = 4: 10.1875, not 16; k = 1: 3, not 4). Raises ValueError unless 0 <= p <= 1 and
     counts are 0 or more.
     """
@@ -86,26 +86,32 @@ def expected_samples(pass_rate: float, positives: int, negatives: int) -> float:
 
 
 def unbiased_rates(
-    rule: SamplingRule, asked: Sequence[int], drawn: Sequence[int], positives: int, prompt: int = 0
+    rule: SamplingRule, requested: Sequence[int], drawn: Sequence[int], positives: int, prompt: int = 0
 ) -> tuple[float, float]:
     """Return estimates of p and p (1 - p) from a pool that ``rule`` ended, unbiased over all ends of the rule.
 
-    The share of positives in a pool is biased if the rule looks at it. The first round has a fixed size, so its own
-    mean and sample variance are unbiased (0 for a round of one). Here they are averaged over all histories of the rule
-    that end with as many rounds and positives (Girshick, Mosteller and Savage, 1946). With rounds of one sample and k
-    positives to exit this is the ``(k - 1) / (n - 1)`` of inverse sampling.
+    The share of positives in a pool is biased if the rule reads rewards. The first round has a fixed size: mean and
+    sample variance of the first round are unbiased (0 for a round of one). The estimates average them over all
+    histories of the rule with equal rounds and positives (Girshick, Mosteller and Savage, 1946). With rounds of one
+    sample and k positives to exit this is the ``(k - 1) / (n - 1)`` of inverse sampling.
 
-    asked: samples asked for in each round; drawn: those that did not fail, at most as many; positives: in all. Failures
+    requested: samples of each round; drawn: samples of each round without failure; positives: in total. Failures
     must not depend on the reward. Raises ValueError if the rule has no such history.
     """
-    if len(asked) != len(drawn) or not asked or any(not 0 <= d <= a for a, d in zip(asked, drawn, strict=True)):
-        raise ValueError(f"rounds of {list(asked)} samples of which {list(drawn)} arrived: expected as many, at most")
+    if (
+        len(requested) != len(drawn)
+        or not requested
+        or any(not 0 <= d <= a for a, d in zip(requested, drawn, strict=True))
+    ):
+        raise ValueError(
+            f"rounds of {list(requested)} samples of which {list(drawn)} arrived: expected as many, at most"
+        )
     first, total = drawn[0], sum(drawn)
-    # Which history is likely, given its end, does not depend on p; near the share of positives nothing underflows.
+    # The distribution of histories given the end does not depend on p; near the share of positives nothing underflows.
     nominal = min(max(positives / max(total, 1), 0.5 / max(total, 1)), 1 - 0.5 / max(total, 1))
     ways = np.diag(binomial(first, nominal))  # [positives in the first round, positives so far]
-    sum_asked, sum_drawn = asked[0], first
-    for size, arrived in zip(asked[1:], drawn[1:], strict=True):
+    sum_asked, sum_drawn = requested[0], first
+    for size, arrived in zip(requested[1:], drawn[1:], strict=True):
         goes_on = [rule.next_samples(prompt, sum_asked, s, sum_drawn - s) == size for s in range(sum_drawn + 1)]
         step = binomial(arrived, nominal)
         ways = np.stack([np.convolve(row, step) for row in np.where(goes_on, ways, 0.0)])

@@ -17,19 +17,19 @@ def subsample(
     threshold: float = POSITIVE,
     seed: int | Sequence[int] | None = None,
 ) -> np.ndarray:
-    """Return the indices of the ``n`` samples of one prompt that train, ascending; all of them if there are fewer.
+    """Return the ascending indices of the ``n`` samples of a prompt that train; all indices if ``n`` is larger.
 
     rewards: [P] in the order in which the samples were asked for; positive is above ``threshold``. rule:
 
     - "balance": ``min(n // 2, positives)`` positives, and negatives for the rest;
     - "pos": as many positives as is their share of all, ``ceil(n * positives / P)``, but at least one of either class;
-      for a pool that gave up before it had enough positives;
+      for a pool that ended without enough positives;
     - "any": whatever the class.
 
-    A class that is short is filled up from the other one. Within a class the first samples are kept, or with ``seed``
-    a random choice. "First" is the order of asking, never that of finishing, which would prefer short responses.
-    result: int64 [min(n, P)]. Raises NumericsError for a NaN, ValueError for ``n`` below 1, ConfigError for an unknown
-    rule. Source: Reinforce-Ada (arXiv 2510.04996), its released code; the choice by seed is ours.
+    If a class is short, the other class fills up. Within a class the first samples are kept, or with ``seed`` a random
+    choice. "First" is the order of requests; the order of finishing would prefer short responses. result: int64 [min(n,
+    P)]. Raises NumericsError for a NaN, ValueError for ``n`` below 1, ConfigError for an unknown rule. Source:
+    Reinforce-Ada (arXiv 2510.04996), its released code; the choice by seed is ours.
     """
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim != 1 or n < 1:
@@ -44,19 +44,19 @@ def subsample(
     if rule == "any":
         return np.sort(order[:take])
     num_positive = positives_to_keep(int(positive.sum()), int((~positive).sum()), n, rule)
-    chosen = [order[positive][:num_positive], order[~positive][: take - num_positive]]
-    return np.sort(np.concatenate(chosen))
+    classes = [order[positive][:num_positive], order[~positive][: take - num_positive]]
+    return np.sort(np.concatenate(classes))
 
 
 def positives_to_keep(positives: int, negatives: int, n: int, rule: Keep) -> int:
     """Return how many positives are among the ``min(n, positives + negatives)`` samples that ``subsample`` keeps."""
     take = min(n, positives + negatives)
     if rule == "balance":
-        wanted = n // 2
+        target = n // 2
     elif rule == "pos":
         share = math.ceil(n * positives / max(positives + negatives, 1))
-        wanted = max(min(share, take - 1), 1)
+        target = max(min(share, take - 1), 1)
     else:
         raise ConfigError(f'rule {rule!r} does not count classes; expected "balance" or "pos"')
-    wanted = min(wanted, positives)
-    return max(wanted, take - negatives)
+    target = min(target, positives)
+    return max(target, take - negatives)
