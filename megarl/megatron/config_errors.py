@@ -39,11 +39,11 @@ def as_config_error(doing: str, settings: Mapping[str, Any]) -> Iterator[None]:
         if is_other or not (settings or isinstance(error, _DELIBERATE)):
             raise
         table = f"; [megatron] sets {', '.join(settings)}" if settings else ""
-        where = f"{Path(place.filename).relative_to(_MEGATRON)}:{place.lineno}"
-        said = f"{error} ({where})"
+        location = f"{Path(place.filename).relative_to(_MEGATRON)}:{place.lineno}"
+        message = f"{error} ({location})"
         if not (str(error) and isinstance(error, _SPOKEN)):  # it says nothing to a user: add the line of code
-            said = f"{': '.join(filter(None, (type(error).__name__, str(error))))} ({where}: {place.line})"
-        raise ConfigError(f"Megatron cannot {doing}: {said}{table}") from error
+            message = f"{': '.join(filter(None, (type(error).__name__, str(error))))} ({location}: {place.line})"
+        raise ConfigError(f"Megatron cannot {doing}: {message}{table}") from error
 
 
 def _within(frame: traceback.FrameSummary, *folders: Path) -> bool:

@@ -69,7 +69,7 @@ def place_parameters(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> li
     matchers = _matchers(shape)
     local_experts = shape.num_experts // parallel_state.get_expert_model_parallel_world_size()
     first_expert = local_experts * parallel_state.get_expert_model_parallel_rank()
-    placed = []
+    entries = []
     for chunk in map(unwrap, chunks):
         stored = chunk.state_dict().keys()
         buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if name in stored)  # expert biases
@@ -80,8 +80,8 @@ def place_parameters(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> li
             numbers = match.groupdict()
             layer = chunk.decoder.layers[int(numbers["layer"])].layer_number - 1 if "layer" in numbers else 0
             expert = first_expert + int(numbers.get("expert", 0))
-            placed.append(Placed(tensor, rule, layer, expert, rule.hf_names(layer, expert)))
-    return placed
+            entries.append(Placed(tensor, rule, layer, expert, rule.hf_names(layer, expert)))
+    return entries
 
 
 def load_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, path: str | Path) -> str:

@@ -128,21 +128,21 @@ def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:
     config.gradient_accumulation_fusion = config.gradient_accumulation_fusion and not fused
     chunks = []
     for stage in [None] if stages is None else range(stages):
-        named = for_stage(stage)
+        stage_argument = for_stage(stage)
         chunk = GPTModel(
             config=config,
             transformer_layer_spec=layer_spec(config, stage, shape),  # type: ignore[arg-type]
             vocab_size=-(-shape.vocab_size // tp) * tp,
             max_sequence_length=shape.max_sequence_length,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stages is None, **named),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stages is None, **named),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stages is None, **stage_argument),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stages is None, **stage_argument),
             share_embeddings_and_output_weights=shape.tied_embeddings,
             position_embedding_type="rope",
             rotary_percent=shape.rotary_percent,
             rotary_base=shape.rotary_base,  # type: ignore[arg-type]
             rope_scaling=shape.rope_factor is not None,
             rope_scaling_factor=shape.rope_factor or 1.0,
-            **named,
+            **stage_argument,
         )
         if config.moe_router_enable_expert_bias and TAKES_PADDING_MASK:
             _fix_expert_bias(chunk)
@@ -175,8 +175,8 @@ def _fix_latents(chunk: GPTModel, shape: ModelShape) -> None:
     """
     tp = chunk.config.tensor_model_parallel_size
     for layer in chunk.decoder.layers:
-        for part in ("q", "kv"):
-            up, down = (getattr(layer.self_attention, f"linear_{part}_{way}_proj", None) for way in ("up", "down"))
+        for name in ("q", "kv"):
+            up, down = (getattr(layer.self_attention, f"linear_{name}_{way}_proj", None) for way in ("up", "down"))
             if up is None or down is None:  # a model without compressed queries
                 continue
             up.eps = shape.latent_norm_epsilon

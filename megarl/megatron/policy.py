@@ -110,15 +110,15 @@ class Policy:
         if not math.isfinite(norm):
             raise NumericsError(f"gradient norm is {norm}; the optimizer step was refused, the weights are unchanged")
         # Megatron's step would prepare the gradients and take their norm again.
-        known = {"prepare_grads": lambda: False, "get_grad_norm": lambda: norm}
-        vars(self.optimizer).update(known)
+        cached = {"prepare_grads": lambda: False, "get_grad_norm": lambda: norm}
+        vars(self.optimizer).update(cached)
         step: Any = self.optimizer.step  # whose abstract method returns nothing
         try:
-            taken = step()[0]
+            was_taken = step()[0]
         finally:
-            for name in known:
+            for name in cached:
                 del vars(self.optimizer)[name]
-        if not taken:
+        if not was_taken:
             raise NumericsError("Megatron's optimizer refused the step; look for non-finite gradients")
         self.scheduler.step(1)
         if not more_follow:
@@ -132,16 +132,16 @@ class Policy:
         length = "run.steps" if self.config.optim.decay_steps is None else "optim.decay_steps"
         keys = {"max_lr": "lr", "min_lr": "min_lr", "lr_warmup_steps": "warmup_steps", "lr_decay_style": "decay_style"}
         names = {name: f"optim.{key}" for name, key in keys.items()} | {"lr_decay_steps": length}
-        now, before = self.scheduler, copy.copy(self.scheduler)
-        vars(before).update({name: saved[name] for name in names})
-        rates = before.get_lr({}), now.get_lr(self.optimizer.param_groups[0])
-        pairs = {name: (getattr(before, name), getattr(now, name)) for name in names}
-        if vars(before) == vars(now) or (rates[0] == rates[1] and {*pairs["lr_decay_style"]} == {"constant"}):
+        now, planned = self.scheduler, copy.copy(self.scheduler)
+        vars(planned).update({name: saved[name] for name in names})
+        rates = planned.get_lr({}), now.get_lr(self.optimizer.param_groups[0])
+        pairs = {name: (getattr(planned, name), getattr(now, name)) for name in names}
+        if vars(planned) == vars(now) or (rates[0] == rates[1] and {*pairs["lr_decay_style"]} == {"constant"}):
             return None
         changes = ", ".join(
             f"{names[name]} ({name} {old} -> {new})" for name, (old, new) in pairs.items() if old != new
         )
-        keep = f"; optim.decay_steps = {before.lr_decay_steps} keeps it" if length == "run.steps" else ""
+        keep = f"; optim.decay_steps = {planned.lr_decay_steps} keeps it" if length == "run.steps" else ""
         return f"the learning rate of the next update is {rates[1]:.4g}, planned was {rates[0]:.4g}: {changes}{keep}"
 
     def export(self, receive: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
@@ -187,7 +187,7 @@ class Policy:
                 yield from (p for p in group["params"] if p.untyped_storage().data_ptr() not in of_the_model)
 
     def _adams(self) -> list[Any]:
-        return [part.optimizer for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer])]
+        return [inner.optimizer for inner in getattr(self.optimizer, "chained_optimizers", [self.optimizer])]
 
 
 def build_chunks(config: Config, shape: ModelShape) -> tuple[TransformerConfig, list[torch.nn.Module]]:
@@ -207,9 +207,9 @@ def build_chunks(config: Config, shape: ModelShape) -> tuple[TransformerConfig, 
 
 def _in_16_bits(megatron_config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
     """Megatron's wrapper, which casts all parameters and buffers, but not the buffers that stay in fp32."""
-    kept = [(module, name, buffer) for module in chunk.modules() for name, buffer in module._buffers.items()]
+    buffers = [(module, name, buffer) for module in chunk.modules() for name, buffer in module._buffers.items()]
     wrapped = Float16Module(megatron_config, chunk)
-    for module, name, buffer in kept:
+    for module, name, buffer in buffers:
         if is_fp32(name):
             module._buffers[name] = buffer
     return wrapped

@@ -48,8 +48,8 @@ def for_stage(stage: int | None) -> dict[str, Any]:
 
 def copy_to_tensor_parallel(replicated: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the tensor; its gradient is summed over ``group``, the tensor-parallel one (0.12 always uses that one)."""
-    named = {"group": group} if takes(copy_to_tensor_model_parallel_region, "group") else {}
-    return copy_to_tensor_model_parallel_region(replicated, **named)
+    argument = {"group": group} if takes(copy_to_tensor_model_parallel_region, "group") else {}
+    return copy_to_tensor_model_parallel_region(replicated, **argument)
 
 
 def padding_argument(config: TransformerConfig, mask: Tensor | None) -> dict[str, Tensor | None]:

@@ -12,11 +12,11 @@ from megarl.models.shapes import ModelShape
 
 def program(name: str = "megarl") -> str:
     """Return how a shell calls this installation's megarl or torchrun from the current folder."""
-    beside, on_path = Path(sys.executable).with_name(name), shutil.which(name)
-    if not beside.exists() or (on_path and Path(on_path).resolve() == beside.resolve()):
+    sibling, on_path = Path(sys.executable).with_name(name), shutil.which(name)
+    if not sibling.exists() or (on_path and Path(on_path).resolve() == sibling.resolve()):
         return name
-    relative = os.path.relpath(beside)
-    return shlex.quote(str(beside) if relative.startswith("..") else relative)
+    relative = os.path.relpath(sibling)
+    return shlex.quote(str(sibling) if relative.startswith("..") else relative)
 
 
 def header(config: Config, shape: ModelShape, ranks: int, device: str) -> list[str]:

@@ -76,9 +76,9 @@ def _require_same_settings(config: Config, folder: Path, saved: Path) -> None:
             f"{saved} is empty: put the settings of the run back, or remove the file to go on with today's"
         )
     if difference := _first_difference(settings, config):
-        key, before, now = difference
+        key, old, new = difference
         raise ConfigError(
-            f"{folder} holds a run with {key} = {before!r} (config.toml), this one has {now!r}; choose another "
+            f"{folder} holds a run with {key} = {old!r} (config.toml), this one has {new!r}; choose another "
             "run.dir, remove the folder, or set the old value to continue it"
         )
 
@@ -97,11 +97,11 @@ def read_run_id(folder: Path) -> str:
     return file.read_text(errors="replace").strip() if file.is_file() else ""
 
 
-def _first_difference(before: dict[str, Any], config: Config) -> tuple[str, Any, Any] | None:
+def _first_difference(earlier: dict[str, Any], config: Config) -> tuple[str, Any, Any] | None:
     """Return (key, earlier value, present value). A key that the earlier run did not write has its default."""
     now, stated = tomllib.loads(config.to_toml()), config.model_dump(exclude_none=True, exclude_defaults=True)
-    for table in sorted({*before, *now} - _FREE_TABLES):
-        old, new = before.get(table, {}), now.get(table, {})
+    for table in sorted({*earlier, *now} - _FREE_TABLES):
+        old, new = earlier.get(table, {}), now.get(table, {})
         for key in sorted({*old, *stated.get(table, {})}):
             name = f"{table}.{key}"
             is_free = name in _FREE_KEYS or _FIXED_KEY.get(table, key) != key

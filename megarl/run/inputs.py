@@ -48,11 +48,11 @@ def bind_inputs(config: Config, folder: Path, goes_on: bool, tell: Callable[[str
     """
     now = fingerprint_inputs(config)
     record: Any = read_record(folder / INPUTS) if goes_on else {}
-    before: Any = record.get("inputs") if isinstance(record.get("inputs"), dict) else {}
+    recorded: Any = record.get("inputs") if isinstance(record.get("inputs"), dict) else {}
     # A benchmark of [eval] may come or go: a new benchmark has no earlier figures to be confused with.
-    names = {name for name in {*before, *now} if not name.startswith("eval.sets.")} | ({*before} & {*now})
-    differing = [name for name in sorted(names) if goes_on and before.get(name) != now.get(name)]
-    changes = {name: f"{name} ({_describe(before.get(name), now.get(name))})" for name in differing}
+    names = {name for name in {*recorded, *now} if not name.startswith("eval.sets.")} | ({*recorded} & {*now})
+    differing = [name for name in sorted(names) if goes_on and recorded.get(name) != now.get(name)]
+    changes = {name: f"{name} ({_describe(recorded.get(name), now.get(name))})" for name in differing}
     accepted = {name: f"{name}:{digest_of(now.get(name))}" for name in differing}
     if refused := [name for name in differing if accepted[name] not in config.checkpoint.accept_inputs]:
         raise ConfigError(
@@ -62,9 +62,11 @@ def bind_inputs(config: Config, folder: Path, goes_on: bool, tell: Callable[[str
             f"{json.dumps([*config.checkpoint.accept_inputs, *(accepted[name] for name in refused)])}"
         )
     for name in differing:
-        tell(f"warning: {name} is not what the run began with ({_describe(before.get(name), now.get(name))}); accepted")
+        tell(
+            f"warning: {name} is not what the run began with ({_describe(recorded.get(name), now.get(name))}); accepted"
+        )
     history = record.get("accepted") if isinstance(record.get("accepted"), list) else []
-    history += [{"input": accepted[name], "before": before.get(name), "time": time.time()} for name in differing]
+    history += [{"input": accepted[name], "before": recorded.get(name), "time": time.time()} for name in differing]
     write_atomically(folder / INPUTS, json.dumps({"inputs": now, "accepted": history}, indent=1).encode())
     return [*accepted.values()]
 
@@ -143,10 +145,10 @@ def digest_of(fingerprint: Mapping[str, Any] | None) -> str:
     return hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _describe(before: Any, now: Fingerprint | None) -> str:
+def _describe(recorded: Any, now: Fingerprint | None) -> str:
     """Return the differences, file by file."""
-    if not isinstance(before, dict) or now is None:
+    if not isinstance(recorded, dict) or now is None:
         return "there is none now" if now is None else "there was none, or no record of it, as of earlier releases"
-    names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
-    changes = [f"{name}: {before.get(name, 'not there')} before, {now.get(name, 'not there')} now" for name in names]
+    names = [name for name in sorted({*recorded, *now}) if recorded.get(name) != now.get(name)]
+    changes = [f"{name}: {recorded.get(name, 'not there')} before, {now.get(name, 'not there')} now" for name in names]
     return ", ".join(changes[:2]) + (f" and {len(changes) - 2} more" if len(changes) > 2 else "")

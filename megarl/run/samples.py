@@ -65,10 +65,10 @@ class SampleFile:
             return
         end = 0
         try:
-            for after, content in _members(self.path):
+            for next_byte, content in _members(self.path):
                 if _parse(self.path, content.splitlines()[-1])["step"] > step:
                     break
-                end = after
+                end = next_byte
         except DataError:
             pass  # nobody can read what follows; it counts as lost
         with self.path.open("r+b") as file:

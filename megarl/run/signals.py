@@ -30,14 +30,14 @@ def take_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[
 
     Returns the handlers before it.
     """
-    taken = [number for number in STOPPING if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)]
+    numbers = [number for number in STOPPING if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)]
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             drop_lost_outputs()  # printing about the stop must not end it
         handler(number, frame)
 
-    return {number: signal.signal(number, handle) for number in taken}
+    return {number: signal.signal(number, handle) for number in numbers}
 
 
 @contextmanager

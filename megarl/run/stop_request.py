@@ -42,9 +42,9 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def ask(self, who: str) -> None:
+    def ask(self, name: str) -> None:
         """Request a stop in the name of ``who``; from any thread."""
-        self.reason = self.reason or who
+        self.reason = self.reason or name
 
     def check(self, _: int = 0) -> None:
         """StopError if this rank was asked to stop. Call only where the work can be repeated."""

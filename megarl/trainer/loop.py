@@ -118,14 +118,14 @@ class Trainer:
             gc.freeze()  # present objects stay, and each collection would spend 3 % of a short step on them
             for step in range(first, self.config.run.steps):
                 # Megatron rejects some settings only when it uses them: in the first step.
-                is_new = settings and step == first
-                with as_config_error("train", settings) if is_new else nullcontext():
+                is_first = settings and step == first
+                with as_config_error("train", settings) if is_first else nullcontext():
                     self._step(step)
                 self.checkpoints.poll()
                 self.checkpoints.end_if_asked(step + 1)
             self.checkpoints.poll(wait=True)
-            newest = self.checkpoints.newest()
-            for line in console.ending(self.config, newest[1] if newest else None, first):
+            latest = self.checkpoints.newest()
+            for line in console.ending(self.config, latest[1] if latest else None, first):
                 self.monitor.say(line)
         finally:
             gc.unfreeze()

@@ -131,8 +131,8 @@ def measure_replay_bias(
     """Return what replay changes: flips by layer, and of each micro-batch the divergence from the native pass."""
     assert policy.replay is not None
     assert native.recording is not None
-    shared = np.concatenate(gather_shared([native.recording.shared], mini.micro_batches, policy.replay.layers))
-    statistics = [Disagreement.of(shared[..., 0], policy.shape.topk).stats("replay_bias")]
+    counts = np.concatenate(gather_shared([native.recording.shared], mini.micro_batches, policy.replay.layers))
+    statistics = [Disagreement.of(counts[..., 0], policy.shape.topk).stats("replay_bias")]
     for micro, of_micro, of_native in zip(mini.micro_batches, output.micros, native.micros, strict=False):
         assert of_micro.divergence is not None
         mask = to_device(micro.batch.loss_mask, of_micro.logprobs.device)
@@ -176,12 +176,12 @@ def _compare_routes(
         return None, []
     layers, topk, replays = policy.replay.layers, policy.shape.topk, mini.routes is not None
     shared_by_use = (recording.shared, recording.native_shared)[: 1 + replays]
-    shared = gather_shared(shared_by_use, mini.micro_batches, layers)
-    for micro, of_micro in zip(mini.micro_batches, shared, strict=True):
+    counts = gather_shared(shared_by_use, mini.micro_batches, layers)
+    for micro, of_micro in zip(mini.micro_batches, counts, strict=True):
         gaps[list(micro.sequences), Column.FLIPS :] = count_flips(of_micro[..., -1], topk, micro.batch)
-    together = np.concatenate(shared)
+    all_counts = np.concatenate(counts)
     uses = (("router", 0), ("router/native", -1))
-    flips = [Disagreement.of(together[..., column], topk).stats(prefix) for prefix, column in uses]
+    flips = [Disagreement.of(all_counts[..., column], topk).stats(prefix) for prefix, column in uses]
     native_routes = None
     if plan.writes_traces:
         own_choice = recording.native if replays else recording.routes

@@ -43,7 +43,7 @@ class SampleRecords:
             versions = [micro.batch.weight_versions for mini in minis for micro in mini.micro_batches]
             oldest = min(int(of_micro.min()) for of_micro in versions if of_micro is not None)
             reasons = {} if drops is None else drops.reasons()
-            dropped = {(rollouts.first_prompt + prompt, sample): why for (prompt, sample), why in reasons.items()}
+            dropped = {(rollouts.first_prompt + prompt, sample): reason for (prompt, sample), reason in reasons.items()}
             self._audit.record_step(done, oldest, rollouts.trained, dropped)
 
     def _store_texts(self, done: int, rollouts: StepRollouts, minis: Sequence[MiniBatch], drops: Drops | None) -> None:

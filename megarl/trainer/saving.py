@@ -231,11 +231,11 @@ def record_ending(vitals: Vitals, folder: Path, rank: int, ranks: int) -> Iterat
         status, trace_text = vitals.status, "".join(traceback.format_exception(error))
         (folder / "ranks" / f"{rank:05d}.error.txt").write_text(trace_text)
         time.sleep(_SIGNS_ARE_OLD_S)
-        others = describe_ranks([sign for sign in read_signs(folder, ranks) if sign["rank"] != rank], time.time())
+        other_ranks = describe_ranks([sign for sign in read_signs(folder, ranks) if sign["rank"] != rank], time.time())
         lost = PeerError(
             f"rank {rank} lost the others in phase {status.phase} after step {status.step}: "
-            f"{str(error).splitlines()[0][:200]}; {others}; the run continues from its newest checkpoint when it is "
-            "started again"
+            f"{str(error).splitlines()[0][:200]}; {other_ranks}; the run continues from its newest checkpoint when it "
+            "is started again"
         )
         vitals.end("failed", lost)
         raise lost from error

@@ -138,17 +138,17 @@ class TrainStep:
         if is_first_pass:
             minis[0] = replace(minis[0], first=passes.compare_engines(policy, minis[0], output, plan))
             with_pass = [place for place, mini in enumerate(minis) if mini.first is not None]
-            kept, any_dropped = self.tripwires.judge([minis[place] for place in with_pass])
-            for place, mini in zip(with_pass, kept, strict=True):
+            judged_minis, any_dropped = self.tripwires.judge([minis[place] for place in with_pass])
+            for place, mini in zip(with_pass, judged_minis, strict=True):
                 minis[place] = mini
             if any_dropped:
                 for buffer, value in zip(biases, biases_before, strict=True):
                     buffer.copy_(value)  # the pass has moved it, and the second pass moves it again
                 output = self.backward(plan, minis, index, hidden)
         norm, lr = policy.optimizer_step(more_follow=index + 1 < len(minis))
-        alike = Stat.means_of({"grad_norm": (norm, 1.0), "lr": (lr, 1.0)})
+        equal_on_ranks = Stat.means_of({"grad_norm": (norm, 1.0), "lr": (lr, 1.0)})
         bias = [] if native is None else passes.measure_replay_bias(policy, minis[index], output, native)
-        return minis, merge([alike, *bias, *(micro.metrics for micro in output.micros)])
+        return minis, merge([equal_on_ranks, *bias, *(micro.metrics for micro in output.micros)])
 
     def backward(
         self,
@@ -221,8 +221,8 @@ class TrainStep:
         assert judged is not None, "the objective computes advantages from rewards"
         minis, drift = token_advantages(self.objective, judged, minis, logprobs)
         if drift is not None:
-            named = {"kl/current" if is_current else "kl/ref": drift}
-            minis[0] = replace(minis[0], metrics=merge([minis[0].metrics, named]))
+            metric = {"kl/current" if is_current else "kl/ref": drift}
+            minis[0] = replace(minis[0], metrics=merge([minis[0].metrics, metric]))
         return minis
 
     def _current_logprobs(self, mini: MiniBatch, has_moved: bool) -> list[torch.Tensor]:

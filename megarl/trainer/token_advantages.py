@@ -48,9 +48,9 @@ def token_advantages(
     keeps = [usable_mask(micro.batch.loss_mask, micro.batch.rollout_logprobs) for micro in micros]
     lengths = [segment_sum(keep, micro.batch.cu_seqlens) for keep, micro in zip(keeps, micros, strict=True)]
     # One transfer to the host, which computes the advantages: few operations on whole groups.
-    both = torch.stack([torch.cat(list(logprobs)), torch.cat(ref)]).cpu()
+    both_logprobs = torch.stack([torch.cat(list(logprobs)), torch.cat(ref)]).cpu()
     ids = torch.tensor(collect_sequences(minis, judged.owned))
-    local = _Columns(ids, torch.cat(lengths), both[:, torch.cat(keeps)])
+    local = _Columns(ids, torch.cat(lengths), both_logprobs[:, torch.cat(keeps)])
     values = _compute(objective, judged, local, parallel_state.get_data_parallel_group()).float()
     of_micros = zip(micros, keeps, values.split([int(keep.sum()) for keep in keeps]), strict=True)
     filled = (_set_advantages(micro, keep, advantages) for micro, keep, advantages in of_micros)

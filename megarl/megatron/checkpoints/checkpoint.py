@@ -48,31 +48,31 @@ def find_damage(path: Path, gib_per_rank: float, run: str = "") -> tuple[str | N
     The ranks share the reading. Of a checkpoint beyond ``gib_per_rank`` for each, they compare some files only. run: as
     in ``read_manifest``. CheckpointError on all ranks if one cannot read a file.
     """
-    ranks, own = dist.get_world_size(), dist.get_rank()
+    ranks, rank = dist.get_world_size(), dist.get_rank()
 
     def plan() -> tuple[list[tuple[str, str]], str | None, str]:
         try:
             files = read_manifest(path, run)
         except DamageError as error:
             return [], str(error), ""
-        chosen = choose(files, gib_per_rank * ranks * 2**30)
-        sizes = [sum(files[name][0] for name in names) / 2**30 for names in ([name for name, _ in chosen], files)]
-        return chosen, None, f"{len(chosen)} of {len(files)} files, {sizes[0]:.3g} of {sizes[1]:.3g} GiB"
+        sample = choose(files, gib_per_rank * ranks * 2**30)
+        sizes = [sum(files[name][0] for name in names) / 2**30 for names in ([name for name, _ in sample], files)]
+        return sample, None, f"{len(sample)} of {len(files)} files, {sizes[0]:.3g} of {sizes[1]:.3g} GiB"
 
     def compare() -> tuple[str | None, str | None]:
         try:
-            return find_change(path, chosen[own::ranks]), None
+            return find_change(path, sample[rank::ranks]), None
         except OSError as error:
             return None, str(error)
 
-    chosen, fault, read = from_main_rank(plan)
-    found = gather_objects(compare())
-    unreadable = next((why for _, why in found if why), None)
+    sample, fault, read = from_main_rank(plan)
+    results = gather_objects(compare())
+    unreadable = next((problem for _, problem in results if problem), None)
     if unreadable:  # no damage: the file system may be away, and other checkpoints with it
         raise CheckpointError(
             f"{path} cannot be read: {unreadable}; if that stays so, remove it to go on from the checkpoint before it"
         )
-    return next((each for each in (fault, *(change for change, _ in found)) if each), None), read
+    return next((problem for problem in (fault, *(change for change, _ in results)) if problem), None), read
 
 
 def require_intact(path: Path, gib_per_rank: float) -> None:
@@ -96,15 +96,15 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
         "checkpoint.verify_gib left files out, it may also be damaged: raise it"
     )
     with _explain_errors(path, "does not load into this run", advice):
-        wanted = sharded_state(policy, is_loading=True)
+        targets = sharded_state(policy, is_loading=True)
         if not is_same:
-            del wanted["rng"]
-        state = _read(wanted, path)
+            del targets["rng"]
+        state = _read(targets, path)
         _load_chunks(policy.chunks, state)
         multipliers = group_multipliers(policy.optimizer)
         policy.optimizer.load_state_dict(regrouped(state["optimizer"], policy.optimizer))
-        for group, own in zip(policy.optimizer.param_groups, multipliers, strict=True):
-            group.update(own)
+        for group, multiplier in zip(policy.optimizer.param_groups, multipliers, strict=True):
+            group.update(multiplier)
         separate_adam_steps(policy.optimizer)
         policy.scheduler.load_state_dict(state["scheduler"])
     if is_same:
@@ -157,14 +157,14 @@ def _read_loop(path: Path, shape: ModelShape) -> dict[str, Any]:
 
 
 @contextmanager
-def _explain_errors(path: Path, what: str, advice: str = "") -> Iterator[None]:
+def _explain_errors(path: Path, problem: str, advice: str = "") -> Iterator[None]:
     """Turn an error of reading into a CheckpointError, unless it is no fault of the checkpoint."""
     try:
         yield
     except _READ_ERRORS as error:
         _raise_unless_damage(error)
         reason = " ".join(str(error).split())
-        raise CheckpointError(f"{path} {what}: {type(error).__name__}: {reason[-300:]}{advice}") from error
+        raise CheckpointError(f"{path} {problem}: {type(error).__name__}: {reason[-300:]}{advice}") from error
 
 
 def _raise_unless_damage(error: BaseException) -> None:
@@ -175,8 +175,8 @@ def _raise_unless_damage(error: BaseException) -> None:
             raise cause
 
 
-def _read(wanted: dict[str, Any], path: Path) -> Any:
+def _read(targets: dict[str, Any], path: Path) -> Any:
     with warnings.catch_warnings():
         # Megatron calls a torch function under its old name; a user cannot change that.
         warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
-        return dist_checkpointing.load(wanted, str(path))
+        return dist_checkpointing.load(targets, str(path))

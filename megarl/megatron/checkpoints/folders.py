@@ -32,8 +32,8 @@ WRITE_ERRORS = (dist_checkpointing.core.CheckpointingException, CheckpointExcept
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of every complete checkpoint in ``folder``, oldest first; not folders of other content."""
     entries = folder.iterdir() if folder.is_dir() else ()
-    named = ((int(match[1]), path) for path in entries if (match := _NAME.fullmatch(path.name)) and path.is_dir())
-    return sorted((step, path) for step, path in named if _is_checkpoint([*os.listdir(path)]))
+    numbered = ((int(match[1]), path) for path in entries if (match := _NAME.fullmatch(path.name)) and path.is_dir())
+    return sorted((step, path) for step, path in numbered if _is_checkpoint([*os.listdir(path)]))
 
 
 def _is_checkpoint(names: Sequence[str]) -> bool:
@@ -56,9 +56,9 @@ def explained(path: Path) -> Iterator[None]:
         reason = describe_write_error(failed[0], partial_of(path)) if failed else "another rank says why"
         if is_main_rank():
             _remove_partial(partial_of(path))
-        kept = [older.name for _, older in complete_checkpoints(path.parent)]
-        told = f"{kept[-1]} is as it was" if kept else "there is no earlier checkpoint"
-        raise SaveError(f"{path} could not be written: {reason}; {told}") from error
+        earlier = [folder.name for _, folder in complete_checkpoints(path.parent)]
+        consequence = f"{earlier[-1]} is as it was" if earlier else "there is no earlier checkpoint"
+        raise SaveError(f"{path} could not be written: {reason}; {consequence}") from error
 
 
 def clear_partial(folder: Path, step: int, run: str) -> Path:
@@ -108,20 +108,20 @@ def publish(path: Path, run: str, files: Files, keep: int, find_lasting: FindLas
     """
     partial = partial_of(path)
     sync(partial)  # each rank: the names of its files
-    parts = gather_on_main_rank(files)
+    by_rank = gather_on_main_rank(files)
 
     def put_in_place() -> None:
         with explained(path):
-            written = {name: record for part in parts or [] for name, record in part.items()}
+            written = {name: record for records in by_rank or [] for name, record in records.items()}
             write_manifest(partial, run, int(path.name.removeprefix("step_")), _complete(partial, written))
             sync(partial)
             replace_folder(partial, path, lambda folder: saved_files(folder, run))
-        found = complete_checkpoints(path.parent)
-        lasting = {*find_lasting([step for step, _ in found]), int(path.name.removeprefix("step_"))}
-        for old in (old for step, old in found[:-keep] if step not in lasting):
+        complete = complete_checkpoints(path.parent)
+        lasting = {*find_lasting([step for step, _ in complete]), int(path.name.removeprefix("step_"))}
+        for old in (old for step, old in complete[:-keep] if step not in lasting):
             if foreign := _find_foreign(old, saved_files(old, run)):
-                why = f"it is or holds {foreign[0]}, which this run did not save"
-                warnings.warn(f"{old} stays although checkpoint.keep is {keep}: {why}", stacklevel=2)
+                reason = f"it is or holds {foreign[0]}, which this run did not save"
+                warnings.warn(f"{old} stays although checkpoint.keep is {keep}: {reason}", stacklevel=2)
                 continue
             # what a kill leaves of it is no checkpoint
             _remove_partial(old.rename(partial_of(old)))
@@ -137,6 +137,6 @@ def _complete(folder: Path, written: Files) -> Files:
             sync(file)
             files[file.name] = (file.stat().st_size, sha256_of(file))
     for name, (size, _) in files.items():
-        if (found := (folder / name).stat().st_size) != size:
-            raise SaveError(f"{folder / name} has {found} bytes, and {size} were written")
+        if (actual := (folder / name).stat().st_size) != size:
+            raise SaveError(f"{folder / name} has {actual} bytes, and {size} were written")
     return files

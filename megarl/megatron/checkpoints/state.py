@@ -54,10 +54,10 @@ def sharded_state(policy: Policy, is_loading: bool) -> dict[str, Any]:
 
 def _torch_adam_states(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     """(parameter, its state) of every torch Adam inside Megatron's optimizer; nothing for a fused Adam."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part.optimizer, torch.optim.Adam):
-            for group in part.optimizer.param_groups:
-                yield from ((parameter, part.optimizer.state[parameter]) for parameter in group["params"])
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(inner.optimizer, torch.optim.Adam):
+            for group in inner.optimizer.param_groups:
+                yield from ((parameter, inner.optimizer.state[parameter]) for parameter in group["params"])
 
 
 def _allocate_adam_state(optimizer: Any) -> None:
@@ -89,19 +89,19 @@ def regrouped(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
     their places already, the settings of the parameter groups where the checkpoint had them.
     """
     count = len(getattr(optimizer, "chained_optimizers", [optimizer]))
-    own = [state] if count == 1 else [state[index] for index in range(count)]
-    written = [part for part in (state, *state.values()) if isinstance(part, dict) and "optimizer" in part]
-    if "param_state" not in own[0] or len(written) in (0, count):
+    local = [state] if count == 1 else [state[index] for index in range(count)]
+    written = [entry for entry in (state, *state.values()) if isinstance(entry, dict) and "optimizer" in entry]
+    if "param_state" not in local[0] or len(written) in (0, count):
         return state
-    groups = [group for part in written for group in part["optimizer"]["param_groups"]]
-    named = {tuple(group.get(name) for name in _MULTIPLIERS): group for group in groups}
+    groups = [group for entry in written for group in entry["optimizer"]["param_groups"]]
+    by_multipliers = {tuple(group.get(name) for name in _MULTIPLIERS): group for group in groups}
     for group in groups:
         for is_expert in (False, True):
             copy = {**group, "is_expert_parallel": is_expert}
-            named.setdefault(tuple(copy.get(name) for name in _MULTIPLIERS), copy)
-    common = {**written[0], "optimizer": {"param_groups": list(named.values())}}
-    parts = [{**common, "param_state": part["param_state"]} for part in own]
-    return parts[0] if count == 1 else dict(enumerate(parts))
+            by_multipliers.setdefault(tuple(copy.get(name) for name in _MULTIPLIERS), copy)
+    common = {**written[0], "optimizer": {"param_groups": list(by_multipliers.values())}}
+    states = [{**common, "param_state": entry["param_state"]} for entry in local]
+    return states[0] if count == 1 else dict(enumerate(states))
 
 
 def _random_states() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:

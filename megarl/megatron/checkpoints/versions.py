@@ -72,9 +72,9 @@ class ForkedQueue:
 class _DigestedFile(io.BufferedWriter):
     """A file that tells its name, size and SHA-256 when it is closed, computed from the bytes as they are written."""
 
-    def __init__(self, told: ForkedQueue, path: str, mode: str) -> None:
+    def __init__(self, digests: ForkedQueue, path: str, mode: str) -> None:
         super().__init__(io.FileIO(path, mode))
-        self._told, self._digest, self._size = told, hashlib.sha256(), 0
+        self._told, self._digest, self._size = digests, hashlib.sha256(), 0
 
     def write(self, data: Any) -> int:
         self._digest.update(data)
@@ -95,10 +95,10 @@ class _DigestedFile(io.BufferedWriter):
 @contextmanager
 def digested_writes() -> Iterator[ForkedQueue]:
     """The (name, (bytes, SHA-256)) of the files that Megatron's writers close, if they are forked inside."""
-    told = ForkedQueue()
-    filesystem_async.__dict__["open"] = partial(_DigestedFile, told)  # found before the built-in function
+    digests = ForkedQueue()
+    filesystem_async.__dict__["open"] = partial(_DigestedFile, digests)  # found before the built-in function
     try:
-        yield told
+        yield digests
     finally:
         del filesystem_async.__dict__["open"]
 

@@ -100,9 +100,11 @@ class SequenceSquares:
 
     def _add_layer(self, is_copy: bool, index: int, inputs: Tensor | None, gradient: Tensor) -> None:
         assert inputs is not None, "layers take their input as the first argument"
-        left, right = (self._whole(share, self._micro_batches[index]).float() for share in (inputs, gradient))
+        input_rows, gradient_rows = (
+            self._whole(share, self._micro_batches[index]).float() for share in (inputs, gradient)
+        )
         for slots, places in () if is_copy else self._buckets(index):
-            self._squares.index_add_(0, places, outer_squares(left[slots], right[slots]))
+            self._squares.index_add_(0, places, outer_squares(input_rows[slots], gradient_rows[slots]))
 
     def _add_output(self, index: int, weight: WeightGradient, gradient: Tensor) -> None:
         micro = self._micro_batches[index]
@@ -137,7 +139,7 @@ def _tapped(module: torch.nn.Module, method: str, add: Callable[[int, Tensor | N
 
     Calls without gradient, such as the first pass of a checkpoint, are left out.
     """
-    numbers, original, own = count(), getattr(module, method), method in vars(module)
+    numbers, original, is_instance_attribute = count(), getattr(module, method), method in vars(module)
 
     def tapped(*arguments: Any, **options: Any) -> Any:
         output = original(*arguments, **options)
@@ -151,4 +153,4 @@ def _tapped(module: torch.nn.Module, method: str, add: Callable[[int, Tensor | N
     try:
         yield
     finally:
-        setattr(module, method, original) if own else delattr(module, method)
+        setattr(module, method, original) if is_instance_attribute else delattr(module, method)

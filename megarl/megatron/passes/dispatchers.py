@@ -26,13 +26,15 @@ def _release_after_use(dispatcher: Any) -> None:
     name = next(name for name in _LAST_METHODS if hasattr(dispatcher, name))
     last = getattr(dispatcher, name)
     # The flex dispatcher has a manager that keeps them in its place.
-    holders = [vars(one) for one in (dispatcher, getattr(dispatcher, "_comm_manager", None)) if one is not None]
+    holders = [
+        vars(holder) for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None)) if holder is not None
+    ]
     constants = [set(_tensors_of(holder)) for holder in holders]
 
-    def combine(*arguments: Any, **named: Any) -> Any:
-        output = last(*arguments, **named)
-        for holder, kept in zip(holders, constants, strict=True):
-            holder.update(dict.fromkeys(set(_tensors_of(holder)) - kept))
+    def combine(*arguments: Any, **options: Any) -> Any:
+        output = last(*arguments, **options)
+        for holder, constant in zip(holders, constants, strict=True):
+            holder.update(dict.fromkeys(set(_tensors_of(holder)) - constant))
         return output
 
     setattr(dispatcher, name, combine)

@@ -89,8 +89,8 @@ def _logprobs(
 
 
 def _output_weight(gpt: GPTModel) -> Tensor:
-    shared = gpt.share_embeddings_and_output_weights
-    weight = gpt.shared_embedding_or_output_weight() if shared else gpt.output_layer.weight
+    is_tied = gpt.share_embeddings_and_output_weights
+    weight = gpt.shared_embedding_or_output_weight() if is_tied else gpt.output_layer.weight
     assert weight is not None  # as it may be on stages before the last one
     return weight
 
@@ -98,10 +98,10 @@ def _output_weight(gpt: GPTModel) -> Tensor:
 def _divergence(gpt: GPTModel, hidden: Tensor, other: Tensor, temperature: float, vocab_size: int) -> Tensor:
     """fp32 [S] by position, KL of the distributions of two passes, from hidden states [S / tp or S, H] of each."""
     group = parallel_state.get_tensor_model_parallel_group()
-    both = [hidden.detach().to(other.dtype), other]
+    pair = [hidden.detach().to(other.dtype), other]
     if gpt.config.sequence_parallel:
-        both = [gather_from_sequence_parallel_region(states, group=group) for states in both]
-    return linear_kl(both[0], both[1], _output_weight(gpt), temperature, vocab_size, group)
+        pair = [gather_from_sequence_parallel_region(states, group=group) for states in pair]
+    return linear_kl(pair[0], pair[1], _output_weight(gpt), temperature, vocab_size, group)
 
 
 def _weigh(weights: Tensor, column: Tensor) -> Tensor:
@@ -142,18 +142,18 @@ def run(
         value = by_slot.sum() * 0.0
         if coefficients is not None:
             weights, entropy_weights, metrics = coefficients(index, micro.batch, logprobs, entropies)
-            value, told = _weigh(to_slots(weights.detach(), micro), by_slot), _weigh(weights, logprobs)
+            value, reported = _weigh(to_slots(weights.detach(), micro), by_slot), _weigh(weights, logprobs)
             if entropy_weights is not None:
                 value = value + _weigh(to_slots(entropy_weights.detach(), micro), entropy_by_slot)
-                told = told + _weigh(entropy_weights, entropies)
-            metrics = {**metrics, "loss": Stat.total(told)}
+                reported = reported + _weigh(entropy_weights, entropies)
+            metrics = {**metrics, "loss": Stat.total(reported)}
         if on_micro_batch is not None:
             on_micro_batch()
         divergence = None
         if compare_with is not None and (other := compare_with[index].hidden) is not None:
             divergence = to_tokens(_divergence(gpt, hidden, other, temperature, vocab_size), micro)
-        kept = hidden.detach().to(_output_weight(gpt).dtype) if keep_hidden else None
-        return value * undo_average, MicroOutput(logprobs, entropies, metrics, kept, divergence)
+        states = hidden.detach().to(_output_weight(gpt).dtype) if keep_hidden else None
+        return value * undo_average, MicroOutput(logprobs, entropies, metrics, states, divergence)
 
     return _run_schedule(chunks, micro_batches, training, loss)
 

@@ -76,21 +76,21 @@ def split_micro_batches(
     except ValueError as error:
         failure = ConfigError(f"train.micro_batch_tokens: {error}")
     fail_together(failure, "the split into micro-batches")
-    wanted = -(-largest(len(bins), group) // multiple_of) * multiple_of
+    num_bins = -(-largest(len(bins), group) // multiple_of) * multiple_of
     fewest = -largest(-len(lengths), group)
-    if wanted > fewest:
+    if num_bins > fewest:
         raise ConfigError(
-            f"a mini-batch gives a rank {fewest} sequences, but the schedule needs {wanted} micro-batches "
+            f"a mini-batch gives a rank {fewest} sequences, but the schedule needs {num_bins} micro-batches "
             "of at least one; lower train.mini_batches or raise rollout.prompts_per_step"
         )
-    bins = spread(bins, lengths, max_tokens, wanted)
+    bins = spread(bins, lengths, max_tokens, num_bins)
     slots = [_slots_for(sum(lengths[i] for i in sequences)) for sequences in bins]
     if padded_to_max:
         slots = [largest(max(slots), group)] * len(slots)
     elif parallel_state.get_pipeline_model_parallel_world_size() > 1:
         slots = [max(slots)] * len(slots)
-    parts = [batch] if len(bins) == 1 else [select(batch, indices) for indices in bins]
-    return [micro_batch(*each) for each in zip(parts, slots, bins, strict=True)]
+    batches = [batch] if len(bins) == 1 else [select(batch, indices) for indices in bins]
+    return [micro_batch(*entry) for entry in zip(batches, slots, bins, strict=True)]
 
 
 def _sequence_multiple(cp: int) -> int:
@@ -122,7 +122,7 @@ def micro_batch(batch: TrainBatch, num_slots: int, sequences: Sequence[int] = ()
     padded, slots = _lay_out(batch.cu_seqlens, num_slots, cp)
     held = zigzag_indices(padded, cp, cp_rank)
     # Short columns: a call of torch takes several times as long as one of numpy.
-    place, tokens, own = slots.numpy(), batch.tokens.numpy(), held.numpy()
+    place, tokens, local = slots.numpy(), batch.tokens.numpy(), held.numpy()
     input_ids, labels = np.zeros((2, num_slots), np.int64)
     input_ids[place], labels[place[:-1]] = tokens, tokens[1:]
     is_padding, is_first = np.ones(num_slots, bool), np.zeros(len(tokens), bool)
@@ -135,9 +135,9 @@ def micro_batch(batch: TrainBatch, num_slots: int, sequences: Sequence[int] = ()
         slots=to_device(slots, device),
         is_first=to_device(torch.from_numpy(is_first), device),
         held=to_device(held, device),
-        input_ids=to_device(torch.from_numpy(input_ids[own][None]), device),
-        labels=to_device(torch.from_numpy(labels[own]), device),
-        padding_mask=to_device(torch.from_numpy(is_padding[own][None]), device) if num_slots > len(tokens) else None,
+        input_ids=to_device(torch.from_numpy(input_ids[local][None]), device),
+        labels=to_device(torch.from_numpy(labels[local]), device),
+        padding_mask=to_device(torch.from_numpy(is_padding[local][None]), device) if num_slots > len(tokens) else None,
         packing=PackedSequences.of(padded, cp, device),
         kept=None if kept is None else (to_device(kept[0], device), kept[1]),
         sequences=tuple(sequences),
@@ -153,8 +153,8 @@ def _kept_sets(
     predicted = torch.full((num_slots,), batch.num_tokens)  # one more set, an empty one
     predicted[slots - 1] = torch.arange(batch.num_tokens).masked_fill(is_first, batch.num_tokens)
     offsets = torch.cat([batch.kept_offsets, batch.kept_offsets[-1:]])
-    taken, index = take_segments(offsets, predicted[held])
-    return batch.kept_ids[index], taken
+    set_offsets, index = take_segments(offsets, predicted[held])
+    return batch.kept_ids[index], set_offsets
 
 
 def router_tokens(cu_seqlens: Tensor, num_slots: int, tp: tuple[int, int], cp: tuple[int, int]) -> Tensor:
