@@ -34,7 +34,7 @@ _COLLECTIVE_WORDS = ("gloo", "nccl", "connection closed by peer", "connection re
 
 
 def initialize(config: Config, timeout_s: float | None = None) -> None:
-    """Join the other ranks of torchrun (or run alone), then create and seed Megatron's groups.
+    """Join the ranks of torchrun (or run alone), then create and seed Megatron's groups.
 
     ``timeout_s`` is by default ``config.collective_timeout_s``. ConfigError if the layout does not divide the ranks.
     """
@@ -100,7 +100,7 @@ def is_main_rank() -> bool:
 
 
 def require_group(group: object) -> dist.ProcessGroup:
-    """Return a group that this rank is in; where it is in none, torch gives a number, or None for all ranks."""
+    """Return ``group``. A rank outside of a group gets a number from torch, and None stands for all ranks."""
     assert isinstance(group, dist.ProcessGroup), f"found {group!r}, expected a group that this rank is in"
     return group
 
@@ -108,8 +108,8 @@ def require_group(group: object) -> dist.ProcessGroup:
 def over_gloo(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """The ranks of a group (by default all), connected by gloo; a collective call of theirs on first use.
 
-    Numbers and objects of the host would go over NCCL by way of the GPU, after all that is queued there. And a rank
-    that waits for another one in NCCL keeps its GPU busy, which a server may share.
+    Over NCCL, numbers and objects of the host would pass the GPU, after all queued work. A rank that waits in NCCL also
+    keeps the GPU busy, and a server may share the GPU.
     """
     group = require_group(group or dist.group.WORLD)
     if dist.get_backend(group) == dist.Backend.GLOO:
@@ -122,7 +122,7 @@ def _connect_by_gloo(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     c10d = dist.distributed_c10d
     timeout = c10d._get_default_group()._get_backend(torch.device(torch.cuda.current_device())).options._timeout
     # torch's own name counts the groups that a rank is in, and the ranks of a pipeline's ends are in more: the others
-    # would wait under another name. A name of ranks alone serves one group, which therefore outlasts the layout.
+    # would wait under another name. A name of ranks alone serves a single group, which outlasts the layout.
     original, name = c10d._process_group_name, hashlib.sha256(repr(ranks).encode()).hexdigest()
     c10d._process_group_name = lambda *_, **__: name
     try:
@@ -142,7 +142,7 @@ def gather_objects(local: Result, group: dist.ProcessGroup | None = None) -> lis
 
 
 def local_rank() -> int:
-    """This rank's number on its node, which is that of its GPU."""
+    """Return LOCAL_RANK, which is also the index of the rank's GPU."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -184,17 +184,17 @@ def dp_size() -> int:
 
 
 def tp_position() -> tuple[int, int]:
-    """(size of this rank's tensor-parallel group, this rank in it)."""
+    """Return (size of the tensor-parallel group, the rank's place in the group)."""
     return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
 
 
 def cp_position() -> tuple[int, int]:
-    """(size of this rank's context-parallel group, this rank in it)."""
+    """Return (size of the context-parallel group, the rank's place in the group)."""
     return parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
 
 
 def model_group() -> dist.ProcessGroup:
-    """The ranks of one model copy (tensor x context x pipeline). They train on the same batch."""
+    """The ranks of one model copy (tensor x context x pipeline). All train on one batch."""
     if parallel_state.get_context_parallel_world_size() == 1:
         return parallel_state.get_model_parallel_group()
     return _context_model_group()
@@ -209,7 +209,9 @@ def _context_model_group() -> dist.ProcessGroup:
 
 
 def holds_outputs() -> bool:
-    """True on the rank of each model copy that reports metrics: last stage, first tensor- and context-parallel one."""
+    """Return True on the rank of each model copy that reports metrics: last stage, first tensor- and context-parallel
+    one.
+    """
     return parallel_state.is_pipeline_last_stage(ignore_virtual=True) and tp_position()[1] == cp_position()[1] == 0
 
 
@@ -223,7 +225,7 @@ def largest(value: int, group: dist.ProcessGroup | None = None) -> int:
 
 
 def fail_together(failure: MegarlError | None, action: str) -> None:
-    """Raise on every rank if ``what`` failed on one, so that no rank waits for another; a collective call."""
+    """Raise on every rank if ``action`` failed on any rank, so that no rank waits forever; a collective call."""
     num_failed = int(all_sum(torch.tensor(int(failure is not None)), over_gloo())) if dist.get_world_size() > 1 else 0
     if failure is not None:
         raise failure
@@ -234,7 +236,7 @@ def fail_together(failure: MegarlError | None, action: str) -> None:
 
 
 def run_together(name: str, action: Callable[[], Result]) -> Result:
-    """The result of ``action``; an error on one rank is raised on all, so that none waits; a collective call."""
+    """Return the result of ``action``; all ranks raise the error of any rank; a collective call."""
     results: list[Result] = []
     failure: MegarlError | None = None
     try:
@@ -328,7 +330,7 @@ def gather_bytes(local: np.ndarray, group: dist.ProcessGroup) -> list[np.ndarray
 
 
 def gather_rollouts(local: Sequence[Rollout]) -> list[Rollout]:
-    """The rollouts of all ranks of this model copy in rank order; without their routes if there are several ranks."""
+    """The rollouts of all ranks of this model copy in rank order; without routes if there are several ranks."""
     if model_group().size() == 1:
         return list(local)
     bare = encode_rollouts([drop_routes(rollout) for rollout in local])

@@ -33,12 +33,12 @@ from megarl.models.shapes import ModelShape
 
 _SHARD_BYTES = 4 << 30
 GATHER_BYTES = 256 << 20
-"""The most that is gathered at once of experts, unless one expert of every rank is more."""
+"""Limit for experts gathered at once, unless an expert of every rank is more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A local parameter, its rule, and its layer and expert in the whole model."""
+    """A local parameter with rule, and with layer and expert in the whole model."""
 
     tensor: torch.Tensor
     rule: Rule
@@ -65,7 +65,7 @@ def _matchers(shape: ModelShape) -> list[tuple[re.Pattern[str], Rule]]:
 
 
 def place_parameters(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> list[Placed]:
-    """Return all parameters of this rank with their rules; CheckpointError if a parameter has no rule."""
+    """Return the rank's parameters with rules; CheckpointError if a parameter has no rule."""
     matchers = _matchers(shape)
     local_experts = shape.num_experts // parallel_state.get_expert_model_parallel_world_size()
     first_expert = local_experts * parallel_state.get_expert_model_parallel_rank()
@@ -87,8 +87,8 @@ def place_parameters(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> li
 def load_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, path: str | Path) -> str:
     """Copy the checkpoint in folder ``path`` into the model chunks of this rank.
 
-    Returns a line about prediction layers, which are left out, "" if there are none. CheckpointError naming every
-    tensor that is missing, unknown or of another shape.
+    Returns a line about the prediction layers left out, "" without prediction layers. CheckpointError naming every
+    missing or unknown tensor, and every wrong shape.
     """
     with HFCheckpoint(path) as checkpoint:
         left_out = describe_left_out(check_tensors(checkpoint, hf_shapes(shape)))
@@ -118,7 +118,7 @@ def _load_entry(entry: Placed, checkpoint: HFCheckpoint, shape: ModelShape) -> N
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One parameter of the whole model, or one layer's experts: what every rank must know to gather it."""
+    """A parameter of the whole model, or a layer's experts: the facts that every rank needs for gathering."""
 
     order: tuple[int, int]
     """(layer or 0, index of the rule): the canonical order of the export."""
@@ -133,15 +133,15 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Hop:
-    """A group that tensors pass on their way to the ranks that receive them."""
+    """A group on the way of tensors to the receiving ranks."""
 
     group: dist.ProcessGroup
     receivers: Sequence[int]
-    """Ranks of the group that need the tensors of all its ranks."""
+    """Ranks of the group that need the tensors of the whole group."""
 
     @classmethod
     def route(cls, groups: Sequence[dist.ProcessGroup], receives: bool) -> list[_Hop]:
-        """Return the hops through these groups to the ranks that receive the tensors; a collective call."""
+        """Return the hops through the groups to the receiving ranks; a collective call."""
         route: list[_Hop] = []
         for group in reversed(groups):
             receivers = [rank for rank, is_receiver in enumerate(gather_objects(receives, group)) if is_receiver]
@@ -150,7 +150,7 @@ class _Hop:
         return route
 
     def gather(self, shard: torch.Tensor | None) -> torch.Tensor | None:
-        """[...] of each rank -> [group size, ...] on the receivers, None on other ranks."""
+        """[...] of each rank -> [group size, ...] on the receivers, else None."""
         if not self.receivers:
             return None
         assert shard is not None, "every rank of a group with receivers has its shard"
@@ -194,10 +194,10 @@ def export_hf(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every Hugging Face tensor of the live model, whole, in canonical order, on the ranks that ``receive``.
 
-    A collective call: exhaust the iterator, also on ranks that only give their shards. One parameter, or
-    ``GATHER_BYTES`` of one layer's experts of one kind, is whole at a time. Tensors that one rank holds alone may be
-    views of its weights: copy what must outlast the next step. placed: the result of ``place_parameters`` for these
-    chunks; walking through all modules again takes longer than copying a small model.
+    A collective call: exhaust the iterator, also on ranks that receive nothing. A single parameter, or ``GATHER_BYTES``
+    of a layer's experts of a kind, is whole at a time. Tensors of a single rank may be views of the weights: copy what
+    must outlast the next step. placed: the result of ``place_parameters`` for these chunks; walking through all modules
+    again takes longer than copying a small model.
     """
     rules = rules_of(shape)
     routes = _routes(receive)
@@ -238,10 +238,10 @@ def _pieces(local: dict[tuple[int, int], list[Placed]]) -> list[_Piece]:
 def _gather(
     piece: _Piece, rule: Rule, entries: list[Placed], route: list[_Hop]
 ) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
-    """Yield (Hugging Face names, shards of all tensor-parallel ranks) of each parameter, on the ranks that receive."""
+    """Yield (Hugging Face names, shards of all tensor-parallel ranks) of each parameter, on the receiving ranks."""
     if not route[0].receivers:
         return
-    if all(hop.group.size() == 1 for hop in route):  # nothing to gather, and so nothing to copy
+    if all(hop.group.size() == 1 for hop in route):  # without gathering there is no copy
         yield from ((entry.hf_names, [entry.tensor.detach()]) for entry in entries)
         return
     *inner, pipeline = route
@@ -268,8 +268,8 @@ def save_hf(
 ) -> None:
     """Write the live weights as a Hugging Face checkpoint folder ``out``: a collective call, rank 0 writes.
 
-    Config and tokenizer files are copied from ``source``. The folder appears under its name when it is complete.
-    ConfigError if ``out`` holds anything that no earlier call wrote. about: plain data for the mark of the folder.
+    Config and tokenizer files are copied from ``source``. The folder gets its name when complete. ConfigError if
+    ``out`` holds anything that no earlier call wrote. about: plain data for the mark of the folder.
     """
     tensors = export_hf(chunks, shape, receive=dist.get_rank() == 0)
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""A run as others see it: its folder, what a running run writes there, and how the run ends.
+"""A run, seen from outside: the folder, the files of a running run, and the end of a run.
 
 - **Begin**: ``folder`` (resolved configuration, new run or resumption), ``inputs`` (what the run reads), ``lock``.
 - **While it runs**: ``progress`` (terminal), ``metrics_log`` (metrics.jsonl, TensorBoard, wandb), ``audit`` (which

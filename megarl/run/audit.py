@@ -1,12 +1,12 @@
-"""samples.jsonl: which samples trained in which step, written before the step counts as done. Nothing is removed.
+"""samples.jsonl: the samples of each step, written before the step counts as done. Nothing is removed.
 
     {"step": 7, "weights": 6, "prompts": {"96": [0, 1, 2, 3], ...}}   step 7 trained on these samples
     {..., "dropped": {"96/3": "k3 0.92, ..."}}                        a tripwire dropped sample 3: it did not train
     {"resumed_after": 5, "time": "2026-01-31 12:00:00"}               steps after 5 were undone, their weights are gone
     {"accepted_inputs": ["data.train:0a1b2c3d4e5f"], "time": ...}     the run goes on with other inputs
 
-A prompt is named by its place in the run's order of prompts. No two draws share a place, so (prompt, sample) names one
-response. ``read_used`` replays the file; ``check`` finds missing steps and samples that were used twice.
+A prompt is named by the place in the run's order. No two draws share a place: (prompt, sample) names a single response.
+``read_used`` replays the file; ``check`` finds missing steps and samples that were used twice.
 """
 
 import json
@@ -35,7 +35,7 @@ class Audit:
     def record_step(
         self, step: int, weights: int, keys: np.ndarray | Sequence[Key], dropped: Mapping[Key, str]
     ) -> None:
-        """Record that step ``step`` (from 1) trained on these samples, int64 [n, 2].
+        """Record the samples of step ``step`` (from 1), int64 [n, 2].
 
         weights: the steps that the sampling weights had seen. dropped: why a tripwire dropped some of the samples.
         """
@@ -53,7 +53,7 @@ class Audit:
         self._append({"resumed_after": done, "time": time.strftime("%Y-%m-%d %H:%M:%S")})
 
     def record_inputs(self, accepted: Sequence[str]) -> None:
-        """Record inputs that differ from the start of the run and that the user accepts, each "NAME:DIGEST"."""
+        """Record differing inputs that the user accepts, as "NAME:DIGEST"."""
         self._append({"accepted_inputs": list(accepted), "time": time.strftime("%Y-%m-%d %H:%M:%S")})
 
     def _append(self, line: dict[str, object]) -> None:
@@ -68,7 +68,7 @@ class Audit:
 
 
 def read_used(path: Path) -> dict[int, list[Key]]:
-    """Return the samples that trained the present weights, by step, without steps that a resumption has undone.
+    """Return the samples of the present weights, by step, without undone steps.
 
     DataError for a line that is no record. A line that a kill has cut is skipped if a resumption has undone the line.
     """

@@ -1,4 +1,4 @@
-"""The folder of a run: its resolved configuration, and whether a start there is new, a resumption or a mistake."""
+"""The folder of a run: the resolved configuration, and whether a start is new, a resumption or a mistake."""
 
 import os
 import secrets
@@ -20,7 +20,7 @@ from megarl.run.inputs import INPUTS, bind_inputs
 from megarl.run.metrics_log import iterate_metrics
 
 _FREE_TABLES = {"checkpoint", "launch", "log", "health", "eval", "sft", "recompute"}
-"""Tables that may change between a run and its resumption."""
+"""Tables that may change before a resumption."""
 _FREE_KEYS = {
     *("run.dir", "run.steps", "run.collective_timeout_s", "train.micro_batch_tokens", "optim.decay_steps"),
     *(f"reward_model.{key}" for key in ("urls", "batch_size", "concurrency", "timeout_s", "attempts", "api_key_env")),
@@ -28,20 +28,20 @@ _FREE_KEYS = {
     "model.trust_remote_code",
 }
 _FIXED_KEY = {"sglang": "fp8", "parallel": "distributed_optimizer"}
-"""In each of these tables, all other keys may change."""
+"""All other keys of the tables may change."""
 _WRITTEN = (
     *(SAVED, INPUTS, "metrics.jsonl", "samples.jsonl", "responses.jsonl.gz", "status.json"),
     *("checkpoints", "traces"),
 )
-"""What a run overwrites, cuts or removes in its folder."""
+"""Names that a run overwrites, cuts or removes."""
 
 
 def claim(config: Config, tell: Callable[[str], None] = lambda _: None) -> None:
     """Prepare the run folder on the main rank and save the resolved configuration there.
 
-    ConfigError if the folder holds a run that this configuration does not continue: with other settings or inputs, or
-    with ``checkpoint.resume`` off; and if no run wrote the content. More steps than before are fine. A run that
-    finished no step holds nothing. tell: gets a line for each input that differs and is accepted.
+    ConfigError if the configuration does not continue the run in the folder: with other settings or inputs, or with
+    ``checkpoint.resume`` off; and if no run wrote the content. More steps than before are fine. A run without a
+    finished step does not count. tell: gets a line per accepted difference.
     """
     folder = config.run_dir
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def claim(config: Config, tell: Callable[[str], None] = lambda _: None) -> None:
         Audit(folder).record_inputs(accepted)
     write_atomically(saved, config.to_toml().encode())
     if has_trained and not checkpoints:
-        # Without a checkpoint the run begins again, and its records with it. Keep the earlier records beside them.
+        # Without a checkpoint the run and the records begin again. Keep the earlier records.
         shutil.copy2(metrics, free_name(folder / "metrics.earlier.jsonl"))
 
 
@@ -92,13 +92,13 @@ def _has_step(metrics: Path) -> bool:
 
 
 def read_run_id(folder: Path) -> str:
-    """Return the name that the run gave itself, which its checkpoints carry; empty for a folder without a run."""
+    """Return the run's name, which also the checkpoints carry; empty for a folder without a run."""
     file = folder / RUN_ID
     return file.read_text(errors="replace").strip() if file.is_file() else ""
 
 
 def _first_difference(earlier: dict[str, Any], config: Config) -> tuple[str, Any, Any] | None:
-    """Return (key, earlier value, present value). A key that the earlier run did not write has its default."""
+    """Return (key, earlier value, present value). A key without an earlier value has the default."""
     now, stated = tomllib.loads(config.to_toml()), config.model_dump(exclude_none=True, exclude_defaults=True)
     for table in sorted({*earlier, *now} - _FREE_TABLES):
         old, new = earlier.get(table, {}), now.get(table, {})

@@ -1,12 +1,12 @@
 """``inputs.json`` in a run's folder: what the run reads, by content. A run goes on only with the same inputs.
 
-An input is a set of files, each with its bytes and SHA-256. The place of a file does not matter.
+An input is a set of files, with bytes and SHA-256. The place of a file does not matter.
 
 - ``data.train``, ``data.heldout``, ``eval.sets.NAME``: the whole file; of a folder or hub name every record, in order.
 - ``model.path``, ``model.reference``: config.json, generation_config.json, the index; of each file of weights the size
   and the SHA-256. Above 64 MiB the SHA-256 covers the header and 64 blocks of 64 KiB at even distances.
-- ``tokenizer``: every file of the model's folder that makes a tokenizer or a chat template, its code included.
-- ``reward.function`` and the other keys of ``megarl.config.trust.PLUGS``: the file of the module that they name.
+- ``tokenizer``: every file of the model's folder for tokenizer or chat template, code included.
+- ``reward.function`` and the other keys of ``megarl.config.trust.PLUGS``: the file of the named module.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from megarl.files.writing import read_record, sha256_of, write_atomically
 
 INPUTS = "inputs.json"
 Fingerprint = Mapping[str, str]
-"""Bytes and SHA-256 of each file by its name."""
+"""Bytes and SHA-256 of each file by name."""
 _WEIGHTS = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 _TOKENIZER = (
     *("tokenizer*", "*token*.json", "vocab*", "merges*", "spiece*", "sentencepiece*", "*.model", "*.tiktoken"),
@@ -41,10 +41,10 @@ _WHOLE_BYTES, _BLOCK_BYTES, _BLOCKS = 64 << 20, 64 << 10, 64
 
 
 def bind_inputs(config: Config, folder: Path, goes_on: bool, tell: Callable[[str], None]) -> list[str]:
-    """Compare the inputs with those of the start of the run in ``folder``, and record them; return what is accepted.
+    """Compare the inputs with the first inputs of the run in ``folder``, and record them; return accepted differences.
 
-    goes_on: whether there is a run to continue. ConfigError that names each input that differs, unless
-    ``checkpoint.accept_inputs`` has it as "NAME:DIGEST".
+    goes_on: whether there is a run to continue. ConfigError naming each differing input, unless
+    ``checkpoint.accept_inputs`` has "NAME:DIGEST".
     """
     now = fingerprint_inputs(config)
     record: Any = read_record(folder / INPUTS) if goes_on else {}
@@ -89,7 +89,7 @@ def fingerprint_inputs(config: Config) -> dict[str, Fingerprint]:
 
 
 def fingerprint_model(config: Config) -> dict[str, Fingerprint]:
-    """Return the model that a run begins with, and its tokenizer."""
+    """Return the initial model and tokenizer."""
     model = Path(config.model.path)
     return {"model.path": fingerprint_files(model, _WEIGHTS), "tokenizer": fingerprint_files(model, _TOKENIZER)}
 

@@ -1,8 +1,8 @@
-"""One writer for a run folder: a lock that a crash releases, and that names its holder.
+"""One writer for a run folder: a lock with the name of its holder, which a crash releases.
 
-The kernel's lock on the file (flock) ends with its process, however that ends. On some network file systems only one
-node sees such a lock. So the holder also touches the file every few seconds, and a file that a process on another node
-keeps touching is held.
+The kernel's lock on the file (flock) ends with the process, in any way. On some network file systems only a single node
+sees the lock. The holder therefore also touches the file every few seconds; a file with recent touches from a different
+node is held.
 """
 
 import errno
@@ -23,7 +23,7 @@ BEAT_S = 5.0
 """How often a holder should ``beat``."""
 _GLANCE_S = 1.0
 STALE_S = 60.0
-"""A holder on another node that has not touched the file for this long is gone."""
+"""Without a touch for so long, a holder on a different node is gone."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """Errors of file systems without flock."""
 
@@ -104,7 +104,7 @@ class RunLock:
             time.sleep(0.2)
 
     def _await_other_node(self) -> None:
-        """Without a holder on this node, wait to see whether a process on another node still touches the file."""
+        """Without a holder on the node, wait for a touch by a different node."""
         holder = read_holder(self._path)
         if holder is None or holder["host"] == socket.gethostname():
             return
@@ -123,7 +123,7 @@ class RunLock:
             time.sleep(min(1.0, self._stale_s / 10))
 
     def _now(self) -> float:
-        """Return the time of the file system's clock, which may differ from this node's."""
+        """Return the time of the file system's clock, which may differ from the node's."""
         probe = self._path.with_name(f".{self._path.name}.{socket.gethostname()}.{os.getpid()}")
         probe.touch()
         try:
@@ -143,17 +143,17 @@ class RunLock:
         data = json.dumps(owner).encode()
         os.pwrite(self._file, data, 0)
         os.ftruncate(self._file, len(data))
-        os.fsync(self._file)  # so that other nodes see the holder
+        os.fsync(self._file)  # for readers on other nodes
 
 
 def read_holder(path: Path) -> dict[str, Any] | None:
-    """Return the process that took the lock and has not released it; None if there is none. It may have crashed."""
+    """Return the process that took the lock and has not released the lock, dead or alive; None without a holder."""
     holder = read_record(path)
     return holder if {"host", "pid", "since"} <= holder.keys() else None
 
 
 def is_held(path: Path) -> bool:
-    """Return whether a process on this node holds the lock, or a process on another node touched it lately."""
+    """Return whether a process of the node holds the lock, or a process of a different node touched the file lately."""
     holder = read_holder(path)
     if holder is None:
         return False

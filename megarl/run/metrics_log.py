@@ -1,10 +1,9 @@
 """metrics.jsonl: one JSON object per record, appended while the run goes; TensorBoard and wandb see the same numbers.
 
-A record is ``{"kind": "step" | "minibatch" | "eval", "step": int, "minibatch": int | null, "wall_s": float,
-"<metric>": float, ...}``, with ``"unjudged": str`` if responses have no reward. JSON knows no NaN and no infinity: the
-file has the strings "nan", "inf" and "-inf", and readers get floats. Everything that depends on the clock is in
-``wall_s`` or under the prefixes ``time/`` and ``speed/``, so that two runs can be compared bit for bit without the
-clock (:func:`without_timing`).
+A record is ``{"kind": "step" | "minibatch" | "eval", "step": int, "minibatch": int | null, "wall_s": float, "<metric>":
+float, ...}``, with ``"unjudged": str`` if responses have no reward. JSON knows no NaN and no infinity: the file has the
+strings "nan", "inf" and "-inf", and readers get floats. Only ``wall_s`` and the prefixes ``time/`` and ``speed/``
+depend on the clock: without them two runs can be compared bit for bit (:func:`without_timing`).
 """
 
 import json
@@ -35,11 +34,12 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class MetricsLog:
-    """Appends the records of a run, on the one rank where it is ``enabled``; elsewhere it does nothing.
+    """Appends the records of a run on the ``enabled`` rank, and does nothing elsewhere.
 
     Every record reaches the operating system at once; a "step" or "eval" record reaches the disk (fsync) before
-    ``write`` returns, with all records before it. So a kill costs at most the current step, and a torn last line,
-    which the next start cuts off. ``wall_s`` counts seconds of training: a resumed run goes on from its last record.
+    ``write`` returns, with all records before it. A kill costs at most the current step, and tears at most the last
+    line, which the next start removes. ``wall_s`` counts seconds of training: a resumed run goes on from its last
+    record.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class MetricsLog:
     ) -> None:
         """Append one record. metrics: numbers of Python or numpy, or one-element tensors; minibatch: its index.
 
-        unjudged: how many responses have a reward, and why the others have none.
+        unjudged: how many responses have a reward, and the first failure.
         """
         if not self._enabled:
             return
@@ -93,10 +93,10 @@ class MetricsLog:
     def truncate_after(self, step: int, evaluated: bool = True) -> int:
         """Drop all records with a larger step, and a torn last line, when a run resumes; return how many.
 
-        evaluated: False drops the evaluation after this step too, because it comes again. Only dropped lines are read,
-        from the end: records before them have no larger step. The file is cut in one step, so a kill leaves the old or
-        the new file. TensorBoard hides the dropped steps; wandb cannot take points back, so a resumed run is a new run
-        of the same group there.
+        evaluated: False drops the evaluation after the step too, because the run repeats it. Only dropped lines are
+        read, from the end: records before them have no larger step. The cut is a single step: a kill leaves the old or
+        the new file. TensorBoard hides the dropped steps; wandb cannot take points back: a resumed run is a new run of
+        the group.
         """
         if not self._enabled:
             return 0
@@ -161,7 +161,9 @@ class MetricsLog:
             scalars = [Summary.Value(tag=prefix + name, simple_value=value) for name, value in values.items()]
             events = self._tensorboard.file_writer
             assert events is not None, "it is open from the start"
-            events.add_summary(Summary(value=scalars), step)  # one event for all: add_scalar would write one for each
+            events.add_summary(
+                Summary(value=scalars), step
+            )  # one event for all: add_scalar would write an event per metric
             if kind != "minibatch":
                 self._tensorboard.flush()
         if self._wandb is not None:
@@ -176,8 +178,8 @@ def read_metrics(path: str | Path, begin: int = 0) -> list[Record]:
 def iterate_metrics(path: str | Path, begin: int = 0) -> Iterator[Record]:
     """Yield all records of a metrics.jsonl from a byte on, in order, with one record in memory.
 
-    A broken last line is passed over: a kill leaves such a line. DataError with file and line for any other broken
-    line, and if there is no file.
+    A broken last line is passed over: a kill leaves such a line. DataError with file and line for an earlier broken
+    line, and without a file.
     """
     path, broken = Path(path), None
     if not path.is_file():
@@ -216,7 +218,7 @@ def _broken(place: str, error: ValueError) -> DataError:
 
 
 def without_timing(records: Iterable[Record]) -> list[Record]:
-    """Return the records without everything that depends on the clock: equal for two runs that computed the same."""
+    """Return the records without clock-dependent values: equal for two equal computations."""
     return [
         {name: value for name, value in record.items() if name != "wall_s" and not name.startswith(TIMING_PREFIXES)}
         for record in records

@@ -1,8 +1,7 @@
-"""responses.jsonl.gz: what the model wrote, a few responses of each step or all of them; zcat reads the file too.
+"""responses.jsonl.gz: the model's responses, a few per step or all; zcat reads the file too.
 
-A step is one or more gzip members of JSON lines, appended in one write; each line is a response (``FIELDS``). A kill
-can only cut the last member: readers stop before it. The next start cuts it off, with the steps that a resumption has
-undone.
+A step is a few gzip members of JSON lines, appended in a single write; each line is a response (``FIELDS``). A kill can
+only cut the last member: readers stop before it. The next start removes the cut member, and undone steps.
 """
 
 import gzip
@@ -24,8 +23,8 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "prompt": (str,),  # as the model sees it, special tokens included
     "response": (str,),  # everything after the prompt
     "parts": (list,),  # with tools: [["model" | "environment", text], ...], else empty
-    "reward": (float, int, type(None)),  # null if there is none
-    "rewards": (dict,),  # each reward by name, if there are several
+    "reward": (float, int, type(None)),  # null without a reward
+    "rewards": (dict,),  # by name, for several rewards
     "error": (str, type(None)),  # of the reward or the environment
     "length": (int,),  # tokens that the model generated
     "prompt_tokens": (int,),
@@ -76,7 +75,7 @@ class SampleFile:
 
 
 def read_samples(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the responses of a run in the order of their steps; none if the run stored none.
+    """Yield the responses of a run in the order of their steps; nothing without stored responses.
 
     A half-written end is passed over. DataError if the file is damaged elsewhere.
     """
@@ -88,7 +87,7 @@ def read_samples(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _members(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (first byte behind it, content) of each complete gzip member."""
+    """Yield (end, content) of each complete gzip member."""
     with path.open("rb") as file:
         unread, begin = b"", 0
         while True:

@@ -1,4 +1,4 @@
-"""What a command says when a signal ends it, and outputs that nobody reads any more."""
+"""The last words of a command that a signal ends, and outputs without a reader."""
 
 import os
 import select
@@ -26,7 +26,7 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
 
 
 def take_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
-    """Let ``handler`` have the signals that ask a run to stop, but SIGHUP where it is ignored (nohup).
+    """Let ``handler`` handle the signals of STOPPING, but not an ignored SIGHUP (nohup).
 
     Returns the handlers before it.
     """
@@ -44,7 +44,7 @@ def take_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[
 def say_what_ends(command: str, kept: str) -> Iterator[None]:
     """Inside, a signal of ENDING ends the process with a line on stderr and with exit code 128 + its number.
 
-    ``kept``: what remains of the work. Ignored signals (nohup), and signals with another handler, stay so. In the main
+    ``kept``: what remains of the work. Signals that are ignored (nohup) or handled keep their handlers. In the main
     thread only; a forked process gets the defaults back.
     """
     if threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""``megarl status``, and the other readers of what the processes of a run leave in files about its state.
+"""``megarl status``, and further readers of the files about a run's state.
 
 ``megarl.run.vitals`` writes the signs of life. ``megarl launch`` sees exit codes only, and reads the cause here.
 """
@@ -50,7 +50,7 @@ def show(run_dir: Path, as_json: bool = False) -> int:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """Return status.json and more. "state" is "lost" if the file says that the run goes on, but nobody holds its lock.
+    """Return status.json and more. "state" is "lost" for a running state without a holder of the lock.
 
     ConfigError if there is no run, or if the file is damaged.
     """
@@ -99,7 +99,7 @@ def _require_fields(record: Any, fields: _Fields) -> None:
 
 
 def _read_launch(run_dir: Path) -> dict[str, Any] | None:
-    """Return launch.json, None without one. If the launcher is gone, "says" tells so, with the launcher's last word."""
+    """Return launch.json or None. If the launcher is gone, "says" holds the launcher's last word."""
     record = read_record(run_dir / "launch.json")
     if not record:
         return None
@@ -156,7 +156,7 @@ def rank_file(folder: Path, rank: int) -> Path:
 
 
 def stop_file(folder: Path) -> Path:
-    """Return the file of a request to stop, which names the trainer's start that should end."""
+    """Return the file of a request to stop, with the number of the trainer's start to end."""
     return folder / "stop"
 
 
@@ -183,7 +183,7 @@ def read_signs(folder: Path, ranks: int, attempt: str | None = None) -> list[dic
 def describe_ranks(signs: Sequence[Mapping[str, Any]], now: float | None) -> str:
     """Return where ranks are, e.g. "rank 1: gone in train after step 3; ranks 0, 2-3: sync after step 3".
 
-    Most suspicious first: ranks that are gone, silent ones, the smallest group. ``now`` is None if all have ended.
+    Most suspicious first: dead ranks, silent ranks, the smallest group. ``now`` is None if all have ended.
     """
     places: dict[tuple[int, str], list[int]] = {}
     for sign in signs:
@@ -196,7 +196,7 @@ def describe_ranks(signs: Sequence[Mapping[str, Any]], now: float | None) -> str
 
 
 def _judge(sign: Mapping[str, Any], now: float) -> tuple[str, int]:
-    """Return what is wrong with a rank, as the beginning of a phrase, and its place in the order."""
+    """Return a rank's problem, as the beginning of a phrase, and the rank's place in the order."""
     if sign["host"] == socket.gethostname() and sign["pid"] and not Path(f"/proc/{sign['pid']}").exists():
         return "gone in ", 0
     silent = now - sign["beat"]
@@ -214,8 +214,8 @@ def name_ranges(numbers: Sequence[int]) -> str:
 def write_failure(error: MegarlError, *, is_cause: bool = False) -> None:
     """Write kind and message of the error, unless another rank has already written an error.
 
-    An error that only says that another rank failed gives way to an error that knows the cause, and all errors give
-    way to ``is_cause``. Does nothing without ``megarl launch``, and on a file system that refuses.
+    An error that knows the cause replaces an error that only reports a failed rank, and ``is_cause`` replaces all
+    errors. Does nothing without ``megarl launch``, or if the file system refuses.
     """
     if FAILURE_VARIABLE not in os.environ:
         return

@@ -17,7 +17,7 @@ from megarl.megatron.distributed import largest
 from megarl.run.signals import take_stop_signals
 
 _ONE_KEY_S = 1.0
-"""One Ctrl-C may arrive twice within this time: from the terminal, and from a launcher that forwards the signal."""
+"""A Ctrl-C may arrive twice within so many seconds: from the terminal, and from a launcher that forwards the signal."""
 
 
 class StopRequest:

@@ -1,11 +1,11 @@
-"""Signs of life of a run: what each rank is doing, a file for ``megarl status``, and stacks of a rank that hangs.
+"""Signs of life of a run: each rank's phase, a file for ``megarl status``, and stacks of hanging ranks.
 
     <run>/status.json        the run as a whole, by the main rank
     <run>/ranks/<rank>.json  step and phase of each rank, touched every few seconds
     <run>/ranks/<rank>.stacks.txt  stacks of all threads of a rank without progress for log.hang_s
 
 A thread of each rank writes the files with every beat, and within a quarter of a beat after a new phase, so that no
-step waits for the file system. The thread also ends the rank if torchrun is gone, because then nothing else would.
+step waits for the file system. The thread also ends the rank when torchrun is gone.
 """
 
 import faulthandler
@@ -30,7 +30,7 @@ from megarl.run.status import rank_file, stacks_file, stop_file
 State = Literal["starting", "running", "finished", "stopped", "failed"]
 BETWEEN = "between phases"
 _ORPHANED = 70
-"""Exit code of a rank that has lost its launcher or its lock (EX_SOFTWARE)."""
+"""Exit code of a rank without launcher or lock (EX_SOFTWARE)."""
 _SPEED_STEPS = 20
 
 
@@ -58,7 +58,7 @@ class RunStatus:
     unjudged: str | None = None
     """How many responses of the latest step have a reward, and the first failure; None if all rewards succeeded."""
     health: list[dict[str, Any]] | None = None
-    """The verdicts after the latest step, worst first; None before the first one."""
+    """The verdicts after the latest step, worst first; None before the first step."""
     ranks: int = 1
     last_error: str | None = None
     error_kind: str | None = None
@@ -72,7 +72,7 @@ class RunStatus:
 
 
 class Vitals:
-    """The signs of life of one rank; a context manager around the thread that writes them."""
+    """The signs of life of one rank; a context manager around the writing thread."""
 
     def __init__(
         self, folder: Path, rank: int, ranks: int, *, steps: int, hang_s: float, beat_s: float | None = None
@@ -162,7 +162,7 @@ class Vitals:
                 self._end_at_once("its launcher is gone")
             try:
                 self._check()
-            except ConfigError as error:  # the lock is lost: another run writes into this folder now
+            except ConfigError as error:  # the lock is lost: a second run writes into the folder now
                 self._end_at_once(str(error))
             except Exception as error:  # any error: without this thread, the lock seems abandoned
                 _complain(f"warning: {describe(error)}")
@@ -170,7 +170,7 @@ class Vitals:
     def _check(self) -> None:
         if self.lock is not None:
             self.lock.beat()
-        # The file names a start of the trainer, so that an old file does not stop a later start.
+        # The file names a start of the trainer: an old file does not stop a later start.
         with suppress(OSError):
             if self.ask is not None and stop_file(self._folder).read_text() == self.status.attempt:
                 self.ask("megarl launch")
@@ -196,9 +196,9 @@ class Vitals:
         os._exit(_ORPHANED)
 
     def _write(self) -> None:
-        """Write both files, which describe this moment only and need not be durable."""
+        """Write both files, without fsync: they describe the moment only."""
         self.status.updated = time.time()
-        self._written = self._place  # read before the status, so that no change is lost
+        self._written = self._place  # read before the status, to lose no change
         with self._file_lock:
             try:
                 rank_file(self._folder, self._rank).parent.mkdir(parents=True, exist_ok=True)

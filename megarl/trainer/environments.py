@@ -1,4 +1,4 @@
-"""Builds the environment of a configuration, its tools, and the player that runs episodes in it."""
+"""Builds environment and tools of a configuration, and the player of episodes."""
 
 import math
 import os
@@ -54,7 +54,7 @@ def turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
 
 
 def make_environment(config: EnvironmentConfig) -> Environment | None:
-    """Return the environment, or None without one; ConfigError if it or a tool cannot work here."""
+    """Return the environment, if any; ConfigError if it or a tool cannot work here."""
     if config.function is None:
         return None
     if config.function == "tools":
@@ -73,7 +73,7 @@ def make_environment(config: EnvironmentConfig) -> Environment | None:
 
 
 def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the end tokens of the checkpoint's generation config and tokenizer; ConfigError if there are none."""
+    """Return the end tokens of the checkpoint's generation config and tokenizer; ConfigError without end tokens."""
     tokens: set[int] = set()
     file = Path(model_path) / "generation_config.json"
     if os.path.lexists(file):  # it is optional

@@ -61,7 +61,7 @@ class Monitor:
         self.seconds[name] = time.perf_counter() - started
 
     def watch(self, *advances: Advance) -> Advance:
-        """Return what calls all of ``advances``, and also shows that this rank does not hang."""
+        """Return a function that calls all ``advances`` and reports progress."""
 
         def watched(count: int) -> None:
             if count:

@@ -1,4 +1,4 @@
-"""What a run records of its samples: which samples trained (samples.jsonl), their texts, and their routes."""
+"""What a run records of its samples: trained samples (samples.jsonl), texts, and routes."""
 
 from collections.abc import Sequence
 
@@ -49,7 +49,7 @@ class SampleRecords:
     def _store_texts(self, done: int, rollouts: StepRollouts, minis: Sequence[MiniBatch], drops: Drops | None) -> None:
         """Decode and pack texts on the ranks that have excerpts; the main rank writes.
 
-        Other ranks have excerpts only if all texts are stored, or if a reward failed, which one rank has.
+        Besides the main rank, ranks have excerpts only if all texts are stored, or after a failed reward.
         """
         if drops is None:
             gaps = [mini.first.gaps for mini in minis if mini.first is not None and distributed.holds_outputs()]

@@ -1,7 +1,7 @@
 """The supervised cold start: a short phase on demonstrations, with the trainer's own forward and backward passes.
 
 Only the coefficients differ from RL. Each demonstrated token has ``1 / D``, with ``D`` the number of demonstrated
-tokens in the batch, so the loss is the mean negative log-likelihood.
+tokens in the batch: the loss is the mean negative log-likelihood.
 """
 
 import time

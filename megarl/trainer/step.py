@@ -42,7 +42,7 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 
 class TrainStep:
-    """Trains a policy on the rollouts of a step: ``prepare`` each mini-batch, ``look``, then ``update`` each."""
+    """Trains a policy on the rollouts of a step: ``prepare`` mini-batches, ``look``, then ``update`` one by one."""
 
     def __init__(self, config: Config, policy: Policy, objective: Objective) -> None:
         self.config, self.policy, self.objective = config, policy, objective
@@ -52,11 +52,11 @@ class TrainStep:
         self._old_is_rollout = config.train.old_logprobs == "rollout"
 
     def prepare(self, rollouts: Sequence[Rollout], advantages: np.ndarray | Sequence[np.ndarray]) -> MiniBatch:
-        """Check, pack and split this rank's rollouts of one mini-batch, and fetch this rank's rows of their routes.
+        """Check, pack and split the rank's rollouts of a mini-batch, and fetch the rank's rows of their routes.
 
-        advantages: float64 [n], or one per token of each rollout. A collective call. Each rollout has its routes on at
-        least one rank of the model copy. TraceError if routes are not of this model, or if replay is "r3" and routes
-        are absent or too many rows are missing; RolloutError on a rank without rollouts.
+        advantages: float64 [n], or [T] per rollout. A collective call. The routes of a rollout are on at least one rank
+        of the model copy. TraceError if routes are not of this model, or if replay is "r3" and routes are absent or too
+        many rows are missing; RolloutError on a rank without rollouts.
         """
         config, replay, shape = self.config, self.policy.replay, self.policy.shape
         is_r3, is_recorded = config.train.replay == "r3", all(map(has_routes, rollouts))
@@ -95,7 +95,7 @@ class TrainStep:
             with phase("old_logprobs"):  # log pi_old [T]; r2 records its routes [T, L, K]
                 begin = len(minis) - plan.old_passes
                 minis[begin:] = [self.old_pass(plan, mini) for mini in minis[begin:]]
-                if begin == 0:  # else the update of the first mini-batch is its first pass, and judges the step
+                if begin == 0:  # otherwise the first update includes the first pass, and judges
                     minis, _ = self.tripwires.judge(minis)
         if self.reference is not None:
             with phase("ref_logprobs"):  # log pi_ref [T]
@@ -122,9 +122,9 @@ class TrainStep:
     ) -> tuple[list[MiniBatch], dict[str, Stat]]:
         """Take the optimizer step of mini-batch ``index``; return all mini-batches, and statistics of this rank.
 
-        The weights have moved since ``look`` unless ``index`` is 0. Where that update is the first pass over its
-        mini-batch, the tripwires judge the step before the optimizer moves a weight: this mini-batch, and the
-        following ones that had a pass. If sequences are dropped, the gradients are computed again without them.
+        The weights have moved since ``look`` unless ``index`` is 0. If the update includes the first pass over the
+        mini-batch, the tripwires judge the step before the optimizer moves a weight: all mini-batches with a first
+        pass. If sequences are dropped, the gradients are computed again without them.
         """
         minis, policy = list(minis), self.policy
         if index and plan.token_advantages and self.objective.kl_at == "theta":
@@ -143,7 +143,7 @@ class TrainStep:
                 minis[place] = mini
             if any_dropped:
                 for buffer, value in zip(biases, biases_before, strict=True):
-                    buffer.copy_(value)  # the pass has moved it, and the second pass moves it again
+                    buffer.copy_(value)  # each pass moves the bias
                 output = self.backward(plan, minis, index, hidden)
         norm, lr = policy.optimizer_step(more_follow=index + 1 < len(minis))
         equal_on_ranks = Stat.means_of({"grad_norm": (norm, 1.0), "lr": (lr, 1.0)})
@@ -231,5 +231,5 @@ class TrainStep:
 
 
 def collect(statistics: Sequence[dict[str, Stat]]) -> dict[str, Stat] | None:
-    """Merge statistics of this rank and gather them on the main rank; None on other ranks; a collective call."""
+    """Merge the rank's statistics and gather them on the main rank; None elsewhere; a collective call."""
     return distributed.collect_metrics(merge(statistics))

@@ -43,9 +43,9 @@ _UNREACHABLE = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.
 
 
 def find_damage(path: Path, gib_per_rank: float, run: str = "") -> tuple[str | None, str]:
-    """What is wrong with a checkpoint or None, and how much of it was read; a collective call.
+    """Return what is wrong with a checkpoint or None, and how much was read; a collective call.
 
-    The ranks share the reading. Of a checkpoint beyond ``gib_per_rank`` for each, they compare some files only. run: as
+    The ranks share the reading. Of a checkpoint beyond ``gib_per_rank`` for each rank, some files are compared. run: as
     in ``read_manifest``. CheckpointError on all ranks if one cannot read a file.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -68,7 +68,7 @@ def find_damage(path: Path, gib_per_rank: float, run: str = "") -> tuple[str | N
     sample, fault, read = from_main_rank(plan)
     results = gather_objects(compare())
     unreadable = next((problem for _, problem in results if problem), None)
-    if unreadable:  # no damage: the file system may be away, and other checkpoints with it
+    if unreadable:  # no damage: the file system may be away
         raise CheckpointError(
             f"{path} cannot be read: {unreadable}; if that stays so, remove it to go on from the checkpoint before it"
         )
@@ -86,7 +86,7 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
     """Restore a checkpoint into ``policy`` and the random generators; returns the loop state, with the "scheduler" that
     was saved. A collective call.
 
-    Random states are restored only in the layout that wrote them; in another one they keep their seeds.
+    Random states are restored only in the layout of the save; another layout begins with the seeds.
     """
     written = _read_loop(path, policy.shape)
     is_same = written["layout"] == describe_layout(policy)
@@ -124,7 +124,7 @@ def load_weights(path: Path, chunks: Sequence[torch.nn.Module], shape: ModelShap
 
 
 def read_weights(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
-    """Restore the weights from a ``torch_dist`` checkpoint that has them under the model's names; a collective call."""
+    """Restore the weights from a ``torch_dist`` checkpoint with the model's own names; a collective call."""
     with _explain_errors(path, "does not load", _OTHER_PARAMETERS):
         require_plain(path)
     _load_weights(path, chunks)
@@ -141,7 +141,7 @@ def _load_chunks(chunks: Sequence[torch.nn.Module], state: Mapping[str, Any]) ->
 
 
 def _read_loop(path: Path, shape: ModelShape) -> dict[str, Any]:
-    """The loop state of a checkpoint; CheckpointError if it is incomplete or of another model."""
+    """The loop state of a checkpoint; CheckpointError if incomplete or of another model."""
     with _explain_errors(path, "is not a complete checkpoint"):
         require_plain(path)
         loop = dist_checkpointing.load_common_state_dict(str(path))["loop"]
@@ -168,7 +168,7 @@ def _explain_errors(path: Path, problem: str, advice: str = "") -> Iterator[None
 
 
 def _raise_unless_damage(error: BaseException) -> None:
-    """Re-raise errors that are no fault of the checkpoint: a rank that died, a file system that is away."""
+    """Re-raise errors that are no fault of the checkpoint: a dead rank, an absent file system."""
     wrapped = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
     for cause in wrapped:
         if (isinstance(cause, OSError) and cause.errno in _UNREACHABLE) or is_collective_error(cause):

@@ -1,7 +1,7 @@
 """The folders of checkpoints: found, written under another name, put in place, removed, set aside.
 
-A checkpoint is a folder ``step_<n>``. It is written as ``step_<n>.partial``, and renamed when every file and its
-manifest are on disk, so a folder under its final name was once complete.
+A checkpoint is a folder ``step_<n>``. A save writes ``step_<n>.partial``, and renames the folder when all files and the
+manifest are on disk: a folder with the final name was once complete.
 """
 
 import os
@@ -46,7 +46,7 @@ def _is_written(name: str, _: os.stat_result) -> bool:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn an error of writing ``path`` into a SaveError, and remove what was written, which may fill a disk."""
+    """Turn an error of writing ``path`` into a SaveError, and remove the partial folder, which may fill a disk."""
     try:
         yield
     except WRITE_ERRORS as error:
@@ -64,7 +64,8 @@ def explained(path: Path) -> Iterator[None]:
 def clear_partial(folder: Path, step: int, run: str) -> Path:
     """Make an empty partial folder for checkpoint ``step`` and return the final path; a collective call.
 
-    SaveError if something lies there that no save of ``run`` wrote."""
+    SaveError if the folder holds anything that no save of ``run`` wrote.
+    """
     path = folder / step_name(step)
 
     def make() -> None:
@@ -93,18 +94,18 @@ def _remove_partial(folder: Path) -> None:
 
 
 def set_aside(damaged: Iterable[Path]) -> None:
-    """Rename damaged checkpoints, so that nothing takes them for others."""
+    """Rename damaged checkpoints to *.damaged, so that no command loads them."""
     for path in damaged:
         path.rename(free_name(path.with_name(f"{path.name}.damaged")))
 
 
 def publish(path: Path, run: str, files: Files, keep: int, find_lasting: FindLasting) -> None:
-    """Put a written checkpoint in place with its manifest, and keep the newest ``keep`` beside it; a collective call.
+    """Put a written checkpoint in place with a manifest, and keep the newest ``keep``; a collective call.
 
-    ``find_lasting`` says on the main rank, of all complete steps, this one included, which others stay.
+    ``find_lasting`` returns, on the main rank, which complete steps stay besides.
 
-    ``files`` are those that the processes of this rank have written and flushed to disk. Everything of the checkpoint,
-    and its name, is on disk before an older checkpoint is removed.
+    ``files``: written and flushed by the rank's processes. The whole checkpoint and its name are on disk before an
+    older checkpoint is removed.
     """
     partial = partial_of(path)
     sync(partial)  # each rank: the names of its files
@@ -123,7 +124,7 @@ def publish(path: Path, run: str, files: Files, keep: int, find_lasting: FindLas
                 reason = f"it is or holds {foreign[0]}, which this run did not save"
                 warnings.warn(f"{old} stays although checkpoint.keep is {keep}: {reason}", stacklevel=2)
                 continue
-            # what a kill leaves of it is no checkpoint
+            # remains after a kill are no checkpoint
             _remove_partial(old.rename(partial_of(old)))
 
     from_main_rank(put_in_place)

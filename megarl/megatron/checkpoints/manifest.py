@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: its run, its step, and the size and SHA-256 of every file.
+"""The manifest of a checkpoint: run, step, and the size and SHA-256 of every file.
 
-It is written last and compared before loading. So a checkpoint is what one save of one run has written, or it counts as
+It is written last and compared before loading. A checkpoint holds exactly what one save of one run wrote, or counts as
 damaged: a changed, truncated, missing or additional file, a file of another step, a renamed folder.
 """
 
@@ -21,9 +21,9 @@ from megarl.files.writing import read_record, sha256_of, write_atomically
 
 MANIFEST = "manifest.json"
 Files = Mapping[str, tuple[int, str]]
-"""Bytes and SHA-256 of each file by its name."""
+"""Bytes and SHA-256 of each file by name."""
 _SMALL = 64 << 20
-"""Files up to so many bytes are compared even if others are left out."""
+"""Files up to this size are always compared."""
 _CLOCKS_NS = 60 * 10**9
 """The clocks of two nodes differ by less."""
 
@@ -40,7 +40,7 @@ def _encode(record: Mapping[str, Any]) -> bytes:
 def read_manifest(path: Path, run: str = "") -> Files:
     """The files of checkpoint ``path``; DamageError if the manifest or the names and sizes of files are not right.
 
-    run: the run that must have saved it; empty for any.
+    run: the run that must have saved the checkpoint; empty for any.
     """
     file = path / MANIFEST
     if not file.is_file():
@@ -64,7 +64,7 @@ def read_run(path: Path) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """A manifest of these fields and types, and no others; DamageError for anything else."""
+    """A manifest of exactly these fields and types; DamageError for anything else."""
     try:
         data = read_regular(file, MOST_JSON_BYTES)
         record = parse_json(data, str(file), MOST_JSON_BYTES)
@@ -99,7 +99,9 @@ def _require_files(path: Path, files: Files) -> None:
 
 
 def saved_files(path: Path, run: str) -> IsOwn:
-    """What of folder ``path`` is as ``run`` saved it: by size, and by SHA-256 if it is newer than the manifest."""
+    """Return which content of folder ``path`` is as ``run`` saved it: by size, and by SHA-256 if it is newer than the
+    manifest.
+    """
     record = read_record(path / MANIFEST)
     files: Any = record.get("files") if record.get("run") == run else None
 
@@ -126,7 +128,7 @@ def choose(files: Files, num_bytes: float) -> list[tuple[str, str]]:
 
 
 def find_change(path: Path, sample: Iterable[tuple[str, str]]) -> str | None:
-    """Say which of these files is not the one that was written; None if all are."""
+    """Return which of these files has changed since the save; None if all are."""
     for name, digest in sample:
         if sha256_of(path / name) != digest:
             return f"{path / name} is not the file that was written: {MANIFEST} has another SHA-256"

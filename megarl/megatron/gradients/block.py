@@ -1,4 +1,4 @@
-"""Parameters whose gradients ``sequence_squares`` measures, and passes that train nothing."""
+"""The parameters of ``sequence_squares``, and passes that train nothing."""
 
 import re
 from collections.abc import Iterator
@@ -27,15 +27,15 @@ class Block:
     embedding: bool
     output: bool
     layers: tuple[torch.nn.Module, ...]
-    """Linear layers and routers of this rank, whose weights are measured."""
+    """The rank's linear layers and routers with measured weights."""
 
 
 def find_block(policy: Policy, block: str) -> Block:
     """Return the parameters of ``block``; a collective call of the model copy.
 
-    block: "embedding", "output_layer" (with tied embeddings the same parameter), or a regular expression that is
-    searched for in Megatron's parameter names, with layers counted from 0 over all pipeline stages. ConfigError if it
-    is no regular expression, or matches no parameter, an expert's, or other weights than of linear layers.
+    block: "embedding", "output_layer" (equal with tied embeddings), or a regular expression to search in Megatron's
+    parameter names, with layers counted from 0 over all pipeline stages. ConfigError for a wrong regular expression,
+    and for a match of no parameter, of experts, or of weights outside linear layers.
     """
     tied = policy.shape.tied_embeddings
     output = EMBEDDING if tied else OUTPUT_LAYER
@@ -73,8 +73,9 @@ def _is_linear(module: torch.nn.Module) -> bool:
 
 
 def _named_modules(gpt: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """(parameter, its module). Names as without pipeline stages: global layer numbers, one name for both copies of tied
-    embeddings."""
+    """(parameter, its module). Names as without pipeline stages: global layer numbers, a single name for both copies of
+    tied embeddings.
+    """
     for prefix, module in gpt.named_modules():
         for name, parameter in module.named_parameters(prefix, recurse=False):
             if getattr(parameter, "shared", False):
@@ -95,12 +96,12 @@ def measuring(policy: Policy) -> Iterator[None]:
     config = policy.megatron_config
     names = ("finalize_model_grads_func", "no_sync_func", "grad_scale_func")
     originals = {name: getattr(config, name) for name in names}
-    # The embedding needs a gradient so that gradients flow through every layer and its activation checkpointing.
+    # The embedding's gradient makes gradients flow through every layer and activation checkpointing.
     embeddings = set(map(id, _embeddings(policy)))
     frozen = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad and id(p) not in embeddings]
     policy.zero_grad()
     hooked = [chunk for chunk in policy.chunks if chunk.use_forward_hook]
-    for chunk in hooked:  # that gather weights, and assert that all of them are trained
+    for chunk in hooked:  # their hooks gather weights, and assert that all weights are trained
         chunk.disable_forward_pre_hook()
     try:
         vars(config).update(dict.fromkeys(names))
@@ -135,7 +136,7 @@ def embedding_square(policy: Policy) -> float:
 
 
 def _embeddings(policy: Policy) -> list[torch.nn.Parameter]:
-    """The embedding on this rank, or its copy on the last stage."""
+    """Return the embedding, or its copy on the last stage."""
     chunks = [unwrap(chunk) for chunk in policy.chunks]
     weights = [gpt.embedding.word_embeddings.weight for gpt in chunks if gpt.pre_process]
     return weights or [p for gpt in chunks for p in gpt.parameters() if getattr(p, "shared_embedding", False)]

@@ -1,7 +1,7 @@
 """Squared gradient norms of single sequences on a block of parameters, from one pass over packed micro-batches.
 
-A linear layer's gradient of a sequence is ``sum_t g_t a_t^T``, of its inputs a_t and the gradients g_t of its outputs.
-Every backward pass has both, so no sequence needs a pass of its own (Goodfellow, arXiv 1510.01799; "ghost norms", Li et
+A linear layer's gradient of a sequence is ``sum_t g_t a_t^T``, with inputs a_t and gradients g_t of the outputs. Every
+backward pass has both factors: no sequence needs a separate pass (Goodfellow, arXiv 1510.01799; "ghost norms", Li et
 al., arXiv 2110.05679). An embedding adds up g_t by token. If the output layer shares its weight with the embedding, the
 product of the two gradients comes on top.
 """
@@ -31,7 +31,7 @@ from megarl.megatron.versions import unwrap
 class SequenceSquares:
     """Adds up, inside ``watch``, this rank's parts of the squared norms; all ranks of a model copy have the whole.
 
-    Backward passes must take the micro-batches in order, as all of Megatron's schedules do, and each of them once.
+    Backward passes must take the micro-batches once and in order, as all of Megatron's schedules do.
     """
 
     def __init__(self, policy: Policy, block: Block, micro_batches: Sequence[MicroBatch], num_sequences: int) -> None:
@@ -60,7 +60,7 @@ class SequenceSquares:
             yield
 
     def on_logprobs(self, logprobs: Tensor) -> None:
-        """Measure the output layer in the backward pass of these results of ``linear_logprobs``, if it is wanted."""
+        """Measure the output layer, if in the block, in the backward pass of a result of ``linear_logprobs``."""
         if self._block.output:
             weight = WeightGradient(logprobs)
             logprobs.register_hook(lambda gradient: self._add_output(next(self._outputs), weight, gradient))
@@ -68,7 +68,7 @@ class SequenceSquares:
     def add_products(self) -> None:
         """Add twice the product of the embedding's and the output layer's gradients, for the passes so far.
 
-        A collective call of the model copy. Without tied embeddings there is nothing to add.
+        A collective call of the model copy. Adds nothing without tied embeddings.
         """
         if not (self._block.embedding and self._block.output):
             return
@@ -119,7 +119,7 @@ class SequenceSquares:
             self._predicted[index] = rows
 
     def _whole(self, share: Tensor, micro: MicroBatch) -> Tensor:
-        """[S, ...] in slot order, from what this rank has; a collective call."""
+        """Return [S, ...] in slot order, from the share of each rank; a collective call."""
         return gather_slots(share.detach().flatten(0, -2), micro)
 
     def _buckets(self, index: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,15 +1,15 @@
 """Log-probabilities and entropies of given tokens from hidden states, without the [S, V] logits as a whole.
 
 ``logprob = z_label - log sum_w exp z_w`` and ``entropy = -sum_w p_w log p_w`` with ``z = h W^T / temperature``. A row
-may have a kept set, the tokens that top-p or top-k left to the sampler: its log-probability then sums over the set.
+may have a kept set, the tokens that top-p or top-k left to the sampler: the log-probability then sums over the set.
 
 The logits are computed block by block (rows x vocabulary), reduced at once to a maximum, a sum of exponentials and a
 weighted sum per row, and computed again in the backward pass. The vocabulary may be split over a tensor-parallel group:
 the reductions combine exactly, with two small all-reduces in the forward pass and none in the backward pass.
 
 On a GPU, products are 16-bit with fp32 accumulation (``out_dtype``, torch 2.8), and the host never waits for the GPU.
-That path has only been run on a CPU that refuses what CUDA refuses. Libraries with a fused loss (Liger,
-cut-cross-entropy) do not combine a split vocabulary, a coefficient per token and the entropy.
+Tests run the GPU path on a CPU with CUDA's refusals only. Libraries with a fused loss (Liger, cut-cross-entropy) do not
+combine a split vocabulary, a coefficient per token and the entropy.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def linear_logprobs(
     """hidden [S, H], weight [V / tp, H] (rank r holds rows r V / tp ...), labels int64 [S] -> fp32 [S], fp32 [S].
 
     Log-probabilities and entropies have gradients to hidden and weight, ``dz_v = c (1[v = y] - p_v) - e p_v (ln p_v +
-    entropy)`` of incoming c and e. The entropies' costs nothing if none comes in. Logits and reductions are fp32.
+    entropy)`` of incoming c and e. Entropies cost nothing without an incoming gradient. Logits and reductions are fp32.
 
     kept: (ids [M], offsets int64 [S+1]), row s has the distinct ids ``ids[offsets[s]:offsets[s+1]]`` of the whole
-    vocabulary. Its log-probability and c's gradient are those of the softmax over these alone. An empty set stands for
-    the whole vocabulary. A label outside its set has log-probability -inf and no gradient. Entropies ignore the sets.
+    vocabulary. The row's log-probability and c's gradient are of the softmax over the set. An empty set stands for the
+    whole vocabulary. A label outside its set has log-probability -inf and no gradient. Entropies ignore the sets.
     Offsets belong on the host: elsewhere every call waits for them. ValueError if they do not fit ids and labels.
 
-    The gradient of ``hidden`` is this rank's part in fp32; the mapping in front of this function sums the parts.
-    Rows of ``weight`` beyond ``vocab_size`` pad the vocabulary and have probability 0. Products use ``hidden`` in the
-    dtype of ``weight``, which is exact: Megatron's Float16Module only widened a 16-bit model's hidden states to fp32.
+    The gradient of ``hidden`` is this rank's part in fp32; the mapping in front of this function sums the parts. Rows
+    of ``weight`` beyond ``vocab_size`` pad the vocabulary and have probability 0. Products use ``hidden`` in the dtype
+    of ``weight``, which is exact: Megatron's Float16Module only widened a 16-bit model's hidden states to fp32.
     """
     sets = None if kept is None else _Kept(*kept, labels)
     return _LinearLogprobs.apply(hidden, weight, labels, temperature, vocab_size, group, sets)
@@ -100,7 +100,7 @@ def linear_kl(
 
 
 class _Shard:
-    """This rank's rows of the vocabulary, and the blocks in which they are visited."""
+    """The rank's rows of the vocabulary, in blocks."""
 
     def __init__(self, weight: Tensor, vocab_size: int, group: Group) -> None:
         self.group = group if group is not None and group.size() > 1 else None
@@ -113,7 +113,7 @@ class _Shard:
             dist.all_reduce(tensor, op=op, group=self.group)
 
     def local_labels(self, labels: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """[R, 1] each: whether the label is in the block, and its column there (any column if it is not)."""
+        """[R, 1] each: whether the block has the label, and at which column (any column if not)."""
         # Selecting the rows in the block would make the host wait for the GPU once per block.
         local = (labels - (self.first + start))[:, None]
         column = local.clamp(0, end - start - 1)
@@ -121,10 +121,10 @@ class _Shard:
 
 
 class _Kept:
-    """The kept sets of all rows, as ``linear_logprobs`` gets them, and what of them is in a block of logits."""
+    """The kept sets of all rows of ``linear_logprobs``, and their entries in a block of logits."""
 
     def __init__(self, ids: Tensor, offsets: Tensor, labels: Tensor) -> None:
-        # The host knows which entries are of a block of rows, so that slicing them does not wait.
+        # The host knows the entries of each block of rows: slicing does not wait for the device.
         self._bounds = [*offsets[::ROWS].tolist(), *offsets[-1:].tolist()]
         if offsets.numel() != labels.numel() + 1 or self._bounds[-1] != ids.numel():
             raise ValueError(
@@ -152,7 +152,9 @@ class _Kept:
         return flat.scatter_(0, torch.where(hit, place, shape.numel()), False)[:-1].view(shape)
 
     def _find(self, first_id: int, rows: slice, width: int) -> tuple[slice, Tensor, Tensor]:
-        """The entries of a block of rows; for each, whether it is in the block of logits, and its place there."""
+        """Return the entries of a block of rows; of each, whether the block of logits has the entry, and at which
+        place.
+        """
         index = rows.start // ROWS
         entries = slice(self._bounds[index], self._bounds[index + 1])
         column = self._ids[entries] - first_id
@@ -245,7 +247,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_hidden[rows] += _product(by_logit, block_weight)
                 if grad_weight is not None:
                     block_grad += _product(by_logit.t(), block_hidden)
-                del logits, by_entropy, by_logit  # else the next block comes on top of them
+                del logits, by_entropy, by_logit  # or the next block would come on top
             if grad_weight is not None:
                 grad_weight[start:end] = block_grad
         return grad_hidden.to(ctx.hidden_dtype), grad_weight, None, None, None, None, None
@@ -270,8 +272,8 @@ def _by_logit(
 def outer_squares(first: Tensor, second: Tensor) -> Tensor:
     """Return ``||sum_t left_t right_t^T||_F^2`` of each sample, float64 [n]; left [n, L, A], right [n, L, B], fp32.
 
-    It equals ``sum_{t, u} (left_t . left_u) (right_t . right_u)``, which is computed if that takes fewer operations:
-    L (A + B) instead of A B per token. Source: Li et al., arXiv 2110.05679, section 4.
+    It equals ``sum_{t, u} (left_t . left_u) (right_t . right_u)``, the form computed if it takes fewer operations: L (A
+    + B) instead of A B per token. Source: Li et al., arXiv 2110.05679, section 4.
     """
     length, products = first.size(1), first.size(2) * second.size(2)
     if length * (first.size(2) + second.size(2)) < products:
@@ -280,7 +282,7 @@ def outer_squares(first: Tensor, second: Tensor) -> Tensor:
 
 
 class WeightGradient:
-    """The gradient ``sum_t dz_t h_t^T`` that ``linear_logprobs`` gives its weight, sequence by sequence.
+    """The weight gradient ``sum_t dz_t h_t^T`` of ``linear_logprobs``, sequence by sequence.
 
     Made of its first result, before the backward pass; ``complete`` gives the result's gradient [S]. ``whole`` makes a
     column of all S positions from this rank's. Methods take positions [n, L] of n sequences of equal length.
