@@ -170,15 +170,6 @@ def dp_rank() -> int:
     return parallel_state.get_data_parallel_rank()
 
 
-def pp_rank() -> int:
-    """This rank's pipeline stage."""
-    return parallel_state.get_pipeline_model_parallel_rank()
-
-
-def ep_rank() -> int:
-    return parallel_state.get_expert_model_parallel_rank()
-
-
 def dp_size() -> int:
     return parallel_state.get_data_parallel_world_size()
 
