@@ -46,13 +46,17 @@ class Schedule:
     decay_style: str
     weight_decay: float
 
+    @classmethod
+    def of(cls, settings: Any, decay_steps: int) -> Schedule:
+        """Return the schedule of an [optim] or [sft] table."""
+        copied = ("lr", "min_lr", "warmup_steps", "decay_style", "weight_decay")
+        return cls(decay_steps=decay_steps, **{name: getattr(settings, name) for name in copied})
+
 
 def schedule_of(config: Config) -> Schedule:
-    """The schedule of an RL run."""
+    """Return the schedule of an RL run."""
     optim = config.optim
-    copied = ("lr", "min_lr", "warmup_steps", "decay_style", "weight_decay")
-    decay_steps = optim.decay_steps or max(config.optimizer_steps, optim.warmup_steps + 1)
-    return Schedule(decay_steps=decay_steps, **{name: getattr(optim, name) for name in copied})
+    return Schedule.of(optim, optim.decay_steps or max(config.optimizer_steps, optim.warmup_steps + 1))
 
 
 class Policy:

@@ -49,14 +49,7 @@ def sft(config: Config) -> None:
     )
     demonstrations = read_demonstrations(config)
     order = PromptOrder(len(demonstrations), config.run.seed)
-    schedule = Schedule(
-        lr=settings.lr,
-        min_lr=settings.min_lr,
-        warmup_steps=settings.warmup_steps,
-        decay_steps=max(settings.steps, settings.warmup_steps + 1),
-        decay_style=settings.decay_style,
-        weight_decay=settings.weight_decay,
-    )
+    schedule = Schedule.of(settings, max(settings.steps, settings.warmup_steps + 1))
     policy = Policy(config, schedule)
     progress = StepProgress(enabled=distributed.is_main_rank())
     progress.line(
