@@ -1,8 +1,8 @@
 """The training side: Megatron-Core models, packed batches, routing replay, optimizer, checkpoints, weights.
 
-A file imports only what is above it in this list:
+A file imports only files above in the list:
 
-- ``versions``, ``config_errors``: differences of its releases, its refusals as ConfigError.
+- ``versions``, ``config_errors``: differences of releases, Megatron's refusals as ConfigError.
 - ``distributed``: process groups and small collective calls.
 - ``model``, ``hf_weights``: the model, and its weights under Hugging Face names.
 - ``passes``: micro-batches, forward and backward, log-probabilities.

@@ -1,4 +1,4 @@
-"""Turns errors of Megatron about settings, of every kind and some without a message, into a ConfigError of one line."""
+"""Turns Megatron's errors about settings, of every class and some without a message, into a ConfigError of a line."""
 
 import traceback
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ _DELIBERATE = (*_SPOKEN, TypeError)  # what Megatron raises on purpose
 
 @contextmanager
 def as_config_error(doing: str, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Turn an error that Megatron raises inside into a ConfigError: its message, its place, and the user's settings.
+    """Turn an error that Megatron raises inside into a ConfigError: with message, place, and the user's settings.
 
     doing: completes "Megatron cannot"; settings: the [megatron] table. Other errors pass through: those raised in
     megarl, of memory and of communication. If the table is empty, only the types of _DELIBERATE are turned.
@@ -39,11 +39,11 @@ def as_config_error(doing: str, settings: Mapping[str, Any]) -> Iterator[None]:
         if is_other or not (settings or isinstance(error, _DELIBERATE)):
             raise
         table = f"; [megatron] sets {', '.join(settings)}" if settings else ""
-        where = f"{Path(place.filename).relative_to(_MEGATRON)}:{place.lineno}"
-        said = f"{error} ({where})"
-        if not (str(error) and isinstance(error, _SPOKEN)):  # it says nothing to a user: add the line of code
-            said = f"{': '.join(filter(None, (type(error).__name__, str(error))))} ({where}: {place.line})"
-        raise ConfigError(f"Megatron cannot {doing}: {said}{table}") from error
+        location = f"{Path(place.filename).relative_to(_MEGATRON)}:{place.lineno}"
+        message = f"{error} ({location})"
+        if not (str(error) and isinstance(error, _SPOKEN)):  # without meaning for a user: add the line of code
+            message = f"{': '.join(filter(None, (type(error).__name__, str(error))))} ({location}: {place.line})"
+        raise ConfigError(f"Megatron cannot {doing}: {message}{table}") from error
 
 
 def _within(frame: traceback.FrameSummary, *folders: Path) -> bool:

@@ -36,7 +36,7 @@ _COLLECTIVE_WORDS = ("gloo", "nccl", "connection closed by peer", "connection re
 
 
 def initialize(config: Config, timeout_s: float | None = None) -> None:
-    """Join the other ranks of torchrun (or run alone), then create and seed Megatron's groups.
+    """Join the ranks of torchrun (or run alone), then create and seed Megatron's groups.
 
     ``timeout_s`` is by default ``config.collective_timeout_s``. ConfigError if the layout does not divide the ranks.
     """
@@ -66,9 +66,9 @@ def initialize(config: Config, timeout_s: float | None = None) -> None:
 
 def _join(world_size: int, timeout: timedelta) -> None:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world_size == 1 else {}
+    options: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world_size == 1 else {}
     try:
-        dist.init_process_group(backend, timeout=timeout, **alone)
+        dist.init_process_group(backend, timeout=timeout, **options)
     except (dist.DistError, RuntimeError) as error:
         raise PeerError(
             f"rank {os.environ.get('RANK')} of {world_size} did not meet the others at "
@@ -103,7 +103,7 @@ def is_main_rank() -> bool:
 
 
 def require_group(group: object) -> dist.ProcessGroup:
-    """Return a group that this rank is in; where it is in none, torch gives a number, or None for all ranks."""
+    """Return ``group``. A rank outside of a group gets a number from torch, and None stands for all ranks."""
     assert isinstance(group, dist.ProcessGroup), f"found {group!r}, expected a group that this rank is in"
     return group
 
@@ -111,8 +111,8 @@ def require_group(group: object) -> dist.ProcessGroup:
 def over_gloo(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """The ranks of a group (by default all), connected by gloo; a collective call of theirs on first use.
 
-    Numbers and objects of the host would go over NCCL by way of the GPU, after all that is queued there. And a rank
-    that waits for another one in NCCL keeps its GPU busy, which a server may share.
+    Over NCCL, numbers and objects of the host would pass the GPU, after all queued work. A rank that waits in NCCL also
+    keeps the GPU busy, and a server may share the GPU.
     """
     group = require_group(group or dist.group.WORLD)
     if dist.get_backend(group) == dist.Backend.GLOO:
@@ -125,37 +125,37 @@ def _connect_by_gloo(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     c10d = dist.distributed_c10d
     timeout = c10d._get_default_group()._get_backend(torch.device(torch.cuda.current_device())).options._timeout
     # torch's own name counts the groups that a rank is in, and the ranks of a pipeline's ends are in more: the others
-    # would wait under another name. A name of ranks alone serves one group, which therefore outlasts the layout.
-    own, name = c10d._process_group_name, hashlib.sha256(repr(ranks).encode()).hexdigest()
+    # would wait under another name. A name of ranks alone serves a single group, which outlasts the layout.
+    original, name = c10d._process_group_name, hashlib.sha256(repr(ranks).encode()).hexdigest()
     c10d._process_group_name = lambda *_, **__: name
     try:
         return require_group(
             dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True, group_desc=_TWIN)
         )
     finally:
-        c10d._process_group_name = own
+        c10d._process_group_name = original
 
 
-def gather_objects(mine: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
+def gather_objects(local: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
     """A small object, pickled, of each rank of a group (by default all ranks), in rank order; a collective call."""
-    found = [mine] * dist.get_world_size(group)
-    if len(found) > 1:
-        dist.all_gather_object(found, mine, group=over_gloo(group))
-    return found
+    gathered = [local] * dist.get_world_size(group)
+    if len(gathered) > 1:
+        dist.all_gather_object(gathered, local, group=over_gloo(group))
+    return gathered
 
 
 def local_rank() -> int:
-    """This rank's number on its node, which is that of its GPU."""
+    """Return LOCAL_RANK, which is also the index of the rank's GPU."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def gather_on_main_rank(mine: Result) -> list[Result] | None:
+def gather_on_main_rank(local: Result) -> list[Result] | None:
     """An object, pickled, of each rank in rank order; None except on the main rank; a collective call."""
     if dist.get_world_size() == 1:
-        return [mine]
-    found = [mine] * dist.get_world_size() if is_main_rank() else None
-    dist.gather_object(mine, found, group=over_gloo())
-    return found
+        return [local]
+    gathered = [local] * dist.get_world_size() if is_main_rank() else None
+    dist.gather_object(local, gathered, group=over_gloo())
+    return gathered
 
 
 def barrier() -> None:
@@ -173,21 +173,12 @@ def dp_rank() -> int:
     return parallel_state.get_data_parallel_rank()
 
 
-def pp_rank() -> int:
-    """This rank's pipeline stage."""
-    return parallel_state.get_pipeline_model_parallel_rank()
-
-
-def ep_rank() -> int:
-    return parallel_state.get_expert_model_parallel_rank()
-
-
 def dp_size() -> int:
     return parallel_state.get_data_parallel_world_size()
 
 
 def model_group() -> dist.ProcessGroup:
-    """The ranks of one model copy (tensor x context x pipeline). They train on the same batch."""
+    """The ranks of one model copy (tensor x context x pipeline). All train on one batch."""
     if parallel_state.get_context_parallel_world_size() == 1:
         return parallel_state.get_model_parallel_group()
     return _context_model_group()
@@ -197,12 +188,14 @@ def model_group() -> dist.ProcessGroup:
 def _context_model_group() -> dist.ProcessGroup:
     """Megatron has no group over tensor, context and pipeline ranks. A collective call on first use."""
     copies = gather_objects(dp_rank())
-    ranks = {copy: [rank for rank, of in enumerate(copies) if of == copy] for copy in sorted(set(copies))}
+    ranks = {copy: [rank for rank, of_rank in enumerate(copies) if of_rank == copy] for copy in sorted(set(copies))}
     return require_group({copy: dist.new_group(members) for copy, members in ranks.items()}[dp_rank()])
 
 
 def holds_outputs() -> bool:
-    """True on the rank of each model copy that reports metrics: last stage, first tensor- and context-parallel one."""
+    """Return True on the rank of each model copy that reports metrics: last stage, first tensor- and context-parallel
+    one.
+    """
     return parallel_state.is_pipeline_last_stage(ignore_virtual=True) and tp_position()[1] == cp_position()[1] == 0
 
 
@@ -210,32 +203,32 @@ def largest(value: int, group: dist.ProcessGroup | None = None) -> int:
     """The largest ``value`` of a group's ranks (by default all)."""
     if dist.get_world_size(group) == 1:
         return value
-    found = torch.tensor(value)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=over_gloo(group))
-    return int(found)
+    result = torch.tensor(value)
+    dist.all_reduce(result, op=dist.ReduceOp.MAX, group=over_gloo(group))
+    return int(result)
 
 
-def fail_together(failure: MegarlError | None, what: str) -> None:
-    """Raise on every rank if ``what`` failed on one, so that no rank waits for another; a collective call."""
-    others = int(all_sum(torch.tensor(int(failure is not None)), over_gloo())) if dist.get_world_size() > 1 else 0
+def fail_together(failure: MegarlError | None, action: str) -> None:
+    """Raise on every rank if ``action`` failed on any rank, so that no rank waits forever; a collective call."""
+    num_failed = int(all_sum(torch.tensor(int(failure is not None)), over_gloo())) if dist.get_world_size() > 1 else 0
     if failure is not None:
         raise failure
-    if others:
-        error = RolloutError(f"{what} failed on {others} other ranks; their messages say why")
+    if num_failed:
+        error = RolloutError(f"{action} failed on {num_failed} other ranks; their messages say why")
         error.second_hand = True
         raise error
 
 
-def run_together(what: str, action: Callable[[], Result]) -> Result:
-    """The result of ``action``; an error on one rank is raised on all, so that none waits; a collective call."""
-    found: list[Result] = []
+def run_together(name: str, action: Callable[[], Result]) -> Result:
+    """Return the result of ``action``; all ranks raise the error of any rank; a collective call."""
+    results: list[Result] = []
     failure: MegarlError | None = None
     try:
-        found.append(action())
+        results.append(action())
     except MegarlError as error:
         failure = error
-    fail_together(failure, what)
-    return found[0]
+    fail_together(failure, name)
+    return results[0]
 
 
 def is_collective_error(error: BaseException) -> bool:
@@ -260,30 +253,30 @@ def from_main_rank(action: Callable[[], Result]) -> Result:
 
 def collect_metrics(statistics: Mapping[str, Stat]) -> dict[str, Stat] | None:
     """Merge the statistics of all model copies; None except on the main rank; a collective call."""
-    mine = to_host(statistics) if holds_outputs() else {}
+    local = to_host(statistics) if holds_outputs() else {}
     if dist.get_world_size() == 1:
-        return mine
-    layout = _agree_on_layout(layout_of(mine) if holds_outputs() else None)
-    sums, maxima = flatten(mine, layout)
+        return local
+    layout = _agree_on_layout(layout_of(local) if holds_outputs() else None)
+    sums, maxima = flatten(local, layout)
     for column, operation in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
         if len(column):
             dist.reduce(column, 0, operation, group=over_gloo())
     return unflatten(sums, maxima, layout) if is_main_rank() else None
 
 
-def _agree_on_layout(mine: Layout | None) -> Layout:
+def _agree_on_layout(local: Layout | None) -> Layout:
     """The layout of all ranks' statistics; None on a rank without any; a collective call.
 
     Ranks compare hashes. Names travel only when a hash is new, or not the same everywhere.
     """
-    digest = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "little")
+    digest = int.from_bytes(hashlib.sha256(repr(local).encode()).digest()[:7], "little")
     none = -(1 << 62)
-    found = torch.tensor([none, none] if mine is None else [digest, -digest])
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=over_gloo())
-    highest, lowest = int(found[0]), -int(found[1])
+    bounds = torch.tensor([none, none] if local is None else [digest, -digest])
+    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=over_gloo())
+    highest, lowest = int(bounds[0]), -int(bounds[1])
     if highest == lowest in _LAYOUTS:
         return _LAYOUTS[highest]
-    layout = join_layouts(each for each in gather_objects(mine) if each is not None)
+    layout = join_layouts(of_rank for of_rank in gather_objects(local) if of_rank is not None)
     if highest == lowest:
         _LAYOUTS[highest] = layout
     return layout
@@ -300,35 +293,35 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[...] of each rank of a group -> [group size, ...] in rank order, without gradient. All shapes must be equal."""
     if group.size() == 1:
         return tensor[None]
-    found = tensor.new_empty((group.size(), *tensor.shape))
-    dist.all_gather(list(found.unbind()), tensor.contiguous(), group=group)  # into its place: no second copy
-    return found
+    gathered = tensor.new_empty((group.size(), *tensor.shape))
+    dist.all_gather(list(gathered.unbind()), tensor.contiguous(), group=group)  # into its place: no second copy
+    return gathered
 
 
-def gather_bytes(mine: np.ndarray, group: dist.ProcessGroup) -> list[np.ndarray]:
+def gather_bytes(local: np.ndarray, group: dist.ProcessGroup) -> list[np.ndarray]:
     """The uint8 arrays of all ranks of a group, of any lengths, in rank order; sent as tensors, not pickled."""
     if group.size() == 1:
-        return [mine]
+        return [local]
     device = torch.cuda.current_device()
-    own = torch.zeros(group.size(), dtype=torch.int64, device=device)
-    own[group.rank()] = len(mine)
-    dist.all_reduce(own, group=group)
-    sizes = own.tolist()
+    counts = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    counts[group.rank()] = len(local)
+    dist.all_reduce(counts, group=group)
+    sizes = counts.tolist()
     longest = torch.zeros(max(1, *sizes), dtype=torch.uint8)
-    longest[: len(mine)] = torch.from_numpy(np.array(mine))  # torch warns of what is read-only
-    parts = all_gather(to_device(longest, device), group).cpu().numpy()
-    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+    longest[: len(local)] = torch.from_numpy(np.array(local))  # torch warns of what is read-only
+    padded = all_gather(to_device(longest, device), group).cpu().numpy()
+    return [data[:size] for data, size in zip(padded, sizes, strict=True)]
 
 
-def gather_rollouts(mine: Sequence[Rollout]) -> list[Rollout]:
-    """The rollouts of all ranks of this model copy in rank order; without their routes if there are several ranks."""
+def gather_rollouts(local: Sequence[Rollout]) -> list[Rollout]:
+    """The rollouts of all ranks of this model copy in rank order; without routes if there are several ranks."""
     if model_group().size() == 1:
-        return list(mine)
-    bare = encode_rollouts([drop_routes(rollout) for rollout in mine])
-    return [rollout for part in gather_bytes(bare, model_group()) for rollout in decode_rollouts(part)]
+        return list(local)
+    bare = encode_rollouts([drop_routes(rollout) for rollout in local])
+    return [rollout for data in gather_bytes(bare, model_group()) for rollout in decode_rollouts(data)]
 
 
 def gather_rows(rows: np.ndarray) -> np.ndarray:
     """The rows, float64 [n, C], of all ranks back to back in rank order; n may differ between ranks."""
-    parts = gather_bytes(np.ascontiguousarray(rows).view(np.uint8).ravel(), require_group(dist.group.WORLD))
-    return np.concatenate([part.view(np.float64) for part in parts]).reshape(-1, rows.shape[1])
+    by_rank = gather_bytes(np.ascontiguousarray(rows).view(np.uint8).ravel(), require_group(dist.group.WORLD))
+    return np.concatenate([data.view(np.float64) for data in by_rank]).reshape(-1, rows.shape[1])

@@ -1,6 +1,6 @@
 """Models that are never trained: the reference policy, and the model of a checkpoint for evaluation."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -8,8 +8,6 @@ import torch
 from megarl.config import Config
 from megarl.megatron.checkpoints import checkpoint
 from megarl.megatron.hf_weights import export_hf, load_hf
-from megarl.megatron.passes import forward
-from megarl.megatron.passes.micro_batches import MicroBatch
 from megarl.megatron.policy import Policy, build_chunks
 from megarl.models.fit import check_reference
 from megarl.models.shapes import ModelShape, read_shape
@@ -20,8 +18,8 @@ class FrozenModel:
     """The model of a checkpoint in this run's layout, without optimizer, gradients or routing replay.
 
     ``model.path`` gives the architecture, ``checkpoint_path`` (a step folder) the weights, whatever layout wrote them;
-    None takes those of ``model.path``. Construction is a collective call. CheckpointError for a damaged checkpoint or
-    one of another model.
+    None takes the weights of ``model.path``. Construction is a collective call. CheckpointError for a damaged
+    checkpoint, or a checkpoint of another model.
     """
 
     def __init__(self, config: Config, checkpoint_path: Path | None) -> None:
@@ -36,7 +34,7 @@ class FrozenModel:
             self.step = checkpoint.load_weights(checkpoint_path, self.chunks, self.shape, verify)
 
     def export(self, receive: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights under their Hugging Face names, on the ranks that ``receive``; a collective call."""
+        """Yield all weights under Hugging Face names, on the ranks that ``receive``; a collective call."""
         return export_hf(self.chunks, self.shape, receive)
 
 
@@ -51,13 +49,6 @@ class Reference:
         self.chunks = _build_frozen(policy.config, policy.shape)
         load_hf(self.chunks, policy.shape, path)
         self.replay = RoutingReplay(self.chunks) if policy.config.train.replay_reference else None
-        self._vocab_size = policy.shape.vocab_size
-        self._temperature = policy.config.rollout.temperature
-
-    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """fp32 [T] per micro-batch on the last pipeline stage, an empty list elsewhere; a collective call."""
-        outputs = forward.run(self.chunks, micro_batches, temperature=self._temperature, vocab_size=self._vocab_size)
-        return [output.logprobs for output in outputs]
 
 
 def _build_frozen(config: Config, shape: ModelShape) -> list[torch.nn.Module]:

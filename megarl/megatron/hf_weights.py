@@ -33,12 +33,12 @@ from megarl.replay.megatron_state import unwrap
 
 _SHARD_BYTES = 4 << 30
 GATHER_BYTES = 256 << 20
-"""Of the experts that are gathered at once, unless one expert of every rank is more."""
+"""Limit for experts gathered at once, unless an expert of every rank is more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A local parameter, its rule, its layer and expert in the whole model, and what it is made of."""
+    """A local parameter with rule, and with layer and expert in the whole model."""
 
     tensor: torch.Tensor
     rule: Rule
@@ -48,7 +48,7 @@ class Placed:
 
     @property
     def layout(self) -> str:
-        """Key of LAYOUTS. Transformer Engine keeps the projections to latent space whole, the local layers cut them."""
+        """Key of LAYOUTS. Local layers cut the projections to latent space, Transformer Engine keeps them whole."""
         is_whole = self.rule.layout == "column" and not getattr(self.tensor, "tensor_model_parallel", False)
         return "replicated" if is_whole else self.rule.layout
 
@@ -65,11 +65,11 @@ def _matchers(shape: ModelShape) -> list[tuple[re.Pattern[str], Rule]]:
 
 
 def place_parameters(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> list[Placed]:
-    """All parameters of this rank with their rules; CheckpointError if no rule covers one."""
+    """Return the rank's parameters with rules; CheckpointError if a parameter has no rule."""
     matchers = _matchers(shape)
     local_experts = shape.num_experts // parallel_state.get_expert_model_parallel_world_size()
     first_expert = local_experts * parallel_state.get_expert_model_parallel_rank()
-    placed = []
+    entries = []
     for chunk in map(unwrap, chunks):
         stored = chunk.state_dict().keys()
         buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if name in stored)  # expert biases
@@ -77,52 +77,53 @@ def place_parameters(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> li
             match, rule = next(((m, rule) for regex, rule in matchers if (m := regex.fullmatch(name))), (None, None))
             if match is None or rule is None:
                 raise CheckpointError(f"no rule of family {shape.family!r} covers the Megatron parameter {name!r}")
-            parts = match.groupdict()
-            layer = chunk.decoder.layers[int(parts["layer"])].layer_number - 1 if "layer" in parts else 0
-            expert = first_expert + int(parts.get("expert", 0))
-            placed.append(Placed(tensor, rule, layer, expert, rule.hf_names(layer, expert)))
-    return placed
+            numbers = match.groupdict()
+            layer = chunk.decoder.layers[int(numbers["layer"])].layer_number - 1 if "layer" in numbers else 0
+            expert = first_expert + int(numbers.get("expert", 0))
+            entries.append(Placed(tensor, rule, layer, expert, rule.hf_names(layer, expert)))
+    return entries
 
 
 def load_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, path: str | Path) -> str:
-    """Copy the checkpoint in folder ``path`` into the model chunks of this rank; returns a line about what is left out.
+    """Copy the checkpoint in folder ``path`` into the model chunks of this rank.
 
-    Only prediction layers are ("": there are none). Raises CheckpointError naming every tensor that is missing, unknown
-    or of another shape.
+    Returns a line about the prediction layers left out, "" without prediction layers. CheckpointError naming every
+    missing or unknown tensor, and every wrong shape.
     """
     with HFCheckpoint(path) as checkpoint:
         left_out = describe_left_out(check_tensors(checkpoint, hf_shapes(shape)))
         for entry in place_parameters(chunks, shape):
-            _load_one(entry, checkpoint, shape)
+            _load_entry(entry, checkpoint, shape)
     return left_out
 
 
-def _load_one(entry: Placed, checkpoint: HFCheckpoint, shape: ModelShape) -> None:
+def _load_entry(entry: Placed, checkpoint: HFCheckpoint, shape: ModelShape) -> None:
     if entry.rule.scope == "expert":
         group = parallel_state.get_expert_tensor_parallel_group()
     else:
         group = parallel_state.get_tensor_model_parallel_group()
     tensors = [checkpoint.read(name) for name in entry.hf_names]
-    said = f"{entry.hf_names} of shapes {[tuple(tensor.shape) for tensor in tensors]}"
+    source = f"{entry.hf_names} of shapes {[tuple(tensor.shape) for tensor in tensors]}"
     try:
-        local = LAYOUTS[entry.layout].cut(tensors, group.rank(), group.size(), shape)
+        shard = LAYOUTS[entry.layout].cut(tensors, group.rank(), group.size(), shape)
     except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{said} do not fit: {error}") from error
-    if local.shape != entry.tensor.shape:
-        found, expected = tuple(local.shape), tuple(entry.tensor.shape)
-        raise CheckpointError(f"{said} give a shard of shape {found}, expected {expected}")
+        raise CheckpointError(f"{source} do not fit: {error}") from error
+    if shard.shape != entry.tensor.shape:
+        raise CheckpointError(
+            f"{source} give a shard of shape {tuple(shard.shape)}, expected {tuple(entry.tensor.shape)}"
+        )
     with torch.no_grad():
-        entry.tensor.copy_(local)
+        entry.tensor.copy_(shard)
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One parameter of the whole model, or one layer's experts: what every rank must know to gather it."""
+    """A parameter of the whole model, or a layer's experts: the facts that every rank needs for gathering."""
 
     order: tuple[int, int]
     """(layer or 0, index of the rule): the canonical order of the export."""
     stage: int
-    """Pipeline rank that owns it."""
+    """Pipeline rank that owns the piece."""
     shape: tuple[int, ...]
     """Shape of one rank's shard, experts stacked in front."""
     dtype: torch.dtype
@@ -132,55 +133,57 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Hop:
-    """A group that tensors pass on their way to the ranks that receive them."""
+    """A group on the way of tensors to the receiving ranks."""
 
     group: dist.ProcessGroup
     receivers: Sequence[int]
-    """Ranks of the group that need the tensors of all its ranks."""
+    """Ranks of the group that need the tensors of the whole group."""
 
     @classmethod
-    def route(cls, groups: Sequence[dist.ProcessGroup], wanted: bool) -> list[_Hop]:
-        """The hops through these groups, one after the other, to the ranks that want the tensors; a collective call."""
+    def route(cls, groups: Sequence[dist.ProcessGroup], receives: bool) -> list[_Hop]:
+        """Return the hops through the groups to the receiving ranks; a collective call."""
         route: list[_Hop] = []
         for group in reversed(groups):
-            receivers = [rank for rank, wants in enumerate(gather_objects(wanted, group)) if wants]
+            receivers = [rank for rank, is_receiver in enumerate(gather_objects(receives, group)) if is_receiver]
             route.insert(0, cls(group, receivers))
-            wanted = bool(receivers)
+            receives = bool(receivers)
         return route
 
     def gather(self, shard: torch.Tensor | None) -> torch.Tensor | None:
-        """[...] of each rank -> [group size, ...] on the receivers, None on the others."""
+        """[...] of each rank -> [group size, ...] on the receivers, else None."""
         if not self.receivers:
             return None
         assert shard is not None, "every rank of a group with receivers has its shard"
         if len(self.receivers) == self.group.size():
             return all_gather(shard, self.group)
-        found = None
+        gathered = None
         for receiver in self.receivers:
+            slots = None
             if receiver == self.group.rank():
-                found = shard.new_empty((self.group.size(), *shard.shape))
-            into = list(found.unbind()) if found is not None and receiver == self.group.rank() else None
-            dist.gather(shard.contiguous(), into, group=self.group, group_dst=receiver)
-        return found
+                gathered = shard.new_empty((self.group.size(), *shard.shape))
+                slots = list(gathered.unbind())
+            dist.gather(shard.contiguous(), slots, group=self.group, group_dst=receiver)
+        return gathered
 
     def hand_over(
         self, whole: torch.Tensor | None, owner: int, shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """The ``owner``'s tensor, of this shape, on the receivers; None on the others."""
-        mine = self.group.rank()
-        if not self.receivers or mine not in (owner, *self.receivers):
+        """Return the ``owner``'s tensor, of this shape, on the receivers; None on other ranks."""
+        rank = self.group.rank()
+        if not self.receivers or rank not in (owner, *self.receivers):
             return None
-        if mine != owner:
+        if rank != owner:
             whole = torch.empty(*shape, dtype=dtype, device=torch.cuda.current_device())
-        assert whole is not None, "the owner of a tensor that is received has it"
+        assert whole is not None, "the owner has the tensor"
         if len(self.receivers) == self.group.size() > 1:
             dist.broadcast(whole, group=self.group, group_src=owner)
-        elif mine != owner:
+        elif rank != owner:
             dist.recv(whole, group=self.group, group_src=owner)
         else:
-            for receiver in (each for each in self.receivers if each != owner):
-                dist.send(whole, group=self.group, group_dst=receiver)
-        return whole if mine in self.receivers else None
+            for receiver in self.receivers:
+                if receiver != owner:
+                    dist.send(whole, group=self.group, group_dst=receiver)
+        return whole if rank in self.receivers else None
 
 
 def export_hf(
@@ -189,14 +192,15 @@ def export_hf(
     receive: bool = True,
     placed: Sequence[Placed] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every Hugging Face tensor of the live model, whole, in one order, on the ranks that ``receive``.
+    """Yield every Hugging Face tensor of the live model, whole, in canonical order, on the ranks that ``receive``.
 
-    A collective call: exhaust the iterator, also on the other ranks, which only give their shards and get nothing. One
-    parameter, or ``GATHER_BYTES`` of one layer's experts of one kind, is whole at a time. Tensors that one rank holds
-    alone may be views of its weights: copy what must outlast the next step. placed: what ``place_parameters`` found for
-    these chunks; to walk through all modules again takes longer than to copy a small model.
+    A collective call: exhaust the iterator, also on ranks that receive nothing. A single parameter, or ``GATHER_BYTES``
+    of a layer's experts of a kind, is whole at a time. Tensors of a single rank may be views of the weights: copy what
+    must outlast the next step. placed: the result of ``place_parameters`` for these chunks; walking through all modules
+    again takes longer than copying a small model.
     """
-    rules, dense, expert = rules_of(shape), *_routes(receive)
+    rules = rules_of(shape)
+    routes = _routes(receive)
     numbers = {rule.megatron: number for number, rule in enumerate(rules)}
     local: dict[tuple[int, int], list[Placed]] = {}
     for entry in place_parameters(chunks, shape) if placed is None else placed:
@@ -204,58 +208,46 @@ def export_hf(
             local.setdefault((entry.layer, numbers[entry.rule.megatron]), []).append(entry)
     for piece in _pieces(local):
         rule, entries = rules[piece.order[1]], sorted(local.get(piece.order, []), key=lambda entry: entry.expert)
-        for names, shards in _gather(piece, rule, entries, expert if rule.scope == "expert" else dense):
+        for names, shards in _gather(piece, rule, entries, routes[rule.scope == "expert"]):
             yield from zip(names, LAYOUTS[piece.layout].join(shards, shape), strict=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """The groups that tensors pass."""
-
-    inner: list[_Hop]
-    pipeline: _Hop
-    """The last one."""
-
-    @property
-    def is_short(self) -> bool:
-        """Whether there is nothing to gather, and so nothing to copy."""
-        return all(hop.group.size() == 1 for hop in (*self.inner, self.pipeline))
-
-
-def _routes(receive: bool) -> tuple[_Route, _Route]:
-    """The groups that dense parameters and experts pass; a collective call."""
-    dense = [parallel_state.get_tensor_model_parallel_group()]
-    of_experts = [parallel_state.get_expert_tensor_parallel_group(), parallel_state.get_expert_model_parallel_group()]
+def _routes(receive: bool) -> tuple[list[_Hop], list[_Hop]]:
+    """Return the groups that dense parameters and experts pass, the pipeline's last; a collective call."""
     pipeline = parallel_state.get_pipeline_model_parallel_group()
-    routes = [_Hop.route([*groups, pipeline], receive) for groups in (dense, of_experts)]
-    return _Route(routes[0][:-1], routes[0][-1]), _Route(routes[1][:-1], routes[1][-1])
+    dense = [parallel_state.get_tensor_model_parallel_group(), pipeline]
+    experts = [
+        parallel_state.get_expert_tensor_parallel_group(),
+        parallel_state.get_expert_model_parallel_group(),
+        pipeline,
+    ]
+    return _Hop.route(dense, receive), _Hop.route(experts, receive)
 
 
 def _pieces(local: dict[tuple[int, int], list[Placed]]) -> list[_Piece]:
-    """The pieces of all pipeline stages in canonical order, the same list on every rank."""
+    """Return the pieces of all pipeline stages in canonical order, the same list on every rank."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    mine = [
+    pieces = [
         _Piece(order, stage, (len(entries), *entries[0].tensor.shape), entries[0].tensor.dtype, entries[0].layout)
         for order, entries in local.items()
     ]
-    by_stage = gather_objects(mine, parallel_state.get_pipeline_model_parallel_group())
+    by_stage = gather_objects(pieces, parallel_state.get_pipeline_model_parallel_group())
     return sorted(itertools.chain(*by_stage), key=lambda piece: piece.order)
 
 
 def _gather(
-    piece: _Piece, rule: Rule, entries: list[Placed], route: _Route
+    piece: _Piece, rule: Rule, entries: list[Placed], route: list[_Hop]
 ) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
-    """(Hugging Face names, shards of all tensor-parallel ranks) of each parameter, on the ranks that receive."""
-    inner, pipeline = route.inner, route.pipeline
-    if not inner[0].receivers:  # no rank needs anything of this one
+    """Yield (Hugging Face names, shards of all tensor-parallel ranks) of each parameter, on the receiving ranks."""
+    if not route[0].receivers:
         return
-    if route.is_short:
-        for entry in entries:
-            yield entry.hf_names, [entry.tensor.detach()]
+    if all(hop.group.size() == 1 for hop in route):  # without gathering there is no copy
+        yield from ((entry.hf_names, [entry.tensor.detach()]) for entry in entries)
         return
+    *inner, pipeline = route
     sizes = [hop.group.size() for hop in reversed(inner)]  # [expert-parallel ranks if gathered, tensor-parallel ranks]
-    num_local, *of_one = piece.shape
-    step = max(1, GATHER_BYTES // (math.prod(sizes) * math.prod(of_one) * piece.dtype.itemsize))
+    num_local, *of_expert = piece.shape
+    step = max(1, GATHER_BYTES // (math.prod(sizes) * math.prod(of_expert) * piece.dtype.itemsize))
     for first in range(0, num_local, step):
         num = min(step, num_local - first)
         whole = None
@@ -263,10 +255,12 @@ def _gather(
             whole = torch.stack([entry.tensor.detach() for entry in entries[first : first + num]])
             for hop in inner:
                 whole = hop.gather(whole)
-        whole = pipeline.hand_over(whole, piece.stage, (*sizes, num, *of_one), piece.dtype)
-        for rank, shards in enumerate(whole.view(-1, sizes[-1], num, *of_one) if whole is not None else ()):
-            for offset, of_expert in enumerate(shards.unbind(1)):
-                yield rule.hf_names(piece.order[0], rank * num_local + first + offset), list(of_expert)
+        whole = pipeline.hand_over(whole, piece.stage, (*sizes, num, *of_expert), piece.dtype)
+        if whole is None:
+            continue
+        for rank, shards in enumerate(whole.view(-1, sizes[-1], num, *of_expert)):
+            for offset, expert in enumerate(shards.unbind(1), rank * num_local + first):
+                yield rule.hf_names(piece.order[0], offset), list(expert)
 
 
 def save_hf(
@@ -274,8 +268,8 @@ def save_hf(
 ) -> None:
     """Write the live weights as a Hugging Face checkpoint folder ``out``: a collective call, rank 0 writes.
 
-    Config and tokenizer files are copied from ``source``. The folder appears under its name when it is complete.
-    ConfigError if ``out`` holds anything else than what an earlier call wrote. about: plain data for its mark.
+    Config and tokenizer files are copied from ``source``. The folder gets its name when complete. ConfigError if
+    ``out`` holds anything that no earlier call wrote. about: plain data for the mark of the folder.
     """
     tensors = export_hf(chunks, shape, receive=dist.get_rank() == 0)
     if dist.get_rank() == 0:

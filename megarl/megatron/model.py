@@ -25,7 +25,7 @@ from megarl.stand_ins.te import uses_te
 
 
 def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
-    """Megatron's config: what every megarl run needs, the model's shape, then the layout and the user's overrides.
+    """Megatron's config: defaults of every run, the model's shape, then the layout and the user's overrides.
 
     The router computes in fp32, and there is no dropout, because log-probabilities of two passes must agree.
     """
@@ -66,10 +66,10 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
 
 
 def _pipeline_messages(overrides: Mapping[str, Any]) -> dict[str, bool]:
-    """How pipeline stages exchange tensors; ConfigError where they would exchange them in the wrong order.
+    """Return how pipeline stages exchange tensors; ConfigError for settings that swap messages.
 
-    Messages between two ranks are matched by their order alone. In the interleaved schedule, each of two stages sends
-    activations and gradients to the same rank, and in one batch the two are swapped.
+    Messages between two ranks are matched by their order alone. In the interleaved schedule with two stages,
+    activations and gradients go to one rank, and a batch of both is swapped.
     """
     interleaved = overrides.get("virtual_pipeline_model_parallel_size") is not None
     if interleaved and overrides["pipeline_model_parallel_size"] == 2 and overrides.get("batch_p2p_comm"):
@@ -81,13 +81,13 @@ def _pipeline_messages(overrides: Mapping[str, Any]) -> dict[str, bool]:
 
 class _LatentAttention(MLASelfAttention):
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Queries that are projected at once get no norm before, which Megatron adds from 0.19 on."""
+        """Give no norm to queries projected in a single step, where Megatron adds a norm from 0.19 on."""
         resolved = super()._resolve_qk_norm_config(submodules)  # type: ignore[misc]
         return {**resolved, "linear_q_proj": submodules.linear_q_proj}
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShape) -> TransformerBlockSubmodules:
-    """Layers of one pipeline stage: Transformer Engine's if they can be used, else local ones for packed input."""
+    """Return the layers of a pipeline stage: Transformer Engine's if usable, or local layers for packed input."""
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=uses_te(shape), normalization=config.normalization, **for_stage(vp_stage)
     )
@@ -118,32 +118,32 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
 
 
 def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:
-    """The model chunks of this rank (one, or one per virtual stage), with Megatron's random initial weights.
+    """Return the rank's model chunks, one per virtual stage, with Megatron's random initial weights.
 
     The vocabulary is padded up to a multiple of the tensor-parallel size; ``forward`` masks the padding.
     """
     stages = config.virtual_pipeline_model_parallel_size
     tp = parallel_state.get_tensor_model_parallel_world_size()
-    # Megatron's output layer would ask for apex's kernel, which it never calls: ``forward`` replaces its computation.
+    # Megatron's output layer would ask for apex's kernel without calling it: ``forward`` replaces the computation.
     fused = uses_te(shape) and config.gradient_accumulation_fusion
     config.gradient_accumulation_fusion = config.gradient_accumulation_fusion and not fused
     chunks = []
     for stage in [None] if stages is None else range(stages):
-        named = for_stage(stage)
+        stage_argument = for_stage(stage)
         chunk = GPTModel(
             config=config,
             transformer_layer_spec=layer_spec(config, stage, shape),  # type: ignore[arg-type]
             vocab_size=-(-shape.vocab_size // tp) * tp,
             max_sequence_length=shape.max_sequence_length,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stages is None, **named),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stages is None, **named),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stages is None, **stage_argument),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stages is None, **stage_argument),
             share_embeddings_and_output_weights=shape.tied_embeddings,
             position_embedding_type="rope",
             rotary_percent=shape.rotary_percent,
             rotary_base=shape.rotary_base,  # type: ignore[arg-type]
             rope_scaling=shape.rope_factor is not None,
             rope_scaling_factor=shape.rope_factor or 1.0,
-            **named,
+            **stage_argument,
         )
         if config.moe_router_enable_expert_bias and TAKES_PADDING_MASK:
             _fix_expert_bias(chunk)
@@ -170,14 +170,13 @@ def _fix_expert_bias(chunk: GPTModel) -> None:
 def _fix_latents(chunk: GPTModel, shape: ModelShape) -> None:
     """Correct two things in Transformer Engine's latent attention.
 
-    The norms inside of the up-projections have the model's own epsilon, not that of the other norms. The
-    down-projections are whole on every tensor-parallel rank, but marked as shards: the norm of the gradients would
-    count each copy.
+    The norms inside of the up-projections have a separate epsilon. The down-projections are whole on every
+    tensor-parallel rank, but marked as shards: the norm of the gradients would count each copy.
     """
     tp = chunk.config.tensor_model_parallel_size
     for layer in chunk.decoder.layers:
-        for part in ("q", "kv"):
-            up, down = (getattr(layer.self_attention, f"linear_{part}_{way}_proj", None) for way in ("up", "down"))
+        for name in ("q", "kv"):
+            up, down = (getattr(layer.self_attention, f"linear_{name}_{way}_proj", None) for way in ("up", "down"))
             if up is None or down is None:  # a model without compressed queries
                 continue
             up.eps = shape.latent_norm_epsilon

@@ -47,13 +47,17 @@ class Schedule:
     decay_style: str
     weight_decay: float
 
+    @classmethod
+    def of(cls, settings: Any, decay_steps: int) -> Schedule:
+        """Return the schedule of an [optim] or [sft] table."""
+        copied = ("lr", "min_lr", "warmup_steps", "decay_style", "weight_decay")
+        return cls(decay_steps=decay_steps, **{name: getattr(settings, name) for name in copied})
+
 
 def schedule_of(config: Config) -> Schedule:
-    """The schedule of an RL run."""
+    """Return the schedule of an RL run."""
     optim = config.optim
-    copied = ("lr", "min_lr", "warmup_steps", "decay_style", "weight_decay")
-    decay_steps = optim.decay_steps or max(config.optimizer_steps, optim.warmup_steps + 1)
-    return Schedule(decay_steps=decay_steps, **{name: getattr(optim, name) for name in copied})
+    return Schedule.of(optim, optim.decay_steps or max(config.optimizer_steps, optim.warmup_steps + 1))
 
 
 class Policy:
@@ -64,7 +68,7 @@ class Policy:
         self.shape: ModelShape = read_shape(config.model.path)
         self.megatron_config, chunks = build_chunks(config, self.shape)
         self.left_out = load_hf(chunks, self.shape, config.model.path)
-        """A line about the prediction layers of the checkpoint, "" if it has none."""
+        """A line about prediction layers of the checkpoint, or ""."""
         with as_config_error("build the optimizer", config.megatron):
             ddp = _ddp_config(config)
             self.chunks = [
@@ -83,7 +87,7 @@ class Policy:
         self.megatron_config.finalize_model_grads_func = finalize_model_grads
         self.megatron_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.megatron_config.grad_scale_func = self.optimizer.scale_loss
-        # Without replay the hook only observes: a setting that bypasses it costs a metric and is no error.
+        # Without replay the hook only observes: a setting that bypasses the hook costs a metric and is no error.
         train, self.replay = config.train, None
         blocked = train.replay == "none" and replay_blockers(vars(self.megatron_config))
         if self.shape.moe_layers and not blocked:
@@ -101,8 +105,8 @@ class Policy:
     def optimizer_step(self, more_follow: bool = False) -> tuple[float, float]:
         """Clip, step, advance the schedule; returns (gradient norm before clipping, learning rate used).
 
-        more_follow: the next use of the weights is a pass, so ``overlap_param_gather`` may gather them there.
-        NumericsError if the norm is not finite: the update is refused and the weights keep their values.
+        more_follow: a pass uses the weights next, where ``overlap_param_gather`` may gather them. NumericsError if the
+        norm is not finite: the update is refused and the weights keep their values.
         """
         lr = float(self.optimizer.param_groups[0]["lr"])
         if self.optimizer.prepare_grads():
@@ -111,15 +115,15 @@ class Policy:
         if not math.isfinite(norm):
             raise NumericsError(f"gradient norm is {norm}; the optimizer step was refused, the weights are unchanged")
         # Megatron's step would prepare the gradients and take their norm again.
-        known = {"prepare_grads": lambda: False, "get_grad_norm": lambda: norm}
-        vars(self.optimizer).update(known)
-        step: Any = self.optimizer.step  # whose abstract method returns nothing
+        cached = {"prepare_grads": lambda: False, "get_grad_norm": lambda: norm}
+        vars(self.optimizer).update(cached)
+        step: Any = self.optimizer.step  # the abstract method returns None
         try:
-            taken = step()[0]
+            was_taken = step()[0]
         finally:
-            for name in known:
+            for name in cached:
                 del vars(self.optimizer)[name]
-        if not taken:
+        if not was_taken:
             raise NumericsError("Megatron's optimizer refused the step; look for non-finite gradients")
         self.scheduler.step(1)
         if not more_follow:
@@ -128,29 +132,28 @@ class Policy:
         return norm, lr
 
     def describe_schedule_change(self, saved: dict[str, Any]) -> str | None:
-        """One line on how the learning rate differs from that of ``saved``, the schedule in the loaded checkpoint; None
-        if it does not."""
+        """Return a line on how the learning rate differs from ``saved``, the checkpoint's schedule; None if equal."""
         length = "run.steps" if self.config.optim.decay_steps is None else "optim.decay_steps"
         keys = {"max_lr": "lr", "min_lr": "min_lr", "lr_warmup_steps": "warmup_steps", "lr_decay_style": "decay_style"}
         names = {name: f"optim.{key}" for name, key in keys.items()} | {"lr_decay_steps": length}
-        now, before = self.scheduler, copy.copy(self.scheduler)
-        vars(before).update({name: saved[name] for name in names})
-        rates = before.get_lr({}), now.get_lr(self.optimizer.param_groups[0])
-        pairs = {name: (getattr(before, name), getattr(now, name)) for name in names}
-        if vars(before) == vars(now) or (rates[0] == rates[1] and {*pairs["lr_decay_style"]} == {"constant"}):
+        now, planned = self.scheduler, copy.copy(self.scheduler)
+        vars(planned).update({name: saved[name] for name in names})
+        rates = planned.get_lr({}), now.get_lr(self.optimizer.param_groups[0])
+        pairs = {name: (getattr(planned, name), getattr(now, name)) for name in names}
+        if vars(planned) == vars(now) or (rates[0] == rates[1] and {*pairs["lr_decay_style"]} == {"constant"}):
             return None
         changes = ", ".join(
             f"{names[name]} ({name} {old} -> {new})" for name, (old, new) in pairs.items() if old != new
         )
-        keep = f"; optim.decay_steps = {before.lr_decay_steps} keeps it" if length == "run.steps" else ""
+        keep = f"; optim.decay_steps = {planned.lr_decay_steps} keeps it" if length == "run.steps" else ""
         return f"the learning rate of the next update is {rates[1]:.4g}, planned was {rates[0]:.4g}: {changes}{keep}"
 
     def export(self, receive: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights under their Hugging Face names, on the ranks that ``receive``; a collective call."""
+        """Yield all weights under Hugging Face names, on the ranks that ``receive``; a collective call."""
         return export_hf(self.chunks, self.shape, receive, self._placed)
 
     def offload(self) -> int:
-        """Free memory for servers on the same GPUs while they sample; returns the bytes of the device. Then ``reload``.
+        """Free memory for servers on the trainer's GPUs during sampling; return the freed bytes. Then ``reload``.
 
         Gradient buffers, empty between steps, are released; Adam's moments and fp32 main weights move to host memory.
         """
@@ -188,7 +191,7 @@ class Policy:
                 yield from (p for p in group["params"] if p.untyped_storage().data_ptr() not in of_the_model)
 
     def _adams(self) -> list[Any]:
-        return [part.optimizer for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer])]
+        return [inner.optimizer for inner in getattr(self.optimizer, "chained_optimizers", [self.optimizer])]
 
 
 def build_chunks(config: Config, shape: ModelShape) -> tuple[TransformerConfig, list[torch.nn.Module]]:
@@ -207,17 +210,17 @@ def build_chunks(config: Config, shape: ModelShape) -> tuple[TransformerConfig, 
 
 
 def _in_16_bits(megatron_config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
-    """Megatron's wrapper, which casts all parameters and buffers, but not the buffers that stay in fp32."""
-    kept = [(module, name, buffer) for module in chunk.modules() for name, buffer in module._buffers.items()]
+    """Return Megatron's wrapper, which casts parameters and buffers, without casting the fp32 buffers."""
+    buffers = [(module, name, buffer) for module in chunk.modules() for name, buffer in module._buffers.items()]
     wrapped = Float16Module(megatron_config, chunk)
-    for module, name, buffer in kept:
+    for module, name, buffer in buffers:
         if is_fp32(name):
             module._buffers[name] = buffer
     return wrapped
 
 
 def model_config(config: Config, shape: ModelShape) -> TransformerConfig:
-    """Megatron's config of the model in this layout; it raises what Megatron raises for values that do not fit."""
+    """Return Megatron's config of the model in the run's layout; errors as of Megatron, for values that do not fit."""
     fields = {**layout_fields(config), **_overrides(config, TransformerConfig, uses_te(shape))}
     return transformer_config(shape, fields, DTYPES[config.model.dtype])
 
@@ -236,7 +239,7 @@ def _ddp_config(config: Config) -> DistributedDataParallelConfig:
 
 
 def _overrides(config: Config, cls: type, has_te: bool = False) -> dict[str, Any]:
-    """What the GPU defaults and the [megatron] table set in one of Megatron's dataclasses."""
+    """Return the GPU defaults and the [megatron] table's values for a dataclass of Megatron."""
     defaults = gpu_defaults.settings(config, on_gpu=torch.cuda.is_available(), has_te=has_te)
     return realize(cls.__name__, megatron_fields.check({**defaults, **config.megatron})[cls.__name__])
 

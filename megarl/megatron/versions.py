@@ -1,4 +1,4 @@
-"""Differences between releases of Megatron-Core from 0.12 to 0.19, detected by what they accept, not by number.
+"""Differences between releases of Megatron-Core from 0.12 to 0.19, detected by accepted arguments, not by number.
 
 What an older release cannot do is refused when the model is built; docs/version_matrix.md lists it.
 """
@@ -37,13 +37,13 @@ def for_stage(stage: int | None) -> dict[str, Any]:
 
 
 def copy_to_tensor_parallel(replicated: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensor; its gradient is summed over ``group``, the tensor-parallel one (0.12 always uses that one)."""
-    named = {"group": group} if takes(copy_to_tensor_model_parallel_region, "group") else {}
-    return copy_to_tensor_model_parallel_region(replicated, **named)
+    """Return the tensor, with a gradient summed over ``group``, the tensor-parallel group (which 0.12 always uses)."""
+    argument = {"group": group} if takes(copy_to_tensor_model_parallel_region, "group") else {}
+    return copy_to_tensor_model_parallel_region(replicated, **argument)
 
 
 def padding_argument(config: TransformerConfig, mask: Tensor | None) -> dict[str, Tensor | None]:
-    """The keyword argument that excludes padding from what routers count; ConfigError if it is needed but missing."""
+    """Return the keyword argument that excludes padding from the routers' counts; ConfigError if needed but missing."""
     if TAKES_PADDING_MASK:
         return {"padding_mask": mask}
     if mask is not None:

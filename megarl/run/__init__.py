@@ -1,10 +1,9 @@
-"""A run as others see it: its folder, what is written there while it runs, and how it ends.
+"""A run, seen from outside: the folder, the files of a running run, and the end of a run.
 
-- **Begin**: ``folder`` (resolved configuration, new run or resumption), ``lock`` (one writer).
+- **Begin**: ``folder`` (resolved configuration, new run or resumption), ``inputs`` (what the run reads), ``lock``.
 - **While it runs**: ``progress`` (terminal), ``metrics_log`` (metrics.jsonl, TensorBoard, wandb), ``audit`` (which
-  samples trained), ``vitals`` (signs of life); ``stop_request``, ``signals``.
-- **What it is worth**: ``health`` (verdicts on the records).
-- **From outside**: ``status`` (``megarl status``, and why a rank failed).
+  samples trained), ``samples`` (texts), ``vitals`` (signs of life), ``stop_request``, ``signals``.
+- **From outside**: ``status`` (``megarl status``, and why a rank failed), ``verdict`` (a health check's result).
 
-Nothing here trains. From ``megarl.megatron`` it imports the names of checkpoints and collective calls only.
+Nothing here trains. ``megarl.megatron`` gives the names of checkpoints and collective calls only.
 """

@@ -1,12 +1,12 @@
-"""samples.jsonl: which samples trained in which step, written before the step counts as done; nothing is removed.
+"""samples.jsonl: the samples of each step, written before the step counts as done. Nothing is removed.
 
     {"step": 7, "weights": 6, "prompts": {"96": [0, 1, 2, 3], ...}}   step 7 trained on these samples
-    {..., "dropped": {"96/3": "k3 0.92, ..."}}                        a tripwire dropped this one: it did not train
+    {..., "dropped": {"96/3": "k3 0.92, ..."}}                        a tripwire dropped sample 3: it did not train
     {"resumed_after": 5, "time": "2026-01-31 12:00:00"}               steps after 5 were undone, their weights are gone
     {"accepted_inputs": ["data.train:0a1b2c3d4e5f"], "time": ...}     the run goes on with other inputs
 
-A prompt is named by its place in the run's order of prompts. No two draws share a place, so (prompt, sample) names one
-response. ``read_used`` replays the file; ``check`` finds steps that are missing and samples that were used twice.
+A prompt is named by the place in the run's order. No two draws share a place: (prompt, sample) names a single response.
+``read_used`` replays the file; ``check`` finds missing steps and samples that were used twice.
 """
 
 import json
@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ Key = tuple[int, int]
 
 
 class Audit:
-    """Appends to the file; on one rank only. A line is on the disk when ``record_step`` returns."""
+    """Appends to the file, on one rank only. A line is on the disk when a method returns."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "samples.jsonl"
@@ -34,27 +35,25 @@ class Audit:
     def record_step(
         self, step: int, weights: int, keys: np.ndarray | Sequence[Key], dropped: Mapping[Key, str]
     ) -> None:
-        """Step ``step`` (from 1) has trained on these samples, drawn with the weights of so many steps.
+        """Record the samples of step ``step`` (from 1), int64 [n, 2].
 
-        keys: int64 [n, 2]. dropped: those of the samples that a tripwire has dropped, with the reason.
+        weights: the steps that the sampling weights had seen. dropped: why a tripwire dropped some of the samples.
         """
-        rows = np.asarray(keys, np.int64).reshape(-1, 2)
-        if dropped:
-            rows = rows[[key not in dropped for key in map(tuple, rows.tolist())]]
-        rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-        numbers, begins = (column.tolist() for column in np.unique(rows[:, 0], return_index=True))
-        samples, ends = rows[:, 1].tolist(), [*begins[1:], len(rows)][: len(begins)]
-        prompts = {str(number): samples[a:b] for number, a, b in zip(numbers, begins, ends, strict=True)}
-        reasons = {f"{prompt}/{sample}": why for (prompt, sample), why in sorted(dropped.items())}
-        told = {"dropped": reasons} if reasons else {}
-        self._append({"step": step, "weights": weights, "prompts": prompts, **told})
+        prompts: dict[str, list[int]] = {}
+        for prompt, sample in sorted(map(tuple, np.asarray(keys, np.int64).reshape(-1, 2).tolist())):
+            if (prompt, sample) not in dropped:
+                prompts.setdefault(str(prompt), []).append(sample)
+        reasons = {f"{prompt}/{sample}": reason for (prompt, sample), reason in sorted(dropped.items())}
+        self._append(
+            {"step": step, "weights": weights, "prompts": prompts, **({"dropped": reasons} if reasons else {})}
+        )
 
     def record_resume(self, done: int) -> None:
-        """The run continues from a checkpoint after step ``done``."""
+        """Record that the run continues from a checkpoint after step ``done``."""
         self._append({"resumed_after": done, "time": time.strftime("%Y-%m-%d %H:%M:%S")})
 
     def record_inputs(self, accepted: Sequence[str]) -> None:
-        """The run goes on with other inputs than it began with, "NAME:DIGEST" each, because its user accepts them."""
+        """Record differing inputs that the user accepts, as "NAME:DIGEST"."""
         self._append({"accepted_inputs": list(accepted), "time": time.strftime("%Y-%m-%d %H:%M:%S")})
 
     def _append(self, line: dict[str, object]) -> None:
@@ -69,9 +68,9 @@ class Audit:
 
 
 def read_used(path: Path) -> dict[int, list[Key]]:
-    """The samples that have trained the present weights, by step; steps that a resumption has undone are left out.
+    """Return the samples of the present weights, by step, without undone steps.
 
-    DataError for a line that is no record; a line that a kill has cut is skipped if a resumption has undone it.
+    DataError for a line that is no record. A line that a kill has cut is skipped if a resumption has undone the line.
     """
     steps: dict[int, list[Key]] = {}
     torn: str | None = None
@@ -86,19 +85,17 @@ def read_used(path: Path) -> dict[int, list[Key]]:
         if "resumed_after" in record:
             steps = {step: keys for step, keys in steps.items() if step <= record["resumed_after"]}
             torn = None
-            continue
-        if "accepted_inputs" in record:
-            continue
-        if torn is not None:
-            raise DataError(f"{torn}: broken record, and no resumption after it")
-        if record["step"] in steps:
-            raise DataError(f"{path}:{number}: step {record['step']} has trained twice without a resumption")
-        keys = [(int(prompt), sample) for prompt, samples in record["prompts"].items() for sample in samples]
-        steps[record["step"]] = keys
+        elif "accepted_inputs" not in record:
+            if torn is not None:
+                raise DataError(f"{torn}: broken record, and no resumption after it")
+            if record["step"] in steps:
+                raise DataError(f"{path}:{number}: step {record['step']} has trained twice without a resumption")
+            prompts = record["prompts"].items()
+            steps[record["step"]] = [(int(prompt), sample) for prompt, samples in prompts for sample in samples]
     return steps
 
 
-def _is_record(record: object) -> bool:
+def _is_record(record: Any) -> bool:
     if not isinstance(record, dict):
         return False
     if "resumed_after" in record:
@@ -110,20 +107,23 @@ def _is_record(record: object) -> bool:
         type(record.get("step")) is int
         and isinstance(prompts, dict)
         and all(number.isdecimal() and len(number) < 20 for number in prompts)
-        and all(isinstance(each, list) and all(type(sample) is int for sample in each) for each in prompts.values())
+        and all(isinstance(entry, list) and all(type(sample) is int for sample in entry) for entry in prompts.values())
     )
 
 
 def check(path: Path, steps: int) -> int:
-    """Number of samples that trained in steps 1..``steps``; DataError if a step is missing or one trained twice."""
-    found = read_used(path)
-    missing = [step for step in range(1, steps + 1) if step not in found]
-    if missing:
+    """Return the number of samples that trained in steps 1 to ``steps``.
+
+    DataError if a step is missing or a sample trained twice.
+    """
+    used = read_used(path)
+    if missing := [step for step in range(1, steps + 1) if step not in used]:
         raise DataError(f"{path}: no record of steps {missing[:5]}")
-    seen: dict[Key, int] = {}
-    for step, keys in found.items():
+    step_of: dict[Key, int] = {}
+    for step, keys in used.items():
         for key in keys:
-            if key in seen:
-                raise DataError(f"{path}: prompt {key[0]}, sample {key[1]} has trained in steps {seen[key]} and {step}")
-            seen[key] = step
-    return len(seen)
+            if key in step_of:
+                steps_text = f"steps {step_of[key]} and {step}"
+                raise DataError(f"{path}: prompt {key[0]}, sample {key[1]} has trained in {steps_text}")
+            step_of[key] = step
+    return len(step_of)

@@ -1,4 +1,4 @@
-"""What the console of a run begins and ends with: what runs where, and where its weights and its report are."""
+"""What the console of a run begins and ends with: the place of the run, and of its weights and report."""
 
 import os
 import shlex
@@ -11,28 +11,24 @@ from megarl.models.shapes import ModelShape
 
 
 def program(name: str = "megarl") -> str:
-    """How a shell calls this installation's megarl or torchrun from the current folder."""
-    beside = Path(sys.executable).with_name(name)
-    found = shutil.which(name)
-    if not beside.exists() or (found and Path(found).resolve() == beside.resolve()):
+    """Return how a shell calls this installation's megarl or torchrun from the current folder."""
+    sibling, on_path = Path(sys.executable).with_name(name), shutil.which(name)
+    if not sibling.exists() or (on_path and Path(on_path).resolve() == sibling.resolve()):
         return name
-    nearer = os.path.relpath(beside)
-    return shlex.quote(str(beside) if nearer.startswith("..") else nearer)
+    relative = os.path.relpath(sibling)
+    return shlex.quote(str(sibling) if relative.startswith("..") else relative)
 
 
 def header(config: Config, shape: ModelShape, ranks: int, device: str) -> list[str]:
-    """The lines that a training run begins with; ``device`` is the name of that of this rank."""
+    """Return the lines that a training run begins with; ``device`` is the name of this rank's device."""
     layout, train, rollout, saved = config.check_world_size(ranks), config.train, config.rollout, config.checkpoint
     sizes = ", ".join(f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "cp", "dp", "ep", "etp"))
-    rounded = "".join(
-        f", FP8 {part}"
-        for part, on in (
-            ("weights", rollout.fp8_rounding or config.sglang.fp8),
-            ("activations", rollout.fp8_activations),
-            ("cache", rollout.fp8_kv_cache),
-        )
-        if on
-    )
+    fp8 = {
+        "weights": rollout.fp8_rounding or config.sglang.fp8,
+        "activations": rollout.fp8_activations,
+        "cache": rollout.fp8_kv_cache,
+    }
+    rounded = "".join(f", FP8 {name}" for name, is_on in fp8.items() if is_on)
     experts = f", {shape.num_experts} experts" if shape.num_experts else ""
     saving = f"every {saved.every} steps" if saved.every else "at the end" if saved.at_end else "when asked to stop"
     updates = f"{train.mini_batches} updates of {config.responses_per_step // train.mini_batches} responses per step"
@@ -49,7 +45,7 @@ def header(config: Config, shape: ModelShape, ranks: int, device: str) -> list[s
 
 
 def ending(config: Config, checkpoint: Path | None, first: int) -> list[str]:
-    """The lines that a run ends with; it began after ``first`` steps."""
+    """Return the lines that a run ends with; the run began after ``first`` steps."""
     steps = config.run.steps
     title = f"done: {steps} of {steps} steps"
     if first >= steps:

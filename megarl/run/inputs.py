@@ -1,12 +1,12 @@
 """``inputs.json`` in a run's folder: what the run reads, by content. A run goes on only with the same inputs.
 
-An input is a set of files, each with its bytes and SHA-256. Where a file lies does not matter.
+An input is a set of files, with bytes and SHA-256. The place of a file does not matter.
 
 - ``data.train``, ``data.heldout``, ``eval.sets.NAME``: the whole file; of a folder or hub name every record, in order.
 - ``model.path``, ``model.reference``: config.json, generation_config.json, the index; of each file of weights the size
-  and the SHA-256, which of one above 64 MiB covers its header and 64 blocks of 64 KiB at even distances.
-- ``tokenizer``: every file of the model's folder that makes a tokenizer or a chat template, its code included.
-- ``reward.function`` and the other keys of ``megarl.config.trust.PLUGS``: the file of the module that they name.
+  and the SHA-256. Above 64 MiB the SHA-256 covers the header and 64 blocks of 64 KiB at even distances.
+- ``tokenizer``: every file of the model's folder for tokenizer or chat template, code included.
+- ``reward.function`` and the other keys of ``megarl.config.trust.PLUGS``: the file of the named module.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from megarl.files.writing import read_record, sha256_of, write_atomically
 
 INPUTS = "inputs.json"
 Fingerprint = Mapping[str, str]
-"""Bytes and SHA-256 of each file by its name."""
+"""Bytes and SHA-256 of each file by name."""
 _WEIGHTS = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 _TOKENIZER = (
     *("tokenizer*", "*token*.json", "vocab*", "merges*", "spiece*", "sentencepiece*", "*.model", "*.tiktoken"),
@@ -41,36 +41,38 @@ _WHOLE_BYTES, _BLOCK_BYTES, _BLOCKS = 64 << 20, 64 << 10, 64
 
 
 def bind_inputs(config: Config, folder: Path, goes_on: bool, tell: Callable[[str], None]) -> list[str]:
-    """Compare the inputs with those that the run in ``folder`` began with, and record them; return what is accepted.
+    """Compare the inputs with the first inputs of the run in ``folder``, and record them; return accepted differences.
 
-    goes_on: whether there is a run; else the inputs are those of its start. ConfigError that names each input that
-    differs, unless ``checkpoint.accept_inputs`` has it as "NAME:DIGEST".
+    goes_on: whether there is a run to continue. ConfigError naming each differing input, unless
+    ``checkpoint.accept_inputs`` has "NAME:DIGEST".
     """
     now = fingerprint_inputs(config)
     record: Any = read_record(folder / INPUTS) if goes_on else {}
-    before: Any = record.get("inputs") if isinstance(record.get("inputs"), dict) else {}
-    # A benchmark of [eval] may come or go; what comes has no earlier figures that it could be taken for.
-    names = {name for name in {*before, *now} if not name.startswith("eval.sets.")} | ({*before} & {*now})
-    differing = [name for name in sorted(names) if goes_on and before.get(name) != now.get(name)]
+    recorded: Any = record.get("inputs") if isinstance(record.get("inputs"), dict) else {}
+    # A benchmark of [eval] may come or go: a new benchmark has no earlier figures to be confused with.
+    names = {name for name in {*recorded, *now} if not name.startswith("eval.sets.")} | ({*recorded} & {*now})
+    differing = [name for name in sorted(names) if goes_on and recorded.get(name) != now.get(name)]
+    changes = {name: f"{name} ({_describe(recorded.get(name), now.get(name))})" for name in differing}
     accepted = {name: f"{name}:{digest_of(now.get(name))}" for name in differing}
     if refused := [name for name in differing if accepted[name] not in config.checkpoint.accept_inputs]:
-        changes = "; ".join(f"{name} ({_describe(before.get(name), now.get(name))})" for name in refused)
         raise ConfigError(
-            f"{folder} holds a run that began with other inputs: {changes}. Put back what the run began with, choose "
-            "another run.dir, or go on with the new inputs by checkpoint.accept_inputs = "
+            f"{folder} holds a run that began with other inputs: {'; '.join(changes[name] for name in refused)}. "
+            "Put back what the run began with, choose another run.dir, or go on with the new inputs by "
+            "checkpoint.accept_inputs = "
             f"{json.dumps([*config.checkpoint.accept_inputs, *(accepted[name] for name in refused)])}"
         )
     for name in differing:
-        tell(f"warning: {name} is not what the run began with ({_describe(before.get(name), now.get(name))}); accepted")
-    history: Any = record.get("accepted")
-    history = [*(history if isinstance(history, list) else [])]
-    history += [{"input": accepted[name], "before": before.get(name), "time": time.time()} for name in differing]
+        tell(
+            f"warning: {name} is not what the run began with ({_describe(recorded.get(name), now.get(name))}); accepted"
+        )
+    history = record.get("accepted") if isinstance(record.get("accepted"), list) else []
+    history += [{"input": accepted[name], "before": recorded.get(name), "time": time.time()} for name in differing]
     write_atomically(folder / INPUTS, json.dumps({"inputs": now, "accepted": history}, indent=1).encode())
     return [*accepted.values()]
 
 
 def fingerprint_inputs(config: Config) -> dict[str, Fingerprint]:
-    """The inputs of a run by name; DataError for a prompt file that is missing or broken."""
+    """Return the inputs of a run by name; DataError for a prompt file that is missing or broken."""
     inputs = {**fingerprint_model(config), "data.train": fingerprint_data(config.data.train, config.data.split)}
     if config.model.reference:
         inputs["model.reference"] = fingerprint_files(Path(config.model.reference), _WEIGHTS)
@@ -87,13 +89,13 @@ def fingerprint_inputs(config: Config) -> dict[str, Fingerprint]:
 
 
 def fingerprint_model(config: Config) -> dict[str, Fingerprint]:
-    """The model that a run begins with, and its tokenizer."""
+    """Return the initial model and tokenizer."""
     model = Path(config.model.path)
     return {"model.path": fingerprint_files(model, _WEIGHTS), "tokenizer": fingerprint_files(model, _TOKENIZER)}
 
 
 def fingerprint_data(source: str, split: str | None = None) -> Fingerprint:
-    """The content of a source of records, as ``megarl.data.records.read_records`` takes it."""
+    """Return the content of a source of records; sources and errors as of ``megarl.data.records.read_records``."""
     require_file(source)
     if Path(source).is_file():
         return {"content": _digest_file(Path(source))}
@@ -105,7 +107,7 @@ def fingerprint_data(source: str, split: str | None = None) -> Fingerprint:
 
 
 def fingerprint_files(folder: Path, patterns: Iterable[str]) -> Fingerprint:
-    """The files of a folder whose names fit; large ones by samples."""
+    """Return the files of a folder whose names fit; large files by samples."""
     files = sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
     with ThreadPoolExecutor(8) as pool:
         return dict(zip((file.name for file in files), pool.map(_digest_file, files), strict=True))
@@ -116,8 +118,8 @@ def _digest_file(file: Path) -> str:
     if file.suffix != ".safetensors" or size <= _WHOLE_BYTES:
         return f"{size} bytes, sha256 {sha256_of(file)}"
     digest = hashlib.sha256()
-    for part in _sample(file, size):
-        digest.update(part)
+    for block in _sample(file, size):
+        digest.update(block)
     return f"{size} bytes, sha256 of samples {digest.hexdigest()}"
 
 
@@ -139,14 +141,14 @@ def _module_file(module: str) -> Path | None:
 
 
 def digest_of(fingerprint: Mapping[str, Any] | None) -> str:
-    """A short name of an input's content."""
+    """Return a short name of an input's content."""
     return hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _describe(before: Any, now: Fingerprint | None) -> str:
-    """What differs, file by file."""
-    if not isinstance(before, dict) or now is None:
+def _describe(recorded: Any, now: Fingerprint | None) -> str:
+    """Return the differences, file by file."""
+    if not isinstance(recorded, dict) or now is None:
         return "there is none now" if now is None else "there was none, or no record of it, as of earlier releases"
-    names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
-    changes = [f"{name}: {before.get(name, 'not there')} before, {now.get(name, 'not there')} now" for name in names]
+    names = [name for name in sorted({*recorded, *now}) if recorded.get(name) != now.get(name)]
+    changes = [f"{name}: {recorded.get(name, 'not there')} before, {now.get(name, 'not there')} now" for name in names]
     return ", ".join(changes[:2]) + (f" and {len(changes) - 2} more" if len(changes) > 2 else "")

@@ -1,8 +1,8 @@
-"""One writer for a run folder: a lock that a crash releases, and that names its holder.
+"""One writer for a run folder: a lock with the name of its holder, which a crash releases.
 
-The kernel's lock on the file (flock) ends with its process, however that ends. On some network file systems such a lock
-is seen by one node only. So the holder also touches the file every few seconds, and a file that a process on another
-node keeps touching is held.
+The kernel's lock on the file (flock) ends with the process, in any way. On some network file systems only a single node
+sees the lock. The holder therefore also touches the file every few seconds; a file with recent touches from a different
+node is held.
 """
 
 import errno
@@ -23,7 +23,9 @@ BEAT_S = 5.0
 """How often a holder should ``beat``."""
 _GLANCE_S = 1.0
 STALE_S = 60.0
-"""A holder on another node that has not touched the file for this long is gone."""
+"""Without a touch for so long, a holder on a different node is gone."""
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""Errors of file systems without flock."""
 
 
 class RunLock:
@@ -32,13 +34,13 @@ class RunLock:
     def __init__(
         self, path: Path, tell: Callable[[str], None] = lambda _: None, *, wait_s: float = 0, stale_s: float = STALE_S
     ) -> None:
-        """tell: gets a line when it waits; wait_s: for a holder on this node; stale_s: for one on another node."""
+        """tell: gets a line when the lock waits; wait_s: for a holder on this node; stale_s: for another node's."""
         self._path, self._tell, self._wait_s, self._stale_s = path, tell, wait_s, stale_s
         self._file: int | None = None
         self._owner: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
-        """Raise ConfigError with the holder's name if there is one."""
+        """Take the lock. ConfigError with the holder's name if there is a holder, or if the file is no lock."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -46,7 +48,7 @@ class RunLock:
                 raise ConfigError(f"{self._path} is no lock of megarl; move it away, or choose another run.dir")
             self._await_kernel(self._file)
             self._await_other_node()
-            self._owner = _owner()
+            self._owner = _describe_process()
             self._write(self._owner)
         except BaseException as error:
             self._close()
@@ -71,19 +73,21 @@ class RunLock:
             self._file = None
 
     def beat(self) -> None:
-        """Touch the file. ConfigError if another process holds the lock now: two that start on two nodes may both
-        get it where each node sees its own locks only, and the later one keeps it."""
+        """Touch the file. ConfigError if another process holds the lock now.
+
+        On file systems with node-local locks two runs may both acquire the lock; the later writer keeps it.
+        """
         if self._file is not None:
-            found = read_holder(self._path)
-            if found is None:  # two wrote at the same time: the one whose record is read afterwards is the holder
+            holder = read_holder(self._path)
+            if holder is None:  # two runs wrote at the same time: the record that is read afterwards decides
                 self._write(self._owner)
-            elif found != self._owner:
+            elif holder != self._owner:
                 raise self._refusal()
             os.utime(self._file)
 
     def _await_kernel(self, file: int) -> None:
         # ``is_held`` takes the lock for a moment, which is no reason to refuse.
-        until, told = time.monotonic() + max(self._wait_s, _GLANCE_S), False
+        until, has_told = time.monotonic() + max(self._wait_s, _GLANCE_S), False
         while True:
             try:
                 return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,13 +98,13 @@ class RunLock:
                 if error.errno not in _NO_LOCKS:
                     raise
                 return None  # no flock here: rely on the touched file alone
-            if not told and self._wait_s > _GLANCE_S:
+            if not has_told and self._wait_s > _GLANCE_S:
                 self._tell(f"{self._path} is held by {_describe(read_holder(self._path))}; waiting for its end")
-                told = True
+                has_told = True
             time.sleep(0.2)
 
     def _await_other_node(self) -> None:
-        """No process on this node holds it; wait to see whether one on another node still touches the file."""
+        """Without a holder on the node, wait for a touch by a different node."""
         holder = read_holder(self._path)
         if holder is None or holder["host"] == socket.gethostname():
             return
@@ -110,15 +114,16 @@ class RunLock:
         beat, until = self._path.stat().st_mtime, time.monotonic() + self._stale_s
         if self._now() - beat > self._stale_s:
             return
-        wait = f"waiting up to {self._stale_s:.0f} s for a sign of life"
-        self._tell(f"{self._path} was left by {_describe(holder)}; {wait}")
+        self._tell(
+            f"{self._path} was left by {_describe(holder)}; waiting up to {self._stale_s:.0f} s for a sign of life"
+        )
         while time.monotonic() < until:
             if self._path.stat().st_mtime > beat:
                 raise self._refusal()
             time.sleep(min(1.0, self._stale_s / 10))
 
     def _now(self) -> float:
-        """The time of the file system's clock, which need not be this node's."""
+        """Return the time of the file system's clock, which may differ from the node's."""
         probe = self._path.with_name(f".{self._path.name}.{socket.gethostname()}.{os.getpid()}")
         probe.touch()
         try:
@@ -138,32 +143,29 @@ class RunLock:
         data = json.dumps(owner).encode()
         os.pwrite(self._file, data, 0)
         os.ftruncate(self._file, len(data))
-        os.fsync(self._file)  # so that other nodes see it
-
-
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""Errors of file systems without flock."""
+        os.fsync(self._file)  # for readers on other nodes
 
 
 def read_holder(path: Path) -> dict[str, Any] | None:
-    """The process that took the lock and has not released it; None if there is none. It may have crashed."""
+    """Return the process that took the lock and has not released the lock, dead or alive; None without a holder."""
     holder = read_record(path)
     return holder if {"host", "pid", "since"} <= holder.keys() else None
 
 
 def is_held(path: Path) -> bool:
-    """Return whether a process on this node holds it, or one on another node has touched it lately."""
+    """Return whether a process of the node holds the lock, or a process of a different node touched the file lately."""
     holder = read_holder(path)
     if holder is None:
         return False
+    is_here = holder["host"] == socket.gethostname()
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
         except OSError:
-            return time.time() - path.stat().st_mtime < STALE_S
-    return holder["host"] != socket.gethostname() and time.time() - path.stat().st_mtime < STALE_S
+            is_here = False  # no flock here: rely on the touched file alone
+    return not is_here and time.time() - path.stat().st_mtime < STALE_S
 
 
 def _describe(holder: dict[str, Any] | None) -> str:
@@ -173,10 +175,6 @@ def _describe(holder: dict[str, Any] | None) -> str:
     return f"process {holder['pid']} on {holder['host']}{job}, since {holder['since']}"
 
 
-def _owner() -> dict[str, Any]:
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "job": os.environ.get("SLURM_JOB_ID"),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-    }
+def _describe_process() -> dict[str, Any]:
+    since, job = time.strftime("%Y-%m-%d %H:%M:%S"), os.environ.get("SLURM_JOB_ID")
+    return {"host": socket.gethostname(), "pid": os.getpid(), "job": job, "since": since}

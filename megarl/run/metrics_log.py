@@ -1,10 +1,9 @@
 """metrics.jsonl: one JSON object per record, appended while the run goes; TensorBoard and wandb see the same numbers.
 
-A record is ``{"kind": "step" | "minibatch" | "eval", "step": int, "minibatch": int | null, "wall_s": float,
-"<metric>": float, ...}``, with ``"unjudged": str`` if responses have no reward. JSON knows no NaN and no infinity: they
-are written as the strings "nan", "inf" and "-inf", and read back as floats. Everything that depends on the clock is in
-``wall_s`` or under the prefixes ``time/`` and ``speed/``, so that two runs can be compared bit for bit without it
-(:func:`without_timing`).
+A record is ``{"kind": "step" | "minibatch" | "eval", "step": int, "minibatch": int | null, "wall_s": float, "<metric>":
+float, ...}``, with ``"unjudged": str`` if responses have no reward. JSON knows no NaN and no infinity: the file has the
+strings "nan", "inf" and "-inf", and readers get floats. Only ``wall_s`` and the prefixes ``time/`` and ``speed/``
+depend on the clock: without them two runs can be compared bit for bit (:func:`without_timing`).
 """
 
 import json
@@ -26,7 +25,7 @@ Record = dict[str, Any]
 HEADER = ("kind", "step", "minibatch", "wall_s")
 """Keys of every record that are no metrics."""
 UNJUDGED = "unjudged"
-"""Key of a record in which responses have no reward: how many have one, and the first failure."""
+"""Key of a record with responses without a reward: how many responses have one, and the first failure."""
 TIMING_PREFIXES = ("time/", "speed/")
 """Prefixes of metrics that depend on the clock."""
 _BLOCK = 1 << 20
@@ -35,19 +34,18 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class MetricsLog:
-    """Appends the records of a run, on the one rank where it is ``enabled``; elsewhere it does nothing.
+    """Appends the records of a run on the ``enabled`` rank, and does nothing elsewhere.
 
     Every record reaches the operating system at once; a "step" or "eval" record reaches the disk (fsync) before
-    ``write`` returns, with all records before it. So a kill costs at most the step under way, and a torn last line,
-    which the next start cuts off.
-
-    ``wall_s`` counts seconds of training: a resumed run goes on from the last record that is kept.
+    ``write`` returns, with all records before it. A kill costs at most the current step, and tears at most the last
+    line, which the next start removes. ``wall_s`` counts seconds of training: a resumed run goes on from its last
+    record.
     """
 
     def __init__(
         self, run_dir: str | Path, tensorboard: bool = True, wandb_project: str | None = None, enabled: bool = True
     ) -> None:
-        """Make the folder. Event files go to run_dir/tensorboard. ConfigError if wandb is wanted and not installed."""
+        """Make the folder. Event files go to run_dir/tensorboard. ConfigError if wandb is asked for, not installed."""
         self.run_dir = Path(run_dir)
         self.path = self.run_dir / "metrics.jsonl"
         self._file: TextIO | None = None
@@ -61,12 +59,16 @@ class MetricsLog:
             self._cut((math.inf, True))
 
     def write(
-        self, kind: Kind, step: int, metrics: Mapping[str, float], minibatch: int | None = None,
+        self,
+        kind: Kind,
+        step: int,
+        metrics: Mapping[str, float],
+        minibatch: int | None = None,
         unjudged: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Append one record. metrics: numbers of Python or numpy, or one-element tensors; minibatch: its index.
 
-        unjudged: how many responses have a reward, and why the others have none.
+        unjudged: how many responses have a reward, and the first failure.
         """
         if not self._enabled:
             return
@@ -79,10 +81,11 @@ class MetricsLog:
         self._file.write(_to_json(record | values | ({UNJUDGED: unjudged} if unjudged else {})) + "\n")
         if kind != "minibatch":
             self.sync()
-        self._mirror(kind, step, minibatch, values)
+        # A curve for each index of a mini-batch: staleness grows with the index.
+        self._mirror(kind, step, "" if minibatch is None else f"minibatch_{minibatch}/", values)
 
     def sync(self) -> None:
-        """Force everything written so far onto the disk."""
+        """Force all records onto the disk."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -90,10 +93,10 @@ class MetricsLog:
     def truncate_after(self, step: int, evaluated: bool = True) -> int:
         """Drop all records with a larger step, and a torn last line, when a run resumes; return how many.
 
-        evaluated: False drops the evaluation after this step too, because it comes again. Only what is dropped is read,
-        from the end; earlier records have no larger step. The file is cut in one step, so a kill leaves either the old
-        or the new one. TensorBoard hides the dropped steps; wandb cannot take points back, there a resumed run is a new
-        run of the same group.
+        evaluated: False drops the evaluation after the step too, because the run repeats it. Only dropped lines are
+        read, from the end: records before them have no larger step. The cut is a single step: a kill leaves the old or
+        the new file. TensorBoard hides the dropped steps; wandb cannot take points back: a resumed run is a new run of
+        the group.
         """
         if not self._enabled:
             return 0
@@ -133,7 +136,7 @@ class MetricsLog:
             with self.path.open("r+b") as file:
                 if end:
                     file.seek(end - 1)
-                    file.write(b"\n")  # a kill may have cut it off, and nothing else
+                    file.write(b"\n")  # a kill may have cut off this byte alone
                 file.truncate(end)
                 os.fsync(file.fileno())
         self._started_s = time.monotonic() - wall_s
@@ -148,9 +151,7 @@ class MetricsLog:
             self._tensorboard.close()
             self._tensorboard = None
 
-    def _mirror(self, kind: Kind, step: int, minibatch: int | None, values: dict[str, float]) -> None:
-        """Mini-batches get a curve per index (minibatch_0/..., minibatch_1/...): staleness grows with the index."""
-        prefix = "" if minibatch is None else f"minibatch_{minibatch}/"
+    def _mirror(self, kind: Kind, step: int, prefix: str, values: dict[str, float]) -> None:
         if self._use_tensorboard:
             from tensorboard.compat.proto.summary_pb2 import Summary
             from torch.utils.tensorboard import SummaryWriter
@@ -160,7 +161,9 @@ class MetricsLog:
             scalars = [Summary.Value(tag=prefix + name, simple_value=value) for name, value in values.items()]
             events = self._tensorboard.file_writer
             assert events is not None, "it is open from the start"
-            events.add_summary(Summary(value=scalars), step)  # one event for all: add_scalar would write one for each
+            events.add_summary(
+                Summary(value=scalars), step
+            )  # one event for all: add_scalar would write an event per metric
             if kind != "minibatch":
                 self._tensorboard.flush()
         if self._wandb is not None:
@@ -168,16 +171,16 @@ class MetricsLog:
 
 
 def read_metrics(path: str | Path, begin: int = 0) -> list[Record]:
-    """All records of a metrics.jsonl from a byte on, in order; non-finite values are floats again.
-
-    A broken last line is what a kill leaves behind and is passed over. Any other broken line raises DataError with
-    file and line.
-    """
+    """Return all records of a metrics.jsonl from a byte on, in order; errors as of ``iterate_metrics``."""
     return [*iterate_metrics(path, begin)]
 
 
 def iterate_metrics(path: str | Path, begin: int = 0) -> Iterator[Record]:
-    """Yield what ``read_metrics`` returns; one record is in memory."""
+    """Yield all records of a metrics.jsonl from a byte on, in order, with one record in memory.
+
+    A broken last line is passed over: a kill leaves such a line. DataError with file and line for an earlier broken
+    line, and without a file.
+    """
     path, broken = Path(path), None
     if not path.is_file():
         raise DataError(f"{path}: there is no such file; a run writes it into its run folder")
@@ -197,29 +200,35 @@ def iterate_metrics(path: str | Path, begin: int = 0) -> Iterator[Record]:
 def _lines_from_the_end(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield (first byte, line without its end) of a file, the last line first; a block of it is in memory."""
     with path.open("rb") as file:
-        begin, rest = file.seek(0, os.SEEK_END), b""
+        begin, head = file.seek(0, os.SEEK_END), b""
         while begin:
             size = min(begin, _BLOCK)
             begin -= size
             file.seek(begin)
-            rest, *lines = (file.read(size) + rest).split(b"\n")
-            start = begin + len(rest) + sum(len(line) + 1 for line in lines) + 1
+            head, *lines = (file.read(size) + head).split(b"\n")
+            start = begin + len(head) + sum(len(line) + 1 for line in lines) + 1
             for line in reversed(lines):
                 start -= len(line) + 1
                 yield start, line
-        yield 0, rest
+        yield 0, head
 
 
-def _broken(where: str, error: ValueError) -> DataError:
-    return DataError(f"{where}: broken record ({error}); only the last line may be torn")
+def _broken(place: str, error: ValueError) -> DataError:
+    return DataError(f"{place}: broken record ({error}); only the last line may be torn")
 
 
 def without_timing(records: Iterable[Record]) -> list[Record]:
-    """The records without everything that depends on the clock: equal for two runs that computed the same."""
+    """Return the records without clock-dependent values: equal for two equal computations."""
     return [
         {name: value for name, value in record.items() if name != "wall_s" and not name.startswith(TIMING_PREFIXES)}
         for record in records
     ]
+
+
+def describe_judged(record: Mapping[str, Any], of: str = "reward") -> str:
+    """Return "N of M judged" for responses without a reward in a record, of training or "eval"; else nothing."""
+    judged, responses = record.get(f"{of}/judged"), record.get(f"{of}/responses")
+    return "" if judged is None or judged == responses else f"{judged:.0f} of {responses:.0f} judged"
 
 
 def _to_json(record: Record) -> str:
@@ -241,12 +250,6 @@ def _from_json(line: bytes) -> Record:
         raise ValueError(f"{UNJUDGED} is {record[UNJUDGED]!r:.80}, expected a text")
     texts = (*HEADER[:3], UNJUDGED)
     return record | {name: _number(name, value) for name, value in record.items() if name not in texts}
-
-
-def describe_judged(record: Mapping[str, Any], of: str = "reward") -> str:
-    """Return "N of M judged" for responses without a reward in a record, of training or "eval"; else nothing."""
-    judged, responses = record.get(f"{of}/judged"), record.get(f"{of}/responses")
-    return "" if judged is None or judged == responses else f"{judged:.0f} of {responses:.0f} judged"
 
 
 def _number(name: str, value: object) -> float:

@@ -18,7 +18,7 @@ from megarl.errors import printable
 from megarl.run.signals import drop_lost_outputs
 
 Advance = Callable[[int], None]
-"""Says that so many more items are done; fits an engine's ``on_finish``."""
+"""Reports a number of finished items; fits an engine's ``on_finish``."""
 
 
 class StepProgress:
@@ -33,7 +33,7 @@ class StepProgress:
         )
 
     def line(self, text: str) -> None:
-        """Print a line of its own, above a bar if there is one."""
+        """Print a line, above a bar if a bar is shown."""
         if not self._enabled:
             return
         with self._hanging_up():

@@ -1,8 +1,7 @@
-"""responses.jsonl.gz: what the model wrote, a few responses of each step or all of them; zcat reads it too.
+"""responses.jsonl.gz: the model's responses, a few per step or all; zcat reads the file too.
 
-A step is one or more gzip members of JSON lines, appended in one write; each line is a response (``FIELDS``). A kill
-can only leave a part of the last member: readers stop before it, and the next start cuts it off, with the steps that a
-resumption has undone.
+A step is a few gzip members of JSON lines, appended in a single write; each line is a response (``FIELDS``). A kill can
+only cut the last member: readers stop before it. The next start removes the cut member, and undone steps.
 """
 
 import gzip
@@ -24,8 +23,8 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "prompt": (str,),  # as the model sees it, special tokens included
     "response": (str,),  # everything after the prompt
     "parts": (list,),  # with tools: [["model" | "environment", text], ...], else empty
-    "reward": (float, int, type(None)),  # null if there is none
-    "rewards": (dict,),  # each part by name, if there are several
+    "reward": (float, int, type(None)),  # null without a reward
+    "rewards": (dict,),  # by name, for several rewards
     "error": (str, type(None)),  # of the reward or the environment
     "length": (int,),  # tokens that the model generated
     "prompt_tokens": (int,),
@@ -49,34 +48,34 @@ def pack(responses: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 class SampleFile:
-    """Appends the responses of a run; on one rank only."""
+    """Appends the responses of a run, on one rank only."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
 
     def append(self, members: bytes) -> None:
-        """Append the members of a step in one write. OSError if they cannot be written."""
+        """Append the members of a step in one write. OSError if the disk refuses them."""
         with self.path.open("ab") as file:
             file.write(members)
 
     def truncate_after(self, step: int) -> None:
-        """Drop later steps, and what a kill or a damage has left behind, when a run resumes."""
+        """Drop later steps, and remains of a kill or a damage, when a run resumes."""
         if not self.path.is_file():
             return
         end = 0
         try:
-            for after, content in _members(self.path):
+            for next_byte, content in _members(self.path):
                 if _parse(self.path, content.splitlines()[-1])["step"] > step:
                     break
-                end = after
+                end = next_byte
         except DataError:
-            pass  # what is behind it can be read by nobody; it counts as lost
+            pass  # nobody can read what follows; it counts as lost
         with self.path.open("r+b") as file:
             file.truncate(end)
 
 
 def read_samples(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the responses of a run in the order of their steps; none if it stored none.
+    """Yield the responses of a run in the order of their steps; nothing without stored responses.
 
     A half-written end is passed over. DataError if the file is damaged elsewhere.
     """
@@ -88,48 +87,46 @@ def read_samples(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _members(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (first byte behind it, content) of each complete gzip member."""
+    """Yield (end, content) of each complete gzip member."""
     with path.open("rb") as file:
-        rest, begin, read = b"", 0, 0
+        unread, begin = b"", 0
         while True:
             unpack, content = zlib.decompressobj(wbits=31), bytearray()
             while not unpack.eof:
-                block = rest or file.read(_BLOCK)
-                read += 0 if rest else len(block)
-                rest = b""
+                block = unread or file.read(_BLOCK)
+                unread = b""
                 if not block:
-                    return  # nothing more, or a member that a kill has cut off
+                    return  # the end of the file, or a member that a kill has cut off
                 try:
                     content += unpack.decompress(block)
                 except zlib.error as error:
                     raise DataError(f"{path}: byte {begin}: damaged ({error}); the steps before can be read") from error
                 if len(content) > _LARGEST_MEMBER:
                     raise DataError(f"{path}: byte {begin}: a step of more than {_LARGEST_MEMBER} bytes")
-            rest = unpack.unused_data
-            begin = read - len(rest)
+            unread = unpack.unused_data
+            begin = file.tell() - len(unread)
             yield begin, bytes(content)
 
 
 def _parse(path: Path, line: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        response = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: found {line[:60]!r}, expected JSON ({error})") from error
     for name, types in FIELDS.items():
-        value = found.get(name) if isinstance(found, dict) else None
+        value = response.get(name) if isinstance(response, dict) else None
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             raise DataError(f"{path}: a response has {name} = {value!r:.60}, expected {types[0].__name__}")
-    parts_are_texts = all(
-        isinstance(part, list) and len(part) == 2 and all(isinstance(text, str) for text in part)
-        for part in found["parts"]
+    are_pairs = all(
+        isinstance(pair, list) and [type(text) for text in pair] == [str, str] for pair in response["parts"]
     )
-    if not parts_are_texts or not all(isinstance(value, int | float) for value in found["rewards"].values()):
+    if not are_pairs or not all(isinstance(value, int | float) for value in response["rewards"].values()):
         raise DataError(f"{path}: expected the parts of a response as pairs of texts, and its rewards as numbers")
-    return found
+    return response
 
 
 def _finite(response: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows no NaN and no infinity: they are written as null."""
+    """Replace NaN and infinity, which JSON does not know, by null."""
     for name in ("reward", "gap"):
         if response[name] is not None and not math.isfinite(response[name]):
             response[name] = None

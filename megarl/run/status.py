@@ -1,6 +1,6 @@
-"""What the processes of a run leave in files about its state, and ``megarl status``, which reads them.
+"""``megarl status``, and further readers of the files about a run's state.
 
-``megarl.run.vitals`` writes the signs of life; ``megarl launch``, which sees only exit codes, reads why a rank failed.
+``megarl.run.vitals`` writes the signs of life. ``megarl launch`` sees exit codes only, and reads the cause here.
 """
 
 import json
@@ -43,72 +43,72 @@ _MOST_RANKS = 1 << 20
 
 
 def show(run_dir: Path, as_json: bool = False) -> int:
-    """Print the status; returns 0, or 1 for a run that has failed or is lost."""
-    found = read_status(run_dir)
-    print(json.dumps(found) if as_json else "\n".join(map(printable, _lines(found))))
-    return int(found["state"] in ("failed", "lost"))
+    """Print the status; returns 0, or 1 for a run that has failed or is lost. ConfigError if there is no run."""
+    status = read_status(run_dir)
+    print(json.dumps(status) if as_json else "\n".join(map(printable, _lines(status))))
+    return int(status["state"] in ("failed", "lost"))
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """Return status.json and more. "state" is "lost" if it says that the run goes on, but no process holds its lock.
+    """Return status.json and more. "state" is "lost" for a running state without a holder of the lock.
 
-    ConfigError if there is no run.
+    ConfigError if there is no run, or if the file is damaged.
     """
     path = run_dir / "status.json"
     try:
         path.lstat()
-        found = read_object(path)
-        _require_fields(found, _STATUS)
-        _require_verdicts(found.get("health"))
+        status = read_object(path)
+        _require_fields(status, _STATUS)
+        health = status.get("health")  # None: no step is judged
+        for entry in [] if health is None else health if isinstance(health, list) else [health]:
+            _require_fields(entry, _VERDICT)
+            if len(entry) != len(_VERDICT):
+                raise ValueError(f"a verdict has the fields {[*entry]!r:.80}")
     except (FileNotFoundError, NotADirectoryError):
-        begun = _read_launch(run_dir)
-        if begun:
-            raise ConfigError(f"{run_dir}: no rank has written a status; the launcher says: {begun['says']}") from None
+        if launch := _read_launch(run_dir):
+            raise ConfigError(f"{run_dir}: no rank has written a status; the launcher says: {launch['says']}") from None
         raise ConfigError(f"found no {path}: {run_dir} is no folder of a run that has begun") from None
     except (ValueError, OSError) as error:
         raise ConfigError(f"{path} is damaged ({error}); a running run rewrites it every few seconds") from None
     now, lock = time.time(), run_dir / "lock"
-    if found["state"] in ("starting", "running") and not is_held(lock):
-        found["state"] = "lost"
-    where = describe_ranks(read_signs(run_dir, found["ranks"]), now) if found["state"] != "finished" else None
-    found |= {"silent_s": now - found["updated"], "checkpoint": newest_checkpoint(run_dir), "where": where}
-    return found | {"holder": read_holder(lock), "launch": _read_launch(run_dir)}
+    if status["state"] in ("starting", "running") and not is_held(lock):
+        status["state"] = "lost"
+    has_finished = status["state"] == "finished"
+    return status | {
+        "silent_s": now - status["updated"],
+        "checkpoint": newest_checkpoint(run_dir),
+        "where": None if has_finished else describe_ranks(read_signs(run_dir, status["ranks"]), now),
+        "holder": read_holder(lock),
+        "launch": _read_launch(run_dir),
+    }
 
 
-def _require_fields(found: Any, fields: _Fields) -> None:
-    """Raise ValueError unless it is an object with these fields, all numbers being finite and not absurd."""
-    if not isinstance(found, dict):
-        raise ValueError(f"found {type(found).__name__}, expected an object")
+def _require_fields(record: Any, fields: _Fields) -> None:
+    """ValueError unless ``record`` is an object with these fields, all numbers being finite and not absurd."""
+    if not isinstance(record, dict):
+        raise ValueError(f"found {type(record).__name__}, expected an object")
     for name, types in fields.items():
-        if name not in found:
+        if name not in record:
             raise ValueError(f"{name} is missing")
-        value = found[name]
+        value = record[name]
         fits = type(value) in types or (value is None and None in types)
         if not fits or (isinstance(value, (int, float)) and not abs(value) < _LARGEST):
             raise ValueError(f"{name} is {value!r:.80}")
-    if found.get("ranks", 0) > _MOST_RANKS:
-        raise ValueError(f"ranks is {found['ranks']}")
-
-
-def _require_verdicts(found: Any) -> None:
-    """Raise ValueError unless it is a list of verdicts, or None: no step is judged."""
-    for entry in [] if found is None else found if isinstance(found, list) else [found]:
-        _require_fields(entry, _VERDICT)
-        if len(entry) != len(_VERDICT):
-            raise ValueError(f"a verdict has the fields {[*entry]!r:.80}")
+    if record.get("ranks", 0) > _MOST_RANKS:
+        raise ValueError(f"ranks is {record['ranks']}")
 
 
 def _read_launch(run_dir: Path) -> dict[str, Any] | None:
-    """launch.json; None if there is none. If the launcher is gone, "says" tells so and what it wrote last."""
-    found = read_record(run_dir / "launch.json")
-    if not found:
+    """Return launch.json or None. If the launcher is gone, "says" holds the launcher's last word."""
+    record = read_record(run_dir / "launch.json")
+    if not record:
         return None
-    if not isinstance(found.get("says"), str):
-        return found | {"says": "launch.json is damaged"}
-    ended = found["says"].startswith(("finished", "stopped", "gave up"))
-    if not ended and not is_held(run_dir / "launch.lock"):
-        found["says"] = f"gone; its last word: {found['says']}"
-    return found
+    if not isinstance(record.get("says"), str):
+        return record | {"says": "launch.json is damaged"}
+    has_ended = record["says"].startswith(("finished", "stopped", "gave up"))
+    if not has_ended and not is_held(run_dir / "launch.lock"):
+        record["says"] = f"gone; its last word: {record['says']}"
+    return record
 
 
 def newest_checkpoint(run_dir: Path) -> str | None:
@@ -116,29 +116,29 @@ def newest_checkpoint(run_dir: Path) -> str | None:
     return max((path.name for path in run_dir.glob("checkpoints/step_???????")), default=None)
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
-    state, job, launch = found["state"], found["job"], found["launch"]
-    runs, verdicts = state == "running", [Verdict(**each) for each in found.get("health") or ()]
-    tokens = f", {found['tokens_per_s']:.0f} tokens/s" if found["tokens_per_s"] is not None else ""
+def _lines(status: dict[str, Any]) -> list[str]:
+    state, job, launch = status["state"], status["job"], status["launch"]
+    is_running, verdicts = state == "running", [Verdict(**entry) for entry in status.get("health") or ()]
+    tokens = f", {status['tokens_per_s']:.0f} tokens/s" if status["tokens_per_s"] is not None else ""
     gaps = {"k3": "k3 {:.1e}", "native_flip": "native flip {:.2%}", "dropped": "{:.0f} responses dropped"}
-    engines = [text.format(found[name]) for name, text in gaps.items() if isinstance(found.get(name), float)]
+    engines = [text.format(status[name]) for name, text in gaps.items() if isinstance(status.get(name), float)]
     lines = {
         "state": state + (": its processes are gone, start it again to continue" if state == "lost" else ""),
-        "step": f"{found['step']} of {found['steps']}",
-        "phase": runs and f"{found['phase']}, for {format_duration(time.time() - found['phase_since'])}",
-        "speed": found["step_s"] is not None and f"{found['step_s']:.1f} s per step{tokens}",
-        "to go": runs and found["eta_s"] is not None and format_duration(found["eta_s"]),
+        "step": f"{status['step']} of {status['steps']}",
+        "phase": is_running and f"{status['phase']}, for {format_duration(time.time() - status['phase_since'])}",
+        "speed": status["step_s"] is not None and f"{status['step_s']:.1f} s per step{tokens}",
+        "to go": is_running and status["eta_s"] is not None and format_duration(status["eta_s"]),
         "engines": ", ".join(engines),
-        "responses": isinstance(found.get("unjudged"), str) and found["unjudged"],
-        "health": ("\n" + " " * 12).join(line for each in verdicts for line in each.lines())
-        or (found.get("health") is not None and "no warnings"),
-        "checkpoint": found["checkpoint"] or "none",
-        "job": job and (f"{job}, restart {found['restart']}" if found["restart"] else job),
-        "main rank": f"process {found['pid']} on {found['host']}",
+        "responses": isinstance(status.get("unjudged"), str) and status["unjudged"],
+        "health": ("\n" + " " * 12).join(line for verdict in verdicts for line in verdict.lines())
+        or (status.get("health") is not None and "no warnings"),
+        "checkpoint": status["checkpoint"] or "none",
+        "job": job and (f"{job}, restart {status['restart']}" if status["restart"] else job),
+        "main rank": f"process {status['pid']} on {status['host']}",
         "launcher": launch and launch["says"],
-        "silent": runs and found["silent_s"] > _QUIET_S and f"for {format_duration(found['silent_s'])}",
-        "last error": found["last_error"] and f"{found['error_kind']}: {found['last_error']}",
-        "ranks": found["where"],
+        "silent": is_running and status["silent_s"] > _QUIET_S and f"for {format_duration(status['silent_s'])}",
+        "last error": status["last_error"] and f"{status['error_kind']}: {status['last_error']}",
+        "ranks": status["where"],
     }
     return [f"{name + ':':<12}{text}" for name, text in lines.items() if text]
 
@@ -147,8 +147,8 @@ def format_duration(seconds: float, digits: int = 0) -> str:
     """Return seconds in the units that fit: 42 s, 3 min 20 s, 5 h 07 min; ``digits`` are those of seconds alone."""
     if not math.isfinite(seconds) or seconds < 60:
         return f"{seconds:.{digits}f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
+    minutes, remainder = divmod(int(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {remainder:02d} s"
 
 
 def rank_file(folder: Path, rank: int) -> Path:
@@ -156,7 +156,7 @@ def rank_file(folder: Path, rank: int) -> Path:
 
 
 def stop_file(folder: Path) -> Path:
-    """A request to stop: it holds the name of the start of the trainer that should end."""
+    """Return the file of a request to stop, with the number of the trainer's start to end."""
     return folder / "stop"
 
 
@@ -165,7 +165,7 @@ def stacks_file(folder: Path, rank: int) -> Path:
 
 
 def read_signs(folder: Path, ranks: int, attempt: str | None = None) -> list[dict[str, Any]]:
-    """The last sign of each rank, of this start of the trainer if one is named; a rank without a sign has step -1."""
+    """Return the last sign of each rank; a rank without a sign has step -1. attempt: of this start of the trainer."""
     signs = []
     for rank in range(ranks):
         sign = read_record(rank_file(folder, rank))
@@ -181,9 +181,9 @@ def read_signs(folder: Path, ranks: int, attempt: str | None = None) -> list[dic
 
 
 def describe_ranks(signs: Sequence[Mapping[str, Any]], now: float | None) -> str:
-    """Say where ranks are, e.g. "rank 1: gone in train after step 3; ranks 0, 2-3: sync after step 3".
+    """Return where ranks are, e.g. "rank 1: gone in train after step 3; ranks 0, 2-3: sync after step 3".
 
-    Most suspicious first: ranks that are gone, silent ones, the smallest group. ``now`` is None if all have ended.
+    Most suspicious first: dead ranks, silent ranks, the smallest group. ``now`` is None if all have ended.
     """
     places: dict[tuple[int, str], list[int]] = {}
     for sign in signs:
@@ -196,7 +196,7 @@ def describe_ranks(signs: Sequence[Mapping[str, Any]], now: float | None) -> str
 
 
 def _judge(sign: Mapping[str, Any], now: float) -> tuple[str, int]:
-    """Return what is wrong with a rank, as the beginning of a phrase, and its place in the order."""
+    """Return a rank's problem, as the beginning of a phrase, and the rank's place in the order."""
     if sign["host"] == socket.gethostname() and sign["pid"] and not Path(f"/proc/{sign['pid']}").exists():
         return "gone in ", 0
     silent = now - sign["beat"]
@@ -212,23 +212,23 @@ def name_ranges(numbers: Sequence[int]) -> str:
 
 
 def write_failure(error: MegarlError, *, is_cause: bool = False) -> None:
-    """Write kind and message of the error, unless another rank has already written one.
+    """Write kind and message of the error, unless another rank has already written an error.
 
-    An error that only says that another rank failed gives way to one that knows the cause, and all give way to
-    ``is_cause``. Does nothing without ``megarl launch``, and on a file system that refuses.
+    An error that knows the cause replaces an error that only reports a failed rank, and ``is_cause`` replaces all
+    errors. Does nothing without ``megarl launch``, or if the file system refuses.
     """
     if FAILURE_VARIABLE not in os.environ:
         return
     path = Path(os.environ[FAILURE_VARIABLE])
     record = {"kind": type(error).__name__, "message": " ".join(str(error).split()), "second_hand": error.second_hand}
-    own = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     with suppress(OSError), ExitStack() as cleanup:
-        cleanup.callback(own.unlink, missing_ok=True)
-        own.write_text(json.dumps(record))
+        cleanup.callback(draft.unlink, missing_ok=True)
+        draft.write_text(json.dumps(record))
         try:
-            os.link(own, path)  # the whole file at once, and never over that of another rank
+            os.link(draft, path)  # the whole file at once, and never over another rank's file
         except FileExistsError:
             if is_cause or (not error.second_hand and read_record(path).get("second_hand")):
-                own.replace(path)
+                draft.replace(path)
         except OSError:  # a file system without links
-            own.replace(path)
+            draft.replace(path)

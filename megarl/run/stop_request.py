@@ -1,8 +1,8 @@
-"""A request to stop the run, which saves itself first: SIGUSR1, SIGTERM, SIGINT (Ctrl-C), SIGHUP (the terminal has
-gone), or ``megarl launch``.
+"""A request to stop the run, which saves itself first.
 
-torchrun forwards SIGTERM and the first SIGINT to its ranks, a second SIGINT as SIGTERM, and kills the ranks that are
-left after 30 s. (When sampling stops is another thing: ``megarl.core.choices.stopping``.)
+SIGUSR1, SIGTERM, SIGINT (Ctrl-C), SIGHUP (the terminal is gone) and ``megarl launch`` make such a request. torchrun
+forwards SIGTERM and the first SIGINT to its ranks, a second SIGINT as SIGTERM, and kills remaining ranks after 30 s.
+(When sampling stops is decided in ``megarl.core.choices.stopping``.)
 """
 
 import os
@@ -17,14 +17,14 @@ from megarl.megatron.distributed import largest
 from megarl.run.signals import take_stop_signals
 
 _ONE_KEY_S = 1.0
-"""One Ctrl-C may arrive twice within this time: from the terminal, and from a launcher that forwards it."""
+"""A Ctrl-C may arrive twice within so many seconds: from the terminal, and from a launcher that forwards the signal."""
 
 
 class StopRequest:
     """Set by a signal, or by ``ask``; a context manager that restores the old signal handlers.
 
-    A second Ctrl-C raises KeyboardInterrupt, which ends the run at once, without a save.
-    Ranks learn of a request at different times, so they decide together: ``agree``.
+    A second Ctrl-C raises KeyboardInterrupt, which ends the run at once, without a save. Ranks learn of a request at
+    different times, so all ranks decide together: ``agree``.
     """
 
     def __init__(self) -> None:
@@ -42,12 +42,12 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def ask(self, who: str) -> None:
+    def ask(self, name: str) -> None:
         """Request a stop in the name of ``who``; from any thread."""
-        self.reason = self.reason or who
+        self.reason = self.reason or name
 
     def check(self, _: int = 0) -> None:
-        """Raise StopError if this rank was asked to stop. Call only where the work can be repeated."""
+        """StopError if this rank was asked to stop. Call only where the work can be repeated."""
         if self.reason is not None:
             raise StopError(f"asked to stop by {self.reason}")
 
@@ -65,8 +65,8 @@ class StopRequest:
         if self._interrupted_at is None:
             self._interrupted_at = now
             if os.environ.get("RANK", "0") == "0":  # not print, which is not safe in a signal handler
-                under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-                then = "torchrun waits 30 s for that" if under_torchrun else "a second Ctrl-C ends at once"
+                is_launched = "TORCHELASTIC_RUN_ID" in os.environ
+                then = "torchrun waits 30 s for that" if is_launched else "a second Ctrl-C ends at once"
                 os.write(2, f"\nmegarl: stopping; finished steps are saved first, {then}\n".encode())
         elif now - self._interrupted_at > _ONE_KEY_S:
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""What status.json says of a run's health: one record for each check that warns (``megarl.watch.health``)."""
+"""What status.json says of a run's health: a record per warning check (``megarl.watch.health``)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +12,7 @@ class Verdict:
     """What a check says about a run."""
 
     check: str
-    """Its name, which is also the key of its limits in [health]."""
+    """The name, also the key of the limits in [health]."""
     level: Level
     found: str
     """What was seen last, with numbers and limits."""

@@ -1,11 +1,11 @@
-"""Signs of life of a run: what each rank is doing, a file for ``megarl status``, and stacks of a rank that hangs.
+"""Signs of life of a run: each rank's phase, a file for ``megarl status``, and stacks of hanging ranks.
 
     <run>/status.json        the run as a whole, by the main rank
     <run>/ranks/<rank>.json  step and phase of each rank, touched every few seconds
     <run>/ranks/<rank>.stacks.txt  stacks of all threads of a rank without progress for log.hang_s
 
-A thread of each rank writes them with every beat, and after a new phase within a quarter of one: no step waits for the
-file system. It also ends the rank if torchrun is gone, because then nothing else would.
+A thread of each rank writes the files with every beat, and within a quarter of a beat after a new phase, so that no
+step waits for the file system. The thread also ends the rank when torchrun is gone.
 """
 
 import faulthandler
@@ -30,7 +30,7 @@ from megarl.run.status import rank_file, stacks_file, stop_file
 State = Literal["starting", "running", "finished", "stopped", "failed"]
 BETWEEN = "between phases"
 _ORPHANED = 70
-"""Exit code of a rank that has lost its launcher or its lock (EX_SOFTWARE)."""
+"""Exit code of a rank without launcher or lock (EX_SOFTWARE)."""
 _SPEED_STEPS = 20
 
 
@@ -47,44 +47,44 @@ class RunStatus:
     started: float = field(default_factory=time.time)
     updated: float = 0.0
     step_s: float | None = None
-    """Wall-clock seconds, work between steps included; mean of the last 20."""
+    """Wall-clock seconds, work between steps included; mean over 20 steps."""
     tokens_per_s: float | None = None
     eta_s: float | None = None
     k3: float | None = None
-    """Of the latest step, as ``native_flip``: how far the training engine is from the engine that sampled."""
+    """Of the latest step, as ``native_flip``: the distance between the training engine and the sampling engine."""
     native_flip: float | None = None
     dropped: float | None = None
-    """Responses of the latest step that the tripwires have dropped; None if they are off."""
+    """Dropped responses of the latest step; None if the tripwires are off."""
     unjudged: str | None = None
-    """How many responses of the latest step have a reward, and the first failure; None if all have one."""
+    """How many responses of the latest step have a reward, and the first failure; None if all rewards succeeded."""
     health: list[dict[str, Any]] | None = None
-    """The verdicts after the latest step, worst first; None before the first one."""
+    """The verdicts after the latest step, worst first; None before the first step."""
     ranks: int = 1
     last_error: str | None = None
     error_kind: str | None = None
-    """Name of its class."""
+    """The class of the error."""
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     job: str | None = field(default_factory=lambda: os.environ.get("SLURM_JOB_ID"))
     restart: str | None = field(default_factory=lambda: os.environ.get("SLURM_RESTART_COUNT"))
     attempt: str | None = field(default_factory=lambda: os.environ.get("MEGARL_ATTEMPT"))
-    """Which start of the trainer by ``megarl launch`` this is."""
+    """Number of the trainer's start by ``megarl launch``."""
 
 
 class Vitals:
-    """The signs of life of one rank; a context manager around the thread that writes them."""
+    """The signs of life of one rank; a context manager around the writing thread."""
 
     def __init__(
         self, folder: Path, rank: int, ranks: int, *, steps: int, hang_s: float, beat_s: float | None = None
     ) -> None:
         """hang_s: seconds without progress before stacks are written; beat_s: seconds between two signs."""
         self._folder, self._rank, self._hang_s = folder, rank, hang_s
-        self._beat_s = beat_s or max(2.0, ranks / 50)  # of all ranks 50 a second; 200 while phases change
+        self._beat_s = beat_s or max(2.0, ranks / 50)  # all ranks together write 50 a second; 200 while phases change
         self._parent = os.getppid()
         # Without torchrun the parent is a shell, which may end before the run (nohup).
         self._has_launcher = "TORCHELASTIC_RUN_ID" in os.environ
         self.lock: RunLock | None = None
-        """Touched with every sign. The rank ends if another run has taken it."""
+        """Touched with every sign. The rank ends if another run has taken the lock."""
         self.ask: Callable[[str], None] | None = None
         """Called when ``megarl launch`` leaves a request to stop in the run folder."""
         self._moved, self._hang_reported = time.monotonic(), False
@@ -111,20 +111,20 @@ class Vitals:
         outer = self.status.phase
         self._enter(name)
         yield
-        self._enter(outer)  # not after an error, whose message names the phase
+        self._enter(outer)  # not after an error, because its message names the phase
 
     def mark_progress(self) -> None:
-        """The rank does not hang: a response is complete, or a micro-batch is trained."""
+        """Note that the rank does not hang: a response is complete, or a micro-batch is trained."""
         self._moved, self._hang_reported = time.monotonic(), False
 
     def begin(self, done: int) -> None:
-        """The run begins its steps, ``done`` of which are finished already."""
+        """Begin the steps of the run, ``done`` of which are finished already."""
         self.status.state, self.status.step = "running", done
         self._ends.append(time.monotonic())
         self._write()
 
     def finish_step(self, done: int) -> None:
-        """A step has ended; update speed and remaining time, which the thread writes."""
+        """Update speed and remaining time at the end of a step; the thread writes them."""
         status = self.status
         self._ends.append(time.monotonic())
         if len(self._ends) > 1:  # the first entry is the begin of the run
@@ -162,15 +162,15 @@ class Vitals:
                 self._end_at_once("its launcher is gone")
             try:
                 self._check()
-            except ConfigError as error:  # the lock is lost: another run writes into this folder now
+            except ConfigError as error:  # the lock is lost: a second run writes into the folder now
                 self._end_at_once(str(error))
-            except Exception as error:  # also one that nobody foresaw: without this thread, the lock seems abandoned
+            except Exception as error:  # any error: without this thread, the lock seems abandoned
                 _complain(f"warning: {describe(error)}")
 
     def _check(self) -> None:
         if self.lock is not None:
             self.lock.beat()
-        # The file names a start of the trainer, so that an old file does not stop a later start.
+        # The file names a start of the trainer: an old file does not stop a later start.
         with suppress(OSError):
             if self.ask is not None and stop_file(self._folder).read_text() == self.status.attempt:
                 self.ask("megarl launch")
@@ -190,29 +190,28 @@ class Vitals:
         status = self.status
         return f"rank {self._rank} on {status.host} is in phase {status.phase} after step {status.step}"
 
-    def _end_at_once(self, why: str) -> None:
-        """At once, without cleaning up: checkpoints are complete at any moment, and the main thread may hang."""
-        _complain(f"error: rank {self._rank}: {why}; ending")
+    def _end_at_once(self, reason: str) -> None:
+        """End the process without cleaning up: checkpoints are always complete, and the main thread may hang."""
+        _complain(f"error: rank {self._rank}: {reason}; ending")
         os._exit(_ORPHANED)
 
     def _write(self) -> None:
-        """Write both files. They need not be durable: they describe this moment only."""
+        """Write both files, without fsync: they describe the moment only."""
         self.status.updated = time.time()
-        self._written = self._place  # read before what is written, so that no change is lost
+        self._written = self._place  # read before the status, to lose no change
         with self._file_lock:
             try:
                 rank_file(self._folder, self._rank).parent.mkdir(parents=True, exist_ok=True)
-                own = {"rank": self._rank, "host": self.status.host, "pid": self.status.pid, "step": self.status.step}
-                own |= {"phase": self.status.phase, "phase_since": self.status.phase_since, "beat": time.time()}
-                own |= {"beat_s": self._beat_s, "error": self.status.last_error, "attempt": self.status.attempt}
-                write_atomically(rank_file(self._folder, self._rank), json.dumps(own).encode(), durable=False)
+                status = asdict(self.status)
+                sign = {name: status[name] for name in ("host", "pid", "step", "phase", "phase_since", "attempt")}
+                sign |= {"rank": self._rank, "beat": time.time(), "beat_s": self._beat_s, "error": status["last_error"]}
+                write_atomically(rank_file(self._folder, self._rank), json.dumps(sign).encode(), durable=False)
                 if self._rank == 0:
-                    status = json.dumps(asdict(self.status)).encode()
-                    write_atomically(self._folder / "status.json", status, durable=False)
-            except Exception as error:  # such as a full disk, which must not end a run
+                    write_atomically(self._folder / "status.json", json.dumps(status).encode(), durable=False)
+            except Exception as error:  # a full disk, for example, must not end a run
                 _complain(f"warning: no status written: {describe(error)}")
 
 
 def _complain(line: str) -> None:
-    with suppress(OSError, ValueError):  # what reads stderr may be gone, with the launcher
+    with suppress(OSError, ValueError):  # the reader of stderr may be gone, with the launcher
         print(f"megarl: {line}", file=sys.stderr, flush=True)

@@ -1,13 +1,12 @@
 """Training: the loop of a run, the steps of the optimizer, and the supervised cold start.
 
-- ``loop``: a run, step by step: sample, train, sync the engine, log, evaluate, checkpoint. ``saving`` has its
-  checkpoints and how it ends.
-- ``sampling``: which samples a step consists of, and which rank draws and trains each of them.
-- ``step``: the forward passes and optimizer updates of a step, on each ``mini_batch``; ``token_advantages`` for the
-  objectives that compute advantages from log-probabilities.
-- ``engines``, ``environments``: build what the configuration names.
-- ``trace_dump``: writes the routes of a step to files.
+- ``loop``: a run, step by step: sample, train, sync the engine, log, evaluate, checkpoint. ``monitor`` reports,
+  ``saving`` has checkpoints and endings, ``records`` the samples and their routes (``trace_dump``).
+- ``sampling``: the samples of a step, and the ranks that draw and train them.
+- ``step_plan``, ``mini_batch``, ``passes``, ``step``: a frozen plan of a step, the records, passes as functions, and
+  their order. ``token_advantages`` is for objectives with advantages by token, ``tripwires`` drops sequences.
+- ``engines``, ``environments``: build the parts named by the configuration.
 - ``sft``: the supervised cold start.
 
-May import everything below it: ``run``, ``rollout``, ``megatron``, ``data``, ``config``, ``core``.
+May import ``watch``, ``run``, ``engines``, ``megatron``, ``data``, ``config``, ``core``.
 """

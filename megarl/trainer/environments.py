@@ -1,4 +1,4 @@
-"""Builds the environment of a configuration, its tools, and the player that runs episodes in it."""
+"""Builds environment and tools of a configuration, and the player of episodes."""
 
 import math
 import os
@@ -54,42 +54,44 @@ def turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
 
 
 def make_environment(config: EnvironmentConfig) -> Environment | None:
-    """Return the environment, or None without one; ConfigError if it or a tool cannot work here."""
+    """Return the environment, if any; ConfigError if it or a tool cannot work here."""
     if config.function is None:
         return None
     if config.function == "tools":
-        given = {} if config.observation is None else {"template": config.observation}
-        form = Hermes(**given) if config.format == "hermes" else Block(config.call_open, config.call_close, **given)
-        return ToolEnvironment([_tool(name, config) for name in config.tools], form)
-    made = _make("environment.function", config.function, config.options, "tools")
-    if not callable(getattr(made, "begin", None)):
-        raise ConfigError(
-            f"environment.function {config.function!r} made a {type(made).__name__} without begin(prompt, seed); "
-            "expected an environment, see docs/environments.md"
+        template = {} if config.observation is None else {"template": config.observation}
+        form = (
+            Hermes(**template) if config.format == "hermes" else Block(config.call_open, config.call_close, **template)
         )
-    return made
+        return ToolEnvironment([_tool(name, config) for name in config.tools], form)
+    environment = _make("environment.function", config.function, config.options, "tools")
+    if not callable(getattr(environment, "begin", None)):
+        raise ConfigError(
+            f"environment.function {config.function!r} made a {type(environment).__name__} without "
+            "begin(prompt, seed); expected an environment, see docs/environments.md"
+        )
+    return environment
 
 
 def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the end tokens of the checkpoint's generation config and tokenizer; ConfigError if there are none."""
-    found: set[int] = set()
+    """Return the end tokens of the checkpoint's generation config and tokenizer; ConfigError without end tokens."""
+    tokens: set[int] = set()
     file = Path(model_path) / "generation_config.json"
     if os.path.lexists(file):  # it is optional
         eos = read_object(file).get("eos_token_id")
         ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
         if not all(type(token) is int and token >= 0 for token in ends):
             raise ConfigError(f"{file}: eos_token_id is {eos!r:.80}, expected a token id or a list of them")
-        found.update(ends)
+        tokens.update(ends)
     if isinstance(tokenizer.eos_token_id, int):
-        found.add(tokenizer.eos_token_id)
-    if not found:
+        tokens.add(tokenizer.eos_token_id)
+    if not tokens:
         raise ConfigError(f"{model_path} names no end token, neither in generation_config.json nor in the tokenizer")
-    return tuple(sorted(found))
+    return tuple(sorted(tokens))
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tuple[int, ...]:
     """Return the token of each text; ConfigError for a text of several tokens: engines stop at single tokens."""
-    found: list[int] = []
+    ids: list[int] = []
     for text in texts:
         try:
             tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -100,8 +102,8 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tuple[
                 f"environment.stop: {text!r} is {len(tokens)} tokens of this tokenizer, expected one: a turn ends with "
                 "a token; leave it out, and the turn ends with the end token"
             )
-        found.append(int(tokens[0]))
-    return tuple(found)
+        ids.append(int(tokens[0]))
+    return tuple(ids)
 
 
 def _tool(name: str, config: EnvironmentConfig) -> Tool:

@@ -3,12 +3,12 @@
     for each step:  rollouts -> advantages -> [old, reference log-probabilities] -> N optimizer steps -> engine
 
 The engine samples with the weights that the step begins with. With ``rollout.one_step_off``, the engine samples the
-responses of the next step while this step trains, with the weights that this step begins with:
+responses of the next step during training, with the weights of the step's begin:
 
     for each step:  await rollouts -> engine gets the weights, begins the next rollouts -> train
 
-Everything outside the checkpoint is a pure function of the configuration and the step. A run that is killed and started
-again therefore continues as if nothing had happened. (The exception: with ``one_step_off``, the first step after the
+Everything outside the checkpoint is a pure function of the configuration and the step. A killed and restarted run
+therefore continues without a trace of the restart. (The exception: with ``one_step_off``, the first step after the
 restart is sampled with its own weights.)
 """
 
@@ -49,7 +49,7 @@ from megarl.trainer.step_plan import StepPlan
 
 
 def train(config: Config) -> None:
-    """Run the configuration to its last step, from its newest checkpoint if there is one; a collective call.
+    """Run the configuration to the last step, from the newest checkpoint if any; a collective call.
 
     StopError if the run was asked to stop, PeerError if another rank is lost.
     """
@@ -57,7 +57,7 @@ def train(config: Config) -> None:
     distributed.initialize(config)
     folder, rank, ranks = config.run_dir, dist.get_rank(), dist.get_world_size()
     with ExitStack() as stack:
-        # The launcher has a lock too. If this lock is held under it, a killed trainer holds it for a moment.
+        # Under a launcher, a killed trainer may hold the lock for a moment.
         wait_s = 60.0 if "MEGARL_ATTEMPT" in os.environ else 0.0
         tell = StepProgress(enabled=distributed.is_main_rank()).line
         lock = RunLock(folder / "lock", tell, wait_s=wait_s)
@@ -115,17 +115,17 @@ class Trainer:
                 self._evaluate(first)
             settings = self.config.megatron
             gc.collect()
-            gc.freeze()  # present objects stay, and each collection would spend 3 % of a short step on them
+            gc.freeze()  # collections of present objects would take 3 % of a short step
             for step in range(first, self.config.run.steps):
-                # Megatron rejects some settings only when it uses them: in the first step.
-                is_new = settings and step == first
-                with as_config_error("train", settings) if is_new else nullcontext():
+                # Megatron rejects a few settings on first use: in the first step.
+                is_first = settings and step == first
+                with as_config_error("train", settings) if is_first else nullcontext():
                     self._step(step)
                 self.checkpoints.poll()
                 self.checkpoints.end_if_asked(step + 1)
             self.checkpoints.poll(wait=True)
-            newest = self.checkpoints.newest()
-            for line in console.ending(self.config, newest[1] if newest else None, first):
+            latest = self.checkpoints.newest()
+            for line in console.ending(self.config, latest[1] if latest else None, first):
                 self.monitor.say(line)
         finally:
             gc.unfreeze()
@@ -167,7 +167,7 @@ class Trainer:
     def _sample(self, step: int) -> StepRollouts:
         """Return the rollouts of a step, and with ``one_step_off`` begin those of the next step."""
         config, monitor = self.config, self.monitor
-        # If sampling fails, the checkpoint that follows must hold the sampler's state from before this step.
+        # If sampling fails, the following checkpoint must hold the sampler's state before the step.
         with self.checkpoints.save_on_failure(step, self.sampler.state_dict()):
             per_rank = -(-config.responses_per_step // dist.get_world_size())
             with monitor.phase("rollout"), monitor.progress.bar("rollout", per_rank) as advance:
@@ -186,7 +186,7 @@ class Trainer:
         return rollouts
 
     def _prepare(self, plan: StepPlan, rollouts: StepRollouts) -> list[MiniBatch]:
-        """Pack each mini-batch, split it into micro-batches, and fetch the routes that this rank replays."""
+        """Pack each mini-batch, split the tokens into micro-batches, and fetch the rank's routes."""
         with self.monitor.phase("prepare"):
             if plan.gradient_variance:
                 rollouts.metrics.update(gradient_variance(self.train_step, rollouts))
@@ -194,14 +194,14 @@ class Trainer:
             minis = [self.train_step.prepare(of_mini, advantages) for of_mini, advantages in pairs]
         if not plan.writes_traces:
             for of_mini in rollouts.mini_batches:
-                of_mini.clear()  # frees the routes, of which every rank has its rows
+                of_mini.clear()  # frees the routes: every rank has its rows
         return minis
 
     @contextmanager
     def _log_step(
         self, done: int, started: float, statistics: dict[str, Stat] | None, last_update: dict[str, float]
     ) -> Iterator[None]:
-        """Log the step after the block, also if it fails: the checkpoint that is then saved contains the step."""
+        """Log the step after the block, also if it fails: the following checkpoint contains the step."""
         failure: Exception | None = None
         try:
             yield
@@ -212,7 +212,7 @@ class Trainer:
             raise failure
 
     def _sync(self, version: int) -> None:
-        """Send the weights after ``version`` steps to the engine, unless it has them. The engine must be idle."""
+        """Send the weights after ``version`` steps to the engine, if it has older weights. The engine must be idle."""
         if self.engine.weight_version == version:
             return
         with self.monitor.phase("sync"):
@@ -246,7 +246,7 @@ class Trainer:
         return self.checkpoints.is_best(done)
 
     def _resume(self) -> int:
-        """Load the newest checkpoint, if there is one; return the number of finished steps."""
+        """Load the newest checkpoint, if any; return the number of finished steps."""
         done = self.checkpoints.resume() if self.config.checkpoint.resume else None
         if done is None:
             self.checkpoints.eval_is_due = bool(self.config.eval.every)

@@ -1,4 +1,4 @@
-"""One optimizer step's share of a rank, and how rollouts become it.
+"""A rank's share of an optimizer step, and its making from rollouts.
 
 Shapes: ``n`` sequences of this rank, ``T`` packed tokens of a micro-batch, ``L`` MoE layers, ``K`` experts of a token.
 """
@@ -25,23 +25,23 @@ from megarl.replay import MicroRoutes
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The rewards of a global step, equal on all ranks, and which sequences this rank trains on."""
+    """The rewards of a global step, equal on all ranks, and the rank's sequences."""
 
     rewards: np.ndarray
     """float64 [S], 0 where the reward function failed; such a response has no loss token."""
     groups: np.ndarray
     """int64 [S]."""
     owned: list[list[int]]
-    """By mini-batch, the sequences of this data-parallel rank, in the order of its rollouts."""
+    """By mini-batch, the sequences of the data-parallel rank, in the order of the rollouts."""
 
     def only(self, index: int) -> Self:
-        """Return the same rewards for one mini-batch."""
+        """Return the rewards for a single mini-batch."""
         return replace(self, owned=[self.owned[index]])
 
 
 @dataclass(frozen=True, slots=True)
 class FirstPass:
-    """What the first pass over a mini-batch found, at the weights that the step begins with."""
+    """Results of the first pass over a mini-batch, at the step's first weights."""
 
     logprobs: list[torch.Tensor]
     """fp32 [T] by micro-batch, of pi_old, on the last pipeline stage; empty on other stages."""
@@ -52,13 +52,13 @@ class FirstPass:
     gaps: np.ndarray
     """float64 [n, COLUMNS]: how far the engines are apart (``megarl.watch.tripwires.Column``)."""
     mistake: AgreementError | None
-    """What replay found wrong with the routes of this rank, for the tripwires."""
+    """Wrong routes of the rank, found by replay, for the tripwires."""
     metrics: dict[str, Stat]
 
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """This rank's share of one optimizer step. A pass returns a record; ``replace`` puts the record here."""
+    """The rank's share of an optimizer step. A pass returns a record; ``replace`` puts the record here."""
 
     micro_batches: list[MicroBatch]
     denominators: Denominators
@@ -66,11 +66,12 @@ class MiniBatch:
     keys: np.ndarray
     """float64 [n, 2]: group and sample of each sequence."""
     engine_routes: list[MicroRoutes] | None = None
-    """The engine's routes, this rank's rows and layers. None if the engine recorded none, or no router can use them."""
+    """The engine's routes, this rank's rows and layers. None without recorded routes, or without a router to use them.
+    """
     routes: list[MicroRoutes] | None = None
-    """``engine_routes`` if training replays them (r3), else None."""
+    """``engine_routes`` for r3, else None."""
     first: FirstPass | None = None
-    """None until the first pass, which is the old-log-prob pass or, without one, the forward pass of the update."""
+    """None until the first pass: the old-log-prob pass, or the forward pass of the update."""
     ref_logprobs: list[torch.Tensor] | None = None
     """As ``FirstPass.logprobs``, of the reference policy; None without a reference."""
     metrics: dict[str, Stat] = field(default_factory=dict)
@@ -150,7 +151,7 @@ def check_missing_rows(batch: TrainBatch, limit: float) -> None:
     """TraceError if a larger share of the tokens than ``limit`` has no recorded route."""
     assert batch.routed_mask is not None
     missing = ~batch.routed_mask.numpy()
-    # Engines have no row for the last token, which they never process. Nothing is predicted from that token either.
+    # Engines never process the last token, and no token is predicted from it.
     missing[batch.cu_seqlens[1:].numpy() - 1] = False
     share = np.count_nonzero(missing) / len(missing)
     if share > limit:

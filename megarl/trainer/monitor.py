@@ -32,10 +32,10 @@ _LINE = {
 
 def format_step(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     """The line of one step, e.g. ``step  7/60  reward 0.523  pass 52.3%  k3 1.2e-04  time 2.1 s``."""
-    parts = [f"step {step:>{len(str(num_steps))}}/{num_steps}"]
+    texts = [f"step {step:>{len(str(num_steps))}}/{num_steps}"]
     values = {**metrics, "reward/judged": describe_judged(metrics)}
-    parts += [text.format(values[name]) for name, text in _LINE.items() if name in metrics]
-    return "  ".join(filter(None, parts))
+    texts += [text.format(values[name]) for name, text in _LINE.items() if name in metrics]
+    return "  ".join(filter(None, texts))
 
 
 class Monitor:
@@ -61,7 +61,7 @@ class Monitor:
         self.seconds[name] = time.perf_counter() - started
 
     def watch(self, *advances: Advance) -> Advance:
-        """Return what calls all of ``advances``, and also shows that this rank does not hang."""
+        """Return a function that calls all ``advances`` and reports progress."""
 
         def watched(count: int) -> None:
             if count:

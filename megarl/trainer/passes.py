@@ -1,4 +1,4 @@
-"""The passes of a step over one mini-batch: each is a function that returns a frozen record.
+"""The passes of a step over one mini-batch: functions that return frozen records.
 
 Shapes: ``n`` sequences of this rank, ``T`` packed tokens of a micro-batch, ``L`` MoE layers, ``K`` experts of a token.
 All functions are collective calls of a model copy. Outputs exist on the last pipeline stage only.
@@ -38,7 +38,7 @@ class PassOutput:
     micros: list[MicroOutput]
     """By micro-batch; empty before the last pipeline stage."""
     recording: Recording | None
-    """What the routers did; None if nothing was recorded or replayed."""
+    """What the routers did; None without recording or replay."""
     mistake: AgreementError | None = None
     """Routes that agree too little with the routers, if the tripwires judge routes."""
 
@@ -78,7 +78,7 @@ def run_pass(
             )
             has_run = True
     except ReplayError as error:
-        if not has_run:  # in the middle of the pass, other ranks are in another collective call
+        if not has_run:  # during the pass, ranks are in different collective calls
             raise
         if leaves_mistakes and isinstance(error, AgreementError):
             mistake = error
@@ -90,7 +90,7 @@ def run_pass(
 
 
 def replayed(policy: Policy, mini: MiniBatch) -> Routing:
-    """Return the routing of later passes: the mini-batch's routes, or the routers' own choice if there are none."""
+    """Return the routing of later passes: the mini-batch's routes if any, or the routers' own choice."""
     if policy.replay is None or mini.replayed is None:
         return nullcontext()
     return policy.replay.replay(mini.replayed, min_agreement=0.0, checked=True)
@@ -119,7 +119,7 @@ def ref_pass(policy: Policy, reference: Reference, mini: MiniBatch) -> list[torc
 
 
 def native_pass(policy: Policy, mini: MiniBatch) -> PassOutput | None:
-    """Run a pass with the routers' own choice, which keeps hidden states; None without routes to compare it with."""
+    """Run a pass with the routers' own choice, which keeps hidden states; None without routes to compare."""
     if policy.replay is None or mini.replayed is None:
         return None
     return run_pass(policy, mini, policy.replay.record(keep=False, compared=mini.replayed), keep_hidden=True)
@@ -131,8 +131,8 @@ def measure_replay_bias(
     """Return what replay changes: flips by layer, and of each micro-batch the divergence from the native pass."""
     assert policy.replay is not None
     assert native.recording is not None
-    shared = np.concatenate(gather_shared([native.recording.shared], mini.micro_batches, policy.replay.layers))
-    statistics = [Disagreement.of(shared[..., 0], policy.shape.topk).stats("replay_bias")]
+    counts = np.concatenate(gather_shared([native.recording.shared], mini.micro_batches, policy.replay.layers))
+    statistics = [Disagreement.of(counts[..., 0], policy.shape.topk).stats("replay_bias")]
     for micro, of_micro, of_native in zip(mini.micro_batches, output.micros, native.micros, strict=False):
         assert of_micro.divergence is not None
         mask = to_device(micro.batch.loss_mask, of_micro.logprobs.device)
@@ -176,12 +176,12 @@ def _compare_routes(
         return None, []
     layers, topk, replays = policy.replay.layers, policy.shape.topk, mini.routes is not None
     shared_by_use = (recording.shared, recording.native_shared)[: 1 + replays]
-    shared = gather_shared(shared_by_use, mini.micro_batches, layers)
-    for micro, of_micro in zip(mini.micro_batches, shared, strict=True):
+    counts = gather_shared(shared_by_use, mini.micro_batches, layers)
+    for micro, of_micro in zip(mini.micro_batches, counts, strict=True):
         gaps[list(micro.sequences), Column.FLIPS :] = count_flips(of_micro[..., -1], topk, micro.batch)
-    together = np.concatenate(shared)
+    all_counts = np.concatenate(counts)
     uses = (("router", 0), ("router/native", -1))
-    flips = [Disagreement.of(together[..., column], topk).stats(prefix) for prefix, column in uses]
+    flips = [Disagreement.of(all_counts[..., column], topk).stats(prefix) for prefix, column in uses]
     native_routes = None
     if plan.writes_traces:
         own_choice = recording.native if replays else recording.routes

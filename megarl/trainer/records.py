@@ -1,7 +1,8 @@
-"""What a run records of its samples: which samples trained (samples.jsonl), their texts, and their routes."""
+"""What a run records of its samples: trained samples (samples.jsonl), texts, and routes."""
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch.distributed as dist
 
 from megarl.config import Config
@@ -35,31 +36,29 @@ class SampleRecords:
         self, done: int, plan: StepPlan, rollouts: StepRollouts, minis: Sequence[MiniBatch], drops: Drops | None
     ) -> None:
         """Write the records of step ``done``; a collective call. drops: None if the tripwires are off."""
+        reasons = {} if drops is None else drops.reasons()
         if self._traces is not None and plan.writes_traces:
             self._traces.write(done, rollouts.mini_batches, minis)
         if self._count:
-            self._store_texts(done, rollouts, minis, drops)
+            gaps = [mini.first.gaps for mini in minis if mini.first is not None and distributed.holds_outputs()]
+            gaps = gaps if drops is None else [drops.gaps]  # of all ranks
+            self._store_texts(done, rollouts, gaps, reasons)
         if self._is_main:
             versions = [micro.batch.weight_versions for mini in minis for micro in mini.micro_batches]
             oldest = min(int(of_micro.min()) for of_micro in versions if of_micro is not None)
-            reasons = {} if drops is None else drops.reasons()
-            dropped = {(rollouts.first_prompt + prompt, sample): why for (prompt, sample), why in reasons.items()}
+            first = rollouts.first_prompt
+            dropped = {(first + prompt, sample): reason for (prompt, sample), reason in reasons.items()}
             self._audit.record_step(done, oldest, rollouts.trained, dropped)
 
-    def _store_texts(self, done: int, rollouts: StepRollouts, minis: Sequence[MiniBatch], drops: Drops | None) -> None:
+    def _store_texts(
+        self, done: int, rollouts: StepRollouts, gaps: Sequence[np.ndarray], reasons: dict[tuple[int, int], str]
+    ) -> None:
         """Decode and pack texts on the ranks that have excerpts; the main rank writes.
 
-        Other ranks have excerpts only if all texts are stored, or if a reward failed, which one rank has.
+        Besides the main rank, ranks have excerpts only if all texts are stored, or after a failed reward.
         """
-        if drops is None:
-            gaps = [mini.first.gaps for mini in minis if mini.first is not None and distributed.holds_outputs()]
-        else:
-            gaps = [drops.gaps]  # of all ranks
-        reasons = {} if drops is None else drops.reasons()
-        responses = complete(
-            rollouts.excerpts, done, dist.get_rank(), rollouts.first_prompt, rollouts.trained, gaps, reasons
-        )
-        packed = pack(responses)
+        place = dist.get_rank(), rollouts.first_prompt
+        packed = pack(complete(rollouts.excerpts, done, *place, rollouts.trained, gaps, reasons))
         is_on_all_ranks = self._count == "all" or rollouts.unjudged
         members = distributed.gather_on_main_rank(packed) if is_on_all_ranks else [packed]
         if self._is_main and members:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, what is saved before a run ends early, and the record of how it ends."""
+"""Checkpoints of a run, saves before an early end, and the record of the ending."""
 
 import time
 import traceback
@@ -24,9 +24,9 @@ from megarl.trainer.sampling.sampler import Sampler
 from megarl.trainer.tripwires import Tripwires
 
 ERRORS_ON_ALL_RANKS = (RolloutError, WeightSyncError, StopError)
-"""If one rank raises one of these, all ranks do. So all of them can save together."""
+"""Errors that all ranks raise together, and after which all ranks can save."""
 _SIGNS_ARE_OLD_S = 6.0
-"""After this time the signs of a rank that has died are old enough to show its death."""
+"""After so many seconds, old signs show a rank's death."""
 
 
 class RunCheckpoints:
@@ -46,7 +46,7 @@ class RunCheckpoints:
     ) -> None:
         self.folder = config.run_dir / "checkpoints"
         self.eval_is_due = False
-        """Part of what is saved: a run that ends before the evaluation of its last step makes up for it."""
+        """Saved too: a run that ends before an evaluation makes up for the evaluation."""
         self._run = distributed.from_main_rank(lambda: read_run_id(config.run_dir))
         self._best = BestSteps(config)
         self.saver = Saver(self.folder, config.checkpoint.keep, self._run, self._best.choose_lasting)
@@ -64,7 +64,7 @@ class RunCheckpoints:
     def resume(self) -> int | None:
         """Load the newest intact checkpoint, and drop later records of the log.
 
-        Returns the number of its steps, None if there is no checkpoint. DamageError if all checkpoints are damaged.
+        Returns the number of steps, None without a checkpoint. DamageError if all checkpoints are damaged.
         """
         with self._monitor.phase("verify"):
             intact = self._find_intact()
@@ -85,9 +85,9 @@ class RunCheckpoints:
         return done
 
     def _find_intact(self) -> tuple[int, Path] | None:
-        """Return (finished steps, folder) of the newest checkpoint that is as it was saved.
+        """Return (finished steps, folder) of the newest undamaged checkpoint.
 
-        Damaged newer checkpoints are named and set aside. DamageError if all are damaged; they stay as they are.
+        Damaged newer checkpoints are named and set aside. DamageError if all are damaged; all stay unchanged.
         """
         limit, say, faults = self._config.checkpoint.verify_gib, self._monitor.say, dict[Path, str]()
         for step, path in reversed(self._complete()):
@@ -109,7 +109,7 @@ class RunCheckpoints:
     def save(self, done: int, sampling: dict[str, Any] | None = None) -> None:
         """Save the run after ``done`` steps, in the background if ``checkpoint.asynchronous``.
 
-        sampling: see ``save_on_failure``. SaveError if this save, or the save before it, cannot be written.
+        sampling: see ``save_on_failure``. SaveError if the disk refuses the save or the save before.
         """
         self._monitor.log.sync()  # the records of these steps must be on disk before the checkpoint is
         with self._monitor.phase("checkpoint"):
@@ -149,7 +149,7 @@ class RunCheckpoints:
             self._end(done)
 
     def raise_if_asked(self) -> None:
-        """Raise StopError if any rank was asked to stop, so that the latest samples are drawn again.
+        """StopError if any rank was asked to stop: the latest samples are drawn again.
 
         They may be wrong: the signal may have reached the reward workers too.
         """
@@ -179,9 +179,9 @@ class RunCheckpoints:
 
 
 class BestSteps:
-    """The pass rates that ``checkpoint.keep_best`` compares, from the log, which outlives a restart; on the main rank.
+    """The pass rates for ``checkpoint.keep_best``, from the log, which survives a restart; on the main rank.
 
-    Which checkpoints stay on the disk follows from them.
+    They decide which checkpoints stay on the disk.
     """
 
     def __init__(self, config: Config) -> None:
@@ -197,7 +197,7 @@ class BestSteps:
         return _find_best(self._read())
 
     def choose_lasting(self, steps: Sequence[int]) -> set[int]:
-        """Return which of the complete checkpoints stay: every ``keep_every``-th one, and the best one on the disk."""
+        """Return which of the complete checkpoints stay: every ``keep_every``-th, and the best on the disk."""
         scores = self._read()
         best = _find_best({step: scores[step] for step in steps if step in scores})
         return {step for step in steps if step == best or (self._every and step % self._every == 0)}
@@ -231,11 +231,11 @@ def record_ending(vitals: Vitals, folder: Path, rank: int, ranks: int) -> Iterat
         status, trace_text = vitals.status, "".join(traceback.format_exception(error))
         (folder / "ranks" / f"{rank:05d}.error.txt").write_text(trace_text)
         time.sleep(_SIGNS_ARE_OLD_S)
-        others = describe_ranks([sign for sign in read_signs(folder, ranks) if sign["rank"] != rank], time.time())
+        other_ranks = describe_ranks([sign for sign in read_signs(folder, ranks) if sign["rank"] != rank], time.time())
         lost = PeerError(
             f"rank {rank} lost the others in phase {status.phase} after step {status.step}: "
-            f"{str(error).splitlines()[0][:200]}; {others}; the run continues from its newest checkpoint when it is "
-            "started again"
+            f"{str(error).splitlines()[0][:200]}; {other_ranks}; the run continues from its newest checkpoint when it "
+            "is started again"
         )
         vitals.end("failed", lost)
         raise lost from error

@@ -1,7 +1,7 @@
 """The supervised cold start: a short phase on demonstrations, with the trainer's own forward and backward passes.
 
 Only the coefficients differ from RL. Each demonstrated token has ``1 / D``, with ``D`` the number of demonstrated
-tokens in the batch, so the loss is the mean negative log-likelihood.
+tokens in the batch: the loss is the mean negative log-likelihood.
 """
 
 import time
@@ -49,14 +49,7 @@ def sft(config: Config) -> None:
     )
     demonstrations = read_demonstrations(config)
     order = PromptOrder(len(demonstrations), config.run.seed)
-    schedule = Schedule(
-        lr=settings.lr,
-        min_lr=settings.min_lr,
-        warmup_steps=settings.warmup_steps,
-        decay_steps=max(settings.steps, settings.warmup_steps + 1),
-        decay_style=settings.decay_style,
-        weight_decay=settings.weight_decay,
-    )
+    schedule = Schedule.of(settings, max(settings.steps, settings.warmup_steps + 1))
     policy = Policy(config, schedule)
     progress = StepProgress(enabled=distributed.is_main_rank())
     progress.line(
@@ -66,16 +59,16 @@ def sft(config: Config) -> None:
     if policy.left_out:
         progress.line(policy.left_out)
     share = settings.batch_size // distributed.dp_size()
-    own = slice(distributed.dp_rank() * share, (distributed.dp_rank() + 1) * share)
-    said = time.monotonic()
+    local = slice(distributed.dp_rank() * share, (distributed.dp_rank() + 1) * share)
+    last_line_s = time.monotonic()
     with progress.bar("cold start", settings.steps) as advance:
         for step in range(settings.steps):
-            chosen = order.take(step * settings.batch_size, settings.batch_size)[own]
+            indices = order.take(step * settings.batch_size, settings.batch_size)[local]
             with as_config_error("train", config.megatron) if step == 0 and config.megatron else nullcontext():
-                metrics = _step(config, policy, [demonstrations[i] for i in chosen])
+                metrics = _step(config, policy, [demonstrations[i] for i in indices])
             advance(1)
-            if metrics and (time.monotonic() - said > _LINE_EVERY_S or step + 1 == settings.steps):
-                said = time.monotonic()
+            if metrics and (time.monotonic() - last_line_s > _LINE_EVERY_S or step + 1 == settings.steps):
+                last_line_s = time.monotonic()
                 progress.line(f"cold start {step + 1}/{settings.steps}  loss {metrics['loss']:.4f}")
     save_hf(policy.chunks, policy.shape, config.model.path, out, inputs=inputs)
     progress.line(f"cold start: wrote {config.sft_out}")
@@ -105,15 +98,15 @@ def _step(config: Config, policy: Policy, demonstrations: list[Demonstration]) -
     micro_batches = split(config, batch)
 
     def weigh(
-        index: int, part: TrainBatch, logprobs: torch.Tensor, entropies: torch.Tensor
+        index: int, columns: TrainBatch, logprobs: torch.Tensor, entropies: torch.Tensor
     ) -> tuple[torch.Tensor, None, dict[str, Stat]]:
         del index, entropies
-        return part.loss_mask.to(logprobs.device, torch.float32) / total, None, {}
+        return columns.loss_mask.to(logprobs.device, torch.float32) / total, None, {}
 
     policy.zero_grad()
     outputs = forward.run(
         policy.chunks, micro_batches, temperature=1.0, vocab_size=policy.shape.vocab_size, coefficients=weigh
     )
     policy.optimizer_step()
-    found = collect([output.metrics for output in outputs])
-    return finalize(found) if found is not None else {}
+    statistics = collect([output.metrics for output in outputs])
+    return finalize(statistics) if statistics is not None else {}

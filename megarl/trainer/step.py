@@ -42,7 +42,7 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 
 class TrainStep:
-    """Trains a policy on the rollouts of a step: ``prepare`` each mini-batch, ``look``, then ``update`` each."""
+    """Trains a policy on the rollouts of a step: ``prepare`` mini-batches, ``look``, then ``update`` one by one."""
 
     def __init__(self, config: Config, policy: Policy, objective: Objective) -> None:
         self.config, self.policy, self.objective = config, policy, objective
@@ -52,11 +52,11 @@ class TrainStep:
         self._old_is_rollout = config.train.old_logprobs == "rollout"
 
     def prepare(self, rollouts: Sequence[Rollout], advantages: np.ndarray | Sequence[np.ndarray]) -> MiniBatch:
-        """Check, pack and split this rank's rollouts of one mini-batch, and fetch this rank's rows of their routes.
+        """Check, pack and split the rank's rollouts of a mini-batch, and fetch the rank's rows of their routes.
 
-        advantages: float64 [n], or one per token of each rollout. A collective call. Each rollout has its routes on at
-        least one rank of the model copy. TraceError if routes are not of this model, or if replay is "r3" and routes
-        are absent or too many rows are missing; RolloutError on a rank without rollouts.
+        advantages: float64 [n], or [T] per rollout. A collective call. The routes of a rollout are on at least one rank
+        of the model copy. TraceError if routes are not of this model, or if replay is "r3" and routes are absent or too
+        many rows are missing; RolloutError on a rank without rollouts.
         """
         config, replay, shape = self.config, self.policy.replay, self.policy.shape
         is_r3, is_recorded = config.train.replay == "r3", all(map(has_routes, rollouts))
@@ -95,7 +95,7 @@ class TrainStep:
             with phase("old_logprobs"):  # log pi_old [T]; r2 records its routes [T, L, K]
                 begin = len(minis) - plan.old_passes
                 minis[begin:] = [self.old_pass(plan, mini) for mini in minis[begin:]]
-                if begin == 0:  # else the update of the first mini-batch is its first pass, and judges the step
+                if begin == 0:  # otherwise the first update includes the first pass, and judges
                     minis, _ = self.tripwires.judge(minis)
         if self.reference is not None:
             with phase("ref_logprobs"):  # log pi_ref [T]
@@ -122,9 +122,9 @@ class TrainStep:
     ) -> tuple[list[MiniBatch], dict[str, Stat]]:
         """Take the optimizer step of mini-batch ``index``; return all mini-batches, and statistics of this rank.
 
-        The weights have moved since ``look`` unless ``index`` is 0. Where that update is the first pass over its
-        mini-batch, the tripwires judge the step before the optimizer moves a weight: this mini-batch, and the
-        following ones that had a pass. If sequences are dropped, the gradients are computed again without them.
+        The weights have moved since ``look`` unless ``index`` is 0. If the update includes the first pass over the
+        mini-batch, the tripwires judge the step before the optimizer moves a weight: all mini-batches with a first
+        pass. If sequences are dropped, the gradients are computed again without them.
         """
         minis, policy = list(minis), self.policy
         if index and plan.token_advantages and self.objective.kl_at == "theta":
@@ -138,17 +138,17 @@ class TrainStep:
         if is_first_pass:
             minis[0] = replace(minis[0], first=passes.compare_engines(policy, minis[0], output, plan))
             with_pass = [place for place, mini in enumerate(minis) if mini.first is not None]
-            kept, any_dropped = self.tripwires.judge([minis[place] for place in with_pass])
-            for place, mini in zip(with_pass, kept, strict=True):
+            judged_minis, any_dropped = self.tripwires.judge([minis[place] for place in with_pass])
+            for place, mini in zip(with_pass, judged_minis, strict=True):
                 minis[place] = mini
             if any_dropped:
                 for buffer, value in zip(biases, biases_before, strict=True):
-                    buffer.copy_(value)  # the pass has moved it, and the second pass moves it again
+                    buffer.copy_(value)  # each pass moves the bias
                 output = self.backward(plan, minis, index, hidden)
         norm, lr = policy.optimizer_step(more_follow=index + 1 < len(minis))
-        alike = Stat.means_of({"grad_norm": (norm, 1.0), "lr": (lr, 1.0)})
+        equal_on_ranks = Stat.means_of({"grad_norm": (norm, 1.0), "lr": (lr, 1.0)})
         bias = [] if native is None else passes.measure_replay_bias(policy, minis[index], output, native)
-        return minis, merge([alike, *bias, *(micro.metrics for micro in output.micros)])
+        return minis, merge([equal_on_ranks, *bias, *(micro.metrics for micro in output.micros)])
 
     def backward(
         self,
@@ -221,8 +221,8 @@ class TrainStep:
         assert judged is not None, "the objective computes advantages from rewards"
         minis, drift = token_advantages(self.objective, judged, minis, logprobs)
         if drift is not None:
-            named = {"kl/current" if is_current else "kl/ref": drift}
-            minis[0] = replace(minis[0], metrics=merge([minis[0].metrics, named]))
+            metric = {"kl/current" if is_current else "kl/ref": drift}
+            minis[0] = replace(minis[0], metrics=merge([minis[0].metrics, metric]))
         return minis
 
     def _current_logprobs(self, mini: MiniBatch, has_moved: bool) -> list[torch.Tensor]:
@@ -231,5 +231,5 @@ class TrainStep:
 
 
 def collect(statistics: Sequence[dict[str, Stat]]) -> dict[str, Stat] | None:
-    """Merge statistics of this rank and gather them on the main rank; None on other ranks; a collective call."""
+    """Merge the rank's statistics and gather them on the main rank; None elsewhere; a collective call."""
     return distributed.collect_metrics(merge(statistics))

@@ -1,4 +1,4 @@
-"""What one step does, decided before its first pass."""
+"""What a step does, decided before the first pass."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -17,9 +17,9 @@ class StepPlan:
     token_advantages: bool
     """Compute advantages from old and reference log-probabilities."""
     objective_details: bool = True
-    """Measure what the objective does to the tokens, beyond what the update needs."""
+    """Measure the objective's effect on tokens, beyond the needs of the update."""
     replay_bias: bool = False
-    """Before each update, run a pass that routes natively, and compare layers and distributions."""
+    """Before each update, run a native pass, and compare layers and distributions."""
     gradient_variance: bool = False
     """Measure the variance of the gradient over the responses, at the weights that the step begins with."""
     writes_traces: bool = False
@@ -34,7 +34,7 @@ class StepPlan:
         """Return the plan of the step after which ``done`` steps are finished."""
         log, train, is_last = config.log, config.train, done == config.run.steps
         replay_bias = _is_due(done, train.replay_bias_every)
-        # The bias of r2 is 0 in the first update, which replays the choice of the same weights: measure to show so.
+        # The bias of r2 is 0 in the first update, which replays a choice of equal weights: the measurement shows it.
         needs_all = replay_bias and train.replay == "r2"
         return cls(
             old_passes=train.mini_batches if needs_all else config.old_passes,

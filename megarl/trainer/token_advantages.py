@@ -1,7 +1,7 @@
-"""Advantages that differ between the tokens of a response, for groups that may span several ranks.
+"""Advantages by token, for groups that may span several ranks.
 
-Such advantages need log-probabilities of policy and reference of whole groups, and each rank has those of its own
-responses. Ranks exchange the lengths of responses and, if a group spans ranks, two floats per generated token.
+The formula needs log-probabilities of policy and reference for whole groups, while a rank has its own responses. Ranks
+exchange the lengths of responses and, if a group spans ranks, two floats per generated token.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def token_advantages(
     """Return mini-batches of whole groups with the objective's advantage of every token; a collective call.
 
     logprobs: [T] by micro-batch, of the policy whose KL counts. Also returns mean(log pi - log pi_ref); None before the
-    last pipeline stage, which alone computes the loss.
+    last pipeline stage, where the loss is computed.
     """
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return list(minis), None
@@ -48,10 +48,10 @@ def token_advantages(
     ref = [column for mini in minis for column in mini.ref_logprobs or []]
     keeps = [usable_mask(micro.batch.loss_mask, micro.batch.rollout_logprobs) for micro in micros]
     lengths = [segment_sum(keep, micro.batch.cu_seqlens) for keep, micro in zip(keeps, micros, strict=True)]
-    # One transfer to the host, which computes the advantages: few operations on whole groups.
-    both = torch.stack([torch.cat(list(logprobs)), torch.cat(ref)]).cpu()
+    # A single transfer to the host, for few operations on whole groups.
+    both_logprobs = torch.stack([torch.cat(list(logprobs)), torch.cat(ref)]).cpu()
     ids = torch.tensor(collect_sequences(minis, judged.owned))
-    local = _Columns(ids, torch.cat(lengths), both[:, torch.cat(keeps)])
+    local = _Columns(ids, torch.cat(lengths), both_logprobs[:, torch.cat(keeps)])
     values = _compute(objective, judged, local, parallel_state.get_data_parallel_group()).float()
     of_micros = zip(micros, keeps, values.split([int(keep.sum()) for keep in keeps]), strict=True)
     filled = (_set_advantages(micro, keep, advantages) for micro, keep, advantages in of_micros)
@@ -66,7 +66,7 @@ def _set_advantages(micro: MicroBatch, keep: torch.Tensor, values: torch.Tensor)
 
 
 def _compute(objective: Objective, judged: Judged, local: _Columns, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the advantages of this rank's loss tokens, float64 [T], from all responses of their groups."""
+    """Return the advantages of the rank's loss tokens, float64 [T], from whole groups."""
     columns, begin = _gather_groups(local, torch.from_numpy(judged.groups), group)
     ids = columns.ids.numpy()
     # In float64: if all rewards of a group are equal, only small differences of the KL are left to standardise.
@@ -84,7 +84,7 @@ def _compute(objective: Objective, judged: Judged, local: _Columns, group: dist.
 
 
 def _gather_groups(local: _Columns, groups: torch.Tensor, ranks: dist.ProcessGroup) -> tuple[_Columns, int]:
-    """Return the columns of every response of this rank's groups, and the place of this rank's first token there."""
+    """Return the columns of every response of the rank's groups, and the place of the rank's first token."""
     if ranks.size() == 1:
         return local, 0
     # All ranks have equally many sequences, so ids and lengths need no padding.

@@ -1,4 +1,4 @@
-"""Writes the routes of a step to files: those that the engine used, and those that the training routers would choose.
+"""Writes the routes of a step to files: the engine's routes, and the choice of the training routers.
 
 ``megarl trace diff`` on the two files shows where the engines disagree, layer by layer.
 """
@@ -20,7 +20,7 @@ from megarl.trainer.mini_batch import MiniBatch
 
 
 class TraceDump:
-    """Writes the files of a run. Each rank writes the sequences that it sampled, whose routes it has.
+    """Writes the files of a run. Each rank writes its sampled sequences.
 
     ConfigError if Megatron's settings bypass the replay hook.
     """
@@ -61,7 +61,7 @@ class TraceDump:
     def _gather_routes(
         self, mini: MiniBatch, rollouts: Sequence[Rollout], indices: Sequence[int]
     ) -> dict[int, np.ndarray]:
-        """Return the routes [T, L, K] of some sequences, collected from the ranks whose routers saw them."""
+        """Return the routes [T, L, K] of sequences, collected from the ranks of their routers."""
         if mini.first is None or mini.first.native_routes is None:
             raise TraceError("log.traces_every: the engine recorded no routes; expected them with every rollout")
         rows = torch.cat([routes.experts.cpu() for routes in mini.first.native_routes])

@@ -63,20 +63,6 @@ def test_a_rank_that_does_not_log_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_truncate_after_keeps_bytes_and_counts(tmp_path: Path) -> None:
-    write_steps(tmp_path, range(6))
-    path = tmp_path / "metrics.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"kind": "minibatch", "step": 6, "lo')
-    with MetricsLog(tmp_path, tensorboard=False) as log:
-        assert log.truncate_after(3) == 2 * 3  # the torn line went when the log was opened
-        assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[: 4 * 3])
-        assert log.truncate_after(3) == 0
-        log.write("step", 4, {"reward/mean": 0.2})
-    assert [record["step"] for record in read_metrics(path) if record["kind"] == "step"] == [0, 1, 2, 3, 4]
-    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
 def test_an_evaluation_that_comes_again_is_not_in_the_log_twice(tmp_path: Path) -> None:
     with MetricsLog(tmp_path, tensorboard=False) as log:
         for kind, step in (("step", 1), ("eval", 1), ("step", 2), ("eval", 2), ("step", 3)):
@@ -86,11 +72,6 @@ def test_an_evaluation_that_comes_again_is_not_in_the_log_twice(tmp_path: Path) 
         assert log.truncate_after(2, evaluated=False) == 0
     found = [(record["kind"], record["step"]) for record in read_metrics(tmp_path / "metrics.jsonl")]
     assert found == [("step", 1), ("eval", 1), ("step", 2)]
-
-
-def test_truncate_before_anything_was_written(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path, tensorboard=False) as log:
-        assert log.truncate_after(0) == 0
 
 
 @given(
@@ -148,18 +129,6 @@ def test_a_failed_cut_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(OSError, match="not open for writing"):
             log.truncate_after(0)
     assert path.read_bytes() == before
-
-
-def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
-    write_steps(tmp_path / "whole", range(6))
-    write_steps(tmp_path / "killed", range(5))
-    with MetricsLog(tmp_path / "killed", tensorboard=False) as log:
-        log.truncate_after(2)
-    write_steps(tmp_path / "killed", range(3, 6))
-    whole, killed = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed"))
-    assert without_timing(whole) == without_timing(killed)
-    assert "time/step_s" in whole[2]
-    assert not any(name.startswith(("time/", "wall")) for record in without_timing(whole) for name in record)
 
 
 @given(cut=st.integers(0, 400))

@@ -39,7 +39,8 @@ from megarl.core.metrics import finalize
 from megarl.core.types import Rollout
 from megarl.data.tiny import write_tiny_model
 from megarl.errors import ConfigError, NumericsError, ReplayError, RolloutError, TraceError
-from megarl.replay import checks, rollout_routes
+from megarl.megatron import rollout_routes
+from megarl.replay import checks
 from megarl.trainer.step import TrainStep
 
 
@@ -83,16 +84,6 @@ def test_an_exact_engine_agrees_with_training_even_without_replay(world: World, 
     assert 0.0 <= found["rollout/k3"] < 1e-8
     assert found["rollout/ratio/min"] == pytest.approx(1.0, abs=1e-3)
     assert found["rollout/ratio/max"] == pytest.approx(1.0, abs=1e-3)
-
-
-@pytest.mark.parametrize("replay", ["none", "r2", "r3"])
-def test_with_one_mini_batch_the_skipped_old_pass_changes_nothing(world: World, replay: str) -> None:
-    settings = world.settings(train__replay=replay, train__mini_batches=1)
-    skipped = step_on(settings, world.rollouts())
-    forced = step_on(settings, world.rollouts(), old_pass=True)
-    assert skipped.updates[0] == pytest.approx(forced.updates[0], rel=1e-5, abs=1e-6)
-    assert skipped.step == pytest.approx(forced.step, rel=1e-5, abs=1e-9)
-    assert skipped.updates[0]["ratio/max"] == skipped.updates[0]["ratio/min"] == 1.0
 
 
 def test_r2_with_one_mini_batch_equals_no_replay(world: World) -> None:

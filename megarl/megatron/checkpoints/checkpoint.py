@@ -44,36 +44,36 @@ _UNREACHABLE = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.
 
 
 def find_damage(path: Path, gib_per_rank: float, run: str = "") -> tuple[str | None, str]:
-    """What is wrong with a checkpoint or None, and how much of it was read; a collective call.
+    """Return what is wrong with a checkpoint or None, and how much was read; a collective call.
 
-    The ranks share the reading. Of a checkpoint beyond ``gib_per_rank`` for each, they compare some files only. run: as
+    The ranks share the reading. Of a checkpoint beyond ``gib_per_rank`` for each rank, some files are compared. run: as
     in ``read_manifest``. CheckpointError on all ranks if one cannot read a file.
     """
-    ranks, own = dist.get_world_size(), dist.get_rank()
+    ranks, rank = dist.get_world_size(), dist.get_rank()
 
     def plan() -> tuple[list[tuple[str, str]], str | None, str]:
         try:
             files = read_manifest(path, run)
         except DamageError as error:
             return [], str(error), ""
-        chosen = choose(files, gib_per_rank * ranks * 2**30)
-        sizes = [sum(files[name][0] for name in names) / 2**30 for names in ([name for name, _ in chosen], files)]
-        return chosen, None, f"{len(chosen)} of {len(files)} files, {sizes[0]:.3g} of {sizes[1]:.3g} GiB"
+        sample = choose(files, gib_per_rank * ranks * 2**30)
+        sizes = [sum(files[name][0] for name in names) / 2**30 for names in ([name for name, _ in sample], files)]
+        return sample, None, f"{len(sample)} of {len(files)} files, {sizes[0]:.3g} of {sizes[1]:.3g} GiB"
 
     def compare() -> tuple[str | None, str | None]:
         try:
-            return find_change(path, chosen[own::ranks]), None
+            return find_change(path, sample[rank::ranks]), None
         except OSError as error:
             return None, str(error)
 
-    chosen, fault, read = from_main_rank(plan)
-    found = gather_objects(compare())
-    unreadable = next((why for _, why in found if why), None)
-    if unreadable:  # no damage: the file system may be away, and other checkpoints with it
+    sample, fault, read = from_main_rank(plan)
+    results = gather_objects(compare())
+    unreadable = next((problem for _, problem in results if problem), None)
+    if unreadable:  # no damage: the file system may be away
         raise CheckpointError(
             f"{path} cannot be read: {unreadable}; if that stays so, remove it to go on from the checkpoint before it"
         )
-    return next((each for each in (fault, *(change for change, _ in found)) if each), None), read
+    return next((problem for problem in (fault, *(change for change, _ in results)) if problem), None), read
 
 
 def require_intact(path: Path, gib_per_rank: float) -> None:
@@ -87,7 +87,7 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
     """Restore a checkpoint into ``policy`` and the random generators; returns the loop state, with the "scheduler" that
     was saved. A collective call.
 
-    Random states are restored only in the layout that wrote them; in another one they keep their seeds.
+    Random states are restored only in the layout of the save; another layout begins with the seeds.
     """
     written = _read_loop(path, policy.shape)
     is_same = written["layout"] == describe_layout(policy)
@@ -97,15 +97,15 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
         "checkpoint.verify_gib left files out, it may also be damaged: raise it"
     )
     with _explain_errors(path, "does not load into this run", advice):
-        wanted = sharded_state(policy, is_loading=True)
+        targets = sharded_state(policy, is_loading=True)
         if not is_same:
-            del wanted["rng"]
-        state = _read(wanted, path)
+            del targets["rng"]
+        state = _read(targets, path)
         _load_chunks(policy.chunks, state)
         multipliers = group_multipliers(policy.optimizer)
         policy.optimizer.load_state_dict(regrouped(state["optimizer"], policy.optimizer))
-        for group, own in zip(policy.optimizer.param_groups, multipliers, strict=True):
-            group.update(own)
+        for group, multiplier in zip(policy.optimizer.param_groups, multipliers, strict=True):
+            group.update(multiplier)
         separate_adam_steps(policy.optimizer)
         policy.scheduler.load_state_dict(state["scheduler"])
     if is_same:
@@ -125,7 +125,7 @@ def load_weights(path: Path, chunks: Sequence[torch.nn.Module], shape: ModelShap
 
 
 def read_weights(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
-    """Restore the weights from a ``torch_dist`` checkpoint that has them under the model's names; a collective call."""
+    """Restore the weights from a ``torch_dist`` checkpoint with the model's own names; a collective call."""
     with _explain_errors(path, "does not load", _OTHER_PARAMETERS):
         require_plain(path)
     _load_weights(path, chunks)
@@ -142,7 +142,7 @@ def _load_chunks(chunks: Sequence[torch.nn.Module], state: Mapping[str, Any]) ->
 
 
 def _read_loop(path: Path, shape: ModelShape) -> dict[str, Any]:
-    """The loop state of a checkpoint; CheckpointError if it is incomplete or of another model."""
+    """The loop state of a checkpoint; CheckpointError if incomplete or of another model."""
     with _explain_errors(path, "is not a complete checkpoint"):
         require_plain(path)
         loop = dist_checkpointing.load_common_state_dict(str(path))["loop"]
@@ -158,27 +158,27 @@ def _read_loop(path: Path, shape: ModelShape) -> dict[str, Any]:
 
 
 @contextmanager
-def _explain_errors(path: Path, what: str, advice: str = "") -> Iterator[None]:
+def _explain_errors(path: Path, problem: str, advice: str = "") -> Iterator[None]:
     """Turn an error of reading into a CheckpointError, unless it is no fault of the checkpoint."""
     try:
         yield
     except _READ_ERRORS as error:
         _raise_unless_damage(error)
         reason = " ".join(str(error).split())
-        raise CheckpointError(f"{path} {what}: {type(error).__name__}: {reason[-300:]}{advice}") from error
+        raise CheckpointError(f"{path} {problem}: {type(error).__name__}: {reason[-300:]}{advice}") from error
 
 
 def _raise_unless_damage(error: BaseException) -> None:
-    """Re-raise errors that are no fault of the checkpoint: a rank that died, a file system that is away."""
+    """Re-raise errors that are no fault of the checkpoint: a dead rank, an absent file system."""
     wrapped = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
     for cause in wrapped:
         if (isinstance(cause, OSError) and cause.errno in _UNREACHABLE) or is_collective_error(cause):
             raise cause
 
 
-def _read(wanted: dict[str, Any], path: Path) -> Any:
+def _read(targets: dict[str, Any], path: Path) -> Any:
     adapt_libraries()
     with warnings.catch_warnings():
         # Megatron calls a torch function under its old name; a user cannot change that.
         warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
-        return dist_checkpointing.load(wanted, str(path))
+        return dist_checkpointing.load(targets, str(path))

@@ -1,7 +1,7 @@
 """The folders of checkpoints: found, written under another name, put in place, removed, set aside.
 
-A checkpoint is a folder ``step_<n>``. It is written as ``step_<n>.partial``, and renamed when every file and its
-manifest are on disk, so a folder under its final name was once complete.
+A checkpoint is a folder ``step_<n>``. A save writes ``step_<n>.partial``, and renames the folder when all files and the
+manifest are on disk: a folder with the final name was once complete.
 """
 
 import os
@@ -32,8 +32,8 @@ WRITE_ERRORS = (dist_checkpointing.core.CheckpointingException, CheckpointExcept
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of every complete checkpoint in ``folder``, oldest first; not folders of other content."""
     entries = folder.iterdir() if folder.is_dir() else ()
-    named = ((int(match[1]), path) for path in entries if (match := _NAME.fullmatch(path.name)) and path.is_dir())
-    return sorted((step, path) for step, path in named if _is_checkpoint([*os.listdir(path)]))
+    numbered = ((int(match[1]), path) for path in entries if (match := _NAME.fullmatch(path.name)) and path.is_dir())
+    return sorted((step, path) for step, path in numbered if _is_checkpoint([*os.listdir(path)]))
 
 
 def _is_checkpoint(names: Sequence[str]) -> bool:
@@ -46,7 +46,7 @@ def _is_written(name: str, _: os.stat_result) -> bool:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn an error of writing ``path`` into a SaveError, and remove what was written, which may fill a disk."""
+    """Turn an error of writing ``path`` into a SaveError, and remove the partial folder, which may fill a disk."""
     try:
         yield
     except WRITE_ERRORS as error:
@@ -56,15 +56,16 @@ def explained(path: Path) -> Iterator[None]:
         reason = describe_write_error(failed[0], partial_of(path)) if failed else "another rank says why"
         if is_main_rank():
             _remove_partial(partial_of(path))
-        kept = [older.name for _, older in complete_checkpoints(path.parent)]
-        told = f"{kept[-1]} is as it was" if kept else "there is no earlier checkpoint"
-        raise SaveError(f"{path} could not be written: {reason}; {told}") from error
+        earlier = [folder.name for _, folder in complete_checkpoints(path.parent)]
+        consequence = f"{earlier[-1]} is as it was" if earlier else "there is no earlier checkpoint"
+        raise SaveError(f"{path} could not be written: {reason}; {consequence}") from error
 
 
 def clear_partial(folder: Path, step: int, run: str) -> Path:
     """Make an empty partial folder for checkpoint ``step`` and return the final path; a collective call.
 
-    SaveError if something lies there that no save of ``run`` wrote."""
+    SaveError if the folder holds anything that no save of ``run`` wrote.
+    """
     path = folder / step_name(step)
 
     def make() -> None:
@@ -93,37 +94,37 @@ def _remove_partial(folder: Path) -> None:
 
 
 def set_aside(damaged: Iterable[Path]) -> None:
-    """Rename damaged checkpoints, so that nothing takes them for others."""
+    """Rename damaged checkpoints to *.damaged, so that no command loads them."""
     for path in damaged:
         path.rename(free_name(path.with_name(f"{path.name}.damaged")))
 
 
 def publish(path: Path, run: str, files: Files, keep: int, find_lasting: FindLasting) -> None:
-    """Put a written checkpoint in place with its manifest, and keep the newest ``keep`` beside it; a collective call.
+    """Put a written checkpoint in place with a manifest, and keep the newest ``keep``; a collective call.
 
-    ``find_lasting`` says on the main rank, of all complete steps, this one included, which others stay.
+    ``find_lasting`` returns, on the main rank, which complete steps stay besides.
 
-    ``files`` are those that the processes of this rank have written and flushed to disk. Everything of the checkpoint,
-    and its name, is on disk before an older checkpoint is removed.
+    ``files``: written and flushed by the rank's processes. The whole checkpoint and its name are on disk before an
+    older checkpoint is removed.
     """
     partial = partial_of(path)
     sync(partial)  # each rank: the names of its files
-    parts = gather_on_main_rank(files)
+    by_rank = gather_on_main_rank(files)
 
     def put_in_place() -> None:
         with explained(path):
-            written = {name: record for part in parts or [] for name, record in part.items()}
+            written = {name: record for records in by_rank or [] for name, record in records.items()}
             write_manifest(partial, run, int(path.name.removeprefix("step_")), _complete(partial, written))
             sync(partial)
             replace_folder(partial, path, lambda folder: saved_files(folder, run))
-        found = complete_checkpoints(path.parent)
-        lasting = {*find_lasting([step for step, _ in found]), int(path.name.removeprefix("step_"))}
-        for old in (old for step, old in found[:-keep] if step not in lasting):
+        complete = complete_checkpoints(path.parent)
+        lasting = {*find_lasting([step for step, _ in complete]), int(path.name.removeprefix("step_"))}
+        for old in (old for step, old in complete[:-keep] if step not in lasting):
             if foreign := _find_foreign(old, saved_files(old, run)):
-                why = f"it is or holds {foreign[0]}, which this run did not save"
-                warnings.warn(f"{old} stays although checkpoint.keep is {keep}: {why}", stacklevel=2)
+                reason = f"it is or holds {foreign[0]}, which this run did not save"
+                warnings.warn(f"{old} stays although checkpoint.keep is {keep}: {reason}", stacklevel=2)
                 continue
-            # what a kill leaves of it is no checkpoint
+            # remains after a kill are no checkpoint
             _remove_partial(old.rename(partial_of(old)))
 
     from_main_rank(put_in_place)
@@ -137,6 +138,6 @@ def _complete(folder: Path, written: Files) -> Files:
             sync(file)
             files[file.name] = (file.stat().st_size, sha256_of(file))
     for name, (size, _) in files.items():
-        if (found := (folder / name).stat().st_size) != size:
-            raise SaveError(f"{folder / name} has {found} bytes, and {size} were written")
+        if (actual := (folder / name).stat().st_size) != size:
+            raise SaveError(f"{folder / name} has {actual} bytes, and {size} were written")
     return files

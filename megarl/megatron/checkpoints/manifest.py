@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: its run, its step, and the size and SHA-256 of every file.
+"""The manifest of a checkpoint: run, step, and the size and SHA-256 of every file.
 
-It is written last and compared before loading. So a checkpoint is what one save of one run has written, or it counts as
+It is written last and compared before loading. A checkpoint holds exactly what one save of one run wrote, or counts as
 damaged: a changed, truncated, missing or additional file, a file of another step, a renamed folder.
 """
 
@@ -21,9 +21,9 @@ from megarl.files.writing import read_record, sha256_of, write_atomically
 
 MANIFEST = "manifest.json"
 Files = Mapping[str, tuple[int, str]]
-"""Bytes and SHA-256 of each file by its name."""
+"""Bytes and SHA-256 of each file by name."""
 _SMALL = 64 << 20
-"""Files up to so many bytes are compared even if others are left out."""
+"""Files up to this size are always compared."""
 _CLOCKS_NS = 60 * 10**9
 """The clocks of two nodes differ by less."""
 
@@ -40,7 +40,7 @@ def _encode(record: Mapping[str, Any]) -> bytes:
 def read_manifest(path: Path, run: str = "") -> Files:
     """The files of checkpoint ``path``; DamageError if the manifest or the names and sizes of files are not right.
 
-    run: the run that must have saved it; empty for any.
+    run: the run that must have saved the checkpoint; empty for any.
     """
     file = path / MANIFEST
     if not file.is_file():
@@ -64,7 +64,7 @@ def read_run(path: Path) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """A manifest of these fields and types, and no others; DamageError for anything else."""
+    """A manifest of exactly these fields and types; DamageError for anything else."""
     try:
         data = read_regular(file, MOST_JSON_BYTES)
         record = parse_json(data, str(file), MOST_JSON_BYTES)
@@ -74,8 +74,8 @@ def _read(file: Path) -> dict[str, Any]:
         raise DamageError(f"{file} is not the file that was written")
     kinds = {key: type(value) for key, value in record.items()}
     if kinds != {"run": str, "step": int, "files": dict} or not all(map(_is_file, record["files"].items())):
-        found = reprlib.repr(record)
-        raise DamageError(f"{file} holds {found}, expected run, step, and bytes and SHA-256 of each file")
+        content = reprlib.repr(record)
+        raise DamageError(f"{file} holds {content}, expected run, step, and bytes and SHA-256 of each file")
     return record
 
 
@@ -87,28 +87,30 @@ def _is_file(entry: tuple[str, Any]) -> bool:
 
 def _require_files(path: Path, files: Files) -> None:
     entries = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".nfs"))
-    found = {str(file.relative_to(path)): file.stat().st_size for file in entries}
-    del found[MANIFEST]
-    for name in sorted({*found, *files}):
-        if name not in found:
+    sizes = {str(file.relative_to(path)): file.stat().st_size for file in entries}
+    del sizes[MANIFEST]
+    for name in sorted({*sizes, *files}):
+        if name not in sizes:
             raise DamageError(f"{path} lacks {name}")
         if name not in files:
             raise DamageError(f"{path} holds {name}, with which it was not saved")
-        if found[name] != (size := files[name][0]):
-            raise DamageError(f"{path / name} has {found[name]} bytes, expected {size}")
+        if sizes[name] != (size := files[name][0]):
+            raise DamageError(f"{path / name} has {sizes[name]} bytes, expected {size}")
 
 
 def saved_files(path: Path, run: str) -> IsOwn:
-    """What of folder ``path`` is as ``run`` saved it: by size, and by SHA-256 if it is newer than the manifest."""
+    """Return which content of folder ``path`` is as ``run`` saved it: by size, and by SHA-256 if it is newer than the
+    manifest.
+    """
     record = read_record(path / MANIFEST)
     files: Any = record.get("files") if record.get("run") == run else None
 
-    def is_saved(name: str, found: os.stat_result) -> bool:
+    def is_saved(name: str, status: os.stat_result) -> bool:
         if not isinstance(files, dict) or name == MANIFEST:
             return isinstance(files, dict)
         size, digest = files.get(name, (None, ""))
-        is_older = found.st_mtime_ns <= (path / MANIFEST).stat().st_mtime_ns + _CLOCKS_NS
-        return found.st_size == size and (is_older or sha256_of(path / name) == digest)
+        is_older = status.st_mtime_ns <= (path / MANIFEST).stat().st_mtime_ns + _CLOCKS_NS
+        return status.st_size == size and (is_older or sha256_of(path / name) == digest)
 
     return is_saved
 
@@ -116,18 +118,18 @@ def saved_files(path: Path, run: str) -> IsOwn:
 def choose(files: Files, num_bytes: float) -> list[tuple[str, str]]:
     """(name, SHA-256) of all small files and of others in random order, up to ``num_bytes`` in all."""
     order = sorted(files, key=lambda name: (files[name][0] > _SMALL, random.SystemRandom().random()))
-    chosen, left = [], num_bytes
+    sample, budget = [], num_bytes
     for name in order:  # in an order that changes no random generator of the run
         size, digest = files[name]
-        left -= size
-        if size <= _SMALL or left >= 0:
-            chosen.append((name, digest))
-    return chosen
+        budget -= size
+        if size <= _SMALL or budget >= 0:
+            sample.append((name, digest))
+    return sample
 
 
-def find_change(path: Path, chosen: Iterable[tuple[str, str]]) -> str | None:
-    """Say which of these files is not the one that was written; None if all are."""
-    for name, digest in chosen:
+def find_change(path: Path, sample: Iterable[tuple[str, str]]) -> str | None:
+    """Return which of these files has changed since the save; None if all are."""
+    for name, digest in sample:
         if sha256_of(path / name) != digest:
             return f"{path / name} is not the file that was written: {MANIFEST} has another SHA-256"
     return None

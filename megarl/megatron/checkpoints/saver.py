@@ -36,9 +36,9 @@ _CHECK_S = 0.5
 
 
 class Saver:
-    """Writes checkpoints in a forked process of each rank, from a copy of its memory, while training continues.
+    """Writes checkpoints in a forked process of each rank, from a copy of the memory, while training continues.
 
-    One at a time. A checkpoint gets its manifest and its name when every rank has written its part.
+    One at a time. A checkpoint gets manifest and name when all ranks have written.
     """
 
     def __init__(self, folder: Path, keep: int, run: str = "", find_lasting: FindLasting = lambda steps: ()) -> None:
@@ -70,9 +70,10 @@ class Saver:
         self._pending = path
 
     def poll(self, *, wait: bool = False) -> Path | None:
-        """The checkpoint that has just become complete, the same on all ranks, or None; a collective call.
+        """Return the checkpoint that has just become complete, equal on all ranks, or None; a collective call.
 
-        SaveError if it could not be written; ``on_all_ranks`` says whether every rank raises it."""
+        SaveError if it could not be written; ``on_all_ranks`` says whether every rank raises it.
+        """
         if self._pending is None:
             return None
         path = self._pending
@@ -90,7 +91,7 @@ class Saver:
         return path
 
     def abandon(self) -> None:
-        """Kill this rank's writer; the next start removes what it wrote."""
+        """Kill the rank's writer; the next start removes the partial folder."""
         for call in self._calls.async_calls:
             caller: Any = call.async_caller  # whose base class has no ``process``
             if caller.process is not None:

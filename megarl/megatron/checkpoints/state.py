@@ -19,7 +19,7 @@ _MULTIPLIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
 def run_state(policy: Policy, step: int, loop: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that a checkpoint holds, for saving."""
+    """Return the content of a checkpoint, for saving."""
     about = {"step": step, "layout": describe_layout(policy), "model": policy.shape.describe()}
     return {**sharded_state(policy, is_loading=False), "loop": {**loop, **about}}
 
@@ -32,7 +32,7 @@ def describe_layout(policy: Policy) -> str:
 
 
 def sharded_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """The weights alone, one entry for each model chunk."""
+    """Return the weights alone, by model chunk."""
     state = {}
     for index, chunk in enumerate(chunks):
         for_stage(index if len(chunks) > 1 else None)  # 0.12 names layers by it
@@ -55,14 +55,14 @@ def sharded_state(policy: Policy, is_loading: bool) -> dict[str, Any]:
 
 def _torch_adam_states(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     """(parameter, its state) of every torch Adam inside Megatron's optimizer; nothing for a fused Adam."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part.optimizer, torch.optim.Adam):
-            for group in part.optimizer.param_groups:
-                yield from ((parameter, part.optimizer.state[parameter]) for parameter in group["params"])
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(inner.optimizer, torch.optim.Adam):
+            for group in inner.optimizer.param_groups:
+                yield from ((parameter, inner.optimizer.state[parameter]) for parameter in group["params"])
 
 
 def _allocate_adam_state(optimizer: Any) -> None:
-    """torch's Adam creates its state in the first step, but Megatron needs it to know what to save or load."""
+    """torch's Adam creates its state in the first step, but Megatron needs the state before, to save or load."""
     for parameter, state in _torch_adam_states(optimizer):
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -70,7 +70,7 @@ def _allocate_adam_state(optimizer: Any) -> None:
 
 
 def separate_adam_steps(optimizer: Any) -> None:
-    """Give each parameter its own step; Megatron loads one shared tensor, which every parameter would advance."""
+    """Give each parameter a separate step: every parameter would advance the shared tensor that Megatron loads."""
     for _, state in _torch_adam_states(optimizer):
         state["step"] = state["step"].clone()
 
@@ -78,31 +78,32 @@ def separate_adam_steps(optimizer: Any) -> None:
 def group_multipliers(optimizer: Any) -> list[dict[str, Any]]:
     """The multipliers of each parameter group, to restore after loading.
 
-    Before 0.14, a checkpoint holds those of rank 0 for all ranks, whose groups may be in another order.
+    Before 0.14, a checkpoint holds the multipliers of rank 0 for all ranks, in the order of rank 0's groups.
     """
     return [{name: group[name] for name in _MULTIPLIERS if name in group} for group in optimizer.param_groups]
 
 
 def regrouped(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
-    """A loaded state of the distributed optimizer in the structure of ``optimizer``; that of a plain one as it is.
+    """Return a loaded state of the distributed optimizer in the structure of ``optimizer``; a plain optimizer's
+    unchanged.
 
-    With ep > 1 Megatron numbers two optimizers, one of them for experts; with ep = 1 there is one. The tensors are in
-    their places already, the settings of the parameter groups where the checkpoint had them.
+    With ep > 1 Megatron numbers two optimizers, the second for experts; with ep = 1 there is a single optimizer. The
+    tensors are in place already, the settings of the parameter groups at the checkpoint's places.
     """
     count = len(getattr(optimizer, "chained_optimizers", [optimizer]))
-    own = [state] if count == 1 else [state[index] for index in range(count)]
-    written = [part for part in (state, *state.values()) if isinstance(part, dict) and "optimizer" in part]
-    if "param_state" not in own[0] or len(written) in (0, count):
+    local = [state] if count == 1 else [state[index] for index in range(count)]
+    written = [entry for entry in (state, *state.values()) if isinstance(entry, dict) and "optimizer" in entry]
+    if "param_state" not in local[0] or len(written) in (0, count):
         return state
-    groups = [group for part in written for group in part["optimizer"]["param_groups"]]
-    named = {tuple(group.get(name) for name in _MULTIPLIERS): group for group in groups}
+    groups = [group for entry in written for group in entry["optimizer"]["param_groups"]]
+    by_multipliers = {tuple(group.get(name) for name in _MULTIPLIERS): group for group in groups}
     for group in groups:
         for is_expert in (False, True):
             copy = {**group, "is_expert_parallel": is_expert}
-            named.setdefault(tuple(copy.get(name) for name in _MULTIPLIERS), copy)
-    common = {**written[0], "optimizer": {"param_groups": list(named.values())}}
-    parts = [{**common, "param_state": part["param_state"]} for part in own]
-    return parts[0] if count == 1 else dict(enumerate(parts))
+            by_multipliers.setdefault(tuple(copy.get(name) for name in _MULTIPLIERS), copy)
+    common = {**written[0], "optimizer": {"param_groups": list(by_multipliers.values())}}
+    states = [{**common, "param_state": entry["param_state"]} for entry in local]
+    return states[0] if count == 1 else dict(enumerate(states))
 
 
 def _random_states() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:

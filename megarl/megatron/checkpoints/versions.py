@@ -1,4 +1,4 @@
-"""Differences between checkpoints of Megatron-Core 0.12 to 0.19, found by what a release accepts, not by its number."""
+"""Differences between checkpoints of Megatron-Core 0.12 to 0.19, detected by accepted arguments, not by number."""
 
 import hashlib
 import io
@@ -23,7 +23,7 @@ from megarl.megatron.versions import takes
 
 
 def checkpoint_metadata(name: str = "metadata") -> dict[str, dict[str, Any]]:
-    """The keyword argument for how optimizer state is sharded, so that it loads in other layouts; empty for 0.12.
+    """Return the keyword argument that shards optimizer state for loading in any layout; empty for 0.12.
 
     A new dict at every call, because Megatron writes the current process groups into it.
     """
@@ -40,12 +40,14 @@ def writer() -> dict[str, Any]:
 
 
 def write_errors_are_told_to_all() -> bool:
-    """Whether Megatron tells all ranks that one background writer failed; since 0.14."""
+    """Return whether Megatron tells all ranks of a failed background writer; since 0.14."""
     return "failures_occurred" in save_state_dict_async_finalize.__code__.co_varnames
 
 
 class ForkedQueue:
-    """A queue from forked processes to their parent, through a file: it neither blocks nor outlives them."""
+    """A queue from forked processes to their parent, through a file: no writer blocks, and the file ends with the
+    processes.
+    """
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (open as long as the queue)
@@ -70,11 +72,11 @@ class ForkedQueue:
 
 
 class _DigestedFile(io.BufferedWriter):
-    """A file that tells its name, size and SHA-256 when it is closed, computed from the bytes as they are written."""
+    """A file that reports name, size and SHA-256 of the written bytes on closing."""
 
-    def __init__(self, told: ForkedQueue, path: str, mode: str) -> None:
+    def __init__(self, digests: ForkedQueue, path: str, mode: str) -> None:
         super().__init__(io.FileIO(path, mode))
-        self._told, self._digest, self._size = told, hashlib.sha256(), 0
+        self._told, self._digest, self._size = digests, hashlib.sha256(), 0
 
     def write(self, data: Any) -> int:
         self._digest.update(data)
@@ -82,7 +84,7 @@ class _DigestedFile(io.BufferedWriter):
         return super().write(data)
 
     def fileno(self) -> int:
-        """Megatron asks for it to call fsync, before what is buffered here is in the file."""
+        """Flush first: Megatron calls fsync on the number."""
         self.flush()
         return super().fileno()
 
@@ -94,12 +96,12 @@ class _DigestedFile(io.BufferedWriter):
 
 @contextmanager
 def digested_writes() -> Iterator[ForkedQueue]:
-    """The (name, (bytes, SHA-256)) of the files that Megatron's writers close, if they are forked inside."""
+    """Collect (name, (bytes, SHA-256)) of the files of Megatron's writers forked inside."""
     adapt_libraries()
-    told = ForkedQueue()
-    filesystem_async.__dict__["open"] = partial(_DigestedFile, told)  # found before the built-in function
+    digests = ForkedQueue()
+    filesystem_async.__dict__["open"] = partial(_DigestedFile, digests)  # found before the built-in function
     try:
-        yield told
+        yield digests
     finally:
         del filesystem_async.__dict__["open"]
 

@@ -1,4 +1,4 @@
-"""Parameters whose gradients ``sequence_squares`` measures, and passes that train nothing."""
+"""The parameters of ``sequence_squares``, and passes that train nothing."""
 
 import re
 from collections.abc import Iterator
@@ -27,15 +27,15 @@ class Block:
     embedding: bool
     output: bool
     layers: tuple[torch.nn.Module, ...]
-    """Linear layers and routers of this rank, whose weights are measured."""
+    """The rank's linear layers and routers with measured weights."""
 
 
 def find_block(policy: Policy, block: str) -> Block:
     """Return the parameters of ``block``; a collective call of the model copy.
 
-    block: "embedding", "output_layer" (with tied embeddings the same parameter), or a regular expression that is
-    searched for in Megatron's parameter names, with layers counted from 0 over all pipeline stages. ConfigError if it
-    is no regular expression, or matches no parameter, an expert's, or other weights than of linear layers.
+    block: "embedding", "output_layer" (equal with tied embeddings), or a regular expression to search in Megatron's
+    parameter names, with layers counted from 0 over all pipeline stages. ConfigError for a wrong regular expression,
+    and for a match of no parameter, of experts, or of weights outside linear layers.
     """
     tied = policy.shape.tied_embeddings
     output = EMBEDDING if tied else OUTPUT_LAYER
@@ -43,27 +43,27 @@ def find_block(policy: Policy, block: str) -> Block:
         pattern = re.compile({"embedding": re.escape(EMBEDDING), "output_layer": re.escape(output)}.get(block, block))
     except re.error as error:
         raise ConfigError(f"parameter block {block!r} is no regular expression: {error}") from error
-    named = [each for chunk in policy.chunks for each in _named_modules(unwrap(chunk))]
-    found = [(name, module) for name, module in named if pattern.search(name)]
-    others = [(name, module) for name, module in found if name not in (EMBEDDING, OUTPUT_LAYER)]
-    experts = [name for name, _ in found if ".experts." in name]
+    modules = [entry for chunk in policy.chunks for entry in _named_modules(unwrap(chunk))]
+    matches = [(name, module) for name, module in modules if pattern.search(name)]
+    linear = [(name, module) for name, module in matches if name not in (EMBEDDING, OUTPUT_LAYER)]
+    experts = [name for name, _ in matches if ".experts." in name]
     if largest(len(experts), model_group()):
         raise ConfigError(
             f"parameter block {block!r} matches parameters of experts{f', as {experts[0]}' if experts else ''}: their "
             "gradients mix the samples of several ranks; expected parameters outside of experts"
         )
-    odd = [f", as {name}" for name, module in others if not (name.endswith(".weight") and _is_linear(module))]
+    odd = [f", as {name}" for name, module in linear if not (name.endswith(".weight") and _is_linear(module))]
     if largest(len(odd), model_group()):
         raise ConfigError(
             f"parameter block {block!r} matches other parameters{''.join(odd[:1])}: expected weights of the embedding, "
             "the output layer, Megatron's own linear layers (not Transformer Engine's) and routers"
         )
-    if not largest(len(found), model_group()):
+    if not largest(len(matches), model_group()):
         raise ConfigError(
             f'parameter block {block!r} matches no parameter; expected "embedding", "output_layer", or a regular '
-            f"expression on names such as {', '.join(name for name, _ in named[:3])}"
+            f"expression on names such as {', '.join(name for name, _ in modules[:3])}"
         )
-    layers = tuple(module for _, module in others)
+    layers = tuple(module for _, module in linear)
     return Block(bool(pattern.search(EMBEDDING)), bool(pattern.search(output)), layers)
 
 
@@ -73,8 +73,9 @@ def _is_linear(module: torch.nn.Module) -> bool:
 
 
 def _named_modules(gpt: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """(parameter, its module). Names as without pipeline stages: global layer numbers, one name for both copies of tied
-    embeddings."""
+    """(parameter, its module). Names as without pipeline stages: global layer numbers, a single name for both copies of
+    tied embeddings.
+    """
     for prefix, module in gpt.named_modules():
         for name, parameter in module.named_parameters(prefix, recurse=False):
             if getattr(parameter, "shared", False):
@@ -94,13 +95,13 @@ def measuring(policy: Policy) -> Iterator[None]:
     """
     config = policy.megatron_config
     names = ("finalize_model_grads_func", "no_sync_func", "grad_scale_func")
-    kept = {name: getattr(config, name) for name in names}
-    # The embedding needs a gradient so that gradients flow through every layer and its activation checkpointing.
-    wanted = set(map(id, _embeddings(policy)))
-    frozen = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad and id(p) not in wanted]
+    originals = {name: getattr(config, name) for name in names}
+    # The embedding's gradient makes gradients flow through every layer and activation checkpointing.
+    embeddings = set(map(id, _embeddings(policy)))
+    frozen = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad and id(p) not in embeddings]
     policy.zero_grad()
     hooked = [chunk for chunk in policy.chunks if chunk.use_forward_hook]
-    for chunk in hooked:  # that gather weights, and assert that all of them are trained
+    for chunk in hooked:  # their hooks gather weights, and assert that all weights are trained
         chunk.disable_forward_pre_hook()
     try:
         vars(config).update(dict.fromkeys(names))
@@ -115,7 +116,7 @@ def measuring(policy: Policy) -> Iterator[None]:
             parameter.requires_grad_(True)
         for chunk in hooked:
             chunk.enable_forward_pre_hook()
-        vars(config).update(kept)
+        vars(config).update(originals)
         policy.zero_grad()
 
 
@@ -135,10 +136,10 @@ def embedding_square(policy: Policy) -> float:
 
 
 def _embeddings(policy: Policy) -> list[torch.nn.Parameter]:
-    """The embedding on this rank, or its copy on the last stage."""
+    """Return the embedding, or its copy on the last stage."""
     chunks = [unwrap(chunk) for chunk in policy.chunks]
-    found = [gpt.embedding.word_embeddings.weight for gpt in chunks if gpt.pre_process]
-    return found or [p for gpt in chunks for p in gpt.parameters() if getattr(p, "shared_embedding", False)]
+    weights = [gpt.embedding.word_embeddings.weight for gpt in chunks if gpt.pre_process]
+    return weights or [p for gpt in chunks for p in gpt.parameters() if getattr(p, "shared_embedding", False)]
 
 
 @contextmanager
@@ -147,11 +148,11 @@ def _quiet_routers(policy: Policy) -> Iterator[None]:
     routers = [m for chunk in policy.chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
     counts = [(count, count.clone()) for r in routers if (count := r.local_tokens_per_expert) is not None]
     # A hook, because every pass sets the whole model to training mode.
-    handles = [router.register_forward_pre_hook(lambda one, _: one.eval() and None) for router in routers]
+    handles = [router.register_forward_pre_hook(lambda module, _: module.eval() and None) for router in routers]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-        for count, before in counts:
-            count.copy_(before)
+        for count, original in counts:
+            count.copy_(original)

@@ -1,7 +1,7 @@
 """Squared gradient norms of single sequences on a block of parameters, from one pass over packed micro-batches.
 
-A linear layer's gradient of a sequence is ``sum_t g_t a_t^T``, of its inputs a_t and the gradients g_t of its outputs.
-Every backward pass has both, so no sequence needs a pass of its own (Goodfellow, arXiv 1510.01799; "ghost norms", Li et
+A linear layer's gradient of a sequence is ``sum_t g_t a_t^T``, with inputs a_t and gradients g_t of the outputs. Every
+backward pass has both factors: no sequence needs a separate pass (Goodfellow, arXiv 1510.01799; "ghost norms", Li et
 al., arXiv 2110.05679). An embedding adds up g_t by token. If the output layer shares its weight with the embedding, the
 product of the two gradients comes on top.
 """
@@ -30,7 +30,7 @@ from megarl.replay.megatron_state import cp_position, tp_position, unwrap
 class SequenceSquares:
     """Adds up, inside ``watch``, this rank's parts of the squared norms; all ranks of a model copy have the whole.
 
-    Backward passes must take the micro-batches in order, as all of Megatron's schedules do, and each of them once.
+    Backward passes must take the micro-batches once and in order, as all of Megatron's schedules do.
     """
 
     def __init__(self, policy: Policy, block: Block, micro_batches: Sequence[MicroBatch], num_sequences: int) -> None:
@@ -59,7 +59,7 @@ class SequenceSquares:
             yield
 
     def on_logprobs(self, logprobs: Tensor) -> None:
-        """Measure the output layer in the backward pass of these results of ``linear_logprobs``, if it is wanted."""
+        """Measure the output layer, if in the block, in the backward pass of a result of ``linear_logprobs``."""
         if self._block.output:
             weight = WeightGradient(logprobs)
             logprobs.register_hook(lambda gradient: self._add_output(next(self._outputs), weight, gradient))
@@ -67,7 +67,7 @@ class SequenceSquares:
     def add_products(self) -> None:
         """Add twice the product of the embedding's and the output layer's gradients, for the passes so far.
 
-        A collective call of the model copy. Without tied embeddings there is nothing to add.
+        A collective call of the model copy. Adds nothing without tied embeddings.
         """
         if not (self._block.embedding and self._block.output):
             return
@@ -99,9 +99,11 @@ class SequenceSquares:
 
     def _add_layer(self, is_copy: bool, index: int, inputs: Tensor | None, gradient: Tensor) -> None:
         assert inputs is not None, "layers take their input as the first argument"
-        left, right = (self._whole(share, self._micro_batches[index]).float() for share in (inputs, gradient))
+        input_rows, gradient_rows = (
+            self._whole(share, self._micro_batches[index]).float() for share in (inputs, gradient)
+        )
         for slots, places in () if is_copy else self._buckets(index):
-            self._squares.index_add_(0, places, outer_squares(left[slots], right[slots]))
+            self._squares.index_add_(0, places, outer_squares(input_rows[slots], gradient_rows[slots]))
 
     def _add_output(self, index: int, weight: WeightGradient, gradient: Tensor) -> None:
         micro = self._micro_batches[index]
@@ -116,7 +118,7 @@ class SequenceSquares:
             self._predicted[index] = rows
 
     def _whole(self, share: Tensor, micro: MicroBatch) -> Tensor:
-        """[S, ...] in slot order, from what this rank has; a collective call."""
+        """Return [S, ...] in slot order, from the share of each rank; a collective call."""
         return gather_slots(share.detach().flatten(0, -2), micro)
 
     def _buckets(self, index: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -136,7 +138,7 @@ def _tapped(module: torch.nn.Module, method: str, add: Callable[[int, Tensor | N
 
     Calls without gradient, such as the first pass of a checkpoint, are left out.
     """
-    numbers, original, own = count(), getattr(module, method), method in vars(module)
+    numbers, original, is_instance_attribute = count(), getattr(module, method), method in vars(module)
 
     def tapped(*arguments: Any, **options: Any) -> Any:
         output = original(*arguments, **options)
@@ -150,4 +152,4 @@ def _tapped(module: torch.nn.Module, method: str, add: Callable[[int, Tensor | N
     try:
         yield
     finally:
-        setattr(module, method, original) if own else delattr(module, method)
+        setattr(module, method, original) if is_instance_attribute else delattr(module, method)

@@ -29,32 +29,33 @@ from megarl.megatron.versions import copy_to_tensor_parallel, padding_argument
 from megarl.replay.megatron_state import cp_position, tp_position, unwrap
 
 CoefficientFn = Callable[[int, TrainBatch, Tensor, Tensor], tuple[Tensor, Tensor | None, dict[str, Stat]]]
-"""(index of the micro-batch, its columns, logprobs [T], entropies [T], both detached) -> (coefficients [T],
-entropy_values [T], metrics): dJ/dlogprobs, and dJ/dentropies or None.
+"""(index of the micro-batch, columns, logprobs [T], entropies [T], detached) -> (coefficients [T], entropy_values [T],
+metrics): dJ/dlogprobs, and dJ/dentropies or None.
 
-Called on the last pipeline stage only, on each of its tensor-parallel ranks with equal arguments."""
+Called on all tensor-parallel ranks of the last pipeline stage, with equal arguments.
+"""
 
 Output = TypeVar("Output")
 
 
 @dataclass(frozen=True, slots=True)
 class MicroOutput:
-    """Output of the last pipeline stage for one micro-batch, aligned with its T tokens."""
+    """Output of the last pipeline stage for a micro-batch, aligned with the T tokens."""
 
     logprobs: Tensor
-    """float32 [T], 0 for the first token of each sequence; over the kept sets of the batch, where it has some."""
+    """float32 [T], 0 for the first token of each sequence; over the kept sets of the batch, if any."""
     entropies: Tensor
     """float32 [T], of the distribution that the token was drawn from; natural logarithm, full vocabulary."""
     metrics: dict[str, Stat]
     hidden: Tensor | None = None
-    """[S / cp / sp, H], the hidden states after the final norm; None unless the pass keeps them."""
+    """[S / cp / sp, H], the hidden states after the final norm; None unless kept."""
     divergence: Tensor | None = None
-    """float32 [T], KL[this pass || the one compared with] of each token's distribution, full vocabulary, or None."""
+    """float32 [T], KL[pass || compared pass] of each token's distribution, full vocabulary, or None."""
 
 
 @contextmanager
 def _hidden_states(model: torch.nn.Module) -> Iterator[GPTModel]:
-    """Inside, the model's output layer returns its input, so that logits are never held as a whole."""
+    """Inside, the model's output layer returns the input, to avoid whole logits."""
     gpt: GPTModel = unwrap(model)
     layer = getattr(gpt, "output_layer", None)
     if layer is None:  # not the last stage
@@ -69,7 +70,7 @@ def _hidden_states(model: torch.nn.Module) -> Iterator[GPTModel]:
 
 
 def _padding_mask(gpt: GPTModel, micro: MicroBatch) -> Tensor | None:
-    """bool [1, S]. Later stages get the sequence-parallel slice, because Megatron 0.16.1 does not slice it there."""
+    """bool [1, S]. Later stages get the sequence-parallel slice, because Megatron 0.16.1 does not slice the mask."""
     mask = micro.padding_mask
     if mask is None or gpt.pre_process or not gpt.config.sequence_parallel:
         return mask
@@ -89,19 +90,19 @@ def _logprobs(
 
 
 def _output_weight(gpt: GPTModel) -> Tensor:
-    shared = gpt.share_embeddings_and_output_weights
-    weight = gpt.shared_embedding_or_output_weight() if shared else gpt.output_layer.weight
-    assert weight is not None  # as it may be on stages before the last one
+    is_tied = gpt.share_embeddings_and_output_weights
+    weight = gpt.shared_embedding_or_output_weight() if is_tied else gpt.output_layer.weight
+    assert weight is not None  # it may be None on earlier stages
     return weight
 
 
 def _divergence(gpt: GPTModel, hidden: Tensor, other: Tensor, temperature: float, vocab_size: int) -> Tensor:
     """fp32 [S] by position, KL of the distributions of two passes, from hidden states [S / tp or S, H] of each."""
     group = parallel_state.get_tensor_model_parallel_group()
-    both = [hidden.detach().to(other.dtype), other]
+    pair = [hidden.detach().to(other.dtype), other]
     if gpt.config.sequence_parallel:
-        both = [gather_from_sequence_parallel_region(states, group=group) for states in both]
-    return linear_kl(both[0], both[1], _output_weight(gpt), temperature, vocab_size, group)
+        pair = [gather_from_sequence_parallel_region(states, group=group) for states in pair]
+    return linear_kl(pair[0], pair[1], _output_weight(gpt), temperature, vocab_size, group)
 
 
 def _weigh(weights: Tensor, column: Tensor) -> Tensor:
@@ -124,9 +125,9 @@ def run(
 ) -> list[MicroOutput]:
     """Forward all micro-batches; with ``coefficients`` also backward, which adds gradients to the model's.
 
-    ``on_logprobs`` gets the log-probabilities by position, before their backward pass. ``compare_with``: outputs of
-    another pass over the same micro-batches that has kept its hidden states. Returns one MicroOutput per micro-batch on
-    the last pipeline stage, an empty list on the others.
+    ``on_logprobs`` gets the log-probabilities by position, before their backward pass. ``compare_with``: outputs, with
+    hidden states, of a further pass over the micro-batches. Returns a MicroOutput per micro-batch on the last pipeline
+    stage, an empty list elsewhere.
     """
     training = coefficients is not None
     # Megatron averages the loss over both.
@@ -142,18 +143,18 @@ def run(
         value = by_slot.sum() * 0.0
         if coefficients is not None:
             weights, entropy_weights, metrics = coefficients(index, micro.batch, logprobs, entropies)
-            value, told = _weigh(to_slots(weights.detach(), micro), by_slot), _weigh(weights, logprobs)
+            value, reported = _weigh(to_slots(weights.detach(), micro), by_slot), _weigh(weights, logprobs)
             if entropy_weights is not None:
                 value = value + _weigh(to_slots(entropy_weights.detach(), micro), entropy_by_slot)
-                told = told + _weigh(entropy_weights, entropies)
-            metrics = {**metrics, "loss": Stat.total(told)}
+                reported = reported + _weigh(entropy_weights, entropies)
+            metrics = {**metrics, "loss": Stat.total(reported)}
         if on_micro_batch is not None:
             on_micro_batch()
         divergence = None
         if compare_with is not None and (other := compare_with[index].hidden) is not None:
             divergence = to_tokens(_divergence(gpt, hidden, other, temperature, vocab_size), micro)
-        kept = hidden.detach().to(_output_weight(gpt).dtype) if keep_hidden else None
-        return value * undo_average, MicroOutput(logprobs, entropies, metrics, kept, divergence)
+        states = hidden.detach().to(_output_weight(gpt).dtype) if keep_hidden else None
+        return value * undo_average, MicroOutput(logprobs, entropies, metrics, states, divergence)
 
     return _run_schedule(chunks, micro_batches, training, loss)
 
@@ -161,13 +162,13 @@ def run(
 def last_hidden_states(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
     """fp32 [N, H] per micro-batch: the hidden state after the final norm at the last token of each sequence.
 
-    Each row is on the one rank of a model copy that holds the token, zeros on the other ranks of the last pipeline
-    stage; an empty list on earlier stages.
+    A row is on the rank of a model copy that holds the token, and zeros elsewhere on the last pipeline stage; an empty
+    list on earlier stages.
     """
 
     def take(index: int, gpt: GPTModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
         micro = micro_batches[index]
-        # The rank's hidden states are of the tokens that its routers see.
+        # The rank's hidden states are of the tokens of its routers.
         token = router_tokens(micro.batch.cu_seqlens, micro.num_slots, tp_position(), cp_position())
         sequence, place = (micro.batch.cu_seqlens[1:, None] - 1 == token).nonzero(as_tuple=True)
         rows = torch.zeros(micro.batch.num_sequences, hidden.size(-1), device=hidden.device)

@@ -1,15 +1,15 @@
 """Log-probabilities and entropies of given tokens from hidden states, without the [S, V] logits as a whole.
 
 ``logprob = z_label - log sum_w exp z_w`` and ``entropy = -sum_w p_w log p_w`` with ``z = h W^T / temperature``. A row
-may have a kept set, the tokens that top-p or top-k left to the sampler: its log-probability then sums over the set.
+may have a kept set, the tokens that top-p or top-k left to the sampler: the log-probability then sums over the set.
 
 The logits are computed block by block (rows x vocabulary), reduced at once to a maximum, a sum of exponentials and a
 weighted sum per row, and computed again in the backward pass. The vocabulary may be split over a tensor-parallel group:
 the reductions combine exactly, with two small all-reduces in the forward pass and none in the backward pass.
 
 On a GPU, products are 16-bit with fp32 accumulation (``out_dtype``, torch 2.8), and the host never waits for the GPU.
-That path has only been run on a CPU that refuses what CUDA refuses. Libraries with a fused loss (Liger,
-cut-cross-entropy) do not combine a split vocabulary, a coefficient per token and the entropy.
+Tests run the GPU path on a CPU with CUDA's refusals only. Libraries with a fused loss (Liger, cut-cross-entropy) do not
+combine a split vocabulary, a coefficient per token and the entropy.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def linear_logprobs(
     """hidden [S, H], weight [V / tp, H] (rank r holds rows r V / tp ...), labels int64 [S] -> fp32 [S], fp32 [S].
 
     Log-probabilities and entropies have gradients to hidden and weight, ``dz_v = c (1[v = y] - p_v) - e p_v (ln p_v +
-    entropy)`` of incoming c and e. The entropies' costs nothing if none comes in. Logits and reductions are fp32.
+    entropy)`` of incoming c and e. Entropies cost nothing without an incoming gradient. Logits and reductions are fp32.
 
     kept: (ids [M], offsets int64 [S+1]), row s has the distinct ids ``ids[offsets[s]:offsets[s+1]]`` of the whole
-    vocabulary. Its log-probability and c's gradient are those of the softmax over these alone. An empty set stands for
-    the whole vocabulary. A label outside its set has log-probability -inf and no gradient. Entropies ignore the sets.
+    vocabulary. The row's log-probability and c's gradient are of the softmax over the set. An empty set stands for the
+    whole vocabulary. A label outside its set has log-probability -inf and no gradient. Entropies ignore the sets.
     Offsets belong on the host: elsewhere every call waits for them. ValueError if they do not fit ids and labels.
 
-    The gradient of ``hidden`` is this rank's part in fp32; the mapping in front of this function sums the parts.
-    Rows of ``weight`` beyond ``vocab_size`` pad the vocabulary and have probability 0. Products use ``hidden`` in the
-    dtype of ``weight``, which is exact: Megatron's Float16Module only widened a 16-bit model's hidden states to fp32.
+    The gradient of ``hidden`` is this rank's part in fp32; the mapping in front of this function sums the parts. Rows
+    of ``weight`` beyond ``vocab_size`` pad the vocabulary and have probability 0. Products use ``hidden`` in the dtype
+    of ``weight``, which is exact: Megatron's Float16Module only widened a 16-bit model's hidden states to fp32.
     """
     sets = None if kept is None else _Kept(*kept, labels)
     return _LinearLogprobs.apply(hidden, weight, labels, temperature, vocab_size, group, sets)
@@ -67,14 +67,20 @@ def linear_kl(
     first, second: hidden states [S, H]; the rest as in ``linear_logprobs``. No term is negative, so a small KL is not
     lost in rounding, and equal states give exactly 0. The logits are computed twice.
     """
-    shard, both = _Shard(weight, vocab_size, group), [states.to(weight.dtype) for states in (first, second)]
+    shard, pair_of_states = _Shard(weight, vocab_size, group), [states.to(weight.dtype) for states in (first, second)]
 
     def logits() -> Iterator[tuple[slice, list[Tensor]]]:
         for start, end in shard.blocks:
             block_weight = _operand(weight[start:end]).t()
             for top in range(0, first.size(0), ROWS):
                 rows = slice(top, top + ROWS)
-                yield rows, [_product(_operand(states[rows]), block_weight).mul_(1.0 / temperature) for states in both]
+                yield (
+                    rows,
+                    [
+                        _product(_operand(states[rows]), block_weight).mul_(1.0 / temperature)
+                        for states in pair_of_states
+                    ],
+                )
 
     log_sums = torch.full((2, first.size(0)), float("-inf"), device=first.device)
     for rows, pair in logits():
@@ -95,7 +101,7 @@ def linear_kl(
 
 
 class _Shard:
-    """This rank's rows of the vocabulary, and the blocks in which they are visited."""
+    """The rank's rows of the vocabulary, in blocks."""
 
     def __init__(self, weight: Tensor, vocab_size: int, group: Group) -> None:
         self.group = group if group is not None and group.size() > 1 else None
@@ -108,7 +114,7 @@ class _Shard:
             dist.all_reduce(tensor, op=op, group=self.group)
 
     def local_labels(self, labels: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """[R, 1] each: whether the label is in the block, and its column there (any column if it is not)."""
+        """[R, 1] each: whether the block has the label, and at which column (any column if not)."""
         # Selecting the rows in the block would make the host wait for the GPU once per block.
         local = (labels - (self.first + start))[:, None]
         column = local.clamp(0, end - start - 1)
@@ -116,10 +122,10 @@ class _Shard:
 
 
 class _Kept:
-    """The kept sets of all rows, as ``linear_logprobs`` gets them, and what of them is in a block of logits."""
+    """The kept sets of all rows of ``linear_logprobs``, and their entries in a block of logits."""
 
     def __init__(self, ids: Tensor, offsets: Tensor, labels: Tensor) -> None:
-        # The host knows which entries are of a block of rows, so that slicing them does not wait.
+        # The host knows the entries of each block of rows: slicing does not wait for the device.
         self._bounds = [*offsets[::ROWS].tolist(), *offsets[-1:].tolist()]
         if offsets.numel() != labels.numel() + 1 or self._bounds[-1] != ids.numel():
             raise ValueError(
@@ -129,15 +135,15 @@ class _Kept:
         offsets = to_device(offsets, labels.device)
         self._ids, self.row = ids, segment_ids(offsets, ids.numel())
         self.is_empty = segment_lengths(offsets) == 0
-        own = torch.where(ids == labels[self.row], self.row, labels.numel())
-        self.has_label = self.is_empty | self.is_empty.new_zeros(labels.numel() + 1).scatter_(0, own, True)[:-1]
+        label_row = torch.where(ids == labels[self.row], self.row, labels.numel())
+        self.has_label = self.is_empty | self.is_empty.new_zeros(labels.numel() + 1).scatter_(0, label_row, True)[:-1]
         self.logits = torch.full(ids.shape, float("-inf"), device=labels.device)
         """fp32 [M], from the blocks that were given to ``take``."""
 
     def take(self, logits: Tensor, first_id: int, rows: slice) -> None:
         """Keep the sets' own logits of a block [R, C] whose columns start at ``first_id``."""
-        part, hit, place = self._find(first_id, rows, logits.size(1))
-        self.logits[part] = torch.where(hit, logits.view(-1).gather(0, place), self.logits[part])
+        entries, hit, place = self._find(first_id, rows, logits.size(1))
+        self.logits[entries] = torch.where(hit, logits.view(-1).gather(0, place), self.logits[entries])
 
     def outside(self, first_id: int, rows: slice, shape: torch.Size) -> Tensor:
         """bool, of the block's shape [R, C]: True where a logit is not of its row's set."""
@@ -147,12 +153,14 @@ class _Kept:
         return flat.scatter_(0, torch.where(hit, place, shape.numel()), False)[:-1].view(shape)
 
     def _find(self, first_id: int, rows: slice, width: int) -> tuple[slice, Tensor, Tensor]:
-        """The entries of a block of rows; for each, whether it is in the block of logits, and its place there."""
+        """Return the entries of a block of rows; of each, whether the block of logits has the entry, and at which
+        place.
+        """
         index = rows.start // ROWS
-        part = slice(self._bounds[index], self._bounds[index + 1])
-        column = self._ids[part] - first_id
-        place = (self.row[part] - rows.start) * width + column.clamp(0, width - 1)
-        return part, (column >= 0) & (column < width), place
+        entries = slice(self._bounds[index], self._bounds[index + 1])
+        column = self._ids[entries] - first_id
+        place = (self.row[entries] - rows.start) * width + column.clamp(0, width - 1)
+        return entries, (column >= 0) & (column < width), place
 
 
 def _operand(tensor: Tensor) -> Tensor:
@@ -160,9 +168,9 @@ def _operand(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16) else tensor.float()
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
+def _product(first: Tensor, second: Tensor) -> Tensor:
     """left @ right, accumulated and returned in fp32."""
-    return torch.mm(left, right) if left.dtype == torch.float32 else torch.mm(left, right, out_dtype=torch.float32)
+    return torch.mm(first, second) if first.dtype == torch.float32 else torch.mm(first, second, out_dtype=torch.float32)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -179,10 +187,10 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         shard, scale, ctx.hidden_dtype = _Shard(weight, vocab_size, group), 1.0 / temperature, hidden.dtype
         hidden = hidden.to(weight.dtype)
-        shape, like = (hidden.size(0),), {"dtype": torch.float32, "device": hidden.device}
-        largest = torch.full((1 if kept is None else 2, *shape), float("-inf"), **like)  # of all, of the kept set
+        shape, fp32 = (hidden.size(0),), {"dtype": torch.float32, "device": hidden.device}
+        largest = torch.full((1 if kept is None else 2, *shape), float("-inf"), **fp32)  # of all, of the kept set
         # sum exp(z - m), sum (z - m) exp(z - m), logit of the label, sum exp(z - m) over the kept set
-        sums = torch.zeros(2 + len(largest), *shape, **like)
+        sums = torch.zeros(2 + len(largest), *shape, **fp32)
         for start, end in shard.blocks:
             block_weight = _operand(weight[start:end])
             for top in range(0, hidden.size(0), ROWS):
@@ -240,7 +248,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_hidden[rows] += _product(by_logit, block_weight)
                 if grad_weight is not None:
                     block_grad += _product(by_logit.t(), block_hidden)
-                del logits, by_entropy, by_logit  # else the next block comes on top of them
+                del logits, by_entropy, by_logit  # or the next block would come on top
             if grad_weight is not None:
                 grad_weight[start:end] = block_grad
         return grad_hidden.to(ctx.hidden_dtype), grad_weight, None, None, None, None, None
@@ -262,20 +270,20 @@ def _by_logit(
     return by_logit.mul_(factor[:, None])
 
 
-def outer_squares(left: Tensor, right: Tensor) -> Tensor:
+def outer_squares(first: Tensor, second: Tensor) -> Tensor:
     """Return ``||sum_t left_t right_t^T||_F^2`` of each sample, float64 [n]; left [n, L, A], right [n, L, B], fp32.
 
-    It equals ``sum_{t, u} (left_t . left_u) (right_t . right_u)``, which is computed if that takes fewer operations:
-    L (A + B) instead of A B per token. Source: Li et al., arXiv 2110.05679, section 4.
+    It equals ``sum_{t, u} (left_t . left_u) (right_t . right_u)``, the form computed if it takes fewer operations: L (A
+    + B) instead of A B per token. Source: Li et al., arXiv 2110.05679, section 4.
     """
-    length, products = left.size(1), left.size(2) * right.size(2)
-    if length * (left.size(2) + right.size(2)) < products:
-        return ((left @ left.mT) * (right @ right.mT)).sum((1, 2), dtype=torch.float64)
-    return (left.mT @ right).square().sum((1, 2), dtype=torch.float64)
+    length, products = first.size(1), first.size(2) * second.size(2)
+    if length * (first.size(2) + second.size(2)) < products:
+        return ((first @ first.mT) * (second @ second.mT)).sum((1, 2), dtype=torch.float64)
+    return (first.mT @ second).square().sum((1, 2), dtype=torch.float64)
 
 
 class WeightGradient:
-    """The gradient ``sum_t dz_t h_t^T`` that ``linear_logprobs`` gives its weight, sequence by sequence.
+    """The weight gradient ``sum_t dz_t h_t^T`` of ``linear_logprobs``, sequence by sequence.
 
     Made of its first result, before the backward pass; ``complete`` gives the result's gradient [S]. ``whole`` makes a
     column of all S positions from this rank's. Methods take positions [n, L] of n sequences of equal length.
@@ -300,28 +308,28 @@ class WeightGradient:
         count, length = positions.shape
         total = torch.zeros(count, dtype=torch.float64, device=positions.device)
         for first in range(0, count, step := max(1, ROWS // length)):
-            at = positions[first : first + step]
-            rows, hidden = at.flatten(), _operand(self.hidden[at.flatten()])
-            known = self._labels[rows], self._log_sum[rows], self._factor[rows]
+            places = positions[first : first + step]
+            rows, hidden = places.flatten(), _operand(self.hidden[places.flatten()])
+            columns = self._labels[rows], self._log_sum[rows], self._factor[rows]
             for start, end in self._shard.blocks:
                 weight = _operand(self._weight[start:end])
                 logits = _product(hidden, weight.t()).mul_(self._scale)
-                by_logit = _by_logit(self._shard, (start, end), logits, *known)
-                both = (each.float().unflatten(0, at.shape) for each in (by_logit, hidden))
-                total[first : first + step] += outer_squares(*both)
+                by_logit = _by_logit(self._shard, (start, end), logits, *columns)
+                pair = (factor.float().unflatten(0, places.shape) for factor in (by_logit, hidden))
+                total[first : first + step] += outer_squares(*pair)
         return total
 
     def at_tokens(self, positions: Tensor, tokens: Tensor) -> Tensor:
         """Return the rows of the tokens at the same positions, fp32 [n, L, H]; 0 where another rank has them."""
-        hidden, wanted = self.hidden[positions].float(), tokens[positions]
+        hidden, targets = self.hidden[positions].float(), tokens[positions]
         rows = self._shard.blocks[-1][1] if self._shard.blocks else 0
-        local = wanted - self._shard.first
-        own = (local >= 0) & (local < rows)
+        local = targets - self._shard.first
+        is_local = (local >= 0) & (local < rows)
         weight = self._weight[local.clamp(0, self._weight.size(0) - 1)].float()
         logits = (hidden @ weight.mT) * self._scale
-        by_logit = (self._labels[positions][..., None] == wanted[:, None]).float()
+        by_logit = (self._labels[positions][..., None] == targets[:, None]).float()
         by_logit -= (logits - self._log_sum[positions][..., None]).exp()
-        by_logit *= self._factor[positions][..., None] * own[:, None]
+        by_logit *= self._factor[positions][..., None] * is_local[:, None]
         return by_logit.mT @ hidden
 
 
@@ -339,7 +347,7 @@ def _fold(largest: Tensor, sums: Tensor, logits: Tensor) -> None:
 def _rescale(old: Tensor, sums: Tensor, new: Tensor) -> None:
     """Make sums relative to maximum ``old`` [R] relative to ``new``; ``old`` is -inf where there was no logit yet."""
     shift = torch.where(torch.isneginf(old), 0.0, old - new)
-    seen = (~torch.isneginf(old)).float()
-    scale = shift.exp() * seen
+    has_logit = (~torch.isneginf(old)).float()
+    scale = shift.exp() * has_logit
     sums[1].mul_(scale).add_(shift * scale * sums[0])
     sums[0].mul_(scale)

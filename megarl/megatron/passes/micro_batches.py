@@ -27,11 +27,11 @@ from megarl.stand_ins.attention import PackedSequences
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass of one model copy: whole sequences in S slots, of which a rank holds S / cp.
+    """A forward pass of a model copy: whole sequences in S slots, of which a rank holds S / cp.
 
-    ``batch`` and the offsets of ``kept`` are on the host, all other tensors are on the device of the model.
-    Each sequence starts at a slot of its own and is padded to a multiple of 2 cp. Padding at the end is one more
-    sequence. Without context parallelism, and with T a multiple of the tensor-parallel size, slots equal tokens.
+    ``batch`` and the offsets of ``kept`` are on the host, all other tensors are on the device of the model. Sequences
+    are padded to a multiple of 2 cp. Padding at the end is one more sequence. Without context parallelism, and with T a
+    multiple of the tensor-parallel size, slots equal tokens.
     """
 
     batch: TrainBatch
@@ -43,17 +43,18 @@ class MicroBatch:
     is_first: Tensor
     """bool [T], whether the token is the first of its sequence."""
     held: Tensor
-    """int64 [S / cp], the slots of this context-parallel rank, in its order."""
+    """int64 [S / cp], the slots of the context-parallel rank, in order."""
     input_ids: Tensor
     """int64 [1, S / cp]."""
     labels: Tensor
-    """int64 [S / cp], the token that follows each slot; 0 where none does."""
+    """int64 [S / cp], the next token of each slot; 0 where none does."""
     padding_mask: Tensor | None
     """bool [1, S / cp], True on padding, for the routers' statistics; None if no rank has padding."""
     packing: PackedSequences
     kept: tuple[Tensor, Tensor] | None = None
-    """(ids int32 [M], offsets int64 [S / cp + 1]): the set that the label of each held slot was sampled from; empty for
-    the whole vocabulary. None if the batch has no sets."""
+    """(ids int32 [M], offsets int64 [S / cp + 1]): the sampler's set for the label of each held slot; empty for the
+    whole vocabulary. None if the batch has no sets.
+    """
     sequences: tuple[int, ...] = ()
     """Indices of these sequences in the mini-batch."""
 
@@ -77,21 +78,21 @@ def split_micro_batches(
     except ValueError as error:
         failure = ConfigError(f"train.micro_batch_tokens: {error}")
     fail_together(failure, "the split into micro-batches")
-    wanted = -(-largest(len(bins), group) // multiple_of) * multiple_of
+    num_bins = -(-largest(len(bins), group) // multiple_of) * multiple_of
     fewest = -largest(-len(lengths), group)
-    if wanted > fewest:
+    if num_bins > fewest:
         raise ConfigError(
-            f"a mini-batch gives a rank {fewest} sequences, but the schedule needs {wanted} micro-batches "
+            f"a mini-batch gives a rank {fewest} sequences, but the schedule needs {num_bins} micro-batches "
             "of at least one; lower train.mini_batches or raise rollout.prompts_per_step"
         )
-    bins = spread(bins, lengths, max_tokens, wanted)
+    bins = spread(bins, lengths, max_tokens, num_bins)
     slots = [_slots_for(sum(lengths[i] for i in sequences)) for sequences in bins]
     if padded_to_max:
         slots = [largest(max(slots), group)] * len(slots)
     elif parallel_state.get_pipeline_model_parallel_world_size() > 1:
         slots = [max(slots)] * len(slots)
-    parts = [batch] if len(bins) == 1 else [select(batch, indices) for indices in bins]
-    return [micro_batch(*each) for each in zip(parts, slots, bins, strict=True)]
+    batches = [batch] if len(bins) == 1 else [select(batch, indices) for indices in bins]
+    return [micro_batch(*entry) for entry in zip(batches, slots, bins, strict=True)]
 
 
 def _sequence_multiple(cp: int) -> int:
@@ -118,12 +119,12 @@ def _lay_out(cu_seqlens: Tensor, num_slots: int, cp: int) -> tuple[Tensor, Tenso
 
 
 def micro_batch(batch: TrainBatch, num_slots: int, sequences: Sequence[int] = ()) -> MicroBatch:
-    """Place packed sequences in ``num_slots`` slots and take this context-parallel rank's share of them."""
+    """Place packed sequences in ``num_slots`` slots and take the context-parallel rank's share."""
     cp, cp_rank = cp_position()
     padded, slots = _lay_out(batch.cu_seqlens, num_slots, cp)
     held = zigzag_indices(padded, cp, cp_rank)
     # Short columns: a call of torch takes several times as long as one of numpy.
-    place, tokens, own = slots.numpy(), batch.tokens.numpy(), held.numpy()
+    place, tokens, local = slots.numpy(), batch.tokens.numpy(), held.numpy()
     input_ids, labels = np.zeros((2, num_slots), np.int64)
     input_ids[place], labels[place[:-1]] = tokens, tokens[1:]
     is_padding, is_first = np.ones(num_slots, bool), np.zeros(len(tokens), bool)
@@ -136,9 +137,9 @@ def micro_batch(batch: TrainBatch, num_slots: int, sequences: Sequence[int] = ()
         slots=to_device(slots, device),
         is_first=to_device(torch.from_numpy(is_first), device),
         held=to_device(held, device),
-        input_ids=to_device(torch.from_numpy(input_ids[own][None]), device),
-        labels=to_device(torch.from_numpy(labels[own]), device),
-        padding_mask=to_device(torch.from_numpy(is_padding[own][None]), device) if num_slots > len(tokens) else None,
+        input_ids=to_device(torch.from_numpy(input_ids[local][None]), device),
+        labels=to_device(torch.from_numpy(labels[local]), device),
+        padding_mask=to_device(torch.from_numpy(is_padding[local][None]), device) if num_slots > len(tokens) else None,
         packing=PackedSequences.of(padded, cp, device),
         kept=None if kept is None else (to_device(kept[0], device), kept[1]),
         sequences=tuple(sequences),
@@ -148,18 +149,18 @@ def micro_batch(batch: TrainBatch, num_slots: int, sequences: Sequence[int] = ()
 def _kept_sets(
     batch: TrainBatch, slots: Tensor, is_first: Tensor, num_slots: int, held: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """The batch's sets by held slot, each at the slot that predicts the token sampled from it; others are empty."""
+    """Return the batch's sets by held slot, at the slot that predicts the sampled token; empty elsewhere."""
     if batch.kept_ids is None or batch.kept_offsets is None:
         return None
-    predicted = torch.full((num_slots,), batch.num_tokens)  # one more set, an empty one
+    predicted = torch.full((num_slots,), batch.num_tokens)  # with an empty set at the end
     predicted[slots - 1] = torch.arange(batch.num_tokens).masked_fill(is_first, batch.num_tokens)
     offsets = torch.cat([batch.kept_offsets, batch.kept_offsets[-1:]])
-    taken, index = take_segments(offsets, predicted[held])
-    return batch.kept_ids[index], taken
+    set_offsets, index = take_segments(offsets, predicted[held])
+    return batch.kept_ids[index], set_offsets
 
 
 def router_tokens(cu_seqlens: Tensor, num_slots: int, tp: tuple[int, int], cp: tuple[int, int]) -> Tensor:
-    """int64 [T_local]: the packed token at each place that the routers of a rank see, -1 for padding.
+    """int64 [T_local]: the packed token at each place of a rank's routers, -1 for padding.
 
     ``cu_seqlens`` [N+1] of the micro-batch without padding; ``tp`` and ``cp`` are (size, rank).
     """
@@ -174,7 +175,7 @@ def to_tokens(output: Tensor, micro: MicroBatch) -> Tensor:
 
 
 def to_slots(column: Tensor, micro: MicroBatch) -> Tensor:
-    """Inverse of ``to_tokens``: [T] about tokens -> [S / cp], each at the held slot that predicts it; 0 elsewhere."""
+    """Inverse of ``to_tokens``: [T] about tokens -> [S / cp] at the held slots that predict the tokens; 0 elsewhere."""
     whole = column.new_zeros(micro.num_slots)
     # No slot predicts the first token of a sequence: the one before, or the last of all, ends a sequence and gets 0.
     whole[micro.slots - 1] = column.masked_fill(micro.is_first, 0.0)
