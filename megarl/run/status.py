@@ -18,7 +18,7 @@ from megarl.errors import ConfigError, MegarlError, printable
 from megarl.files.foreign_files import read_object
 from megarl.files.writing import read_record
 from megarl.run.lock import is_held, read_holder
-from megarl.watch.health import Verdict
+from megarl.watch.health import HealthVerdict
 
 FAILURE_VARIABLE = "MEGARL_FAILURE"
 """The environment variable with the path of the file that ``write_failure`` writes."""
@@ -118,7 +118,7 @@ def newest_checkpoint(run_dir: Path) -> str | None:
 
 def _lines(found: dict[str, Any]) -> list[str]:
     state, job, launch = found["state"], found["job"], found["launch"]
-    runs, verdicts = state == "running", [Verdict(**each) for each in found.get("health") or ()]
+    runs, verdicts = state == "running", [HealthVerdict(**each) for each in found.get("health") or ()]
     tokens = f", {found['tokens_per_s']:.0f} tokens/s" if found["tokens_per_s"] is not None else ""
     gaps = {"k3": "k3 {:.1e}", "native_flip": "native flip {:.2%}", "dropped": "{:.0f} responses dropped"}
     engines = [text.format(found[name]) for name, text in gaps.items() if isinstance(found.get(name), float)]

@@ -53,22 +53,22 @@ def _beta_binomial(count: int, mean: float) -> np.ndarray:
     return np.exp(logs)
 
 
-def find_foreign(shared: np.ndarray, topk: int, batch: TrainBatch) -> np.ndarray:
+def find_foreign(num_shared: np.ndarray, topk: int, batch: TrainBatch) -> np.ndarray:
     """Return float64 [N, 4]: evidence of the most foreign run, its first and last row, and the foreign rows of all.
 
     The evidence is the largest CUSUM less ``log(SHARES * T)`` for the T rows of the sequence, in nats, at least 0; over
     ``TRIPWIRES.evidence`` the rows are foreign. Rows count from 0 at the first token of the sequence.
-    shared: [T', L], the experts that routers and rollout share, of the T' tokens with a recorded route.
+    num_shared: [T', L], the number of experts that routers and rollout share, of the T' tokens with a recorded route.
     """
     present, cu_seqlens = batch.routed_mask, batch.cu_seqlens
     assert present is not None
     runs = np.zeros((batch.num_sequences, 4))
-    if not shared.size:
+    if not num_shared.size:
         return runs
     ids = segment_ids(cu_seqlens).numpy()[present.numpy()]
     rows = np.flatnonzero(present.numpy()) - cu_seqlens.numpy()[ids]
-    num_layers = shared.shape[1]
-    differing = num_layers * topk - shared.sum(1, dtype=np.int32)
+    num_layers = num_shared.shape[1]
+    differing = num_layers * topk - num_shared.sum(1, dtype=np.int32)
     counts = np.bincount(ids, minlength=batch.num_sequences)
     sequences = np.flatnonzero(counts)
     lengths = counts[sequences]
@@ -89,10 +89,10 @@ def _judge(scores: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.nd
     """float64 [N, 4] as ``find_foreign``, from the scores [SHARES, T']; rows are places in T'."""
     ids, places = np.repeat(np.arange(len(starts)), lengths), np.arange(scores.shape[1])
     walk = np.cumsum(scores, 1) - ids * np.ceil(2.0 * np.abs(scores).sum() + 1.0)  # below all earlier sequences
-    before = walk - scores
-    lowest = np.minimum.accumulate(before, 1)
+    starts_at = walk - scores
+    lowest = np.minimum.accumulate(starts_at, 1)
     sums = walk - lowest
-    begins = np.maximum.accumulate(np.where(before == lowest, places, 0), 1)
+    begins = np.maximum.accumulate(np.where(starts_at == lowest, places, 0), 1)
     peaks = np.maximum.reduceat(sums, starts, 1)
     ends = np.minimum.reduceat(np.where(sums == peaks[:, ids], places, len(places)), starts, 1)
     best = peaks.argmax(0), np.arange(len(starts))

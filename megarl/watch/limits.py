@@ -20,13 +20,13 @@ _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 class Learnt:
     """A limit that follows from the first steps of a run."""
 
-    least: float
+    lowest: float
     factor: float
     largest: float
 
     def of(self, usual: float) -> float:
-        """Return ``factor`` times the usual value, at least ``least`` and at most ``largest``."""
-        return min(max(self.factor * usual, self.least), self.largest)
+        """Return ``factor`` times the usual value, between ``lowest`` and ``largest``."""
+        return min(max(self.factor * usual, self.lowest), self.largest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class TripwireLimits:
     max_k3: Learnt
     max_native_flip: Learnt
     most_dropped: float
-    everywhere: float
+    all_sequences: float
     usual_drops: float
     faulty_drops: float
     foreign_false_alarm: float

@@ -70,19 +70,20 @@ def count_k3(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, 
     return torch.stack([largest, total, tokens], 1)
 
 
-def count_flips(shared: np.ndarray, topk: int, batch: TrainBatch) -> np.ndarray:
+def count_flips(num_shared: np.ndarray, topk: int, batch: TrainBatch) -> np.ndarray:
     """Return float64 [N, 8]: the columns from FLIPS on.
 
-    shared: [T', L], the experts that training routers and rollout share, of the T' tokens with a recorded route.
+    num_shared: [T', L], the number of experts that training routers and rollout share, of the T' tokens with a
+    recorded route.
     """
     present = batch.routed_mask
     assert present is not None
     ids = segment_ids(batch.cu_seqlens).numpy()[present.numpy()]
     generated = batch.loss_mask.numpy()[present.numpy()]
-    flips = (np.asfortranarray(shared) < topk).mean(1)  # by layer, as in Disagreement
+    flips = (np.asfortranarray(num_shared) < topk).mean(1)  # by layer, as in Disagreement
     weights = (flips, None, flips * generated, generated)
     counts = np.stack([np.bincount(ids, weight, batch.num_sequences) for weight in weights], 1)
-    return np.concatenate([counts, foreign_rows.find_foreign(shared, topk, batch)], 1)
+    return np.concatenate([counts, foreign_rows.find_foreign(num_shared, topk, batch)], 1)
 
 
 def usual_means(gaps: np.ndarray) -> list[float]:
@@ -186,9 +187,9 @@ class Drops:
     def _likely_cause(self, replayed: bool) -> str:
         wrong, runs = self.gaps[self.dropped], self.gaps[self.over[:, 2]]
         k3, flip = _pool(wrong)
-        has_k3 = k3 > TRIPWIRES.max_k3.least
-        has_flips = flip > TRIPWIRES.max_native_flip.least or len(runs) > 0
-        is_everywhere = self.share >= TRIPWIRES.everywhere
+        has_k3 = k3 > TRIPWIRES.max_k3.lowest
+        has_flips = flip > TRIPWIRES.max_native_flip.lowest or len(runs) > 0
+        is_everywhere = self.share >= TRIPWIRES.all_sequences
         routes = "routes of other tokens, such as one token late or of another response"
         if len(runs):
             routes += f" ({_describe_run(runs[runs[:, Column.EVIDENCE].argmax()])} of one response)"

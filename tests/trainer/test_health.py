@@ -24,7 +24,7 @@ from megarl.run.metrics_log import read_metrics
 from megarl.run.progress import StepProgress
 from megarl.run.status import show
 from megarl.run.vitals import Vitals
-from megarl.watch.health import Health, Verdict, judge_run
+from megarl.watch.health import Health, HealthVerdict, judge_run
 from megarl.watch.health.checks import CHECKS, METRICS
 
 ROOT = Path(__file__).parents[2]
@@ -288,7 +288,7 @@ def real(name: str) -> list[dict[str, Any]]:
     return read_metrics(RUNS / f"{name}.jsonl")
 
 
-def every_moment(records: list[dict[str, Any]]) -> Iterator[list[Verdict]]:
+def every_moment(records: list[dict[str, Any]]) -> Iterator[list[HealthVerdict]]:
     health = Health(HealthConfig())
     for record in records:
         health.add(record)

@@ -32,7 +32,6 @@ from megarl.megatron.frozen import FrozenModel
 from megarl.megatron.passes import forward
 from megarl.models.fit import can_compare
 from megarl.models.shapes import read_shape
-from megarl.ops.evaluate import command
 from megarl.ops.evaluate.evaluation import find_checkpoint
 from megarl.ops.evaluate.request import with_keys
 from megarl.replay import RoutingReplay
@@ -72,13 +71,16 @@ class GapRequest:
     """Of a response."""
 
 
-def gap_request(words: command.Gap, overrides: dict[str, Any]) -> GapRequest:
+def gap_request(
+    path: Path, file: Path | None, prompts: str | None, overrides: dict[str, Any], *, responses: int, tokens: int,
+    trust: bool,
+) -> GapRequest:  # fmt: skip
     """Find weights and configuration of a Hugging Face folder, a run's folder or its checkpoint; ConfigError."""
-    path, file, checkpoint = words.checkpoint, words.config, None
+    checkpoint = None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("megarl gap runs in one process: start it without torchrun")
-    if min(words.responses, words.tokens) < 1:
-        raise ConfigError(f"--responses {words.responses} --tokens {words.tokens}: expected at least 1 of each")
+    if min(responses, tokens) < 1:
+        raise ConfigError(f"--responses {responses} --tokens {tokens}: expected at least 1 of each")
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; expected a Hugging Face folder, a run's folder, or its checkpoint")
     if (path / "config.json").is_file():
@@ -89,15 +91,15 @@ def gap_request(words: command.Gap, overrides: dict[str, Any]) -> GapRequest:
         file = file or (saved if saved.is_file() else None)
         if file is None:
             raise ConfigError(f"{checkpoint} has no config.toml of a run above it: give --config FILE")
-    if words.prompts is not None:
-        overrides = {**overrides, "data.train": words.prompts}
+    if prompts is not None:
+        overrides = {**overrides, "data.train": prompts}
     if file is not None:
-        config = config_file.load(file, overrides, trust=words.trust)
-    elif words.prompts is None:
+        config = config_file.load(file, overrides, trust=trust)
+    elif prompts is None:
         raise ConfigError(f"{path} is a model without a run: give --prompts FILE, or --config FILE")
     else:
         config = config_file.parse(WITHOUT_RUN, overrides, source="megarl gap")
-    return GapRequest(config, checkpoint, words.responses, words.tokens)
+    return GapRequest(config, checkpoint, responses, tokens)
 
 
 def measure_and_show(request: GapRequest, max_k3: float, as_json: bool) -> int:
@@ -197,10 +199,10 @@ class TrainingEngine:
         routes = deliver_routes(rollouts, micros, self.replay.layers, shape)
         with self.replay.record(keep=False, compared=routes) as recording:
             native = run()
-        shared = np.concatenate(gather_shared([recording.shared], micros, self.replay.layers))[..., 0]
+        num_shared = np.concatenate(gather_shared([recording.shared], micros, self.replay.layers))[..., 0]
         with self.replay.replay(routes, min_agreement=0.0):  # the disagreement is what is measured
             replayed = run()
-        flips = tuple(Disagreement.of(shared, shape.topk).per_layer_flip.tolist())
+        flips = tuple(Disagreement.of(num_shared, shape.topk).per_layer_flip.tolist())
         return PairGap(name, training, is_configured, num_tokens, native, replayed, flips)
 
 

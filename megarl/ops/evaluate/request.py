@@ -37,11 +37,11 @@ class EvalRequest:
         """
         config = self.config
         parallel = ParallelConfig() if self.checkpoint is None else config.parallel
-        found = with_keys(
+        resolved = with_keys(
             config, rollout={"prompts_per_step": world_size, "group_size": 1}, train={"mini_batches": 1}
         ).model_copy(update={"parallel": parallel, "sampling": SamplingConfig(), "sft": None})
-        found.check_world_size(world_size)
-        return found
+        resolved.check_world_size(world_size)
+        return resolved
 
 
 def with_keys(config: Config, **tables: dict[str, Any]) -> Config:
@@ -74,8 +74,8 @@ def eval_request(
             f"{flag}: found {number} with eval.temperature = 0, which gives the same response every time; set 1, or a "
             "temperature"
         )
-    chosen = sorted({*ks} or {*(4**power for power in range(16) if 4**power <= number), number})
-    if chosen[0] < 1 or chosen[-1] > number:
-        wrong = chosen[0] if chosen[0] < 1 else chosen[-1]
+    powers = sorted({*ks} or {*(4**power for power in range(16) if 4**power <= number), number})
+    if powers[0] < 1 or powers[-1] > number:
+        wrong = powers[0] if powers[0] < 1 else powers[-1]
         raise ConfigError(f"--k: found {wrong}, expected 1 to {flag} = {number}: pass@k needs k samples of a prompt")
-    return EvalRequest(config, choose(data, config, template), number, tuple(chosen), checkpoint, out, json)
+    return EvalRequest(config, choose(data, config, template), number, tuple(powers), checkpoint, out, json)

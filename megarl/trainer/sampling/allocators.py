@@ -61,30 +61,30 @@ class AdaEst:
         self._last_rates = rates = self._estimator.rates(self._inputs(prompts))
         estimate, sampling, size = self._config.estimate, self._config.sampling, self._config.rollout.group_size
         total, bounds = size * len(prompts), (estimate.min_samples, sampling.max_samples)
-        counts, more = np.full(len(prompts), estimate.probe), np.zeros((0, 0), np.int64)
+        counts, after_probe = np.full(len(prompts), estimate.probe), np.zeros((0, 0), np.int64)
         if estimate.probe:
             worth = np.full(len(prompts), estimate.prior_positives + estimate.prior_negatives)
             if isinstance(self._estimator, PassRateCounts):
                 worth = self._estimator.strengths(self._inputs(prompts))
             weighed = (estimate.objective, estimate.eps)
-            more = allocate_after_probe(rates, worth, estimate.probe, total, *weighed, *bounds) - estimate.probe
+            after_probe = allocate_after_probe(rates, worth, estimate.probe, total, *weighed, *bounds) - estimate.probe
         else:
             counts = allocate_by_weights(budget_weights(rates, estimate.objective, estimate.eps), total, *bounds)
         keep = sampling.subsample or "balance"
-        rows = tuple(map(tuple, more.tolist()))
+        rows = tuple(map(tuple, after_probe.tolist()))
         return Allotted(tuple(counts.tolist()), self._config.reward.threshold, sampling.train_size, keep, rows)
 
     def learn(self, prompts: Sequence[Prompt], samples: np.ndarray, positives: np.ndarray) -> dict[str, Stat]:
         """Update the estimates: of each prompt, samples with a reward and positive ones. Return metrics."""
-        found = {"estimate/rate_mean": Stat.mean(self._last_rates)}
+        metrics = {"estimate/rate_mean": Stat.mean(self._last_rates)}
         drawn = samples > 0
         if self._last_rates.shape == drawn.shape:
             gaps = np.abs(self._last_rates - positives / np.maximum(samples, 1))
-            found["estimate/error"] = Stat.mean(gaps, drawn)
+            metrics["estimate/error"] = Stat.mean(gaps, drawn)
         loss = self._estimator.update(self._inputs(prompts), samples, positives)
         if loss is not None:
-            found["estimate/loss"] = Stat.mean(loss)
-        return found
+            metrics["estimate/loss"] = Stat.mean(loss)
+        return metrics
 
     def _inputs(self, prompts: Sequence[Prompt]) -> Any:
         return [p.tokens if isinstance(self._estimator, ValueHead) else p.index for p in prompts]
@@ -184,33 +184,33 @@ class Gvm:
         copy, copies = distributed.dp_rank(), distributed.dp_size()
         keys = [(prompt, sample) for prompt in range(copy, num_prompts, copies) for sample in range(gvm.pre_samples)]
         group = distributed.model_group()
-        mine = self._presample(step, keys[group.rank() :: group.size()])
-        accepted = self._gather_accepted(mine)
+        samples = self._presample(step, keys[group.rank() :: group.size()])
+        accepted = self._gather_accepted(samples)
         norms = gradient_norms(self._train_step, [rollout for _, rollout in accepted], gvm.block)
         norm_of = {key: norm for (key, _), norm in zip(accepted, norms.tolist(), strict=True)}
         rows = []
-        for key, sample in mine.items():
+        for key, sample in samples.items():
             tokens = 0 if sample.rollout is None else sample.rollout.num_tokens
             rows.append([*key, sample.reward is not None, key in norm_of, norm_of.get(key, 0.0), tokens])
-        found = distributed.gather_rows(np.array(rows, dtype=np.float64).reshape(-1, 6))
-        judged = found[:, 2] > 0
-        self.spent += [len(found), found[:, 5].sum(), (~judged).sum()]
-        found, missing = found[judged], np.setdiff1d(np.arange(num_prompts), found[judged, 0])
+        table = distributed.gather_rows(np.array(rows, dtype=np.float64).reshape(-1, 6))
+        judged = table[:, 2] > 0
+        self.spent += [len(table), table[:, 5].sum(), (~judged).sum()]
+        table, missing = table[judged], np.setdiff1d(np.arange(num_prompts), table[judged, 0])
         # A prompt without rewards has acceptance rate 0.
-        found = np.concatenate([found, np.pad(missing[:, None], ((0, 0), (0, 5)))])
-        return gvm_estimates(found[:, 0].astype(np.int64), found[:, 3] > 0, found[:, 4], num_prompts, gvm.average)
+        table = np.concatenate([table, np.pad(missing[:, None], ((0, 0), (0, 5)))])
+        return gvm_estimates(table[:, 0].astype(np.int64), table[:, 3] > 0, table[:, 4], num_prompts, gvm.average)
 
-    def _gather_accepted(self, mine: Mapping[Key, Sample]) -> list[tuple[Key, Rollout]]:
+    def _gather_accepted(self, samples: Mapping[Key, Sample]) -> list[tuple[Key, Rollout]]:
         """Return the model copy's accepted responses in their order; this rank's with routes."""
         threshold = self._config.reward.threshold
         good = {
             key: sample.rollout
-            for key, sample in mine.items()
+            for key, sample in samples.items()
             if sample.reward is not None and sample.reward > threshold and sample.rollout is not None
         }
         gathered = distributed.gather_rollouts([drop_routes(rollout) for rollout in good.values()])
-        found = {(rollout.group, rollout.sample): rollout for rollout in gathered}
-        return sorted((found | good).items(), key=lambda item: item[0])
+        accepted = {(rollout.group, rollout.sample): rollout for rollout in gathered}
+        return sorted((accepted | good).items(), key=lambda item: item[0])
 
 
 Allocator = AdaEst | Gvm

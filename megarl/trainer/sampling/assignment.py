@@ -53,12 +53,13 @@ class SequenceAssignment:
     Every rank has an assignment for a step, for its own coordinates.
     """
 
-    def __init__(self, rule: Uniform, num_prompts: int, mini_batches: int, at: RankCoordinates) -> None:
+    def __init__(self, rule: Uniform, num_prompts: int, mini_batches: int, coordinates: RankCoordinates) -> None:
         self._rule, self._num_prompts = rule, num_prompts
-        shares = split_sequences(num_prompts * rule.num_samples, mini_batches, at.copy, at.copies)
+        shares = split_sequences(num_prompts * rule.num_samples, mini_batches, coordinates.copy, coordinates.copies)
         self._keys = [[divmod(sequence, rule.num_samples) for sequence in share] for share in shares]
         keys = list(chain(*self._keys))
-        self._drawn = [keys[i] for i in np.array_split(np.arange(len(keys)), at.ranks)[at.rank].tolist()]
+        indices = np.array_split(np.arange(len(keys)), coordinates.ranks)[coordinates.rank]
+        self._drawn = [keys[index] for index in indices.tolist()]
 
     def asker(self) -> Asker:
         """Return what asks for the samples that this rank draws."""
@@ -80,21 +81,22 @@ class PromptAssignment:
     """Assigns whole prompts, for any rule; its methods are those of ``SequenceAssignment``."""
 
     def __init__(
-        self, rule: SamplingRule, num_prompts: int, mini_batches: int, at: RankCoordinates, *,
+        self, rule: SamplingRule, num_prompts: int, mini_batches: int, coordinates: RankCoordinates, *,
         refill: Refill | None = None, seed: int | None = None,
     ) -> None:  # fmt: skip
         """``seed``: see ``Collector``."""
-        self._rule, self._num_prompts, self._at = rule, num_prompts, at
+        self._rule, self._num_prompts, self._at = rule, num_prompts, coordinates
         self._refill, self._seed = refill, seed
         sizes = [1] * num_prompts
         if isinstance(rule, Allotted):
             sizes = [min(count, rule.train_size or count) for count in rule.counts]
-        self._bins = split_prompts(sizes, mini_batches, at.copies)
-        self._places = [sorted(chain(*(mini[copy] for mini in self._bins))) for copy in range(at.copies)]
+        self._bins = split_prompts(sizes, mini_batches, coordinates.copies)
+        self._places = [sorted(chain(*(mini[copy] for mini in self._bins))) for copy in range(coordinates.copies)]
         """The prompts that each model copy trains on, or that hold their places."""
         # Ranks with places take turns at new prompts. So no two ranks begin the same prompt, none is left out, and
         # ranks need not communicate.
-        ranks = [(copy, rank) for copy, places in enumerate(self._places) for rank in range(min(at.ranks, len(places)))]
+        num_ranks = [min(coordinates.ranks, len(places)) for places in self._places]
+        ranks = ((copy, rank) for copy, number in enumerate(num_ranks) for rank in range(number))
         self._turns = {place: turn for turn, place in enumerate(ranks)}
 
     def asker(self) -> Asker:
@@ -234,7 +236,7 @@ def exchange_prompts(
 
 def join_selections(selections: Sequence[Selection], rule: SamplingRule) -> Selection:
     """Return selections of different prompts as one selection, in the order of (prompt, sample)."""
-    columns = ([getattr(each, name) for each in selections] for name in ("prompts", "samples", "rewards"))
+    columns = ([getattr(selection, name) for selection in selections] for name in ("prompts", "samples", "rewards"))
     prompts, samples, rewards = map(np.concatenate, columns)
     order = np.lexsort((samples, prompts))
     pools = sorted(chain(*(selection.pools for selection in selections)), key=lambda pool: pool.prompt)

@@ -73,12 +73,12 @@ def draw(
     places = range(dist.get_rank(), len(benchmark.prompts) * num_samples, dist.get_world_size())
     keys, number = [divmod(place, num_samples) for place in places], requests.benchmark_number(benchmark.name)
     request_of = requests.make_requests(config.run.seed, seeds.EVALUATE, number, benchmark.prompts)
-    params, what = requests.eval_params(config, stop_tokens), f"the evaluation on {benchmark.name}"
+    params, work = requests.eval_params(config, stop_tokens), f"the evaluation on {benchmark.name}"
 
     def make_draw() -> Draw:
         return Draw(FixedSamples(keys), request_of, benchmark.player)
 
-    return requests.sample_together(config, engine, make_draw, params, on_finish, what=what)
+    return requests.sample_together(config, engine, make_draw, params, on_finish, work=work)
 
 
 def score_table(table: SampleTable, benchmark: PlayedBenchmark) -> dict[str, float]:
@@ -104,5 +104,5 @@ def pool(metrics_of: Mapping[str, Mapping[str, float]], num_prompts: Sequence[in
         metrics[f"eval/{key}"] = float(sum(values) if is_count else np.average(values, weights=num_prompts))
     if len(metrics_of) == 1:
         return metrics
-    named = ((f"eval/{name}/{key}", value) for name, table in metrics_of.items() for key, value in table.items())
-    return metrics | dict(named)
+    by_name = ((f"eval/{name}/{key}", value) for name, table in metrics_of.items() for key, value in table.items())
+    return metrics | dict(by_name)

@@ -23,21 +23,21 @@ def choose(keys: Sequence[Key], count: int | Literal["all"], step: int) -> list[
 
 
 def describe(
-    samples: Mapping[Key, Sample], chosen: Sequence[Key], tokenizer: PreTrainedTokenizerBase, components: Sequence[str]
+    samples: Mapping[Key, Sample], keys: Sequence[Key], tokenizer: PreTrainedTokenizerBase, components: Sequence[str]
 ) -> dict[Key, Excerpt]:
     """Return the text and the facts of the chosen samples, without what training finds out about them.
 
     components: the names of several rewards. A sample without a response, because its episode failed in the first
     turn, has empty texts.
     """
-    return {key: _describe(samples[key], tokenizer, components) for key in chosen}
+    return {key: _describe(samples[key], tokenizer, components) for key in keys}
 
 
 def _describe(sample: Sample, tokenizer: PreTrainedTokenizerBase, components: Sequence[str]) -> Excerpt:
     rollout = sample.rollout
-    found: Excerpt = {"prompt": "", "response": "", "parts": [], "length": 0, "prompt_tokens": 0, "finish": "abort"}
+    excerpt: Excerpt = {"prompt": "", "response": "", "parts": [], "length": 0, "prompt_tokens": 0, "finish": "abort"}
     if rollout is not None:
-        found |= {
+        excerpt |= {
             "prompt": tokenizer.decode(rollout.tokens[: rollout.prompt_length].tolist()),
             "response": tokenizer.decode(rollout.response_tokens.tolist()),
             "parts": _split(rollout, tokenizer),
@@ -45,12 +45,12 @@ def _describe(sample: Sample, tokenizer: PreTrainedTokenizerBase, components: Se
             "prompt_tokens": rollout.prompt_length,
             "finish": rollout.finish_reason,
         }
-    return found | {
+    return excerpt | {
         "reward": None if sample.reward is None else float(sample.reward),
         "rewards": {name: float(value) for name, value in zip(components, sample.components, strict=False)},
         "error": sample.failure and sample.failure.error,
-        "tool_calls": sum(who == "environment" for who, _ in found["parts"]),
-        "truncated": found["finish"] == "length",
+        "tool_calls": sum(author == "environment" for author, _ in excerpt["parts"]),
+        "truncated": excerpt["finish"] == "length",
     }
 
 

@@ -72,12 +72,12 @@ def sample_together(
     params: SamplingParams,
     on_finish: Advance | None = None,
     background: "BackgroundSampling | None" = None,
-    what: str = "sampling",
+    work: str = "sampling",
 ) -> tuple[dict[Key, Sample], int]:
     """Return this rank's samples, and how often they were drawn again; a collective call.
 
     Samples are dropped and drawn again if somebody else has changed the engine's weights meanwhile. background: samples
-    that are under way. what: names the work if another rank fails. RolloutError after MOST_DRAWS draws, and what the
+    that are under way. work: names the work if another rank fails. RolloutError after MOST_DRAWS draws, and what the
     engine raises.
     """
 
@@ -88,7 +88,7 @@ def sample_together(
         return samples
 
     for redraws in range(MOST_DRAWS):
-        samples = distributed.run_together(what, partial(sample, None if redraws else background))
+        samples = distributed.run_together(work, partial(sample, None if redraws else background))
         if not is_changed(engine):
             return samples, redraws
     raise RolloutError(

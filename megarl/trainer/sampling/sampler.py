@@ -214,8 +214,8 @@ class Sampler:
         config, sampling, number = self.config, self.config.sampling, self.config.rollout.prompts_per_step
         position = self._position if sampling.refill else step * number
         group = distributed.model_group()
-        at = RankCoordinates(distributed.dp_rank(), distributed.dp_size(), group.rank(), group.size())
-        sizes = number, config.train.mini_batches, at
+        coordinates = RankCoordinates(distributed.dp_rank(), distributed.dp_size(), group.rank(), group.size())
+        sizes = number, config.train.mini_batches, coordinates
         if self._allocator is None:
             rule = sampling.rule_of(config.rollout.group_size, config.reward.threshold)
             if sampling.fixed:

@@ -60,7 +60,7 @@ class SampleTable:
         table = cls(rows[np.lexsort((rows[:, 1], rows[:, 0]))], components)
         if table.is_judged.all():
             return table
-        failures = [(each.failure.may_pass, key, each.failure) for key, each in samples.items() if each.failure]
+        failures = [(sample.failure.may_pass, key, sample.failure) for key, sample in samples.items() if sample.failure]
         of_ranks = distributed.gather_objects(min(failures, key=itemgetter(0, 1), default=None))
         _, failed, failure = min(filter(None, of_ranks), key=itemgetter(0, 1))
         return replace(table, failure=failure, failed=failed)
@@ -91,10 +91,10 @@ class SampleTable:
         """Of an error for a lack of rewards: RewardError, or RolloutError if their failure may pass."""
         return RolloutError if self.failure is None or self.failure.may_pass else RewardError
 
-    def require_rewards(self, where: str) -> None:
+    def require_rewards(self, subject: str) -> None:
         """Raise ``error_type`` if no sample has a reward."""
         if not self.is_judged.any():
-            raise self.error_type(f"{where}: no response has a reward; first: {self.failure}")
+            raise self.error_type(f"{subject}: no response has a reward; first: {self.failure}")
 
     def describe_unjudged(self) -> str | None:
         """Return how many samples have a reward, and the first failure; None if all have one."""
@@ -107,13 +107,13 @@ class SampleTable:
         environment: include the metrics of episodes. threshold: a larger reward passes; a sample without one does not.
         """
         judged, drawn = self.is_judged, len(self.rows)
-        passed = judged & (self.column("reward") > threshold)
+        passes = judged & (self.column("reward") > threshold)
         failed = ~judged & (self.column("episode_failed") == 0)
         names = (*_COLUMNS, *(f"reward/component/{name}" for name in self.components))
         sums = dict(zip(names, self.rows.sum(axis=0).tolist(), strict=True))  # without a reward, the column holds 0
         means = {
             "reward/mean": (sums["reward"], sums["judged"]),
-            "reward/pass_rate": (np.count_nonzero(passed), drawn),
+            "reward/pass_rate": (np.count_nonzero(passes), drawn),
             "reward/judged": (sums["judged"], 1),
             "reward/responses": (drawn, 1),
             "reward/error_fraction": (np.count_nonzero(failed), drawn),
@@ -236,10 +236,10 @@ def exchange_rollouts(keys: list[list[Key]], selection: Selection, samples: Mapp
     all ranks, if a model copy has no complete response.
     """
     local = {key: sample.rollout for key, sample in samples.items() if sample.rollout is not None}
-    placed = set(chain.from_iterable(keys))
+    in_batch = set(chain.from_iterable(keys))
     # Each rank also offers its shortest rollout: the copy may need a dummy and have nothing else.
     _, shortest = min(((rollout.num_tokens, key) for key, rollout in local.items()), default=(0, None))
-    offered = [rollout for key, rollout in local.items() if key in placed or key == shortest]
+    offered = [rollout for key, rollout in local.items() if key in in_batch or key == shortest]
     of_copy = *distributed.gather_rollouts(offered), *offered  # this rank's come last: they have their routes
     rollouts = {(rollout.group, rollout.sample): rollout for rollout in of_copy}
     failure = None if rollouts else RolloutError("this rank's model copy drew no complete response to hold its place")
@@ -319,8 +319,8 @@ def _require_rates(credit: Credit, selection: Selection) -> None:
     """Raise ConfigError at the first negative reward, not at the first prompt whose mean is negative."""
     if credit.combination == "unbiased" or credit.scale not in ("rate", "root_rate"):
         return
-    if (least := PoolRows.of(selection.pools).value.min(initial=0.0)) < 0:
+    if (lowest := PoolRows.of(selection.pools).value.min(initial=0.0)) < 0:
         raise ConfigError(
             f'credit.scale: found "{credit.scale}", which divides by the mean of rewards from 0 to 1, but a reward is '
-            f'{least:g}; set credit.scale = "none" or "std", or change the reward'
+            f'{lowest:g}; set credit.scale = "none" or "std", or change the reward'
         )

@@ -138,14 +138,14 @@ def prompt_features(policy: Policy, prompts: Sequence[np.ndarray], micro_batch_t
     NumericsError naming a prompt whose hidden state is not finite.
     """
     parallel = policy.config.parallel
-    mine = _share(prompts, parallel.micro_batch_multiple)
-    batch = pack([make_rollout(prompts[index]) for index, _ in mine], np.zeros(len(mine)))
+    assigned = _share(prompts, parallel.micro_batch_multiple)
+    batch = pack([make_rollout(prompts[index]) for index, _ in assigned], np.zeros(len(assigned)))
     micro_batches = split(policy.config, batch, micro_batch_tokens)
-    found = forward.last_hidden_states(policy.chunks, micro_batches)
+    states = forward.last_hidden_states(policy.chunks, micro_batches)
     features = torch.zeros(len(prompts), policy.megatron_config.hidden_size, device=torch.cuda.current_device())
-    for micro, rows in zip(micro_batches, found, strict=bool(found)):
+    for micro, rows in zip(micro_batches, states, strict=bool(states)):
         for sequence, row in zip(micro.sequences, rows, strict=True):
-            index, counts = mine[sequence]
+            index, counts = assigned[sequence]
             if counts:
                 features[index] = row
     dist.all_reduce(features)  # only one rank has a non-zero row, so the sum is exact

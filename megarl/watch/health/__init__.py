@@ -6,6 +6,6 @@
 Nothing here imports torch.
 """
 
-from megarl.watch.health.judgement import Health, Verdict, judge_run
+from megarl.watch.health.judgement import Health, HealthVerdict, judge_run
 
-__all__ = ["Health", "Verdict", "judge_run"]
+__all__ = ["Health", "HealthVerdict", "judge_run"]

@@ -82,7 +82,7 @@ class Check:
     name: str
     metrics: tuple[str, ...]
     """What it reads; a step without any of them says nothing."""
-    what: str
+    subject: str
     """What it looks at, in the words of a verdict."""
     cause: str
     advice: str
@@ -98,15 +98,15 @@ class Check:
     - best: the mean of the latest steps over the best such mean, if noise does not explain the difference;
     - streak: the number of steps in a row in which the value is not 0.
     """
-    least: float = 0.0
+    floor: float = 0.0
     """The smallest median that counts."""
     names_failure: bool = False
     """Whether its verdict says how many responses are judged, and why the first of the others is not."""
 
     def look(self, step: Step) -> tuple[Step, float | None]:
         """Return those of its metrics that a step has, and what they say; None for nothing."""
-        given = {name: step[name] for name in self.metrics if name in step}
-        return given, self.read(given) if given else None
+        metrics = {name: step[name] for name in self.metrics if name in step}
+        return metrics, self.read(metrics) if metrics else None
 
     @property
     def score_form(self) -> str:
@@ -132,9 +132,9 @@ _OF_LIMITS = ("limits", "meaning", "falls")
 
 
 def _make_check(name: str, table: Mapping[str, Any]) -> Check:
-    own = {key: value for key, value in table.items() if key not in _OF_LIMITS}
-    read = _READS[own.pop("read", "largest")]
-    return Check(name, **own | {"metrics": tuple(own["metrics"]), "read": read})
+    fields = {key: value for key, value in table.items() if key not in _OF_LIMITS}
+    fields |= {"metrics": tuple(table["metrics"]), "read": _READS[table.get("read", "largest")]}
+    return Check(name, **fields)
 
 
 CHECKS = tuple(_make_check(name, table) for name, table in health.CHECKS.items())
