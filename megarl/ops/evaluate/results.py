@@ -92,8 +92,8 @@ def refuse_other_settings(out: Path, results: Mapping[str, Json], common: Json, 
         stored = result["settings"]
         differing = [key for key in expected if stored.get(key) != expected[key] and key not in _PLACES]
         if differing:
-            first, *others = differing
-            others_text = f" (and {len(others)} more: {', '.join(others)})" if others else ""
+            first, *further = differing
+            others_text = f" (and {len(further)} more: {', '.join(further)})" if further else ""
             outdated = out / name if set(differing) <= set(settings.get(name, ())) else out
             raise ConfigError(
                 f"{out} holds {name} evaluated with {first} = {stored.get(first)!r}, this call has "

@@ -69,8 +69,8 @@ def render_tiles(rows: Mapping[str, str]) -> str:
 def render_table(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of cells as HTML; the first cell of each is its heading."""
     cells = "".join(
-        f"<tr><th>{html.escape(first)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in rest)}</tr>"
-        for first, *rest in rows
+        f"<tr><th>{html.escape(first)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells_behind)}</tr>"
+        for first, *cells_behind in rows
     )
     return f'<div class="table"><table>{cells}</table></div>'
 

@@ -79,9 +79,9 @@ def layer_curves(curves: Curves, prefixes: Sequence[str] = LAYER_PREFIXES) -> di
     construction; otherwise the experts in use.
     """
     for prefix in prefixes:
-        found = {name.removeprefix(prefix): curve for name, curve in curves.items() if name.startswith(prefix)}
-        if numbers := sorted((int(number), number) for number in found if number.isdigit()):
-            return {layer: found[number] for layer, number in numbers}
+        of_prefix = {name.removeprefix(prefix): curve for name, curve in curves.items() if name.startswith(prefix)}
+        if numbers := sorted((int(number), number) for number in of_prefix if number.isdigit()):
+            return {layer: of_prefix[number] for layer, number in numbers}
     return {}
 
 
@@ -95,19 +95,17 @@ def smooth(y: np.ndarray, window: int) -> np.ndarray:
     return np.where(finite, total / np.maximum(count, 1.0), np.nan)
 
 
-def thin(curve: Curve, most: int = 1000) -> Curve:
+def thin(curve: Curve, max_points: int = 1000) -> Curve:
     """Return at most about ``most`` points of a curve: of each run of neighbours the smallest and the largest value.
 
     So a spike of one step stays. Runs without a finite value keep one point, the gap.
     """
-    if len(curve.x) <= most:
+    if len(curve.x) <= max_points:
         return curve
-    parts = np.array_split(np.arange(len(curve.x)), most // 2)
-    kept: list[int] = []
-    for part in parts:
-        known = part[np.isfinite(curve.y[part])]
-        ends = (
-            {int(known[curve.y[known].argmin()]), int(known[curve.y[known].argmax()])} if known.size else {int(part[0])}
-        )
-        kept += sorted(ends)
-    return Curve(curve.x[kept], curve.y[kept])
+    runs = np.array_split(np.arange(len(curve.x)), max_points // 2)
+    indices: list[int] = []
+    for run in runs:
+        finite = run[np.isfinite(curve.y[run])]
+        y = curve.y[finite]
+        indices += sorted({int(finite[y.argmin()]), int(finite[y.argmax()])}) if finite.size else [int(run[0])]
+    return Curve(curve.x[indices], curve.y[indices])

@@ -85,14 +85,14 @@ class Health:
 
     def news(self) -> list[str]:
         """Return lines about verdicts that have appeared, become alarms or ended since the last call."""
-        verdicts, before = {verdict.check: verdict for verdict in self.verdicts()}, self._announced
+        verdicts, announced = {verdict.check: verdict for verdict in self.verdicts()}, self._announced
         self._announced, lines = verdicts, list[str]()
         for check, verdict in verdicts.items():
-            if check not in before:
+            if check not in announced:
                 lines += verdict.lines()
-            elif before[check].level != "alarm" == verdict.level:
+            elif announced[check].level != "alarm" == verdict.level:
                 lines += verdict.lines()[:1]
-        return lines + [f"{check}: within its limits again" for check in before if check not in verdicts]
+        return lines + [f"{check}: within its limits again" for check in announced if check not in verdicts]
 
 
 class _Judge:
