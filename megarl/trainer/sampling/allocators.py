@@ -1,4 +1,4 @@
-"""Rules that decide before a step how many samples each prompt gets: Ada-Est, and GVM."""
+"""Rules that set the number of samples per prompt before a step: Ada-Est, and GVM."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ from megarl.trainer.sampling.value_head import ValueHead
 from megarl.trainer.step import TrainStep
 
 Presample = Callable[[int, Sequence[Key]], dict[Key, Sample]]
-"""Draws samples of a step's prompts: (step, this rank's keys) -> samples. A collective call."""
+"""Draws samples of a step's prompts: (step, keys of the rank) -> samples. A collective call."""
 
 
 class AdaEst:
@@ -34,7 +34,7 @@ class AdaEst:
     """
 
     def __init__(self, config: Config, num_prompts: int, train_step: TrainStep | None) -> None:
-        """``train_step``: for a value head, which needs the policy."""
+        """``train_step``: for a value head on the policy."""
         estimate = config.estimate
         self._config = config
         self._estimator: PassRateCounts | ValueHead
@@ -54,9 +54,9 @@ class AdaEst:
         self._last_rates = np.zeros(0)
 
     def allot(self, step: int, prompts: Sequence[Prompt]) -> Allotted:
-        """Return the number of samples of each prompt; the sum is prompts_per_step * group_size.
+        """Return the number of samples by prompt; the sum is prompts_per_step * group_size.
 
-        With ``estimate.probe``, the first samples of a prompt decide on the others, and this is the expected sum.
+        With ``estimate.probe``, the first samples of a prompt decide on further samples, and the sum is an expectation.
         """
         self._last_rates = rates = self._estimator.rates(self._inputs(prompts))
         estimate, sampling, size = self._config.estimate, self._config.sampling, self._config.rollout.group_size
@@ -75,7 +75,7 @@ class AdaEst:
         return Allotted(tuple(counts.tolist()), self._config.reward.threshold, sampling.train_size, keep, rows)
 
     def learn(self, prompts: Sequence[Prompt], samples: np.ndarray, positives: np.ndarray) -> dict[str, Stat]:
-        """Update the estimates: of each prompt, samples with a reward and positive ones. Return metrics."""
+        """Update the estimates: by prompt, samples with a reward and positive samples. Return metrics."""
         metrics = {"estimate/rate_mean": Stat.mean(self._last_rates)}
         drawn = samples > 0
         if self._last_rates.shape == drawn.shape:
@@ -90,13 +90,13 @@ class AdaEst:
         return [p.tokens if isinstance(self._estimator, ValueHead) else p.index for p in prompts]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds; plain, and equal on all ranks."""
+        """Return the state for a checkpoint; plain, and equal on all ranks."""
         if isinstance(self._estimator, ValueHead):
             return {"value_head": self._estimator.state_dict()}
         return {"counts": {name: column.tolist() for name, column in self._estimator.state_dict().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict``; CheckpointError if it is of another allocator."""
+        """Continue from ``state_dict``; CheckpointError for the state of a different allocator."""
         kind = "value_head" if isinstance(self._estimator, ValueHead) else "counts"
         if kind not in state:
             raise CheckpointError(
@@ -107,9 +107,9 @@ class AdaEst:
 
 
 class Gvm:
-    """Allocates by acceptance rates and gradient norms, which one first stage estimates for several steps.
+    """Allocates by acceptance rates and gradient norms. A first stage estimates both for several steps.
 
-    GVM, arXiv 2505.02391. Its methods are those of ``AdaEst``.
+    GVM, arXiv 2505.02391. Methods as in ``AdaEst``.
     """
 
     def __init__(
@@ -126,10 +126,11 @@ class Gvm:
         self._estimates: dict[int, tuple[float, float]] = {}
         """Acceptance rate and gradient norm, by the prompt's index in the data."""
         self.spent = np.zeros(3)
-        """Cost of the first stage before this step: samples, tokens, samples without a reward. 0 if there was none."""
+        """Cost of the first stage before the step: samples, tokens, samples without a reward. 0 without a first
+        stage."""
 
     def allot(self, step: int, prompts: Sequence[Prompt]) -> Allotted:
-        """Also runs a first stage if there are no estimates for this step."""
+        """Also runs a first stage if the step has no estimates."""
         gvm = self._config.gvm
         self.spent = np.zeros(3)
         if step >= self._until:
@@ -142,9 +143,9 @@ class Gvm:
         return Allotted(tuple(counts.tolist()), self._config.reward.threshold)
 
     def learn(self, prompts: Sequence[Prompt], samples: np.ndarray, positives: np.ndarray) -> dict[str, Stat]:
-        """Returns metrics only, since only a first stage makes estimates."""
+        """Returns metrics only: a first stage makes the estimates."""
         rates, norms = np.array([self._estimates[prompt.index] for prompt in prompts]).T
-        # These are sums, and equal on all ranks: one model copy reports them.
+        # The sums are equal on all ranks: a single model copy reports them.
         spent = (self.spent if distributed.dp_rank() == 0 else np.zeros(3)).tolist()
         return {
             "gvm/first_stage_samples": Stat.total(spent[0]),
@@ -165,7 +166,7 @@ class Gvm:
         self._estimates = {int(index): (rate, norm) for index, rate, norm in state["gvm"]["estimates"]}
 
     def _refresh(self, step: int) -> None:
-        """Estimate the prompts of the next steps. Step by step, so that the routes of one step can be freed."""
+        """Estimate the prompts of the next steps. Step by step, to free the routes of each step."""
         until = min(step + self._config.gvm.refresh_every, self._config.run.steps)
         estimates: dict[int, tuple[float, float]] = {}
         for later in range(step, until):
@@ -179,7 +180,7 @@ class Gvm:
         self._until, self._estimates = until, estimates
 
     def _run_stage(self, step: int, num_prompts: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return acceptance rates and gradient norms, [B] each, of one step's prompts."""
+        """Return acceptance rates [B] and gradient norms [B] of a step's prompts."""
         gvm = self._config.gvm
         copy, copies = distributed.dp_rank(), distributed.dp_size()
         keys = [(prompt, sample) for prompt in range(copy, num_prompts, copies) for sample in range(gvm.pre_samples)]
@@ -201,7 +202,7 @@ class Gvm:
         return gvm_estimates(table[:, 0].astype(np.int64), table[:, 3] > 0, table[:, 4], num_prompts, gvm.average)
 
     def _gather_accepted(self, samples: Mapping[Key, Sample]) -> list[tuple[Key, Rollout]]:
-        """Return the model copy's accepted responses in their order; this rank's with routes."""
+        """Return the model copy's accepted responses in order; local responses with routes."""
         threshold = self._config.reward.threshold
         good = {
             key: sample.rollout

@@ -1,4 +1,4 @@
-"""What the model wrote, as responses.jsonl.gz stores it: a few of a rank's samples, or all, decoded."""
+"""The model's texts for responses.jsonl.gz: a few of a rank's samples, or all samples, decoded."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -15,7 +15,7 @@ Excerpt = dict[str, Any]
 
 
 def choose(keys: Sequence[Key], count: int | Literal["all"], step: int) -> list[Key]:
-    """Return ``count`` of the keys, evenly spread over the prompts and others in each step, or all of them."""
+    """Return ``count`` of the keys, evenly spread over the prompts and different in each step, or all keys."""
     keys = sorted(keys)
     if count == "all" or count >= len(keys):
         return keys
@@ -25,7 +25,7 @@ def choose(keys: Sequence[Key], count: int | Literal["all"], step: int) -> list[
 def describe(
     samples: Mapping[Key, Sample], keys: Sequence[Key], tokenizer: PreTrainedTokenizerBase, components: Sequence[str]
 ) -> dict[Key, Excerpt]:
-    """Return the text and the facts of the chosen samples, without what training finds out about them.
+    """Return the text and the facts of the chosen samples, without the results of training.
 
     components: the names of several rewards. A sample without a response, because its episode failed in the first
     turn, has empty texts.
@@ -55,7 +55,7 @@ def _describe(sample: Sample, tokenizer: PreTrainedTokenizerBase, components: Se
 
 
 def _split(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
-    """The response by who wrote it, if that is not the model alone; its calls of tools are in its own parts."""
+    """The response by author, if the environment wrote a part; calls of tools belong to the model's parts."""
     mask = rollout.loss_mask[rollout.prompt_length :]
     bounds = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)] if len(mask) else []
     tokens = rollout.response_tokens
@@ -69,7 +69,7 @@ def complete(
     excerpts: Mapping[Key, Excerpt], step: int, rank: int, first_prompt: int, trained: np.ndarray,
     gaps: Sequence[np.ndarray], dropped: Mapping[Key, str],
 ) -> list[Excerpt]:  # fmt: skip
-    """Add what training has found out: whether each trained, how far the engines are apart, and why it was dropped.
+    """Add the results of training: was the sample trained, the gap between the engines, the reason of a drop.
 
     trained: int64 [n, 2] (place of the prompt in the run's order, sample); gaps: float64 [n, 5 or more] each, as in
     ``megarl.watch.tripwires``; dropped: by (group, sample) of the step.
