@@ -18,7 +18,7 @@ _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """A limit that follows from the first steps of a run."""
+    """A limit learnt from the first steps of a run."""
 
     lowest: float
     factor: float
@@ -49,7 +49,7 @@ class TripwireLimits:
 
 @dataclass(frozen=True, slots=True)
 class GapLimits:
-    """The table [gap]. A gap above one of the first four limits is bad."""
+    """The table [gap]. A gap above any of the first four limits is bad."""
 
     k3: float
     extreme: float

@@ -1,9 +1,9 @@
-"""``megarl gap``: both engines on the same responses, before a long run.
+"""``megarl gap``: compares the engines on the same responses, before a long run.
 
     weights -> training engine (Megatron) -> rollout engine;  prompts -> responses -> old-log-prob passes -> verdict
 
-Each pair of precisions samples once. The training engine then computes the log-probabilities of these responses twice:
-with its own routes, and with the routes of the rollout (R3). A single process does all of it; nothing is trained.
+Each pair of precisions samples once. The training engine computes the log-probabilities of the responses twice: with
+native routes, and with the routes of the rollout (R3). A single process does the work; no weight changes.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     name: {"dtype": dtype, "fp8_rounding": fp8, "fp8_activations": fp8, "fp8_kv_cache": False}
     for name, dtype, fp8 in (("fp32", "fp32", False), ("bf16", "bf16", False), ("fp8", "bf16", True))
 }
-"""Rollouts of the local engine; fp8 rounds weights and what they multiply."""
+"""Rollouts of the local engine; fp8 rounds weights and activations."""
 WITHOUT_RUN: dict[str, Any] = {
     "run": {"steps": 1},
     "rollout": {"prompts_per_step": 1, "group_size": 2, "max_response_tokens": 1024},
     "optim": {"lr": 1e-6},
 }
-"""What a configuration needs, for a model without one: the local engine, bf16."""
+"""The minimal configuration, for a bare model: the local engine, bf16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def measure_and_show(request: GapRequest, max_k3: float, as_json: bool) -> int:
 
 
 def _alone(request: GapRequest) -> Config:
-    """The configuration for one process that trains nothing; its servers record routes, and write to <run.dir>/gap."""
+    """The configuration for a single process without training; servers record routes, and write to <run.dir>/gap."""
     config = request.config
     longest = min(request.max_tokens, config.rollout.max_response_tokens)
     rollout = {"prompts_per_step": 1, "group_size": 1, "max_response_tokens": longest}
@@ -129,7 +129,7 @@ def _alone(request: GapRequest) -> Config:
 
 
 def _measure_all(request: GapRequest, config: Config) -> Iterator[PairGap]:
-    """By training precision, so that one model is in memory at a time."""
+    """By training precision, with a single model in memory at a time."""
     pairs = _pairs(config)
     for training in dict.fromkeys(dtype for _, dtype, _ in pairs):
         of_dtype = with_keys(config, model={"dtype": training})
@@ -185,7 +185,7 @@ class TrainingEngine:
         self.replay = RoutingReplay(self.frozen.chunks) if has_routes else None
 
     def compare(self, rollouts: Sequence[Rollout], name: str, is_configured: bool) -> PairGap:
-        """Compare rollouts with two passes over them. TraceError if their routes are not of this model."""
+        """Compare rollouts with two passes over them. TraceError for routes of a different model."""
         config, shape = self.config, self.frozen.shape
         packed = pack(rollouts, np.zeros(len(rollouts)), routes=False)
         micros = split(config, packed)
@@ -200,14 +200,14 @@ class TrainingEngine:
         with self.replay.record(keep=False, compared=routes) as recording:
             native = run()
         num_shared = np.concatenate(gather_shared([recording.shared], micros, self.replay.layers))[..., 0]
-        with self.replay.replay(routes, min_agreement=0.0):  # the disagreement is what is measured
+        with self.replay.replay(routes, min_agreement=0.0):  # the disagreement is measured, not refused
             replayed = run()
         flips = tuple(Disagreement.of(num_shared, shape.topk).per_layer_flip.tolist())
         return PairGap(name, training, is_configured, num_tokens, native, replayed, flips)
 
 
 def _gap(batch: TrainBatch, *chunks_and_micros: Any, **sizes: Any) -> Gap:
-    """Run the model, and compare its log-probabilities with those of the rollouts."""
+    """Run the model, and compare the log-probabilities with the rollouts'."""
     outputs = forward.run(*chunks_and_micros, **sizes)
     logprobs = torch.cat([output.logprobs for output in outputs]).float().cpu()
     metrics = finalize(mismatch_metrics(logprobs, batch.rollout_logprobs, batch.loss_mask, batch.cu_seqlens))

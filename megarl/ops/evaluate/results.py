@@ -3,9 +3,9 @@
     <out>/eval.json                    scores of all benchmarks, weights, configuration, versions of packages
     <out>/<benchmark>/responses.jsonl  one line per response, by prompt and sample
     <out>/<benchmark>/prompts.jsonl    one line per prompt, with its pass rate
-    <out>/<benchmark>/result.json      settings and scores; written last, so a benchmark with it is complete
+    <out>/<benchmark>/result.json      settings and scores; written last: marks a complete benchmark
 
-Every file appears whole or not at all.
+Files are written atomically.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ _COMMON = (
     *("rollout.max_response_tokens", "eval.temperature", "reward.threshold", "run.seed"),
 )
 _PLACES = ("model.path", "checkpoint")
-"""Where weights are, which may change: they are compared by content."""
+"""Places of weights. Weights are compared by content."""
 _CHECKPOINT = ("manifest.json", "conversion.json", ".metadata", "common.pt")
 _PACKAGES = ("megarl", "torch", "transformers", "megatron-core", "numpy", "math-verify", "datasets")
 
@@ -63,7 +63,7 @@ def common_settings(request: EvalRequest, checkpoint: Path | None) -> Json:
 
 
 def benchmark_settings(request: EvalRequest, benchmark: Benchmark, prompts: Sequence[Prompt]) -> Json:
-    """Return the settings of one benchmark. They hold a hash of the prompts, because a file may move."""
+    """Return the settings of one benchmark. The settings hold a hash of the prompts, because a file may move."""
     model = request.config.reward_model.model_dump(include={"text", "label", "step", "max_steps"})
     reward, arguments = request.config.reward, request.config.data.chat_template_args
     weights = {"reward.weights": reward.weights} if reward.weights and benchmark.reward == reward.function else {}
@@ -86,7 +86,7 @@ def complete_results(out: Path) -> dict[str, Json]:
 
 
 def refuse_other_settings(out: Path, results: Mapping[str, Json], common: Json, settings: Mapping[str, Json]) -> None:
-    """Raise ConfigError if the folder holds results of other weights or settings: they must not be mixed."""
+    """Raise ConfigError if the folder holds results of other weights or settings: results must not be mixed."""
     for name, result in results.items():
         expected = common | settings.get(name, {})
         stored = result["settings"]
@@ -153,7 +153,7 @@ def write_summary(out: Path, request: EvalRequest, common: Json) -> None:
 
 
 def _to_samples(responses: Sequence[Json], num_prompts: int, request: EvalRequest, name: str) -> Samples:
-    """Return the responses as [P, S] arrays. Raises ValueError unless they are complete and in order."""
+    """Return the responses as [P, S] arrays. ValueError unless the lines are complete and in order."""
     shape = (num_prompts, request.samples)
     if [(line["prompt"], line["sample"]) for line in responses] != list(np.ndindex(shape)):
         expected = f"{num_prompts} prompts * {request.samples} samples in this order"

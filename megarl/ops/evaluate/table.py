@@ -8,7 +8,7 @@ from megarl.text_table import text_table
 
 
 def to_text(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a table with one row per score of each benchmark, and the remarks below."""
+    """Return a table with a row per score of each benchmark, and the remarks below."""
     headings = ("benchmark", "score", "value", "95 %, other prompts", "95 %, other samples", "prompts")
     rows: list[Sequence[str]] = []
     for name, result in results.items():

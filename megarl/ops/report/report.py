@@ -29,7 +29,7 @@ TILES = (
     *("Held-out pass rate, first", "Held-out pass rate, last", JUDGED),
     *("Steps", "Wall time", "Tokens per second (median)"),
 )
-"""Rows of the headline that are also shown as large tiles."""
+"""Rows of the headline, shown as large tiles too."""
 _RUN_COLORS = ("blue", "orange", "teal", "red", "purple", "yellow", "cyan", "brown")
 _NOTE = """Drag over a figure to zoom, double-click to go back; a click on a name in the legend hides its line, a
 double-click shows it alone. Bands show the range over the mini-batches of a step. In runs of 40 steps and more, bold
@@ -39,7 +39,7 @@ lines are centred moving averages, and pale lines are the values, of long runs t
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What is read of one run."""
+    """The files of a run."""
 
     name: str
     folder: Path
@@ -49,11 +49,11 @@ class _Source:
 
 
 def write_report(*run_dirs: str | Path, out: Path | None = None) -> Path:
-    """Write a page about one run, or one that compares several; return its path.
+    """Write a page about a run, or a comparison of several runs; return its path.
 
-    out: default RUN_DIR/report/index.html, of several runs compare.html in this folder. The file appears complete or
-    not at all. Raises DataError if a metrics.jsonl is missing, empty or broken, or a config.toml is broken (it may be
-    missing); ConfigError if there are too many runs, or one is given twice.
+    out: default RUN_DIR/report/index.html, for several runs compare.html in the current folder. The file appears
+    complete or not at all. Raises DataError if a metrics.jsonl is missing, empty or broken, or a config.toml is broken
+    (it may be missing); ConfigError for too many runs, or a run given twice.
     """
     folders = [Path(run_dir) for run_dir in run_dirs]
     sources = [_read_run(*pair) for pair in zip(folders, name_runs(folders), strict=True)]
@@ -66,9 +66,9 @@ def write_report(*run_dirs: str | Path, out: Path | None = None) -> Path:
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:
-    """Return the name of each run's folder, with as many of its parents as tell it from the others.
+    """Return the names of the runs' folders, with the fewest parents for distinct names.
 
-    Last parts that all paths share tell nothing: a/run and b/run are "a" and "b".
+    Common last parts are left out: a/run and b/run are "a" and "b".
     """
     paths = [folder.resolve() for folder in folders]
     if len(paths) > len(_RUN_COLORS):

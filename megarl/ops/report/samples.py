@@ -1,4 +1,4 @@
-"""``megarl samples``, and the samples in a report: what the model wrote, searched and sorted."""
+"""``megarl samples``, and the samples in a report: the model's texts, searched and sorted."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -19,9 +19,9 @@ def show(
     run_dir: Path, *, step: int | None, sort: SortKey | None, worst: int | None, best: int | None, search: str | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Print responses of a run, by default those of its newest step.
+    """Print responses of a run, by default of the newest step.
 
-    worst, best: so many from one end of the order by ``sort``, by default the reward: the best have the highest reward,
+    worst, best: number from one end of the order by ``sort``, by default the reward: the best have the highest reward,
     the smallest length or gap. DataError if the run has stored none; ConfigError if nothing matches.
     """
     if worst is not None and best is not None:
@@ -59,7 +59,7 @@ def order(
 ) -> list[dict[str, Any]]:
     """Return samples from the best on, or from the worst on; at most ``count``.
 
-    Those without a reward come first among the worst, and other samples without a value last.
+    Samples without a reward come first among the worst; further samples without a value come last.
     """
     sign = -1 if (sort == "reward") != worst else 1
     is_last = not (worst and sort == "reward")
@@ -89,7 +89,7 @@ def describe(sample: Mapping[str, Any]) -> str:
 
 
 def flags(sample: Mapping[str, Any]) -> list[str]:
-    """Return what is out of the ordinary."""
+    """Return the exceptions of a sample."""
     untrained = "" if sample["trained"] else "not trained"
     texts = (
         "cut off" if sample["truncated"] else "",
@@ -100,9 +100,9 @@ def flags(sample: Mapping[str, Any]) -> list[str]:
 
 
 def for_page(run_dir: Path, name: str = "") -> tuple[list[dict[str, Any]], str]:
-    """Return the newest samples of a run that fit into a page, and a sentence about those that do not.
+    """Return the newest samples of a run for a page, and a sentence about omitted samples.
 
-    Of a damaged file, what stands before the damage.
+    Of a damaged file, the part before the damage.
     """
     page: list[dict[str, Any]] = []
     size = total = 0

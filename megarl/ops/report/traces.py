@@ -1,4 +1,5 @@
-"""``megarl trace inspect | stats | diff``: show what a file of routing traces holds, and how two files differ."""
+"""``megarl trace inspect | stats | diff``: show the content of a file of routing traces, and the difference of two
+files."""
 
 import json
 import math
@@ -24,11 +25,11 @@ MAX_BINS = 64
 
 @dataclass(frozen=True, slots=True)
 class FileDifference:
-    """The difference between two files, over the sequences that both hold."""
+    """The difference between two files, over common sequences."""
 
     total: Disagreement
     overlap: np.ndarray
-    """float64 [L], share of the experts that both files use."""
+    """float64 [L], share of experts used in both files."""
     flips: np.ndarray
     """int64 [L, bins], tokens with different expert sets, by layer and position in the sequence."""
     counts: np.ndarray
@@ -41,7 +42,7 @@ class FileDifference:
 
 
 def inspect(path: Path, as_json: bool = False) -> None:
-    """Print what the file holds. Decodes every sequence, so a damaged one raises TraceError."""
+    """Print what the file holds. Decodes every sequence; TraceError for a damaged sequence."""
     file = read_traces(path)
     info = file.info
     missing, sources = 0, Counter[int]()
@@ -66,7 +67,7 @@ def inspect(path: Path, as_json: bool = False) -> None:
 
 
 def stats(path: Path, as_json: bool = False) -> None:
-    """Print how evenly each layer uses its experts."""
+    """Print the expert load by layer."""
     file = read_traces(path)
     counts = np.zeros((len(file.info.layers), file.info.num_experts), dtype=np.int64)
     for trace in (sequence.trace for sequence in file):
@@ -163,7 +164,7 @@ def compare_files(a: TraceFile, b: TraceFile) -> FileDifference:
 
 
 def _compare_sequences(a: TracedSequence, b: TracedSequence) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions [P] where both have routes, and the number of shared experts there, uint16 [P, L]."""
+    """Return the positions [P] with routes in both files, and the numbers of shared experts, uint16 [P, L]."""
     rows = common_rows(a.trace, b.trace)
     if a.tokens is not None and b.tokens is not None and (a.tokens != b.tokens).any():
         index = int((a.tokens != b.tokens).argmax())
@@ -171,7 +172,7 @@ def _compare_sequences(a: TracedSequence, b: TracedSequence) -> tuple[np.ndarray
             f"{a.name}: token {index} is {a.tokens[index]} in one file and {b.tokens[index]} in the other; only "
             "routes of the same text can be compared"
         )
-    # All tokens of both files are held at once, so the numbers are kept small.
+    # All tokens of two files are in memory at once: keep the numbers small.
     return np.flatnonzero(rows), shared_experts(a.trace.experts[rows], b.trace.experts[rows]).astype(np.uint16)
 
 
@@ -190,7 +191,7 @@ def _describe_sizes(file: TraceFile) -> dict[str, str]:
 def _print(
     title: str, rows: Sequence[Sequence[str]], headings: Sequence[str], *notes: str, as_json: bool = False
 ) -> None:
-    """Print a table under its title, with notes below it; without a first heading it has names and values."""
+    """Print a table with title and notes; without a first heading it has names and values."""
     if as_json:
         cells = [dict(zip(headings, row, strict=True)) for row in rows] if headings[0] else dict(rows)  # type: ignore[arg-type]
         print(json.dumps({"title": title, "rows": cells, "notes": notes}, indent=1))

@@ -1,4 +1,4 @@
-"""What ``megarl.watch.health`` says about a run, on top of its report."""
+"""The verdicts of ``megarl.watch.health``, at the top of a report."""
 
 import html
 from collections.abc import Mapping, Sequence

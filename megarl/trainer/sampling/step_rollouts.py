@@ -310,9 +310,7 @@ def process_advantages(
     steps = {key: rewards for of_rank in distributed.gather_objects(local) for key, rewards in of_rank.items()}
     minis = [list(zip(*mini, strict=True)) for mini in zip(share.rollouts, share.rows, strict=True)]
     length_of = {row: rollout.num_tokens for mini in minis for rollout, row in mini}
-    lengths = [
-        length_of.get(row, 0) for row in range(len(selection.keys))
-    ]  # 0: of a different copy
+    lengths = [length_of.get(row, 0) for row in range(len(selection.keys))]  # 0: of a different copy
     values = step_advantages(objective, [steps[key] for key in selection.keys], selection.prompts, lengths)
     return [
         [values[row] if row < len(values) else np.zeros(rollout.num_tokens) for rollout, row in mini] for mini in minis

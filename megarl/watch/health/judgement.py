@@ -1,4 +1,4 @@
-"""Judges the records of a run one after the other; the state does not grow with the run."""
+"""Judges the records of a run in order; the state does not grow with the run."""
 
 import math
 from collections import deque
@@ -26,12 +26,12 @@ class HealthVerdict:
     """What a check says about a run."""
 
     check: str
-    """The name of the check, which is also the key of its limits in [health]."""
+    """The name of the check, also the key of the limits in [health]."""
     level: Level
     found: str
     """The latest observation, with numbers and limits."""
     since: int | None
-    """The first step of the observation; None if there is none."""
+    """The first step of the observation; None without an observation."""
     cause: str
     """The usual cause."""
     advice: str
@@ -65,7 +65,8 @@ class Health:
         self._announced: dict[str, HealthVerdict] = {}
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Judge the next record. A step is judged when its own record comes, after the records of its mini-batches."""
+        """Judge the next record. The record of a step follows the records of the mini-batches, and completes the
+        step."""
         if record["kind"] == "minibatch":
             for name in METRICS & record.keys():
                 self._of_minis.setdefault(name, []).append(record[name])
@@ -79,7 +80,7 @@ class Health:
                 judge.take(record["step"], values, record.get(UNJUDGED))
 
     def verdicts(self) -> list[HealthVerdict]:
-        """Return warnings and alarms, worst first; of equal ones, the earliest first."""
+        """Return warnings and alarms, worst first; at equal levels, the earliest first."""
         verdicts = (judge.verdict() for judge in self._judges if judge.level)
         return sorted(verdicts, key=lambda verdict: (verdict.level != "alarm", verdict.since))
 
@@ -96,7 +97,7 @@ class Health:
 
 
 class _Judge:
-    """One check, and the state of its judgement."""
+    """A check, and the state of the judgement."""
 
     def __init__(self, check: Check, limits: HealthConfig) -> None:
         self.level = 0
@@ -143,7 +144,7 @@ class _Judge:
         return HealthVerdict(check.name, level, self._observation, self._since, check.cause, check.advice)
 
     def _score(self, value: float) -> float | None:
-        """Return what is compared with the limits; None as long as there is nothing to compare with."""
+        """Return the value compared with the limits; None without a reference."""
         match self._check.against:
             case "limits":
                 return value
@@ -193,7 +194,7 @@ class _Judge:
 
 
 def _steps_of_enough_prompts(metrics: Mapping[str, float]) -> int:
-    """Return the number of steps that have _FEWEST_PROMPTS prompts; 1 for a check that does not count prompts."""
+    """Return the number of steps that have _FEWEST_PROMPTS prompts; 1 for a check without counts of prompts."""
     samples, of_prompt = metrics.get("sampling/samples", 0.0), metrics.get("sampling/samples_per_prompt", 0.0)
     if not (math.isfinite(samples) and 0.0 < of_prompt <= samples):
         return 1
