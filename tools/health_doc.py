@@ -35,13 +35,13 @@ A run without a verdict is not proven good. Look at held-out figures and at resp
 
 ## When a check speaks
 
-- A value at a limit counts as beyond the limit. A verdict appears after `patience_steps` ({patience_steps}) steps in a row beyond the
-  limit, and ends after equally many steps within the limit: a single odd step is no verdict. Exceptions: a single spike
-  of the gradient is enough, and the limits for rewards or gradients of 0 count steps.
+- A value at a limit counts as beyond the limit. A verdict appears after `patience_steps` ({patience_steps}) steps in a
+  row beyond the limit, and ends after equally many steps within the limit: a single odd step is no verdict. Exceptions:
+  a single spike of the gradient is enough, and the limits for rewards or gradients of 0 count steps.
 - A value that is not finite is an alarm at once.
 - Checks named `*_ratio` compare a run with itself. *The start* is the median of the first `start_steps` ({start_steps})
-  steps. *The usual* is the median of the last 50 steps within the limits. Checks without `_ratio` also find a run that is bad from the
-  first step on.
+  steps. *The usual* is the median of the last 50 steps within the limits. Checks without
+  `_ratio` also find a run that is bad from the first step on.
 - A missing metric (routes of a dense model, clipping without masks) is no verdict.
 - After a resumption, the earlier records are judged again: the start stays the start.
 

@@ -214,10 +214,7 @@ class CopyShare:
         """
         masks = [*trains.tolist(), False]
         return [
-            [
-                r if masks[row] else replace(r, loss_mask=np.zeros_like(r.loss_mask))
-                for r, row in zip(*mini, strict=True)
-            ]
+            [r if masks[row] else _without_loss(r) for r, row in zip(*mini, strict=True)]
             for mini in zip(self.rollouts, self.rows, strict=True)
         ]
 
