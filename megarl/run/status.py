@@ -18,7 +18,7 @@ from megarl.errors import ConfigError, MegarlError, printable
 from megarl.files.foreign_files import read_object
 from megarl.files.writing import read_record
 from megarl.run.lock import is_held, read_holder
-from megarl.run.verdict import Verdict
+from megarl.run.verdict import HealthVerdict
 
 FAILURE_VARIABLE = "MEGARL_FAILURE"
 """The environment variable with the path of the file that ``write_failure`` writes."""
@@ -118,7 +118,7 @@ def newest_checkpoint(run_dir: Path) -> str | None:
 
 def _lines(status: dict[str, Any]) -> list[str]:
     state, job, launch = status["state"], status["job"], status["launch"]
-    is_running, verdicts = state == "running", [Verdict(**entry) for entry in status.get("health") or ()]
+    is_running, verdicts = state == "running", [HealthVerdict(**entry) for entry in status.get("health") or ()]
     tokens = f", {status['tokens_per_s']:.0f} tokens/s" if status["tokens_per_s"] is not None else ""
     gaps = {"k3": "k3 {:.1e}", "native_flip": "native flip {:.2%}", "dropped": "{:.0f} responses dropped"}
     engines = [text.format(status[name]) for name, text in gaps.items() if isinstance(status.get(name), float)]

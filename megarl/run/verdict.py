@@ -8,26 +8,23 @@ LEVELS: tuple[Level, ...] = ("ok", "warning", "alarm")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class HealthVerdict:
     """What a check says about a run."""
 
     check: str
-    """The name, also the key of the limits in [health]."""
+    """The name of the check, also the key of the limits in [health]."""
     level: Level
     found: str
-    """What was seen last, with numbers and limits."""
+    """The latest observation, with numbers and limits."""
     since: int | None
-    """The first step of what was seen; None if nothing is."""
+    """The first step of the observation; None without an observation."""
     cause: str
-    """What usually causes it."""
+    """The usual cause."""
     advice: str
     """What to try."""
 
     def lines(self) -> list[str]:
-        """Return it for a terminal."""
+        """Return the verdict for a terminal."""
         since = "" if self.since is None else f" since step {self.since}"
-        return [
-            f"{self.level}{since}, {self.check}: {self.found}",
-            f"  cause:  {self.cause}",
-            f"  advice: {self.advice}",
-        ]
+        head = f"{self.level}{since}, {self.check}: {self.found}"
+        return [head, f"  cause:  {self.cause}", f"  advice: {self.advice}"]

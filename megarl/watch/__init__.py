@@ -1,1 +1,1 @@
-"""What tells a healthy run from one that is about to collapse: tripwires, health, the gap between the engines."""
+"""Signs of a run about to collapse: tripwires, health, the gap between the engines. limits.toml holds all limits."""

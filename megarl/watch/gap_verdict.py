@@ -1,4 +1,4 @@
-"""The verdict of ``megarl gap``: what the measured gaps mean, by limits that docs/gap.md explains. No torch."""
+"""The verdict of ``megarl gap``: the meaning of the measured gaps, by the limits of docs/gap.md. No torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -22,17 +22,17 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class PairGap:
-    """The gaps of one pair of precisions."""
+    """The gaps of a pair of precisions."""
 
     rollout: str
-    """fp32, bf16 or fp8; or what the configuration says."""
+    """fp32, bf16 or fp8; or the words of the configuration."""
     training: str
     is_configured: bool
     num_tokens: int
     """Response tokens compared."""
     native: Gap
     replayed: Gap | None
-    """None without routes: a dense model, or an engine that records none."""
+    """None without routes: a dense model, or an engine without records."""
     flips: tuple[float, ...] | None
     """By MoE layer, the share of tokens with other experts than the rollout's, without replay."""
 
@@ -44,12 +44,12 @@ class PairGap:
 
 @dataclass(frozen=True, slots=True)
 class GapReport:
-    """All pairs of a model, and what their gaps mean."""
+    """All pairs of a model, and the meaning of the gaps."""
 
     pairs: tuple[PairGap, ...]
     is_healthy: bool
     findings: tuple[str, ...]
-    """The first finding is the verdict; the others say why, and what to do."""
+    """The first finding is the verdict; further findings give cause and remedy."""
     limits: GapLimits
 
     def to_json(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class GapReport:
 
 
 def judge(pairs: Sequence[PairGap], replay: str, limits: GapLimits = GAP) -> GapReport:
-    """Judge all pairs of a model, one of which is the configured pair. replay: train.replay of the configuration."""
+    """Judge all pairs of a model, the configured pair included. replay: train.replay of the configuration."""
     (configured,) = (pair for pair in pairs if pair.is_configured)
     native, replayed = configured.native, configured.replayed
     used = replayed if replay == "r3" and replayed is not None else native
@@ -99,7 +99,7 @@ def _is_within(gap: Gap, limits: GapLimits) -> bool:
 
 
 def _causes(pairs: Sequence[PairGap], configured: PairGap, replay: str, limits: GapLimits) -> Iterator[str]:
-    """Yield what removes most of the configured gap."""
+    """Yield the causes of most of the configured gap."""
     k3 = configured.native.k3
     if not k3 > 0:
         return

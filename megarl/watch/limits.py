@@ -18,15 +18,15 @@ _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """A limit that follows from the first steps of a run."""
+    """A limit learnt from the first steps of a run."""
 
-    least: float
+    lowest: float
     factor: float
     largest: float
 
     def of(self, usual: float) -> float:
-        """Return ``factor`` times the usual value, at least ``least`` and at most ``largest``."""
-        return min(max(self.factor * usual, self.least), self.largest)
+        """Return ``factor`` times the usual value, between ``lowest`` and ``largest``."""
+        return min(max(self.factor * usual, self.lowest), self.largest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class TripwireLimits:
     max_k3: Learnt
     max_native_flip: Learnt
     most_dropped: float
-    everywhere: float
+    all_sequences: float
     usual_drops: float
     faulty_drops: float
     foreign_false_alarm: float
@@ -49,7 +49,7 @@ class TripwireLimits:
 
 @dataclass(frozen=True, slots=True)
 class GapLimits:
-    """The table [gap]. A gap above one of the first four limits is bad."""
+    """The table [gap]. A gap above any of the first four limits is bad."""
 
     k3: float
     extreme: float

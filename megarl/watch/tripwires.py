@@ -1,14 +1,14 @@
-"""Tripwires: how far the training engine is from what the sampling engine returned, by sequence, and what is too far.
+"""Tripwires: the distance between training engine and sampling engine, by sequence, and the limits.
 
 Three figures of a sequence, all 0 where the engines agree:
 
 - *k3*: the mean of ``rho - 1 - log rho`` over the generated tokens, rho = pi_old / mu. A token counts at most 1, and
   the largest token not at all, because honest ratios have a long tail.
-- *native flip*: the share of (token, layer) pairs in which the training routers, left to themselves, choose other
-  experts than the rollout names. Of the shares over all tokens and over generated tokens, the larger share counts.
-- *evidence*: that a run of rows belongs to other tokens (``foreign_rows``), which a mean over a long response hides.
+- *native flip*: the share of (token, layer) pairs for which the free training routers and the rollout name different
+  experts. Of the shares over all tokens and over generated tokens, the larger share counts.
+- *evidence*: for a run of rows of foreign tokens (``foreign_rows``), invisible in the mean over a long response.
 
-Few tokens prove little: each mean also counts FEW tokens that agree. The limits are in limits.toml.
+Few tokens prove little: each mean also counts FEW agreeing tokens. The limits are in limits.toml.
 """
 
 import math
@@ -32,7 +32,7 @@ from megarl.watch.limits import TRIPWIRES
 
 
 class Column(IntEnum):
-    """The columns of ``gaps``, float64 [S, COLUMNS]: what is counted of each sequence."""
+    """The columns of ``gaps``, float64 [S, COLUMNS]: the counts of a sequence."""
 
     GROUP = 0
     SAMPLE = 1
@@ -70,25 +70,26 @@ def count_k3(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, 
     return torch.stack([largest, total, tokens], 1)
 
 
-def count_flips(shared: np.ndarray, topk: int, batch: TrainBatch) -> np.ndarray:
+def count_flips(num_shared: np.ndarray, topk: int, batch: TrainBatch) -> np.ndarray:
     """Return float64 [N, 8]: the columns from FLIPS on.
 
-    shared: [T', L], the experts that training routers and rollout share, of the T' tokens with a recorded route.
+    num_shared: [T', L], the number of experts that training routers and rollout share, of the T' tokens with a
+    recorded route.
     """
     present = batch.routed_mask
     assert present is not None
     ids = segment_ids(batch.cu_seqlens).numpy()[present.numpy()]
     generated = batch.loss_mask.numpy()[present.numpy()]
-    flips = (np.asfortranarray(shared) < topk).mean(1)  # by layer, as in Disagreement
+    flips = (np.asfortranarray(num_shared) < topk).mean(1)  # by layer, as in Disagreement
     weights = (flips, None, flips * generated, generated)
     counts = np.stack([np.bincount(ids, weight, batch.num_sequences) for weight in weights], 1)
-    return np.concatenate([counts, foreign_rows.find_foreign(shared, topk, batch)], 1)
+    return np.concatenate([counts, foreign_rows.find_foreign(num_shared, topk, batch)], 1)
 
 
 def usual_means(gaps: np.ndarray) -> list[float]:
     """Return about the 0.99 quantile [2] of k3 and native flip over honest sequences, at least half of all sequences.
 
-    The quantile is the median plus TAIL median absolute deviations, so that no wrong sequence moves the result.
+    The quantile is the median plus TAIL median absolute deviations, insensitive to wrong sequences.
     """
     means = _means(gaps[gaps[:, Column.TOKENS] > 0])
     if not len(means):
@@ -125,7 +126,8 @@ class Drops:
     judged: np.ndarray
     """bool [S], True for sequences with a generated token."""
     over: np.ndarray
-    """bool [S, 3]. If the pooled mean of the remaining sequences exceeds a limit, each of them is over the limit."""
+    """bool [S, 3]. If the pooled mean of the remaining sequences exceeds a limit, all remaining sequences are over the
+    limit."""
 
     @classmethod
     def of(cls, gaps: np.ndarray, limits: np.ndarray) -> Self:
@@ -147,7 +149,7 @@ class Drops:
         return float(self.dropped.sum() / max(1, self.judged.sum()))
 
     def reasons(self) -> dict[tuple[int, int], str]:
-        """Return why each dropped (group, sample) is dropped."""
+        """Return the reason by dropped (group, sample)."""
         reasons = {}
         for index in np.flatnonzero(self.dropped):
             (k3, flip, _), gap = self.figures[index], self.gaps[index]
@@ -156,7 +158,7 @@ class Drops:
         return reasons
 
     def metrics(self) -> dict[str, Stat]:
-        """Return numbers that are equal on all ranks."""
+        """Return numbers, equal on all ranks."""
         k3, flip, _ = self.figures[self.judged].max(0, initial=0.0)
         numbers = {
             "dropped": self.dropped.sum(), "dropped_fraction": self.share, "k3_max": k3,
@@ -169,7 +171,7 @@ class Drops:
     def describe(self, replayed: bool) -> str:
         """Return the step's figures beside their limits, the number of dropped sequences, and the likely cause.
 
-        replayed: training used the routes, so that wrong routes raise k3 too.
+        replayed: training used the routes: wrong routes then raise k3 too.
         """
         (k3, flip), (max_k3, max_native_flip, _) = _pool(self.gaps[self.judged]), self.limits
         routes = "no routes, " if np.isfinite(max_native_flip) else ""
@@ -186,9 +188,9 @@ class Drops:
     def _likely_cause(self, replayed: bool) -> str:
         wrong, runs = self.gaps[self.dropped], self.gaps[self.over[:, 2]]
         k3, flip = _pool(wrong)
-        has_k3 = k3 > TRIPWIRES.max_k3.least
-        has_flips = flip > TRIPWIRES.max_native_flip.least or len(runs) > 0
-        is_everywhere = self.share >= TRIPWIRES.everywhere
+        has_k3 = k3 > TRIPWIRES.max_k3.lowest
+        has_flips = flip > TRIPWIRES.max_native_flip.lowest or len(runs) > 0
+        is_everywhere = self.share >= TRIPWIRES.all_sequences
         routes = "routes of other tokens, such as one token late or of another response"
         if len(runs):
             routes += f" ({_describe_run(runs[runs[:, Column.EVIDENCE].argmax()])} of one response)"
@@ -215,10 +217,10 @@ class StepJudge:
     def __init__(self, train: TrainConfig) -> None:
         self.say: Callable[[str], None] = lambda _: None
         self.verdict: Drops | None = None
-        """Of the latest step; None if both limits are off."""
+        """Of the latest step; None if the limits are off."""
         self.state: dict[str, Any] = {"usual_by_step": [], "bad_steps": 0, "drop_evidence": 0.0}
-        """For checkpoints, plain and equal on all ranks: what was usual in the first steps, bad steps in a row, and the
-        evidence that drops persist."""
+        """For checkpoints, plain and equal on all ranks: the usual means of the first steps, bad steps in a row, and
+        the evidence for lasting drops."""
         self._settings, self._is_tested = train, False
         self._mistake = ""
 
@@ -233,7 +235,7 @@ class StepJudge:
     def judge_step(self, gaps: np.ndarray, mistake: str = "") -> Drops:
         """Judge the sequences of a step, float64 [S, COLUMNS], and learn from them.
 
-        mistake: what replay found wrong with the routes of the step. The limits are then the least ones.
+        mistake: the error of replay about the routes of the step. An error selects the lowest limits.
         """
         usual = usual_means(gaps)
         steps = [[0.0, 0.0]] if mistake else [*self.state["usual_by_step"], usual][:LEARNING_STEPS]
@@ -267,7 +269,7 @@ class StepJudge:
         """Update ``state`` with the drops of a step and its usual means [2]."""
         is_bad, state = drops.share > TRIPWIRES.most_dropped, self.state
         state["bad_steps"] = state["bad_steps"] + 1 if is_bad else 0
-        # One step proves at most as much as one of ``max_bad_steps`` bad steps.
+        # The evidence of a step is at most the evidence of a bad step among ``max_bad_steps``.
         at_most = TRIPWIRES.evidence / max(1, self._settings.max_bad_steps) + 1e-9
         evidence = drop_evidence(int(drops.dropped.sum()), int(drops.judged.sum()))
         total = state["drop_evidence"] + min(evidence, at_most)
@@ -308,7 +310,7 @@ def _means(gaps: np.ndarray) -> np.ndarray:
 
 
 def _pool(gaps: np.ndarray) -> np.ndarray:
-    """float64 [2]: the means of these sequences as if they were one sequence with all tokens."""
+    """float64 [2]: the means over all tokens of the sequences."""
     total = gaps.sum(0, keepdims=True)
     total[:, Column.LARGEST_K3] = 0.0
     return _means(total)[0]

@@ -38,7 +38,6 @@ SHARES_GROUPS = {
     "test_step_oracle",
     "test_masked_tokens",
     "test_sampler",
-    "test_sampler_law",
     "test_adaptive_sampling",
     "test_gradient_norms",
     "test_value_head",

@@ -356,13 +356,6 @@ def test_prompts_go_round_when_a_step_wants_more_than_there_are(world: World, tm
     assert len(set(responses)) > NUM_SEQUENCES // 2  # a prompt that comes twice is a group of its own, with own noise
 
 
-def test_groups_without_contrast_have_advantage_zero(world: World) -> None:
-    with sampler(world, reward__function="train_rewards:uniform") as made:
-        drawn = made.sample_step(0)
-    assert all(not part.any() for part in drawn.advantages)
-    assert finalize(drawn.metrics)["prompts/effective_ratio"] == 0.0
-
-
 def test_stop_tokens_come_from_the_checkpoint(world: World, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(world.model)
     assert stop_tokens(str(world.model), tokenizer) == (EOS_ID,)

@@ -91,12 +91,6 @@ def digit_by_digit(*, prompt: str, response: str, answer: str) -> Steps | float:
 
 
 @instantaneous
-def starts_in_answer(*, prompt: str, response: str, answer: str) -> float:
-    """1 if the first character of the response is one of the answer's: its probability is the model's own."""
-    return float(response[:1] != "" and response[0] in answer)
-
-
-@instantaneous
 def flat_where_told(*, prompt: str, response: str, answer: str) -> float:
     """The same for all responses to the prompts whose answer says so."""
     return 0.5 if answer == "flat" else digit_share(prompt=prompt, response=response, answer=answer)

@@ -1,9 +1,10 @@
-"""``megarl eval``: sample a checkpoint on benchmarks and score it. May import everything up to ``megarl.trainer``.
+"""``megarl eval``: sample and score a checkpoint on benchmarks. May import everything up to ``megarl.trainer``.
 
 The way through:
 
-    request      what the command line asks for, checked without torch
+    request      the command line, checked without torch
     evaluation   the main path: weights, sampling, scores
-    scores       avg@k, pass@k, intervals, the printed table
+    table        the printed table
     results      the folder with all results
+    gap          ``megarl gap``
 """

@@ -37,6 +37,7 @@ class Gap:
         enable_cpu()
         from megarl.ops.evaluate.gap import gap_request, measure_and_show
 
-        request = gap_request(self, dict(overrides))
+        limits = {"responses": self.responses, "tokens": self.tokens, "trust": self.trust}
+        request = gap_request(self.checkpoint, self.config, self.prompts, dict(overrides), **limits)
         process_environment.apply(request.config)
         return measure_and_show(request, self.max_k3, self.json)

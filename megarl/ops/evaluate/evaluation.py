@@ -2,7 +2,7 @@
 
     weights -> engine;  for each benchmark: prompts -> responses and rewards -> files -> scores
 
-Sampling and scoring are those of a run (``megarl.trainer.sampling.evaluation``); this command brings the weights, the
+Sampling and scoring are shared with runs (``megarl.trainer.sampling.evaluation``); this command brings the weights, the
 engine and the folder of results.
 """
 
@@ -56,7 +56,7 @@ class Task:
     prompts: Mapping[str, Sequence[Prompt]]
     """By benchmark, including complete benchmarks."""
     common: dict[str, Any]
-    """Settings that all benchmarks share."""
+    """Settings common to all benchmarks."""
     settings: dict[str, dict[str, Any]]
     """Further settings of each benchmark."""
     complete: frozenset[str]
@@ -65,7 +65,7 @@ class Task:
 def evaluate(request: EvalRequest, world_size: int) -> Path:
     """Evaluate, print the table, and return the folder with all results; a collective call."""
     config = request.layout(world_size)
-    for benchmark in request.benchmarks:  # before the ranks wait for each other
+    for benchmark in request.benchmarks:  # before ranks wait for a result
         require_file(benchmark.source)
     distributed.initialize(config)
     progress = StepProgress(distributed.is_main_rank(), sys.stderr if request.json else None)
@@ -74,7 +74,7 @@ def evaluate(request: EvalRequest, world_size: int) -> Path:
     for name in sorted(task.complete):
         progress.line(f"{name}: complete in {task.out}, not sampled again")
     if missing := [benchmark for benchmark in request.benchmarks if benchmark.name not in task.complete]:
-        # Servers write their logs and files below run.dir. Keep them out of a run that may be in progress.
+        # Servers write below run.dir. Keep the files out of a run in progress.
         config = with_keys(config, run={"dir": str(task.out)})
         engine = make_engine(config, progress.line)
         try:
@@ -101,9 +101,9 @@ def _send_weights(engine: Engine, config: Config, checkpoint: Path | None, progr
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return a step folder: ``path`` itself, or the newest in it or in its folder ``checkpoints``.
+    """Return a step folder: ``path``, or the newest in ``path`` or ``path/checkpoints``.
 
-    Raises ConfigError if there is none. A folder that is still being written has another name, so this one is complete.
+    ConfigError without a checkpoint. The name is final: folders under construction have a different name.
     """
     if not path.is_dir():
         raise ConfigError(f"--checkpoint: {path} is not a folder; expected a run's folder, or one of its checkpoints")
@@ -122,7 +122,8 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def _run_of(checkpoint: Path | None, config: Config) -> Path:
-    """Return the folder of the run that a checkpoint belongs to; ``run.dir`` for none, and for one of no run."""
+    """Return the run's folder of a checkpoint; ``run.dir`` without a checkpoint, or without a run around the
+    checkpoint."""
     if checkpoint is not None and checkpoint.parent.name == "checkpoints" and read_run_id(checkpoint.parent.parent):
         return checkpoint.parent.parent
     return config.run_dir
@@ -133,7 +134,7 @@ def _prepare(request: EvalRequest) -> Task:
     config = request.config
     checkpoint = None if request.checkpoint is None else find_checkpoint(request.checkpoint).resolve()
     if checkpoint is None:
-        with HFCheckpoint(config.model.path):  # raises if there are no weights
+        with HFCheckpoint(config.model.path):  # raises without weights
             pass
     out = request.out or _run_of(checkpoint, config) / "eval" / ("model" if checkpoint is None else checkpoint.name)
     tokenizer = load_model_tokenizer(config.model)
@@ -203,7 +204,8 @@ def _describe_failure(line: results.Json, prompts: Sequence[Prompt]) -> str:
 
 
 def _save(request: EvalRequest, benchmark: Benchmark, task: Task, lines: list[results.Json], version: int) -> None:
-    """Save a benchmark; on the main rank. Without any reward the responses are kept, but it is not complete."""
+    """Save a benchmark; on the main rank. Without any reward the responses are kept, but the benchmark stays
+    incomplete."""
     lines.sort(key=lambda line: (line["prompt"], line["sample"]))
     prompts = task.prompts[benchmark.name]
     first_error = next((_describe_failure(line, prompts) for line in lines if line["error"] is not None), None)

@@ -1,9 +1,9 @@
-"""``megarl gap``: both engines on the same responses, before a long run.
+"""``megarl gap``: compares the engines on the same responses, before a long run.
 
     weights -> training engine (Megatron) -> rollout engine;  prompts -> responses -> old-log-prob passes -> verdict
 
-Each pair of precisions samples once. The training engine then computes the log-probabilities of these responses twice:
-with its own routes, and with the routes of the rollout (R3). A single process does all of it; nothing is trained.
+Each pair of precisions samples once. The training engine computes the log-probabilities of the responses twice: with
+native routes, and with the routes of the rollout (R3). A single process does the work; no weight changes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from megarl.megatron.passes import forward
 from megarl.megatron.rollout_routes import check_rollouts, deliver_routes, gather_shared
 from megarl.models.fit import can_compare
 from megarl.models.shapes import read_shape
-from megarl.ops.evaluate import command
 from megarl.ops.evaluate.evaluation import find_checkpoint
 from megarl.ops.evaluate.request import with_keys
 from megarl.replay import RoutingReplay
@@ -51,13 +50,13 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     name: {"dtype": dtype, "fp8_rounding": fp8, "fp8_activations": fp8, "fp8_kv_cache": False}
     for name, dtype, fp8 in (("fp32", "fp32", False), ("bf16", "bf16", False), ("fp8", "bf16", True))
 }
-"""Rollouts of the local engine; fp8 rounds weights and what they multiply."""
+"""Rollouts of the local engine; fp8 rounds weights and activations."""
 WITHOUT_RUN: dict[str, Any] = {
     "run": {"steps": 1},
     "rollout": {"prompts_per_step": 1, "group_size": 2, "max_response_tokens": 1024},
     "optim": {"lr": 1e-6},
 }
-"""What a configuration needs, for a model without one: the local engine, bf16."""
+"""The minimal configuration, for a bare model: the local engine, bf16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +71,16 @@ class GapRequest:
     """Of a response."""
 
 
-def gap_request(words: command.Gap, overrides: dict[str, Any]) -> GapRequest:
+def gap_request(
+    path: Path, file: Path | None, prompts: str | None, overrides: dict[str, Any], *, responses: int, tokens: int,
+    trust: bool,
+) -> GapRequest:  # fmt: skip
     """Find weights and configuration of a Hugging Face folder, a run's folder or its checkpoint; ConfigError."""
-    path, file, checkpoint = words.checkpoint, words.config, None
+    checkpoint = None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("megarl gap runs in one process: start it without torchrun")
-    if min(words.responses, words.tokens) < 1:
-        raise ConfigError(f"--responses {words.responses} --tokens {words.tokens}: expected at least 1 of each")
+    if min(responses, tokens) < 1:
+        raise ConfigError(f"--responses {responses} --tokens {tokens}: expected at least 1 of each")
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; expected a Hugging Face folder, a run's folder, or its checkpoint")
     if (path / "config.json").is_file():
@@ -89,15 +91,15 @@ def gap_request(words: command.Gap, overrides: dict[str, Any]) -> GapRequest:
         file = file or (saved if saved.is_file() else None)
         if file is None:
             raise ConfigError(f"{checkpoint} has no config.toml of a run above it: give --config FILE")
-    if words.prompts is not None:
-        overrides = {**overrides, "data.train": words.prompts}
+    if prompts is not None:
+        overrides = {**overrides, "data.train": prompts}
     if file is not None:
-        config = config_file.load(file, overrides, trust=words.trust)
-    elif words.prompts is None:
+        config = config_file.load(file, overrides, trust=trust)
+    elif prompts is None:
         raise ConfigError(f"{path} is a model without a run: give --prompts FILE, or --config FILE")
     else:
         config = config_file.parse(WITHOUT_RUN, overrides, source="megarl gap")
-    return GapRequest(config, checkpoint, words.responses, words.tokens)
+    return GapRequest(config, checkpoint, responses, tokens)
 
 
 def measure_and_show(request: GapRequest, max_k3: float, as_json: bool) -> int:
@@ -114,7 +116,7 @@ def measure_and_show(request: GapRequest, max_k3: float, as_json: bool) -> int:
 
 
 def _alone(request: GapRequest) -> Config:
-    """The configuration for one process that trains nothing; its servers record routes, and write to <run.dir>/gap."""
+    """The configuration for a single process without training; servers record routes, and write to <run.dir>/gap."""
     config = request.config
     longest = min(request.max_tokens, config.rollout.max_response_tokens)
     rollout = {"prompts_per_step": 1, "group_size": 1, "max_response_tokens": longest}
@@ -127,7 +129,7 @@ def _alone(request: GapRequest) -> Config:
 
 
 def _measure_all(request: GapRequest, config: Config) -> Iterator[PairGap]:
-    """By training precision, so that one model is in memory at a time."""
+    """By training precision, with a single model in memory at a time."""
     pairs = _pairs(config)
     for training in dict.fromkeys(dtype for _, dtype, _ in pairs):
         of_dtype = with_keys(config, model={"dtype": training})
@@ -183,7 +185,7 @@ class TrainingEngine:
         self.replay = RoutingReplay(self.frozen.chunks) if has_routes else None
 
     def compare(self, rollouts: Sequence[Rollout], name: str, is_configured: bool) -> PairGap:
-        """Compare rollouts with two passes over them. TraceError if their routes are not of this model."""
+        """Compare rollouts with two passes over them. TraceError for routes of a different model."""
         config, shape = self.config, self.frozen.shape
         packed = pack(rollouts, np.zeros(len(rollouts)), routes=False)
         micros = split(config, packed)
@@ -197,15 +199,15 @@ class TrainingEngine:
         routes = deliver_routes(rollouts, micros, self.replay.layers, shape)
         with self.replay.record(keep=False, compared=routes) as recording:
             native = run()
-        shared = np.concatenate(gather_shared([recording.shared], micros, self.replay.layers))[..., 0]
-        with self.replay.replay(routes, min_agreement=0.0):  # the disagreement is what is measured
+        num_shared = np.concatenate(gather_shared([recording.shared], micros, self.replay.layers))[..., 0]
+        with self.replay.replay(routes, min_agreement=0.0):  # the disagreement is measured, not refused
             replayed = run()
-        flips = tuple(Disagreement.of(shared, shape.topk).per_layer_flip.tolist())
+        flips = tuple(Disagreement.of(num_shared, shape.topk).per_layer_flip.tolist())
         return PairGap(name, training, is_configured, num_tokens, native, replayed, flips)
 
 
 def _gap(batch: TrainBatch, *chunks_and_micros: Any, **sizes: Any) -> Gap:
-    """Run the model, and compare its log-probabilities with those of the rollouts."""
+    """Run the model, and compare the log-probabilities with the rollouts'."""
     outputs = forward.run(*chunks_and_micros, **sizes)
     logprobs = torch.cat([output.logprobs for output in outputs]).float().cpu()
     metrics = finalize(mismatch_metrics(logprobs, batch.rollout_logprobs, batch.loss_mask, batch.cu_seqlens))

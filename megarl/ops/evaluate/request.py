@@ -15,7 +15,7 @@ WITHOUT_TRAINING = {"train.micro_batch_tokens": 2**20 * 3 * 5 * 7}
 
 @dataclass(frozen=True, slots=True)
 class EvalRequest:
-    """One evaluation: which weights, on which benchmarks, how often."""
+    """One evaluation: weights, benchmarks, number of samples."""
 
     config: Config
     benchmarks: tuple[Benchmark, ...]
@@ -24,28 +24,28 @@ class EvalRequest:
     ks: tuple[int, ...]
     """The k of pass@k, ascending, none above samples."""
     checkpoint: Path | None = None
-    """Step folder, or a folder of a run or of checkpoints, of which the newest is taken; None: model.path."""
+    """Step folder, or a folder of a run or of checkpoints, for the newest checkpoint; None: model.path."""
     out: Path | None = None
     """Where results go; None: below run.dir."""
     json: bool = False
-    """Print the results as JSON, and everything else on stderr."""
+    """Print the results as JSON, and all messages on stderr."""
 
     def layout(self, world_size: int) -> Config:
         """Return the configuration for this number of ranks. Raises ConfigError if a checkpoint's layout does not fit.
 
-        Without a checkpoint there is no layout. Nothing trains, so the batch sizes need not divide.
+        Without a checkpoint there is no layout. Batch sizes need not divide: no step trains.
         """
         config = self.config
         parallel = ParallelConfig() if self.checkpoint is None else config.parallel
-        found = with_keys(
+        resolved = with_keys(
             config, rollout={"prompts_per_step": world_size, "group_size": 1}, train={"mini_batches": 1}
         ).model_copy(update={"parallel": parallel, "sampling": SamplingConfig(), "sft": None})
-        found.check_world_size(world_size)
-        return found
+        resolved.check_world_size(world_size)
+        return resolved
 
 
 def with_keys(config: Config, **tables: dict[str, Any]) -> Config:
-    """The configuration with other values in its tables; they are not checked."""
+    """The configuration with new values in tables, without checks."""
     changed = {name: getattr(config, name).model_copy(update=keys) for name, keys in tables.items()}
     return config.model_copy(update=changed)
 
@@ -61,7 +61,7 @@ def eval_request(
     out: Path | None = None,
     json: bool = False,
 ) -> EvalRequest:
-    """Check a command line and its configuration. Raises ConfigError if they contradict each other.
+    """Check a command line and its configuration. ConfigError for a contradiction.
 
     samples: default ``eval.samples``; ks: default the powers of 4 up to samples, and samples.
     """
@@ -74,8 +74,8 @@ def eval_request(
             f"{flag}: found {number} with eval.temperature = 0, which gives the same response every time; set 1, or a "
             "temperature"
         )
-    chosen = sorted({*ks} or {*(4**power for power in range(16) if 4**power <= number), number})
-    if chosen[0] < 1 or chosen[-1] > number:
-        wrong = chosen[0] if chosen[0] < 1 else chosen[-1]
+    powers = sorted({*ks} or {*(4**power for power in range(16) if 4**power <= number), number})
+    if powers[0] < 1 or powers[-1] > number:
+        wrong = powers[0] if powers[0] < 1 else powers[-1]
         raise ConfigError(f"--k: found {wrong}, expected 1 to {flag} = {number}: pass@k needs k samples of a prompt")
-    return EvalRequest(config, choose(data, config, template), number, tuple(chosen), checkpoint, out, json)
+    return EvalRequest(config, choose(data, config, template), number, tuple(powers), checkpoint, out, json)

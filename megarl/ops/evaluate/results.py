@@ -3,9 +3,9 @@
     <out>/eval.json                    scores of all benchmarks, weights, configuration, versions of packages
     <out>/<benchmark>/responses.jsonl  one line per response, by prompt and sample
     <out>/<benchmark>/prompts.jsonl    one line per prompt, with its pass rate
-    <out>/<benchmark>/result.json      settings and scores; written last, so a benchmark with it is complete
+    <out>/<benchmark>/result.json      settings and scores; written last: marks a complete benchmark
 
-Every file appears whole or not at all.
+Files are written atomically.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ _COMMON = (
     *("rollout.max_response_tokens", "eval.temperature", "reward.threshold", "run.seed"),
 )
 _PLACES = ("model.path", "checkpoint")
-"""Where weights are, which may change: they are compared by content."""
+"""Places of weights. Weights are compared by content."""
 _CHECKPOINT = ("manifest.json", "conversion.json", ".metadata", "common.pt")
 _PACKAGES = ("megarl", "torch", "transformers", "megatron-core", "numpy", "math-verify", "datasets")
 
@@ -47,15 +47,15 @@ _PACKAGES = ("megarl", "torch", "transformers", "megatron-core", "numpy", "math-
 def common_settings(request: EvalRequest, checkpoint: Path | None) -> Json:
     """Return the settings that all benchmarks of a folder share, by flag: weights, engine, sampling."""
     config = request.config
-    found: dict[str, Any] = {**fingerprint_model(config)}
+    prints: dict[str, Any] = {**fingerprint_model(config)}
     if checkpoint is not None:
-        found["checkpoint"] = fingerprint_files(checkpoint, _CHECKPOINT)
+        prints["checkpoint"] = fingerprint_files(checkpoint, _CHECKPOINT)
     # The precision of training affects only weights that pass through Megatron.
     trained = {} if checkpoint is None else {"model.dtype": config.model.dtype}
     return {
         "model.path": str(Path(config.model.path).resolve()),
         "checkpoint": None if checkpoint is None else str(checkpoint.resolve()),
-        "weights": digest_of(found),
+        "weights": digest_of(prints),
         **trained,
         **{key: attrgetter(key)(config) for key in _COMMON},
         "[environment]": config.environment.model_dump(mode="json"),
@@ -63,11 +63,11 @@ def common_settings(request: EvalRequest, checkpoint: Path | None) -> Json:
 
 
 def benchmark_settings(request: EvalRequest, benchmark: Benchmark, prompts: Sequence[Prompt]) -> Json:
-    """Return the settings of one benchmark. They hold a hash of the prompts, because a file may move."""
+    """Return the settings of one benchmark. The settings hold a hash of the prompts, because a file may move."""
     model = request.config.reward_model.model_dump(include={"text", "label", "step", "max_steps"})
     reward, arguments = request.config.reward, request.config.data.chat_template_args
     weights = {"reward.weights": reward.weights} if reward.weights and benchmark.reward == reward.function else {}
-    asked = json.dumps([(prompt.text, prompt.answer) for prompt in prompts])
+    texts = json.dumps([(prompt.text, prompt.answer) for prompt in prompts])
     return {
         "samples": request.samples,
         "template": benchmark.template,
@@ -77,7 +77,7 @@ def benchmark_settings(request: EvalRequest, benchmark: Benchmark, prompts: Sequ
         **({"[reward_model]": model} if benchmark.reward == "reward_model" else {}),
         **weights,
         "number of prompts": len(prompts),
-        "sha256 of prompts and answers": hashlib.sha256(asked.encode()).hexdigest(),
+        "sha256 of prompts and answers": hashlib.sha256(texts.encode()).hexdigest(),
     }
 
 
@@ -85,19 +85,19 @@ def complete_results(out: Path) -> dict[str, Json]:
     return {path.parent.name: _read_json(path) for path in sorted(out.glob("*/result.json"))}
 
 
-def refuse_other_settings(out: Path, results: Mapping[str, Json], shared: Json, own: Mapping[str, Json]) -> None:
-    """Raise ConfigError if the folder holds results of other weights or settings: they must not be mixed."""
+def refuse_other_settings(out: Path, results: Mapping[str, Json], common: Json, settings: Mapping[str, Json]) -> None:
+    """Raise ConfigError if the folder holds results of other weights or settings: results must not be mixed."""
     for name, result in results.items():
-        wanted = shared | own.get(name, {})
-        found = result["settings"]
-        differing = [key for key in wanted if found.get(key) != wanted[key] and key not in _PLACES]
+        expected = common | settings.get(name, {})
+        stored = result["settings"]
+        differing = [key for key in expected if stored.get(key) != expected[key] and key not in _PLACES]
         if differing:
-            first, rest = differing[0], differing[1:]
-            more = f" (and {len(rest)} more: {', '.join(rest)})" if rest else ""
-            outdated = out / name if set(differing) <= set(own.get(name, ())) else out
+            first, *further = differing
+            others_text = f" (and {len(further)} more: {', '.join(further)})" if further else ""
+            outdated = out / name if set(differing) <= set(settings.get(name, ())) else out
             raise ConfigError(
-                f"{out} holds {name} evaluated with {first} = {found.get(first)!r}, this call has "
-                f"{wanted[first]!r}{more}; choose another --out, or remove {outdated}"
+                f"{out} holds {name} evaluated with {first} = {stored.get(first)!r}, this call has "
+                f"{expected[first]!r}{others_text}; choose another --out, or remove {outdated}"
             )
 
 
@@ -125,26 +125,26 @@ def read_samples(out: Path, request: EvalRequest, name: str, num_prompts: int) -
 
 
 def write_result(
-    out: Path, benchmark: Benchmark, settings: Json, known: Json, samples: Samples, ks: Sequence[int]
+    out: Path, benchmark: Benchmark, settings: Json, facts: Json, samples: Samples, ks: Sequence[int]
 ) -> Json:
     """Compute the scores and mark the benchmark as complete. known: weights version and first error of the run."""
-    asked = {"source": benchmark.source, "split": benchmark.split}
-    result = {**asked, **known, "settings": settings, "figures": score(samples, ks)}
+    place = {"source": benchmark.source, "split": benchmark.split}
+    result = {**place, **facts, "settings": settings, "figures": score(samples, ks)}
     write_output(out / benchmark.name / "result.json", _json(result))
     return result
 
 
-def write_summary(out: Path, request: EvalRequest, shared: Json) -> None:
+def write_summary(out: Path, request: EvalRequest, common: Json) -> None:
     """Write eval.json: the results of all benchmarks in the folder, with settings and package versions."""
     results = complete_results(out)
     for result in results.values():
-        result["settings"] = {key: value for key, value in result["settings"].items() if key not in shared}
+        result["settings"] = {key: value for key, value in result["settings"].items() if key not in common}
     versions: dict[str, str] = {}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     summary = {
-        "settings": shared,
+        "settings": common,
         "benchmarks": results,
         "config": request.config.model_dump(mode="json", exclude=_TRAINING),
         "packages": versions | {"python": platform.python_version()},
@@ -153,11 +153,11 @@ def write_summary(out: Path, request: EvalRequest, shared: Json) -> None:
 
 
 def _to_samples(responses: Sequence[Json], num_prompts: int, request: EvalRequest, name: str) -> Samples:
-    """Return the responses as [P, S] arrays. Raises ValueError unless they are complete and in order."""
+    """Return the responses as [P, S] arrays. ValueError unless the lines are complete and in order."""
     shape = (num_prompts, request.samples)
     if [(line["prompt"], line["sample"]) for line in responses] != list(np.ndindex(shape)):
-        wanted = f"{num_prompts} prompts * {request.samples} samples in this order"
-        raise ValueError(f"found {len(responses)} responses, expected {wanted}")
+        expected = f"{num_prompts} prompts * {request.samples} samples in this order"
+        raise ValueError(f"found {len(responses)} responses, expected {expected}")
     rewards = np.array([np.nan if line["reward"] is None else line["reward"] for line in responses], dtype=np.float64)
     lengths = np.array([line["length"] for line in responses], dtype=np.int64)
     truncated = np.array([line["finish_reason"] == "length" for line in responses], dtype=bool)
@@ -167,12 +167,12 @@ def _to_samples(responses: Sequence[Json], num_prompts: int, request: EvalReques
 
 def _read_json(path: Path) -> Json:
     try:
-        found = read_object(path)
+        table = read_object(path)
     except DataError as error:
         raise DataError(f"{error}; remove {path.parent} to sample it again") from error
-    if not isinstance(found.get("settings"), dict) or not isinstance(found.get("figures"), dict):
+    if not isinstance(table.get("settings"), dict) or not isinstance(table.get("figures"), dict):
         raise DataError(f"{path}: expected settings and figures of an evaluation; choose another --out")
-    return found
+    return table
 
 
 def _json(value: Json) -> bytes:

@@ -1,10 +1,10 @@
 """The figures of ``megarl report`` as plotly's JSON: a dict with "data" and "layout" each. page.js adds the theme.
 
-plotly, because its wheel brings the whole plotly.js: zoom, hover and legends that hide a line, without a network and
-without a build of our own. Colours and fonts of light and dark mode are set in the page; those here suit both.
+plotly, because its wheel brings the whole plotly.js: zoom, hover and clickable legends, without a network and without a
+build step. Colours and fonts of light and dark mode are set in the page; those here suit both.
 
-Of one run, each series has a colour; of several, each run has one. Each series has a dash pattern either way, and later
-lines are thinner: of two lines that coincide, the first shows on both sides of the second.
+Of a single run, each series has a colour; several runs have a colour each. Each series has a dash pattern either way,
+and later lines are thinner: of two coinciding lines, the first shows on both sides of the second.
 """
 
 import itertools
@@ -22,13 +22,13 @@ Figure = dict[str, Any]
 _THEME = read_table("colors.toml")
 COLORS: dict[str, str] = _THEME["series"]
 PHASES = {phase: color if color.startswith("#") else COLORS[color] for phase, color in _THEME["phases"].items()}
-"""Colour of each phase that the trainer times, in the order of a step. The last three lie outside the step."""
+"""Colour of each timed phase, in the order of a step. The last three lie outside the step."""
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _SMOOTHED_FROM = 40
-"""Number of steps from which a curve is plotted as its moving average."""
+"""Number of steps from which a moving average is plotted."""
 _MAX_BARS = 100
 _MAX_COLUMNS = 300
-"""Most columns of a map; each is then the mean of several steps."""
+"""Most columns of a map; wider maps show means of several steps."""
 _PERCENT = {"tickformat": ".3~%", "hoverformat": ".3~%"}
 
 
@@ -39,11 +39,11 @@ class Run:
     name: str
     curves: Curves
     color: str | None = None
-    """Of all its lines; None gives each series its own."""
+    """Of all its lines; None: a colour per series."""
 
 
 def make_figures(panel: Panel, runs: Sequence[Run]) -> list[Figure]:
-    """Return the figures of a panel: one of all runs that have its metrics, or for maps and bars one of each."""
+    """Return the figures of a panel: a figure of all runs with its metrics, or for maps and bars a figure per run."""
     runs = [run for run in runs if panel.is_recorded(run.curves)]
     if panel.kind in ("layers", "time"):
         plot = _plot_layers if panel.kind == "layers" else _plot_time
@@ -53,9 +53,9 @@ def make_figures(panel: Panel, runs: Sequence[Run]) -> list[Figure]:
                 figure["layout"]["title"] = {"text": html_name(run.name)}
         if panel.kind == "layers":
             maps = [figure["data"][0] for figure in figures]
-            top = max(one["zmax"] for one in maps)  # one scale, so that colours can be compared
-            for one in maps:
-                one["zmax"] = top
+            top = max(heatmap["zmax"] for heatmap in maps)  # a common scale, for comparable colours
+            for heatmap in maps:
+                heatmap["zmax"] = top
         return figures
     layout: Figure = {"xaxis": _axis("global step"), "yaxis": _axis(panel.y_label)}
     plot = {"frontier": _plot_frontier, "by_index": _plot_by_index, "ratio": _plot_ratio}.get(panel.kind, _plot_lines)
@@ -65,16 +65,16 @@ def make_figures(panel: Panel, runs: Sequence[Run]) -> list[Figure]:
 
 
 def html_name(text: str) -> str:
-    """Return a name for plotly, which reads some HTML tags in texts."""
+    """Escape a name for plotly, because plotly reads HTML tags in texts."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def numbers(values: np.ndarray) -> list[float | None]:
-    """Return the values with six digits; None where there is nothing to plot."""
+    """Return the values with six digits; None for values that are not finite."""
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in np.asarray(values, float).tolist()]
 
 
-def map_trace(grid: np.ndarray, x: np.ndarray, layers: Sequence[int], **more: Any) -> Figure:
+def map_trace(grid: np.ndarray, x: np.ndarray, layers: Sequence[int], **options: Any) -> Figure:
     """Return a map of layers against columns, the share of tokens routed differently; NaN is left blank.
 
     grid: float [L, columns]; x: [columns].
@@ -90,12 +90,12 @@ def map_trace(grid: np.ndarray, x: np.ndarray, layers: Sequence[int], **more: An
         "colorscale": "Viridis",
         "colorbar": {"tickformat": ".3~%", "thickness": 12},
         "hovertemplate": "layer %{y}, %{x}: %{z:.3~%}<extra></extra>",
-        **more,
+        **options,
     }
 
 
 def plot_trace_difference(flips: np.ndarray, per_layer: np.ndarray, layers: Sequence[int], bin_tokens: int) -> Figure:
-    """Plot how two trace files differ: layers against token positions, and the share of each layer beside it.
+    """Plot how two trace files differ: layers against token positions, and the share by layer beside the map.
 
     flips: float [L, bins], share of tokens that are routed differently; NaN where no token was compared. per_layer:
     float [L], the same over all positions.
@@ -123,8 +123,8 @@ def _middle(text: str) -> Figure:
     return {"text": text, "showarrow": False, "xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5}
 
 
-def _axis(title: str, **more: Any) -> Figure:
-    return {"title": {"text": title}, **more}
+def _axis(title: str, **options: Any) -> Figure:
+    return {"title": {"text": title}, **options}
 
 
 def _lines_of(panel: Panel, curves: Curves) -> list[Line]:
@@ -134,9 +134,9 @@ def _lines_of(panel: Panel, curves: Curves) -> list[Line]:
 
 
 def _reward_lines(curves: Curves) -> list[Line]:
-    """The training reward and pass rate, as one line where they are equal, and the evaluations."""
-    reward, passed = curves.get("reward/mean"), curves.get("reward/pass_rate")
-    if reward is not None and passed is not None and np.array_equal(reward.y, passed.y, equal_nan=True):
+    """Training reward and pass rate (a single line if equal), and the evaluations."""
+    reward, pass_rate = curves.get("reward/mean"), curves.get("reward/pass_rate")
+    if reward is not None and pass_rate is not None and np.array_equal(reward.y, pass_rate.y, equal_nan=True):
         lines = [Line("reward/pass_rate", "pass rate = mean reward (training)")]
     else:
         judged = describe_judged(sum_judged(curves))
@@ -153,7 +153,7 @@ def _reward_lines(curves: Curves) -> list[Line]:
 
 
 def _plot_lines(panel: Panel, run: Run, place: int, layout: Figure) -> Iterator[Figure]:
-    """Plot those of the metrics that were recorded: mini-batches as mean and range, long curves as moving averages."""
+    """Plot the recorded metrics: mini-batches as mean and range, long curves as moving averages."""
     for index, line in enumerate(_lines_of(panel, run.curves)):
         if (curve := run.curves.get(line.metric)) is not None:
             style = _style(run, line, place, index)
@@ -171,7 +171,7 @@ def _plot_lines(panel: Panel, run: Run, place: int, layout: Figure) -> Iterator[
 
 
 def _style(run: Run, line: Line, place: int, index: int) -> Figure:
-    """What the traces of one line share. Hiding it in the legend hides its band and its pale values too."""
+    """The common settings of the traces of a line. The legend hides line, band and pale values together."""
     prefix = "" if run.color is None else f"{run.name}: "
     width = (3.6, 2.2, 1.5)[min(index if run.color is None else place, 2)]
     name = html_name(prefix + line.label)
@@ -183,8 +183,8 @@ def _style(run: Run, line: Line, place: int, index: int) -> Figure:
     }
 
 
-def _trace(style: Figure, curve: Curve, mode: str, **more: Any) -> Figure:
-    return {**style, "mode": mode, **more, "x": numbers(curve.x), "y": numbers(curve.y)}
+def _trace(style: Figure, curve: Curve, mode: str, **options: Any) -> Figure:
+    return {**style, "mode": mode, **options, "x": numbers(curve.x), "y": numbers(curve.y)}
 
 
 def _plot_curve(curve: Curve, style: Figure, run: Run) -> Iterator[Figure]:
@@ -200,18 +200,18 @@ def _plot_curve(curve: Curve, style: Figure, run: Run) -> Iterator[Figure]:
 
 
 def _band(low: Curve, high: Curve, style: Figure, opacity: float = 0.16, label: str = "") -> Iterator[Figure]:
-    """The area between two curves with the same steps; in the legend only with a label of its own."""
-    known = np.isfinite(low.y) & np.isfinite(high.y)
-    low, high = thin(Curve(low.x[known], low.y[known])), thin(Curve(high.x[known], high.y[known]))
+    """The area between two curves with equal steps; in the legend only with a label."""
+    is_finite = np.isfinite(low.y) & np.isfinite(high.y)
+    low, high = thin(Curve(low.x[is_finite], low.y[is_finite])), thin(Curve(high.x[is_finite], high.y[is_finite]))
     outline = Curve(np.concatenate([high.x, low.x[::-1]]), np.concatenate([high.y, low.y[::-1]]))
     color = style["line"]["color"]
     area = {"line": {"width": 0, "color": color}, "fill": "toself", "fillcolor": _with_opacity(color, opacity)}
-    own = {"name": label, "legendgroup": label} if label else {"showlegend": False}
-    yield _trace(style, outline, "lines", **area, **own, hoverinfo="skip")
+    legend = {"name": label, "legendgroup": label} if label else {"showlegend": False}
+    yield _trace(style, outline, "lines", **area, **legend, hoverinfo="skip")
 
 
 def _with_opacity(color: str, opacity: float) -> str:
-    red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
+    red, green, blue = (int(color[start : start + 2], 16) for start in (1, 3, 5))
     return f"rgba({red},{green},{blue},{opacity})"
 
 
@@ -220,33 +220,33 @@ def _plot_by_index(panel: Panel, run: Run, place: int, layout: Figure) -> Iterat
     layout["xaxis"] = _axis("index of the mini-batch", dtick=1)
     for index, line in enumerate(panel.lines):
         if (curve := run.curves.get(line.metric)) is not None:
-            known = np.isfinite(curve.y)
-            _, where = np.unique(np.round(curve.x[known] % 1, 9), return_inverse=True)
-            means = np.bincount(where, curve.y[known]) / np.bincount(where)
+            is_finite = np.isfinite(curve.y)
+            _, minis = np.unique(np.round(curve.x[is_finite] % 1, 9), return_inverse=True)
+            means = np.bincount(minis, curve.y[is_finite]) / np.bincount(minis)
             yield _trace(_style(run, line, place, index), Curve(np.arange(len(means)), means), "lines+markers")
 
 
 def _plot_frontier(panel: Panel, run: Run, place: int, layout: Figure) -> Iterator[Figure]:
-    """Plot the held-out pass rate, else that of training, over the tokens drawn; one run is coloured by entropy."""
-    passed, tokens = run.curves.get("eval/pass_rate", run.curves.get("reward/pass_rate")), run.curves["cost/tokens"]
+    """Plot the held-out or training pass rate over the tokens drawn; a single run is coloured by entropy."""
+    pass_rate, tokens = run.curves.get("eval/pass_rate", run.curves.get("reward/pass_rate")), run.curves["cost/tokens"]
     layout["xaxis"] = _axis("tokens drawn for training")
-    if passed is None:
+    if pass_rate is None:
         return
-    passed = thin(passed)
-    spent = np.interp(passed.x, np.append(0, tokens.x), np.append(0, tokens.y))
+    pass_rate = thin(pass_rate)
+    spent = np.interp(pass_rate.x, np.append(0, tokens.x), np.append(0, tokens.y))
     style = _style(run, Line("", "pass rate", "grey"), place, 0)
     marker: Figure = {"size": 8, "color": style["line"]["color"]}
     entropy = run.curves.get("entropy")
     if entropy is not None and run.color is None:
-        values = numbers(np.interp(passed.x, entropy.x, entropy.y))
+        values = numbers(np.interp(pass_rate.x, entropy.x, entropy.y))
         bar = {"title": {"text": "entropy", "side": "right"}, "thickness": 12}
         marker |= {"color": values, "colorscale": "Viridis", "colorbar": bar}
-    more = {"line": {**style["line"], "width": 1.2}, "marker": marker, "showlegend": run.color is not None}
-    yield _trace(style, Curve(spent, passed.y), "lines+markers", **more)
+    look = {"line": {**style["line"], "width": 1.2}, "marker": marker, "showlegend": run.color is not None}
+    yield _trace(style, Curve(spent, pass_rate.y), "lines+markers", **look)
 
 
 def _plot_ratio(panel: Panel, run: Run, place: int, layout: Figure) -> Iterator[Figure]:
-    """Plot the mean policy ratio; of one run also bands of its spread and its range."""
+    """Plot the mean policy ratio; for a single run also bands of spread and range."""
     low, high, mean, std = (run.curves.get(f"ratio/{name}") for name in ("min", "max", "mean", "std"))
     style = _style(run, Line("ratio/mean", "mean"), place, 0)
     if low is not None and high is not None and run.color is None:
@@ -271,8 +271,8 @@ def _plot_layers(panel: Panel, run: Run) -> Figure:
     for row, curve in enumerate(layers.values()):
         grid[row, np.searchsorted(steps, curve.x)] = np.where(np.isfinite(curve.y), curve.y, np.nan)
     starts = np.arange(0, len(steps), -(-len(steps) // _MAX_COLUMNS))
-    known = np.add.reduceat(np.isfinite(grid), starts, axis=1)
-    grid = np.where(known, np.add.reduceat(np.nan_to_num(grid), starts, axis=1) / np.maximum(known, 1), np.nan)
+    counts = np.add.reduceat(np.isfinite(grid), starts, axis=1)
+    grid = np.where(counts, np.add.reduceat(np.nan_to_num(grid), starts, axis=1) / np.maximum(counts, 1), np.nan)
     vertical = _axis(panel.y_label, type="category", autorange="reversed")
     layout = {"xaxis": _axis("global step"), "yaxis": vertical}
     return {"data": [map_trace(grid, steps[starts], tuple(layers))], "layout": layout}
@@ -282,7 +282,7 @@ def _plot_time(panel: Panel, run: Run) -> Figure:
     """Plot the seconds of each phase as stacked bars, and the whole step as a line."""
     phases = {phase: curve for phase in PHASES if (curve := run.curves.get(f"time/{phase}_s")) is not None}
     steps = np.unique(np.concatenate([curve.x for curve in phases.values()]))
-    # More bars than _MAX_BARS would be thinner than a pixel. Then each bar is the mean of several steps.
+    # More bars than _MAX_BARS would be thinner than a pixel. Bars are then means of several steps.
     stride = -(-len(steps) // _MAX_BARS)
     starts = np.arange(0, len(steps), stride)
     sizes = np.diff(np.append(starts, len(steps)))
@@ -293,9 +293,9 @@ def _plot_time(panel: Panel, run: Run) -> Figure:
         look = {"type": "bar", "name": phase.replace("_", " "), "marker": {"color": PHASES[phase]}}
         data.append({**look, "x": numbers(middles), "y": numbers(height)})
     if (total := run.curves.get("time/step_s")) is not None:
-        # Before the first step there may be an evaluation. It belongs to no step, so the line has a gap there.
-        known = np.add.reduceat(np.isin(steps, total.x[np.isfinite(total.y)]).astype(np.float64), starts)
-        whole = np.add.reduceat(_align_to(total, steps), starts) / np.where(known > 0, known, np.nan)
+        # An evaluation may precede the first step. The evaluation belongs to no step: the line has a gap.
+        counts = np.add.reduceat(np.isin(steps, total.x[np.isfinite(total.y)]).astype(np.float64), starts)
+        whole = np.add.reduceat(_align_to(total, steps), starts) / np.where(counts > 0, counts, np.nan)
         look = {"type": "scatter", "mode": "lines+markers", "marker": {"size": 4}, "name": "whole step"}
         data.append(
             {**look, "line": {"color": COLORS["red"], "width": 1.4}, "x": numbers(middles), "y": numbers(whole)}
@@ -308,8 +308,8 @@ def _plot_time(panel: Panel, run: Run) -> Figure:
 def _align_to(curve: Curve, steps: np.ndarray) -> np.ndarray:
     """Return the curve at the given steps [P]; 0 where it has no finite value, because the phase did not run."""
     values = np.zeros(len(steps))
-    known = np.isin(curve.x, steps) & np.isfinite(curve.y)
-    values[np.searchsorted(steps, curve.x[known])] = curve.y[known]
+    is_finite = np.isin(curve.x, steps) & np.isfinite(curve.y)
+    values[np.searchsorted(steps, curve.x[is_finite])] = curve.y[is_finite]
     return values
 
 
@@ -326,9 +326,9 @@ def _scale_y(layout: Figure, panel: Panel, data: Sequence[Figure]) -> None:
         axis["autorangeoptions"] = {"include": 1.0}
     elif (scale == "log" or panel.kind == "kl") and top > 0:
         axis |= {"type": "log", "exponentformat": "power", "hoverformat": ".3g"}
-        least = min(value for value in values if value > 0)
-        for trace in data:  # zero has no logarithm: a line has a gap there, a band ends at the least value
-            none = least if "fill" in trace else None
+        lowest = min(value for value in values if value > 0)
+        for trace in data:  # zero has no logarithm: a line has a gap, a band ends at the least value
+            none = lowest if "fill" in trace else None
             trace["y"] = [value if value is None or value > 0 else none for value in trace["y"]]
     elif scale in ("percent", "log") and top <= 0:
         axis["range"] = [-0.0005, 0.0105]

@@ -1,4 +1,5 @@
-"""One HTML page that needs no other file and no network: texts, figures, samples, and plotly.js once, compressed."""
+"""A self-contained HTML page, without further files or network: texts, figures, samples, and plotly.js once,
+compressed."""
 
 import base64
 import gzip
@@ -30,7 +31,7 @@ def make_page(
 
 
 def render_card(key: str, panel: Panel, places: Sequence[int]) -> str:
-    """Return a panel as HTML: title, caption, its figures by their places in the list, and links into the glossary."""
+    """Return a panel as HTML: title, caption, figures by place in the list, and links into the glossary."""
     plots = "".join(f'<div class="plot" data-figure="{place}"></div>' for place in places)
     entries = [name for name in panel.needs if name in read_glossary()]
     links = " ".join(f'<a href="#{_anchor(name)}">{html.escape(name)}</a>' for name in entries)
@@ -42,7 +43,7 @@ def render_card(key: str, panel: Panel, places: Sequence[int]) -> str:
 
 
 def render_glossary() -> str:
-    """Return what all metrics mean as HTML, each with an anchor of its own."""
+    """Return the meaning of all metrics as HTML, with an anchor per metric."""
     entries = "".join(
         f'<div id="{_anchor(name)}"><dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd></div>'
         for name, text in sorted(read_glossary().items())
@@ -51,7 +52,7 @@ def render_glossary() -> str:
 
 
 def render_samples(notes: Sequence[str], has_any: bool) -> str:
-    """Return the place where page.js lists the samples, with its controls; notes: what the page holds of each run."""
+    """Return the place where page.js lists the samples, with its controls; notes: the content of the page by run."""
     texts = "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes)
     heading = '<section id="responses"><h2>What the model wrote</h2>'
     return f"{heading}{texts}{_read('samples.html') if has_any else ''}</section>"
@@ -67,10 +68,10 @@ def render_tiles(rows: Mapping[str, str]) -> str:
 
 
 def render_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of cells as HTML; the first cell of each is its heading."""
+    """Return rows of cells as HTML; the first cell is the heading."""
     cells = "".join(
-        f"<tr><th>{html.escape(first)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in rest)}</tr>"
-        for first, *rest in rows
+        f"<tr><th>{html.escape(first)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells_behind)}</tr>"
+        for first, *cells_behind in rows
     )
     return f'<div class="table"><table>{cells}</table></div>'
 
@@ -80,7 +81,7 @@ def _anchor(metric: str) -> str:
 
 
 def _embed(value: Any) -> str:
-    """Return JSON that an HTML parser cannot take for the end of its element, whatever strings are in it."""
+    """Return JSON without any end of an HTML element, for arbitrary strings."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

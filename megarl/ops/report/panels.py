@@ -1,4 +1,4 @@
-"""The panels of a run's report, and the glossary of their metrics: data in panels.toml and glossary.toml."""
+"""The panels of a run's report, and the glossary of metrics: data in panels.toml and glossary.toml."""
 
 import tomllib
 from dataclasses import dataclass, replace
@@ -11,8 +11,8 @@ from megarl.ops.report.series import Curves, layer_curves
 Scale = Literal["free", "zero", "log", "percent", "whole percent", "percent to 100"]
 """The y axis: as it comes; from zero up; decades; percent from zero up, from 0 to 100, from anywhere to 100."""
 Kind = Literal["lines", "by_index", "reward", "frontier", "kl", "ratio", "time", "layers"]
-"""What ``megarl.ops.report.figures`` plots: by_index, means over all steps against the index of the mini-batch; layers,
-a map of layers against steps; the rest is a figure of that panel alone."""
+"""The kind of figure: by_index, means over all steps against the index of the mini-batch; layers, a map of layers
+against steps; further kinds have a single panel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Line:
     color: str = "blue"
     """A name of ``figures.COLORS``."""
     style: Literal["line", "dots"] = "line"
-    """"dots" is for evaluations: they are few and each one counts, so they are never smoothed."""
+    """"dots" is for evaluations: evaluations are few, and never smoothed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +33,27 @@ class Panel:
 
     title: str
     caption: str
-    """How to read it, one or two sentences."""
+    """How to read the figure, in one or two sentences."""
     y_label: str
     lines: tuple[Line, ...] = ()
     metrics: tuple[str, ...] = ()
-    """Those of a panel that is not lines alone; for layers, prefixes, of which the first that has metrics counts."""
+    """The metrics of panels with more than lines; for layers, prefixes: the first prefix with metrics counts."""
     kind: Kind = "lines"
     scale: Scale = "free"
     wide: bool = False
-    """Whether it takes the whole width of the page."""
+    """True for the whole width of the page."""
     optional: bool = False
-    """Whether only some runs have it, so that the page does not mention its absence."""
+    """True for panels of special runs: the page does not mention the absence."""
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Its metrics; one of them is enough."""
+        """The metrics; any metric is enough."""
         if self.kind == "layers":
             return tuple(f"{prefix}XX" for prefix in self.metrics)
         return self.metrics or tuple(line.metric for line in self.lines)
 
     def is_recorded(self, curves: Curves) -> bool:
-        """Whether any of its metrics has a value that can be plotted."""
+        """True if any metric has a value to plot."""
         if self.kind == "layers":
             return bool(layer_curves(curves, self.metrics))
         return any(name in curves for name in self.needs)
@@ -67,12 +67,12 @@ def read_panels() -> dict[str, Panel]:
 
 @cache
 def read_glossary() -> dict[str, str]:
-    """Return what each metric means, by name; XX in a name stands for a number, NAME for a name of the user's."""
+    """Return the meaning of each metric, by name; XX in a name stands for a number, NAME for a name of the user's."""
     return read_table("glossary.toml")
 
 
 def read_table(name: str) -> dict[str, Any]:
-    """Return what a TOML file of this package holds."""
+    """Return the content of a TOML file of this package."""
     return tomllib.loads((files("megarl.ops.report") / name).read_text(encoding="utf-8"))
 
 

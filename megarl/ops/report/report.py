@@ -5,6 +5,7 @@ The page needs no other file and no network (``megarl.ops.report.page``).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from megarl.errors import ConfigError, DataError
 from megarl.files.outputs import write_output
 from megarl.ops.report import page
 from megarl.ops.report.figures import COLORS, Figure, Run, make_figures
-from megarl.ops.report.panels import Panel, read_panels
+from megarl.ops.report.panels import read_panels
 from megarl.ops.report.samples import for_page
 from megarl.ops.report.series import Curves, benchmarks, make_curves, sum_judged
 from megarl.ops.report.verdicts import render_verdicts
@@ -28,7 +29,7 @@ TILES = (
     *("Held-out pass rate, first", "Held-out pass rate, last", JUDGED),
     *("Steps", "Wall time", "Tokens per second (median)"),
 )
-"""Rows of the headline that are also shown as large tiles."""
+"""Rows of the headline, shown as large tiles too."""
 _RUN_COLORS = ("blue", "orange", "teal", "red", "purple", "yellow", "cyan", "brown")
 _NOTE = """Drag over a figure to zoom, double-click to go back; a click on a name in the legend hides its line, a
 double-click shows it alone. Bands show the range over the mini-batches of a step. In runs of 40 steps and more, bold
@@ -38,7 +39,7 @@ lines are centred moving averages, and pale lines are the values, of long runs t
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What is read of one run."""
+    """The files of a run."""
 
     name: str
     folder: Path
@@ -48,11 +49,11 @@ class _Source:
 
 
 def write_report(*run_dirs: str | Path, out: Path | None = None) -> Path:
-    """Write a page about one run, or one that compares several; return its path.
+    """Write a page about a run, or a comparison of several runs; return its path.
 
-    out: default RUN_DIR/report/index.html, of several runs compare.html in this folder. The file appears complete or
-    not at all. Raises DataError if a metrics.jsonl is missing, empty or broken, or a config.toml is broken (it may be
-    missing); ConfigError if there are too many runs, or one is given twice.
+    out: default RUN_DIR/report/index.html, for several runs compare.html in the current folder. The file appears
+    complete or not at all. Raises DataError if a metrics.jsonl is missing, empty or broken, or a config.toml is broken
+    (it may be missing); ConfigError for too many runs, or a run given twice.
     """
     folders = [Path(run_dir) for run_dir in run_dirs]
     sources = [_read_run(*pair) for pair in zip(folders, name_runs(folders), strict=True)]
@@ -65,9 +66,9 @@ def write_report(*run_dirs: str | Path, out: Path | None = None) -> Path:
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:
-    """Return the name of each run's folder, with as many of its parents as tell it from the others.
+    """Return the names of the runs' folders, with the fewest parents for distinct names.
 
-    Last parts that all paths share tell nothing: a/run and b/run are "a" and "b".
+    Common last parts are left out: a/run and b/run are "a" and "b".
     """
     paths = [folder.resolve() for folder in folders]
     if len(paths) > len(_RUN_COLORS):
@@ -89,49 +90,42 @@ def _read_run(folder: Path, name: str) -> _Source:
     path = folder / "metrics.jsonl"
     records = read_metrics(path)
     if not records:
-        found = f"no whole record in {size} bytes" if (size := path.stat().st_size) else "the file is empty"
-        raise DataError(f"{path}: {found}: the run has not finished its first step")
+        problem = f"no whole record in {size} bytes" if (size := path.stat().st_size) else "the file is empty"
+        raise DataError(f"{path}: {problem}: the run has not finished its first step")
     return _Source(name, folder, records, make_curves(records), _read_config(folder / "config.toml"))
 
 
 def _make_page(sources: Sequence[_Source]) -> bytes:
-    first, alone = sources[0], len(sources) == 1
-    colors = [None] if alone else [COLORS[name] for name in _RUN_COLORS[: len(sources)]]
-    runs = [Run(source.name, source.curves, color) for source, color in zip(sources, colors, strict=True)]
+    is_single, names = len(sources) == 1, [source.name for source in sources]
+    prefixes = [""] if is_single else names
+    colors = [None] if is_single else [COLORS[name] for name in _RUN_COLORS]
+    runs = [Run(source.name, source.curves, color) for source, color in zip(sources, colors, strict=False)]
     figures: list[Figure] = []
-    cards = ""
+    cards, absent = "", []
     for key, panel in read_panels().items():
         if any(panel.is_recorded(run.curves) for run in runs):
-            made = make_figures(panel, runs)
-            cards += page.render_card(key, panel, range(len(figures), len(figures) + len(made)))
-            figures += made
+            first, figures = len(figures), [*figures, *make_figures(panel, runs)]
+            cards += page.render_card(key, panel, range(first, len(figures)))
+        elif not panel.optional:
+            absent.append(f"{panel.title.lower()} ({', '.join(panel.needs)})")
     headlines = [_make_headline(source.records, source.curves, source.config) for source in sources]
-    tiles = {label: headlines[0].get(label, NOT_RECORDED) for label in TILES} if alone else {}
-    tiles = {label: value for label, value in tiles.items() if value not in (NOT_RECORDED, "all")}
     labels = dict.fromkeys(label for headline in headlines for label in headline)
     rows = [[label, *(headline.get(label, NOT_RECORDED) for headline in headlines)] for label in labels]
-    named = [(source, "" if alone else source.name) for source in sources]
-    verdicts = [render_verdicts(each.records, each.config, name) for each, name in named]
-    stored = [for_page(each.folder, name) for each, name in named]
-    samples, notes = [one for found, _ in stored for one in found], [note for _, note in stored]
+    tiles = {label: headlines[0].get(label, NOT_RECORDED) for label in TILES} if is_single else {}
+    tiles = {label: value for label, value in tiles.items() if value not in (NOT_RECORDED, "all")}
+    named = list(zip(sources, prefixes, strict=True))
+    verdicts = [render_verdicts(source.records, source.config, prefix) for source, prefix in named]
+    samples, notes = zip(*(for_page(source.folder, prefix) for source, prefix in named), strict=True)
     body = (
         f'<section id="health">{"".join(verdicts)}</section><div class="tiles">{page.render_tiles(tiles)}</div>'
-        f"{page.render_table(rows if alone else [['', *(source.name for source in sources)], *rows])}"
-        f'<p class="note">{_NOTE}</p><div class="panels">{cards}</div>{_render_absent(runs)}'
-        f"{page.render_samples(notes, bool(samples))}{page.render_glossary()}"
+        f"{page.render_table(rows if is_single else [['', *names], *rows])}"
+        f'<p class="note">{_NOTE}</p><div class="panels">{cards}</div>'
+        + (f'<p class="note">Not recorded: {"; ".join(absent)}.</p>' if absent else "")
+        + f"{page.render_samples(notes, any(samples))}{page.render_glossary()}"
     )
-    title = _get_setting(first.config, "run", "name", first.name) if alone else " against ".join(r.name for r in runs)
-    return page.make_page(title, ", ".join(str(each.folder.resolve()) for each in sources), body, figures, samples)
-
-
-def _render_absent(runs: Sequence[Run]) -> str:
-    def is_absent(panel: Panel) -> bool:
-        return not panel.optional and not any(panel.is_recorded(run.curves) for run in runs)
-
-    absent = [
-        f"{panel.title.lower()} ({', '.join(panel.needs)})" for panel in read_panels().values() if is_absent(panel)
-    ]
-    return f'<p class="note">Not recorded: {"; ".join(absent)}.</p>' if absent else ""
+    title = _get_setting(sources[0].config, "run", "name", names[0]) if is_single else " against ".join(names)
+    folders = ", ".join(str(source.folder.resolve()) for source in sources)
+    return page.make_page(title, folders, body, figures, [*chain(*samples)])
 
 
 def _make_headline(records: Sequence[Mapping[str, Any]], curves: Curves, config: dict[str, Any]) -> dict[str, str]:

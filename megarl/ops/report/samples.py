@@ -1,4 +1,4 @@
-"""``megarl samples``, and the samples in a report: what the model wrote, searched and sorted."""
+"""``megarl samples``, and the samples in a report: the model's texts, searched and sorted."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -19,9 +19,9 @@ def show(
     run_dir: Path, *, step: int | None, sort: SortKey | None, worst: int | None, best: int | None, search: str | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Print responses of a run, by default those of its newest step.
+    """Print responses of a run, by default of the newest step.
 
-    worst, best: so many from one end of the order by ``sort``, by default the reward: the best have the highest reward,
+    worst, best: number from one end of the order by ``sort``, by default the reward: the best have the highest reward,
     the smallest length or gap. DataError if the run has stored none; ConfigError if nothing matches.
     """
     if worst is not None and best is not None:
@@ -29,29 +29,29 @@ def show(
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: there is no such folder; expected the folder of a run")
     if not (run_dir / NAME).is_file():
-        why = "no step is finished, log.samples_per_step is 0, or this is no run folder"
-        raise DataError(f"{run_dir / NAME}: there is no such file: {why}")
+        reason = "no step is finished, log.samples_per_step is 0, or this is no run folder"
+        raise DataError(f"{run_dir / NAME}: there is no such file: {reason}")
     count = worst if worst is not None else best
     is_newest = step is None and search is None and count is None
-    found: list[dict[str, Any]] = []
+    matching: list[dict[str, Any]] = []
     total, first, last = 0, None, 0
-    for one in read_samples(run_dir):
-        total, first, last = total + 1, first or one["step"], one["step"]
-        if is_newest and found and found[0]["step"] != last:
-            found = []
-        if is_newest or ((step is None or one["step"] == step) and _matches(one, search)):
-            found.append(one)
-    if not found:
-        held = f"{total} responses of steps {first} to {last}" if total else "none"
-        raise ConfigError(f"{run_dir / NAME}: no response matches, of {held}")
+    for sample in read_samples(run_dir):
+        total, first, last = total + 1, first or sample["step"], sample["step"]
+        if is_newest and matching and matching[0]["step"] != last:
+            matching = []
+        if is_newest or ((step is None or sample["step"] == step) and _matches(sample, search)):
+            matching.append(sample)
+    if not matching:
+        stored = f"{total} responses of steps {first} to {last}" if total else "none"
+        raise ConfigError(f"{run_dir / NAME}: no response matches, of {stored}")
     if sort is not None or count is not None:
-        found = order(found, sort or "reward", worst is not None, count)
+        matching = order(matching, sort or "reward", worst is not None, count)
     if as_json:
-        print(*map(json.dumps, found), sep="\n")
+        print(*map(json.dumps, matching), sep="\n")
         return
-    for one in found:
-        print(describe(one), end="\n\n")
-    print(f"{len(found)} of {total} responses, of steps {first} to {last}")
+    for sample in matching:
+        print(describe(sample), end="\n\n")
+    print(f"{len(matching)} of {total} responses, of steps {first} to {last}")
 
 
 def order(
@@ -59,76 +59,77 @@ def order(
 ) -> list[dict[str, Any]]:
     """Return samples from the best on, or from the worst on; at most ``count``.
 
-    Those without a reward come first among the worst, and other samples without a value last.
+    Samples without a reward come first among the worst; further samples without a value come last.
     """
     sign = -1 if (sort == "reward") != worst else 1
     is_last = not (worst and sort == "reward")
 
-    def rank(one: Mapping[str, Any]) -> tuple[bool, float]:
-        value = one[sort]
+    def rank(sample: Mapping[str, Any]) -> tuple[bool, float]:
+        value = sample[sort]
         return (value is None) == is_last, 0.0 if value is None else sign * value
 
     return sorted(samples, key=rank) if count is None else nsmallest(count, samples, key=rank)
 
 
-def describe(one: Mapping[str, Any]) -> str:
+def describe(sample: Mapping[str, Any]) -> str:
     """Return a response as text for a terminal, without control characters."""
+    rewards = [f", {name} {value:.4g}" for name, value in sample["rewards"].items()]
     head = [
-        f"step {one['step']}  prompt {one['group']}  response {one['sample']}",
-        f"reward {_number(one['reward'])}" + "".join(f", {name} {value:.4g}" for name, value in one["rewards"].items()),
-        f"{one['length']} tokens  gap {_number(one['gap'])}  {one['tool_calls']} tool calls",
-        *flags(one),
+        f"step {sample['step']}  prompt {sample['group']}  response {sample['sample']}",
+        f"reward {_number(sample['reward'])}{''.join(rewards)}",
+        f"{sample['length']} tokens  gap {_number(sample['gap'])}  {sample['tool_calls']} tool calls",
+        *flags(sample),
     ]
-    parts = one["parts"] or [["model", one["response"]]]
-    texts = [("prompt", one["prompt"]), *(("response" if who == "model" else who, text) for who, text in parts)]
+    texts = [("prompt", sample["prompt"])]
+    for author, text in sample["parts"] or [["model", sample["response"]]]:
+        texts.append(("response" if author == "model" else author, text))
     lines = [f"  {name}:\n    " + text.replace("\n", "\n    ") for name, text in texts]
-    error = [f"  error: {one['error']}"] if one["error"] else []
+    error = [f"  error: {sample['error']}"] if sample["error"] else []
     return printable("\n".join(["--- " + "  ".join(head), *lines, *error]))
 
 
-def flags(one: Mapping[str, Any]) -> list[str]:
-    """Return what is out of the ordinary."""
-    found = ["cut off"] if one["truncated"] else []
-    if one["reward"] is None:
-        found.append("no reward")
-    if one["dropped"]:
-        found.append(f"dropped: {one['dropped']}")
-    elif not one["trained"]:
-        found.append("not trained")
-    return found
+def flags(sample: Mapping[str, Any]) -> list[str]:
+    """Return the exceptions of a sample."""
+    untrained = "" if sample["trained"] else "not trained"
+    texts = (
+        "cut off" if sample["truncated"] else "",
+        "no reward" if sample["reward"] is None else "",
+        f"dropped: {sample['dropped']}" if sample["dropped"] else untrained,
+    )
+    return [text for text in texts if text]
 
 
 def for_page(run_dir: Path, name: str = "") -> tuple[list[dict[str, Any]], str]:
-    """Return the newest samples of a run that fit into a page, and a sentence about those that do not.
+    """Return the newest samples of a run for a page, and a sentence about omitted samples.
 
-    Of a damaged file, what stands before the damage.
+    Of a damaged file, the part before the damage.
     """
-    kept: list[dict[str, Any]] = []
+    page: list[dict[str, Any]] = []
     size = total = 0
     damage, run = "", name or "The run"
     try:
-        for one in read_samples(run_dir):  # in the order of the steps: the oldest go
+        for sample in read_samples(run_dir):  # in the order of the steps: the oldest go
             total += 1
-            kept.append(_for_page(one, name))
-            size += _size(kept[-1])
+            page.append(_for_page(sample, name))
+            size += _size(page[-1])
             while size > _PAGE_BYTES:
-                size -= _size(kept.pop(0))
+                size -= _size(page.pop(0))
     except DataError as error:
         damage = f" What follows cannot be read: {printable(str(error))}."
-    if not kept:
+    if not page:
         return [], f"{run} has stored no samples{damage and ' that can be read'} (log.samples_per_step).{damage}"
-    steps = f"of steps {kept[0]['step']} to {kept[-1]['step']}"
-    left = f"; {total - len(kept)} older ones are left out, megarl samples shows them" if total > len(kept) else ""
-    return kept, f"{run}: {len(kept)} stored responses {steps}{left}.{damage}"
+    steps = f"of steps {page[0]['step']} to {page[-1]['step']}"
+    rest_text = f"; {total - len(page)} older ones are left out, megarl samples shows them" if total > len(page) else ""
+    return page, f"{run}: {len(page)} stored responses {steps}{rest_text}.{damage}"
 
 
-def _for_page(one: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _for_page(sample: Mapping[str, Any], name: str) -> dict[str, Any]:
     keys = ("step", "group", "sample", "reward", "length", "gap", "finish", "tool_calls")
-    rewards = ", ".join(f"{part} {value:.4g}" for part, value in one["rewards"].items())
-    response = "\n".join(f"[{who}]\n{text}" for who, text in one["parts"]) or one["response"]
-    texts = {"prompt": one["prompt"], "response": response, "error": one["error"] or "", "rewards": rewards}
+    rewards = ", ".join(f"{name_of_reward} {value:.4g}" for name_of_reward, value in sample["rewards"].items())
+    response = "\n".join(f"[{author}]\n{text}" for author, text in sample["parts"]) or sample["response"]
+    texts = {"prompt": sample["prompt"], "response": response, "error": sample["error"] or "", "rewards": rewards}
     shown = {key: _shorten(printable(text)) for key, text in texts.items()}
-    return {key: one[key] for key in keys} | shown | {"run": name, "flags": [printable(flag) for flag in flags(one)]}
+    return {key: sample[key] for key in keys} | shown | {"run": name, "flags": [*map(printable, flags(sample))]}
 
 
 def _shorten(text: str) -> str:
@@ -136,12 +137,13 @@ def _shorten(text: str) -> str:
     return text if len(text) <= _PAGE_TEXT else f"{text[:half]}\n[{len(text) - 2 * half} characters]\n{text[-half:]}"
 
 
-def _size(one: Mapping[str, Any]) -> int:
-    return sum(len(one[key]) for key in ("prompt", "response", "error", "rewards")) + 200
+def _size(sample: Mapping[str, Any]) -> int:
+    return sum(len(sample[key]) for key in ("prompt", "response", "error", "rewards")) + 200
 
 
-def _matches(one: Mapping[str, Any], search: str | None) -> bool:
-    return search is None or any(search.lower() in (one[key] or "").lower() for key in ("prompt", "response", "error"))
+def _matches(sample: Mapping[str, Any], search: str | None) -> bool:
+    texts = (sample[key] or "" for key in ("prompt", "response", "error"))
+    return search is None or any(search.lower() in text.lower() for text in texts)
 
 
 def _number(value: float | None) -> str:

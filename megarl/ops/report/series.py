@@ -14,7 +14,7 @@ LAYER_PREFIXES = ("router/native/flip/layer_", "router/flip/layer_")
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One metric over the run."""
+    """A metric over the run."""
 
     x: np.ndarray
     """float64 [P], global step; mini-batch m of n is at step + m/n."""
@@ -63,51 +63,49 @@ def make_curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
 
 
 def sum_judged(curves: Curves) -> dict[str, float]:
-    """Return how many training responses of all steps there are, and how many of them have a reward."""
+    """Return the numbers of training responses, and of responses with a reward, over all steps."""
     return {name: float(curves[name].finite.sum()) for name in ("reward/judged", "reward/responses") if name in curves}
 
 
 def benchmarks(curves: Curves) -> list[str]:
-    """Return the benchmarks of a run that has several; those of a single one are "eval/..." themselves."""
+    """Return the benchmarks of a run with several benchmarks; a single benchmark has the name "eval/..."."""
     return [name[5:-10] for name in curves if name.startswith("eval/") and name.endswith("/pass_rate") and name[5:-10]]
 
 
 def layer_curves(curves: Curves, prefixes: Sequence[str] = LAYER_PREFIXES) -> dict[int, Curve]:
     """Return the curves of the first prefix that has any, by layer number, in order.
 
-    By default they compare the routers' own choice where replay recorded it, because the experts in use then agree by
-    construction; otherwise the experts in use.
+    By default the curves compare the routers' native choice if replay recorded the choice, because the experts in use
+    agree by construction; otherwise the experts in use.
     """
     for prefix in prefixes:
-        found = {name.removeprefix(prefix): curve for name, curve in curves.items() if name.startswith(prefix)}
-        if numbers := sorted((int(number), number) for number in found if number.isdigit()):
-            return {layer: found[number] for layer, number in numbers}
+        of_prefix = {name.removeprefix(prefix): curve for name, curve in curves.items() if name.startswith(prefix)}
+        if numbers := sorted((int(number), number) for number in of_prefix if number.isdigit()):
+            return {layer: of_prefix[number] for layer, number in numbers}
     return {}
 
 
 def smooth(y: np.ndarray, window: int) -> np.ndarray:
     """Return the centred moving average [P] over about ``window`` neighbours, fewer at the ends; NaN stays NaN."""
     finite = np.isfinite(y)
-    kernel = np.ones(window | 1)  # odd, so that the average has a centre
+    kernel = np.ones(window | 1)  # odd: the average has a centre
     half = len(kernel) // 2
     total = np.convolve(np.pad(np.where(finite, y, 0.0), half), kernel, mode="valid")
     count = np.convolve(np.pad(finite.astype(np.float64), half), kernel, mode="valid")
     return np.where(finite, total / np.maximum(count, 1.0), np.nan)
 
 
-def thin(curve: Curve, most: int = 1000) -> Curve:
+def thin(curve: Curve, max_points: int = 1000) -> Curve:
     """Return at most about ``most`` points of a curve: of each run of neighbours the smallest and the largest value.
 
-    So a spike of one step stays. Runs without a finite value keep one point, the gap.
+    A spike of a single step stays. Runs without a finite value keep one point, the gap.
     """
-    if len(curve.x) <= most:
+    if len(curve.x) <= max_points:
         return curve
-    parts = np.array_split(np.arange(len(curve.x)), most // 2)
-    kept: list[int] = []
-    for part in parts:
-        known = part[np.isfinite(curve.y[part])]
-        ends = (
-            {int(known[curve.y[known].argmin()]), int(known[curve.y[known].argmax()])} if known.size else {int(part[0])}
-        )
-        kept += sorted(ends)
-    return Curve(curve.x[kept], curve.y[kept])
+    runs = np.array_split(np.arange(len(curve.x)), max_points // 2)
+    indices: list[int] = []
+    for run in runs:
+        finite = run[np.isfinite(curve.y[run])]
+        y = curve.y[finite]
+        indices += sorted({int(finite[y.argmin()]), int(finite[y.argmax()])}) if finite.size else [int(run[0])]
+    return Curve(curve.x[indices], curve.y[indices])

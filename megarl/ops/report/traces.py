@@ -1,4 +1,5 @@
-"""``megarl trace inspect | stats | diff``: show what a file of routing traces holds, and how two files differ."""
+"""``megarl trace inspect | stats | diff``: show the content of a file of routing traces, and the difference of two
+files."""
 
 import json
 import math
@@ -22,11 +23,11 @@ MAX_BINS = 64
 
 @dataclass(frozen=True, slots=True)
 class FileDifference:
-    """The difference between two files, over the sequences that both hold."""
+    """The difference between two files, over common sequences."""
 
     total: Disagreement
     overlap: np.ndarray
-    """float64 [L], share of the experts that both files use."""
+    """float64 [L], share of experts used in both files."""
     flips: np.ndarray
     """int64 [L, bins], tokens with different expert sets, by layer and position in the sequence."""
     counts: np.ndarray
@@ -39,7 +40,7 @@ class FileDifference:
 
 
 def inspect(path: Path, as_json: bool = False) -> None:
-    """Print what the file holds. Decodes every sequence, so a damaged one raises TraceError."""
+    """Print what the file holds. Decodes every sequence; TraceError for a damaged sequence."""
     file = read_traces(path)
     info = file.info
     missing = sum(sequence.trace.num_missing for sequence in file)
@@ -59,7 +60,7 @@ def inspect(path: Path, as_json: bool = False) -> None:
 
 
 def stats(path: Path, as_json: bool = False) -> None:
-    """Print how evenly each layer uses its experts."""
+    """Print the expert load by layer."""
     file = read_traces(path)
     counts = np.zeros((len(file.info.layers), file.info.num_experts), dtype=np.int64)
     for trace in (sequence.trace for sequence in file):
@@ -71,15 +72,16 @@ def stats(path: Path, as_json: bool = False) -> None:
         raise TraceError(f"{path}: no token has routes, so no load can be counted")
     share = counts / tokens[:, None]
     entropy = -np.where(counts > 0, share * np.log2(np.where(counts > 0, share, 1.0)), 0.0).sum(axis=1)
-    most, least = share.max(axis=1) * file.info.num_experts, share.min(axis=1) * file.info.num_experts
+    highest, lowest = share.max(axis=1) * file.info.num_experts, share.min(axis=1) * file.info.num_experts
     unused = np.count_nonzero(counts == 0, axis=1)
-    columns = zip(most, least, unused, entropy, strict=True)
+    columns = zip(highest, lowest, unused, entropy, strict=True)
     rows = [
         [str(layer), f"{high:.2f}", f"{low:.2f}", str(idle), f"{bits:.3f}", f"{2**bits:.1f}"]
         for layer, (high, low, idle, bits) in zip(file.info.layers, columns, strict=True)
     ]
     bits = float(entropy.mean())
-    rows.append(["all", f"{most.max():.2f}", f"{least.min():.2f}", str(unused.sum()), f"{bits:.3f}", f"{2**bits:.1f}"])
+    extremes = f"{highest.max():.2f}", f"{lowest.min():.2f}", str(unused.sum())
+    rows.append(["all", *extremes, f"{bits:.3f}", f"{2**bits:.1f}"])
     headings = ("layer", "max / mean", "min / mean", "unused", "entropy (bits)", "effective experts")
     num_experts, top_k = file.info.num_experts, file.info.top_k
     _print(
@@ -98,17 +100,17 @@ def diff(first: Path, second: Path, out: Path | None = None, as_json: bool = Fal
     if out is not None and (out.suffix != ".html" or not out.parent.is_dir()):
         raise ConfigError(f"--out: found {out}, expected a .html file in a folder that exists")
     a, b = read_traces(first), read_traces(second)
-    found = compare_files(a, b)
+    difference = compare_files(a, b)
     rows = [
         [str(layer), f"{flip:.3%}", f"{overlap:.3%}"]
-        for layer, flip, overlap in zip(a.info.layers, found.total.per_layer_flip, found.overlap, strict=True)
+        for layer, flip, overlap in zip(a.info.layers, difference.total.per_layer_flip, difference.overlap, strict=True)
     ]
-    rows.append(["all", f"{found.total.flip:.3%}", f"{found.total.overlap:.3%}"])
+    rows.append(["all", f"{difference.total.flip:.3%}", f"{difference.total.overlap:.3%}"])
     notes = [
-        f"{found.total.num_tokens:,} tokens of {found.num_sequences:,} sequences compared; "
-        f"only in the first file {found.only_in[0]:,}, only in the second {found.only_in[1]:,}.",
-        f"{found.total.token_any:.3%} of the tokens differ in at least one layer, "
-        f"{found.total.layers_per_token:.3f} layers per token on average.",
+        f"{difference.total.num_tokens:,} tokens of {difference.num_sequences:,} sequences compared; "
+        f"only in the first file {difference.only_in[0]:,}, only in the second {difference.only_in[1]:,}.",
+        f"{difference.total.token_any:.3%} of the tokens differ in at least one layer, "
+        f"{difference.total.layers_per_token:.3f} layers per token on average.",
         "flip: share of tokens with another set of experts. overlap: share of the experts that both have.",
     ]
     one, other = (f"{info.model} ({info.fingerprint})" if info.fingerprint else info.model for info in (a.info, b.info))
@@ -119,9 +121,9 @@ def diff(first: Path, second: Path, out: Path | None = None, as_json: bool = Fal
         from megarl.ops.report.figures import plot_trace_difference
         from megarl.ops.report.page import PLOT, make_page
 
-        share = np.where(found.counts > 0, found.flips / np.maximum(found.counts, 1), np.nan)
-        figure = plot_trace_difference(share, found.total.per_layer_flip, a.info.layers, found.bin_tokens)
-        title = f"{found.total.flip:.2%} of (token, layer) pairs differ"
+        share = np.where(difference.counts > 0, difference.flips / np.maximum(difference.counts, 1), np.nan)
+        figure = plot_trace_difference(share, difference.total.per_layer_flip, a.info.layers, difference.bin_tokens)
+        title = f"{difference.total.flip:.2%} of (token, layer) pairs differ"
         page = make_page(title, printable(f"{first} against {second}"), PLOT, [figure])
         write_output(out, page)
         print(printable(f"heat map: {out}"), file=sys.stderr if as_json else None)
@@ -129,10 +131,10 @@ def diff(first: Path, second: Path, out: Path | None = None, as_json: bool = Fal
 
 def compare_files(a: TraceFile, b: TraceFile) -> FileDifference:
     """Compare the sequences of one name. Raises TraceError if the models' shapes, or tokens of one name, differ."""
-    for what in ("layers", "num_experts", "top_k"):
-        if getattr(a.info, what) != getattr(b.info, what):
+    for name in ("layers", "num_experts", "top_k"):
+        if getattr(a.info, name) != getattr(b.info, name):
             raise TraceError(
-                f"{a.path} has {what} {getattr(a.info, what)}, {b.path} has {getattr(b.info, what)}: only traces of "
+                f"{a.path} has {name} {getattr(a.info, name)}, {b.path} has {getattr(b.info, name)}: only traces of "
                 f"models of the same shape can be compared"
             )
     names = [name for name in a.names if name in b]
@@ -141,30 +143,30 @@ def compare_files(a: TraceFile, b: TraceFile) -> FileDifference:
             f"{a.path} and {b.path} have no sequence of the same name; they begin with {a.names[:2]} and {b.names[:2]}"
         )
     compared = [_compare_sequences(a[name], b[name]) for name in names]
-    positions, shared = (np.concatenate(part) for part in zip(*compared, strict=True))
-    if not shared.size:
+    positions, num_shared = (np.concatenate(column) for column in zip(*compared, strict=True))
+    if not num_shared.size:
         raise TraceError(f"{a.path} and {b.path}: no token has routes in both files")
     longest = max(1, int(a.lengths.max()))
     bin_tokens = -(-longest // MAX_BINS)
     counts = np.bincount(positions // bin_tokens, minlength=-(-longest // bin_tokens))
-    flips = np.zeros((shared.shape[1], len(counts)), dtype=np.int64)
-    np.add.at(flips.T, positions // bin_tokens, shared < a.info.top_k)
+    flips = np.zeros((num_shared.shape[1], len(counts)), dtype=np.int64)
+    np.add.at(flips.T, positions // bin_tokens, num_shared < a.info.top_k)
     only_in = (len(a) - len(names), len(b) - len(names))
-    total, overlap = Disagreement.of(shared, a.info.top_k), shared.mean(axis=0) / a.info.top_k
+    total, overlap = Disagreement.of(num_shared, a.info.top_k), num_shared.mean(axis=0) / a.info.top_k
     return FileDifference(total, overlap, flips, counts, bin_tokens, len(names), only_in)
 
 
 def _compare_sequences(a: TracedSequence, b: TracedSequence) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions [P] where both have routes, and the number of shared experts there, uint16 [P, L]."""
-    both = common_rows(a.trace, b.trace)
+    """Return the positions [P] with routes in both files, and the numbers of shared experts, uint16 [P, L]."""
+    rows = common_rows(a.trace, b.trace)
     if a.tokens is not None and b.tokens is not None and (a.tokens != b.tokens).any():
-        at = int((a.tokens != b.tokens).argmax())
+        index = int((a.tokens != b.tokens).argmax())
         raise TraceError(
-            f"{a.name}: token {at} is {a.tokens[at]} in one file and {b.tokens[at]} in the other; only routes of "
-            f"the same text can be compared"
+            f"{a.name}: token {index} is {a.tokens[index]} in one file and {b.tokens[index]} in the other; only "
+            "routes of the same text can be compared"
         )
-    # All tokens of both files are held at once, so the numbers are kept small.
-    return np.flatnonzero(both), shared_experts(a.trace.experts[both], b.trace.experts[both]).astype(np.uint16)
+    # All tokens of two files are in memory at once: keep the numbers small.
+    return np.flatnonzero(rows), shared_experts(a.trace.experts[rows], b.trace.experts[rows]).astype(np.uint16)
 
 
 def _describe_sizes(file: TraceFile) -> dict[str, str]:
@@ -182,7 +184,7 @@ def _describe_sizes(file: TraceFile) -> dict[str, str]:
 def _print(
     title: str, rows: Sequence[Sequence[str]], headings: Sequence[str], *notes: str, as_json: bool = False
 ) -> None:
-    """Print a table under its title, with notes below it; without a first heading it has names and values."""
+    """Print a table with title and notes; without a first heading it has names and values."""
     if as_json:
         cells = [dict(zip(headings, row, strict=True)) for row in rows] if headings[0] else dict(rows)  # type: ignore[arg-type]
         print(json.dumps({"title": title, "rows": cells, "notes": notes}, indent=1))

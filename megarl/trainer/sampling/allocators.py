@@ -1,4 +1,4 @@
-"""Rules that decide before a step how many samples each prompt gets: Ada-Est, and GVM."""
+"""Rules that set the number of samples per prompt before a step: Ada-Est, and GVM."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ from megarl.trainer.sampling.value_head import ValueHead
 from megarl.trainer.step import TrainStep
 
 Presample = Callable[[int, Sequence[Key]], dict[Key, Sample]]
-"""Draws samples of a step's prompts: (step, this rank's keys) -> samples. A collective call."""
+"""Draws samples of a step's prompts: (step, keys of the rank) -> samples. A collective call."""
 
 
 class AdaEst:
@@ -34,7 +34,7 @@ class AdaEst:
     """
 
     def __init__(self, config: Config, num_prompts: int, train_step: TrainStep | None) -> None:
-        """``train_step``: for a value head, which needs the policy."""
+        """``train_step``: for a value head on the policy."""
         estimate = config.estimate
         self._config = config
         self._estimator: PassRateCounts | ValueHead
@@ -54,49 +54,49 @@ class AdaEst:
         self._last_rates = np.zeros(0)
 
     def allot(self, step: int, prompts: Sequence[Prompt]) -> Allotted:
-        """Return the number of samples of each prompt; the sum is prompts_per_step * group_size.
+        """Return the number of samples by prompt; the sum is prompts_per_step * group_size.
 
-        With ``estimate.probe``, the first samples of a prompt decide on the others, and this is the expected sum.
+        With ``estimate.probe``, the first samples of a prompt decide on further samples, and the sum is an expectation.
         """
         self._last_rates = rates = self._estimator.rates(self._inputs(prompts))
         estimate, sampling, size = self._config.estimate, self._config.sampling, self._config.rollout.group_size
         total, bounds = size * len(prompts), (estimate.min_samples, sampling.max_samples)
-        counts, more = np.full(len(prompts), estimate.probe), np.zeros((0, 0), np.int64)
+        counts, after_probe = np.full(len(prompts), estimate.probe), np.zeros((0, 0), np.int64)
         if estimate.probe:
             worth = np.full(len(prompts), estimate.prior_positives + estimate.prior_negatives)
             if isinstance(self._estimator, PassRateCounts):
                 worth = self._estimator.strengths(self._inputs(prompts))
             weighed = (estimate.objective, estimate.eps)
-            more = allocate_after_probe(rates, worth, estimate.probe, total, *weighed, *bounds) - estimate.probe
+            after_probe = allocate_after_probe(rates, worth, estimate.probe, total, *weighed, *bounds) - estimate.probe
         else:
             counts = allocate_by_weights(budget_weights(rates, estimate.objective, estimate.eps), total, *bounds)
         keep = sampling.subsample or "balance"
-        rows = tuple(map(tuple, more.tolist()))
+        rows = tuple(map(tuple, after_probe.tolist()))
         return Allotted(tuple(counts.tolist()), self._config.reward.threshold, sampling.train_size, keep, rows)
 
     def learn(self, prompts: Sequence[Prompt], samples: np.ndarray, positives: np.ndarray) -> dict[str, Stat]:
-        """Update the estimates: of each prompt, samples with a reward and positive ones. Return metrics."""
-        found = {"estimate/rate_mean": Stat.mean(self._last_rates)}
+        """Update the estimates: by prompt, samples with a reward and positive samples. Return metrics."""
+        metrics = {"estimate/rate_mean": Stat.mean(self._last_rates)}
         drawn = samples > 0
         if self._last_rates.shape == drawn.shape:
             gaps = np.abs(self._last_rates - positives / np.maximum(samples, 1))
-            found["estimate/error"] = Stat.mean(gaps, drawn)
+            metrics["estimate/error"] = Stat.mean(gaps, drawn)
         loss = self._estimator.update(self._inputs(prompts), samples, positives)
         if loss is not None:
-            found["estimate/loss"] = Stat.mean(loss)
-        return found
+            metrics["estimate/loss"] = Stat.mean(loss)
+        return metrics
 
     def _inputs(self, prompts: Sequence[Prompt]) -> Any:
         return [p.tokens if isinstance(self._estimator, ValueHead) else p.index for p in prompts]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds; plain, and equal on all ranks."""
+        """Return the state for a checkpoint; plain, and equal on all ranks."""
         if isinstance(self._estimator, ValueHead):
             return {"value_head": self._estimator.state_dict()}
         return {"counts": {name: column.tolist() for name, column in self._estimator.state_dict().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict``; CheckpointError if it is of another allocator."""
+        """Continue from ``state_dict``; CheckpointError for the state of a different allocator."""
         kind = "value_head" if isinstance(self._estimator, ValueHead) else "counts"
         if kind not in state:
             raise CheckpointError(
@@ -107,9 +107,9 @@ class AdaEst:
 
 
 class Gvm:
-    """Allocates by acceptance rates and gradient norms, which one first stage estimates for several steps.
+    """Allocates by acceptance rates and gradient norms. A first stage estimates both for several steps.
 
-    GVM, arXiv 2505.02391. Its methods are those of ``AdaEst``.
+    GVM, arXiv 2505.02391. Methods as in ``AdaEst``.
     """
 
     def __init__(
@@ -126,10 +126,11 @@ class Gvm:
         self._estimates: dict[int, tuple[float, float]] = {}
         """Acceptance rate and gradient norm, by the prompt's index in the data."""
         self.spent = np.zeros(3)
-        """Cost of the first stage before this step: samples, tokens, samples without a reward. 0 if there was none."""
+        """Cost of the first stage before the step: samples, tokens, samples without a reward. 0 without a first
+        stage."""
 
     def allot(self, step: int, prompts: Sequence[Prompt]) -> Allotted:
-        """Also runs a first stage if there are no estimates for this step."""
+        """Also runs a first stage if the step has no estimates."""
         gvm = self._config.gvm
         self.spent = np.zeros(3)
         if step >= self._until:
@@ -142,9 +143,9 @@ class Gvm:
         return Allotted(tuple(counts.tolist()), self._config.reward.threshold)
 
     def learn(self, prompts: Sequence[Prompt], samples: np.ndarray, positives: np.ndarray) -> dict[str, Stat]:
-        """Returns metrics only, since only a first stage makes estimates."""
+        """Returns metrics only: a first stage makes the estimates."""
         rates, norms = np.array([self._estimates[prompt.index] for prompt in prompts]).T
-        # These are sums, and equal on all ranks: one model copy reports them.
+        # The sums are equal on all ranks: a single model copy reports them.
         spent = (self.spent if distributed.dp_rank() == 0 else np.zeros(3)).tolist()
         return {
             "gvm/first_stage_samples": Stat.total(spent[0]),
@@ -165,7 +166,7 @@ class Gvm:
         self._estimates = {int(index): (rate, norm) for index, rate, norm in state["gvm"]["estimates"]}
 
     def _refresh(self, step: int) -> None:
-        """Estimate the prompts of the next steps. Step by step, so that the routes of one step can be freed."""
+        """Estimate the prompts of the next steps. Step by step, to free the routes of each step."""
         until = min(step + self._config.gvm.refresh_every, self._config.run.steps)
         estimates: dict[int, tuple[float, float]] = {}
         for later in range(step, until):
@@ -179,38 +180,38 @@ class Gvm:
         self._until, self._estimates = until, estimates
 
     def _run_stage(self, step: int, num_prompts: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return acceptance rates and gradient norms, [B] each, of one step's prompts."""
+        """Return acceptance rates [B] and gradient norms [B] of a step's prompts."""
         gvm = self._config.gvm
         copy, copies = distributed.dp_rank(), distributed.dp_size()
         keys = [(prompt, sample) for prompt in range(copy, num_prompts, copies) for sample in range(gvm.pre_samples)]
         group = distributed.model_group()
-        mine = self._presample(step, keys[group.rank() :: group.size()])
-        accepted = self._gather_accepted(mine)
+        samples = self._presample(step, keys[group.rank() :: group.size()])
+        accepted = self._gather_accepted(samples)
         norms = gradient_norms(self._train_step, [rollout for _, rollout in accepted], gvm.block)
         norm_of = {key: norm for (key, _), norm in zip(accepted, norms.tolist(), strict=True)}
         rows = []
-        for key, sample in mine.items():
+        for key, sample in samples.items():
             tokens = 0 if sample.rollout is None else sample.rollout.num_tokens
             rows.append([*key, sample.reward is not None, key in norm_of, norm_of.get(key, 0.0), tokens])
-        found = distributed.gather_rows(np.array(rows, dtype=np.float64).reshape(-1, 6))
-        judged = found[:, 2] > 0
-        self.spent += [len(found), found[:, 5].sum(), (~judged).sum()]
-        found, missing = found[judged], np.setdiff1d(np.arange(num_prompts), found[judged, 0])
+        table = distributed.gather_rows(np.array(rows, dtype=np.float64).reshape(-1, 6))
+        judged = table[:, 2] > 0
+        self.spent += [len(table), table[:, 5].sum(), (~judged).sum()]
+        table, missing = table[judged], np.setdiff1d(np.arange(num_prompts), table[judged, 0])
         # A prompt without rewards has acceptance rate 0.
-        found = np.concatenate([found, np.pad(missing[:, None], ((0, 0), (0, 5)))])
-        return gvm_estimates(found[:, 0].astype(np.int64), found[:, 3] > 0, found[:, 4], num_prompts, gvm.average)
+        table = np.concatenate([table, np.pad(missing[:, None], ((0, 0), (0, 5)))])
+        return gvm_estimates(table[:, 0].astype(np.int64), table[:, 3] > 0, table[:, 4], num_prompts, gvm.average)
 
-    def _gather_accepted(self, mine: Mapping[Key, Sample]) -> list[tuple[Key, Rollout]]:
-        """Return the model copy's accepted responses in their order; this rank's with routes."""
+    def _gather_accepted(self, samples: Mapping[Key, Sample]) -> list[tuple[Key, Rollout]]:
+        """Return the model copy's accepted responses in order; local responses with routes."""
         threshold = self._config.reward.threshold
         good = {
             key: sample.rollout
-            for key, sample in mine.items()
+            for key, sample in samples.items()
             if sample.reward is not None and sample.reward > threshold and sample.rollout is not None
         }
         gathered = distributed.gather_rollouts([drop_routes(rollout) for rollout in good.values()])
-        found = {(rollout.group, rollout.sample): rollout for rollout in gathered}
-        return sorted((found | good).items(), key=lambda item: item[0])
+        accepted = {(rollout.group, rollout.sample): rollout for rollout in gathered}
+        return sorted((accepted | good).items(), key=lambda item: item[0])
 
 
 Allocator = AdaEst | Gvm

@@ -1,13 +1,12 @@
-"""Which rank draws which samples of a step, and which rank trains on those that are selected.
+"""Assigns the samples of a step to the ranks that draw and train them.
 
 The prompts of a step are numbered 0..B-1 in the order of the data; refill continues with B, B+1, ... After sampling,
-all ranks know the reward of every (prompt, sample). Each rank computes the whole selection from these.
+all ranks know the reward of every (prompt, sample). Each rank computes the whole selection from the rewards.
 
-- ``SequenceAssignment``, for a fixed number of samples per prompt, assigns single sequences. Sequence
-  ``s = prompt * G + sample`` belongs to mini-batch ``s // (B * G / N)``, of which each data-parallel rank has an equal,
-  contiguous share.
-- ``PromptAssignment``, for rules that look at rewards, assigns whole prompts: to mini-batches, to model copies, and to
-  the ranks of a copy.
+- ``SequenceAssignment``, for a fixed number of samples per prompt, assigns single sequences. Sequence ``s = prompt * G
+  + sample`` belongs to mini-batch ``s // (B * G / N)``, and each data-parallel rank has an equal, contiguous share.
+- ``PromptAssignment``, for rules based on rewards, assigns whole prompts: to mini-batches, to model copies, and to the
+  ranks of a copy.
 """
 
 from collections import Counter
@@ -27,7 +26,7 @@ from megarl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RankCoordinates:
-    """Where a rank is. The ranks of one model copy train on the same sequences, different copies on different ones."""
+    """Where a rank is. The ranks of a model copy train on equal sequences, different copies on different sequences."""
 
     copy: int
     copies: int
@@ -39,62 +38,64 @@ class RankCoordinates:
 
 @dataclass(frozen=True, slots=True)
 class Refill:
-    """DAPO's dynamic sampling; see ``megarl.core.sampling.collector``. Both numbers are over all ranks."""
+    """DAPO's dynamic sampling; see ``megarl.core.sampling.collector``. The numbers are over all ranks."""
 
     max_prompts: int
-    """Prompts that may be begun."""
+    """Limit of prompts begun."""
     spare: int
-    """Prompts that are drawn ahead."""
+    """Prompts drawn ahead."""
 
 
 class SequenceAssignment:
-    """Assigns single sequences. All of them train, and all prompts have the same number of samples.
+    """Assigns single sequences. All sequences train, and all prompts have equally many samples.
 
     Every rank has an assignment for a step, for its own coordinates.
     """
 
-    def __init__(self, rule: Uniform, num_prompts: int, mini_batches: int, at: RankCoordinates) -> None:
+    def __init__(self, rule: Uniform, num_prompts: int, mini_batches: int, coordinates: RankCoordinates) -> None:
         self._rule, self._num_prompts = rule, num_prompts
-        shares = split_sequences(num_prompts * rule.num_samples, mini_batches, at.copy, at.copies)
+        shares = split_sequences(num_prompts * rule.num_samples, mini_batches, coordinates.copy, coordinates.copies)
         self._keys = [[divmod(sequence, rule.num_samples) for sequence in share] for share in shares]
         keys = list(chain(*self._keys))
-        self._drawn = [keys[i] for i in np.array_split(np.arange(len(keys)), at.ranks)[at.rank].tolist()]
+        indices = np.array_split(np.arange(len(keys)), coordinates.ranks)[coordinates.rank]
+        self._drawn = [keys[index] for index in indices.tolist()]
 
     def asker(self) -> Asker:
-        """Return what asks for the samples that this rank draws."""
+        """Return the asker for this rank's samples."""
         return FixedSamples(self._drawn)
 
     def select(self, rewards: Rewards) -> Selection:
-        """Return the samples that train, equal on all ranks. ``rewards``: of the samples that any rank has drawn."""
+        """Return the training samples, equal on all ranks. ``rewards``: of all samples drawn by any rank."""
         return Collector(self._rule, self._num_prompts).replay(rewards)
 
     def keys_of(self, selection: Selection) -> list[list[Key]]:
-        """Return the samples that this model copy trains on, by mini-batch.
+        """Return this model copy's training samples, by mini-batch.
 
-        Sequences without a reward are included: they keep their place, but do not train.
+        Sequences without a reward keep their place, but do not train.
         """
         return self._keys
 
 
 class PromptAssignment:
-    """Assigns whole prompts, for any rule; its methods are those of ``SequenceAssignment``."""
+    """Assigns whole prompts, for any rule; methods as in ``SequenceAssignment``."""
 
     def __init__(
-        self, rule: SamplingRule, num_prompts: int, mini_batches: int, at: RankCoordinates, *,
+        self, rule: SamplingRule, num_prompts: int, mini_batches: int, coordinates: RankCoordinates, *,
         refill: Refill | None = None, seed: int | None = None,
     ) -> None:  # fmt: skip
         """``seed``: see ``Collector``."""
-        self._rule, self._num_prompts, self._at = rule, num_prompts, at
+        self._rule, self._num_prompts, self._at = rule, num_prompts, coordinates
         self._refill, self._seed = refill, seed
         sizes = [1] * num_prompts
         if isinstance(rule, Allotted):
             sizes = [min(count, rule.train_size or count) for count in rule.counts]
-        self._bins = split_prompts(sizes, mini_batches, at.copies)
-        self._places = [sorted(chain(*(mini[copy] for mini in self._bins))) for copy in range(at.copies)]
-        """The prompts that each model copy trains on, or that hold their places."""
-        # Ranks with places take turns at new prompts. So no two ranks begin the same prompt, none is left out, and
+        self._bins = split_prompts(sizes, mini_batches, coordinates.copies)
+        self._places = [sorted(chain(*(mini[copy] for mini in self._bins))) for copy in range(coordinates.copies)]
+        """The training prompts of each model copy, or prompts that hold a place."""
+        # Ranks with places take turns at new prompts. No prompt is begun twice or left out, and
         # ranks need not communicate.
-        ranks = [(copy, rank) for copy, places in enumerate(self._places) for rank in range(min(at.ranks, len(places)))]
+        num_ranks = [min(coordinates.ranks, len(places)) for places in self._places]
+        ranks = ((copy, rank) for copy, number in enumerate(num_ranks) for rank in range(number))
         self._turns = {place: turn for turn, place in enumerate(ranks)}
 
     def asker(self) -> Asker:
@@ -102,7 +103,7 @@ class PromptAssignment:
             return self._share(self._at.copy, self._at.rank)
         if self._places[self._at.copy] or self._at.rank:
             return FixedSamples([])
-        # A copy without prompts needs something to run the model on: a sample that does not train.
+        # A copy without prompts needs a sample to run the model on, without training.
         assert isinstance(self._rule, Allotted), "other rules have a prompt for each copy"
         prompt, count = max(enumerate(self._rule.counts), key=lambda item: item[1])
         count += max(self._rule.more[prompt]) if self._rule.more else 0
@@ -117,7 +118,7 @@ class PromptAssignment:
         if self._refill is None:
             groups = [[sorted(chain(*mini)) for mini in self._bins]]
         else:
-            # The prompts that got a place are known only now: split those of each copy evenly over the mini-batches.
+            # Prompts with a place are known only now: split the prompts of each copy evenly over the mini-batches.
             pools = {pool.prompt for pool in selection.pools}
             begun = [
                 [n for place in self._turns if place[0] == copy for n in self._numbers(*place)]
@@ -137,7 +138,7 @@ class PromptAssignment:
         return keys
 
     def _share(self, copy: int, rank: int) -> Collector:
-        """Return the collector of the prompts that a rank with places may begin."""
+        """Return the collector of the prompts that a rank may begin."""
         numbers, places = self._numbers(copy, rank), len(self._places[copy][rank :: self._at.ranks])
         if self._refill is None:
             return Collector(self._rule, places, numbers=numbers)
@@ -147,7 +148,7 @@ class PromptAssignment:
         return Collector(self._rule, places, **options)
 
     def _numbers(self, copy: int, rank: int) -> list[int]:
-        """The prompts that a rank may begin, in this order."""
+        """The prompts that a rank may begin, in order."""
         first = self._places[copy][rank :: self._at.ranks]
         if self._refill is None:
             return first
@@ -158,7 +159,7 @@ Assignment = SequenceAssignment | PromptAssignment
 
 
 class FixedSamples:
-    """Asks for given samples, whatever their rewards are."""
+    """Asks for given samples, for any rewards."""
 
     done = False
 
@@ -186,9 +187,9 @@ def split_sequences(num_sequences: int, mini_batches: int, rank: int, ranks: int
 def split_prompts(sizes: Sequence[int], mini_batches: int, copies: int) -> list[list[list[int]]]:
     """Return the prompts of each mini-batch and model copy, with nearly equal numbers of samples.
 
-    Prompts of size 0 are left out. Equal sizes give contiguous blocks, so that a mini-batch holds the same prompts for
-    any number of copies. With fewer prompts than bins, some bins are empty. A whole mini-batch is empty only if there
-    are fewer prompts than mini-batches.
+    Prompts of size 0 are left out. Equal sizes give contiguous blocks: a mini-batch holds equal prompts for any number
+    of copies. With fewer prompts than bins, bins stay empty. A whole mini-batch is empty only with fewer prompts than
+    mini-batches.
     """
     prompts, num_bins = [prompt for prompt, size in enumerate(sizes) if size], mini_batches * copies
     if len({sizes[prompt] for prompt in prompts}) == 1 and len(prompts) >= num_bins:
@@ -207,10 +208,9 @@ def exchange_prompts(
 ) -> list[list[list[int]]]:
     """Return the prompts of each group and mini-batch with nearly equal numbers of samples in the mini-batches.
 
-    sizes: number of samples by prompt. Only prompts at the same place of their mini-batches change places, the largest
-    into the mini-batch with the fewest samples so far; so each mini-batch keeps its number of prompts. No two
-    mini-batches of one group of equal lengths differ by more samples than two prompts do. Prompts of equal sizes stay
-    where they are.
+    sizes: number of samples by prompt. Prompts change places only with prompts at equal positions, the largest into the
+    mini-batch with the fewest samples to date. Each mini-batch keeps its number of prompts. Mini-batches of a group
+    with equal lengths differ by at most as many samples as two prompts. Prompts of equal sizes stay.
     """
     exchanged = [[list(mini) for mini in group] for group in groups]
     loads = [0] * len(exchanged[0])
@@ -233,8 +233,8 @@ def exchange_prompts(
 
 
 def join_selections(selections: Sequence[Selection], rule: SamplingRule) -> Selection:
-    """Return selections of different prompts as one selection, in the order of (prompt, sample)."""
-    columns = ([getattr(each, name) for each in selections] for name in ("prompts", "samples", "rewards"))
+    """Join selections of different prompts, in the order of (prompt, sample)."""
+    columns = ([getattr(selection, name) for selection in selections] for name in ("prompts", "samples", "rewards"))
     prompts, samples, rewards = map(np.concatenate, columns)
     order = np.lexsort((samples, prompts))
     pools = sorted(chain(*(selection.pools for selection in selections)), key=lambda pool: pool.prompt)

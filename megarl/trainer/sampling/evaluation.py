@@ -1,9 +1,9 @@
-"""Evaluation of an engine on benchmarks: one way for a run between two steps and for ``megarl eval``.
+"""Evaluation of an engine on benchmarks: shared by runs (between two steps) and ``megarl eval``.
 
     benchmark -> ``draw`` (samples of this rank) -> ``Samples`` [P, S] of all ranks -> ``scores.score`` -> figures
 
-Each response has a seed of its own, so figures depend neither on the number of ranks nor on other benchmarks. The seeds
-do not depend on the step either: a change of the figures comes from the weights.
+Each response has a separate seed: figures depend neither on the number of ranks nor on further benchmarks. Seeds do not
+depend on the step: a change of the figures comes from the weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,20 +29,20 @@ from megarl.trainer.sampling.step_rollouts import SampleTable
 
 @dataclass(frozen=True, slots=True)
 class PlayedBenchmark:
-    """A benchmark with its prompts, and what plays and judges the responses."""
+    """A benchmark with prompts, and the player that judges responses."""
 
     name: str
     prompts: Sequence[Prompt]
     player: Player
     threshold: float
-    """A response is correct if its reward is above this."""
+    """A response with a larger reward is correct."""
 
     @classmethod
     def of(
         cls, benchmark: Benchmark, prompts: Sequence[Prompt], config: Config, tokenizer: PreTrainedTokenizerBase,
         player: Player | None = None,
     ) -> "PlayedBenchmark":  # fmt: skip
-        """Make the judge of the benchmark's reward and its player, unless there is a player."""
+        """Make judge and player of the benchmark, unless a player is given."""
         if player is None:
             judge = Judge(benchmark.reward, **config.judge_options(benchmark.reward))
             player = make_player(config, tokenizer, judge)
@@ -50,7 +50,7 @@ class PlayedBenchmark:
 
 
 def load_benchmarks(config: Config, tokenizer: PreTrainedTokenizerBase, player: Player) -> dict[str, PlayedBenchmark]:
-    """Return ``data.heldout`` and ``eval.sets`` by name; a known benchmark brings its template and reward.
+    """Return ``data.heldout`` and ``eval.sets`` by name; known benchmarks bring template and reward.
 
     player: the player of the run, for all benchmarks that are judged by ``reward.function``.
     """
@@ -66,23 +66,23 @@ def draw(
     config: Config, engine: Engine, benchmark: PlayedBenchmark, num_samples: int, stop_tokens: tuple[int, ...],
     on_finish: Advance | None = None,
 ) -> tuple[dict[Key, Sample], int]:  # fmt: skip
-    """Return this rank's share of ``num_samples`` responses to each prompt, and how often they were drawn again.
+    """Return this rank's share of ``num_samples`` responses per prompt, and the number of repeated draws.
 
     A collective call. Errors of a reward or an environment are in the samples; errors of the engine are raised.
     """
     places = range(dist.get_rank(), len(benchmark.prompts) * num_samples, dist.get_world_size())
     keys, number = [divmod(place, num_samples) for place in places], requests.benchmark_number(benchmark.name)
     request_of = requests.make_requests(config.run.seed, seeds.EVALUATE, number, benchmark.prompts)
-    params, what = requests.eval_params(config, stop_tokens), f"the evaluation on {benchmark.name}"
+    params, work = requests.eval_params(config, stop_tokens), f"the evaluation on {benchmark.name}"
 
     def make_draw() -> Draw:
         return Draw(FixedSamples(keys), request_of, benchmark.player)
 
-    return requests.sample_together(config, engine, make_draw, params, on_finish, what=what)
+    return requests.sample_together(config, engine, make_draw, params, on_finish, work=work)
 
 
 def score_table(table: SampleTable, benchmark: PlayedBenchmark) -> dict[str, float]:
-    """Return the metrics of one benchmark; RewardError, or RolloutError, if no response has a reward."""
+    """Return the metrics of a benchmark; RewardError, or RolloutError, if no response has a reward."""
     table.require_rewards(f"evaluation on {benchmark.name}")
     rewards = np.where(table.is_judged, table.column("reward"), np.nan)
     columns = rewards, table.column("generated").astype(np.int64), table.column("cut") > 0
@@ -93,7 +93,8 @@ def score_table(table: SampleTable, benchmark: PlayedBenchmark) -> dict[str, flo
 
 
 def pool(metrics_of: Mapping[str, Mapping[str, float]], num_prompts: Sequence[int]) -> dict[str, float]:
-    """Return the metrics of all benchmarks: averages weighted by their prompts, sums of counts, and those of each.
+    """Return the metrics of all benchmarks: averages weighted by number of prompts, sums of counts, and the metrics of
+    each benchmark.
 
     The metrics of a single benchmark carry no name.
     """
@@ -104,5 +105,5 @@ def pool(metrics_of: Mapping[str, Mapping[str, float]], num_prompts: Sequence[in
         metrics[f"eval/{key}"] = float(sum(values) if is_count else np.average(values, weights=num_prompts))
     if len(metrics_of) == 1:
         return metrics
-    named = ((f"eval/{name}/{key}", value) for name, table in metrics_of.items() for key, value in table.items())
-    return metrics | dict(named)
+    by_name = ((f"eval/{name}/{key}", value) for name, table in metrics_of.items() for key, value in table.items())
+    return metrics | dict(by_name)

@@ -1,4 +1,4 @@
-"""What the model wrote, as responses.jsonl.gz stores it: a few of a rank's samples, or all, decoded."""
+"""The model's texts for responses.jsonl.gz: a few of a rank's samples, or all samples, decoded."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -15,7 +15,7 @@ Excerpt = dict[str, Any]
 
 
 def choose(keys: Sequence[Key], count: int | Literal["all"], step: int) -> list[Key]:
-    """Return ``count`` of the keys, evenly spread over the prompts and others in each step, or all of them."""
+    """Return ``count`` of the keys, evenly spread over the prompts and different in each step, or all keys."""
     keys = sorted(keys)
     if count == "all" or count >= len(keys):
         return keys
@@ -23,21 +23,21 @@ def choose(keys: Sequence[Key], count: int | Literal["all"], step: int) -> list[
 
 
 def describe(
-    samples: Mapping[Key, Sample], chosen: Sequence[Key], tokenizer: PreTrainedTokenizerBase, components: Sequence[str]
+    samples: Mapping[Key, Sample], keys: Sequence[Key], tokenizer: PreTrainedTokenizerBase, components: Sequence[str]
 ) -> dict[Key, Excerpt]:
-    """Return the text and the facts of the chosen samples, without what training finds out about them.
+    """Return the text and the facts of the chosen samples, without the results of training.
 
     components: the names of several rewards. A sample without a response, because its episode failed in the first
     turn, has empty texts.
     """
-    return {key: _describe(samples[key], tokenizer, components) for key in chosen}
+    return {key: _describe(samples[key], tokenizer, components) for key in keys}
 
 
 def _describe(sample: Sample, tokenizer: PreTrainedTokenizerBase, components: Sequence[str]) -> Excerpt:
     rollout = sample.rollout
-    found: Excerpt = {"prompt": "", "response": "", "parts": [], "length": 0, "prompt_tokens": 0, "finish": "abort"}
+    excerpt: Excerpt = {"prompt": "", "response": "", "parts": [], "length": 0, "prompt_tokens": 0, "finish": "abort"}
     if rollout is not None:
-        found |= {
+        excerpt |= {
             "prompt": tokenizer.decode(rollout.tokens[: rollout.prompt_length].tolist()),
             "response": tokenizer.decode(rollout.response_tokens.tolist()),
             "parts": _split(rollout, tokenizer),
@@ -45,17 +45,17 @@ def _describe(sample: Sample, tokenizer: PreTrainedTokenizerBase, components: Se
             "prompt_tokens": rollout.prompt_length,
             "finish": rollout.finish_reason,
         }
-    return found | {
+    return excerpt | {
         "reward": None if sample.reward is None else float(sample.reward),
         "rewards": {name: float(value) for name, value in zip(components, sample.components, strict=False)},
         "error": sample.failure and sample.failure.error,
-        "tool_calls": sum(who == "environment" for who, _ in found["parts"]),
-        "truncated": found["finish"] == "length",
+        "tool_calls": sum(author == "environment" for author, _ in excerpt["parts"]),
+        "truncated": excerpt["finish"] == "length",
     }
 
 
 def _split(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
-    """The response by who wrote it, if that is not the model alone; its calls of tools are in its own parts."""
+    """The response by author, if the environment wrote a part; calls of tools belong to the model's parts."""
     mask = rollout.loss_mask[rollout.prompt_length :]
     bounds = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)] if len(mask) else []
     tokens = rollout.response_tokens
@@ -69,7 +69,7 @@ def complete(
     excerpts: Mapping[Key, Excerpt], step: int, rank: int, first_prompt: int, trained: np.ndarray,
     gaps: Sequence[np.ndarray], dropped: Mapping[Key, str],
 ) -> list[Excerpt]:  # fmt: skip
-    """Add what training has found out: whether each trained, how far the engines are apart, and why it was dropped.
+    """Add the results of training: was the sample trained, the gap between the engines, the reason of a drop.
 
     trained: int64 [n, 2] (place of the prompt in the run's order, sample); gaps: float64 [n, 5 or more] each, as in
     ``megarl.watch.tripwires``; dropped: by (group, sample) of the step.

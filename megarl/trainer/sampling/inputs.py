@@ -1,4 +1,4 @@
-"""What a run reads before it samples. ``megarl doctor`` reads it with the same function."""
+"""The inputs of a run, read before sampling. ``megarl doctor`` calls the same function."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What the engine is asked for: prompts, seeds and sampling parameters; and sampling in a thread of its own."""
+"""Requests to the engine: prompts, seeds, sampling parameters; and sampling in a background thread."""
 
 import threading
 import zlib
@@ -23,13 +23,13 @@ from megarl.run.progress import Advance
 from megarl.trainer.sampling.seeds import sampling_seed
 
 MOST_DRAWS = 3
-"""Draws of the same samples until nobody changes the engine's weights meanwhile."""
+"""Tries to draw samples without a change of the engine's weights."""
 
 
 def make_requests(
     run_seed: int, purpose: int, step: int, prompts: Sequence[Prompt]
 ) -> Callable[[int, int], tuple[SampleRequest, Prompt]]:
-    """Return the function from (number of the prompt, sample) to its request, which has a seed of its own."""
+    """Return the function from (number of the prompt, sample) to its request with a separate seed."""
     prompt_of = cache(prompts.__getitem__)
 
     def request_of(number: int, sample: int) -> tuple[SampleRequest, Prompt]:
@@ -40,7 +40,7 @@ def make_requests(
 
 
 def train_params(config: Config, stop_tokens: tuple[int, ...], routes: bool) -> SamplingParams:
-    """Return the parameters of responses that train, with or without their routes."""
+    """Return the parameters of training responses, with or without routes."""
     rollout = config.rollout
     max_kept_ids = rollout.max_kept_ids if rollout.keeps_sets else None
     limits = rollout.max_response_tokens, stop_tokens
@@ -54,12 +54,12 @@ def eval_params(config: Config, stop_tokens: tuple[int, ...]) -> SamplingParams:
 
 
 def benchmark_number(name: str) -> int:
-    """Return the number of a benchmark in its seeds, which depends on no other benchmark; 0 for ``heldout``."""
+    """Return the number of a benchmark for seeds, independent of further benchmarks; 0 for ``heldout``."""
     return 0 if name == HELDOUT else zlib.crc32(name.encode())
 
 
 def load_run_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptTable:
-    """Return the prompts that a run trains on; DataError if they cannot be read."""
+    """Return the training prompts of a run; DataError if the file cannot be read."""
     data = config.data
     names = ("prompt_field", "answer_field", "chat_template", "chat_template_args", "max_prompt_tokens", "split")
     return load_prompts(data.train, tokenizer=tokenizer, **{name: getattr(data, name) for name in names})
@@ -72,13 +72,13 @@ def sample_together(
     params: SamplingParams,
     on_finish: Advance | None = None,
     background: "BackgroundSampling | None" = None,
-    what: str = "sampling",
+    work: str = "sampling",
 ) -> tuple[dict[Key, Sample], int]:
-    """Return this rank's samples, and how often they were drawn again; a collective call.
+    """Return this rank's samples, and the number of repeated draws; a collective call.
 
-    Samples are dropped and drawn again if somebody else has changed the engine's weights meanwhile. background: samples
-    that are under way. what: names the work if another rank fails. RolloutError after MOST_DRAWS draws, and what the
-    engine raises.
+    Samples are dropped and drawn again if a third party has changed the engine's weights meanwhile. background: samples
+    under way. work: named in the error if a further rank fails. RolloutError after MOST_DRAWS draws; errors of the
+    engine are raised.
     """
 
     def sample(under_way: BackgroundSampling | None) -> dict[Key, Sample]:
@@ -88,7 +88,7 @@ def sample_together(
         return samples
 
     for redraws in range(MOST_DRAWS):
-        samples = distributed.run_together(what, partial(sample, None if redraws else background))
+        samples = distributed.run_together(work, partial(sample, None if redraws else background))
         if not is_changed(engine):
             return samples, redraws
     raise RolloutError(
@@ -98,29 +98,30 @@ def sample_together(
 
 
 def is_changed(engine: Engine) -> bool:
-    """Return whether somebody else has changed the engine's weights on any rank; a collective call."""
+    """Return True if a third party has changed the engine's weights on any rank; a collective call."""
     changed = distributed.run_together("the proof of the engine's weights", engine.prove_weights)
     return distributed.largest(int(changed)) > 0
 
 
 class BackgroundSampling:
-    """Samples while the trainer's thread trains. Starts at once. ``result`` raises what ``sample`` raises.
+    """Samples while the trainer's thread trains. Starts at once. ``result`` raises the errors of ``sample``.
 
-    If ``on_finish`` raises, for example a request to stop, every further ``result`` raises the same error.
+    If ``on_finish`` raises, for example a request to stop, every further ``result`` raises the error again.
     """
 
     def __init__(self, sample: Callable[[Advance], dict[Key, Sample]]) -> None:
-        """``sample(on_finish)`` must make no collective call: the trainer's thread makes those."""
+        """``sample(on_finish)`` must make no collective call: collective calls belong to the trainer's thread."""
         self._lock = threading.Lock()
         self._num_finished = 0
         self._on_finish: Advance | None = None
         self._refusal: BaseException | None = None
         self._future: Future[dict[Key, Sample]] = Future()
-        # A daemon thread: a trainer that ends with an error does not wait for responses that nobody wants.
+        # A daemon thread: a trainer ending with an error does not wait for unneeded responses.
         threading.Thread(target=self._run, args=(sample,), name="sampling", daemon=True).start()
 
     def result(self, on_finish: Advance | None = None) -> dict[Key, Sample]:
-        """Wait for the result. ``on_finish`` is called with what is complete now, then for every further response."""
+        """Wait for the result. ``on_finish`` is called with the number of complete responses, then for every further
+        response."""
         with self._lock:
             self._on_finish = on_finish
             if on_finish is not None and self._num_finished and self._refusal is None:

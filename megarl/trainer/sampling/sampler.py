@@ -1,7 +1,7 @@
-"""Samples the responses of a step, judges them, and says what this rank trains on.
+"""Samples and judges the responses of a step, and returns the training data of this rank.
 
-Every rank draws the samples that ``assignment`` gives it. Only rewards, a few numbers per sample, are known on all
-ranks: advantages need whole groups, which may span ranks.
+Every rank draws the samples of its ``assignment``. Only rewards, a few numbers per sample, are known on all ranks:
+advantages need whole groups, and groups may span ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +58,7 @@ class _AssignedStep:
 
     step: int
     position: int
-    """The place of its first prompt in the run's order."""
+    """The place of the first prompt in the run's order."""
     assignment: Assignment
     background: requests.BackgroundSampling | None = None
 
@@ -74,10 +74,10 @@ class Sampler:
         train_step: TrainStep | None = None,
         while_waiting: Advance | None = None,
     ) -> None:
-        """``train_step``: for rules that run the policy, GVM and Ada-Est with a value head.
+        """``train_step``: for rules based on the policy: GVM, and Ada-Est with a value head.
 
-        ``while_waiting`` is called with responses that no progress bar counts, and may be called with 0. An error that
-        it raises ends the sampling.
+        ``while_waiting`` is called with responses outside all progress bars, and may be called with 0. An error of the
+        callback ends the sampling.
         """
         self.config, self.engine, self.objective = config, engine, objective
         self._inputs = read_inputs(config)
@@ -86,9 +86,9 @@ class Sampler:
         self.order = PromptOrder(len(self.prompts), config.run.seed)
         self._shape = read_shape(config.model.path)
         self._position = 0
-        """The next prompt in the run's order, with refill. Without refill it follows from the step."""
+        """The next prompt in the run's order, with refill. Without refill, the step determines the position."""
         self._redraws = 0
-        """Draws since the last step that were repeated because somebody else had changed the engine's weights."""
+        """Draws since the last step, repeated because the engine's weights had changed."""
         self._spent = np.zeros(2)
         """Responses and tokens drawn for training since the run began, first stages of GVM included."""
         self._ahead: _AssignedStep | None = None
@@ -105,7 +105,7 @@ class Sampler:
         self._inputs.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of sampling; plain, and equal on all ranks."""
+        """Return the state for a checkpoint; plain, and equal on all ranks."""
         estimates = {} if self._allocator is None else self._allocator.state_dict()
         return {"position": self._position, "estimates": estimates, "spent": self._spent.tolist()}
 
@@ -123,7 +123,7 @@ class Sampler:
     def begin_step(self, step: int) -> None:
         """Have the engine sample a step's responses in the background, with its present weights; a collective call.
 
-        ``sample_step`` of the same step returns them. Until then the engine's weights must not change.
+        ``sample_step`` returns the responses. Until that call the engine's weights must not change.
         """
         assert self._ahead is None, "only one step may be under way"
         assigned = self._assign(step)
@@ -132,7 +132,8 @@ class Sampler:
         self._ahead = replace(assigned, background=background)
 
     def settle(self) -> None:
-        """Wait until the engine may get other weights, and have it prove the weights that sampled; a collective call.
+        """Wait until the engine may get new weights, and have the engine prove the weights of the responses; a
+        collective call.
 
         If sampling failed, ``sample_step`` raises the error.
         """
@@ -162,12 +163,12 @@ class Sampler:
         self._redraws = 0
         if self.config.rollout.engine_kind.server:
             metrics |= count_answers(self.engine)
-        if rollouts := share.without_dummies(keys):  # else nothing that this model copy drew was selected
+        if rollouts := share.without_dummies(keys):  # empty: no response of this model copy was selected
             metrics |= provenance_metrics(rollouts, trainer_version=step)
             metrics["rollout/tokens"] = Stat.total(float(sum(rollout.num_tokens for rollout in rollouts)))
-        # Update persistent state last, so that a failed step leaves the previous checkpoint valid.
+        # Update persistent state last: a failed step then leaves the previous checkpoint valid.
         metrics |= self._update_estimates(step, selection) | self._count_cost(step, table)
-        # The next step begins behind the last prompt that trains, or behind all if there were too few. Spare prompts
+        # The next step begins behind the last training prompt, or behind all prompts if too few train. Spare prompts
         # come again: their number depends on timing, and the training data must not.
         is_full = len(selection.pools) == self.config.rollout.prompts_per_step
         used = selection.pools[-1].prompt + 1 if is_full else self.config.prompts_per_step_at_most
@@ -193,8 +194,8 @@ class Sampler:
     def evaluate(self, on_finish: Advance | None = None) -> tuple[dict[str, float], str | None]:
         """Return mean reward, pass rate and length on every benchmark, and their averages; a collective call.
 
-        The second value says how many responses of which benchmark have a reward, and their first failure; None if all
-        responses have a reward. Each prompt gets ``eval.samples`` responses. An average weighs benchmarks by prompts.
+        The second value counts the responses with a reward by benchmark, and names the first failure; None if all have
+        a reward. Prompts get ``eval.samples`` responses. An average weighs benchmarks by prompts.
         """
         metrics_of: dict[str, dict[str, float]] = {}
         unjudged: list[str] = []
@@ -210,12 +211,12 @@ class Sampler:
         return pool(metrics_of, num_prompts), "; ".join(unjudged) or None
 
     def _assign(self, step: int) -> _AssignedStep:
-        """Assign the samples of a step to ranks; a collective call for rules that allocate counts."""
+        """Assign the samples of a step to ranks; a collective call for allocating rules."""
         config, sampling, number = self.config, self.config.sampling, self.config.rollout.prompts_per_step
         position = self._position if sampling.refill else step * number
         group = distributed.model_group()
-        at = RankCoordinates(distributed.dp_rank(), distributed.dp_size(), group.rank(), group.size())
-        sizes = number, config.train.mini_batches, at
+        coordinates = RankCoordinates(distributed.dp_rank(), distributed.dp_size(), group.rank(), group.size())
+        sizes = number, config.train.mini_batches, coordinates
         if self._allocator is None:
             rule = sampling.rule_of(config.rollout.group_size, config.reward.threshold)
             if sampling.fixed:
@@ -223,16 +224,16 @@ class Sampler:
                 return _AssignedStep(step, position, SequenceAssignment(rule, *sizes))
         else:
             rule = self._allocator.allot(step, self._step_prompts(step))
-            if isinstance(self._allocator, Gvm):  # counted now, because checkpoints hold its estimates from now on
+            if isinstance(self._allocator, Gvm):  # counted now: checkpoints hold the estimates from now on
                 self._spent = self._spent + self._allocator.spent[:2]
         refill = Refill(config.prompts_per_step_at_most, sampling.spare) if sampling.refill else None
         seed = seeds.sampling_seed(config.run.seed, seeds.KEEP, step, 0, 0) if sampling.keep == "random" else None
         return _AssignedStep(step, position, PromptAssignment(rule, *sizes, refill=refill, seed=seed))
 
     def _presample(self, step: int, keys: Sequence[Key]) -> dict[Key, Sample]:
-        """Draw given samples of a step's prompts, with seeds of their own."""
+        """Draw given samples of a step's prompts, with separate seeds."""
         make_draw = partial(self._make_draw, FixedSamples(keys), self._step_prompts(step), seeds.PRESAMPLE, step)
-        replayed = self.config.train.replay == "r3"  # their routes are used for nothing else
+        replayed = self.config.train.replay == "r3"  # the routes have no further use
         params = requests.train_params(self.config, self._stop_tokens, routes=replayed)
         return self._draw(make_draw, params, self._while_waiting)
 
@@ -260,13 +261,13 @@ class Sampler:
         on_finish: Advance | None,
         background: requests.BackgroundSampling | None = None,
     ) -> dict[Key, Sample]:
-        """Return this rank's samples, from ``background`` if they are under way; a collective call."""
+        """Return this rank's samples, from ``background`` if given; a collective call."""
         samples, redraws = requests.sample_together(self.config, self.engine, make_draw, params, on_finish, background)
         self._redraws += redraws
         return samples
 
     def _update_estimates(self, step: int, selection: Selection) -> dict[str, Stat]:
-        """Give the allocator the outcomes of each prompt; a collective call."""
+        """Give the allocator the outcomes by prompt; a collective call."""
         if self._allocator is None:
             return {}
         prompts = self._step_prompts(step)
@@ -276,7 +277,7 @@ class Sampler:
         return self._allocator.learn(prompts, samples, positives)
 
     def _count_cost(self, step: int, table: SampleTable) -> dict[str, Stat]:
-        """Return what the run has cost up to this step; equal on all ranks."""
+        """Return the cost of the run up to ``step``; equal on all ranks."""
         self._spent = self._spent + np.array([len(table.rows), table.column("tokens").sum()])
         samples, tokens = self._spent.tolist()
         costs = {"samples": samples, "tokens": tokens, "updates": (step + 1) * self.config.train.mini_batches}

@@ -1,7 +1,7 @@
-"""The scores of an evaluation: avg@k, pass@k and their confidence intervals, from its rewards.
+"""The scores of an evaluation: avg@k, pass@k and confidence intervals, from the rewards.
 
 A response is correct if its reward is above ``reward.threshold``. A response without a reward, because the reward
-function or the environment failed, is not: a share of those that are left would be no pass rate.
+function or the environment failed, counts as wrong: a share of the judged responses would be no pass rate.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples of one benchmark: P prompts, S samples each."""
+    """The samples of a benchmark: S samples of each of P prompts."""
 
     rewards: np.ndarray
     """float64 [P, S]; NaN without a reward."""
@@ -42,7 +42,7 @@ class Samples:
 
 
 def score(samples: Samples, ks: Sequence[int]) -> dict[str, Any]:
-    """Return all scores of a benchmark as plain numbers; None where there is nothing to compute."""
+    """Return all scores of a benchmark as plain numbers; None where a score is undefined."""
     (num_prompts, number), c = samples.rewards.shape, samples.num_correct
     n, judged = np.full(num_prompts, number), int(samples.num_judged.sum())
     fixed = fixed_prompts_interval(n, c, LEVEL) if number > 1 else None
@@ -60,7 +60,7 @@ def score(samples: Samples, ks: Sequence[int]) -> dict[str, Any]:
 
 
 def score_prompts(samples: Samples) -> list[dict[str, Any]]:
-    """Return for each prompt its samples and its pass rate, with Wilson's interval."""
+    """Return samples and pass rate by prompt, with Wilson's interval."""
     number = samples.rewards.shape[1]
     return [
         {
@@ -74,7 +74,7 @@ def score_prompts(samples: Samples) -> list[dict[str, Any]]:
 
 
 def _average(values: np.ndarray, *, is_binary: bool) -> dict[str, Any]:
-    # Each value is one draw of 0 or 1: the normal interval would have no width where all prompts agree.
+    # A value is a single draw of 0 or 1: the normal interval would have no width where all prompts agree.
     if is_binary:
         interval = wilson_interval(int(values.sum()), values.size, LEVEL)
     else:

@@ -1,8 +1,8 @@
-"""From the samples of a step to what each rank trains on: a row of numbers per sample, rollouts, and advantages.
+"""From the samples of a step to the training data of a rank: a row of numbers per sample, rollouts, and advantages.
 
-All ranks get the rows, and compute the advantages that follow from rewards alone for the whole step. Rollouts are
-exchanged within a model copy and without their routes: each rank needs other rows of the routes, so routes stay on the
-rank that drew them until the step is split into micro-batches.
+All ranks get the rows, and compute all advantages based on rewards alone for the whole step. Rollouts are exchanged
+within a model copy and without their routes: ranks need different rows of the routes, and routes stay on the drawing
+rank until the step is split into micro-batches.
 """
 
 from collections.abc import Mapping
@@ -42,9 +42,9 @@ class SampleTable:
     rows: np.ndarray
     """float64 [S, C + M]: the columns above, and M rewards by name."""
     components: tuple[str, ...] = ()
-    """Names of the M rewards; empty if there is one reward."""
+    """Names of the M rewards; empty for a single reward."""
     failure: Failure | None = None
-    """The first failure of any rank; failures of the user's code come before failures that may pass."""
+    """The first failure of any rank; failures of the user's code come before passing failures."""
     failed: Key | None = None
     """The sample of ``failure``."""
 
@@ -52,7 +52,7 @@ class SampleTable:
     def gather(cls, samples: Mapping[Key, Sample], components: tuple[str, ...] = ()) -> Self:
         """Exchange the rows of all ranks; a collective call.
 
-        samples: this rank's; components: names of their several rewards, empty to leave the several rewards out.
+        samples: this rank's; components: names of several rewards, empty to leave the components out.
         """
         facts = [_facts(key, sample, len(components)) for key, sample in samples.items()]
         local = np.array(facts, np.float64).reshape(len(facts), len(_COLUMNS) + len(components))
@@ -60,7 +60,7 @@ class SampleTable:
         table = cls(rows[np.lexsort((rows[:, 1], rows[:, 0]))], components)
         if table.is_judged.all():
             return table
-        failures = [(each.failure.may_pass, key, each.failure) for key, each in samples.items() if each.failure]
+        failures = [(sample.failure.may_pass, key, sample.failure) for key, sample in samples.items() if sample.failure]
         of_ranks = distributed.gather_objects(min(failures, key=itemgetter(0, 1), default=None))
         _, failed, failure = min(filter(None, of_ranks), key=itemgetter(0, 1))
         return replace(table, failure=failure, failed=failed)
@@ -70,7 +70,7 @@ class SampleTable:
         return self.rows[:, _COLUMNS.index(name)]
 
     def of(self, selection: Selection) -> Self:
-        """Return the rows of the selected samples, in their order."""
+        """Return the rows of the selected samples, in order."""
         prompts, samples = self._numbers()
         return replace(self, rows=self.rows[find_rows(prompts, samples, selection.prompts, selection.samples)])
 
@@ -83,37 +83,38 @@ class SampleTable:
 
     @property
     def is_judged(self) -> np.ndarray:
-        """bool [S]: whether there is a reward."""
+        """bool [S]: True with a reward."""
         return self.column("judged") > 0
 
     @property
     def error_type(self) -> type[RolloutError]:
-        """Of an error for a lack of rewards: RewardError, or RolloutError if their failure may pass."""
+        """For a lack of rewards: RewardError, or RolloutError for a passing failure."""
         return RolloutError if self.failure is None or self.failure.may_pass else RewardError
 
-    def require_rewards(self, where: str) -> None:
+    def require_rewards(self, subject: str) -> None:
         """Raise ``error_type`` if no sample has a reward."""
         if not self.is_judged.any():
-            raise self.error_type(f"{where}: no response has a reward; first: {self.failure}")
+            raise self.error_type(f"{subject}: no response has a reward; first: {self.failure}")
 
     def describe_unjudged(self) -> str | None:
-        """Return how many samples have a reward, and the first failure; None if all have one."""
+        """Count the samples with a reward, and name the first failure; None if all samples have a reward."""
         judged = int(self.is_judged.sum())
         return None if self.failure is None else f"{judged} of {len(self.rows)} judged; first failure: {self.failure}"
 
     def metrics(self, environment: bool, threshold: float) -> dict[str, Stat]:
-        """Return means over all samples. They are equal on every rank, so merging ranks does not change them.
+        """Return means over all samples, equal on every rank, so that merging ranks changes no mean.
 
-        environment: include the metrics of episodes. threshold: a larger reward passes; a sample without one does not.
+        environment: include the metrics of episodes. threshold: a larger reward passes; a sample without a reward
+        fails.
         """
         judged, drawn = self.is_judged, len(self.rows)
-        passed = judged & (self.column("reward") > threshold)
+        passes = judged & (self.column("reward") > threshold)
         failed = ~judged & (self.column("episode_failed") == 0)
         names = (*_COLUMNS, *(f"reward/component/{name}" for name in self.components))
         sums = dict(zip(names, self.rows.sum(axis=0).tolist(), strict=True))  # without a reward, the column holds 0
         means = {
             "reward/mean": (sums["reward"], sums["judged"]),
-            "reward/pass_rate": (np.count_nonzero(passed), drawn),
+            "reward/pass_rate": (np.count_nonzero(passes), drawn),
             "reward/judged": (sums["judged"], 1),
             "reward/responses": (drawn, 1),
             "reward/error_fraction": (np.count_nonzero(failed), drawn),
@@ -140,13 +141,13 @@ def _facts(key: Key, sample: Sample, num_components: int) -> tuple[float, ...]:
         lengths = rollout.num_tokens, rollout.num_tokens - rollout.prompt_length - generated, generated
     judged = (sample.reward or 0.0, sample.reward is not None)
     failed = sample.failure is not None and sample.failure.of_episode
-    # A response without components failed, or was stopped and is wrong: all its rewards are 0.
+    # A response without components failed, or was stopped and is wrong: all rewards are 0.
     components = sample.components or (0.0,) * num_components
     return (*key, *judged, sample.turns, is_cut, failed, sample.late_reward, *lengths, *components[:num_components])
 
 
 def select(assignment: Assignment, table: SampleTable, step: int) -> Selection:
-    """Return the samples that train; RolloutError, or RewardError, if there are none."""
+    """Return the training samples; RolloutError, or RewardError, if no sample trains."""
     table.require_rewards(f"step {step + 1}")
     selection = assignment.select(table.rewards())
     if not len(selection.prompts):
@@ -162,12 +163,13 @@ def select(assignment: Assignment, table: SampleTable, step: int) -> Selection:
 def sampling_metrics(
     config: Config, table: SampleTable, selection: Selection, trains: np.ndarray, redraws: int
 ) -> dict[str, Stat]:
-    """Return what was drawn and what of it trains, over all ranks. trains: bool [N], of the selected responses."""
+    """Return the metrics of all samples and of the training samples, over all ranks. trains: bool [N], of the selected
+    responses."""
     places = len(table.rows) if config.sampling.fixed else len(trains)
     metrics = table.metrics(config.environment.function is not None, config.reward.threshold)
     metrics["prompts/effective_ratio"] = effective_prompt_ratio(selection.rewards, selection.prompts)
     metrics |= Stat.means_of({"rollout/trains_fraction": (int(trains.sum()), places)})
-    if distributed.dp_rank() == 0:  # sums that are equal on all ranks: count them once
+    if distributed.dp_rank() == 0:  # sums, equal on all ranks: count once
         totals = {"sampling/tokens": table.column("tokens").sum(), "sampling/redraws": redraws}
         metrics |= selection.metrics | Stat.totals_of(totals)
     return metrics
@@ -175,26 +177,26 @@ def sampling_metrics(
 
 @dataclass(frozen=True, slots=True)
 class StepRollouts:
-    """What one data-parallel rank trains on in a global step."""
+    """The training data of a data-parallel rank in a global step."""
 
     mini_batches: list[list[Rollout]]
     """Rollouts by mini-batch, in the order of the sequences; equally many on all ranks."""
     advantages: list[np.ndarray] | list[list[np.ndarray]]
-    """By mini-batch, float64: one per rollout, or for process rewards one per token of each rollout. All 0 where the
-    objective computes them from log-probabilities."""
+    """By mini-batch, float64: a number per rollout, or for process rewards per token of a rollout. All 0 where the
+    objective computes advantages from log-probabilities."""
     judged: Judged
-    """The rewards that such an objective needs."""
+    """The rewards for objectives that compute advantages."""
     metrics: dict[str, Stat]
-    """Rewards are over the whole step and equal on all ranks; the rest is of this rank's rollouts."""
+    """Rewards cover the whole step and are equal on all ranks; further metrics cover this rank's rollouts."""
     unjudged: str | None
-    """How many responses of all ranks have a reward, and the first failure; None if all have one."""
+    """Number of responses with a reward, and the first failure; None if all responses have a reward."""
     first_prompt: int
     """The place of the step's first prompt in the run's order."""
     trained: np.ndarray
-    """int64 [n, 2], all samples that train, on any rank: (place of the prompt in the run's order, sample). No two steps
-    share one."""
+    """int64 [n, 2], all training samples of all ranks: (place of the prompt in the run's order, sample). No sample
+    appears in two steps."""
     excerpts: dict[Key, dict[str, Any]] = field(default_factory=dict)
-    """The texts to store (``megarl.trainer.sampling.excerpts``), of samples that this rank drew."""
+    """The texts to store (``megarl.trainer.sampling.excerpts``), of samples drawn by this rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,25 +205,22 @@ class CopyShare:
 
     rollouts: list[list[Rollout]]
     rows: list[list[int]]
-    """For each rollout its row in the selection. Dummies and samples that are not selected have the number of rows."""
+    """Row of each rollout in the selection; the number of rows for dummies and unselected samples."""
 
     def mask_unless(self, trains: np.ndarray) -> list[list[Rollout]]:
-        """Return the rollouts, with an empty loss mask for rollouts that do not train. ``trains``: bool [rows].
+        """Return the rollouts, with an empty loss mask for untrained rollouts. ``trains``: bool [rows].
 
         Masked rollouts keep their place in the batch, but count in no denominator.
         """
         masks = [*trains.tolist(), False]
         return [
-            [
-                r if masks[row] else replace(r, loss_mask=np.zeros_like(r.loss_mask))
-                for r, row in zip(*mini, strict=True)
-            ]
+            [r if masks[row] else _without_loss(r) for r, row in zip(*mini, strict=True)]
             for mini in zip(self.rollouts, self.rows, strict=True)
         ]
 
     def without_dummies(self, keys: list[list[Key]]) -> list[Rollout]:
-        """Return each rollout of ``keys`` once."""
-        pairs = chain.from_iterable(map(zip, keys, self.rollouts))  # dummies come last, or have another key
+        """Return every rollout of ``keys`` once."""
+        pairs = chain.from_iterable(map(zip, keys, self.rollouts))  # dummies come last, or have a different key
         return [rollout for key, rollout in pairs if key == (rollout.group, rollout.sample)]
 
 
@@ -230,17 +229,17 @@ def _without_loss(rollout: Rollout) -> Rollout:
 
 
 def exchange_rollouts(keys: list[list[Key]], selection: Selection, samples: Mapping[Key, Sample]) -> CopyShare:
-    """Exchange rollouts between the ranks of a model copy, and fill up so that all copies have equally many.
+    """Exchange rollouts between the ranks of a model copy, and fill up to equally many rollouts in all copies.
 
     A collective call. keys: by mini-batch, equal on the ranks of a model copy; samples: this rank's. RolloutError, on
     all ranks, if a model copy has no complete response.
     """
     local = {key: sample.rollout for key, sample in samples.items() if sample.rollout is not None}
-    placed = set(chain.from_iterable(keys))
-    # Each rank also offers its shortest rollout: the copy may need a dummy and have nothing else.
+    in_batch = set(chain.from_iterable(keys))
+    # Ranks also offer their shortest rollout: the copy may need a dummy.
     _, shortest = min(((rollout.num_tokens, key) for key, rollout in local.items()), default=(0, None))
-    offered = [rollout for key, rollout in local.items() if key in placed or key == shortest]
-    of_copy = *distributed.gather_rollouts(offered), *offered  # this rank's come last: they have their routes
+    offered = [rollout for key, rollout in local.items() if key in in_batch or key == shortest]
+    of_copy = *distributed.gather_rollouts(offered), *offered  # local rollouts come last: they have routes
     rollouts = {(rollout.group, rollout.sample): rollout for rollout in of_copy}
     failure = None if rollouts else RolloutError("this rank's model copy drew no complete response to hold its place")
     distributed.fail_together(failure, "sampling")
@@ -258,11 +257,11 @@ def exchange_rollouts(keys: list[list[Key]], selection: Selection, samples: Mapp
 def response_advantages(
     config: Config, objective: Objective, selection: Selection, table: SampleTable
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the advantage of each selected response, float64 [N], and whether it trains, bool [N].
+    """Return the advantages of the selected responses, float64 [N], and the training mask, bool [N].
 
-    Statistics are over the step's selected responses on all ranks; those without a reward, as aborted ones, are not
-    selected. Advantages are 0 where the objective has one per token. ConfigError if a reward is negative where credit
-    divides by pass rates.
+    Statistics are over the step's selected responses on all ranks; responses without a reward, for example aborted
+    responses, are not selected. Advantages are 0 where the objective has advantages per token. ConfigError if a reward
+    is negative where credit divides by pass rates.
     """
     rewards, groups, threshold = selection.rewards, selection.prompts, config.reward.threshold
     selected = table.of(selection)
@@ -276,7 +275,7 @@ def response_advantages(
         return values * factors, trains
     if objective.advantage in TOKEN_ADVANTAGES:
         return np.zeros(len(rewards)), trains
-    # The objective has its own advantages; only the weights of the prompts come from credit assignment.
+    # The objective brings the advantages; credit assignment gives only the weights of the prompts.
     factors = weigh(config.credit_record, selection, trains)
     return advantages_of(objective, rewards, groups, threshold, **facts).double().numpy() * factors, trains
 
@@ -293,14 +292,14 @@ def count_answers(engine: Engine) -> dict[str, Stat]:
 def process_advantages(
     objective: Objective, share: CopyShare, selection: Selection, samples: Mapping[Key, Sample]
 ) -> list[list[np.ndarray]] | None:
-    """Return the advantages of process rewards, one per token of each rollout of the share; a collective call.
+    """Return the advantages of process rewards, by token of each rollout of the share; a collective call.
 
     None for other objectives. ``samples``: this rank's.
     """
     if objective.advantage != "process":
         return None
     local = {
-        # A response that was judged as a whole is one step.
+        # A response judged as a whole is a single step.
         key: sample.steps or ((sample.rollout.num_tokens - 1, sample.reward),)
         for key, sample in samples.items()
         if sample.reward is not None and sample.rollout is not None
@@ -308,7 +307,7 @@ def process_advantages(
     steps = {key: rewards for of_rank in distributed.gather_objects(local) for key, rewards in of_rank.items()}
     minis = [list(zip(*mini, strict=True)) for mini in zip(share.rollouts, share.rows, strict=True)]
     length_of = {row: rollout.num_tokens for mini in minis for rollout, row in mini}
-    lengths = [length_of.get(row, 0) for row in range(len(selection.keys))]  # 0: another model copy has the response
+    lengths = [length_of.get(row, 0) for row in range(len(selection.keys))]  # 0: of a different copy
     values = step_advantages(objective, [steps[key] for key in selection.keys], selection.prompts, lengths)
     return [
         [values[row] if row < len(values) else np.zeros(rollout.num_tokens) for rollout, row in mini] for mini in minis
@@ -319,8 +318,8 @@ def _require_rates(credit: Credit, selection: Selection) -> None:
     """Raise ConfigError at the first negative reward, not at the first prompt whose mean is negative."""
     if credit.combination == "unbiased" or credit.scale not in ("rate", "root_rate"):
         return
-    if (least := PoolRows.of(selection.pools).value.min(initial=0.0)) < 0:
+    if (lowest := PoolRows.of(selection.pools).value.min(initial=0.0)) < 0:
         raise ConfigError(
             f'credit.scale: found "{credit.scale}", which divides by the mean of rewards from 0 to 1, but a reward is '
-            f'{least:g}; set credit.scale = "none" or "std", or change the reward'
+            f'{lowest:g}; set credit.scale = "none" or "std", or change the reward'
         )

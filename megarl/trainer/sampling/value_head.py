@@ -3,14 +3,13 @@
     V(x) = sigmoid(b + mean_i w_i z_i),    z = (h(x) - mean) / deviation, coordinate by coordinate
 
 h(x) is the policy's hidden state after the final norm at the prompt's last token, without gradient to the policy. The
-paper does not specify the head. This is the smallest one: a logistic regression, which is convex and starts as a
-constant.
+paper does not specify the head. The smallest head is used: a logistic regression, convex and constant at the start.
 
-Hidden states drift while the policy trains. Two things drift most, and they are common to all prompts: the mean of the
-states, which is large compared with the differences between prompts, and the scale of a coordinate, which the final
-norm's weight sets. A head on raw states would mistake this drift for a change of every prompt's rate. States are
-therefore standardised with decayed statistics of the latest prompts, which follow the drift. The mean over coordinates,
-instead of a sum, gives ``lr`` the same meaning at every width: one step moves an estimate's logit by about ``lr``.
+Hidden states drift while the policy trains. The largest drifts are common to all prompts: the mean of the states, large
+compared with the differences between prompts, and the scale of a coordinate, set by the final norm's weight. A head on
+raw states would mistake the drift for a change of every prompt's rate. States are therefore standardised with decayed
+statistics of the latest prompts. The mean over coordinates, instead of a sum, gives ``lr`` the same meaning at every
+width: a step moves an estimate's logit by about ``lr``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ BETAS, EPS = (0.9, 0.99), 1e-8
 STEPS, WEIGHT_DECAY = 8, 0.1
 """Of Adam per update; per step, the weights (not the bias) shrink by ``lr * WEIGHT_DECAY``."""
 LARGEST_STANDARDISED = 5.0
-"""Coordinates are clipped here, so that an unusual prompt does not get an extreme estimate."""
+"""Coordinates are clipped here, to keep estimates of unusual prompts moderate."""
 LARGEST_LOGIT = 15.0
 """Keeps estimates inside (0, 1): 3e-7 to 1 - 3e-7."""
 VECTORS = ("weights", "first_moments", "second_moments", "sums", "squares")
@@ -47,7 +46,7 @@ class ValueHead:
     - ``lr``: of Adam; about the change of a logit per step.
     - ``decay``: of the features' statistics, per update.
     - ``prior``: every prompt's estimate before the first update.
-    - ``micro_batch_tokens``: of one forward pass per rank.
+    - ``micro_batch_tokens``: of a forward pass per rank.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class ValueHead:
         self._policy, self._micro_batch_tokens = policy, micro_batch_tokens
         width = policy.megatron_config.hidden_size
         self._num_steps, self._num_prompts = 0, 0.0
-        # One row each of VECTORS, the bias behind the weights; float64 [5, H + 1].
+        # Rows of VECTORS, the bias behind the weights; float64 [5, H + 1].
         self._state = torch.zeros(len(VECTORS), width + 1, dtype=torch.float64)
         self._state[WEIGHTS, -1] = float(np.log(prior / (1 - prior)))
 
@@ -72,7 +71,7 @@ class ValueHead:
     def update(self, prompts: Sequence[np.ndarray], samples: Integers, positives: Integers) -> float:
         """Learn from a step, in ``STEPS`` full-batch steps of Adam, and return ``pass_rate_loss`` before them.
 
-        ``samples`` of each prompt, of which ``positives`` were positive. Arguments are equal on all ranks.
+        samples, positives: numbers by prompt. Arguments are equal on all ranks.
         """
         drawn, good = (torch.as_tensor(np.asarray(counts, np.float64)) for counts in (samples, positives))
         if not len(prompts) or not bool(drawn.any()):
@@ -92,7 +91,7 @@ class ValueHead:
         return {**vectors, "num_steps": self._num_steps, "num_prompts": self._num_prompts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict``; CheckpointError if it is not of a head of this width."""
+        """Continue from ``state_dict``; CheckpointError for a head of a different width."""
         missing = [name for name in (*VECTORS, "num_steps", "num_prompts") if name not in state]
         lengths = [] if missing else [len(state[name]) for name in VECTORS]
         if missing or set(lengths) != {self._state.size(1)}:
@@ -138,17 +137,17 @@ def prompt_features(policy: Policy, prompts: Sequence[np.ndarray], micro_batch_t
     NumericsError naming a prompt whose hidden state is not finite.
     """
     parallel = policy.config.parallel
-    mine = _share(prompts, parallel.micro_batch_multiple)
-    batch = pack([make_rollout(prompts[index]) for index, _ in mine], np.zeros(len(mine)))
+    assigned = _share(prompts, parallel.micro_batch_multiple)
+    batch = pack([make_rollout(prompts[index]) for index, _ in assigned], np.zeros(len(assigned)))
     micro_batches = split(policy.config, batch, micro_batch_tokens)
-    found = forward.last_hidden_states(policy.chunks, micro_batches)
+    states = forward.last_hidden_states(policy.chunks, micro_batches)
     features = torch.zeros(len(prompts), policy.megatron_config.hidden_size, device=torch.cuda.current_device())
-    for micro, rows in zip(micro_batches, found, strict=bool(found)):
+    for micro, rows in zip(micro_batches, states, strict=bool(states)):
         for sequence, row in zip(micro.sequences, rows, strict=True):
-            index, counts = mine[sequence]
+            index, counts = assigned[sequence]
             if counts:
                 features[index] = row
-    dist.all_reduce(features)  # only one rank has a non-zero row, so the sum is exact
+    dist.all_reduce(features)  # a single rank has a non-zero row: the sum is exact
     features = features.cpu()
     bad = (~torch.isfinite(features)).any(1).nonzero()
     if len(bad):
@@ -160,7 +159,7 @@ def prompt_features(policy: Policy, prompts: Sequence[np.ndarray], micro_batch_t
 
 
 def _share(prompts: Sequence[np.ndarray], multiple: int) -> list[tuple[int, bool]]:
-    """Return (prompt, whether it counts) for this model copy. Repeats of the shortest prompt make all copies equal."""
+    """Return (prompt, True if counted) for the model copy. Repeats of the shortest prompt make all copies equal."""
     order = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index))
     copies = distributed.dp_size()
     entries = [(index, True) for index in order]

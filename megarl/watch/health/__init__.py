@@ -1,11 +1,11 @@
-"""Is a run healthy? Verdicts from its records: what is seen, since when, what usually causes it, and what to try.
+"""Is a run healthy? Verdicts from its records: observation, first step, usual cause, and advice.
 
-- ``checks``: what each check reads, and what its verdict says; limits are in the table [health];
-- ``judgement``: ``judge_run`` for all records at once, ``Health`` for one after the other.
+- ``checks``: inputs of each check, and the words of a verdict; limits are in the table [health];
+- ``judgement``: ``judge_run`` for a list of records, ``Health`` for a stream of records.
 
 Nothing here imports torch.
 """
 
-from megarl.watch.health.judgement import Health, Verdict, judge_run
+from megarl.watch.health.judgement import Health, HealthVerdict, judge_run
 
-__all__ = ["Health", "Verdict", "judge_run"]
+__all__ = ["Health", "HealthVerdict", "judge_run"]

@@ -1,6 +1,6 @@
-"""The checks of a run's health: what each one reads of a step, and what its verdict says.
+"""The checks of a run's health: inputs of each check, and the words of a verdict.
 
-They are data in ``megarl/watch/limits.toml``, beside their default limits; here is how they read a step.
+The checks are data in ``megarl/watch/limits.toml``, beside the default limits. This module reads the steps.
 """
 
 import math
@@ -12,14 +12,14 @@ from typing import Any, Literal
 from megarl.config.tables import health
 
 Step = Mapping[str, float]
-"""Metrics of a step: those of its own record, and means over its mini-batches; of gradient norms, the largest."""
+"""Metrics of a step: metrics of the step's record, and means over the mini-batches; of gradient norms, the largest."""
 
 SOLVED = 0.9
-"""From this pass rate on, few prompts with contrast and a low entropy are what success looks like."""
+"""From this pass rate on, success looks like few prompts with contrast and a low entropy."""
 
 
 def largest(values: Collection[float]) -> float:
-    """Return the largest value, or one that is not finite."""
+    """Return the largest value, or a value that is not finite."""
     return next((value for value in values if not math.isfinite(value)), max(values))
 
 
@@ -36,18 +36,18 @@ def _total(step: Step) -> float:
 
 
 def _are_zero(step: Step, fewest: int = 3) -> float | None:
-    """Return 1 if every value is 0, else 0; a mean reward of 0 alone may be one of rewards that cancel out."""
+    """Return 1 if every value is 0, else 0; a mean reward of 0 may come from rewards that cancel out."""
     if len(step) < fewest:
         return None
     return next((value for value in step.values() if not math.isfinite(value)), float(not any(step.values())))
 
 
 def _contrast(step: Step, solved: bool = False) -> float | None:
-    """Return the share of prompts with contrast, if the step is (not) ``solved``; None if no prompt can have any."""
+    """Return the share of prompts with contrast, if the step is (not) ``solved``; None if contrast is impossible."""
     rate, mean = step.get("reward/pass_rate", 0.0), step.get("reward/mean", math.nan)
     share = step.get("prompts/effective_ratio")
     is_single = step.get("sampling/samples_per_prompt", math.inf) <= 1
-    is_zero = not (rate or mean or share)  # which is a check of its own
+    is_zero = not (rate or mean or share)  # a separate check
     return None if is_single or is_zero or solved != (rate >= SOLVED) else share
 
 
@@ -61,7 +61,7 @@ def _flip(step: Step) -> float:
 
 
 def _missing_rows(step: Step) -> float | None:
-    """Return the share beyond one token for each response: no engine processes the last one."""
+    """Return the share beyond a token per response: no engine processes the last token."""
     if (share := step.get("rollout/missing_rows_fraction")) is None or not math.isfinite(share):
         return share
     tokens = step.get("sampling/tokens", 0.0)
@@ -77,36 +77,36 @@ def _idle(step: Step) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check. Its limits are those of the same name in [health]."""
+    """A check. The limits are the key of the same name in [health]."""
 
     name: str
     metrics: tuple[str, ...]
-    """What it reads; a step without any of them says nothing."""
-    what: str
-    """What it looks at, in the words of a verdict."""
+    """What it reads; a step without these metrics is not judged."""
+    subject: str
+    """The subject of a verdict."""
     cause: str
     advice: str
     read: Callable[[Step], float | None] = _largest
-    """Gets those of its metrics that a step has; returns None if they say nothing."""
+    """Gets the check's metrics of a step; returns None to skip the step."""
     form: str = "{:.1%}"
     against: Literal["limits", "start", "calm", "spikes", "best", "streak"] = "limits"
-    """What is compared with the limits.
+    """The value compared with the limits.
 
     - limits: the value itself;
     - start: the value over its median in the first steps;
-    - calm, spikes: the value over its median in recent steps within the limits; of spikes, one step is enough;
+    - calm, spikes: the value over its median in recent steps within the limits; for spikes, a single step is enough;
     - best: the mean of the latest steps over the best such mean, if noise does not explain the difference;
-    - streak: the number of steps in a row in which the value is not 0.
+    - streak: the number of steps in a row with a value other than 0.
     """
-    least: float = 0.0
-    """The smallest median that counts."""
+    floor: float = 0.0
+    """The smallest median used."""
     names_failure: bool = False
-    """Whether its verdict says how many responses are judged, and why the first of the others is not."""
+    """True: the verdict counts the judged responses, and names the first failure."""
 
     def look(self, step: Step) -> tuple[Step, float | None]:
-        """Return those of its metrics that a step has, and what they say; None for nothing."""
-        given = {name: step[name] for name in self.metrics if name in step}
-        return given, self.read(given) if given else None
+        """Return the check's metrics of a step, and the value; None to skip the step."""
+        metrics = {name: step[name] for name in self.metrics if name in step}
+        return metrics, self.read(metrics) if metrics else None
 
     @property
     def score_form(self) -> str:
@@ -128,13 +128,13 @@ _READS: dict[str, Callable[[Step], float | None]] = {
     "idle": _idle,
 }
 _OF_LIMITS = ("limits", "meaning", "falls")
-"""Keys of a check that the configuration reads."""
+"""Keys of a check for the configuration."""
 
 
 def _make_check(name: str, table: Mapping[str, Any]) -> Check:
-    own = {key: value for key, value in table.items() if key not in _OF_LIMITS}
-    read = _READS[own.pop("read", "largest")]
-    return Check(name, **own | {"metrics": tuple(own["metrics"]), "read": read})
+    fields = {key: value for key, value in table.items() if key not in _OF_LIMITS}
+    fields |= {"metrics": tuple(table["metrics"]), "read": _READS[table.get("read", "largest")]}
+    return Check(name, **fields)
 
 
 CHECKS = tuple(_make_check(name, table) for name, table in health.CHECKS.items())
