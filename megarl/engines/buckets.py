@@ -69,18 +69,18 @@ class Bucket:
 
     def __init__(self, tensors: Iterable[Named], allocate: Allocate = _empty, form: WeightForm = _AS_IT_IS) -> None:
         groups = _group(tensors, form)
-        made = [(key[0], [*group.values()], _stacks(form, key, [*group])) for key, group in groups.items()]
-        self.stacks = sorted(itertools.chain(*(stacks for *_, stacks in made)), key=lambda s: -s.dtype.itemsize)
+        stacked = [(key[0], [*group.values()], _stacks(form, key, [*group])) for key, group in groups.items()]
+        self.stacks = sorted(itertools.chain(*(stacks for *_, stacks in stacked)), key=lambda s: -s.dtype.itemsize)
         total = 0
         for stack in self.stacks:
             stack.start, total = total, total + len(stack.names) * stack.row_bytes
         device = next(iter(next(iter(groups.values())).values())).device
         self.flat = allocate(total, device)
         """uint8 [bytes], a copy of the tensors, on their device."""
-        for is_fp8, sources, stacks in made:
+        for is_fp8, sources, stacks in stacked:
             self._fill(form, is_fp8, sources, stacks)
         checks = [checked for stack in self.stacks for checked in stack.checks]
-        self.sums, self.finite = (torch.cat(parts) for parts in zip(*checks, strict=True))
+        self.sums, self.finite = (torch.cat(column) for column in zip(*checks, strict=True))
         """int64 [tensors], of the bits of each one: they tell whether two updates are the same. bool [tensors], whether
         all values of each one are finite."""
         self.ready = torch.cuda.Event() if self.flat.is_cuda else None
@@ -89,9 +89,9 @@ class Bucket:
             self.ready.record()
 
     def _fill(self, form: WeightForm, is_fp8: bool, sources: list[torch.Tensor], stacks: list[Stack]) -> None:
-        for part in parts_at_once(sources):
-            places = [self.rows(stack)[part] for stack in stacks]
-            form.fill(sources[part], is_fp8, *places)
+        for window in parts_at_once(sources):
+            places = [self.rows(stack)[window] for stack in stacks]
+            form.fill(sources[window], is_fp8, *places)
             for stack, place in zip(stacks, places, strict=True):  # while it is in the cache
                 stack.checks.append((_add_bits(place, stack), _are_finite(place)))
 
@@ -149,9 +149,9 @@ class Bucket:
 class Staging:
     """Memory of the host for buckets that follow each other: each takes that of the second before it."""
 
-    def __init__(self, least: int, allocate: Allocate = _empty) -> None:
+    def __init__(self, min_bytes: int, allocate: Allocate = _empty) -> None:
         """``least``: bytes that are allocated at a time, or those of a larger bucket."""
-        self._least, self._allocate = least, allocate
+        self._least, self._allocate = min_bytes, allocate
         self._held: deque[torch.Tensor] = deque()
 
     def __call__(self, num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -188,16 +188,16 @@ def _group(tensors: Iterable[Named], form: WeightForm, stacked: bool = True) -> 
     groups: dict[Kind, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors:
         is_fp8 = form.fp8 != "off" and is_fp8_weight(name)
-        held, shape = form.dtype_of(name, tensor.dtype), tensor.shape if stacked or is_fp8 else ()
-        kind = is_fp8, held, tensor.dtype, tensor.device, shape
+        dtype, shape = form.dtype_of(name, tensor.dtype), tensor.shape if stacked or is_fp8 else ()
+        kind = is_fp8, dtype, tensor.dtype, tensor.device, shape
         groups.setdefault(kind, {})[name] = tensor.detach() if tensor.requires_grad else tensor
     return groups
 
 
 def _stacks(form: WeightForm, kind: Kind, names: Sequence[str]) -> list[Stack]:
-    is_fp8, held, _, _, shape = kind
+    is_fp8, dtype, _, _, shape = kind
     if not (is_fp8 and form.fp8 == "blocks"):
-        return [Stack(names, held, shape)]
+        return [Stack(names, dtype, shape)]
     scales = Stack([name + SCALE for name in names], torch.float32, grid_of(shape, BLOCK))
     return [Stack(names, torch.float8_e4m3fn, shape), scales]
 
@@ -301,7 +301,7 @@ class Intake:
         What is written before an error stays.
         """
         names, finite = [], [torch.ones(0, dtype=torch.bool)]
-        for unit in split_by_size(self._check(tensors), lambda named: named[1].nbytes, self.max_bytes):
+        for unit in split_by_size(self._check(tensors), lambda entry: entry[1].nbytes, self.max_bytes):
             for (is_fp8, *_), group in _group(unit, self.form, stacked=False).items():
                 names += group
                 finite.append(self.form.write([*group.values()], is_fp8, [places[name] for name in group]))

@@ -48,9 +48,9 @@ class EpisodeLimits:
 
     def tokens_left(self, num_tokens: int, prompt_length: int) -> int:
         """Returns how many tokens may follow a sequence of ``num_tokens``."""
-        left = self.response_tokens - (num_tokens - prompt_length)
+        budget = self.response_tokens - (num_tokens - prompt_length)
         # One position stays free: an SGLang server refuses a request that could fill the last one.
-        return left if self.positions is None else min(left, self.positions - num_tokens - 1)
+        return budget if self.positions is None else min(budget, self.positions - num_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +141,15 @@ class _EpisodeRun:
     ) -> None:
         tokens = self._request.prompt_tokens
         for index in range(limits.turns):
-            left = limits.tokens_left(len(tokens), self._prompt_length)
-            if left < 1:  # only in the first turn: the room for later ones is checked below
+            budget = limits.tokens_left(len(tokens), self._prompt_length)
+            if budget < 1:  # only in the first turn: the room for later ones is checked below
                 raise EpisodeError(f"the prompt of {len(tokens)} tokens leaves no room in the model's positions")
-            asked = left if limits.turn_tokens is None else min(left, limits.turn_tokens)
-            whole = await self._sample_turn(session, index, tokens, asked)
+            limit = budget if limits.turn_tokens is None else min(budget, limits.turn_tokens)
+            whole = await self._sample_turn(session, index, tokens, limit)
             if index == 0:  # the first turn may have waited in the engine's queue behind thousands of others
                 clock.reschedule(asyncio.get_running_loop().time() + limits.episode_s)
             generated = whole.num_tokens - len(tokens)
-            if whole.finish_reason == "length" and (generated == left or generated < asked):
+            if whole.finish_reason == "length" and (generated == budget or generated < limit):
                 return  # cut by the response limit or the last position, not by turn_tokens: no turn can follow
             written = whole.tokens[len(tokens) :].copy()  # a copy, which the environment may change
             text = str(tokenizer.decode(written, skip_special_tokens=True))
@@ -163,20 +163,20 @@ class _EpisodeRun:
                 self._whole = replace(whole, finish_reason="length")
                 return
 
-    async def _sample_turn(self, session: Session, index: int, tokens: np.ndarray, asked: int) -> Rollout:
+    async def _sample_turn(self, session: Session, index: int, tokens: np.ndarray, limit: int) -> Rollout:
         """Sample one more turn, and return it joined to the earlier ones."""
-        before = self._whole
+        earlier = self._whole
         request = replace(
             self._request,
             prompt_tokens=tokens,
             seed=turn_seed(self._request.seed, index),
-            known_rows=0 if before is None else known_rows(before),
-            max_response_tokens=asked,
+            known_rows=0 if earlier is None else known_rows(earlier),
+            max_response_tokens=limit,
         )
         turn = await session.sample(request)
         if turn.finish_reason == "abort":
             raise EpisodeError(f"the engine aborted turn {index}") from RolloutError(turn.finish_reason)
-        self._whole = whole = turn if before is None else join(before, turn)
+        self._whole = whole = turn if earlier is None else join(earlier, turn)
         self._ends.append(turn.num_tokens - 1)
         self._rewards.append(None)
         return whole

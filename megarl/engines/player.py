@@ -87,8 +87,8 @@ class Player:
             if self._environment is None:
                 played = one_turn(await session.sample(request))
             else:
-                parts = self._environment, self._tokenizer, self._limits, self._semaphore()
-                played = await play(session, request, prompt.text, *parts)
+                world = self._environment, self._tokenizer, self._limits, self._semaphore()
+                played = await play(session, request, prompt.text, *world)
         except RequestError as error:
             failure = Failure(str(error), describe_input(prompt=prompt.text), may_pass=True, of_episode=True)
             return Sample(None, None, failure=failure)
@@ -133,15 +133,15 @@ class Player:
 
         A verdict without steps counts as one at the end of rewarded turns.
         """
-        found = [*rewarded]
+        rewards = [*rewarded]
         if not verdict.steps:
-            found.append((rollout.num_tokens - 1, outcome))
+            rewards.append((rollout.num_tokens - 1, outcome))
         else:
             ends = [step.end for step in verdict.steps]
             response, special = rollout.response_tokens, self._judge.special_tokens
             tokens = step_tokens(self._tokenizer, response, ends, special) + rollout.prompt_length
-            found += [(int(token), step.reward) for token, step in zip(tokens, verdict.steps, strict=True)]
-        return tuple(sorted(found))
+            rewards += [(int(token), step.reward) for token, step in zip(tokens, verdict.steps, strict=True)]
+        return tuple(sorted(rewards))
 
 
 Key = tuple[int, int]

@@ -38,10 +38,10 @@ class SamplingParams:
             raise ConfigError(f"top_p is {self.top_p}, expected a number in (0, 1]; 1 switches it off")
         if self.max_response_tokens < 1:
             raise ConfigError(f"max_response_tokens is {self.max_response_tokens}, expected at least 1")
-        if (kept := self.max_kept_ids) is not None and (kept < 1 or not self.has_nucleus):
+        if (limit := self.max_kept_ids) is not None and (limit < 1 or not self.has_nucleus):
             raise ConfigError(
-                f"max_kept_ids is {kept} with top_p = {self.top_p:g} and temperature {self.temperature:g}, expected at "
-                "least 1, with top_p below 1 and a temperature above 0: others are drawn from the whole vocabulary"
+                f"max_kept_ids is {limit} with top_p = {self.top_p:g} and temperature {self.temperature:g}, expected "
+                "at least 1, with top_p below 1 and a temperature above 0: others are drawn from the whole vocabulary"
             )
         if any(token < 0 for token in self.stop_token_ids):
             raise ConfigError(f"stop_token_ids are {self.stop_token_ids}, expected token ids >= 0")
@@ -184,12 +184,12 @@ def check_prompt(request: SampleRequest, params: SamplingParams, vocabulary: int
 
 def limit_response(request: SampleRequest, params: SamplingParams, positions: int) -> int:
     """Returns the longest response to a request in a model of so many positions, in tokens; RolloutError if none is."""
-    prompt_length, asked = len(request.prompt_tokens), request.max_response_tokens
-    limit = min(asked or params.max_response_tokens, params.max_response_tokens, positions - prompt_length)
-    if limit < 1 or asked == 0:
+    prompt_length, requested = len(request.prompt_tokens), request.max_response_tokens
+    limit = min(requested or params.max_response_tokens, params.max_response_tokens, positions - prompt_length)
+    if limit < 1 or requested == 0:
         label = f"group {request.group} sample {request.sample}"
-        if asked is not None and asked < 1:
-            raise RolloutError(f"{label}: max_response_tokens is {asked}, expected at least 1")
+        if requested is not None and requested < 1:
+            raise RolloutError(f"{label}: max_response_tokens is {requested}, expected at least 1")
         raise RolloutError(f"{label}: a prompt of {prompt_length} tokens leaves no room in {positions} positions")
     return limit
 
@@ -217,7 +217,7 @@ def make_rollout(
     has_experts: np.ndarray | None,
     versions: np.ndarray,
     finish_reason: FinishReason,
-    kept: tuple[np.ndarray, np.ndarray] | None = None,
+    nuclei: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> Rollout:
     """Joins a prompt of P tokens and a response: tokens and log-probabilities [R], the other columns [P + R].
 
@@ -234,15 +234,15 @@ def make_rollout(
         routed_mask=has_experts,
         weight_versions=versions.astype(np.int32),
         finish_reason=finish_reason,
-        kept_counts=None if kept is None else np.concatenate([np.zeros(len(prompt)), kept[0]]).astype(np.int32),
-        kept_ids=None if kept is None else kept[1].astype(np.int32, copy=False),
+        kept_counts=None if nuclei is None else np.concatenate([np.zeros(len(prompt)), nuclei[0]]).astype(np.int32),
+        kept_ids=None if nuclei is None else nuclei[1].astype(np.int32, copy=False),
     )
 
 
-def too_many_kept(request: SampleRequest, found: int, limit: int, num_tokens: int) -> RolloutError:
+def too_many_kept(request: SampleRequest, num_ids: int, limit: int, num_tokens: int) -> RolloutError:
     """Returns the error for a response whose ``num_tokens`` tokens were drawn from more ids than ``max_kept_ids``."""
     return RolloutError(
-        f"group {request.group} sample {request.sample}: its first {num_tokens} tokens were drawn from {found} ids in "
-        f"all, more than the {limit} of max_kept_ids: lower rollout.top_p or rollout.temperature, raise rollout."
+        f"group {request.group} sample {request.sample}: its first {num_tokens} tokens were drawn from {num_ids} ids "
+        f"in all, more than the {limit} of max_kept_ids: lower rollout.top_p or rollout.temperature, raise rollout."
         "max_kept_ids (4 bytes an id), or set rollout.keep_sampling_mask = false, with biased importance weights"
     )

@@ -54,17 +54,17 @@ class WeightForm:
         return tensor.numel() * self.dtype_of(name, tensor.dtype).itemsize
 
     def fill(
-        self, tensors: list[torch.Tensor], is_fp8: bool, held: torch.Tensor, scales: torch.Tensor | None = None
+        self, tensors: list[torch.Tensor], is_fp8: bool, place: torch.Tensor, scales: torch.Tensor | None = None
     ) -> None:
         """Writes tensors of one shape into ``held`` [n, *shape] in this form, and their scales into ``scales``."""
         if scales is not None:
             quantized, scale = quantize_fp8(torch.stack(tensors))
-            held.copy_(quantized)
+            place.copy_(quantized)
             scales.copy_(scale)
         elif is_fp8:
-            round_with_scale(torch.stack(tensors), out=held)
+            round_with_scale(torch.stack(tensors), out=place)
         else:
-            torch.stack(tensors, out=held)
+            torch.stack(tensors, out=place)
 
     def write(self, tensors: Sequence[torch.Tensor], is_fp8: bool, places: Sequence[torch.Tensor]) -> torch.Tensor:
         """Write tensors into places of any dtype and device: as they are, or those of one shape rounded through FP8.
@@ -75,13 +75,13 @@ class WeightForm:
         if not is_fp8:
             torch._foreach_copy_([*places], [*tensors])
             return _are_finite(tensors)
-        parts, scales = [*parts_at_once(tensors)], []
-        held = tensors[0].new_empty(len(tensors[parts[0]]), *tensors[0].shape, dtype=torch.float32)
-        rows = held.unbind()
-        for part in parts:
-            weights = torch.stack([*tensors[part]], out=held[: len(tensors[part])])
+        windows, scales = [*parts_at_once(tensors)], []
+        buffer = tensors[0].new_empty(len(tensors[windows[0]]), *tensors[0].shape, dtype=torch.float32)
+        rows = buffer.unbind()
+        for window in windows:
+            weights = torch.stack([*tensors[window]], out=buffer[: len(tensors[window])])
             scales.append(round_with_scale(weights, out=weights)[1])
-            torch._foreach_copy_([*places[part]], rows[: len(weights)])
+            torch._foreach_copy_([*places[window]], rows[: len(weights)])
         return torch.cat(scales).flatten(1).isfinite().all(1)
 
 
@@ -119,10 +119,10 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         if view.untyped_storage().data_ptr() not in storages:
             layout = f"{type(model).__name__} stores {name} in another layout than its checkpoint"
             raise WeightSyncError(f"{layout}, which cannot be updated in place: it needs an engine of its own")
-    found, expected = (sum(t.numel() for t in tensors.values()) for tensors in (views, live))
-    if found != expected:
+    covered, expected = (sum(t.numel() for t in tensors.values()) for tensors in (views, live))
+    if covered != expected:
         raise WeightSyncError(
-            f"the checkpoint names of {type(model).__name__} cover {found} numbers, its parameters hold {expected}: "
+            f"the checkpoint names of {type(model).__name__} cover {covered} numbers, its parameters hold {expected}: "
             "transformers' conversion of this architecture is not understood"
         )
     return views
@@ -131,10 +131,10 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def read_model_config(folder: str | Path) -> PretrainedConfig:
     """transformers' config of a model folder. Of a type that it does not know, such as kimi_k2, that of its family."""
     hf = read_json(Path(folder) / "config.json")
-    like = FAMILIES.get(str(hf.get("model_type")), {}).get("like")
-    if like is None:
+    family = FAMILIES.get(str(hf.get("model_type")), {}).get("like")
+    if family is None:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-    return AutoConfig.for_model(like, **{key: hf[key] for key in hf.keys() - {"model_type", "auto_map"}})
+    return AutoConfig.for_model(family, **{key: hf[key] for key in hf.keys() - {"model_type", "auto_map"}})
 
 
 def checkpoint_shapes(directory: str | Path) -> dict[str, tuple[int, ...]]:

@@ -59,9 +59,11 @@ def make_engine(config: Config, tell: Callable[[str], None]) -> Engine:
 def load_factory(config: Config) -> Callable[..., Any]:
     """Return what makes the engine; ConfigError if it cannot be imported, or holds other tensors than the trainer."""
     if config.rollout.engine in ENGINES:
-        theirs, ours = checkpoint_shapes(config.model.path), hf_shapes(read_shape(config.model.path))
-        if other := [name for name in theirs.keys() | ours if theirs.get(name) != ours.get(name)]:
-            pairs = [f"{name} {theirs.get(name, 'absent')} (Megatron's {ours.get(name, 'absent')})" for name in other]
+        built, megatron = checkpoint_shapes(config.model.path), hf_shapes(read_shape(config.model.path))
+        if other := [name for name in built.keys() | megatron if built.get(name) != megatron.get(name)]:
+            pairs = [
+                f"{name} {built.get(name, 'absent')} (Megatron's {megatron.get(name, 'absent')})" for name in other
+            ]
             raise ConfigError(f"model.path: transformers builds another model of config.json: {some(pairs)}")
     factory = config.rollout.engine_kind.factory
     if isinstance(factory, str):
@@ -168,13 +170,13 @@ def _start_servers(
             if fleet.specs:
                 logs = ", ".join(str(spec.log_file) for spec in fleet.specs)
                 tell(f"starting SGLang; what it prints is in {logs}")
-            urls = fleet.start(alone=len(nodes) == 1)
+            urls = fleet.start(is_only=len(nodes) == 1)
             failure = fleet.failure
         except Exception as error:  # send it to the other ranks, which wait for the URLs
             failure = error
     by_rank = distributed.gather_objects((urls, failure))
-    failures = [found for _, found in by_rank if found is not None]
-    fatal = [found for found in failures if not isinstance(found, RolloutError)]
+    failures = [error for _, error in by_rank if error is not None]
+    fatal = [error for error in failures if not isinstance(error, RolloutError)]
     if fatal or len(failures) == len(nodes):
         if fleet is not None:
             fleet.close()
@@ -184,10 +186,10 @@ def _start_servers(
 
 def _find_host(nodes: Sequence[int]) -> str:
     """Return the address of this rank's node as other nodes see it; a collective call."""
-    mine = own_address(f"tcp://{url_host(os.environ['MASTER_ADDR'])}")
-    addresses = distributed.gather_objects(mine)
+    address = own_address(f"tcp://{url_host(os.environ['MASTER_ADDR'])}")
+    addresses = distributed.gather_objects(address)
     if dist.get_rank() != nodes[0]:
-        return mine
+        return address
     # On the master node, the master's name may resolve to the loopback address: ask for the way to another node.
     return own_address(f"tcp://{url_host(addresses[nodes[1]])}")
 

@@ -394,7 +394,7 @@ def test_a_server_that_is_back_with_wrong_weights_samples_nothing(
     fleet.start()
     (member,) = fleet.members
     fleet.state.ended.set()  # its keeper looks no more
-    process = SimpleNamespace(alive=True, wait_ready=lambda *_: None)
+    process = SimpleNamespace(alive=True, wait_ready=lambda *_: None, spec=SimpleNamespace(gpus=None))
     process.start = process.kill = process.stop = lambda: None
     member.process = process  # type: ignore[assignment]
     fleet.update(weights[0].items(), 0, WeightForm(torch.float32))

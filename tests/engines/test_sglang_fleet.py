@@ -507,7 +507,7 @@ class TestStart:
     def test_with_servers_on_other_nodes_it_waits_for_those_of_this_one(self, world: World):
         fleet = Fleet([], ["http://127.0.0.1:9"], source=world.model, tell=world.told.append)
         world.fleets.append(fleet)
-        assert fleet.start(alone=False) == ["http://127.0.0.1:9"]
+        assert fleet.start(is_only=False) == ["http://127.0.0.1:9"]
         assert isinstance(fleet.failure, RolloutError)
         world.update(fleet, 1)
 

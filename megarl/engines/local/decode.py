@@ -108,15 +108,15 @@ def decode(
     logprobs = [logits.new_zeros(len(owners))]
     alive = np.arange(len(requests))  # the request of each row
     for step in range(last_limit):
-        tokens, logprobs_of_step, kept = _sample(logits, params, noise, step, alive)
+        tokens, logprobs_of_step, nucleus = _sample(logits, params, noise, step, alive)
         drawn = tokens.cpu().numpy()
         steps.append((alive, drawn))
         logprobs.append(logprobs_of_step)
-        if kept is not None and params.max_kept_ids is not None:
-            kept_steps.append((kept.sum(dim=-1).cpu().numpy(), kept.nonzero()[:, 1].int().cpu().numpy()))
+        if nucleus is not None and params.max_kept_ids is not None:
+            kept_steps.append((nucleus.sum(dim=-1).cpu().numpy(), nucleus.nonzero()[:, 1].int().cpu().numpy()))
             num_kept[alive] += kept_steps[-1][0]
-            if (most := num_kept.max()) > params.max_kept_ids:
-                raise too_many_kept(requests[int(num_kept.argmax())], most, params.max_kept_ids, step + 1)
+            if (largest := num_kept.max()) > params.max_kept_ids:
+                raise too_many_kept(requests[int(num_kept.argmax())], largest, params.max_kept_ids, step + 1)
         is_finished = is_stop[drawn]
         if step + 1 >= first_limit:
             is_finished |= limits[alive] <= step + 1
@@ -189,15 +189,15 @@ def _sample(
         tokens = logprobs.argmax(dim=-1)
         return tokens, logprobs.new_zeros(len(tokens)), None  # the log-probability of a point mass
     tokens = draw(logprobs, noise.at(step, alive).to(logits.device))
-    kept = None if params.max_kept_ids is None else logprobs > -torch.inf
-    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0], kept
+    nucleus = None if params.max_kept_ids is None else logprobs > -torch.inf
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0], nucleus
 
 
 def _distinct(prompts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
     """The different prompts, and for each request the index of its prompt among them, int64 [B]."""
     index: dict[bytes, int] = {}
     objects = {id(prompt): prompt for prompt in prompts}  # samples share the array of their prompt
-    index_of = {each: index.setdefault(p.astype(np.int64).tobytes(), len(index)) for each, p in objects.items()}
+    index_of = {key: index.setdefault(p.astype(np.int64).tobytes(), len(index)) for key, p in objects.items()}
     return [np.frombuffer(key, np.int64) for key in index], np.array([index_of[id(prompt)] for prompt in prompts])
 
 

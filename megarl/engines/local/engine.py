@@ -115,11 +115,11 @@ class LocalEngine(Engine):
         folder = Path(path)
         if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
             raise RolloutError(f"{folder} is no checkpoint: expected config.json and *.safetensors in it")
-        with HFCheckpoint(folder) as found:
+        with HFCheckpoint(folder) as checkpoint:
             engine = cls(read_model_config(folder), **options)
-            left_out = found.names_of_prediction_layers()
-            names = (name for name in found.names() if name not in left_out)
-            engine.update_weights(((name, found.read(name)) for name in names), weight_version)
+            left_out = checkpoint.names_of_prediction_layers()
+            names = (name for name in checkpoint.names() if name not in left_out)
+            engine.update_weights(((name, checkpoint.read(name)) for name in names), weight_version)
         return engine
 
     @property
@@ -132,7 +132,7 @@ class LocalEngine(Engine):
         self._require_open()
         self._missing = "the last weight update failed"
         Intake(self._shapes, version, self._form, BUCKET_BYTES).write(tensors, self._views)
-        self._sent = {name: some.clone() for name, some in self._proved.items()}
+        self._sent = {name: numbers.clone() for name, numbers in self._proved.items()}
         self._version = version
         self._missing = None
 
@@ -170,13 +170,15 @@ class LocalEngine(Engine):
         recorder = self._recorder if params.return_routed_experts else None
         # Requests of similar length share a batch, so that little of it is padding.
         order = np.argsort([len(request.prompt_tokens) for request in requests], kind="stable")
-        found: list[Rollout] = []
+        rollouts: list[Rollout] = []
         with self._arithmetic, nullcontext() if recorder is None else recorder.recording():
             for start in range(0, len(requests), self._max_batch_size):  # refuses a generator, as ``sample_each``
-                chosen = order[start : start + self._max_batch_size]
-                batch, cache = [requests[i] for i in chosen.tolist()], self._cache(config=self._model.config)
-                found += decode(self._model, recorder, batch, params, limits[chosen], self._version, on_finish, cache)
-        return [found[i] for i in np.argsort(order).tolist()]
+                indices = order[start : start + self._max_batch_size]
+                batch, cache = [requests[i] for i in indices.tolist()], self._cache(config=self._model.config)
+                rollouts += decode(
+                    self._model, recorder, batch, params, limits[indices], self._version, on_finish, cache
+                )
+        return [rollouts[i] for i in np.argsort(order).tolist()]
 
     def close(self) -> None:
         if not self._closed:

@@ -44,12 +44,14 @@ class FP8Products(TorchFunctionMode):
         if weight is None:
             return func(*args, **kwargs)
         if func in _PRODUCTS and len(args) > 1 and self._weight(args[1]) and not self._weight(args[0]):
-            activations, matrix, *rest = args
-            bias = next((given for given in (*rest, kwargs.pop("bias", None)) if given is not None), None)
+            activations, matrix, *extra = args
+            bias = next((argument for argument in (*extra, kwargs.pop("bias", None)) if argument is not None), None)
             product = func(round_activations(activations), matrix, **kwargs).to(self._dtype)
             return product if bias is None else product + bias
         result = func(*args, **kwargs)
-        if any(isinstance(one, torch.Tensor) and not self._weight(one) for one in _flat([result])):  # more than a view
+        if any(
+            isinstance(output, torch.Tensor) and not self._weight(output) for output in _flat([result])
+        ):  # more than a view
             raise RolloutError(
                 f"rollout.fp8_activations: the model uses {weight} in {getattr(func, '__name__', func)}, expected a "
                 "product as of a linear layer; another experts implementation may help, or set it to false"
@@ -70,9 +72,9 @@ class FP8Cache(DynamicCache):
 
 def hold_in_fp32(model: PreTrainedModel, views: Mapping[str, torch.Tensor]) -> None:
     """Gives FP8 weights room for e4m3 times a float32 scale; bfloat16 would round them once more."""
-    held = {_memory(view) for name, view in views.items() if is_fp8_weight(name)}
+    memory = {_memory(view) for name, view in views.items() if is_fp8_weight(name)}
     for parameter in model.parameters():
-        if _memory(parameter) in held:
+        if _memory(parameter) in memory:
             parameter.data = parameter.data.float()
 
 

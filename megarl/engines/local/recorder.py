@@ -53,8 +53,8 @@ class RouteRecorder:
 
     def end_pass(self, num_tokens: int) -> None:
         """Ends a forward pass; TraceError if a layer did not see exactly one row per token of its input."""
-        for (name, _), seen in zip(self._modules, self._seen, strict=True):
-            shape = tuple(seen[-1].shape) if len(seen) > self._num_passes else None
+        for (name, _), passes in zip(self._modules, self._seen, strict=True):
+            shape = tuple(passes[-1].shape) if len(passes) > self._num_passes else None
             if shape is None or len(shape) != 2 or shape[0] != num_tokens:
                 raise TraceError(f"{name} routed {shape}, expected [{num_tokens}, top-k]: one row per token")
         self._num_passes += 1
@@ -72,7 +72,7 @@ class RouteRecorder:
 
     def _send(self) -> None:
         """Moves to the host what is on the device."""
-        rows = torch.cat([ids for seen in self._seen for ids in seen]).to(self._narrow).cpu().numpy()
+        rows = torch.cat([ids for passes in self._seen for ids in passes]).to(self._narrow).cpu().numpy()
         self._begin(*self._sent, rows.view(self._dtype).reshape(self.num_layers, self._num_rows, -1))
 
     def _begin(self, *sent: np.ndarray) -> None:

@@ -105,29 +105,29 @@ def parse_answer(
     if isinstance(answer, Mapping) and not {"output_ids", "meta_info"} <= answer.keys():
         raise RolloutError(f"{label}: the server's answer has keys {sorted(answer)}, expected output_ids and meta_info")
     try:
-        found = check_types(_ANSWER, answer, f"{label}: the server's answer")
-        values = [entry[0] for entry in found.meta_info.output_token_logprobs or ()]
+        parsed = check_types(_ANSWER, answer, f"{label}: the server's answer")
+        values = [entry[0] for entry in parsed.meta_info.output_token_logprobs or ()]
         logprobs = check_types(_LOGPROBS, values, f"{label}: output_token_logprobs of the server's answer")
     except DataError as error:
         raise RolloutError(str(error)) from error
-    fault = next(_find_faults(request, found, version, rid, params, bounds), None)
+    fault = next(_find_faults(request, parsed, version, rid, params, bounds), None)
     if fault is not None:
         raise RolloutError(f"{label}: {fault}")
-    meta, output = found.meta_info, np.array(found.output_ids, np.int32)
-    checked, kept = _require_logprobs(logprobs, label), None
+    meta, output = parsed.meta_info, np.array(parsed.output_ids, np.int32)
+    checked, nuclei = _require_logprobs(logprobs, label), None
     if params is not None and params.has_nucleus:
-        checked, kept = _parse_nucleus(meta, output, bounds.vocabulary, label)
+        checked, nuclei = _parse_nucleus(meta, output, bounds.vocabulary, label)
         if params.max_kept_ids is None:
-            kept = None
-        elif len(kept[1]) > params.max_kept_ids:
-            raise too_many_kept(request, len(kept[1]), params.max_kept_ids, len(output))
+            nuclei = None
+        elif len(nuclei[1]) > params.max_kept_ids:
+            raise too_many_kept(request, len(nuclei[1]), params.max_kept_ids, len(output))
     versions = np.concatenate([np.full(len(request.prompt_tokens), version), _versions(meta, len(output))])
     experts = mask = None
     if shape is not None:
         experts, mask = _parse_routes(request, meta, output, shape)
     if rid is not None and is_sealed(answer):  # last: the other checks say what is wrong
         _require_seal(request, answer, label)
-    return make_rollout(request, output, checked, experts, mask, versions, _FINISH[_finish(meta).type], kept)
+    return make_rollout(request, output, checked, experts, mask, versions, _FINISH[_finish(meta).type], nuclei)
 
 
 def is_sealed(answer: Mapping[str, Any]) -> bool:
@@ -142,9 +142,9 @@ def num_retractions(answer: Mapping[str, Any]) -> int:
 
 def longest_answer(num_tokens: int, shape: MoeShape | None, params: SamplingParams, most_drawn_from: int) -> int:
     """Returns the bytes of the longest honest answer of so many tokens, prompt included."""
-    kept = 12 * most_drawn_from if params.has_nucleus else 0
+    nuclei = 12 * most_drawn_from if params.has_nucleus else 0
     routes = 0 if shape is None else longest_text(num_tokens, shape)
-    return (1 << 20) + (TOKEN_BYTES + kept) * num_tokens + routes
+    return (1 << 20) + (TOKEN_BYTES + nuclei) * num_tokens + routes
 
 
 def _require_seal(request: SampleRequest, answer: Mapping[str, Any], label: str) -> None:
@@ -197,10 +197,12 @@ def _find_faults(
         yield from _find_wrong_end(request, output, finish, params, bounds)
     versions = _versions(meta, len(output))
     if (unknown := (versions < 0) | (versions > version)).any():
-        named = meta.weight_version if meta.weight_versions is None else [span.version for span in meta.weight_versions]
+        versions_named = (
+            meta.weight_version if meta.weight_versions is None else [span.version for span in meta.weight_versions]
+        )
         yield (
-            f"weight versions {named} are not those that megarl has set: expected one of 0..{version} for response "
-            f"token {unknown.argmax()}"
+            f"weight versions {versions_named} are not those that megarl has set: expected one of 0..{version} for "
+            f"response token {unknown.argmax()}"
         )
 
 
@@ -209,13 +211,13 @@ def _find_wrong_end(
 ) -> Iterator[str]:
     """Yields what contradicts the limit, or the tokens that end a response."""
     limit = limit_response(request, params, bounds.positions - 1)
-    asked = set(params.stop_token_ids)
-    ends = asked | bounds.end_tokens if asked else asked  # without, the server ignores the model's own too
+    stops = set(params.stop_token_ids)
+    ends = stops | bounds.end_tokens if stops else stops  # without, the server ignores the model's own too
     size = len(output)
     if size > limit:
         yield f"the response has {size} tokens, expected at most {limit}"
-    if asked.intersection(output[:-1]):
-        yield f"the response goes on behind its end token, one of {sorted(asked)}"
+    if stops.intersection(output[:-1]):
+        yield f"the response goes on behind its end token, one of {sorted(stops)}"
     if finish.type == "stop" and (output[-1] not in ends or finish.matched not in (None, output[-1])):
         yield (
             f"the server says that the response stopped at {finish.matched!r}, its last token is {output[-1]}, "
@@ -228,15 +230,15 @@ def _find_wrong_end(
 
 def _require_logprobs(values: Sequence[float | None], label: str) -> np.ndarray:
     """Returns float32 [output]; RolloutError for one that no honest engine gives."""
-    found = np.array([np.nan if value is None else value for value in values], np.float64)
-    wrong = ~((found >= LEAST_LOGPROB) & (found <= ROUNDING))  # NaN is in no range
+    logprobs = np.array([np.nan if value is None else value for value in values], np.float64)
+    wrong = ~((logprobs >= LEAST_LOGPROB) & (logprobs <= ROUNDING))  # NaN is in no range
     if wrong.any():
         token = int(wrong.argmax())
         raise RolloutError(
-            f"{label}: the log-probability of response token {token} is {found[token]:.9g}, expected "
+            f"{label}: the log-probability of response token {token} is {logprobs[token]:.9g}, expected "
             f"{LEAST_LOGPROB:g} to 0"
         )
-    return np.minimum(found, 0.0).astype(np.float32)
+    return np.minimum(logprobs, 0.0).astype(np.float32)
 
 
 def _parse_nucleus(
@@ -267,30 +269,30 @@ def _versions(meta: _Meta, size: int) -> np.ndarray:
 
     Newer servers name the version of each span of output tokens.
     """
-    found = np.full(size, -1)
+    versions = np.full(size, -1)
     whole = _Span(start=0, end=size, version="none" if meta.weight_version is None else meta.weight_version)
     for span in meta.weight_versions or [whole]:
         text = str(span.version)
         is_number = text.isascii() and text.isdecimal() and len(text) < 10
         if 0 <= span.start <= span.end <= size:
-            found[span.start : span.end] = int(text) if is_number else -1
-    return found
+            versions[span.start : span.end] = int(text) if is_number else -1
+    return versions
 
 
 def _parse_routes(
     request: SampleRequest, meta: _Meta, output: np.ndarray, shape: MoeShape
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns experts [T, L, K] and mask [T]; the last token and the known prefix have no row."""
-    label, known = request.label, request.known_rows
+    label, num_known = request.label, request.known_rows
     if meta.routed_experts is None:
         raise TraceError(
             f"{label}: the answer has no routed_experts although they were asked for: start the server with "
             "--enable-return-routed-experts (SGLang 0.5.7 or later)"
         )
     tokens = np.concatenate([request.prompt_tokens, output])
-    trace = decode_routes(meta.routed_experts, len(tokens) - 1, shape, label, known, tokens[known:-1].tolist())
+    trace = decode_routes(meta.routed_experts, len(tokens) - 1, shape, label, num_known, tokens[num_known:-1].tolist())
     experts = np.zeros((len(tokens), *trace.experts.shape[1:]), trace.experts.dtype)
-    experts[known:-1] = trace.experts
+    experts[num_known:-1] = trace.experts
     mask = np.zeros(len(tokens), bool)
-    mask[known:-1] = present_rows(trace)
+    mask[num_known:-1] = present_rows(trace)
     return experts, mask

@@ -33,7 +33,7 @@ class Examined:
 
 def examine(config: Config) -> list[Examined]:
     """Asks each server in sglang.urls, or else the interpreter sglang.python; starts no server."""
-    return [_check(config, where) for where in config.sglang.urls or [str(config.sglang.python)]]
+    return [_check(config, place) for place in config.sglang.urls or [str(config.sglang.python)]]
 
 
 def _predict_info(config: Config, python: str) -> Mapping[str, Any]:
@@ -46,20 +46,20 @@ def _predict_info(config: Config, python: str) -> Mapping[str, Any]:
     return {**parse_arguments(command(spec)), "api_key": True, "version": installed_release(Path(python))}
 
 
-def _check(config: Config, where: str) -> Examined:
+def _check(config: Config, place: str) -> Examined:
     release = None
     try:
         if config.sglang.urls:
-            info = server_info(where, key_named(config.sglang.api_key_env), ASK_S)
+            info = server_info(place, key_named(config.sglang.api_key_env), ASK_S)
         else:
-            info = _predict_info(config, where)
+            info = _predict_info(config, place)
         release = str(info.get("version"))
         needs = config.sglang.tp, servers_record(config), config.rollout.top_p < 1, Path(config.model.path)
         version, warnings = check_server(info, *needs)
     except MegarlError as error:
-        return Examined(where, release, problem=str(error))
+        return Examined(place, release, problem=str(error))
     problem = None
     if config.sglang.checksums and info.get("device") == "cpu" and not can(version, "checksums_on_cpu"):
         problem = f"SGLang {release} gives no checksums on a CPU: take a later one, or sglang.checksums = false"
     able = tuple(entry.name for entry in CAPABILITIES if can(version, entry.name))
-    return Examined(where, release, able, tuple(warnings), problem)
+    return Examined(place, release, able, tuple(warnings), problem)

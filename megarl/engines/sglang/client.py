@@ -116,7 +116,7 @@ class _Server:
     busy: int = 0
     tokens: int = 0
     """Of the requests that it has."""
-    away: bool = False
+    is_away: bool = False
     """Does not answer at the moment, and gets no requests."""
     down: bool = False
     """Was away for too long, and is not asked any more."""
@@ -216,8 +216,8 @@ class _RequestSession(Session):
     async def _open(self) -> None:
         """Begin with the servers that have the weights of this session; one that is fresh or behind is awaited."""
         version, servers = self._call.version, self._servers if not self._is_open else ()
-        asked = (is_ready(self._http, server.url, version, timeout_s=OPEN_S, asks_health=False) for server in servers)
-        answers, _ = await asyncio.gather(asyncio.gather(*asked), asyncio.gather(*map(self._learn_places, servers)))
+        checks = (is_ready(self._http, server.url, version, timeout_s=OPEN_S, asks_health=False) for server in servers)
+        answers, _ = await asyncio.gather(asyncio.gather(*checks), asyncio.gather(*map(self._learn_places, servers)))
         for server, ready in zip(servers, answers, strict=True):
             if not ready:
                 self._lose(server, AwayError(f"{server.url} does not answer with weights {version}"))
@@ -226,8 +226,8 @@ class _RequestSession(Session):
 
     async def _learn_places(self, server: _Server) -> None:
         if server.url not in self._client.places:
-            found = await find_places(self._http, server.url, self._settings.clients, OPEN_S)
-            self._client.places |= {} if found is None else {server.url: found}
+            places = await find_places(self._http, server.url, self._settings.clients, OPEN_S)
+            self._client.places |= {} if places is None else {server.url: places}
 
     async def sample(self, request: SampleRequest) -> Rollout:
         answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
@@ -263,7 +263,7 @@ class _RequestSession(Session):
     def _is_blocked(self, server: _Server) -> bool:
         number = self._settings.concurrency
         places = Places(number) if number is not None else self._client.places.get(server.url, UNKNOWN)
-        return server.away or server.busy >= places.requests or (server.busy > 0 and server.tokens >= places.tokens)
+        return server.is_away or server.busy >= places.requests or (server.busy > 0 and server.tokens >= places.tokens)
 
     def _next(self, server: _Server) -> _Job | None:
         """Take a request of the server's own groups, else the newest of the longest queue of a blocked server."""
@@ -327,8 +327,8 @@ class _RequestSession(Session):
                 job.answer.set_exception(RequestError(f"{last}; raise the limit of this server or proxy"))
             return
         await asyncio.sleep(max(wait_s, min(BACKOFF_S * 2 ** (tries - 1), MAX_WAIT_S / 2)))
-        following = (self._servers.index(server) + 1) % len(self._servers)
-        self._servers[following].queue.append(job)
+        next_index = (self._servers.index(server) + 1) % len(self._servers)
+        self._servers[next_index].queue.append(job)
 
     def _release(self, server: _Server, job: _Job, task: asyncio.Task[None]) -> None:
         """Called when a request was answered, queued again or cancelled."""
@@ -353,14 +353,14 @@ class _RequestSession(Session):
             raise RetryError(f"{url}: {type(error).__name__}: {error}") from error
         except DataError as error:
             raise WrongAnswerError(str(error)) from error
-        told = f"HTTP {status}: {answer[:300].decode('utf-8', errors='replace')}"
+        message = f"HTTP {status}: {answer[:300].decode('utf-8', errors='replace')}"
         if status >= 500 or status in (*BUSY, TOO_LARGE):
-            raise RefusedError(f"{url}: {told}", status, wait_s)
-        raise RolloutError(f"{url} refuses the request, {told}")
+            raise RefusedError(f"{url}: {message}", status, wait_s)
+        raise RolloutError(f"{url} refuses the request, {message}")
 
     def _lose(self, server: _Server, failure: AwayError) -> None:
-        if not server.away:
-            server.away = True
+        if not server.is_away:
+            server.is_away = True
             self._helpers.append(self._tasks.create_task(self._await_return(server, failure)))
 
     async def _await_return(self, server: _Server, failure: AwayError) -> None:
@@ -370,7 +370,7 @@ class _RequestSession(Session):
             await asyncio.sleep(RETURN_POLL_S)
             if await is_ready(self._http, server.url, self._call.version):
                 await self._learn_places(server)
-                server.away = False
+                server.is_away = False
                 self._assign()
                 return
         server.down = True

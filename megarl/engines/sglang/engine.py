@@ -113,10 +113,10 @@ class SGLangEngine(Engine):
                 self._sealing.add(url)
             elif url in self._sealing:
                 raise RolloutError(f"{url} answers without the seal of megarl's plugin, and has sealed before")
-            found = set(rollout.weight_versions.tolist())
-            if found != {self._version}:
+            versions = set(rollout.weight_versions.tolist())
+            if versions != {self._version}:
                 raise RolloutError(
-                    f"{request.label}: made with weight versions {sorted(found)}, expected {self._version} alone"
+                    f"{request.label}: made with weight versions {sorted(versions)}, expected {self._version} alone"
                 )
             return rollout
 

@@ -74,7 +74,7 @@ class Fleet:
         self.failure: Exception | None = None
         """Why no server answered at the start."""
 
-    def start(self, *, alone: bool = True) -> list[str]:
+    def start(self, *, is_only: bool = True) -> list[str]:
         """Start the servers, wait until each one answers or has failed, and return all URLs; keepers await the failed.
 
         ConfigError if megarl cannot use one; RolloutError if another thread calls ``close``, or if none answers. The
@@ -85,7 +85,7 @@ class Fleet:
             failures = list(threads.map(self._start_member, self.members))
             self.failure = failures[0] if all(failures) else None
             for failure in filter(None, failures):
-                if isinstance(failure, ConfigError) or self.state.ended.is_set() or (self.failure and alone):
+                if isinstance(failure, ConfigError) or self.state.ended.is_set() or (self.failure and is_only):
                     raise failure
         except BaseException:
             self.close()
@@ -94,7 +94,7 @@ class Fleet:
             threads.shutdown()
         for member, failure in zip(self.members, failures, strict=True):
             if failure is not None:
-                member.said = str(failure)
+                member.last_failure = str(failure)
                 self.tell(f"warning: the run begins without {member.url}, and takes it in when it answers: {failure}")
         for keeper in self.keepers:
             keeper.start()
@@ -133,9 +133,9 @@ class Fleet:
             raise
         finally:
             self.state.updating.clear()
-        gather, made = intake.gathering.seconds, intake.making.seconds
-        send = time.perf_counter() - started - made
-        return {"gather": gather, "quantise": made - gather, "send": send, "hidden": line.busy_s - line.awaited_s}
+        gather, making = intake.gathering.seconds, intake.making.seconds
+        send = time.perf_counter() - started - making
+        return {"gather": gather, "quantise": making - gather, "send": send, "hidden": line.busy_s - line.awaited_s}
 
     def prove(self) -> bool:
         """Ask all servers whether they have the weights of the last update; nothing may be sampled meanwhile.

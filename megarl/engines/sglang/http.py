@@ -46,16 +46,16 @@ def request(
     with http.stream(method, path, json=body, timeout=timeout, headers=UNPACKED, follow_redirects=False) as answer:
         source = str(answer.url)
         content = join_body(answer.status_code, answer.headers, answer.iter_raw(), source, MAX_BYTES)
-    kept = {name: answer.headers[name] for name in ("content-type",) if name in answer.headers}
-    return httpx.Response(answer.status_code, headers=kept, content=content, request=answer.request)
+    headers = {name: answer.headers[name] for name in ("content-type",) if name in answer.headers}
+    return httpx.Response(answer.status_code, headers=headers, content=content, request=answer.request)
 
 
 def read_object(answer: httpx.Response) -> dict[str, Any]:
     """Returns the JSON object that an answer is; DataError if it is none."""
-    found = parse_json(answer.content, str(answer.url), MAX_BYTES)
-    if not isinstance(found, dict):
+    content = parse_json(answer.content, str(answer.url), MAX_BYTES)
+    if not isinstance(content, dict):
         raise DataError(f"{answer.url} answers {answer.text[:300]!r}, expected a JSON object")
-    return found
+    return content
 
 
 def server_info(url: str, api_key: str | None, timeout_s: float = 60.0) -> dict[str, Any]:
@@ -65,8 +65,8 @@ def server_info(url: str, api_key: str | None, timeout_s: float = 60.0) -> dict[
             answer = request(http, "GET", f"{url}/{SERVER_INFO[0]}")
             if answer.status_code == 404:
                 answer = request(http, "GET", f"{url}/{SERVER_INFO[1]}")
-        found = read_object(answer.raise_for_status())
-        return {**found, "version": str(found["version"])}
+        info = read_object(answer.raise_for_status())
+        return {**info, "version": str(info["version"])}
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
         raise RolloutError(f"no SGLang server answers at {url} ({error!r}); start it, or correct the URL") from error
 
@@ -137,7 +137,7 @@ async def is_ready(
                         return False
             if version is None:
                 return True
-            found = await _ask(http, url, MODEL_INFO)  # a restarted server is healthy before it has them
-            return isinstance(found, dict) and str(found.get("weight_version")) == version
+            info = await _ask(http, url, MODEL_INFO)  # a restarted server is healthy before it has them
+            return isinstance(info, dict) and str(info.get("weight_version")) == version
     except (aiohttp.ClientError, TimeoutError, DataError):
         return False

@@ -120,10 +120,10 @@ class Keeper(threading.Thread):
         """A scheduler that is stuck does not tell its state; one that runs and generates nothing is found later."""
         if time.monotonic() - self._generated_at < self._state.settings.generate_s:
             return process.responds()
-        passed = process.healthy()
-        if passed:
+        is_healthy = process.healthy()
+        if is_healthy:
             self._generated_at = time.monotonic()
-        return passed
+        return is_healthy
 
     def restart(self) -> None:
         """Start the server again and send it the weights; tell it if that fails."""
@@ -184,10 +184,10 @@ class Keeper(threading.Thread):
 
     def _is_behind(self) -> bool:
         """Whether the server lacks the weights that are kept, or was late in an update."""
-        member, kept = self.member, self._state.kept
+        member, update = self.member, self._state.kept
         if not member.ready:
             return member.process is not None and member.process.alive and not self._state.updating.is_set()
-        return kept is not None and member.holds is not kept
+        return update is not None and member.holds is not update
 
     def _look_at_stranger(self) -> None:
         """Send somebody else's server the weights if it lacks them; asked less often than processes are looked at.
@@ -210,7 +210,7 @@ class Keeper(threading.Thread):
                     self.send_copy()
 
     @contextmanager
-    def _telling_failure(self, what: str) -> Iterator[None]:
+    def _telling_failure(self, action: str) -> Iterator[None]:
         member = self.member
         try:
             yield
@@ -219,6 +219,6 @@ class Keeper(threading.Thread):
             if member.process is not None:
                 with suppress(RolloutError):  # processes that are left fail the next start, which tells it
                     member.process.kill()
-            if str(error) != member.said and not self._state.no_starts.is_set():
-                member.said = str(error)
-                member.tell(f"{member.url} {what}: {error}")
+            if str(error) != member.last_failure and not self._state.no_starts.is_set():
+                member.last_failure = str(error)
+                member.tell(f"{member.url} {action}: {error}")

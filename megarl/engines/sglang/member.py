@@ -66,7 +66,7 @@ class Member:
     restarts: int = 0
     leniency: int = 1
     """How many times as long as others it may take in a step of an update; doubled each time that it is late."""
-    said: str = ""
+    last_failure: str = ""
     """The last failure that was told."""
 
     @property
@@ -79,9 +79,9 @@ class Member:
         self.ready, self.holds = False, None
         self.away_since = self.away_since or time.monotonic()
 
-    def compare_checksums(self, found: Checksums, expected: Checksums) -> None:
+    def compare_checksums(self, checksums: Checksums, expected: Checksums) -> None:
         """Raises WeightSyncError unless they are those of the other servers."""
-        if names := differing(found, expected):
+        if names := differing(checksums, expected):
             raise WeightSyncError(
                 f"{self.url} holds other weights than the first server after one update: {len(names)} checksums "
                 f"differ, the first of {names[:1]}"
@@ -100,7 +100,7 @@ class Member:
             self.tell(
                 f"{self.url} is back with weights {update.version} after {time.monotonic() - self.away_since:.1f} s"
             )
-            self.away_since, self.said = None, ""
+            self.away_since, self.last_failure = None, ""
 
     def leave_update(self, error: WeightSyncError | None, *, must_end: bool) -> None:
         """Let an update go on without the server, which is late (None), hangs, or has gone; its keeper looks after it.
@@ -108,9 +108,9 @@ class Member:
         Releases the lock. A process that hangs or stops is killed; ``must_end``: one that is late, too.
         """
         self.leniency = min(MOST_LENIENT, 2 * self.leniency) if error is None else self.leniency
-        what = "is late" if error is None else "stops or has gone" if isinstance(error, GoneError) else "hangs"
-        why = "" if error is None else f" ({error})"
-        self.tell(f"{self.url} {what} in a weight update, which goes on without it{why}; it gets the weights later")
+        state = "is late" if error is None else "stops or has gone" if isinstance(error, GoneError) else "hangs"
+        cause = "" if error is None else f" ({error})"
+        self.tell(f"{self.url} {state} in a weight update, which goes on without it{cause}; it gets the weights later")
         self.sender.abandon()
         self.leave()
         in_thread(partial(self._let_go, error is not None or must_end))

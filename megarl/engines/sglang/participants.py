@@ -64,8 +64,8 @@ class Participants:
 
         The others leave: members that are late, hang, have gone, or refuse the step (``raise_refusals``).
         """
-        chosen = [member for member in self.present if among is None or member in among]
-        steps = {member: in_thread(partial(step, member), daemon) for member in chosen}
+        members = [member for member in self.present if among is None or member in among]
+        steps = {member: in_thread(partial(step, member), daemon) for member in members}
         await_most(steps.values(), max((member.leniency for member in steps), default=1))
         for member, running in steps.items():
             is_late = not running.done()

@@ -119,13 +119,13 @@ class Server:
                 break
             remaining = end - time.monotonic()
             if remaining <= 0:
-                why = f"was not ready after {deadline_s:.0f} s: allow more time if it still loads, else look into"
-                raise RolloutError(f"the SGLang server at {self.url} {why} {log}{self.log_tail()}")
+                problem = f"was not ready after {deadline_s:.0f} s: allow more time if it still loads, else look into"
+                raise RolloutError(f"the SGLang server at {self.url} {problem} {log}{self.log_tail()}")
             if self.healthy(timeout_s=min(HEALTH_TIMEOUT_S, remaining)):
                 return
             time.sleep(min(0.2, remaining))
-        why = f"ended with exit code {code} before it was ready: the reason is in"
-        raise RolloutError(f"the SGLang server at {self.url} {why} {log}{self.log_tail()}")
+        problem = f"ended with exit code {code} before it was ready: the reason is in"
+        raise RolloutError(f"the SGLang server at {self.url} {problem} {log}{self.log_tail()}")
 
     def healthy(self, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
         """Whether the server answers its health check (one generated token, unless it is busy generating) in time."""
@@ -216,10 +216,10 @@ class Server:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         if not self._wait_gone(KILL_WAIT_S):
-            left = ", ".join(f"{process.pid} ({' '.join(process.cmdline()[:3])})" for process in self.members())
+            survivors = ", ".join(f"{process.pid} ({' '.join(process.cmdline()[:3])})" for process in self.members())
             raise RolloutError(
                 f"processes of the SGLang server at {self.url} are left {KILL_WAIT_S:.0f} s after SIGKILL, probably in "
-                f"a driver call: {left}; end them before the next start"
+                f"a driver call: {survivors}; end them before the next start"
             )
 
     def _stop_at_exit(self) -> None:

@@ -31,21 +31,21 @@ _COUNTS = ("num_layers", "num_experts", "topk")
 
 def make_header(shape: MoeShape) -> dict[str, str]:
     """Returns the request header that asks for the short form: JSON with the shape that the client expects."""
-    found = {name: getattr(shape, name) for name in ("num_layers", "dense_layers", "num_experts", "topk")}
-    return {HEADER: json.dumps({"version": VERSION, **found}, separators=(",", ":"))}
+    fields = {name: getattr(shape, name) for name in ("num_layers", "dense_layers", "num_experts", "topk")}
+    return {HEADER: json.dumps({"version": VERSION, **fields}, separators=(",", ":"))}
 
 
 def parse_header(headers: Mapping[str, str]) -> MoeShape | None:
     """Returns the shape that a request asks for; None without the header, in another version, or without sense."""
     try:
-        found = json.loads(headers.get(HEADER) or "null")
-        if not isinstance(found, dict) or found.keys() != {"version", "dense_layers", *_COUNTS}:
+        header = json.loads(headers.get(HEADER) or "null")
+        if not isinstance(header, dict) or header.keys() != {"version", "dense_layers", *_COUNTS}:
             return None
-        num_layers, num_experts, topk = (int(found[name]) for name in _COUNTS)
-        dense = {int(layer) for layer in found["dense_layers"]}
+        num_layers, num_experts, topk = (int(header[name]) for name in _COUNTS)
+        dense = {int(layer) for layer in header["dense_layers"]}
     except (TypeError, ValueError, OverflowError, RecursionError):
         return None
-    if found["version"] != VERSION or not 0 < num_layers <= 1 << 16:
+    if header["version"] != VERSION or not 0 < num_layers <= 1 << 16:
         return None
     moe_layers = tuple(layer for layer in range(num_layers) if layer not in dense)
     has_experts = min(topk, num_experts) >= 1 if moe_layers else topk == num_experts == 0
@@ -73,18 +73,18 @@ def seal(prompt: Sequence[int], answer: Mapping[str, Any]) -> str:
     make it.
     """
     meta = answer["meta_info"]
-    rest = [meta.get(name) for name in ("id", "finish_reason", "weight_version", "weight_versions")]
+    fields = [meta.get(name) for name in ("id", "finish_reason", "weight_version", "weight_versions")]
     logprobs = [np.nan if entry[0] is None else entry[0] for entry in meta.get("output_token_logprobs") or ()]
     sets, digest = meta.get("output_token_sampling_mask"), hashlib.blake2b(digest_size=16)
-    for part in (
+    for chunk in (
         np.asarray(prompt, "<i8").tobytes(),
         np.asarray(answer["output_ids"], "<i8").tobytes(),
         np.asarray(logprobs, "<f4").tobytes(),  # as float32: some releases hold such scalars, and JSON is decimal
-        json.dumps(rest, sort_keys=True).encode(),
+        json.dumps(fields, sort_keys=True).encode(),
         (meta.get("routed_experts") or "").encode(),
         *(() if sets is None else _parts_of_sets(sets, meta)),
     ):
-        digest.update(len(part).to_bytes(8, "little") + part)
+        digest.update(len(chunk).to_bytes(8, "little") + chunk)
     return digest.hexdigest()
 
 

@@ -40,9 +40,9 @@ def activate() -> None:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         manager, method = TARGET.split(".")
-        found = getattr(getattr(importlib.import_module(MODULE), manager), method)
-        names = list(inspect.signature(found).parameters)
-        if not inspect.isasyncgenfunction(found) or names[:3] != ["self", "obj", "request"]:
+        function = getattr(getattr(importlib.import_module(MODULE), manager), method)
+        names = list(inspect.signature(function).parameters)
+        if not inspect.isasyncgenfunction(function) or names[:3] != ["self", "obj", "request"]:
             raise AttributeError(f"{TARGET}({', '.join(names)}) is another function than expected")
         HookRegistry.register(f"{MODULE}.{TARGET}", generate_request, HookType.AROUND)
     except (ImportError, AttributeError) as error:
@@ -70,12 +70,12 @@ def import_megarl() -> None:
 
 
 def generate_request(
-    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None, **more: Any
+    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None, **options: Any
 ) -> AsyncIterator[Any]:
     """Stands around ``TokenizerManager.generate_request``: the same answers, traces in the short form if asked for."""
     from megarl.engines.sglang.plugin.compact import parse_header
 
-    answers = original(manager, obj, request, **more)
+    answers = original(manager, obj, request, **options)
     shape = parse_header(getattr(request, "headers", None) or {})
     return answers if shape is None else _rewrite_all(answers, obj, shape)
 
@@ -83,8 +83,8 @@ def generate_request(
 async def _rewrite_all(answers: Any, obj: Any, shape: MoeShape) -> AsyncIterator[Any]:
     try:
         async for answer in answers:
-            for one in answer if isinstance(answer, list) else [answer]:  # several prompts, or several samples
-                await _compact_one(one, shape)
+            for item in answer if isinstance(answer, list) else [answer]:  # several prompts, or several samples
+                await _compact_one(item, shape)
             if isinstance(answer, dict) and not getattr(obj, "stream", False):
                 await asyncio.to_thread(_seal_one, answer, obj)
             yield answer

@@ -48,8 +48,8 @@ class WeightFolder:
             return self._target.absolute()
         with self._errors():
             write_index(self._part, self._where, self._bytes)
-            held = read_json(self._source / "config.json").get("quantization_config")
-            copy_model_files(self._source, self._part, None, held)
+            quantization = read_json(self._source / "config.json").get("quantization_config")
+            copy_model_files(self._source, self._part, None, quantization)
             replace_folder(self._part, self._target)
             for old in self._folder.glob("version_*"):
                 if old != self._target:
@@ -62,8 +62,8 @@ class WeightFolder:
         try:
             yield
         except (OSError, SafetensorError, ConfigError) as error:
-            told = f"{self._folder}: the weights of version {self._version} could not be written ({error})"
-            raise WeightSyncError(told) from error
+            message = f"{self._folder}: the weights of version {self._version} could not be written ({error})"
+            raise WeightSyncError(message) from error
 
 
 def write_empty_model(source: Path, folder: Path, fp8: bool) -> Path:

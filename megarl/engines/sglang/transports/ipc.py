@@ -41,7 +41,7 @@ class _Turn:
 
     gpu: int
     handle: Handle | None
-    taken: frozenset[int]
+    confirmed: frozenset[int]
     """GPUs whose servers have confirmed the bucket before."""
     failure: str
 
@@ -66,7 +66,7 @@ class SharedMemory(Transport):
         self._open: Handle | None = None
         self.handles: dict[int, Handle] = {}
         """Of the current bucket, by GPU."""
-        self.taken: set[int] = set()
+        self.confirmed: set[int] = set()
         """GPUs whose servers have confirmed a bucket since the last meeting."""
 
     def stream(self, intake: Intake, tensors: Iterable[Named], delivery: Delivery | None) -> Buckets:
@@ -84,26 +84,28 @@ class SharedMemory(Transport):
     def rounds(self, buckets: Iterator[Bucket], settle: Callable[[], None]) -> Buckets:
         """Yield None, and then each bucket after a meeting. settle: waits until the last bucket is sent."""
         self._failure = self._open = None
-        self.taken.clear()
-        bucket = following = None
+        self.confirmed.clear()
+        bucket = next_bucket = None
         try:
             while True:
                 try:
                     yield bucket
                 except MegarlError as error:  # the other ranks gather the next bucket with this rank, and then meet
                     self._failure = error
-                following = next(buckets, None)
+                next_bucket = next(buckets, None)
                 try:
                     settle()
                 except MegarlError as error:
                     self._failure = error
-                self._meet(following)
-                bucket = following  # kept until the next meeting: before it, not all servers have confirmed the bucket
+                self._meet(next_bucket)
+                bucket = (
+                    next_bucket  # kept until the next meeting: before it, not all servers have confirmed the bucket
+                )
                 if bucket is None:
                     return
         finally:  # the traceback of an error keeps the tensors
-            for made in {*filter(None, (bucket, following))}:
-                remove_file(made.flat)
+            for unsent in {*filter(None, (bucket, next_bucket))}:
+                remove_file(unsent.flat)
 
     def send(self, bucket: Bucket, delivery: Delivery) -> None:
         """Send the handles of a bucket to all servers."""
@@ -113,7 +115,7 @@ class SharedMemory(Transport):
             post_payloads(sender, payloads, bucket.flat.numel())
 
         for sender in delivery.receivers.each(share):
-            self.taken.update(sender.gpus)
+            self.confirmed.update(sender.gpus)
 
     def _meet(self, bucket: Bucket | None) -> None:
         handle = None
@@ -125,11 +127,11 @@ class SharedMemory(Transport):
                     f"memory of GPU {self.gpu} cannot be shared with the server on it ({error}); look for what forbids "
                     'CUDA IPC, such as containers with separate IPC namespaces, or set sglang.sync = "disk"'
                 )
-        turns = self.gather(_Turn(self.gpu, handle, frozenset(self.taken), str(self._failure or "")))
+        turns = self.gather(_Turn(self.gpu, handle, frozenset(self.confirmed), str(self._failure or "")))
         failures = [turn.failure for turn in turns if turn.failure]
-        if self.gpu not in frozenset().union(*(turn.taken for turn in turns)):
+        if self.gpu not in frozenset().union(*(turn.confirmed for turn in turns)):
             withdraw(self._open)
-        self.taken.clear()
+        self.confirmed.clear()
         self._open = handle
         if failures:
             withdraw(handle)
@@ -192,10 +194,10 @@ def _fixed_segments() -> Iterator[None]:
     if "expandable_segments" not in settings:
         yield
         return
-    others = without_expandable_segments({ALLOCATOR_VARIABLES[0]: settings}).values()
+    options = without_expandable_segments({ALLOCATOR_VARIABLES[0]: settings}).values()
     # The second one until torch 2.8. Both forget what is not given.
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
-    change(",".join([*others, "expandable_segments:False"]))
+    change(",".join([*options, "expandable_segments:False"]))
     try:
         yield
     finally:

@@ -66,7 +66,7 @@ class BroadcastGroup:
         self._use_device()
         # Not the store itself, which must end at once when the group is closed: servers that still wait then give up.
         store = dist.TCPStore(self.address, self.port, self.world_size, is_master=False, timeout=self._timeout)
-        named: dict[str, Any] = {"group_name": self.name}  # of a type that older releases of torch do not have
+        options: dict[str, Any] = {"group_name": self.name}  # of a type that older releases of torch do not have
         self._group, _ = _new_process_group_helper(
             self.world_size,
             0,
@@ -75,7 +75,7 @@ class BroadcastGroup:
             PrefixStore(self.name, store),
             backend_options=None,
             timeout=self._timeout,
-            **named,
+            **options,
         )
         _world.pg_group_ranks[self._group] = {member: member for member in range(self.world_size)}
 
@@ -108,10 +108,10 @@ class BroadcastGroup:
         with contextlib.suppress(RuntimeError, ValueError):  # a failed group may refuse both
             group.abort()
             dist.destroy_process_group(group)
-        held = [group]
+        groups = [group]
         del group
         # Destroying a gloo group blocks until its broadcast has ended, so a thread does it.
-        threading.Thread(target=held.clear, name="weight-group-end").start()
+        threading.Thread(target=groups.clear, name="weight-group-end").start()
 
     def _use_device(self) -> None:
         if self.device.type == "cuda":  # each thread starts with device 0

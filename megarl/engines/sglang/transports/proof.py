@@ -25,10 +25,10 @@ def make_prompt(config: Mapping[str, Any]) -> list[int]:
     return [(7 + 7919 * place) % vocabulary for place in range(min(PROMPT_TOKENS, positions - 2))]
 
 
-def differing(found: Checksums, expected: Checksums) -> list[str]:
+def differing(checksums: Checksums, expected: Checksums) -> list[str]:
     """Returns the names of tensors whose checksums differ on some rank."""
-    ranks = zip(found, expected, strict=False)
-    return sorted({name for mine, other in ranks for name, _ in mine.items() ^ other.items()})
+    ranks = zip(checksums, expected, strict=False)
+    return sorted({name for tensors, other in ranks for name, _ in tensors.items() ^ other.items()})
 
 
 class Proof:
@@ -41,10 +41,10 @@ class Proof:
         self._prompt, self._checksums, self._sums = prompt, checksums, sums
         self._logprobs = np.stack([sender.score(prompt) for _ in range(2)])
 
-    def is_unmade(self, before: "Proof") -> bool:
+    def is_unmade(self, previous: "Proof") -> bool:
         """Whether most tensors are others than in the update before, and the server says the same to the last bit."""
-        changed = sum(mine != other for mine, other in zip(self._sums, before._sums, strict=False))
-        same = np.array_equal(self._logprobs, before._logprobs) and self._checksums == before._checksums
+        changed = sum(number != other for number, other in zip(self._sums, previous._sums, strict=False))
+        same = np.array_equal(self._logprobs, previous._logprobs) and self._checksums == previous._checksums
         return 2 * changed > len(self._sums) and same
 
     def find_change(self, sender: WeightSender) -> str | None:
@@ -55,7 +55,7 @@ class Proof:
         if np.abs(now[0] - self._logprobs).mean() <= LEAST_CHANGE:
             return None
         now += [sender.score(self._prompt) for _ in range(6)]  # two or three answers may be alike by chance
-        noise = max(float(np.ptp(asked, axis=0).mean()) for asked in (now, self._logprobs))
+        noise = max(float(np.ptp(scores, axis=0).mean()) for scores in (now, self._logprobs))
         gap = float(np.abs(np.mean(now, axis=0) - self._logprobs.mean(0)).mean())
         if gap <= LEAST_CHANGE + NOISES * noise:
             return None

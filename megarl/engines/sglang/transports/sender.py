@@ -113,13 +113,15 @@ class WeightSender:
             self._in_session = False
         flushed = self._ask("POST", "flush_cache")
         if flushed.status_code != 200:
-            told = f"{self.url} refuses to flush its cache, HTTP {flushed.status_code}: {flushed.text[:300]}"
-            raise WeightSyncError(f"{told}; it would serve keys, values and routes of old weights and stays paused")
+            message = f"{self.url} refuses to flush its cache, HTTP {flushed.status_code}: {flushed.text[:300]}"
+            raise WeightSyncError(f"{message}; it would serve keys, values and routes of old weights and stays paused")
         self.name(str(version))
-        found = self.weight_version()
-        if found != str(version):
-            raise WeightSyncError(f"{self.url} says its weights are version {found!r} after an update to {version}")
-        self._named = found
+        named_version = self.weight_version()
+        if named_version != str(version):
+            raise WeightSyncError(
+                f"{self.url} says its weights are version {named_version!r} after an update to {version}"
+            )
+        self._named = named_version
 
     def name(self, version: str) -> None:
         """Have the server call its weights this version."""
@@ -144,21 +146,21 @@ class WeightSender:
         with suppress(WeightSyncError, LookupError, TypeError, ValueError):
             if answer.status_code == 200 and (ranks := self._read(answer)["ranks"]):
                 return [dict(rank["checksums"]) for rank in ranks]
-        told = f"{self.url} gives no checksums, HTTP {answer.status_code}: {answer.text[:300]}"
-        raise WeightSyncError(f"{told}; take a later release, or set sglang.checksums = false")
+        message = f"{self.url} gives no checksums, HTTP {answer.status_code}: {answer.text[:300]}"
+        raise WeightSyncError(f"{message}; take a later release, or set sglang.checksums = false")
 
     def score(self, prompt: Sequence[int]) -> np.ndarray:
         """Returns the log-probabilities of the prompt's tokens behind the first one, float64; 0 for one that is NaN."""
         sampling = {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True}
         # From position 0 on, so that nothing comes from the prefix cache.
-        asked = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-        answer = self._ask("POST", "generate", asked, SCORE_S)
+        body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        answer = self._ask("POST", "generate", body, SCORE_S)
         try:
             entries = self._read(answer)["meta_info"]["input_token_logprobs"][1:]
             return np.nan_to_num(np.array([entry[0] for entry in entries], dtype=np.float64))
         except (WeightSyncError, LookupError, TypeError, ValueError) as error:
-            told = f"{self.url} scores no prompt, HTTP {answer.status_code}: {answer.text[:300]}"
-            raise WeightSyncError(told) from error
+            message = f"{self.url} scores no prompt, HTTP {answer.status_code}: {answer.text[:300]}"
+            raise WeightSyncError(message) from error
 
     def weight_version(self, timeout_s: float | None = None) -> str:
         """Returns the server's name for the version of its weights."""
@@ -176,8 +178,8 @@ class WeightSender:
         if is_json and not has_failed and answer.text != "null":  # some answer null
             has_failed = self._read(answer).get("success") is False
         if has_failed:
-            told = f"{self.url}/{path} failed, HTTP {answer.status_code}: {answer.text[:300]}"
-            raise WeightSyncError(f"{told}; the server stays paused")
+            message = f"{self.url}/{path} failed, HTTP {answer.status_code}: {answer.text[:300]}"
+            raise WeightSyncError(f"{message}; the server stays paused")
 
     def _read(self, answer: httpx.Response) -> dict[str, Any]:
         try:
@@ -192,15 +194,15 @@ class WeightSender:
         if self._is_abandoned and method == "POST":
             raise GoneError(f"{self.url}/{path}: not asked, because the update goes on without the server")
         timeout_s = deadline() if timeout_s is None else timeout_s
-        asked = in_thread(partial(request, self._http, method, f"/{path}", body, timeout_s))
+        exchange = in_thread(partial(request, self._http, method, f"/{path}", body, timeout_s))
         until, pause_s = time.monotonic() + timeout_s, NOTICE_S
         try:
-            while not wait([asked], min(pause_s, until - time.monotonic())).done:
+            while not wait([exchange], min(pause_s, until - time.monotonic())).done:
                 if time.monotonic() >= until:
                     raise httpx.ReadTimeout(f"no whole answer within {timeout_s:.0f} s")
                 self._require_life(path)
                 pause_s *= 2  # SGLang keeps each question for 20 s
-            answer = asked.result()
+            answer = exchange.result()
         except (httpx.HTTPError, DataError) as error:
             is_late, is_wrong = isinstance(error, httpx.TimeoutException), isinstance(error, DataError)
             kind = WeightSyncError if is_wrong else HangError if is_late else GoneError
