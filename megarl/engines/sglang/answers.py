@@ -1,8 +1,8 @@
-"""Turns the answers of SGLang servers into rollouts, and checks them first: against the request, and against the model.
+"""Checks the answers of SGLang servers against the request and the model, and turns them into rollouts.
 
 An answer has the experts of every token that the server has processed, prompt included: base64 of raw int32 for every
 layer, dense layers included. Servers with megarl's ``plugin`` send a short form without the dense layers. The last
-generated token was never processed, so it has no row.
+generated token was never processed, and has no row.
 """
 
 import math
@@ -24,24 +24,24 @@ from megarl.routes.answers import decode_routes, longest_text, present_rows
 
 _FINISH: Mapping[object, FinishReason] = {"stop": "stop", "length": "length"}
 LEAST_LOGPROB = -45.0
-"""No honest token is less likely: with 262,144 ids, tokens below it are drawn once in 1e14 draws."""
+"""No honest token is less likely: with 262,144 ids, tokens below this limit are drawn once in 1e14 draws."""
 ROUNDING = 1e-6
 """Of a log-probability above 0, in float32."""
 ROOM_SLACK = 4
-"""A server cuts a response so many tokens, at most, before its cache or context is full."""
+"""A server cuts a response at most this number of tokens before its cache or context is full."""
 TOKEN_BYTES = 256
-"""Of an answer, for each token: its ids, text and log-probability."""
+"""Bytes of an answer per token: ids, text and log-probability."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What the model, and the server that answers, allow."""
+    """Limits of the model, and of the server that answers."""
 
     vocabulary: int = 1 << 31
     positions: int = 1 << 31
     """Of the model, for prompt and response."""
     end_tokens: frozenset[int] = frozenset()
-    """At which a server stops beside those of the request: the model's own."""
+    """The model's own end tokens, at which a server stops beside the request's."""
     longest: float = math.inf
     """Tokens of prompt and response at about which the server cuts a response."""
 
@@ -94,12 +94,12 @@ def parse_answer(
     params: SamplingParams | None = None,
     bounds: Bounds = Bounds(),
 ) -> Rollout:
-    """Returns the rollout that a ``/generate`` answer describes.
+    """Return the rollout in a ``/generate`` answer.
 
-    version: of the last update of the weights; an answer names it, or an earlier one. shape: None if no routes were
-    asked for. rid: the id that the request carried, which its answer must repeat; None if it had none. params: what was
-    asked for; None leaves length, end and nucleus unchecked.
-    Raises RolloutError for an answer that is inconsistent, aborted or not SGLang's, TraceError for wrong routes.
+    version: of the last weight update; an answer names this or an earlier version. shape: None for a request without
+    routes. rid: id of the request, which the answer must repeat; None: the request had no id. params: of the request;
+    None leaves length, end and nucleus unchecked. RolloutError for an answer that is inconsistent, aborted or not
+    SGLang's; TraceError for wrong routes.
     """
     label = request.label
     if isinstance(answer, Mapping) and not {"output_ids", "meta_info"} <= answer.keys():
@@ -125,7 +125,7 @@ def parse_answer(
     experts = mask = None
     if shape is not None:
         experts, mask = _parse_routes(request, meta, output, shape)
-    if rid is not None and is_sealed(answer):  # last: the other checks say what is wrong
+    if rid is not None and is_sealed(answer):  # last: the earlier checks say more
         _require_seal(request, answer, label)
     return make_rollout(request, output, checked, experts, mask, versions, _FINISH[_finish(meta).type], nuclei)
 
@@ -136,12 +136,12 @@ def is_sealed(answer: Mapping[str, Any]) -> bool:
 
 
 def num_retractions(answer: Mapping[str, Any]) -> int:
-    """How often the server has dropped this response from its cache, and computed it again from the start."""
+    """Number of times that the server dropped the response from its cache, and computed it again from the start."""
     return answer["meta_info"].get("num_retractions") or 0
 
 
 def longest_answer(num_tokens: int, shape: MoeShape | None, params: SamplingParams, most_drawn_from: int) -> int:
-    """Returns the bytes of the longest honest answer of so many tokens, prompt included."""
+    """Return the bytes of the longest honest answer of ``num_tokens`` tokens, prompt included."""
     nuclei = 12 * most_drawn_from if params.has_nucleus else 0
     routes = 0 if shape is None else longest_text(num_tokens, shape)
     return (1 << 20) + (TOKEN_BYTES + nuclei) * num_tokens + routes
@@ -169,7 +169,7 @@ def _find_faults(
     params: SamplingParams | None,
     bounds: Bounds,
 ) -> Iterator[str]:
-    """Yields what contradicts the request or the model."""
+    """Yield contradictions to the request or the model."""
     meta, output, prompt = answer.meta_info, answer.output_ids, request.prompt_tokens.tolist()
     if rid is not None and meta.id != rid:
         yield f"the answer is to another request: its id is {meta.id!r}, expected {rid!r}"
@@ -209,7 +209,7 @@ def _find_faults(
 def _find_wrong_end(
     request: SampleRequest, output: Sequence[int], finish: _Finish, params: SamplingParams, bounds: Bounds
 ) -> Iterator[str]:
-    """Yields what contradicts the limit, or the tokens that end a response."""
+    """Yield contradictions to the limit, or to the end tokens."""
     limit = limit_response(request, params, bounds.positions - 1)
     stops = set(params.stop_token_ids)
     ends = stops | bounds.end_tokens if stops else stops  # without, the server ignores the model's own too
@@ -229,7 +229,7 @@ def _find_wrong_end(
 
 
 def _require_logprobs(values: Sequence[float | None], label: str) -> np.ndarray:
-    """Returns float32 [output]; RolloutError for one that no honest engine gives."""
+    """Return float32 [output]; RolloutError for a log-probability outside of the possible range."""
     logprobs = np.array([np.nan if value is None else value for value in values], np.float64)
     wrong = ~((logprobs >= LEAST_LOGPROB) & (logprobs <= ROUNDING))  # NaN is in no range
     if wrong.any():
@@ -244,8 +244,7 @@ def _require_logprobs(values: Sequence[float | None], label: str) -> np.ndarray:
 def _parse_nucleus(
     meta: _Meta, output: np.ndarray, vocabulary: int, label: str
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """Returns float32 [output], log-probabilities within the ids that each token was drawn from; how many these are,
-    and which, ascending."""
+    """Return float32 [output], log-probabilities within the nucleus; sizes of the nuclei, and their ids, ascending."""
     sets, logprobs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
     if sets is None or logprobs is None or {len(sets), len(logprobs)} != {len(output)}:
         raise RolloutError(
@@ -265,7 +264,7 @@ def _parse_nucleus(
 
 
 def _versions(meta: _Meta, size: int) -> np.ndarray:
-    """int64 [size], of each response token; -1 where the answer names none, or none that is a number.
+    """int64 [size], of each response token; -1 where the answer has no version, or no number.
 
     Newer servers name the version of each span of output tokens.
     """

@@ -27,7 +27,7 @@ class Participants:
 
     @property
     def senders(self) -> list[WeightSender]:
-        """One for each server that is present."""
+        """The senders of all present members."""
         return [member.sender for member in self.present]
 
     def tell(self, line: str, /) -> None:
@@ -46,7 +46,7 @@ class Participants:
                         self.present.append(member)
                     elif time.monotonic() > until:
                         break
-            for member in [member for member in self.present if not is_wanted(member)]:  # lost by its keeper meanwhile
+            for member in [member for member in self.present if not is_wanted(member)]:  # lost by the keeper meanwhile
                 self._release(member)
             yield
         finally:
@@ -60,9 +60,9 @@ class Participants:
     def each_member(
         self, step: Callable[[Member], object], among: Collection[Member] | None = None, *, daemon: bool = True
     ) -> list[Member]:
-        """Run a step for all members that are present at the same time; returns the members that have done the step.
+        """Run a step for all present members at the same time; return the members that have done the step.
 
-        The others leave: members that are late, hang, have gone, or refuse the step (``raise_refusals``).
+        The remaining members leave: they are late, hang, have gone, or refuse the step (``raise_refusals``).
         """
         members = [member for member in self.present if among is None or member in among]
         steps = {member: in_thread(partial(step, member), daemon) for member in members}
@@ -83,7 +83,7 @@ class Participants:
         return [member for member in steps if member in self.present]
 
     def raise_refusals(self) -> None:
-        """Raise the first refusal of a server that lives. A server that was dying has gone by now, or soon."""
+        """Raise the first refusal of a server that lives. A dying server has gone by now, or soon."""
         while self._refusals:
             self._refusals.pop(0)()
 

@@ -1,6 +1,6 @@
-"""What each SGLang release can do for megarl, and which arguments make its routes or log-probabilities wrong.
+"""Capabilities of each SGLang release, and arguments that make its routes or log-probabilities wrong.
 
-The words are data, in releases.toml.
+The texts are data, in releases.toml.
 """
 
 import re
@@ -18,7 +18,7 @@ from megarl.models.hf_folder import read_json
 Version = tuple[int, int, int]
 OLDEST, NEWEST = (0, 5, 7), (0, 5, 23)
 NO_RELEASE: Version = (1 << 30, 0, 0)
-"""Newer than any: it has the faults of every release alone."""
+"""Newer than any release: it has the faults of every release alone."""
 Arguments = Mapping[str, Any]
 """Name with underscores -> value, as in /server_info; an absent argument has its default."""
 
@@ -34,24 +34,24 @@ class Capability:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Arguments that make a server's answers wrong; megarl refuses such a server."""
+    """Arguments that make a server's answers wrong; megarl refuses the server."""
 
     name: str
     applies: Callable[[Arguments], bool]
-    """Whether these arguments cause the fault."""
+    """Whether arguments cause the fault."""
     meaning: str
-    """What goes wrong, and with which arguments."""
+    """The wrong result, and the arguments that cause it."""
     remedy: str
     last: Version | None = None
-    """The last release that has it; None: all."""
+    """The last release with the fault; None: all releases."""
     of_routes: bool = False
-    """Whether it matters only where routes are asked for."""
+    """Whether the fault matters only for requests with routes."""
 
 
 def _number(arguments: Arguments, name: str, default: int) -> int:
     try:
         return int(arguments.get(name, default))
-    except (OverflowError, TypeError, ValueError):  # None, or what the server itself refuses
+    except (OverflowError, TypeError, ValueError):  # None, or a value that the server itself refuses
         return default
 
 
@@ -86,7 +86,7 @@ _OTHER_CACHES = (
 )
 
 _IN_KERNEL = ("triton_kernel", "flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4")
-"""MoE runners that choose experts inside a kernel. Servers tell what "auto" has become: it stands for others."""
+"""MoE runners that choose experts inside a kernel. Servers report the runner that "auto" stands for."""
 _NO_ALL_TO_ALL, _GATHERED = (None, "none"), ("deepep", "deepep_v2")
 
 _CAUSES: Mapping[str, Callable[[Arguments], bool]] = {
@@ -114,7 +114,7 @@ _CAUSES: Mapping[str, Callable[[Arguments], bool]] = {
 
 
 def parse_version(text: str) -> Version:
-    """Returns ``"0.5.21.post1"`` as (0, 5, 21); RolloutError for text that is no release number."""
+    """Return ``"0.5.21.post1"`` as (0, 5, 21); RolloutError for text without a release number."""
     match = re.match(r"v?(\d+)\.(\d+)\.(\d+)", text)
     if match is None:
         raise RolloutError(f"the server calls its version {text!r}, expected a release number such as 0.5.23")
@@ -142,9 +142,9 @@ def can(version: Version, capability: str) -> bool:
 def check_server(
     info: Arguments, tp: int, routes: bool = True, nucleus: bool = False, source: Path | None = None
 ) -> tuple[Version, list[str]]:
-    """Returns the version in a /server_info answer, and warnings; ConfigError if megarl cannot use the server or it has
-    another tensor-parallel size than ``tp``. ``routes``: whether it must return them; ``nucleus``: whether top_p is
-    below 1; ``source``: folder with the model's config."""
+    """Return the version in a /server_info answer, and warnings; ConfigError if megarl cannot use the server, or if its
+    tensor-parallel size is not ``tp``. routes: whether the server must return routes; nucleus: whether top_p is below
+    1; source: folder with the model's config."""
     if source is not None and (config := source / "config.json").is_file():
         hf = read_json(config)
         info = {
@@ -176,9 +176,9 @@ def check_server(
 
 
 def check_arguments(words: Sequence[str], routes: bool = True) -> None:
-    """Raises ConfigError for arguments that are wrong with every release; ``check_server`` finds the others.
+    """ConfigError for arguments that are wrong with every release; ``check_server`` finds the rest.
 
-    ``routes``: whether the server must return them.
+    routes: whether the server must return routes.
     """
     _refuse_faults(parse_arguments(words), routes, "SGLang", NO_RELEASE)
 
@@ -194,7 +194,7 @@ def _refuse_faults(arguments: Arguments, routes: bool, name: str, version: Versi
 
 
 def parse_arguments(words: Sequence[str]) -> dict[str, Any]:
-    """Returns ``["--a-b", "1", "--c=x", "--d"]`` as ``{"a_b": "1", "c": "x", "d": True}``; the last one wins."""
+    """Return ``["--a-b", "1", "--c=x", "--d"]`` as ``{"a_b": "1", "c": "x", "d": True}``; the last value wins."""
     arguments: dict[str, Any] = {}
     name = None
     for word in words:
@@ -208,8 +208,8 @@ def parse_arguments(words: Sequence[str]) -> dict[str, Any]:
 
 
 def require_own(python: Path) -> None:
-    """ConfigError for an interpreter below the current folder that others may have put there."""
-    # Its folder may be a link; the environment's own files lie beside the link.
+    """ConfigError for an interpreter below the current folder that other users may have put there."""
+    # The folder may be a link; the environment's own files lie beside the link.
     if (
         not python.is_absolute()
         and python.exists()

@@ -48,9 +48,9 @@ class Broadcast(Transport):
 
 
 def broadcast(senders: Sequence[WeightSender], bucket: Bucket) -> None:
-    """Send the tensors of a bucket through one process group of all these servers.
+    """Send the tensors of a bucket through a process group of all these servers.
 
-    WeightSyncError if one server fails; all servers have then left the group.
+    WeightSyncError if a server fails; all servers have then left the group.
     """
     places = [(name, str(dtype).removeprefix("torch."), list(shape)) for name, dtype, shape, *_ in bucket.places()]
     body = dict(zip(("names", "dtypes", "shapes"), zip(*places, strict=True), strict=True))
@@ -84,7 +84,7 @@ def _new_group(senders: Sequence[WeightSender], device: torch.device, timeout_s:
     for sender in senders:
         sender.group = group
         body = {
-            "master_address": url_host(group.address),  # SGLang puts it into a URL
+            "master_address": url_host(group.address),  # the form for a URL
             "master_port": group.port,
             "rank_offset": first,
             "world_size": group.world_size,

@@ -2,11 +2,11 @@
 
     begin    pause, aborting all requests
     ...      a transport sends the weights
-    finish   close the update, flush the cache, name the new version; each is verified
+    finish   close the update, flush the cache, name the new version; each step is verified
     resume   let requests in
 
-Only the pause mode ``abort`` is consistent: with the others, running requests mix the log-probabilities of one version
-with the routes of another. A server that refuses any step stays paused, because nobody knows what weights it holds.
+Only the pause mode ``abort`` is consistent: in other modes, running requests mix the log-probabilities of one version
+with the routes of another version. A server that refuses a step stays paused, because its weights are unknown.
 """
 
 import time
@@ -38,7 +38,7 @@ from megarl.errors import DataError, WeightSyncError
 CPU = -1
 """Stands for the GPU of servers that have none."""
 STOPPING = (502, 503, 504)
-"""HTTP statuses of a server that stops or has gone, the first and the last by a proxy before it."""
+"""HTTP statuses of a server that stops or has gone; the first and the last come from a proxy."""
 
 
 class WeightSender:
@@ -47,7 +47,7 @@ class WeightSender:
     def __init__(
         self, url: str, version: Version, *, tp: int = 1, api_key: str | None = None, gpus: Sequence[int] = ()
     ) -> None:
-        """``version`` and ``tp`` are the server's release and tensor-parallel size.
+        """version, tp: the server's release and tensor-parallel size.
 
         gpus: GPU of each tensor-parallel rank; empty if the server runs on CPUs or on another machine.
         """
@@ -56,7 +56,7 @@ class WeightSender:
         self.tp = tp
         self.gpus = gpus or (CPU,) * tp
         self.group: BroadcastGroup | None = None
-        """The process group that the server is in."""
+        """The process group of the server, or None."""
         self._in_session = False
         self._named: str | None = None
         self._is_abandoned = False
@@ -70,29 +70,29 @@ class WeightSender:
         self._http.close()
 
     def abandon(self) -> None:
-        """Let no more requests of a thread go out that still runs a step, because the update goes on without it."""
+        """Stop further requests of a running step, because the update continues without the server."""
         self._is_abandoned = True
 
     def begin(self) -> None:
-        """Abort running requests, and keep new ones waiting.
+        """Abort running requests, and keep new requests waiting.
 
-        Also closes the session of an update that was interrupted, be it of an earlier trainer.
+        Also closes the session of an interrupted update, even of an earlier trainer.
         """
         self.post("pause_generation", {"mode": "abort"})
         if can(self.release, "update_session"):
-            self._ask("POST", "end_weight_update", {}, WHOLE_S)  # usually HTTP 400: none is open
+            self._ask("POST", "end_weight_update", {}, WHOLE_S)  # usually HTTP 400: no open session
             self._in_session = False
         if self.group is not None and self.weight_version() != self._named:
             self.leave_group()  # the server was restarted, and is in no group
 
     def leave_group(self) -> None:
-        """Close the process group with the server, if there is one."""
+        """Close the process group with the server, if one is open."""
         if self.group is not None:
             self.group.close()
             self.group = None
 
     def open_session(self) -> None:
-        """Open the session of an update, unless it is open or the release has none."""
+        """Open the session of an update, unless a session is open or the release has no sessions."""
         if not self._in_session and can(self.release, "update_session"):
             self.post("begin_weight_update", {})
             self._in_session = True
@@ -102,7 +102,7 @@ class WeightSender:
         # auto: not the server's own --load-format, which may be dummy
         body = {"model_path": folder, "load_format": "auto", "flush_cache": False}
         num_bytes = 0
-        with suppress(OSError):  # perhaps removed meanwhile, which the server will say
+        with suppress(OSError):  # if the folder is gone, the server will say so
             num_bytes = sum(file.stat().st_size for file in Path(folder).iterdir())
         self.post("update_weights_from_disk", body, deadline(num_bytes))
 
@@ -124,7 +124,7 @@ class WeightSender:
         self._named = named_version
 
     def name(self, version: str) -> None:
-        """Have the server call its weights this version."""
+        """Name the server's weights."""
         self.post("update_weight_version", {"new_version": version, "abort_all_requests": True})
 
     def resume(self) -> None:
@@ -141,7 +141,7 @@ class WeightSender:
         self.post("resume_memory_occupation", {"tags": [kind]}, WHOLE_S)
 
     def checksums(self) -> list[dict[str, str]]:
-        """Returns the server's own checksums, name -> checksum for each tensor-parallel rank."""
+        """Return the server's own checksums, name -> checksum for each tensor-parallel rank."""
         answer = self._ask("POST", "weights_checker", {"action": "checksum"}, WHOLE_S)
         with suppress(WeightSyncError, LookupError, TypeError, ValueError):
             if answer.status_code == 200 and (ranks := self._read(answer)["ranks"]):
@@ -150,9 +150,9 @@ class WeightSender:
         raise WeightSyncError(f"{message}; take a later release, or set sglang.checksums = false")
 
     def score(self, prompt: Sequence[int]) -> np.ndarray:
-        """Returns the log-probabilities of the prompt's tokens behind the first one, float64; 0 for one that is NaN."""
+        """Return the log-probabilities of the prompt's tokens after the first token, float64; NaN becomes 0."""
         sampling = {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True}
-        # From position 0 on, so that nothing comes from the prefix cache.
+        # From position 0 on: the prefix cache must not answer.
         body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
         answer = self._ask("POST", "generate", body, SCORE_S)
         try:
@@ -190,7 +190,7 @@ class WeightSender:
     def _ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
     ) -> httpx.Response:
-        """What the server answers; HangError if it does not in time, GoneError if it stops or has gone."""
+        """The server's answer; HangError without an answer in time, GoneError if the server stops or has gone."""
         if self._is_abandoned and method == "POST":
             raise GoneError(f"{self.url}/{path}: not asked, because the update goes on without the server")
         timeout_s = deadline() if timeout_s is None else timeout_s
@@ -213,7 +213,7 @@ class WeightSender:
         return answer
 
     def _require_life(self, path: str) -> None:
-        """GoneError if the server says that it stops, or refuses connections; one that says nothing may be busy."""
+        """GoneError if the server reports its stop, or refuses connections; a silent server may be busy."""
         check = in_thread(partial(request, self._http, "GET", "/health", timeout_s=HEALTH_S))
         with suppress(TimeoutError, httpx.TimeoutException, httpx.ReadError, httpx.RemoteProtocolError, DataError):
             if (status := check.result(HEALTH_S).status_code) in STOPPING:
