@@ -28,7 +28,7 @@ LEAST_LOGPROB = -45.0
 ROUNDING = 1e-6
 """Of a log-probability above 0, in float32."""
 ROOM_SLACK = 4
-"""A server cuts a response at most this number of tokens before its cache or context is full."""
+"""A server may cut a response this number of tokens before its cache or context is full."""
 TOKEN_BYTES = 256
 """Bytes of an answer per token: ids, text and log-probability."""
 
@@ -136,7 +136,7 @@ def is_sealed(answer: Mapping[str, Any]) -> bool:
 
 
 def num_retractions(answer: Mapping[str, Any]) -> int:
-    """Number of times that the server dropped the response from its cache, and computed it again from the start."""
+    """Number of times that the server dropped the response from its cache, and computed the response again."""
     return answer["meta_info"].get("num_retractions") or 0
 
 

@@ -1,4 +1,4 @@
-"""Examines the servers of a configuration before a run: their release, and whether megarl can use them."""
+"""Examines the servers of a configuration before a run: release, and problems for megarl."""
 
 import os
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class Examined:
 
 
 def examine(config: Config) -> list[Examined]:
-    """Ask each server in sglang.urls, or else the interpreter sglang.python; starts no server."""
+    """Ask the servers in sglang.urls, or the interpreter sglang.python; starts no server."""
     return [_check(config, place) for place in config.sglang.urls or [str(config.sglang.python)]]
 
 

@@ -1,13 +1,12 @@
 """Requests to SGLang servers: balanced, bounded, with a deadline, and repeated after a server's fault.
 
-- **Balance.** A group's samples go to one server, whose prefix cache then serves the group. Each server has at most
-  ``Places`` requests at once. Further requests wait here, and go to another server only if their server is full or
-  away.
+- **Balance.** The samples of a group go to a single server, whose prefix cache serves the group. A server has at most
+  ``Places`` requests at once. Further requests wait here, and move only if their server is full or away.
 - **Repeats.** A request waits again after a failure that may pass: the connection, an HTTP 5xx, a truncated or wrong
   answer, the deadline. HTTP 408, 429 and 503 mean a busy server, and allow longer waits; 413 means a request of a
   refused size. An answer counts only after all checks.
-- **Ids.** Each attempt has a new id, and the answer must repeat the id: late, repeated or exchanged answers have a
-  wrong id. SGLang refuses an id in use, and aborts by prefixes of ids, so ids are new and equally long.
+- **Ids.** Every attempt has a new id, and the answer must repeat the id: late, repeated or exchanged answers have a
+  wrong id. SGLang refuses an id in use, and aborts by prefixes of ids, hence the new ids of equal length.
 """
 
 import asyncio
@@ -33,7 +32,7 @@ TICK_S = 1.0
 RETURN_POLL_S = 0.5
 """Time between two questions whether a server is back."""
 OPEN_S = 2.0
-"""Longest wait at the start of a session for a server that does not report its weights or places."""
+"""Longest wait at the start of a session for a server's report of weights and places."""
 BUSY = (408, 429, 503)
 """HTTP statuses of a busy server or proxy."""
 TOO_LARGE = 413
@@ -44,7 +43,7 @@ MAX_WAIT_S = 30.0
 MAX_ANSWER_BYTES = 1 << 30
 """Of the answer to a request of unknown length."""
 UNKNOWN = Places(64)
-"""Places of a server that does not report its room."""
+"""Places of a server without a report of its room."""
 
 Decode = Callable[[SampleRequest, Any, str, str], Rollout]
 """(request, answer, URL of the server, id of the attempt) -> rollout; RolloutError or TraceError for a wrong answer."""
@@ -77,7 +76,7 @@ class ClientSettings:
 
 
 class RetryError(Exception):
-    """A failure that another attempt may not meet."""
+    """A failure that may pass at the next attempt."""
 
 
 class AwayError(RetryError):
@@ -151,7 +150,7 @@ class SGLangClient:
         self.counts = Counter[str]()
         """Of the last ``converse``, see ``Engine.answer_counts``."""
         self.places: dict[str, Places] = {}
-        """By URL, of the servers that have reported their room."""
+        """By URL, from the servers' reports."""
 
     def converse(
         self,
@@ -165,7 +164,7 @@ class SGLangClient:
     ) -> None:
         """See ``Engine.converse``; RolloutError if a request keeps failing, with the last failure.
 
-        A server gets no requests while its weights are not called ``version`` (None: any). ``limit``: longest response.
+        A server gets no requests unless its weights are called ``version`` (None: any). ``limit``: longest response.
         RequestError, raised to the caller of the request, if no server takes a request of its size.
         """
 
@@ -233,11 +232,11 @@ class _RequestSession(Session):
     async def sample(self, request: SampleRequest) -> Rollout:
         answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
         queue = self._servers[request.group % len(self._servers)].queue
-        # A response is expected to reach half of its limit, and a running response has on average half of its tokens.
+        # On average a response reaches half of its limit, and a running response has half of its tokens.
         job = _Job(request, answer, len(request.prompt_tokens) + self._call.limit // 4)
         # A later turn goes first: the server's cache still has the prefix of its episode.
         queue.appendleft(job) if request.known_rows else queue.append(job)
-        # Defer, so that a request does not take another group's preferred server.
+        # Defer: a request must not take a place at the preferred server of a second group.
         asyncio.get_running_loop().call_soon(self._assign)
         try:
             return await answer
@@ -252,7 +251,7 @@ class _RequestSession(Session):
                 task.cancel()
 
     def _assign(self) -> None:
-        """Give every server that answers as many requests as it has places."""
+        """Fill the places of all servers that answer."""
         for server in self._servers if self._is_open else ():
             while not self._is_blocked(server) and (job := self._next(server)) is not None:
                 server.busy += 1

@@ -1,6 +1,6 @@
 """The engine on SGLang servers: requests over HTTP, and weights through the fleet.
 
-Every rank of the trainer sends its own requests to the same servers. One rank, with the fleet, sends the weights.
+Every rank of the trainer sends requests to all servers. The rank with the fleet sends the weights.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,10 +44,9 @@ class SGLangEngine(Engine):
         form: WeightForm | None = None,
         tell: Tell = print,
     ) -> None:
-        """config: the model's config.json. fleet: on the rank that sends the weights, in ``form`` (None: bf16); None on
-        the other ranks. helper: on ranks that make handles of their memory for the servers. agree: a barrier of the
-        ranks that share the servers; an error on one rank is raised on all ranks. tell: gets a line about wrong
-        answers."""
+        """config: the model's config.json. fleet: sends the weights, in ``form`` (default bf16); absent on all ranks
+        but the sender. helper: makes handles of the rank's memory for the servers. agree: a barrier of the ranks that
+        share the servers; an error on any rank is raised on all ranks. tell: gets a line about wrong answers."""
         settings = settings or ClientSettings()
         self._shape = MoeShape.of(config)
         self._client = SGLangClient(urls, settings, make_header(self._shape) if settings.compact_routes else {}, tell)
@@ -82,7 +81,7 @@ class SGLangEngine(Engine):
 
     @property
     def sync_seconds(self) -> Mapping[str, float]:
-        """Seconds of gather, quantise and send, and hidden seconds of sending; empty on ranks that send nothing."""
+        """Seconds of gather, quantise and send, and hidden seconds of sending; empty on ranks without a fleet."""
         return self._sync_seconds
 
     @property
@@ -163,12 +162,12 @@ class SGLangEngine(Engine):
         self._agree(self._try(lambda: self._fleet and self._fleet.rest()))
 
     def close(self) -> None:
-        """Stop the servers that this rank has started."""
+        """Stop the rank's own servers."""
         if self._fleet is not None:
             self._fleet.close()
 
     def _try(self, step: Callable[[], object]) -> MegarlError | None:
-        """Run a step of this rank; return the step's error, which all ranks then raise."""
+        """Run a step of the rank; return the step's error, for all ranks to raise."""
         try:
             step()
         except (RolloutError, WeightSyncError) as error:

@@ -1,9 +1,9 @@
-"""The servers of an engine: started and updated together, with proof of the weights that they compute with.
+"""The servers of an engine: joint start, updates, and proof of the weights in use.
 
-- **start** starts the servers and waits until each server answers or has failed.
+- **start** starts the servers and waits until every server answers or has failed.
 - **update** sends new weights to all servers that answer, at once, and keeps a copy.
-- **prove** asks all servers whether they still have these weights.
-- **a keeper** for each server restarts a dead server, and sends the copy.
+- **prove** asks all servers whether they still have the weights of the update.
+- **a keeper** per server restarts a dead server, and sends the copy.
 
 An absent server delays nothing: an update includes only the servers that answer.
 """
@@ -40,7 +40,7 @@ CLOSE_S = 10.0
 
 @dataclass
 class Fleet:
-    """Servers that are started here (``specs``), or that run already (``urls``)."""
+    """Servers with a process here (``specs``), or running elsewhere (``urls``)."""
 
     specs: Sequence[ServerSpec] = ()
     urls: Sequence[str] = ()
@@ -59,7 +59,7 @@ class Fleet:
     """How the weights reach the servers."""
     settings: FleetSettings = field(default_factory=FleetSettings)
     tell: Callable[[str], None] = print
-    """Gets one line for each restart and warning."""
+    """Gets a line for every restart and warning."""
 
     def __post_init__(self) -> None:
         if self.source is None and self.specs:
@@ -103,7 +103,7 @@ class Fleet:
         return [member.url for member in self.members]
 
     def update(self, tensors: Iterable[Named], version: int, form: WeightForm) -> dict[str, float]:
-        """Give all servers new weights in this form, each bucket while the next bucket is made.
+        """Give all servers new weights in this form. Sending a bucket overlaps with making the next bucket.
 
         Returns the seconds of the phases "gather", "quantise" and "send", and the "hidden" seconds of sending.
         WeightSyncError if a server refuses the weights, or if ``tensors`` are not the checkpoint's. An absent or lost
@@ -131,7 +131,7 @@ class Fleet:
                 self.state.last = last
         except MegarlError as error:
             with suppress(MegarlError):
-                buckets.throw(error)  # ranks that share memory with the servers learn that the update has failed
+                buckets.throw(error)  # tells ranks with shared memory of the failure
             raise
         finally:
             self.state.updating.clear()
@@ -176,7 +176,7 @@ class Fleet:
                     member.process.kill()
 
     def close(self) -> None:
-        """Stop the servers that were started here, and wait until their processes are gone."""
+        """Stop the servers with a process here, and wait until the processes are gone."""
         self.state.last = None
         self.state.ended.set()
         self.state.no_starts.set()
@@ -222,7 +222,7 @@ class Fleet:
 
     @contextmanager
     def _pause_keepers(self) -> Iterator[None]:
-        """Take all servers that answer from their keepers; without weights to send, keepers stop soon."""
+        """Take all servers that answer from the keepers; without weights to send, keepers stop soon."""
         last, self.state.last = self.state.last, None
         loads_folder = last is not None and isinstance(last.copy, Path)
         del last  # the next copy needs the memory

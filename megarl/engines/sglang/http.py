@@ -95,7 +95,7 @@ class Places:
     tokens: float = math.inf
     """Tokens of prompts and responses in the cache."""
     longest: float = math.inf
-    """Tokens of one prompt and response, in its cache or its context: about there the server cuts a response."""
+    """Tokens of a prompt and a response, in the cache or the context, at about which the server cuts a response."""
 
     @classmethod
     def of(cls, info: Any, clients: int = 1) -> "Places | None":

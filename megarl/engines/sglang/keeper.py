@@ -1,9 +1,9 @@
-"""Looks after the servers of a fleet, each server in its own thread, so that several servers come back in parallel.
+"""Looks after the servers of a fleet, with a thread for every server: several servers come back in parallel.
 
 A dead server is restarted on its old port; a server at a URL is awaited. Then the server gets the weights of the last
-complete update. A fresh server calls its weights "default", which no rollout accepts, so the server answers no request
-before the update. A new update does not wait: the keeper stops after the current bucket, and the update includes the
-server, or the next look sends the new weights.
+complete update. A fresh server calls its weights "default", which no rollout accepts. The server therefore answers no
+request before the update. A new update does not wait: the keeper stops after the current bucket, and the update
+includes the server, or the next look sends the new weights.
 """
 
 import math
@@ -33,7 +33,7 @@ class FleetSettings:
     hang_s: float = 120.0
     """Time of failed health checks until a server is killed and restarted."""
     max_restarts: int = 20
-    """Restarts of one server before the fleet gives it up."""
+    """Most restarts of a server."""
     poll_s: float = 0.5
     """Time between two looks at the processes."""
     health_s: float = 10.0
@@ -49,13 +49,13 @@ class FleetSettings:
 
 @dataclass
 class FleetState:
-    """State of a fleet that its keepers read."""
+    """State of a fleet, for the keepers."""
 
     settings: FleetSettings
     prompt: Callable[[], list[int]]
     """Of the proofs."""
     last: Update | None = None
-    """The last complete update; None during an update, so that no server gets half of an update."""
+    """The last complete update; None during an update: no server gets half of an update."""
     updating: threading.Event = field(default_factory=threading.Event)
     """Set while servers are paused, or have released their memory."""
     no_starts: threading.Event = field(default_factory=threading.Event)
@@ -77,7 +77,7 @@ class Keeper(threading.Thread):
         self.checked_at = -math.inf
         """Time of the server's last passed check; for a server at a URL, of the last question for its weights."""
         self._generated_at = -math.inf
-        """Time of the last passed check that generates."""
+        """Time of the last passed check with a generated token."""
         self._silent_since: float | None = None
 
     def run(self) -> None:
@@ -117,7 +117,7 @@ class Keeper(threading.Thread):
         return dead and member.restarts <= settings.max_restarts
 
     def _passes_check(self, process: Server) -> bool:
-        """A stuck scheduler does not report its state. A scheduler that runs and generates nothing is found later."""
+        """A stuck scheduler does not report its state. A scheduler that runs without output is found later."""
         if time.monotonic() - self._generated_at < self._state.settings.generate_s:
             return process.responds()
         is_healthy = process.healthy()
@@ -145,7 +145,7 @@ class Keeper(threading.Thread):
     def send_copy(self) -> None:
         """Send the server the last complete update, unless a new update begins. The caller holds the member's lock.
 
-        Tells a failure; a server that was started here is then killed, and the next look restarts the server.
+        Tells a failure; a server with a process is then killed, and the next look restarts the server.
         """
         with self._telling_failure("could not take weights"):
             self._rejoin()

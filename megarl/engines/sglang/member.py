@@ -1,4 +1,4 @@
-"""One server of a fleet: the process, the sender of weights, and whether the server is alive and up to date."""
+"""A server of a fleet: process, sender of weights, and state."""
 
 import threading
 import time
@@ -38,7 +38,7 @@ class Update:
 
 @dataclass(eq=False)
 class Member:
-    """One server; the fleet restarts a server with a ``process``."""
+    """A server; the fleet restarts a server with a ``process``."""
 
     url: str
     process: Server | None
@@ -65,7 +65,7 @@ class Member:
     away_since: float | None = None
     restarts: int = 0
     leniency: int = 1
-    """Factor on the server's time in a step of an update; doubled each time that the server is late."""
+    """Factor on the server's time in a step of an update; doubled after every late step."""
     last_failure: str = ""
     """The last failure that was told."""
 
@@ -75,7 +75,7 @@ class Member:
         return self.connection
 
     def leave(self) -> None:
-        """Note that the server, or its weights, are gone."""
+        """Note the loss of the server, or of its weights."""
         self.ready, self.holds = False, None
         self.away_since = self.away_since or time.monotonic()
 
@@ -103,8 +103,7 @@ class Member:
             self.away_since, self.last_failure = None, ""
 
     def leave_update(self, error: WeightSyncError | None, *, must_end: bool) -> None:
-        """Let an update continue without the server, which is late (None), hangs, or has gone; its keeper looks after
-        it.
+        """Let an update continue without a server that is late (error None), hangs, or has gone. The keeper takes over.
 
         Releases the lock. A hanging or stopping process is killed; must_end: a late process, too.
         """
@@ -124,8 +123,7 @@ class Member:
             self.lock.release()
 
     def await_death(self, error: WeightSyncError, refused_at: float, restarts: int) -> None:
-        """Wait for the end of a dying server, which may refuse a step before its end; raises ``error`` if the server
-        lives.
+        """Wait for the end of a dying server, which may refuse a step first; raises ``error`` if the server lives.
 
         restarts: number of restarts at the refusal.
         """

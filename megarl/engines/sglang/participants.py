@@ -1,4 +1,4 @@
-"""The servers that take part in one operation of a fleet: an update, a proof, or a rest."""
+"""The servers in an operation of a fleet: an update, a proof, or a rest."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -13,17 +13,17 @@ from megarl.errors import WeightSyncError
 
 
 class Participants:
-    """Members of a fleet whose locks the fleet holds, so that no keeper talks to their servers."""
+    """Members of a fleet whose locks the fleet holds: no keeper talks to the servers."""
 
     def __init__(self, members: Sequence[Member], shares_gpu: bool, tell: Callable[[str], None]) -> None:
-        """shares_gpu: whether servers open GPU memory of the trainer, so that a late server must be killed."""
+        """shares_gpu: whether servers open GPU memory of the trainer. A late server must then be killed."""
         self.present: list[Member] = []
         self.resting: Collection[Member] = ()
-        """The members that have freed their memory."""
+        """Members without memory, since a rest."""
         self._tell = tell
         self._members, self._shares_gpu = members, shares_gpu
         self._refusals: list[Callable[[], None]] = []
-        """Each call waits for the end of a server that has refused a step, or raises the refusal."""
+        """A call waits for the end of a server that has refused a step, or raises the refusal."""
 
     @property
     def senders(self) -> list[WeightSender]:
@@ -36,7 +36,7 @@ class Participants:
 
     @contextmanager
     def take(self, is_wanted: Callable[[Member], bool], wait_s: float = 0.0) -> Iterator[None]:
-        """Hold the locks of these members, without members whose keepers keep the lock for longer than ``wait_s``."""
+        """Hold the locks of wanted members, except where a keeper keeps the lock for longer than ``wait_s``."""
         until = time.monotonic() + wait_s
         self._refusals.clear()
         try:
@@ -60,7 +60,7 @@ class Participants:
     def each_member(
         self, step: Callable[[Member], object], among: Collection[Member] | None = None, *, daemon: bool = True
     ) -> list[Member]:
-        """Run a step for all present members at the same time; return the members that have done the step.
+        """Run a step for all present members at once; return the members that have done the step.
 
         The remaining members leave: they are late, hang, have gone, or refuse the step (``raise_refusals``).
         """

@@ -1,9 +1,9 @@
-"""One SGLang server process: its start, its health, and its end without leftovers.
+"""A process of an SGLang server: start, health, and an end without leftovers.
 
 The server runs in a session of its own under ``reaper``. Three events end the server:
 
-- ``stop``: SIGTERM, then SIGKILL, then a check for surviving processes, because SGLang's children outlive a SIGTERM by
-  many seconds;
+- ``stop``: SIGTERM, then SIGKILL, then a check for surviving processes: SGLang's children outlive a SIGTERM by many
+  seconds;
 - the exit of the interpreter;
 - the reaper, if the starting process is killed.
 """
@@ -39,12 +39,12 @@ HEALTH_TIMEOUT_S = 30.0
 
 
 class Server:
-    """Starts, checks and stops one server; a stopped or dead server may be started again."""
+    """Starts, checks and stops a server; a stopped or dead server may be started again."""
 
     def __init__(self, spec: ServerSpec) -> None:
         self.spec = spec
         self._process: subprocess.Popen[bytes] | None = None
-        self._changing = threading.RLock()  # one thread may stop what another one starts
+        self._changing = threading.RLock()  # two threads may start and stop at once
         self._port = spec.port or free_port(spec.host)
         self._config_file: Path | None = None
         self._log_start = 0
@@ -59,7 +59,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Base address without a slash at the end; a restart does not change it."""
+        """Base address without a slash at the end; a restart keeps the address."""
         return f"http://{url_host(self.spec.host)}:{self._port}"
 
     @property
@@ -72,7 +72,7 @@ class Server:
         """Whether the process runs; the server may still be unhealthy."""
         try:
             return self._process is not None and self._exit_code() is None
-        except RolloutError:  # another thread has just stopped it
+        except RolloutError:  # a second thread has just stopped the server
             return False
 
     def start(self) -> None:
@@ -128,11 +128,11 @@ class Server:
         raise RolloutError(f"the SGLang server at {self.url} {problem} {log}{self.log_tail()}")
 
     def healthy(self, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
-        """Whether the server passes its health check (one generated token, unless the server is generating) in time."""
+        """Whether the server passes its health check in time: a generated token, or a generation in progress."""
         return self._get("health", timeout_s) == 200
 
     def responds(self, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
-        """Whether the scheduler reports its state in time, which takes no forward pass."""
+        """Whether the scheduler reports its state in time, without a forward pass."""
         statuses = (self._get(path, timeout_s) for path in SERVER_INFO)
         return next((status for status in statuses if status != 404), 404) == 200
 
@@ -150,7 +150,7 @@ class Server:
         return str(server_info(self.url, self.spec.api_key)["version"])
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """End the server and all its processes: SIGTERM to the group, SIGKILL after ``grace_s``.
+        """End the server and all processes: SIGTERM to the group, SIGKILL after ``grace_s``.
 
         Does nothing for a stopped server; ``start`` may follow. RolloutError if processes survive.
         """
@@ -176,7 +176,7 @@ class Server:
         """Returns the server's processes, with the reaper and without zombies."""
         if self._process is None:
             return []
-        # The leader stays a zombie until the end, so no other process can have its id.
+        # The leader stays a zombie until the end, which reserves the process id.
         return [process for process in psutil.process_iter() if _is_living_member(process, self._process.pid)]
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
@@ -188,7 +188,7 @@ class Server:
 
     def _exit_code(self) -> int | None:
         """Exit code of the reaper, equal to the server's; None while it runs. Leaves the zombie, see ``members``."""
-        process = self._process  # a copy: another thread may stop the server meanwhile
+        process = self._process  # a second thread may stop the server meanwhile
         if process is None:
             raise RolloutError("the SGLang server was not started: call start() first")
         if process.returncode is None:

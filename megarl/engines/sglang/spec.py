@@ -36,7 +36,7 @@ NOT_EXTRA = {
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """Settings to start one server on this host."""
+    """Settings to start a server on this host."""
 
     model_path: str | Path
     """A local folder in Hugging Face format."""
@@ -55,7 +55,7 @@ class ServerSpec:
     gpus: tuple[int, ...] | None = None
     """Device indices as nvidia-smi counts them; None serves on the CPU, without CUDA."""
     max_total_tokens: int | None = None
-    """Size of the KV cache in tokens; None lets SGLang derive it from mem_fraction."""
+    """Size of the KV cache in tokens; None: SGLang derives the size from mem_fraction."""
     mem_fraction: float | None = None
     """Share of the memory for weights and KV cache; None is 0.1 on a CPU and SGLang's own choice on GPUs."""
     routes: bool = True
@@ -63,7 +63,7 @@ class ServerSpec:
     api_key: str | None = field(default=None, repr=False)
     """Bearer token of every request but the health check."""
     extra_args: tuple[str, ...] = ()
-    """More arguments of sglang.launch_server; they come last and override the others."""
+    """More arguments of sglang.launch_server; the last arguments override earlier arguments."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
@@ -87,7 +87,7 @@ def command(spec: ServerSpec, config_file: Path | None = None) -> list[str]:
     args += ["--model-path", str(spec.model_path), "--host", spec.host, "--port", str(spec.port)]
     args += ["--dtype", spec.dtype, "--tp-size", str(spec.tp)]
     args += ["--enable-return-routed-experts"] if spec.routes else []
-    # The warm-up sends English text, which ends a server whose tokenizer lacks a character. The health check generates
+    # The warm-up sends English text and ends a server whose tokenizer lacks a character. The health check generates
     # from a token id and is as good a test.
     args += ["--skip-server-warmup", "--log-level-http", "warning"]
     if spec.gpus is None:
@@ -112,7 +112,7 @@ def environment(spec: ServerSpec) -> dict[str, str]:
     if "enable_memory_saver" in parse_arguments(spec.extra_args):  # SGLang asserts against the two together
         env = without_expandable_segments(env)
     env.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # log-probabilities would ignore the temperature
-    # Without these variables a crashed server stays for 65 seconds to dump its GPU state, and does not answer.
+    # Without these variables a crashed server is silent for 65 seconds, to dump its GPU state.
     env.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
     env.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
     # Interval in seconds in which a server notices closed connections; megarl drops many requests.
@@ -123,7 +123,7 @@ def environment(spec: ServerSpec) -> dict[str, str]:
         return env | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, spec.gpus))}
     env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     if spec.tp > 1:
-        # SGLang demands one NUMA node per rank unless the cores of each rank are given.
+        # SGLang demands a NUMA node per rank, unless the cores of every rank are given.
         cores = sorted(os.sched_getaffinity(0))
         env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(spec.tp))
     return env

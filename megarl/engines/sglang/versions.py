@@ -1,4 +1,4 @@
-"""Capabilities of each SGLang release, and arguments that make its routes or log-probabilities wrong.
+"""Capabilities of the SGLang releases, and arguments that make routes or log-probabilities wrong.
 
 The texts are data, in releases.toml.
 """
@@ -25,7 +25,7 @@ Arguments = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """A feature, and the first release that has it."""
+    """A feature, and the first release with the feature."""
 
     name: str
     since: Version
@@ -51,7 +51,7 @@ class Fault:
 def _number(arguments: Arguments, name: str, default: int) -> int:
     try:
         return int(arguments.get(name, default))
-    except (OverflowError, TypeError, ValueError):  # None, or a value that the server itself refuses
+    except (OverflowError, TypeError, ValueError):  # None, or a value that the server refuses
         return default
 
 
@@ -126,7 +126,7 @@ def _read_releases() -> tuple[tuple[Capability, ...], tuple[Fault, ...]]:
     assert tables["faults"].keys() == _CAUSES.keys(), "releases.toml and _CAUSES have other faults"
     for entry in (*tables["capabilities"].values(), *tables["faults"].values()):
         entry |= {key: parse_version(entry[key]) for key in ("since", "last") if key in entry}
-    # By keyword, so that an unknown key is an error.
+    # By keyword: an unknown key is an error.
     able = tuple(Capability(name=name, **entry) for name, entry in tables["capabilities"].items())
     return able, tuple(Fault(name=name, applies=_CAUSES[name], **entry) for name, entry in tables["faults"].items())
 
@@ -208,7 +208,7 @@ def parse_arguments(words: Sequence[str]) -> dict[str, Any]:
 
 
 def require_own(python: Path) -> None:
-    """ConfigError for an interpreter below the current folder that other users may have put there."""
+    """ConfigError for an interpreter below the current folder, perhaps put there by a different user."""
     # The folder may be a link; the environment's own files lie beside the link.
     if (
         not python.is_absolute()

@@ -37,7 +37,7 @@ def _stand_in_for_cudart(torch: ModuleType) -> None:
 
 
 def _do_not_pin_memory(torch: Any) -> None:
-    """Let ``torch.zeros(pin_memory=True)`` return plain memory: SGLang before 0.5.21 allocates its route buffer so."""
+    """Let ``torch.zeros(pin_memory=True)`` return plain memory: the route buffer of SGLang before 0.5.21 is pinned."""
     zeros = torch.zeros
     torch.zeros = lambda *args, pin_memory=False, **kwargs: zeros(*args, **kwargs)
 

@@ -36,7 +36,7 @@ def make_header(shape: MoeShape) -> dict[str, str]:
 
 
 def parse_header(headers: Mapping[str, str]) -> MoeShape | None:
-    """Return the shape in a request's header; None without the header, in another version, or without sense."""
+    """Return the shape in a request's header; None for a missing, senseless or differently versioned header."""
     try:
         header = json.loads(headers.get(HEADER) or "null")
         if not isinstance(header, dict) or header.keys() != {"version", "dense_layers", *_COUNTS}:

@@ -1,7 +1,7 @@
 """The module that SGLang loads: rewrites the routing traces of answers on request, and seals the answers.
 
-The rewriting is the last step of a request, in the HTTP process and in a thread of its own, so that neither the
-scheduler nor other requests wait.
+The rewriting is the last step of a request, in a new thread of the HTTP process: neither the scheduler nor further
+requests wait.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("megarl.routes")
 
 
 def activate() -> None:
-    """Hook into a process that answers requests; called by SGLang in each of its processes.
+    """Hook into a process that answers requests; SGLang calls the function in all processes.
 
     An unknown SGLang stays unchanged, with a line in the log.
     """
@@ -52,9 +52,9 @@ def activate() -> None:
 
 
 def import_megarl() -> None:
-    """Make ``megarl`` importable without an installation: the package of this file, and nothing more.
+    """Make ``megarl`` importable without an installation: only the package of this file.
 
-    Its directory must not be on PYTHONPATH: it may be the site-packages of another environment.
+    Its directory must not be on PYTHONPATH, because it may be the site-packages of a foreign environment.
     """
     if importlib.util.find_spec("megarl") is not None:
         return
@@ -88,7 +88,7 @@ async def _rewrite_all(answers: Any, obj: Any, shape: MoeShape) -> AsyncIterator
             if isinstance(answer, dict) and not getattr(obj, "stream", False):
                 await asyncio.to_thread(_seal_one, answer, obj)
             yield answer
-    finally:  # SGLang takes one answer and drops the iterator, which must release its locks
+    finally:  # SGLang reads a single answer; the dropped iterator must release its locks
         await answers.aclose()
 
 

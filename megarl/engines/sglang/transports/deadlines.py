@@ -1,11 +1,11 @@
-"""Time limits of each step of a weight update, and when a server counts as late.
+"""Time limits of the steps of a weight update, and when a server counts as late.
 
 - **Deadline.** A server without an answer by the deadline hangs.
 - **Late.** Half of the servers have done a step, and as much time again has passed, at least ``LATE_S``: the update
-  continues without the rest. A late server gets twice as long from then on, up to ``MOST_LENIENT`` times, so that a
-  slow machine is left out once and not for ever.
-- **Stop on purpose.** A server after SIGTERM keeps its connections open and may never answer, but its health check says
-  503 at once, or refuses connections. The check runs while a step takes longer than ``NOTICE_S``.
+  continues without the rest. A late server gets twice as long from then on, up to ``MOST_LENIENT`` times: a slow
+  machine is left out once and not for ever.
+- **Stop on purpose.** A server after SIGTERM keeps connections open and may never answer, but the health check says 503
+  at once, or refuses connections. The check runs while a step takes longer than ``NOTICE_S``.
 """
 
 import math
@@ -20,7 +20,7 @@ CONTROL_S = 15.0
 """Deadline of a step without weights: pause, session, flush, name, resume. A scheduler answers between two forward
 passes, of which the longest, a chunk of prompts, takes a few seconds."""
 JOIN_S = 0.25
-"""Additional time for each rank that joins a process group."""
+"""Additional time per rank that joins a process group."""
 BYTES_PER_S = 50e6
 """Slowest way of weights to a server: base64 in JSON through one Python process, or half of a gigabit network."""
 WHOLE_S = 120.0
@@ -35,7 +35,7 @@ HEALTH_S = 1.0
 
 
 def deadline(num_bytes: int = 0) -> float:
-    """Seconds for a step that moves ``num_bytes`` to one server: CONTROL_S + num_bytes / BYTES_PER_S."""
+    """Seconds for a step that moves ``num_bytes`` to a server: CONTROL_S + num_bytes / BYTES_PER_S."""
     return CONTROL_S + num_bytes / BYTES_PER_S
 
 
@@ -48,7 +48,7 @@ class GoneError(WeightSyncError):
 
 
 class Patience:
-    """Patience with one step of several servers."""
+    """Patience with a step of several servers."""
 
     def __init__(self, leniency: int = 1) -> None:
         """leniency: factor on the time for the servers of this step."""

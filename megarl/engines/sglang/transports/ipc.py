@@ -1,6 +1,6 @@
 """Weights through memory that the servers of the machine open: only handles are sent.
 
-A server's rank opens memory of its own GPU alone, so a rank of the trainer on that GPU makes the handles. These ranks
+A server's rank opens memory of its own GPU alone: a trainer's rank on the GPU makes the handles. The ranks with handles
 and the main rank, which talks to the servers, go through the buckets of an update in step:
 
     gather a bucket -> meet: exchange handles -> gather the next bucket, while the main rank sends -> meet: free
@@ -32,7 +32,7 @@ from megarl.errors import MegarlError, WeightSyncError
 
 SHARED_MEMORY = Path("/dev/shm")
 MOST_READERS = 1 << 12
-"""More processes than open one bucket."""
+"""An upper bound on the readers of a bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class _Turn:
 
 @dataclass(eq=False)
 class SharedMemory(Transport):
-    """The ranks of one machine that share memory with its servers, seen from one of these ranks.
+    """Shared memory of a machine's ranks and servers, seen from a single rank.
 
-    The rank with the fleet talks to the servers. Each other rank is a ``Helper``.
+    The rank with the fleet talks to the servers. The remaining ranks are ``Helper``.
     """
 
     gpus: Sequence[int] = (CPU,)
@@ -82,7 +82,7 @@ class SharedMemory(Transport):
         return rounds
 
     def rounds(self, buckets: Iterator[Bucket], settle: Callable[[], None]) -> Buckets:
-        """Yield None, and then each bucket after a meeting. settle: waits until the last bucket is sent."""
+        """Yield None, and then a bucket after every meeting. settle: waits until the last bucket is sent."""
         self._failure = self._open = None
         self.confirmed.clear()
         bucket = next_bucket = None
@@ -139,14 +139,14 @@ class SharedMemory(Transport):
 
 @dataclass(eq=False)
 class Helper:
-    """A rank that makes handles for the servers on its GPU, while another rank talks to these servers."""
+    """Makes handles for the servers on a rank's GPU, while the main rank talks to the servers."""
 
     transport: SharedMemory
     source: Path
     """Checkpoint folder with the model's config."""
 
     def update(self, tensors: Iterable[Named], version: int, form: WeightForm) -> dict[str, float]:
-        """Join in ``Fleet.update`` of the other rank; WeightSyncError if the update fails there."""
+        """Join in ``Fleet.update`` of the main rank; WeightSyncError if the update fails."""
         intake = Intake.for_servers(self._shapes, version, form)
         deque(self.transport.stream(intake, tensors, None), maxlen=0)
         return {}
@@ -157,7 +157,7 @@ class Helper:
 
 
 def empty_shared(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [num_bytes], in memory that other processes can open while the tensor lives."""
+    """uint8 [num_bytes], in memory that foreign processes can open while the tensor lives."""
     if device.type == "cuda":
         with _fixed_segments():
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)

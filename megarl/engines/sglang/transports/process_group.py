@@ -84,7 +84,7 @@ class BroadcastGroup:
         requests."""
         assert self._group is not None, "join first"
         self._use_device()
-        patience, failure = Patience(), None  # without its frames, which would keep the group alive
+        patience, failure = Patience(), None  # without frames, which would keep the group alive
         try:
             work = dist.broadcast(flat, group_src=0, group=self._group, async_op=True)
             assert work is not None
@@ -111,7 +111,7 @@ class BroadcastGroup:
             dist.destroy_process_group(group)
         groups = [group]
         del group
-        # Destroying a gloo group blocks until its broadcast has ended, so a thread does it.
+        # Destroying a gloo group blocks until its broadcast has ended; hence a thread.
         threading.Thread(target=groups.clear, name="weight-group-end").start()
 
     def _use_device(self) -> None:

@@ -1,12 +1,12 @@
-"""Sends new weights to one running server, so that no token is sampled from a mixture of old and new weights.
+"""Sends new weights to a running server, without a token from a mixture of old and new weights.
 
     begin    pause, aborting all requests
     ...      a transport sends the weights
-    finish   close the update, flush the cache, name the new version; each step is verified
+    finish   close the update, flush the cache, name the new version; every step is verified
     resume   let requests in
 
-Only the pause mode ``abort`` is consistent: in other modes, running requests mix the log-probabilities of one version
-with the routes of another version. A server that refuses a step stays paused, because its weights are unknown.
+Only the pause mode ``abort`` is consistent: in other modes, running requests mix the log-probabilities of a version
+with the routes of the next version. After a refused step a server stays paused: its weights are unknown.
 """
 
 import time
@@ -36,13 +36,13 @@ from megarl.engines.sglang.versions import Version, can
 from megarl.errors import DataError, WeightSyncError
 
 CPU = -1
-"""Stands for the GPU of servers that have none."""
+"""Stands for the GPU of servers on a CPU."""
 STOPPING = (502, 503, 504)
 """HTTP statuses of a server that stops or has gone; the first and the last come from a proxy."""
 
 
 class WeightSender:
-    """The updates of one server."""
+    """The updates of a server."""
 
     def __init__(
         self, url: str, version: Version, *, tp: int = 1, api_key: str | None = None, gpus: Sequence[int] = ()
@@ -206,7 +206,7 @@ class WeightSender:
         except (httpx.HTTPError, DataError) as error:
             is_late, is_wrong = isinstance(error, httpx.TimeoutException), isinstance(error, DataError)
             kind = WeightSyncError if is_wrong else HangError if is_late else GoneError
-            # Without its frames, which would keep the bucket.
+            # Without frames, which would keep the bucket.
             raise kind(f"{self.url}/{path}: {type(error).__name__}: {error}") from error.with_traceback(None)
         if answer.status_code in STOPPING:
             raise GoneError(f"{self.url}/{path}: HTTP {answer.status_code}: {answer.text[:300]}")

@@ -1,4 +1,4 @@
-"""Threads of a weight update: a line that sends a bucket while the next bucket is made, and one thread per server."""
+"""Threads of a weight update: a line that sends a bucket during the making of the next bucket, and calls to servers."""
 
 import threading
 import time
@@ -57,7 +57,7 @@ def in_thread(work: Callable[[], Result], daemon: bool = True) -> Future[Result]
         try:
             result = work()
         except Exception as error:  # from HTTP, gloo, NCCL or the store; the waiting thread raises it
-            # Without its frames, which would keep store and group alive.
+            # Without frames, which would keep store and group alive.
             future.set_exception(error.with_traceback(None))
         else:
             future.set_result(result)

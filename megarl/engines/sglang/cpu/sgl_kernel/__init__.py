@@ -1,7 +1,7 @@
 """A stub of SGLang's compiled kernels, which are not published for CPUs.
 
-SGLang imports names from here even if it computes with plain torch. Each name is a function that raises, so a path that
-really needs a kernel ends with a clear error and not with wrong numbers.
+SGLang imports names from here even if it computes with plain torch. Every name is a function that raises. A path that
+needs a kernel ends with a clear error and not with wrong numbers.
 """
 
 from __future__ import annotations
