@@ -20,10 +20,8 @@ from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang.client import ClientSettings
 from megarl.engines.sglang.engine import SGLangEngine
 from megarl.engines.sglang.fleet import Fleet, FleetSettings
-from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.weights import WeightForm
-from megarl.errors import RolloutError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow(minutes=2)]
 
@@ -96,43 +94,3 @@ def test_a_killed_server_comes_back_with_the_current_weights(
     finally:
         engine.close()
     assert not member.process.members()
-
-
-def test_another_server_takes_over_from_one_that_is_given_up(
-    sglang_spec: ServerSpec, updated_server: Server, hostile_model: Path, weights: Weights, tmp_path: Path
-):
-    spec = replace(sglang_spec, model_path=hostile_model, log_file=tmp_path / "log")
-    told: list[str] = []
-    patience = FleetSettings(START_DEADLINE_S, max_restarts=0, poll_s=0.1)
-    fleet = Fleet([spec], urls=[updated_server.url], source=hostile_model, settings=patience, tell=told.append)
-    settings = replace(SETTINGS, recovery_s=1.0)
-    urls = fleet.start()
-    engine = engine_of(urls, hostile_model, settings, fleet)
-    try:
-        engine.update_weights(weights.items(), 30)
-        process = fleet.members[1].process
-        assert process is not None
-        requests, finished = make_requests(40, copies=4), []
-        wait = in_background(
-            lambda: engine.generate(requests, replace(PARAMS, max_response_tokens=24), finished.append)
-        )
-        while len(finished) < 10:
-            time.sleep(0.01)
-        kill_9(process)
-        check_complete(requests, wait(), finished)
-        assert any("died 1 times and is given up" in line for line in told)
-        assert urls[1] == fleet.members[1].url
-
-        alone = SGLangEngine([urls[1]], json.loads((hostile_model / "config.json").read_text()), fleet=None)
-        alone._client.settings = settings
-        alone._version, alone._complete = 30, True
-        with pytest.raises(RolloutError, match=r"all 1 SGLang servers are down, the last failure: http://127\.0\.0\.1"):
-            alone.generate(make_requests(2), PARAMS)
-
-        # A server that has been given up takes no weights, and must not keep the other from them.
-        engine.update_weights(noisy(hostile_model, 6).items(), 31)
-        found = engine.generate(make_requests(4), PARAMS)
-        assert logprob_gap(found, oracle_of(hostile_model, noisy(hostile_model, 6))) < CLOSE
-    finally:
-        engine.close()
-    assert updated_server.alive
