@@ -22,13 +22,13 @@ from megarl.models.hf_files import bucket_bytes, split_by_size
 
 Item = TypeVar("Item")
 Kind = tuple[bool, torch.dtype, torch.dtype, torch.device, tuple[int, ...]]
-"""Of tensors that are converted in one call: whether to FP8, or else to what dtype; their dtype; device; shape."""
+"""Properties of tensors that one call converts: whether to FP8; the new dtype; dtype; device; shape."""
 Allocate = Callable[[int, torch.device], torch.Tensor]
 
 BUCKET_BYTES = 256 << 20
-"""Most bytes of a bucket that is sent to servers."""
+"""Most bytes of a bucket for servers."""
 FUSED = ("q_a_proj", "kv_a_proj_with_mqa")
-"""Halves of a projection that SGLang's models with latent attention keep as one parameter."""
+"""Halves of a projection: a single parameter in SGLang's models with latent attention."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AS_IT_IS = WeightForm()
@@ -40,7 +40,7 @@ def _empty(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Stack:
-    """Tensors of one shape and dtype, back to back in a bucket."""
+    """Tensors of equal shape and dtype, back to back in a bucket."""
 
     names: Sequence[str]
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class Stack:
     start: int = 0
     """First byte."""
     checks: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Sums of bits and finiteness of its tensors, in parts."""
+    """Sums of bits and finiteness of the tensors, in windows."""
 
     @property
     def row_bytes(self) -> int:
@@ -63,36 +63,36 @@ class Stack:
 class Bucket:
     """Tensors back to back in one flat piece of memory, in the form of an engine.
 
-    Those of one shape are neighbours, so that a few large calls do the work of one for each tensor. They are sorted by
-    item size, so that each one is aligned.
+    Tensors of equal shape are neighbours, so that a few large calls convert all of them. The order by item size aligns
+    every tensor.
     """
 
     def __init__(self, tensors: Iterable[Named], allocate: Allocate = _empty, form: WeightForm = _AS_IT_IS) -> None:
         groups = _group(tensors, form)
-        made = [(key[0], [*group.values()], _stacks(form, key, [*group])) for key, group in groups.items()]
-        self.stacks = sorted(itertools.chain(*(stacks for *_, stacks in made)), key=lambda s: -s.dtype.itemsize)
+        stacked = [(key[0], [*group.values()], _stacks(form, key, [*group])) for key, group in groups.items()]
+        self.stacks = sorted(itertools.chain(*(stacks for *_, stacks in stacked)), key=lambda s: -s.dtype.itemsize)
         total = 0
         for stack in self.stacks:
             stack.start, total = total, total + len(stack.names) * stack.row_bytes
         device = next(iter(next(iter(groups.values())).values())).device
         self.flat = allocate(total, device)
         """uint8 [bytes], a copy of the tensors, on their device."""
-        for is_fp8, sources, stacks in made:
+        for is_fp8, sources, stacks in stacked:
             self._fill(form, is_fp8, sources, stacks)
         checks = [checked for stack in self.stacks for checked in stack.checks]
-        self.sums, self.finite = (torch.cat(parts) for parts in zip(*checks, strict=True))
-        """int64 [tensors], of the bits of each one: they tell whether two updates are the same. bool [tensors], whether
-        all values of each one are finite."""
+        self.sums, self.finite = (torch.cat(column) for column in zip(*checks, strict=True))
+        """int64 [tensors], sums of the bits of each tensor, to compare two updates. bool [tensors], whether all values
+        are finite."""
         self.ready = torch.cuda.Event() if self.flat.is_cuda else None
-        """Of the work that fills a bucket on a GPU; None: it is filled."""
+        """Event after the work that fills a bucket on a GPU; None: the bucket is full."""
         if self.ready is not None:
             self.ready.record()
 
     def _fill(self, form: WeightForm, is_fp8: bool, sources: list[torch.Tensor], stacks: list[Stack]) -> None:
-        for part in parts_at_once(sources):
-            places = [self.rows(stack)[part] for stack in stacks]
-            form.fill(sources[part], is_fp8, *places)
-            for stack, place in zip(stacks, places, strict=True):  # while it is in the cache
+        for window in parts_at_once(sources):
+            places = [self.rows(stack)[window] for stack in stacks]
+            form.fill(sources[window], is_fp8, *places)
+            for stack, place in zip(stacks, places, strict=True):  # the rows are still in the cache
                 stack.checks.append((_add_bits(place, stack), _are_finite(place)))
 
     def rows(self, stack: Stack) -> torch.Tensor:
@@ -117,7 +117,7 @@ class Bucket:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """On a GPU, what is done inside waits for this bucket alone, and not for the work that makes the next one."""
+        """On a GPU, work inside waits for this bucket alone, not for the work that makes the next bucket."""
         if self.ready is None:
             yield
             return
@@ -128,7 +128,7 @@ class Bucket:
             stream.synchronize()
 
     def on_host(self) -> Self:
-        """Returns the bucket itself; of one on a GPU a copy in pinned memory of the host."""
+        """Return the bucket itself; for a bucket on a GPU, a copy in pinned host memory."""
         if self.ready is None:
             return self
         with self.beside():
@@ -137,7 +137,7 @@ class Bucket:
             )
 
     def spare(self) -> Self:
-        """Returns a copy in host memory of its own."""
+        """Return a copy in new host memory."""
         return self.on_host() if self.ready is not None else self._over(self.flat.clone())
 
     def _over(self, flat: torch.Tensor) -> Self:
@@ -147,26 +147,26 @@ class Bucket:
 
 
 class Staging:
-    """Memory of the host for buckets that follow each other: each takes that of the second before it."""
+    """Host memory for successive buckets: each bucket reuses the memory of the bucket before the previous bucket."""
 
-    def __init__(self, least: int, allocate: Allocate = _empty) -> None:
-        """``least``: bytes that are allocated at a time, or those of a larger bucket."""
-        self._least, self._allocate = least, allocate
+    def __init__(self, min_bytes: int, allocate: Allocate = _empty) -> None:
+        """min_bytes: size of an allocation, unless a bucket is larger."""
+        self._least, self._allocate = min_bytes, allocate
         self._held: deque[torch.Tensor] = deque()
 
     def __call__(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        if device.type == "cuda":  # torch's own allocator keeps it, and knows what streams still read
+        if device.type == "cuda":  # torch's own allocator keeps the memory, and knows which streams still read
             return self._allocate(num_bytes, device)
         oldest = self._held.popleft() if len(self._held) > 1 else None
         if oldest is None or len(oldest) < num_bytes:
-            oldest = None  # is freed before the new one is made
+            oldest = None  # frees the old memory before the allocation
             oldest = self._allocate(max(num_bytes, self._least), device)
         self._held.append(oldest)
         return oldest[:num_bytes]
 
 
 def _add_bits(rows: torch.Tensor, stack: Stack) -> torch.Tensor:
-    """int64 [n], sums of the integers that the bytes of each row are, wherever the row lies."""
+    """int64 [n], sums of the integers in the bytes of each row, independent of the row's place."""
     width = math.gcd(stack.row_bytes, 8)
     octets = rows.view(-1).view(torch.uint8)
     bits = (octets.clone() if stack.start % width else octets).view(_INTEGERS[width])
@@ -174,30 +174,30 @@ def _add_bits(rows: torch.Tensor, stack: Stack) -> torch.Tensor:
 
 
 def _are_finite(rows: torch.Tensor) -> torch.Tensor:
-    """bool [n], of each row. A weight in FP8 has a scale, which is not finite if the weight is not."""
+    """bool [n], per row. A weight in FP8 has a scale, which is not finite if the weight is not."""
     if rows.dtype == torch.float8_e4m3fn:
         return rows.new_ones(len(rows), dtype=torch.bool)
     rows = rows.reshape(len(rows), -1)
-    # A CPU adds up much faster than it looks at each value. Large values may have an infinite sum.
+    # A CPU adds values much faster than an element-wise check. Large values may have an infinite sum.
     finite = None if rows.is_cuda else rows.sum(1).isfinite()
     return finite if finite is not None and finite.all() else rows.isfinite().all(1)
 
 
 def _group(tensors: Iterable[Named], form: WeightForm, stacked: bool = True) -> dict[Kind, dict[str, torch.Tensor]]:
-    """The tensors by name, in groups; without ``stacked``, only those for FP8 need one shape."""
+    """The tensors by name, in groups; without ``stacked``, only tensors for FP8 need equal shapes."""
     groups: dict[Kind, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors:
         is_fp8 = form.fp8 != "off" and is_fp8_weight(name)
-        held, shape = form.dtype_of(name, tensor.dtype), tensor.shape if stacked or is_fp8 else ()
-        kind = is_fp8, held, tensor.dtype, tensor.device, shape
+        dtype, shape = form.dtype_of(name, tensor.dtype), tensor.shape if stacked or is_fp8 else ()
+        kind = is_fp8, dtype, tensor.dtype, tensor.device, shape
         groups.setdefault(kind, {})[name] = tensor.detach() if tensor.requires_grad else tensor
     return groups
 
 
 def _stacks(form: WeightForm, kind: Kind, names: Sequence[str]) -> list[Stack]:
-    is_fp8, held, _, _, shape = kind
+    is_fp8, dtype, _, _, shape = kind
     if not (is_fp8 and form.fp8 == "blocks"):
-        return [Stack(names, held, shape)]
+        return [Stack(names, dtype, shape)]
     scales = Stack([name + SCALE for name in names], torch.float32, grid_of(shape, BLOCK))
     return [Stack(names, torch.float8_e4m3fn, shape), scales]
 
@@ -209,15 +209,15 @@ def split_into_buckets(
     allocate: Allocate = _empty,
     form: WeightForm = _AS_IT_IS,
 ) -> Iterator[Bucket]:
-    """Yields buckets of at most ``max_bytes``, or of one larger unit, in order; ``names`` are the checkpoint's."""
+    """Yield buckets of at most ``max_bytes``, or of one larger unit, in order; ``names``: tensors of the checkpoint."""
     units = split_by_size(_units(tensors, names), lambda unit: sum(itertools.starmap(form.held_bytes, unit)), max_bytes)
     return (Bucket(itertools.chain(*unit), allocate, form) for unit in units)
 
 
 def _units(tensors: Iterable[Named], names: Container[str]) -> Iterator[list[Named]]:
-    """Yields the tensors that must be in one request together: single ones, and the two halves of a fused projection.
+    """Yield the tensors of each request: single tensors, and the two halves of a fused projection together.
 
-    SGLang drops one half of ``FUSED`` that comes in a request without the other, and answers success.
+    SGLang drops one half of ``FUSED`` that arrives without the second half, and reports success.
     """
     waiting: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
@@ -250,13 +250,13 @@ class Stopwatch:
 
 @dataclass
 class Intake:
-    """One update on its way into an engine: the tensors of a checkpoint, each once, become buckets in its form."""
+    """One weight update: the tensors of a checkpoint, each exactly once, become buckets in an engine's form."""
 
     shapes: Mapping[str, tuple[int, ...]]
     version: int
     form: WeightForm
     max_bytes: int
-    """Bytes of a bucket, or of one tensor that is larger."""
+    """Bytes of a bucket, or of one larger tensor."""
     gathering: Stopwatch = field(default_factory=Stopwatch)
     """Of the iterator of the tensors."""
     making: Stopwatch = field(default_factory=Stopwatch)
@@ -264,17 +264,18 @@ class Intake:
 
     @classmethod
     def for_servers(cls, shapes: Mapping[str, tuple[int, ...]], version: int, form: WeightForm) -> Self:
-        """Return the intake of an update that is sent to servers, with buckets of a sixteenth of the model."""
+        """Return the intake of an update for servers, with buckets of a sixteenth of the model."""
         return cls(shapes, version, form, bucket_bytes(sum(map(math.prod, shapes.values())), BUCKET_BYTES))
 
     def buckets(
         self, tensors: Iterable[Named], allocate: Allocate = _empty, max_bytes: int | None = None
     ) -> Generator[Bucket, None, None]:
-        """Yields the buckets; WeightSyncError unless the tensors are those of ``shapes``, each once and finite.
+        """Yield the buckets; WeightSyncError unless the tensors are exactly ``shapes``, each once and finite.
 
-        Names and shapes are checked before a tensor is in a bucket: SGLang reports success for unknown names and
-        incomplete updates, and a wrong shape ends the server. Missing and non-finite ones are reported after the last
-        one, so that the host waits for the device once. max_bytes: of a bucket; None: ``max_bytes`` of the intake.
+        Names and shapes are checked before a tensor enters a bucket: SGLang reports success for unknown names and
+        incomplete updates, and a wrong shape ends the server. Missing and non-finite tensors are reported after the
+        last bucket, so that the host waits for the device once. max_bytes: of a bucket; None: ``max_bytes`` of the
+        intake.
         """
         self._names: list[str] = []
         self._sums: list[torch.Tensor] = []
@@ -296,12 +297,12 @@ class Intake:
         return tuple(number for _, number in sorted(zip(self._names, sums, strict=True)))
 
     def write(self, tensors: Iterable[Named], places: Mapping[str, torch.Tensor]) -> None:
-        """Write the tensors into the memory of an engine in this process, each into its place; errors as ``buckets``.
+        """Write each tensor into its place in an engine of this process; errors as in ``buckets``.
 
-        What is written before an error stays.
+        Tensors written before an error stay.
         """
         names, finite = [], [torch.ones(0, dtype=torch.bool)]
-        for unit in split_by_size(self._check(tensors), lambda named: named[1].nbytes, self.max_bytes):
+        for unit in split_by_size(self._check(tensors), lambda entry: entry[1].nbytes, self.max_bytes):
             for (is_fp8, *_), group in _group(unit, self.form, stacked=False).items():
                 names += group
                 finite.append(self.form.write([*group.values()], is_fp8, [places[name] for name in group]))

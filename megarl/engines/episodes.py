@@ -1,12 +1,11 @@
-"""Rollouts of several turns: the model writes, an environment answers, and all of it is one sequence.
+"""Rollouts of several turns: the model writes, an environment answers, and the turns become one sequence.
 
-The sampled tokens of a turn are never tokenized again. Only an observation's text is tokenized; its tokens are appended
-and left out of loss and ratios. The next turn continues from these tokens, so the columns and routes of all turns line
-up.
+Sampled tokens are never tokenized again. The tokens of an observation are appended and left out of loss and ratios. The
+next turn continues from these tokens, so columns and routes of all turns line up.
 
-- **Ends normally** (judged and trained): the environment says that it is done; turns or tokens are spent.
-- **Fails** (not trained): the environment raises or answers with something wrong; one answer takes longer than
-  ``step_s``; the episode takes longer than ``episode_s``; the engine aborts a turn.
+- **Ends normally** (judged and trained): the environment reports the end; turns or tokens are spent.
+- **Fails** (not trained): the environment raises or returns no observation; an answer takes longer than ``step_s``; the
+  episode takes longer than ``episode_s``; the engine aborts a turn.
 """
 
 import asyncio
@@ -36,11 +35,11 @@ class EpisodeLimits:
     turns: int = 1
     """Turns of the model, at most."""
     turn_tokens: int | None = None
-    """Tokens of one turn; None sets no limit of its own."""
+    """Tokens of one turn; None: no limit per turn."""
     positions: int | None = None
-    """Positions of the model, prompt included; None if it has no limit."""
+    """Positions of the model, prompt included; None: no limit."""
     vocabulary: int | None = None
-    """Tokens that the model has rows for; None if that is not known."""
+    """Tokens with a row in the model's embedding; None: unknown."""
     step_s: float = 60.0
     """Seconds for one answer of the environment."""
     episode_s: float = 1800.0
@@ -48,9 +47,9 @@ class EpisodeLimits:
 
     def tokens_left(self, num_tokens: int, prompt_length: int) -> int:
         """Returns how many tokens may follow a sequence of ``num_tokens``."""
-        left = self.response_tokens - (num_tokens - prompt_length)
-        # One position stays free: an SGLang server refuses a request that could fill the last one.
-        return left if self.positions is None else min(left, self.positions - num_tokens - 1)
+        budget = self.response_tokens - (num_tokens - prompt_length)
+        # One position stays free: an SGLang server refuses a request that could fill the last position.
+        return budget if self.positions is None else min(budget, self.positions - num_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +57,20 @@ class EpisodeResult:
     """An episode that has ended."""
 
     rollout: Rollout | None
-    """All turns as one sequence; None if the first turn failed. finish_reason: that of the last turn; length if a limit
-    ended the episode; abort if it failed."""
+    """All turns as one sequence; None if the first turn failed. finish_reason: of the last turn; length if a limit
+    ended the episode; abort if the episode failed."""
     turn_ends: tuple[int, ...] = ()
     """Index of the last token of each turn of the model."""
     turn_rewards: tuple[float | None, ...] = ()
-    """The environment's reward of each turn; None where it gave none."""
+    """The environment's reward of each turn; None: no reward."""
     failure: str | None = None
-    """Why the episode failed, in one line; None if it did not."""
+    """Why the episode failed, in one line; None: it did not fail."""
     may_pass: bool = False
-    """Whether it failed for a cause outside of the environment: a server, a time-out, the engine."""
+    """Whether the cause is outside of the environment: a server, a time-out, the engine."""
 
 
 def one_turn(rollout: Rollout) -> EpisodeResult:
-    """Returns the episode without an environment: this response."""
+    """Return a response as an episode without an environment."""
     return EpisodeResult(rollout, (rollout.num_tokens - 1,), (None,))
 
 
@@ -84,10 +83,10 @@ async def play(
     limits: EpisodeLimits,
     places: asyncio.Semaphore,
 ) -> EpisodeResult:
-    """Plays an episode to its end; the same request, weights and answers give the same sequence.
+    """Play an episode to its end; equal request, weights and answers give an equal sequence.
 
-    prompt: the text of the request's tokens. places: bounds how many answers the environment works on at a time.
-    Failures of the environment and deadlines fail this episode alone; errors of the engine are raised.
+    prompt: the text of the request's tokens. places: bounds the environment's concurrent answers. Failures of the
+    environment and deadlines fail this episode alone; errors of the engine are raised.
     """
     run = _EpisodeRun(request)
     episode: Episode | None = None
@@ -107,13 +106,13 @@ async def play(
                 with _foreign("the environment failed to close"):
                     async with asyncio.timeout(limits.step_s):
                         await episode.close()
-            except (EpisodeError, ConfigError) as error:  # raised here, it would hide an error of the engine
+            except (EpisodeError, ConfigError) as error:  # an error raised here would hide an error of the engine
                 failure, passing = failure or str(error), passing and may_pass(error)
     return run.result(failure, passing)
 
 
 class EpisodeError(Exception):
-    """This episode cannot go on; the others can."""
+    """This episode cannot continue; other episodes can."""
 
 
 class _EpisodeRun:
@@ -141,17 +140,17 @@ class _EpisodeRun:
     ) -> None:
         tokens = self._request.prompt_tokens
         for index in range(limits.turns):
-            left = limits.tokens_left(len(tokens), self._prompt_length)
-            if left < 1:  # only in the first turn: the room for later ones is checked below
+            budget = limits.tokens_left(len(tokens), self._prompt_length)
+            if budget < 1:  # only in the first turn: the room for later turns is checked below
                 raise EpisodeError(f"the prompt of {len(tokens)} tokens leaves no room in the model's positions")
-            asked = left if limits.turn_tokens is None else min(left, limits.turn_tokens)
-            whole = await self._sample_turn(session, index, tokens, asked)
-            if index == 0:  # the first turn may have waited in the engine's queue behind thousands of others
+            limit = budget if limits.turn_tokens is None else min(budget, limits.turn_tokens)
+            whole = await self._sample_turn(session, index, tokens, limit)
+            if index == 0:  # the first turn may have waited long in the engine's queue
                 clock.reschedule(asyncio.get_running_loop().time() + limits.episode_s)
             generated = whole.num_tokens - len(tokens)
-            if whole.finish_reason == "length" and (generated == left or generated < asked):
+            if whole.finish_reason == "length" and (generated == budget or generated < limit):
                 return  # cut by the response limit or the last position, not by turn_tokens: no turn can follow
-            written = whole.tokens[len(tokens) :].copy()  # a copy, which the environment may change
+            written = whole.tokens[len(tokens) :].copy()  # the environment may change the copy
             text = str(tokenizer.decode(written, skip_special_tokens=True))
             step = ModelTurn(index, written, text, whole.finish_reason)
             observation = await _step(episode, step, limits.step_s, places)
@@ -163,20 +162,20 @@ class _EpisodeRun:
                 self._whole = replace(whole, finish_reason="length")
                 return
 
-    async def _sample_turn(self, session: Session, index: int, tokens: np.ndarray, asked: int) -> Rollout:
-        """Sample one more turn, and return it joined to the earlier ones."""
-        before = self._whole
+    async def _sample_turn(self, session: Session, index: int, tokens: np.ndarray, limit: int) -> Rollout:
+        """Sample one more turn, and return the turn joined to the earlier turns."""
+        earlier = self._whole
         request = replace(
             self._request,
             prompt_tokens=tokens,
             seed=turn_seed(self._request.seed, index),
-            known_rows=0 if before is None else known_rows(before),
-            max_response_tokens=asked,
+            known_rows=0 if earlier is None else known_rows(earlier),
+            max_response_tokens=limit,
         )
         turn = await session.sample(request)
         if turn.finish_reason == "abort":
             raise EpisodeError(f"the engine aborted turn {index}") from RolloutError(turn.finish_reason)
-        self._whole = whole = turn if before is None else join(before, turn)
+        self._whole = whole = turn if earlier is None else join(earlier, turn)
         self._ends.append(turn.num_tokens - 1)
         self._rewards.append(None)
         return whole
@@ -189,7 +188,7 @@ def turn_seed(seed: int, turn: int) -> int:
 
 @contextmanager
 def _foreign(failed: str) -> Iterator[None]:
-    """Around foreign code: any error of it costs one episode, and is raised as EpisodeError."""
+    """Around foreign code: an error costs one episode, and is raised as EpisodeError."""
     try:
         yield
     except ConfigError:
@@ -197,21 +196,21 @@ def _foreign(failed: str) -> Iterator[None]:
     except asyncio.CancelledError as error:
         if is_being_cancelled():
             raise
-        # The environment has cancelled a task of its own. Raised, this would look as if the episode was dropped.
+        # The environment has cancelled a task of its own. A raised CancelledError would look like a dropped episode.
         raise EpisodeError(f"{failed}: CancelledError") from error
     except (Exception, SystemExit) as error:
         raise EpisodeError(f"{failed}: {describe_call(error)}") from error
 
 
 async def _step(episode: Episode, turn: ModelTurn, seconds: float, places: asyncio.Semaphore) -> Observation:
-    """Returns the environment's answer; EpisodeError if it is late, raises, or is no observation."""
+    """Return the environment's answer; EpisodeError if the answer is late, raises, or is no observation."""
     async with places:
         deadline = asyncio.timeout(seconds)
         try:
             with _foreign(f"turn {turn.index}: the environment failed"):
                 async with deadline:
                     observation = await episode.step(turn)
-                # An environment may swallow the CancelledError of the deadline, or of this task.
+                # An environment may swallow the CancelledError of the deadline, or of the current task.
                 if deadline.expired():
                     raise TimeoutError
                 if is_being_cancelled():
@@ -227,7 +226,7 @@ async def _step(episode: Episode, turn: ModelTurn, seconds: float, places: async
 
 
 def _check(observation: object) -> None:
-    """Raises TypeError for an answer that is no observation."""
+    """TypeError for an answer that is no observation."""
     if not isinstance(observation, Observation):
         raise TypeError(f"step returned a {type(observation).__name__}, expected an Observation")
     if not isinstance(observation.text, str):

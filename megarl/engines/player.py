@@ -1,4 +1,4 @@
-"""Plays samples, an episode and its reward each, and draws those that a sampling rule asks for."""
+"""Plays samples (an episode and a reward each), and draws the samples that a sampling rule asks for."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ class Failure:
 
 
 def describe_input(**texts: str) -> str:
-    """Return texts by name in one line; of a long one its begin and its end."""
+    """Return texts by name in one line; long texts are shortened in the middle."""
     shown = {name: text if len(text) <= 120 else f"{text[:60]}...{text[-60:]}" for name, text in texts.items()}
     return ", ".join(f"{name} {text!r}" for name, text in shown.items())
 
@@ -55,11 +55,11 @@ class Sample:
     """(index of the last token, reward) of each step, ascending; empty without process rewards."""
     turns: int = 1
     failure: Failure | None = None
-    """Why there is no reward; None if there is one."""
+    """Why the reward is missing; None if the sample has a reward."""
     late_reward: bool = False
     """Whether the reward took too long."""
     components: tuple[float, ...] = ()
-    """Several rewards, in the order of ``reward.weights``; empty with one reward, or if the response was stopped."""
+    """Several rewards, in the order of ``reward.weights``; empty with one reward, or for a stopped response."""
 
 
 class Player:
@@ -79,7 +79,7 @@ class Player:
         self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def play(self, session: Session, request: SampleRequest, prompt: Prompt) -> Sample:
-        """Draw and judge one sample. It names a failure of environment or reward, and a request that no server takes.
+        """Draw and judge one sample. Failures of environment or reward, and refused requests, are part of the sample.
 
         Other errors of the engine are raised.
         """
@@ -87,8 +87,8 @@ class Player:
             if self._environment is None:
                 played = one_turn(await session.sample(request))
             else:
-                parts = self._environment, self._tokenizer, self._limits, self._semaphore()
-                played = await play(session, request, prompt.text, *parts)
+                world = self._environment, self._tokenizer, self._limits, self._semaphore()
+                played = await play(session, request, prompt.text, *world)
         except RequestError as error:
             failure = Failure(str(error), describe_input(prompt=prompt.text), may_pass=True, of_episode=True)
             return Sample(None, None, failure=failure)
@@ -106,7 +106,7 @@ class Player:
         self, rollout: Rollout, verdict: Verdict, prompt: Prompt, response: str, turns: int,
         rewarded: Sequence[tuple[int, float]],
     ) -> Sample:  # fmt: skip
-        """``rewarded``: the last token and the reward of the turns that the environment rewarded."""
+        """rewarded: last token and reward of each turn with a reward from the environment."""
         steps: tuple[tuple[int, float], ...] = ()
         if verdict.reward is not None and (rewarded or verdict.steps):
             steps = self._find_steps(rollout, verdict, verdict.reward, rewarded)
@@ -129,19 +129,19 @@ class Player:
     def _find_steps(
         self, rollout: Rollout, verdict: Verdict, outcome: float, rewarded: Sequence[tuple[int, float]]
     ) -> tuple[tuple[int, float], ...]:
-        """Collects the process rewards: of the turns that the environment rewarded, and of the reward function's steps.
+        """Collect the process rewards: of turns with a reward from the environment, and of the reward function's steps.
 
-        A verdict without steps counts as one at the end of rewarded turns.
+        A verdict without steps counts as one step at the end of rewarded turns.
         """
-        found = [*rewarded]
+        rewards = [*rewarded]
         if not verdict.steps:
-            found.append((rollout.num_tokens - 1, outcome))
+            rewards.append((rollout.num_tokens - 1, outcome))
         else:
             ends = [step.end for step in verdict.steps]
             response, special = rollout.response_tokens, self._judge.special_tokens
             tokens = step_tokens(self._tokenizer, response, ends, special) + rollout.prompt_length
-            found += [(int(token), step.reward) for token, step in zip(tokens, verdict.steps, strict=True)]
-        return tuple(sorted(found))
+            rewards += [(int(token), step.reward) for token, step in zip(tokens, verdict.steps, strict=True)]
+        return tuple(sorted(rewards))
 
 
 Key = tuple[int, int]
@@ -151,19 +151,19 @@ RequestOf = Callable[[int, int], tuple[SampleRequest, Prompt]]
 
 
 class Asker(Protocol):
-    """Decides what to draw next; ``megarl.core.sampling.collector.Collector`` is one."""
+    """Decides what to draw next, as ``megarl.core.sampling.collector.Collector`` does."""
 
     def start(self) -> Sequence[Ask]:
         """Returns the first samples to draw."""
         ...
 
     def add(self, prompt: int, sample: int, reward: float | None) -> Sequence[Ask]:
-        """Takes a sample that has arrived; returns what to draw after it."""
+        """Take a sample that has arrived; return the samples to draw next."""
         ...
 
     @property
     def done(self) -> bool:
-        """Whether it has enough: samples in flight are not needed."""
+        """Whether the samples suffice: samples in flight are not needed."""
         ...
 
 
@@ -182,7 +182,8 @@ class Draw:
         return self.samples
 
     def begin(self, session: Session) -> None:
-        """Start the first episodes; each one starts those that its reward calls for."""
+        """Start the first episodes. When an episode ends, it starts the further samples that the sampling rule
+        requests."""
         self._start(session, self._asker.start())
 
     def _start(self, session: Session, asks: Sequence[Ask]) -> None:
@@ -194,7 +195,7 @@ class Draw:
     async def _play(self, session: Session, key: Key) -> None:
         sample = await self._player.play(session, *self._request_of(*key))
         if self._asker.done:
-            return  # other samples were enough in the meantime
+            return  # earlier samples were enough
         self.samples[key] = sample
         asks = self._asker.add(*key, sample.reward)
         if not self._asker.done:

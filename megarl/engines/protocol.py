@@ -1,4 +1,4 @@
-"""The protocol of every sampling engine, the base of their sessions, and the settings of a sampling request."""
+"""The protocol of every sampling engine, the base class of sessions, and the settings of a sampling request."""
 
 import asyncio
 import math
@@ -15,7 +15,7 @@ from megarl.errors import ConfigError, RolloutError
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How responses are sampled; the same for all requests of a call. Raises ConfigError for a bad value."""
+    """Sampling settings of all requests of a call. ConfigError for a bad value."""
 
     temperature: float = 1.0
     """Divides the logits. 0 picks the most likely token; only evaluation may."""
@@ -24,12 +24,12 @@ class SamplingParams:
     max_response_tokens: int = 1024
     """At least 1. A response also ends at the model's last position."""
     stop_token_ids: tuple[int, ...] = ()
-    """A response ends at the first of these, which stays in the response."""
+    """A response ends at the first stop token, and includes the stop token."""
     return_routed_experts: bool = True
     """Whether rollouts carry the experts of every prompt and response token."""
     max_kept_ids: int | None = None
-    """With top_p below 1: rollouts carry the ids that each token was drawn from, at most so many per response (a larger
-    number is an error); None: they carry none."""
+    """With top_p below 1: rollouts carry the ids of each token's nucleus, at most this number per response (a larger
+    number is an error). None: rollouts carry no ids."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
@@ -38,10 +38,10 @@ class SamplingParams:
             raise ConfigError(f"top_p is {self.top_p}, expected a number in (0, 1]; 1 switches it off")
         if self.max_response_tokens < 1:
             raise ConfigError(f"max_response_tokens is {self.max_response_tokens}, expected at least 1")
-        if (kept := self.max_kept_ids) is not None and (kept < 1 or not self.has_nucleus):
+        if (limit := self.max_kept_ids) is not None and (limit < 1 or not self.has_nucleus):
             raise ConfigError(
-                f"max_kept_ids is {kept} with top_p = {self.top_p:g} and temperature {self.temperature:g}, expected at "
-                "least 1, with top_p below 1 and a temperature above 0: others are drawn from the whole vocabulary"
+                f"max_kept_ids is {limit} with top_p = {self.top_p:g} and temperature {self.temperature:g}, expected "
+                "at least 1, with top_p below 1 and a temperature above 0: others are drawn from the whole vocabulary"
             )
         if any(token < 0 for token in self.stop_token_ids):
             raise ConfigError(f"stop_token_ids are {self.stop_token_ids}, expected token ids >= 0")
@@ -53,10 +53,10 @@ class SamplingParams:
 
 
 class Session:
-    """What an episode sees of an engine: it awaits ``sample`` as often as it needs.
+    """An episode's view of an engine: the episode awaits ``sample`` as often as needed.
 
-    An episode is a coroutine; between two samples it may await anything else (an environment, a reward). Episodes do
-    not wait for each other, unless the engine can only compute in batches.
+    An episode is a coroutine; between two samples it may await an environment or a reward. Episodes do not wait for
+    each other, unless the engine computes in batches.
     """
 
     def __init__(self) -> None:
@@ -64,12 +64,12 @@ class Session:
         self._tasks = asyncio.TaskGroup()
 
     async def run_episodes(self, begin: Callable[[Self], None]) -> None:
-        """Runs the episodes that ``begin`` starts, until all have ended."""
+        """Run the episodes that ``begin`` starts until all have ended."""
         async with self._tasks:
             begin(self)
 
     def start(self, episode: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs an episode. The session lasts until all have ended; the first one that raises ends it.
+        """Run an episode. The session lasts until all episodes have ended; the first error ends the session.
 
         A cancelled episode does not count as an error, and its request is dropped.
         """
@@ -91,7 +91,7 @@ class Session:
 
 
 def run_session(session: Coroutine[Any, Any, None]) -> None:
-    """Runs it in an event loop of its own; of several errors the first is raised, which ended the others."""
+    """Run a session in an event loop of its own; of several errors the first is raised, the cause of the others."""
     try:
         asyncio.run(session)
     except ExceptionGroup as several:
@@ -101,8 +101,8 @@ def run_session(session: Coroutine[Any, Any, None]) -> None:
 Begin = Callable[[Session], None]
 """Starts the first episodes of a session."""
 OnFinish = Callable[[int], None] | None
-"""Called with ``n`` whenever ``n`` more responses are complete, and perhaps with 0 in between; what it raises ends the
-sampling."""
+"""Called with ``n`` whenever ``n`` more responses are complete, and perhaps with 0 in between. An error in the call
+ends the sampling."""
 
 
 class Engine(Protocol):
@@ -110,7 +110,7 @@ class Engine(Protocol):
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that the next token is sampled with; -1 before the first update."""
+        """Version of the weights for the next token; -1 before the first update."""
         ...
 
     @property
@@ -120,82 +120,82 @@ class Engine(Protocol):
 
     @property
     def sync_seconds(self) -> Mapping[str, float]:
-        """Seconds that this rank has spent on the parts of the last weight update; empty if it has no parts."""
+        """Seconds of this rank for the steps of the last weight update; empty if the update has no steps."""
         return {}
 
     @property
     def answer_counts(self) -> Mapping[str, int]:
-        """Of this rank in the last ``converse``; none without servers.
+        """Counts of this rank in the last ``converse``; empty without servers.
 
-        wrong_answers: refused, and asked for again. refused_requests: that a server did not serve (HTTP 408, 413, 429,
-        5xx), and that were sent again. retractions: of running responses that a full server has computed twice.
+        wrong_answers: refused answers, requested again. refused_requests: requests that a server did not serve (HTTP
+        408, 413, 429, 5xx), sent again. retractions: running responses that a full server has computed twice.
         """
         return {}
 
     def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
-        """Runs the episodes that ``begin`` starts, and those that they start, in an event loop of its own.
+        """Run the episodes that ``begin`` starts, and their successors, in a new event loop.
 
-        Raises RolloutError for a request that cannot be served or an answer that cannot be right, WeightSyncError while
-        the weights are incomplete, and whatever an episode raises.
+        RolloutError for a request that cannot be served or an answer that cannot be right; WeightSyncError while the
+        weights are incomplete; errors of an episode are raised unchanged.
         """
 
     def generate(
         self, requests: Sequence[SampleRequest], params: SamplingParams, on_finish: OnFinish = None
     ) -> list[Rollout]:
-        """Samples one response for each request, in the order of the requests; the rest as in ``converse``."""
+        """Sample one response for each request, in the order of the requests; errors as in ``converse``."""
         return sample_each(lambda begin: self.converse(begin, params, on_finish), requests)
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replaces all weights; ``tensors`` are (name, tensor) as in a Hugging Face checkpoint, each exactly once.
+        """Replace all weights; ``tensors`` are (name, tensor) as in a Hugging Face checkpoint, each exactly once.
 
-        Copy what you keep: a tensor may be a view of the trainer's own weights, which the next step changes. There is
-        one tensor per expert, and none for a tensor that the checkpoint ties to another one. A missing, unknown,
-        repeated or mis-shaped name raises WeightSyncError; the engine then refuses to sample until a whole update has
-        arrived.
+        Copy the tensors: a tensor may be a view of the trainer's weights, which the next step changes. Each expert has
+        a tensor; tied tensors appear once. A missing, unknown, repeated or mis-shaped name raises WeightSyncError; the
+        engine then refuses to sample until a whole update has arrived.
         """
 
     def prove_weights(self) -> bool:
-        """Returns whether somebody else has changed the weights since ``update_weights``; no rank samples meanwhile.
+        """Return whether foreign code has changed the weights since ``update_weights``; no rank samples meanwhile.
 
-        What was sampled since then is then drawn again, with the right weights, which the engine has when it returns.
-        An engine that nobody else can reach has nothing to prove.
+        If so, the engine has the right weights again on return, and the caller draws the responses since the update
+        again. An engine without outside access returns False.
         """
         return False
 
     def rest(self) -> None:
-        """Frees memory until the next ``update_weights`` if the engine can; collective over the ranks that share it."""
+        """Free memory until the next ``update_weights`` if possible; collective over the ranks that share the
+        engine."""
 
     def close(self) -> None:
-        """Frees what the engine holds. It cannot be used afterwards; closing twice does nothing."""
+        """Free the engine's resources. The engine is unusable afterwards; a second call does nothing."""
 
 
 def check_prompt(request: SampleRequest, params: SamplingParams, vocabulary: int) -> None:
-    """RolloutError for a prompt that is not of this vocabulary, or stop tokens that are not."""
+    """RolloutError for a prompt or stop tokens outside of the vocabulary."""
     prompt, label = request.prompt_tokens, f"group {request.group} sample {request.sample}"
     if not prompt.size:
         raise RolloutError(f"{label}: the prompt is empty, expected at least one token")
     if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
         raise RolloutError(f"{label}: the prompt is {prompt.dtype} {prompt.shape}, expected integers [P]")
-    if prompt.astype(np.uint64).max() >= vocabulary:  # a negative one becomes a large one
+    if prompt.astype(np.uint64).max() >= vocabulary:  # a negative token becomes a large number
         raise RolloutError(f"{label}: the prompt has a token outside of 0..{vocabulary - 1}")
     if any(token >= vocabulary for token in params.stop_token_ids):
         raise RolloutError(f"stop_token_ids {params.stop_token_ids} leave the vocabulary of {vocabulary} tokens")
 
 
 def limit_response(request: SampleRequest, params: SamplingParams, positions: int) -> int:
-    """Returns the longest response to a request in a model of so many positions, in tokens; RolloutError if none is."""
-    prompt_length, asked = len(request.prompt_tokens), request.max_response_tokens
-    limit = min(asked or params.max_response_tokens, params.max_response_tokens, positions - prompt_length)
-    if limit < 1 or asked == 0:
+    """Return the longest response in tokens to a request of a model with ``positions``; RolloutError if none fits."""
+    prompt_length, requested = len(request.prompt_tokens), request.max_response_tokens
+    limit = min(requested or params.max_response_tokens, params.max_response_tokens, positions - prompt_length)
+    if limit < 1 or requested == 0:
         label = f"group {request.group} sample {request.sample}"
-        if asked is not None and asked < 1:
-            raise RolloutError(f"{label}: max_response_tokens is {asked}, expected at least 1")
+        if requested is not None and requested < 1:
+            raise RolloutError(f"{label}: max_response_tokens is {requested}, expected at least 1")
         raise RolloutError(f"{label}: a prompt of {prompt_length} tokens leaves no room in {positions} positions")
     return limit
 
 
 def sample_each(converse: Callable[[Begin], None], requests: Sequence[SampleRequest]) -> list[Rollout]:
-    """Samples one response for each request, each in an episode of its own."""
+    """Sample one response for each request, each in its own episode."""
     rollouts: dict[int, Rollout] = {}
 
     async def sample(session: Session, position: int) -> None:
@@ -217,11 +217,11 @@ def make_rollout(
     has_experts: np.ndarray | None,
     versions: np.ndarray,
     finish_reason: FinishReason,
-    kept: tuple[np.ndarray, np.ndarray] | None = None,
+    nuclei: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> Rollout:
-    """Joins a prompt of P tokens and a response: tokens and log-probabilities [R], the other columns [P + R].
+    """Join a prompt of P tokens and a response: tokens and log-probabilities [R], further columns [P + R].
 
-    kept: how many ids each of the R tokens was drawn from, and these ids.
+    nuclei: size of the nucleus of each of the R tokens, and the ids of all nuclei.
     """
     prompt = np.asarray(request.prompt_tokens, dtype=np.int32)
     return Rollout(
@@ -234,15 +234,15 @@ def make_rollout(
         routed_mask=has_experts,
         weight_versions=versions.astype(np.int32),
         finish_reason=finish_reason,
-        kept_counts=None if kept is None else np.concatenate([np.zeros(len(prompt)), kept[0]]).astype(np.int32),
-        kept_ids=None if kept is None else kept[1].astype(np.int32, copy=False),
+        kept_counts=None if nuclei is None else np.concatenate([np.zeros(len(prompt)), nuclei[0]]).astype(np.int32),
+        kept_ids=None if nuclei is None else nuclei[1].astype(np.int32, copy=False),
     )
 
 
-def too_many_kept(request: SampleRequest, found: int, limit: int, num_tokens: int) -> RolloutError:
-    """Returns the error for a response whose ``num_tokens`` tokens were drawn from more ids than ``max_kept_ids``."""
+def too_many_kept(request: SampleRequest, num_ids: int, limit: int, num_tokens: int) -> RolloutError:
+    """Return the error for a response whose ``num_tokens`` tokens have more nucleus ids than ``max_kept_ids``."""
     return RolloutError(
-        f"group {request.group} sample {request.sample}: its first {num_tokens} tokens were drawn from {found} ids in "
-        f"all, more than the {limit} of max_kept_ids: lower rollout.top_p or rollout.temperature, raise rollout."
+        f"group {request.group} sample {request.sample}: its first {num_tokens} tokens were drawn from {num_ids} ids "
+        f"in all, more than the {limit} of max_kept_ids: lower rollout.top_p or rollout.temperature, raise rollout."
         "max_kept_ids (4 bytes an id), or set rollout.keep_sampling_mask = false, with biased importance weights"
     )

@@ -1,4 +1,4 @@
-"""The tensors of a weight update: which ones an engine expects, in what form it holds them.
+"""The tensors of a weight update: the names that an engine expects, and the form of its weights.
 
 Every engine takes an update through ``buckets.Intake``.
 """
@@ -22,12 +22,12 @@ from megarl.models.names import is_fp32
 
 Named = tuple[str, torch.Tensor]
 CONVERT_BYTES, CACHE_BYTES = 32 << 20, 1 << 20
-"""Of the tensors that are stacked, converted and checked at once on a GPU and on a CPU, unless one is more."""
+"""Bytes of tensors that are stacked, converted and checked at once on a GPU and on a CPU, unless a tensor is larger."""
 FP8Form = Literal["off", "rounded", "blocks"]
 
 
 def parts_at_once(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
-    """Yields the parts of tensors of one shape that are stacked and converted in one call."""
+    """Yield windows of tensors of equal shape; one call stacks and converts the tensors of a window."""
     step = max(1, (CONVERT_BYTES if tensors[0].is_cuda else CACHE_BYTES) // max(1, tensors[0].nbytes))
     return (slice(first, first + step) for first in range(0, len(tensors), step))
 
@@ -37,14 +37,14 @@ class WeightForm:
     """How an engine holds its weights."""
 
     dtype: torch.dtype | None = None
-    """Of what is neither in FP8 nor ``is_fp32``; None leaves each tensor in its own."""
+    """dtype of tensors that are neither in FP8 nor ``is_fp32``; None: unchanged."""
     fp8: FP8Form = "off"
-    """How linear weights are held. rounded: through FP8 blocks of 128 x 128 and back, for engines without FP8 kernels.
+    """Form of linear weights. rounded: through FP8 blocks of 128 x 128 and back, for engines without FP8 kernels.
     blocks: as ``weight`` float8_e4m3fn and ``weight_scale_inv`` float32, as in FP8 checkpoints. Routers, norms,
-    embeddings and the head stay as they are."""
+    embeddings and the head keep their dtype."""
 
     def dtype_of(self, name: str, stored: torch.dtype) -> torch.dtype:
-        """The dtype of a tensor in this form, unless it is held in FP8."""
+        """The dtype of a tensor in this form, unless the tensor is in FP8."""
         return torch.float32 if is_fp32(name) else self.dtype or stored
 
     def held_bytes(self, name: str, tensor: torch.Tensor) -> int:
@@ -54,46 +54,49 @@ class WeightForm:
         return tensor.numel() * self.dtype_of(name, tensor.dtype).itemsize
 
     def fill(
-        self, tensors: list[torch.Tensor], is_fp8: bool, held: torch.Tensor, scales: torch.Tensor | None = None
+        self, tensors: list[torch.Tensor], is_fp8: bool, place: torch.Tensor, scales: torch.Tensor | None = None
     ) -> None:
-        """Writes tensors of one shape into ``held`` [n, *shape] in this form, and their scales into ``scales``."""
+        """Write tensors of equal shape into ``place`` [n, *shape] in this form, and their scales into ``scales``."""
         if scales is not None:
             quantized, scale = quantize_fp8(torch.stack(tensors))
-            held.copy_(quantized)
+            place.copy_(quantized)
             scales.copy_(scale)
         elif is_fp8:
-            round_with_scale(torch.stack(tensors), out=held)
+            round_with_scale(torch.stack(tensors), out=place)
         else:
-            torch.stack(tensors, out=held)
+            torch.stack(tensors, out=place)
 
     def write(self, tensors: Sequence[torch.Tensor], is_fp8: bool, places: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Write tensors into places of any dtype and device: as they are, or those of one shape rounded through FP8.
+        """Write tensors into places of any dtype and device: unchanged, or, for equal shapes, rounded through FP8.
 
-        Return bool [n], whether all values of each are finite; the host does not wait for a device.
+        Return bool [n], whether all values of a tensor are finite; the host does not wait for a device.
         """
         assert self.fp8 != "blocks", "scales need places of their own"
         if not is_fp8:
             torch._foreach_copy_([*places], [*tensors])
             return _are_finite(tensors)
-        parts, scales = [*parts_at_once(tensors)], []
-        held = tensors[0].new_empty(len(tensors[parts[0]]), *tensors[0].shape, dtype=torch.float32)
-        rows = held.unbind()
-        for part in parts:
-            weights = torch.stack([*tensors[part]], out=held[: len(tensors[part])])
+        windows, scales = [*parts_at_once(tensors)], []
+        buffer = tensors[0].new_empty(len(tensors[windows[0]]), *tensors[0].shape, dtype=torch.float32)
+        rows = buffer.unbind()
+        for window in windows:
+            weights = torch.stack([*tensors[window]], out=buffer[: len(tensors[window])])
             scales.append(round_with_scale(weights, out=weights)[1])
-            torch._foreach_copy_([*places[part]], rows[: len(weights)])
+            torch._foreach_copy_([*places[window]], rows[: len(weights)])
         return torch.cat(scales).flatten(1).isfinite().all(1)
 
 
 def _are_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if tensors[0].is_cuda:
         return torch.stack([tensor.isfinite().all() for tensor in tensors])
-    finite = torch.stack(torch._foreach_norm([*tensors])).isfinite()  # reads each value once; large ones may overflow
+    finite = torch.stack(
+        torch._foreach_norm([*tensors])
+    ).isfinite()  # a norm reads each value once; large values may overflow
     return finite if finite.all() else torch.stack([tensor.isfinite().all() for tensor in tensors])
 
 
 class _WithoutCopies(TorchFunctionMode):
-    """While it is active, ``contiguous`` returns its tensor: transformers 5.16 and later end every split with it."""
+    """While active, ``contiguous`` returns its tensor: transformers 5.16 and later end every split with
+    ``contiguous``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
@@ -119,29 +122,30 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         if view.untyped_storage().data_ptr() not in storages:
             layout = f"{type(model).__name__} stores {name} in another layout than its checkpoint"
             raise WeightSyncError(f"{layout}, which cannot be updated in place: it needs an engine of its own")
-    found, expected = (sum(t.numel() for t in tensors.values()) for tensors in (views, live))
-    if found != expected:
+    covered, expected = (sum(t.numel() for t in tensors.values()) for tensors in (views, live))
+    if covered != expected:
         raise WeightSyncError(
-            f"the checkpoint names of {type(model).__name__} cover {found} numbers, its parameters hold {expected}: "
+            f"the checkpoint names of {type(model).__name__} cover {covered} numbers, its parameters hold {expected}: "
             "transformers' conversion of this architecture is not understood"
         )
     return views
 
 
 def read_model_config(folder: str | Path) -> PretrainedConfig:
-    """transformers' config of a model folder. Of a type that it does not know, such as kimi_k2, that of its family."""
+    """transformers' config of a model folder; for a type unknown to transformers, such as kimi_k2, the family's
+    config."""
     hf = read_json(Path(folder) / "config.json")
-    like = FAMILIES.get(str(hf.get("model_type")), {}).get("like")
-    if like is None:
+    family = FAMILIES.get(str(hf.get("model_type")), {}).get("like")
+    if family is None:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-    return AutoConfig.for_model(like, **{key: hf[key] for key in hf.keys() - {"model_type", "auto_map"}})
+    return AutoConfig.for_model(family, **{key: hf[key] for key in hf.keys() - {"model_type", "auto_map"}})
 
 
 def checkpoint_shapes(directory: str | Path) -> dict[str, tuple[int, ...]]:
-    """Maps each tensor name of a checkpoint to its shape, from the config.json in ``directory`` alone.
+    """Map each tensor name of a checkpoint to its shape, from the config.json in ``directory`` alone.
 
-    The names are those that transformers would write. No memory is allocated and no weights are read. Raises
-    ConfigError if transformers cannot build the model.
+    The names are transformers' own. No memory is allocated and no weights are read. ConfigError if transformers cannot
+    build the model.
     """
     try:
         config = read_model_config(directory)

@@ -57,11 +57,13 @@ def make_engine(config: Config, tell: Callable[[str], None]) -> Engine:
 
 
 def load_factory(config: Config) -> Callable[..., Any]:
-    """Return what makes the engine; ConfigError if it cannot be imported, or holds other tensors than the trainer."""
+    """Return the factory of the engine; ConfigError if it cannot be imported, or for tensors unlike the trainer's."""
     if config.rollout.engine in ENGINES:
-        theirs, ours = checkpoint_shapes(config.model.path), hf_shapes(read_shape(config.model.path))
-        if other := [name for name in theirs.keys() | ours if theirs.get(name) != ours.get(name)]:
-            pairs = [f"{name} {theirs.get(name, 'absent')} (Megatron's {ours.get(name, 'absent')})" for name in other]
+        built, megatron = checkpoint_shapes(config.model.path), hf_shapes(read_shape(config.model.path))
+        if other := [name for name in built.keys() | megatron if built.get(name) != megatron.get(name)]:
+            pairs = [
+                f"{name} {built.get(name, 'absent')} (Megatron's {megatron.get(name, 'absent')})" for name in other
+            ]
             raise ConfigError(f"model.path: transformers builds another model of config.json: {some(pairs)}")
     factory = config.rollout.engine_kind.factory
     if isinstance(factory, str):
@@ -85,7 +87,8 @@ def make_local_engine(config: Config, tell: Callable[[str], None]) -> LocalEngin
 def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEngine:
     """Return the engine on SGLang servers.
 
-    The first rank of each node starts the node's servers. With ``sglang.urls``, the main rank connects to running ones.
+    The first rank of each node starts the node's servers. With ``sglang.urls``, the main rank connects to running
+    servers.
     """
     settings, key = config.sglang, _api_key(config)
     transport = make_transport(config)
@@ -117,7 +120,7 @@ def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEng
 
 
 def _api_key(config: Config) -> str | None:
-    """Return the key of the user's variable, or else a new one for servers that are started here; a collective call."""
+    """Return the key of the user's variable, or a new key for servers that are started here; a collective call."""
     if config.sglang.urls or config.sglang.api_key_env is not None:
         return key_named(config.sglang.api_key_env)
     return distributed.from_main_rank(lambda: secrets.token_hex(16))
@@ -126,7 +129,7 @@ def _api_key(config: Config) -> str | None:
 def make_transport(config: Config) -> Transport:
     """Return how weights travel from this node's ranks to its servers; a collective call.
 
-    ConfigError if the servers open the trainer's memory, and the GPU of a server has no rank of the trainer.
+    ConfigError if the servers open the trainer's memory, and a server's GPU has no rank of the trainer.
     """
     if config.weight_sync != "ipc":
         return {"distributed": Broadcast, "disk": Disk, "tensor": Tensors}[config.weight_sync]()
@@ -144,7 +147,7 @@ def make_transport(config: Config) -> Transport:
             )
         members = [rank for rank in range(start, end) if local_ranks[rank] in (0, *gpus)]
         group = dist.new_group(members, timeout=timedelta(seconds=config.collective_timeout_s), backend="gloo")
-        if isinstance(group, dist.ProcessGroup):  # ranks outside of it get a number
+        if isinstance(group, dist.ProcessGroup):  # ranks outside of the group get a number
             transport.gather = partial(distributed.gather_objects, group=group)
     return transport
 
@@ -155,7 +158,7 @@ def _start_servers(
     transport: Transport,
     tell: Callable[[str], None],
 ) -> tuple[Fleet | None, list[str]]:
-    """Return the servers of this rank's node, on the rank that started them, and all URLs; a collective call."""
+    """Return the servers of this rank's node, on the rank that started the servers, and all URLs; a collective call."""
     settings = config.sglang
     nodes = [0] if settings.urls else distributed.node_leaders()
     host = settings.host or (_find_host(nodes) if len(nodes) > 1 else "127.0.0.1")
@@ -168,13 +171,13 @@ def _start_servers(
             if fleet.specs:
                 logs = ", ".join(str(spec.log_file) for spec in fleet.specs)
                 tell(f"starting SGLang; what it prints is in {logs}")
-            urls = fleet.start(alone=len(nodes) == 1)
+            urls = fleet.start(is_only=len(nodes) == 1)
             failure = fleet.failure
-        except Exception as error:  # send it to the other ranks, which wait for the URLs
+        except Exception as error:  # send the error to the ranks that wait for the URLs
             failure = error
     by_rank = distributed.gather_objects((urls, failure))
-    failures = [found for _, found in by_rank if found is not None]
-    fatal = [found for found in failures if not isinstance(found, RolloutError)]
+    failures = [error for _, error in by_rank if error is not None]
+    fatal = [error for error in failures if not isinstance(error, RolloutError)]
     if fatal or len(failures) == len(nodes):
         if fleet is not None:
             fleet.close()
@@ -183,11 +186,11 @@ def _start_servers(
 
 
 def _find_host(nodes: Sequence[int]) -> str:
-    """Return the address of this rank's node as other nodes see it; a collective call."""
-    mine = own_address(f"tcp://{url_host(os.environ['MASTER_ADDR'])}")
-    addresses = distributed.gather_objects(mine)
+    """Return the address of this rank's node as seen from other nodes; a collective call."""
+    address = own_address(f"tcp://{url_host(os.environ['MASTER_ADDR'])}")
+    addresses = distributed.gather_objects(address)
     if dist.get_rank() != nodes[0]:
-        return mine
+        return address
     # On the master node, the master's name may resolve to the loopback address: ask for the way to another node.
     return own_address(f"tcp://{url_host(addresses[nodes[1]])}")
 
@@ -200,7 +203,7 @@ def _make_fleet(
     transport: Transport,
     tell: Callable[[str], None],
 ) -> Fleet:
-    """Return the servers of this rank's node. They write below run.dir, with several nodes in a folder for each."""
+    """Return the servers of this rank's node. They write below run.dir, with several nodes in a folder per node."""
     settings = config.sglang
     folder = config.run_dir / "sglang"
     if len(nodes) > 1:
@@ -231,7 +234,7 @@ def _make_fleet(
 
 
 def server_specs(config: Config, host: str, key: str | None, folder: Path) -> list[ServerSpec]:
-    """Return the ``sglang.servers`` servers of one node, on free ports. Their logs are written to ``folder``."""
+    """Return the ``sglang.servers`` servers of one node, on free ports, with logs in ``folder``."""
     settings, model = config.sglang, _served_model(config, folder)
     folder.mkdir(parents=True, exist_ok=True)
     return [
@@ -259,10 +262,10 @@ def server_specs(config: Config, host: str, key: str | None, folder: Path) -> li
 
 
 def _served_model(config: Config, folder: Path) -> Path:
-    """Return the model folder for servers: model.path, or one without weights, which come with the first update.
+    """Return the model folder for servers: model.path, or a folder without weights before the first update.
 
-    Servers cannot load model.path as the trainer reads it where one of the two is in FP8, where the experts of a layer
-    are one tensor, and where there are no weights.
+    Servers cannot load model.path if only the trainer or only the servers use FP8, if the experts of a layer are one
+    tensor, or without weights.
     """
     source = Path(config.model.path)
     if not (source / "config.json").is_file():  # not on this machine

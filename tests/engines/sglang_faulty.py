@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import psutil
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.sglang.server import Server
@@ -53,17 +50,3 @@ def kill_9(server: Server, named: str = "") -> None:
     assert killed
     for process in killed:
         process.kill()
-
-
-def hang(server: Server) -> None:
-    """All that the HTTP server asks neither runs nor ends any more: the scheduler, and what else it has started."""
-    first = {server.pid, *(process.pid for process in server.members() if process.ppid() == server.pid)}
-    asked = [process for process in server.members() if process.pid not in first]
-    assert any("scheduler" in " ".join(process.cmdline()) for process in asked), [
-        process.cmdline() for process in asked
-    ]
-    for process in asked:
-        process.send_signal(signal.SIGSTOP)
-    until = time.monotonic() + 60
-    while not all(process.status() == psutil.STATUS_STOPPED for process in asked):
-        assert time.monotonic() < until, asked

@@ -63,6 +63,7 @@ class Counting:
         app = web.Application()
         app.router.add_post("/generate", self._generate)
         app.router.add_get("/get_server_info", self._tell_info)
+        app.router.add_get("/health", self._answer_health)
         runner = web.AppRunner(app)
         self._loop.run_until_complete(runner.setup())
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -82,6 +83,9 @@ class Counting:
     async def _tell_info(self, request: web.Request) -> web.Response:
         self.told += 1
         return web.json_response(self.info)
+
+    async def _answer_health(self, request: web.Request) -> web.Response:
+        return web.Response()
 
     async def _generate(self, request: web.Request) -> web.Response:
         group = (await request.json())["group"]
@@ -369,6 +373,18 @@ def test_a_fault_that_stays_ends_with_its_cause(name: str) -> None:
         error = RequestError if name == "413" else RolloutError
         with pytest.raises(error, match=f"group 0 sample 0: 2 attempts failed, the last: {made[1].url}.*{message}"):
             ask_faulty(made, requests_of(1, 1), attempts=2, losses=2)
+
+
+def test_a_connection_that_is_cut_every_time_is_no_endless_loop() -> None:
+    """The server is healthy between the cuts, as one that dies of a request and is started again."""
+
+    def cut() -> web.Response:
+        raise asyncio.CancelledError  # ends the connection
+
+    with servers(0.0) as made:
+        made[0].always = cut
+        with pytest.raises(RolloutError, match=r"lost 3 times with its connection, the last: .*Error"):
+            ask_faulty(made, requests_of(1, 1), losses=3)
 
 
 def test_a_busy_server_is_waited_for_longer_than_one_that_fails() -> None:

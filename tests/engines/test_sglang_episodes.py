@@ -153,35 +153,6 @@ def test_later_turns_are_not_sent_the_rows_that_are_known(served: Served, monkey
     assert len(known) == len(seen)  # more from turn to turn
 
 
-def test_no_episode_waits_for_the_environment_of_another(served: Served) -> None:
-    requests = make_requests(5)
-    ended: list[int] = []
-
-    async def waits_for_the_others(turn: ModelTurn) -> Observation:
-        while sorted(ended) != [1, 2, 3, 4]:
-            await asyncio.sleep(0.01)
-        return Observation("b0", done=turn.index == 1)
-
-    slow, quick = Script(waits_for_the_others), says("b0", "b")
-    found = {}
-
-    def begin(session: Session) -> None:
-        places = asyncio.Semaphore(8)
-
-        async def one(i: int) -> None:
-            environment = quick if i else slow
-            found[i] = await play(session, requests[i], "", environment, merging_tokenizer(), LIMITS, places)
-            ended.append(i)
-
-        for i in range(5):
-            session.start(one(i))
-
-    served.engine.converse(begin, SOME_STOPS)
-    assert [found[i].failure for i in range(5)] == [None] * 5
-    assert ended[-1] == 0
-    assert len(found[0].turn_ends) == 2
-
-
 LONG = SamplingParams(max_response_tokens=POSITIONS)
 FOR_LONG = EpisodeLimits(response_tokens=POSITIONS, turns=2, positions=POSITIONS)
 
@@ -232,22 +203,6 @@ def test_weights_change_right_after_a_cancelled_session(served: Served) -> None:
     assert logprob_gap(rollouts, oracle_of(served.model, other)) < CLOSE
     assert {int(v) for rollout in rollouts for v in rollout.weight_versions} == {4}
     served.engine.update_weights(served.weights.items(), 3)
-
-
-def test_a_deadline_in_mid_sampling_costs_one_episode(served: Served) -> None:
-    """Its clock begins with the end of the first turn; the second, of hundreds of tokens, ends on the server too."""
-    requests, script = make_requests(2), says("b0", "b0")
-    limits = [replace(FOR_LONG, episode_s=0.5, turn_tokens=600), replace(LIMITS, turn_tokens=4)]
-    long, short = play_all(served.engine, requests, script, limits, LONG)
-    assert long is not None
-    assert short is not None
-    assert (long.failure, len(long.turn_ends)) == ("the episode took more than 0.5 s", 1)
-    assert long.rollout is not None
-    assert long.rollout.finish_reason == "abort"
-    assert short.failure is None
-    check_columns(short, requests[1], last_row=False)
-    asyncio.run(served.running_becomes(0))
-    assert script.closed == [1, 1]
 
 
 def test_a_server_killed_between_turns_loses_no_episode(served: Served) -> None:

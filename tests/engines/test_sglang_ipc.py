@@ -169,7 +169,7 @@ def test_handles_that_no_server_has_taken_are_withdrawn(monkeypatch: pytest.Monk
     def work(rank: int, memory: SharedMemory, made: Iterator[Bucket]) -> Any:
         for number, _ in enumerate(rounds_of(memory, made)):
             if rank == 0:
-                memory.taken.update((0, 1) if number == 1 else (0,))
+                memory.confirmed.update((0, 1) if number == 1 else (0,))
 
     run(2, work)
     assert len(withdrawn) == 2  # those of rank 1, but for the second

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -258,36 +256,3 @@ def test_the_key_is_asked_for_and_seen_by_nobody_else_and_stop_leaves_nothing(sg
     assert psutil.wait_procs(members, timeout=120.0)[1] == []
     assert config_file is not None
     assert not config_file.exists()
-
-
-@pytest.mark.sglang
-def test_a_server_that_cannot_start_is_reported_with_its_log(sglang_spec: ServerSpec, tmp_path: Path):
-    spec = dataclasses.replace(sglang_spec, model_path=tmp_path / "nothing", log_file=tmp_path / "log")
-    started = time.monotonic()
-    with Server(spec) as server, pytest.raises(RolloutError, match=r"ended with exit code 1 .*\n(.|\n)*nothing"):
-        server.wait_ready(10 * START_DEADLINE_S)
-    assert time.monotonic() - started < START_DEADLINE_S  # at once, not at the deadline
-
-
-@pytest.mark.sglang
-def test_kill_9_of_the_parent_takes_a_real_server_down(sglang_spec: ServerSpec, tmp_path: Path):
-    fields = {name: getattr(sglang_spec, name) for name in ("dtype", "max_total_tokens")}
-    fields |= {"model_path": str(sglang_spec.model_path), "python": str(SGLANG_PYTHON)}
-    script = f"""
-import json, sys, time
-from megarl.engines.sglang.server import Server, ServerSpec
-server = Server(ServerSpec(**json.loads({json.dumps(fields)!r}), log_file={str(tmp_path / "log")!r}))
-server.start()
-while len(server.members()) < 5:  # reaper, launcher, resource tracker, scheduler, detokenizer
-    time.sleep(0.1)
-print(*(process.pid for process in server.members()), flush=True)
-time.sleep(600)
-"""
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    # Without helpers of an import, which live for a moment.
-    members = [psutil.Process(pid) for pid in map(int, parent.stdout.readline().split()) if psutil.pid_exists(pid)]
-    assert len(members) >= 4
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait()
-    assert psutil.wait_procs(members, timeout=120.0)[1] == []

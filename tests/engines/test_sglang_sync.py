@@ -145,12 +145,6 @@ class TestAServerThatCannotStart:
         spec = ServerSpec(tmp_path, "/bin/false", "float32", tmp_path / "log")
         return Fleet([spec], settings=FleetSettings(5.0, max_restarts=2, poll_s=0.05), tell=told.append)
 
-    def test_start_says_so_and_leaves_nothing(self, fleet: Fleet):
-        with pytest.raises(RolloutError, match="ended with exit code 1 before it was ready"):
-            fleet.start()
-        assert not any(member.process.members() for member in fleet.members if member.process)
-        fleet.close()  # again: nothing to do
-
     def test_a_start_that_is_not_wanted_any_more_ends_soon_and_leaves_no_key(self, tmp_path: Path):
         slow = tmp_path / "slow"
         slow.write_text("#!/bin/sh\nsleep 600\n")
@@ -165,24 +159,6 @@ class TestAServerThatCannotStart:
         assert member.process is not None
         assert not member.process.members()
         assert member.process._config_file is None
-
-    def test_it_is_tried_so_often_and_then_given_up(self, fleet: Fleet, told: list[str]):
-        (member,) = fleet.members
-        assert member.process is not None
-        member.process.start()
-        member.url = member.process.url
-        for _ in range(40):
-            while member.process.alive:
-                pass
-            if not fleet.keepers[0].needs_restart():
-                break
-            fleet.keepers[0].restart()
-        assert member.restarts == 3
-        assert [line for line in told if "starting it again" in line] == [
-            f"{member.url} is dead: starting it again (restart {number})" for number in (1, 2)
-        ]
-        assert told[-1] == f"{member.url} died 3 times and is given up"
-        fleet.close()
 
     def test_a_disk_that_refuses_its_log_does_not_end_the_watch(self, fleet: Fleet, told: list[str], tmp_path: Path):
         """Nobody would start any server again."""
@@ -273,18 +249,6 @@ class TestAServerThatIsStuck:
             assert not fleet.keepers[0].needs_restart()
             time.sleep(0.2)
         assert member.process.alive
-
-    def test_close_does_not_wait_for_a_restart(self, fleet: Fleet, told: list[str]):
-        (member,) = fleet.members
-        assert member.process is not None
-        member.process.kill()
-        fleet.keepers[0].start()
-        while not told or not member.process.alive:
-            time.sleep(0.01)
-        started = time.monotonic()
-        fleet.close()
-        assert time.monotonic() - started < 20.0  # start_deadline_s is 60
-        assert not member.process.members()
 
 
 def test_tied_embeddings_are_expected_once(tmp_path: Path):

@@ -18,6 +18,7 @@ from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang import client as sglang_client
 from megarl.engines.sglang.client import ClientSettings
 from megarl.engines.sglang.engine import SGLangEngine
+from megarl.engines.sglang.plugin.compact import SEAL, seal
 from megarl.errors import RolloutError
 
 LAYERS, EXPERTS, TOPK, VOCABULARY, END, LIMIT, VERSION = 4, 16, 2, 40, 39, 6, 7
@@ -102,13 +103,31 @@ LIES: dict[str, Lie] = {
     "zeros": of_routes(np.zeros_like),
     "a list": lambda answer: [answer],  # type: ignore[dict-item,return-value]
 }
+SEALED_LIES: dict[str, tuple[Lie, str]] = {
+    "no seal": (of_meta(**{SEAL: None}), "does not fit its seal"),
+    "seal removed": (lambda answer: answer | {"meta_info": without_seal(answer)}, "without the seal"),
+    "routes of another answer": (of_routes(lambda rows: np.roll(rows, 1, axis=0)), "does not fit its seal"),
+    "tokens of another answer": (of_tokens(lambda tokens: [6, *tokens[1:]]), "does not fit its seal"),
+    "answer to another prompt": (lambda answer: sealed(answer, [1, 2]), "does not fit its seal"),
+}
+
+
+def without_seal(answer: Answer) -> dict[str, Any]:
+    return {name: value for name, value in answer["meta_info"].items() if name != SEAL}
+
+
+def sealed(answer: Answer, prompt: list[int]) -> Answer:
+    """The answer as a server with megarl's plugin gives it."""
+    answer = {name: value for name, value in answer.items() if name != "prompt_token_ids"}
+    return of_meta(**{SEAL: seal(prompt, answer)})(answer)
 
 
 class Liar(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, lie: Lie | None, every: int = 2, room: int = 10_000) -> None:
+    def __init__(self, lie: Lie | None, every: int = 2, room: int = 10_000, *, seals: bool = False) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
+        self.seals = seals
         self.lie, self.every, self.room, self.asked, self.lock = lie, every, room, 0, threading.Lock()
 
     @property
@@ -131,7 +150,7 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.asked += 1
             lies = self.server.lie is not None and self.server.asked % self.server.every == 0
-        answer = honest(body)
+        answer = sealed(honest(body), body["input_ids"]) if self.server.seals else honest(body)
         self.write(self.server.lie(answer) if lies and self.server.lie else answer)
 
     def write(self, content: Any) -> None:
@@ -196,6 +215,16 @@ def test_no_lie_is_taken(name: str) -> None:
         assert engine.answer_counts["wrong_answers"] >= 3
     assert len(told) == 1
     assert "a wrong answer, which is asked for again: http://127.0.0.1" in told[0]
+
+
+@pytest.mark.parametrize("name", SEALED_LIES)
+def test_no_part_of_another_answer_fits_the_seal(name: str) -> None:
+    told: list[str] = []
+    lie, expected = SEALED_LIES[name]
+    with engine_before(Liar(lie, seals=True), told=told, attempts=20) as engine:
+        check(engine.generate(REQUESTS, PARAMS))
+        assert engine.answer_counts["wrong_answers"] >= 3
+    assert [expected in line for line in told] == [True]
 
 
 @pytest.mark.parametrize("name", ["token beyond the vocabulary", "one row", "a list"])

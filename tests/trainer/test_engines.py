@@ -15,7 +15,11 @@ from transformers import AutoModelForCausalLM
 from megarl.config import Config
 from megarl.config import file as config_file
 from megarl.engines.sglang.spec import command
+from megarl.engines.sglang.transports.broadcast import Broadcast
+from megarl.engines.sglang.transports.disk import Disk
 from megarl.engines.sglang.transports.folder import WeightFolder
+from megarl.engines.sglang.transports.ipc import SharedMemory
+from megarl.engines.sglang.transports.tensor import Tensors
 from megarl.models.hf_folder import SINGLE
 from megarl.trainer import engines
 from megarl.trainer.engines import server_specs
@@ -50,24 +54,16 @@ def test_a_server_on_a_cpu_leaves_the_trainer_its_memory(tmp_path: Path, sglang:
 
 
 @pytest.mark.parametrize(
-    "sglang",
+    ("sglang", "kind"),
     [
-        {"gpus": [0], "sync": "ipc"},
-        {"gpus": [1], "sync": "distributed"},  # NCCL refuses two ranks on one GPU
-        {"urls": ["http://server:1"], "sync": "tensor"},
-        {"urls": ["http://server:1"], "sync": "distributed", "spare_weights": "memory"},  # of all weights, at one rank
-        {"urls": ["http://server:1"], "sync": "distributed", "spare_weights": "disk"},
+        ({"urls": ["http://server:1"], "sync": "distributed"}, Broadcast),
+        ({"urls": ["http://server:1"], "sync": "tensor"}, Tensors),
+        ({"urls": ["http://server:1"], "sync": "disk"}, Disk),
+        ({"sync": "auto"}, SharedMemory),
     ],
 )
-def test_one_rank_sends_all_weights_unless_several_can(sglang: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    """The ranks need not even meet to know it."""
-    settings = config({"spare_weights": "none", **sglang})
-    if 1 in settings.sglang.gpus:
-        settings = settings.model_copy(update={"launch": settings.launch.model_copy(update={"ranks_per_node": 2})})
-    monkeypatch.setattr(engines.distributed, "gather_objects", lambda *_: pytest.fail("a collective call"))
-    share, others, source = engines._divide_weights(settings, None)
-    assert share is source is None
-    assert not others.ranks
+def test_each_way_of_weights_has_its_transport(sglang: dict[str, Any], kind: type):
+    assert type(engines.make_transport(config(sglang))) is kind
 
 
 def test_servers_on_a_cpu_read_the_memory_of_the_first_rank_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

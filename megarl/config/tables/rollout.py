@@ -180,8 +180,7 @@ class SGLangConfig(Table):
     servers share GPUs or CPUs with the trainer, distributed for others."""
     spare_weights: Literal["memory", "disk", "none"] = "memory"
     """Where a copy of the weights is kept for a server that is restarted: in the memory of the node's first rank, or
-    below run.dir. none: it gets no weights, and no requests, before the next update. Then, with sync = "distributed",
-    pipeline stages and expert-parallel ranks send their own weights."""
+    below run.dir. none: the server gets no weights, and no requests, before the next update."""
     release_memory: bool = False
     """For servers on the trainer's GPUs: they release their memory while the trainer trains, and the trainer releases
     gradients and optimizer state while they sample."""

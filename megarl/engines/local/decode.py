@@ -1,11 +1,11 @@
 """The decoding loop of the local engine: one batch of requests, from prompts to rollouts.
 
 1. Equal prompts are read once, left-padded to one length; the cache is then copied to every response.
-2. Each step draws a token for each row, and reads the tokens that were drawn.
-3. A finished row leaves the batch: at once, or after its last token was read if the experts are recorded, so that
-   this token has a row in the trace too.
-Nothing in the loop runs per sequence in Python: each step appends whole columns, which are sorted into sequences at
-the end.
+2. Each step draws a token for each row, and reads the drawn tokens.
+3. A finished row leaves the batch at once; if experts are recorded, after its last token was read, because the last
+   token needs a row in the trace too.
+Nothing in the loop runs per sequence in Python: each step appends whole columns, which are sorted into sequences at the
+end.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Reader:
         return self._forward(tokens[:, None], self._positions + 1)
 
     def select(self, rows: torch.Tensor) -> None:
-        """Makes row ``i`` what was row ``rows[i]``."""
+        """Make row ``rows[i]`` the new row ``i``."""
         self._cache.batch_select_indices(rows)
         self._positions = self._positions[rows]
         if self._mask is not None:
@@ -82,10 +82,9 @@ def decode(
     on_finish: OnFinish,
     cache: DynamicCache,
 ) -> list[Rollout]:
-    """Samples one response per request, at most ``limits`` int64 [B] tokens long, in one batch.
+    """Sample one response per request, at most ``limits`` int64 [B] tokens long, in one batch.
 
-    Experts are recorded if there is a ``recorder``, which is recording. The ``cache`` is empty. The requests must have
-    been checked.
+    A ``recorder`` must be recording; None: no experts. The ``cache`` is empty. The requests have been checked.
     """
     reader = _Reader(model, recorder, cache)
     prompts, prompt_of_request = _distinct([request.prompt_tokens for request in requests])
@@ -102,21 +101,21 @@ def decode(
     is_stop[list(params.stop_token_ids)] = True
     num_kept, kept_steps = np.zeros(len(requests), dtype=np.int64), []  # ids of the sets so far; counts, ids of a step
     owners, places = mask[prompt_of_request].nonzero()
-    read_as = prompt_of_request[owners] * ids.shape[1] + places  # the row of each token where equal prompts are one
+    read_as = prompt_of_request[owners] * ids.shape[1] + places  # row of each token among the distinct prompts
     steps = [(owners, ids.ravel()[read_as])]
-    """Of the tokens of all prompts, then of each step: their requests, and the tokens."""
+    """Tokens of all prompts, then of each step: request and token."""
     logprobs = [logits.new_zeros(len(owners))]
     alive = np.arange(len(requests))  # the request of each row
     for step in range(last_limit):
-        tokens, logprobs_of_step, kept = _sample(logits, params, noise, step, alive)
+        tokens, logprobs_of_step, nucleus = _sample(logits, params, noise, step, alive)
         drawn = tokens.cpu().numpy()
         steps.append((alive, drawn))
         logprobs.append(logprobs_of_step)
-        if kept is not None and params.max_kept_ids is not None:
-            kept_steps.append((kept.sum(dim=-1).cpu().numpy(), kept.nonzero()[:, 1].int().cpu().numpy()))
+        if nucleus is not None and params.max_kept_ids is not None:
+            kept_steps.append((nucleus.sum(dim=-1).cpu().numpy(), nucleus.nonzero()[:, 1].int().cpu().numpy()))
             num_kept[alive] += kept_steps[-1][0]
-            if (most := num_kept.max()) > params.max_kept_ids:
-                raise too_many_kept(requests[int(num_kept.argmax())], most, params.max_kept_ids, step + 1)
+            if (largest := num_kept.max()) > params.max_kept_ids:
+                raise too_many_kept(requests[int(num_kept.argmax())], largest, params.max_kept_ids, step + 1)
         is_finished = is_stop[drawn]
         if step + 1 >= first_limit:
             is_finished |= limits[alive] <= step + 1
@@ -154,8 +153,8 @@ def _cut_into_rollouts(
 ) -> list[Rollout]:
     """The rollouts of a batch, as views of its columns: sequence after sequence, each the prompt and then the response.
 
-    ``columns``: the request of each token, the tokens, their log-probabilities, and their experts if recorded; first of
-    the ``num_read`` tokens of all prompts, then step after step, as ``kept_steps``.
+    columns: request, token, log-probability and, if recorded, experts of each token; first the ``num_read`` tokens of
+    all prompts, then step after step, as ``kept_steps``.
     """
     owners = columns[0]
     order, ends = np.argsort(owners, kind="stable"), np.bincount(owners).cumsum()
@@ -181,28 +180,28 @@ def _cut_into_rollouts(
 def _sample(
     logits: torch.Tensor, params: SamplingParams, noise: Noise, step: int, alive: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """One token per row, int64 [B], its log-probability under the distribution it was drawn from [B], and bool [B, V],
-    the ids it was drawn from, if they are asked for."""
+    """One token per row, int64 [B], its log-probability under the sampling distribution [B], and bool [B, V], the ids
+    of the nucleus, if requested."""
     greedy = params.temperature == 0.0
     logprobs = sampling_logprobs(logits, 1.0 if greedy else params.temperature, 1.0 if greedy else params.top_p)
     if greedy:
         tokens = logprobs.argmax(dim=-1)
         return tokens, logprobs.new_zeros(len(tokens)), None  # the log-probability of a point mass
     tokens = draw(logprobs, noise.at(step, alive).to(logits.device))
-    kept = None if params.max_kept_ids is None else logprobs > -torch.inf
-    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0], kept
+    nucleus = None if params.max_kept_ids is None else logprobs > -torch.inf
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0], nucleus
 
 
 def _distinct(prompts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
-    """The different prompts, and for each request the index of its prompt among them, int64 [B]."""
+    """The distinct prompts, and for each request the index of its prompt, int64 [B]."""
     index: dict[bytes, int] = {}
     objects = {id(prompt): prompt for prompt in prompts}  # samples share the array of their prompt
-    index_of = {each: index.setdefault(p.astype(np.int64).tobytes(), len(index)) for each, p in objects.items()}
+    index_of = {key: index.setdefault(p.astype(np.int64).tobytes(), len(index)) for key, p in objects.items()}
     return [np.frombuffer(key, np.int64) for key in index], np.array([index_of[id(prompt)] for prompt in prompts])
 
 
 def _pad_left(prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The prompts as int64 [U, P], and bool [U, P], True where they are."""
+    """The prompts as int64 [U, P], and bool [U, P], True at tokens of a prompt."""
     lengths = np.array([[len(prompt)] for prompt in prompts])
     mask = np.arange(lengths.max()) >= lengths.max() - lengths
     ids = np.zeros(mask.shape, dtype=np.int64)

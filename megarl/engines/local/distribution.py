@@ -1,4 +1,4 @@
-"""From logits to tokens: the distribution that is sampled from, and a draw that depends on the request's seed alone."""
+"""From logits to tokens: the sampling distribution, and a draw that depends on the request's seed alone."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _HALF, _LOW_HALF = np.uint64(32), np.uint64(2**32 - 1)
 
 
 def sampling_logprobs(logits: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
-    """Log-probabilities of the distribution that tokens are drawn from.
+    """Log-probabilities of the sampling distribution.
 
     ``log_softmax(logits / temperature)``; for ``top_p < 1`` restricted to the nucleus, the smallest set of most likely
-    tokens with mass >= top_p, and renormalised over it (equally likely tokens: the lower id first). Outside of it the
+    tokens with mass >= top_p, and renormalised (equally likely tokens: the lower id first). Outside of the nucleus the
     value is -inf.
 
     ``logits`` [B, V] of any floating dtype, ``temperature > 0``; returns float32 [B, V] (float64 for float64 logits).
-    Raises NumericsError if a row has a NaN, an infinite logit, or no finite one. Source of the nucleus: Holtzman et
+    Raises NumericsError if a row has a NaN, an infinite logit, or no finite logit. Source of the nucleus: Holtzman et
     al. 2020, section 3.1.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     logprobs = torch.log_softmax(wide if temperature == 1.0 else wide / temperature, dim=-1)
-    if math.isnan(logprobs[:, 0].sum()):  # the sum of a bad row is NaN, and with it all its log-probabilities
+    if math.isnan(logprobs[:, 0].sum()):  # the sum of a bad row is NaN, and so are its log-probabilities
         bad = int(logprobs[:, 0].isnan().sum())
         raise NumericsError(
             f"logits of {bad} of {len(logits)} sequences are not finite while sampling: look at the weights that were "
@@ -37,7 +37,7 @@ def sampling_logprobs(logits: torch.Tensor, temperature: float, top_p: float) ->
     if top_p < 1.0:
         ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
         mass = ordered.double().exp()
-        in_nucleus = mass.cumsum(dim=-1) - mass < top_p  # the mass before the token; always true for the first one
+        in_nucleus = mass.cumsum(dim=-1) - mass < top_p  # the mass before the token; always true for the first token
         nucleus = torch.zeros_like(in_nucleus).scatter_(-1, order, in_nucleus)
         logprobs = torch.where(nucleus, logprobs, float("-inf"))
         logprobs = logprobs - logprobs.logsumexp(dim=-1, keepdim=True)

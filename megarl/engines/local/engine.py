@@ -1,7 +1,7 @@
 """A sampling engine in the trainer's own process, on transformers: small, exact, and runs anywhere.
 
-The quickstart and the tests use it. Its log-probabilities are those of the distribution that it samples from, and its
-routes are the expert ids that the model was called with.
+The quickstart and the tests use the engine. Log-probabilities are of the sampling distribution itself, and routes are
+the expert ids in the calls of the model.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from megarl.models.names import is_fp32
 
 BUCKET_BYTES = 32 << 20
 PROVED_TENSORS = 8
-"""Tensors of which ``prove_weights`` compares some numbers."""
+"""Tensors whose numbers ``prove_weights`` compares in a sample."""
 
 
 class LocalEngine(Engine):
     """Samples with a transformers causal language model.
 
-    A response is a function of weights, prompt and seed. It does not depend on its batch, up to the float noise of
-    batched matrix products, which can change a token whose uniform number lies that close to a boundary. The cache of
-    keys and values lives for one batch, so no token is ever sampled with stale entries.
+    A response is a function of weights, prompt and seed. The batch matters only by the float noise of batched matrix
+    products, which can change a token whose uniform number lies very close to a boundary. The cache of keys and values
+    lives for one batch, so no token is sampled with stale entries.
     """
 
     def __init__(
@@ -63,13 +63,12 @@ class LocalEngine(Engine):
         max_batch_size: int = 256,
         experts_implementation: str | None = None,
     ) -> None:
-        """Builds the model of a Hugging Face config without weights; ``update_weights`` must come first.
+        """Build the model of a Hugging Face config without weights; ``update_weights`` must come first.
 
         fp8_rounding: round the linear weights of attention and experts through FP8 blocks of 128 x 128 as they arrive.
-        fp8_activations: round what they multiply too, with ``fp8_rounding`` only (``FP8Products``).
-        fp8_kv_cache: round keys and values (``FP8Cache``).
-        max_batch_size: responses that are sampled at a time; RolloutError below 1.
-        experts_implementation: None is transformers' choice, "grouped_mm" (also fast on a CPU) where there is one.
+        fp8_activations: round the inputs of these weights too, with ``fp8_rounding`` only (``FP8Products``).
+        fp8_kv_cache: round keys and values (``FP8Cache``). max_batch_size: most responses of a batch; RolloutError
+        below 1. experts_implementation: None: transformers' choice, "grouped_mm" (also fast on a CPU) where available.
         """
         if max_batch_size < 1:
             raise RolloutError(f"max_batch_size is {max_batch_size}, expected at least 1")
@@ -81,9 +80,9 @@ class LocalEngine(Engine):
             self._model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation="sdpa", experts_implementation=experts_implementation
             )
-        self._model.tie_weights()  # no_init_weights skips this too
+        self._model.tie_weights()  # no_init_weights skips ties, too
         for name, tensor in self._model.state_dict(keep_vars=True).items():
-            if is_fp32(name):  # ``from_pretrained`` would see to it
+            if is_fp32(name):  # as ``from_pretrained`` does
                 tensor.data = tensor.data.float()
         self._model = self._model.to(device).eval().requires_grad_(False)
         self._views = checkpoint_views(self._model)
@@ -115,11 +114,11 @@ class LocalEngine(Engine):
         folder = Path(path)
         if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
             raise RolloutError(f"{folder} is no checkpoint: expected config.json and *.safetensors in it")
-        with HFCheckpoint(folder) as found:
+        with HFCheckpoint(folder) as checkpoint:
             engine = cls(read_model_config(folder), **options)
-            left_out = found.names_of_prediction_layers()
-            names = (name for name in found.names() if name not in left_out)
-            engine.update_weights(((name, found.read(name)) for name in names), weight_version)
+            left_out = checkpoint.names_of_prediction_layers()
+            names = (name for name in checkpoint.names() if name not in left_out)
+            engine.update_weights(((name, checkpoint.read(name)) for name in names), weight_version)
         return engine
 
     @property
@@ -128,16 +127,16 @@ class LocalEngine(Engine):
 
     @torch.no_grad()
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See ``Engine.update_weights``. Tensors may be on any device; ``BUCKET_BYTES`` of them are held at a time."""
+        """See ``Engine.update_weights``. Tensors may be on any device; ``BUCKET_BYTES`` are converted at a time."""
         self._require_open()
         self._missing = "the last weight update failed"
         Intake(self._shapes, version, self._form, BUCKET_BYTES).write(tensors, self._views)
-        self._sent = {name: some.clone() for name, some in self._proved.items()}
+        self._sent = {name: numbers.clone() for name, numbers in self._proved.items()}
         self._version = version
         self._missing = None
 
     def prove_weights(self) -> bool:
-        """See ``Engine.prove_weights``. WeightSyncError if some numbers of some tensors are not those that arrived."""
+        """See ``Engine.prove_weights``. WeightSyncError if sampled numbers differ from the last update."""
         for name, sent in self._sent.items():
             if not torch.equal(self._proved[name], sent):
                 raise WeightSyncError(
@@ -168,15 +167,17 @@ class LocalEngine(Engine):
             check_prompt(request, params, config.vocab_size)
         limits = np.array([limit_response(request, params, positions) for request in requests])
         recorder = self._recorder if params.return_routed_experts else None
-        # Requests of similar length share a batch, so that little of it is padding.
+        # Requests of similar length share a batch, for little padding.
         order = np.argsort([len(request.prompt_tokens) for request in requests], kind="stable")
-        found: list[Rollout] = []
+        rollouts: list[Rollout] = []
         with self._arithmetic, nullcontext() if recorder is None else recorder.recording():
             for start in range(0, len(requests), self._max_batch_size):  # refuses a generator, as ``sample_each``
-                chosen = order[start : start + self._max_batch_size]
-                batch, cache = [requests[i] for i in chosen.tolist()], self._cache(config=self._model.config)
-                found += decode(self._model, recorder, batch, params, limits[chosen], self._version, on_finish, cache)
-        return [found[i] for i in np.argsort(order).tolist()]
+                indices = order[start : start + self._max_batch_size]
+                batch, cache = [requests[i] for i in indices.tolist()], self._cache(config=self._model.config)
+                rollouts += decode(
+                    self._model, recorder, batch, params, limits[indices], self._version, on_finish, cache
+                )
+        return [rollouts[i] for i in np.argsort(order).tolist()]
 
     def close(self) -> None:
         if not self._closed:
@@ -197,7 +198,7 @@ def _some_of(tensor: torch.Tensor) -> torch.Tensor:
 class BatchSession(Session):
     """Samples one batch whenever every episode waits for a response.
 
-    What is in a batch then depends on the episodes alone and not on their timing, and so does every float of the
+    The content of a batch then depends on the episodes alone and not on timing, and with the content every float of the
     results.
     """
 
@@ -209,7 +210,7 @@ class BatchSession(Session):
         self._will_answer = False
 
     def run(self, begin: Begin) -> None:
-        """Run all episodes; raises the first error of one of them, or of ``begin``."""
+        """Run all episodes; raises the first error of an episode or of ``begin``."""
         run_session(self.run_episodes(begin))
 
     async def sample(self, request: SampleRequest) -> Rollout:
@@ -228,13 +229,13 @@ class BatchSession(Session):
 
     def _answer_all(self) -> None:
         self._will_answer = False
-        if not 0 < len(self._waiting) >= len(self._episodes):  # this is called again when another episode waits or ends
+        if not 0 < len(self._waiting) >= len(self._episodes):  # the next waiting or ending episode calls again
             return
         waiting = sorted(self._waiting.items(), key=lambda item: (item[1].group, item[1].sample))
         self._waiting.clear()
         try:
             rollouts = self._sample_batch([request for _, request in waiting])
-        except Exception as error:  # any error must reach the waiting episodes, which end the session
+        except Exception as error:  # the error must reach the waiting episodes, which end the session
             for answer, _ in waiting:
                 if not answer.done():
                     answer.set_exception(error)

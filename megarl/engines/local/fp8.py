@@ -1,6 +1,6 @@
 """FP8 as an engine with FP8 kernels computes, in float32 on any device: products of weights, and the cache.
 
-It follows SGLang 0.5.23 with block FP8 on a Hopper GPU (``--kv-cache-dtype fp8_e4m3`` for the cache).
+The model is SGLang 0.5.23 with block FP8 on a Hopper GPU (``--kv-cache-dtype fp8_e4m3`` for the cache).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from megarl.core.fp8 import is_fp8_weight, is_known_precision, round_activations
 from megarl.errors import RolloutError
 
 _PRODUCTS = {F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm}
-"""What multiplies activations [..., K] (first) with a weight (second)."""
+"""Functions that multiply activations [..., K] (first) with a weight (second)."""
 _GROUPED = ((F, "grouped_mm"), (torch, "_grouped_mm"), (torch.ops.transformers, "grouped_mm_fallback"))
 _PRODUCTS |= {getattr(place, name) for place, name in _GROUPED if hasattr(place, name)}
 
 
 class FP8Products(TorchFunctionMode):
-    """While it is active, products with FP8 weights are those of an FP8 engine.
+    """While active, products with FP8 weights are as in an FP8 engine.
 
         y = dtype(sum over k of (q_x s_x)[k] (q_w s_w)[k]) + bias,    summed in float32
 
-    ``q_x s_x`` are ``round_activations``; the weights arrive rounded. Weights are recognised by their memory, whatever
-    multiplies them: linear layers, the stacked experts of a layer, or experts one by one. RolloutError for another use.
+    ``q_x s_x`` are ``round_activations``; the weights arrive rounded. Weights are recognised by their memory, in any
+    product: linear layers, the stacked experts of a layer, or experts one by one. RolloutError for another use.
     """
 
     def __init__(self, views: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
@@ -44,12 +44,14 @@ class FP8Products(TorchFunctionMode):
         if weight is None:
             return func(*args, **kwargs)
         if func in _PRODUCTS and len(args) > 1 and self._weight(args[1]) and not self._weight(args[0]):
-            activations, matrix, *rest = args
-            bias = next((given for given in (*rest, kwargs.pop("bias", None)) if given is not None), None)
+            activations, matrix, *extra = args
+            bias = next((argument for argument in (*extra, kwargs.pop("bias", None)) if argument is not None), None)
             product = func(round_activations(activations), matrix, **kwargs).to(self._dtype)
             return product if bias is None else product + bias
         result = func(*args, **kwargs)
-        if any(isinstance(one, torch.Tensor) and not self._weight(one) for one in _flat([result])):  # more than a view
+        if any(
+            isinstance(output, torch.Tensor) and not self._weight(output) for output in _flat([result])
+        ):  # more than a view
             raise RolloutError(
                 f"rollout.fp8_activations: the model uses {weight} in {getattr(func, '__name__', func)}, expected a "
                 "product as of a linear layer; another experts implementation may help, or set it to false"
@@ -57,27 +59,27 @@ class FP8Products(TorchFunctionMode):
         return result
 
     def _weight(self, value: Any) -> str | None:
-        """The name of the FP8 weight that a tensor is, or is part of."""
+        """The name of the FP8 weight of a tensor, or of a view."""
         return self._names.get(_memory(value)) if isinstance(value, torch.Tensor) else None
 
 
 class FP8Cache(DynamicCache):
-    """Keys and values in e4m3 with a scale of 1, also those of the tokens that are being read; queries as they are."""
+    """Keys and values in e4m3 with a scale of 1, also for tokens of the current pass; queries unchanged."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().update(round_to_e4m3(key_states), round_to_e4m3(value_states), *args, **kwargs)
 
 
 def hold_in_fp32(model: PreTrainedModel, views: Mapping[str, torch.Tensor]) -> None:
-    """Gives FP8 weights room for e4m3 times a float32 scale; bfloat16 would round them once more."""
-    held = {_memory(view) for name, view in views.items() if is_fp8_weight(name)}
+    """Give FP8 weights room for e4m3 times a float32 scale; bfloat16 would round a second time."""
+    memory = {_memory(view) for name, view in views.items() if is_fp8_weight(name)}
     for parameter in model.parameters():
-        if _memory(parameter) in held:
+        if _memory(parameter) in memory:
             parameter.data = parameter.data.float()
 
 
 def require_known_precision(views: Mapping[str, torch.Tensor]) -> None:
-    """RolloutError for a matrix of which megarl does not know whether FP8 engines hold it in FP8."""
+    """RolloutError for a matrix with an unknown precision in FP8 engines."""
     unknown = [name for name, view in views.items() if view.dim() > 1 and not is_known_precision(name)]
     if unknown:
         raise RolloutError(

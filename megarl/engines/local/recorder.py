@@ -14,11 +14,11 @@ from megarl.errors import TraceError
 from megarl.routes.trace import narrow_dtype
 
 _ROWS_ON_DEVICE = 4096
-"""Rows of each layer after which ids leave the device; the few rows of a decoding step would each cost a transfer."""
+"""Rows of each layer after which ids leave the device; a transfer per decoding step would be slow."""
 
 
 class RouteRecorder:
-    """Records the expert ids that each MoE layer of a transformers model is called with.
+    """Records the expert ids in the calls of each MoE layer of a transformers model.
 
     The hooks sit on the modules that hold the experts, not on the routers: some routers return logits only and leave
     the choice to the block around them, but every block calls ``experts(hidden_states, top_k_index, top_k_weights)``.
@@ -39,7 +39,7 @@ class RouteRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Records the forward passes that run inside; outside of it the model has no hooks."""
+        """Record the forward passes inside; outside the model has no hooks."""
         self._begin()
         handles = [
             module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
@@ -52,9 +52,9 @@ class RouteRecorder:
                 handle.remove()
 
     def end_pass(self, num_tokens: int) -> None:
-        """Ends a forward pass; TraceError if a layer did not see exactly one row per token of its input."""
-        for (name, _), seen in zip(self._modules, self._seen, strict=True):
-            shape = tuple(seen[-1].shape) if len(seen) > self._num_passes else None
+        """End a forward pass; TraceError if a layer did not see exactly one row per input token."""
+        for (name, _), passes in zip(self._modules, self._seen, strict=True):
+            shape = tuple(passes[-1].shape) if len(passes) > self._num_passes else None
             if shape is None or len(shape) != 2 or shape[0] != num_tokens:
                 raise TraceError(f"{name} routed {shape}, expected [{num_tokens}, top-k]: one row per token")
         self._num_passes += 1
@@ -71,12 +71,12 @@ class RouteRecorder:
         return routes.transpose(1, 0, 2)
 
     def _send(self) -> None:
-        """Moves to the host what is on the device."""
-        rows = torch.cat([ids for seen in self._seen for ids in seen]).to(self._narrow).cpu().numpy()
+        """Move the ids on the device to the host."""
+        rows = torch.cat([ids for passes in self._seen for ids in passes]).to(self._narrow).cpu().numpy()
         self._begin(*self._sent, rows.view(self._dtype).reshape(self.num_layers, self._num_rows, -1))
 
     def _begin(self, *sent: np.ndarray) -> None:
-        """Holds the rows that were sent, [L, rows, K] each, and nothing on the device."""
+        """Hold the rows on the host, [L, rows, K] each, and nothing on the device."""
         self._sent = sent
         self._seen: list[list[torch.Tensor]] = [[] for _ in self._modules]  # by layer, pass after pass
         self._num_passes = self._num_rows = 0

@@ -1,10 +1,12 @@
 """The engine on SGLang servers.
 
-A response: ``engine`` builds the request, ``client`` sends it to a server, ``answers`` checks and decodes what comes
-back. An update: ``engine`` hands the tensors to ``fleet``, which sends them to all servers through ``weights/``.
+Responses: ``engine`` builds the request, ``client`` sends the request to a server, ``answers`` checks and decodes the
+answer. Updates: ``engine`` hands the tensors to ``fleet``, which sends them to all servers by a transport.
 
-    server, spec, reaper    one server process: how it is started and ended
-    fleet, member           all servers of an engine: updated together, restarted when they die
-    versions, check         what each SGLang release can do; what a configuration's servers are
-    plugin/, cpu/           run inside a server; megarl never imports cpu
+server, spec, reaper            one server process: start and end
+fleet, participants             all servers of an engine, updated together
+member, keeper                  one server of a fleet, restarted when it dies
+transports/                     four ways of weights to the servers
+versions, check                 abilities of each SGLang release; the servers of a configuration
+plugin/, cpu/                   run inside a server; megarl never imports cpu
 """

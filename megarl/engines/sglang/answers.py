@@ -1,8 +1,8 @@
-"""Turns the answers of SGLang servers into rollouts, and checks them first: against the request, and against the model.
+"""Checks the answers of SGLang servers against the request and the model, and turns them into rollouts.
 
 An answer has the experts of every token that the server has processed, prompt included: base64 of raw int32 for every
 layer, dense layers included. Servers with megarl's ``plugin`` send a short form without the dense layers. The last
-generated token was never processed, so it has no row.
+generated token was never processed, and has no row.
 """
 
 import math
@@ -24,24 +24,24 @@ from megarl.routes.answers import longest_text, routes_from_sglang
 
 _FINISH: Mapping[object, FinishReason] = {"stop": "stop", "length": "length"}
 LEAST_LOGPROB = -45.0
-"""No honest token is less likely: with 262,144 ids, tokens below it are drawn once in 1e14 draws."""
+"""No honest token is less likely: with 262,144 ids, tokens below this limit are drawn once in 1e14 draws."""
 ROUNDING = 1e-6
 """Of a log-probability above 0, in float32."""
 ROOM_SLACK = 4
-"""A server cuts a response so many tokens, at most, before its cache or context is full."""
+"""A server may cut a response this number of tokens before its cache or context is full."""
 TOKEN_BYTES = 256
-"""Of an answer, for each token: its ids, text and log-probability."""
+"""Bytes of an answer per token: ids, text and log-probability."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What the model, and the server that answers, allow."""
+    """Limits of the model, and of the server that answers."""
 
     vocabulary: int = 1 << 31
     positions: int = 1 << 31
     """Of the model, for prompt and response."""
     end_tokens: frozenset[int] = frozenset()
-    """At which a server stops beside those of the request: the model's own."""
+    """The model's own end tokens, at which a server stops beside the request's."""
     longest: float = math.inf
     """Tokens of prompt and response at about which the server cuts a response."""
 
@@ -94,42 +94,42 @@ def parse_answer(
     params: SamplingParams | None = None,
     bounds: Bounds = Bounds(),
 ) -> Rollout:
-    """Returns the rollout that a ``/generate`` answer describes.
+    """Return the rollout in a ``/generate`` answer.
 
-    version: of the last update of the weights; an answer names it, or an earlier one. shape: None if no routes were
-    asked for. rid: the id that the request carried, which its answer must repeat; None if it had none. params: what was
-    asked for; None leaves length, end and nucleus unchecked.
-    Raises RolloutError for an answer that is inconsistent, aborted or not SGLang's, TraceError for wrong routes.
+    version: of the last weight update; an answer names this or an earlier version. shape: None for a request without
+    routes. rid: id of the request, which the answer must repeat; None: the request had no id. params: of the request;
+    None leaves length, end and nucleus unchecked. RolloutError for an answer that is inconsistent, aborted or not
+    SGLang's; TraceError for wrong routes.
     """
     label = request.label
     if isinstance(answer, Mapping) and not {"output_ids", "meta_info"} <= answer.keys():
         raise RolloutError(f"{label}: the server's answer has keys {sorted(answer)}, expected output_ids and meta_info")
     try:
-        found = check_types(_ANSWER, answer, f"{label}: the server's answer")
-        values = [entry[0] for entry in found.meta_info.output_token_logprobs or ()]
+        parsed = check_types(_ANSWER, answer, f"{label}: the server's answer")
+        values = [entry[0] for entry in parsed.meta_info.output_token_logprobs or ()]
         logprobs = check_types(_LOGPROBS, values, f"{label}: output_token_logprobs of the server's answer")
     except DataError as error:
         raise RolloutError(str(error)) from error
-    fault = next(_find_faults(request, found, version, rid, params, bounds), None)
+    fault = next(_find_faults(request, parsed, version, rid, params, bounds), None)
     if fault is not None:
         raise RolloutError(f"{label}: {fault}")
-    meta, output = found.meta_info, np.array(found.output_ids, np.int32)
-    checked, kept = _require_logprobs(logprobs, label), None
+    meta, output = parsed.meta_info, np.array(parsed.output_ids, np.int32)
+    checked, nuclei = _require_logprobs(logprobs, label), None
     if params is not None and params.has_nucleus:
-        checked, kept = _parse_nucleus(meta, output, bounds.vocabulary, label)
+        checked, nuclei = _parse_nucleus(meta, output, bounds.vocabulary, label)
         if params.max_kept_ids is None:
-            kept = None
-        elif len(kept[1]) > params.max_kept_ids:
-            raise too_many_kept(request, len(kept[1]), params.max_kept_ids, len(output))
+            nuclei = None
+        elif len(nuclei[1]) > params.max_kept_ids:
+            raise too_many_kept(request, len(nuclei[1]), params.max_kept_ids, len(output))
     versions = np.concatenate([np.full(len(request.prompt_tokens), version), _versions(meta, len(output))])
     experts = mask = None
     if shape is not None:
-        tokens = [*request.prompt_tokens.tolist(), *found.output_ids]
+        tokens = [*request.prompt_tokens.tolist(), *parsed.output_ids]
         trace = routes_from_sglang(answer, shape, start=request.known_rows, tokens=tokens, label=label)
         experts, mask = trace.experts, trace.row_mask
-    if rid is not None and is_sealed(answer):  # last: the other checks say what is wrong
+    if rid is not None and is_sealed(answer):  # last: the earlier checks say more
         _require_seal(request, answer, label)
-    return make_rollout(request, output, checked, experts, mask, versions, _FINISH[_finish(meta).type], kept)
+    return make_rollout(request, output, checked, experts, mask, versions, _FINISH[_finish(meta).type], nuclei)
 
 
 def is_sealed(answer: Mapping[str, Any]) -> bool:
@@ -138,15 +138,15 @@ def is_sealed(answer: Mapping[str, Any]) -> bool:
 
 
 def num_retractions(answer: Mapping[str, Any]) -> int:
-    """How often the server has dropped this response from its cache, and computed it again from the start."""
+    """Number of times that the server dropped the response from its cache, and computed the response again."""
     return answer["meta_info"].get("num_retractions") or 0
 
 
 def longest_answer(num_tokens: int, shape: MoeShape | None, params: SamplingParams, most_drawn_from: int) -> int:
-    """Returns the bytes of the longest honest answer of so many tokens, prompt included."""
-    kept = 12 * most_drawn_from if params.has_nucleus else 0
+    """Return the bytes of the longest honest answer of ``num_tokens`` tokens, prompt included."""
+    nuclei = 12 * most_drawn_from if params.has_nucleus else 0
     routes = 0 if shape is None else longest_text(num_tokens, shape)
-    return (1 << 20) + (TOKEN_BYTES + kept) * num_tokens + routes
+    return (1 << 20) + (TOKEN_BYTES + nuclei) * num_tokens + routes
 
 
 def _require_seal(request: SampleRequest, answer: Mapping[str, Any], label: str) -> None:
@@ -171,7 +171,7 @@ def _find_faults(
     params: SamplingParams | None,
     bounds: Bounds,
 ) -> Iterator[str]:
-    """Yields what contradicts the request or the model."""
+    """Yield contradictions to the request or the model."""
     meta, output, prompt = answer.meta_info, answer.output_ids, request.prompt_tokens.tolist()
     if rid is not None and meta.id != rid:
         yield f"the answer is to another request: its id is {meta.id!r}, expected {rid!r}"
@@ -199,25 +199,27 @@ def _find_faults(
         yield from _find_wrong_end(request, output, finish, params, bounds)
     versions = _versions(meta, len(output))
     if (unknown := (versions < 0) | (versions > version)).any():
-        named = meta.weight_version if meta.weight_versions is None else [span.version for span in meta.weight_versions]
+        versions_named = (
+            meta.weight_version if meta.weight_versions is None else [span.version for span in meta.weight_versions]
+        )
         yield (
-            f"weight versions {named} are not those that megarl has set: expected one of 0..{version} for response "
-            f"token {unknown.argmax()}"
+            f"weight versions {versions_named} are not those that megarl has set: expected one of 0..{version} for "
+            f"response token {unknown.argmax()}"
         )
 
 
 def _find_wrong_end(
     request: SampleRequest, output: Sequence[int], finish: _Finish, params: SamplingParams, bounds: Bounds
 ) -> Iterator[str]:
-    """Yields what contradicts the limit, or the tokens that end a response."""
+    """Yield contradictions to the limit, or to the end tokens."""
     limit = limit_response(request, params, bounds.positions - 1)
-    asked = set(params.stop_token_ids)
-    ends = asked | bounds.end_tokens if asked else asked  # without, the server ignores the model's own too
+    stops = set(params.stop_token_ids)
+    ends = stops | bounds.end_tokens if stops else stops  # without, the server ignores the model's own too
     size = len(output)
     if size > limit:
         yield f"the response has {size} tokens, expected at most {limit}"
-    if asked.intersection(output[:-1]):
-        yield f"the response goes on behind its end token, one of {sorted(asked)}"
+    if stops.intersection(output[:-1]):
+        yield f"the response goes on behind its end token, one of {sorted(stops)}"
     if finish.type == "stop" and (output[-1] not in ends or finish.matched not in (None, output[-1])):
         yield (
             f"the server says that the response stopped at {finish.matched!r}, its last token is {output[-1]}, "
@@ -229,23 +231,22 @@ def _find_wrong_end(
 
 
 def _require_logprobs(values: Sequence[float | None], label: str) -> np.ndarray:
-    """Returns float32 [output]; RolloutError for one that no honest engine gives."""
-    found = np.array([np.nan if value is None else value for value in values], np.float64)
-    wrong = ~((found >= LEAST_LOGPROB) & (found <= ROUNDING))  # NaN is in no range
+    """Return float32 [output]; RolloutError for a log-probability outside of the possible range."""
+    logprobs = np.array([np.nan if value is None else value for value in values], np.float64)
+    wrong = ~((logprobs >= LEAST_LOGPROB) & (logprobs <= ROUNDING))  # NaN is in no range
     if wrong.any():
         token = int(wrong.argmax())
         raise RolloutError(
-            f"{label}: the log-probability of response token {token} is {found[token]:.9g}, expected "
+            f"{label}: the log-probability of response token {token} is {logprobs[token]:.9g}, expected "
             f"{LEAST_LOGPROB:g} to 0"
         )
-    return np.minimum(found, 0.0).astype(np.float32)
+    return np.minimum(logprobs, 0.0).astype(np.float32)
 
 
 def _parse_nucleus(
     meta: _Meta, output: np.ndarray, vocabulary: int, label: str
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """Returns float32 [output], log-probabilities within the ids that each token was drawn from; how many these are,
-    and which, ascending."""
+    """Return float32 [output], log-probabilities within the nucleus; sizes of the nuclei, and their ids, ascending."""
     sets, logprobs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
     if sets is None or logprobs is None or {len(sets), len(logprobs)} != {len(output)}:
         raise RolloutError(
@@ -265,15 +266,15 @@ def _parse_nucleus(
 
 
 def _versions(meta: _Meta, size: int) -> np.ndarray:
-    """int64 [size], of each response token; -1 where the answer names none, or none that is a number.
+    """int64 [size], of each response token; -1 where the answer has no version, or no number.
 
     Newer servers name the version of each span of output tokens.
     """
-    found = np.full(size, -1)
+    versions = np.full(size, -1)
     whole = _Span(start=0, end=size, version="none" if meta.weight_version is None else meta.weight_version)
     for span in meta.weight_versions or [whole]:
         text = str(span.version)
         is_number = text.isascii() and text.isdecimal() and len(text) < 10
         if 0 <= span.start <= span.end <= size:
-            found[span.start : span.end] = int(text) if is_number else -1
-    return found
+            versions[span.start : span.end] = int(text) if is_number else -1
+    return versions

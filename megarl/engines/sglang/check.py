@@ -1,4 +1,4 @@
-"""Examines the servers of a configuration before a run: their release, and whether megarl can use them."""
+"""Examines the servers of a configuration before a run: release, and problems for megarl."""
 
 import os
 from collections.abc import Mapping
@@ -18,48 +18,48 @@ ASK_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """One environment for servers, or one server that runs already."""
+    """An environment for servers, or a running server."""
 
     where: str
     """Path of the interpreter, or URL."""
     release: str | None = None
-    """None if it is unknown."""
+    """None: unknown."""
     able: tuple[str, ...] = ()
-    """Names of its capabilities, see ``versions.CAPABILITIES``."""
+    """Names of the release's capabilities, see ``versions.CAPABILITIES``."""
     warnings: tuple[str, ...] = ()
     problem: str | None = None
-    """Why a run would refuse it, and what to do; None if it would not."""
+    """Why a run would refuse the server, and the remedy; None: no problem."""
 
 
 def examine(config: Config) -> list[Examined]:
-    """Asks each server in sglang.urls, or else the interpreter sglang.python; starts no server."""
-    return [_check(config, where) for where in config.sglang.urls or [str(config.sglang.python)]]
+    """Ask the servers in sglang.urls, or the interpreter sglang.python; starts no server."""
+    return [_check(config, place) for place in config.sglang.urls or [str(config.sglang.python)]]
 
 
 def _predict_info(config: Config, python: str) -> Mapping[str, Any]:
-    """Returns what /server_info of a server with these settings will say, as far as its command line shows."""
+    """Return the expected /server_info of a server with these settings, as far as the command line shows."""
     settings = config.sglang
     gpus, arguments = tuple(settings.gpus[: settings.tp]) or None, tuple(settings.arguments)
     programs = config.model.path, python, SERVER_DTYPES[config.rollout.dtype], os.devnull
     spec = ServerSpec(*programs, tp=settings.tp, gpus=gpus, routes=servers_record(config), extra_args=arguments)
-    # Servers that megarl starts have a key, which is not on the command line.
+    # Servers started by megarl have a key, which is not on the command line.
     return {**parse_arguments(command(spec)), "api_key": True, "version": installed_release(Path(python))}
 
 
-def _check(config: Config, where: str) -> Examined:
+def _check(config: Config, place: str) -> Examined:
     release = None
     try:
         if config.sglang.urls:
-            info = server_info(where, key_named(config.sglang.api_key_env), ASK_S)
+            info = server_info(place, key_named(config.sglang.api_key_env), ASK_S)
         else:
-            info = _predict_info(config, where)
+            info = _predict_info(config, place)
         release = str(info.get("version"))
         needs = config.sglang.tp, servers_record(config), config.rollout.top_p < 1, Path(config.model.path)
         version, warnings = check_server(info, *needs)
     except MegarlError as error:
-        return Examined(where, release, problem=str(error))
+        return Examined(place, release, problem=str(error))
     problem = None
     if config.sglang.checksums and info.get("device") == "cpu" and not can(version, "checksums_on_cpu"):
         problem = f"SGLang {release} gives no checksums on a CPU: take a later one, or sglang.checksums = false"
     able = tuple(entry.name for entry in CAPABILITIES if can(version, entry.name))
-    return Examined(where, release, able, tuple(warnings), problem)
+    return Examined(place, release, able, tuple(warnings), problem)

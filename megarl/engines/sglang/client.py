@@ -1,12 +1,12 @@
-"""Requests to SGLang servers: balanced, bounded, with a deadline, and repeated where the server was at fault.
+"""Requests to SGLang servers: balanced, bounded, with a deadline, and repeated after a server's fault.
 
-- **Balance.** A group's samples go to one server, whose prefix cache then serves them. Each server has no
-  more requests than ``Places`` at once. The others wait here, and go to another server only if theirs is full or away.
+- **Balance.** The samples of a group go to a single server, whose prefix cache serves the group. A server has at most
+  ``Places`` requests at once. Further requests wait here, and move only if their server is full or away.
 - **Repeats.** A request waits again after a failure that may pass: the connection, an HTTP 5xx, a truncated or wrong
-  answer, the deadline. HTTP 408, 429 and 503 say that a server has no place now, and are waited for longer; 413, that
-  it takes no request of this size. An answer counts only once it has been checked.
-- **Ids.** Each attempt has an id of its own, which the answer must repeat: a late, repeated or exchanged answer has
-  another one. SGLang refuses an id that is in use, and aborts by prefixes of ids, so they are new and equally long.
+  answer, the deadline. HTTP 408, 429 and 503 mean a busy server, and allow longer waits; 413 means a request of a
+  refused size. An answer counts only after all checks.
+- **Ids.** Every attempt has a new id, and the answer must repeat the id: late, repeated or exchanged answers have a
+  wrong id. SGLang refuses an id in use, and aborts by prefixes of ids, hence the new ids of equal length.
 """
 
 import asyncio
@@ -25,25 +25,25 @@ from megarl.errors import DataError, RequestError, RolloutError, TraceError
 from megarl.files.foreign_json import UNPACKED, parse_json, read_body, retry_after
 
 KEEP_CONNECTION_S = 3.0
-"""SGLang closes a connection that was idle for five seconds, even while a request is on its way."""
+"""SGLang closes a connection after five idle seconds, even while a request is on its way."""
 BUFFER_BYTES = 1 << 20
 TICK_S = 1.0
 """Interval of ``on_finish(0)``, in which the trainer may end the wait for long responses."""
 RETURN_POLL_S = 0.5
 """Time between two questions whether a server is back."""
 OPEN_S = 2.0
-"""How long a session waits at its beginning for a server that does not say which weights, or places, it has."""
+"""Longest wait at the start of a session for a server's report of weights and places."""
 BUSY = (408, 429, 503)
-"""HTTP status of a server, or of a proxy, that has no place now."""
+"""HTTP statuses of a busy server or proxy."""
 TOO_LARGE = 413
 BACKOFF_S = 0.5
-"""Wait before a request is sent again, which doubles from one attempt to the next."""
+"""Wait before a request is sent again; doubles with each attempt."""
 MAX_WAIT_S = 30.0
 """Longest wait before a request is sent again, whatever its Retry-After says."""
 MAX_ANSWER_BYTES = 1 << 30
 """Of the answer to a request of unknown length."""
 UNKNOWN = Places(64)
-"""Of a server that does not say how much it has room for."""
+"""Places of a server without a report of its room."""
 
 Decode = Callable[[SampleRequest, Any, str, str], Rollout]
 """(request, answer, URL of the server, id of the attempt) -> rollout; RolloutError or TraceError for a wrong answer."""
@@ -55,28 +55,28 @@ Limit = Callable[[SampleRequest], int]
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """Load on the servers, and how long they may take."""
+    """Load on the servers, and their time limits."""
 
     concurrency: int | None = None
-    """Requests that one server has at a time; None: as many as it says it has room for."""
+    """Requests of one server at a time; None: as many as the server reports room for."""
     clients: int = 1
-    """Clients like this one, which share the servers' room."""
+    """Number of clients that share the servers' room."""
     deadline_s: float = 600.0
     """Longest time from sending a request to the whole answer."""
     attempts: int = 4
-    """How often one request may fail (bad answer or deadline) before the rollout does."""
+    """Failures (bad answer or deadline) of one request before the rollout fails."""
     losses: int = 30
-    """How often one request may be lost with its connection, or find a server busy, before the rollout fails."""
+    """Lost connections, or waits for a busy server, of one request before the rollout fails."""
     recovery_s: float = 300.0
-    """How long a server may be away before it counts as down; the rollout fails when all are."""
+    """Seconds until an absent server counts as down; the rollout fails when all servers are down."""
     api_key: str | None = None
     """Sent as a bearer token."""
     compact_routes: bool = True
-    """Ask for routes in the short form, which servers with megarl's plugin know and others ignore."""
+    """Ask for routes in the short form, which only servers with megarl's plugin know."""
 
 
 class RetryError(Exception):
-    """A failure that another attempt may not meet."""
+    """A failure that may pass at the next attempt."""
 
 
 class AwayError(RetryError):
@@ -99,24 +99,24 @@ class RefusedError(RetryError):
 class _Job:
     request: SampleRequest
     answer: asyncio.Future[Rollout]
-    """Cancelled if its episode does not wait any more."""
+    """Cancelled if the episode no longer waits."""
     tokens: int
-    """That it is expected to take in a server's cache."""
+    """Expected tokens in a server's cache."""
     failures: int = 0
     losses: int = 0
     waits: int = 0
-    """How often its server was busy."""
+    """Number of attempts at a busy server."""
 
 
 @dataclass(eq=False)
 class _Server:
     url: str
     queue: deque[_Job] = field(default_factory=deque)
-    """Requests of its own groups."""
+    """Requests of the server's own groups."""
     busy: int = 0
     tokens: int = 0
-    """Of the requests that it has."""
-    away: bool = False
+    """Tokens of the requests on the server."""
+    is_away: bool = False
     """Does not answer at the moment, and gets no requests."""
     down: bool = False
     """Was away for too long, and is not asked any more."""
@@ -150,7 +150,7 @@ class SGLangClient:
         self.counts = Counter[str]()
         """Of the last ``converse``, see ``Engine.answer_counts``."""
         self.places: dict[str, Places] = {}
-        """By URL, of the servers that have said it."""
+        """By URL, from the servers' reports."""
 
     def converse(
         self,
@@ -162,10 +162,10 @@ class SGLangClient:
         limit: int = 0,
         max_bytes: Limit = lambda request: MAX_ANSWER_BYTES,
     ) -> None:
-        """See ``Engine.converse``; RolloutError if a request keeps failing, naming the last failure.
+        """See ``Engine.converse``; RolloutError if a request keeps failing, with the last failure.
 
-        A server gets no requests while its weights are not called ``version`` (None: any). ``limit``: longest response.
-        RequestError, from the request that it concerns, if no server takes one of its size.
+        A server gets no requests unless its weights are called ``version`` (None: any). ``limit``: longest response.
+        RequestError, raised to the caller of the request, if no server takes a request of its size.
         """
 
         self.counts.clear()
@@ -199,7 +199,7 @@ class _RequestSession(Session):
         self._client, self._settings, self._http, self._call = client, client.settings, http, call
         self._is_open = call.version is None and self._settings.concurrency is not None
         self._helpers: list[asyncio.Task[None]] = []
-        """Tasks that end with the last episode: the ticks, and waits for servers that are away."""
+        """Tasks that end with the last episode: the ticks, and waits for absent servers."""
         self._serving: dict[asyncio.Future[Rollout], asyncio.Task[None]] = {}
 
     async def run_episodes(self, begin: Begin) -> None:
@@ -214,10 +214,10 @@ class _RequestSession(Session):
             self._call.on_finish(0)
 
     async def _open(self) -> None:
-        """Begin with the servers that have the weights of this session; one that is fresh or behind is awaited."""
+        """Begin with the servers that have the weights of the session; await servers that are fresh or behind."""
         version, servers = self._call.version, self._servers if not self._is_open else ()
-        asked = (is_ready(self._http, server.url, version, timeout_s=OPEN_S, asks_health=False) for server in servers)
-        answers, _ = await asyncio.gather(asyncio.gather(*asked), asyncio.gather(*map(self._learn_places, servers)))
+        checks = (is_ready(self._http, server.url, version, timeout_s=OPEN_S, asks_health=False) for server in servers)
+        answers, _ = await asyncio.gather(asyncio.gather(*checks), asyncio.gather(*map(self._learn_places, servers)))
         for server, ready in zip(servers, answers, strict=True):
             if not ready:
                 self._lose(server, AwayError(f"{server.url} does not answer with weights {version}"))
@@ -226,17 +226,17 @@ class _RequestSession(Session):
 
     async def _learn_places(self, server: _Server) -> None:
         if server.url not in self._client.places:
-            found = await find_places(self._http, server.url, self._settings.clients, OPEN_S)
-            self._client.places |= {} if found is None else {server.url: found}
+            places = await find_places(self._http, server.url, self._settings.clients, OPEN_S)
+            self._client.places |= {} if places is None else {server.url: places}
 
     async def sample(self, request: SampleRequest) -> Rollout:
         answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
         queue = self._servers[request.group % len(self._servers)].queue
-        # A response is expected to take half of its limit, and on its way there half of that on average.
+        # On average a response reaches half of its limit, and a running response has half of its tokens.
         job = _Job(request, answer, len(request.prompt_tokens) + self._call.limit // 4)
-        # A later turn goes first: the prefix of its episode is still in the server's cache.
+        # A later turn goes first: the server's cache still has the prefix of its episode.
         queue.appendleft(job) if request.known_rows else queue.append(job)
-        # Defer, so that a request does not take another group's preferred server.
+        # Defer: a request must not take a place at the preferred server of a second group.
         asyncio.get_running_loop().call_soon(self._assign)
         try:
             return await answer
@@ -251,7 +251,7 @@ class _RequestSession(Session):
                 task.cancel()
 
     def _assign(self) -> None:
-        """Give every server that answers as many requests as it may have."""
+        """Fill the places of all servers that answer."""
         for server in self._servers if self._is_open else ():
             while not self._is_blocked(server) and (job := self._next(server)) is not None:
                 server.busy += 1
@@ -263,10 +263,11 @@ class _RequestSession(Session):
     def _is_blocked(self, server: _Server) -> bool:
         number = self._settings.concurrency
         places = Places(number) if number is not None else self._client.places.get(server.url, UNKNOWN)
-        return server.away or server.busy >= places.requests or (server.busy > 0 and server.tokens >= places.tokens)
+        return server.is_away or server.busy >= places.requests or (server.busy > 0 and server.tokens >= places.tokens)
 
     def _next(self, server: _Server) -> _Job | None:
-        """Take a request of the server's own groups, else the newest of the longest queue of a blocked server."""
+        """Take a request of the server's own groups, else the newest request of the longest queue of a blocked
+        server."""
         while True:
             blocked = [other.queue for other in self._servers if other.queue and self._is_blocked(other)]
             if server.queue:
@@ -279,7 +280,7 @@ class _RequestSession(Session):
                 return job
 
     async def _serve(self, server: _Server, job: _Job) -> None:
-        """Send a request; set its answer, or queue it again."""
+        """Send a request; set the answer, or queue the request again."""
         settings, rid = self._settings, uuid.uuid4().hex
         try:
             async with asyncio.timeout(settings.deadline_s):
@@ -306,7 +307,7 @@ class _RequestSession(Session):
                 self._call.on_finish(1)
 
     async def _repeat(self, server: _Server, job: _Job, failure: RetryError | TimeoutError) -> None:
-        """Queue a request at the next server after a while, or give it up."""
+        """Queue a request at the next server after a pause, or give the request up."""
         settings = self._settings
         reason = str(failure) or f"{server.url}: no answer within {settings.deadline_s} s"
         status, wait_s = (failure.status, failure.wait_s) if isinstance(failure, RefusedError) else (0, 0.0)
@@ -327,14 +328,14 @@ class _RequestSession(Session):
                 job.answer.set_exception(RequestError(f"{last}; raise the limit of this server or proxy"))
             return
         await asyncio.sleep(max(wait_s, min(BACKOFF_S * 2 ** (tries - 1), MAX_WAIT_S / 2)))
-        following = (self._servers.index(server) + 1) % len(self._servers)
-        self._servers[following].queue.append(job)
+        next_index = (self._servers.index(server) + 1) % len(self._servers)
+        self._servers[next_index].queue.append(job)
 
     def _release(self, server: _Server, job: _Job, task: asyncio.Task[None]) -> None:
         """Called when a request was answered, queued again or cancelled."""
         server.busy -= 1
         server.tokens -= job.tokens
-        if self._serving.get(job.answer) is task:  # else it was sent again already
+        if self._serving.get(job.answer) is task:  # else the request was sent again already
             del self._serving[job.answer]
         if task.cancelled() or task.exception() is None:
             self._assign()
@@ -353,24 +354,24 @@ class _RequestSession(Session):
             raise RetryError(f"{url}: {type(error).__name__}: {error}") from error
         except DataError as error:
             raise WrongAnswerError(str(error)) from error
-        told = f"HTTP {status}: {answer[:300].decode('utf-8', errors='replace')}"
+        message = f"HTTP {status}: {answer[:300].decode('utf-8', errors='replace')}"
         if status >= 500 or status in (*BUSY, TOO_LARGE):
-            raise RefusedError(f"{url}: {told}", status, wait_s)
-        raise RolloutError(f"{url} refuses the request, {told}")
+            raise RefusedError(f"{url}: {message}", status, wait_s)
+        raise RolloutError(f"{url} refuses the request, {message}")
 
     def _lose(self, server: _Server, failure: AwayError) -> None:
-        if not server.away:
-            server.away = True
+        if not server.is_away:
+            server.is_away = True
             self._helpers.append(self._tasks.create_task(self._await_return(server, failure)))
 
     async def _await_return(self, server: _Server, failure: AwayError) -> None:
-        """Assign requests to a server again when it has its weights; RolloutError if all servers stay away."""
+        """Assign requests to a server again when it has the weights; RolloutError if all servers stay away."""
         until = asyncio.get_running_loop().time() + self._settings.recovery_s
         while asyncio.get_running_loop().time() < until:
             await asyncio.sleep(RETURN_POLL_S)
             if await is_ready(self._http, server.url, self._call.version):
                 await self._learn_places(server)
-                server.away = False
+                server.is_away = False
                 self._assign()
                 return
         server.down = True

@@ -1,6 +1,6 @@
 """The engine on SGLang servers: requests over HTTP, and weights through the fleet.
 
-Every rank of the trainer sends its own requests to the same servers. One rank, with the fleet, sends the weights.
+Every rank of the trainer sends requests to all servers. The rank with the fleet sends the weights.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncErro
 from megarl.files.moe_shape import MoeShape
 
 MOST_DRAWN_FROM = 4000
-"""With top_p below 1 the server draws from no more ids than this: it returns 4096 at most, ties included."""
+"""Most ids in a nucleus of the server: SGLang returns 4096 at most, ties included."""
 
 
 class SGLangEngine(Engine):
@@ -44,12 +44,9 @@ class SGLangEngine(Engine):
         form: WeightForm | None = None,
         tell: Tell = print,
     ) -> None:
-        """config: the model's config.json.
-        fleet: given to one of the ranks that share the servers; it sends the weights, in ``form`` (None: bf16).
-        helper: given to the other ranks that make handles of their memory for the servers.
-        agree: a barrier of those ranks, which raises on all of them if it gets an error on one.
-        tell: gets a line about wrong answers.
-        """
+        """config: the model's config.json. fleet: sends the weights, in ``form`` (default bf16); absent on all ranks
+        but the sender. helper: makes handles of the rank's memory for the servers. agree: a barrier of the ranks that
+        share the servers; an error on any rank is raised on all ranks. tell: gets a line about wrong answers."""
         settings = settings or ClientSettings()
         self._shape = MoeShape.of(config)
         self._client = SGLangClient(urls, settings, make_header(self._shape) if settings.compact_routes else {}, tell)
@@ -84,7 +81,7 @@ class SGLangEngine(Engine):
 
     @property
     def sync_seconds(self) -> Mapping[str, float]:
-        """Of gather, quantise and send, and those of sending that were hidden; empty on ranks that send nothing."""
+        """Seconds of gather, quantise and send, and hidden seconds of sending; empty on ranks without a fleet."""
         return self._sync_seconds
 
     @property
@@ -113,10 +110,10 @@ class SGLangEngine(Engine):
                 self._sealing.add(url)
             elif url in self._sealing:
                 raise RolloutError(f"{url} answers without the seal of megarl's plugin, and has sealed before")
-            found = set(rollout.weight_versions.tolist())
-            if found != {self._version}:
+            versions = set(rollout.weight_versions.tolist())
+            if versions != {self._version}:
                 raise RolloutError(
-                    f"{request.label}: made with weight versions {sorted(found)}, expected {self._version} alone"
+                    f"{request.label}: made with weight versions {sorted(versions)}, expected {self._version} alone"
                 )
             return rollout
 
@@ -139,8 +136,8 @@ class SGLangEngine(Engine):
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See ``Engine.update_weights``; collective over the ranks that share the servers.
 
-        It waits for every rank, because an update aborts all running requests. WeightSyncError on all ranks if one
-        still samples in another thread.
+        The update waits for every rank, because an update aborts all running requests. WeightSyncError on all ranks if
+        a rank still samples in another thread.
         """
         busy = "responses are being sampled: wait for generate to return before the weights change"
         self._agree(WeightSyncError(busy) if self._sampling else None)
@@ -165,12 +162,12 @@ class SGLangEngine(Engine):
         self._agree(self._try(lambda: self._fleet and self._fleet.rest()))
 
     def close(self) -> None:
-        """Stop the servers that this rank has started."""
+        """Stop the rank's own servers."""
         if self._fleet is not None:
             self._fleet.close()
 
     def _try(self, step: Callable[[], object]) -> MegarlError | None:
-        """Runs a step of this rank; returns its error, which all ranks then raise."""
+        """Run a step of the rank; return the step's error, for all ranks to raise."""
         try:
             step()
         except (RolloutError, WeightSyncError) as error:
@@ -178,7 +175,7 @@ class SGLangEngine(Engine):
         return None
 
     def _make_body(self, request: SampleRequest, params: SamplingParams) -> dict[str, Any]:
-        # The last position stays free: a server refuses a request that could fill it.
+        # The last position stays free: a server refuses a request that could fill the last position.
         check_prompt(request, params, self._vocabulary)
         limit = limit_response(request, params, self._positions - 1)
         if not 0 <= request.known_rows <= len(request.prompt_tokens):
@@ -189,7 +186,7 @@ class SGLangEngine(Engine):
         return {
             "input_ids": request.prompt_tokens.tolist(),
             "sampling_params": {
-                # All named, because the server takes the others from the model's generation_config.json.
+                # All values are named: the server takes missing values from the model's generation_config.json.
                 "temperature": params.temperature,
                 "top_p": params.top_p if params.has_nucleus else 1.0,
                 # SGLang returns ids of a top_p below 1 with a top_k only.
@@ -200,13 +197,13 @@ class SGLangEngine(Engine):
                 "frequency_penalty": 0.0,
                 "max_new_tokens": limit,
                 "stop_token_ids": list(params.stop_token_ids),
-                "ignore_eos": not params.stop_token_ids,  # else the server stops at the model's own eos too
+                "ignore_eos": not params.stop_token_ids,  # else the server stops at the model's own eos, too
                 "skip_special_tokens": False,
             },
             "return_logprob": True,
             "logprob_start_len": -1,
             "return_sampling_mask": params.has_nucleus,
-            "return_prompt_token_ids": True,  # instead of them, megarl's plugin sends a seal
+            "return_prompt_token_ids": True,  # megarl's plugin sends a seal instead
             "return_routed_experts": params.return_routed_experts,
             "routed_experts_start_len": request.known_rows,
             "stream": False,

@@ -1,11 +1,11 @@
-"""The servers of an engine: started, updated together, and proved to compute with the weights that they were sent.
+"""The servers of an engine: joint start, updates, and proof of the weights in use.
 
-- **start** starts the servers and waits until each one answers or has failed.
-- **update** sends new weights to all that answer, at once, and keeps a copy of them.
-- **prove** asks all whether they still have these weights.
-- **a keeper** for each server restarts it when it dies, and sends it the copy.
+- **start** starts the servers and waits until every server answers or has failed.
+- **update** sends new weights to all servers that answer, at once, and keeps a copy.
+- **prove** asks all servers whether they still have the weights of the update.
+- **a keeper** per server restarts a dead server, and sends the copy.
 
-A server that is away keeps no other one waiting: an update takes along those that answer.
+An absent server delays nothing: an update includes only the servers that answer.
 """
 
 import time
@@ -32,14 +32,15 @@ from megarl.errors import ConfigError, MegarlError
 from megarl.models.hf_folder import read_json
 
 YIELD_S = 5.0
-"""How long an update waits for a keeper that sends a bucket of the copy; then it goes on without that server."""
+"""How long an update waits for a keeper that sends a bucket of the copy; then the update continues without the
+server."""
 CLOSE_S = 10.0
-"""How long ``close`` waits for a keeper that talks to a server of somebody else."""
+"""How long ``close`` waits for a keeper that talks to a server at a URL."""
 
 
 @dataclass
 class Fleet:
-    """Servers that are started here (``specs``), or that run already (``urls``)."""
+    """Servers with a process here (``specs``), or running elsewhere (``urls``)."""
 
     specs: Sequence[ServerSpec] = ()
     urls: Sequence[str] = ()
@@ -58,7 +59,7 @@ class Fleet:
     """How the weights reach the servers."""
     settings: FleetSettings = field(default_factory=FleetSettings)
     tell: Callable[[str], None] = print
-    """Gets one line for each restart and warning."""
+    """Gets a line for every restart and warning."""
 
     def __post_init__(self) -> None:
         if self.source is None and self.specs:
@@ -74,18 +75,19 @@ class Fleet:
         self.failure: Exception | None = None
         """Why no server answered at the start."""
 
-    def start(self, *, alone: bool = True) -> list[str]:
-        """Start the servers, wait until each one answers or has failed, and return all URLs; keepers await the failed.
+    def start(self, *, is_only: bool = True) -> list[str]:
+        """Start the servers, wait until each server answers or has failed, and return all URLs; keepers await the
+        failed.
 
-        ConfigError if megarl cannot use one; RolloutError if another thread calls ``close``, or if none answers. The
-        last is raised without other servers than these (``alone``), else it is in ``failure``.
+        ConfigError if megarl cannot use a server; RolloutError if another thread calls ``close``, or if no server
+        answers. is_only: False if the run has further servers; the last error is then in ``failure`` instead.
         """
         threads = ThreadPoolExecutor(len(self.members))
         try:
             failures = list(threads.map(self._start_member, self.members))
             self.failure = failures[0] if all(failures) else None
             for failure in filter(None, failures):
-                if isinstance(failure, ConfigError) or self.state.ended.is_set() or (self.failure and alone):
+                if isinstance(failure, ConfigError) or self.state.ended.is_set() or (self.failure and is_only):
                     raise failure
         except BaseException:
             self.close()
@@ -94,18 +96,18 @@ class Fleet:
             threads.shutdown()
         for member, failure in zip(self.members, failures, strict=True):
             if failure is not None:
-                member.said = str(failure)
+                member.last_failure = str(failure)
                 self.tell(f"warning: the run begins without {member.url}, and takes it in when it answers: {failure}")
         for keeper in self.keepers:
             keeper.start()
         return [member.url for member in self.members]
 
     def update(self, tensors: Iterable[Named], version: int, form: WeightForm) -> dict[str, float]:
-        """Give all servers new weights in this form, each bucket while the next one is made.
+        """Give all servers new weights in this form. Sending a bucket overlaps with making the next bucket.
 
-        Returns the seconds that "gather", "quantise" and "send" took of the whole, and those of sending that were
-        "hidden". WeightSyncError if a server refuses them, or if ``tensors`` are not those of the checkpoint. A server
-        that is away, or is lost during the update, gets them when it is back.
+        Returns the seconds of the phases "gather", "quantise" and "send", and the "hidden" seconds of sending.
+        WeightSyncError if a server refuses the weights, or if ``tensors`` are not the checkpoint's. An absent or lost
+        server gets the weights when it is back.
         """
         started, line = time.perf_counter(), Line()
         intake, participants = Intake.for_servers(self._shapes, version, form), self._participants
@@ -129,19 +131,19 @@ class Fleet:
                 self.state.last = last
         except MegarlError as error:
             with suppress(MegarlError):
-                buckets.throw(error)  # ranks that share memory with the servers learn that the update has failed
+                buckets.throw(error)  # tells ranks with shared memory of the failure
             raise
         finally:
             self.state.updating.clear()
-        gather, made = intake.gathering.seconds, intake.making.seconds
-        send = time.perf_counter() - started - made
-        return {"gather": gather, "quantise": made - gather, "send": send, "hidden": line.busy_s - line.awaited_s}
+        gather, making = intake.gathering.seconds, intake.making.seconds
+        send = time.perf_counter() - started - making
+        return {"gather": gather, "quantise": making - gather, "send": send, "hidden": line.busy_s - line.awaited_s}
 
     def prove(self) -> bool:
-        """Ask all servers whether they have the weights of the last update; nothing may be sampled meanwhile.
+        """Ask all servers whether they have the weights of the last update; no rank may sample meanwhile.
 
-        Returns whether somebody else has changed some. They have the right ones again then, but what they have sampled
-        since the update is wrong.
+        Returns whether foreign code has changed the weights of a server. All servers then have the right weights again,
+        but responses since the update are wrong.
         """
         last, changed = self.state.last, list[Keeper]()
 
@@ -162,9 +164,10 @@ class Fleet:
         return bool(changed)
 
     def rest(self) -> None:
-        """Have all servers free their memory until the next update; those that start or die come back after it."""
+        """Have all servers free their memory until the next update; servers that start or die come back after the
+        update."""
         self.state.no_starts.set()
-        with self._pause_keepers():  # until the update: resting servers fail health checks, and there are no weights
+        with self._pause_keepers():  # until the update: resting servers fail health checks, and have no weights
             self._participants.each(lambda sender: sender.release_memory())
             self._participants.raise_refusals()
             self._participants.resting = [*self._participants.present]
@@ -173,20 +176,20 @@ class Fleet:
                     member.process.kill()
 
     def close(self) -> None:
-        """Stop the servers that were started here, and wait until their processes are gone."""
+        """Stop the servers with a process here, and wait until the processes are gone."""
         self.state.last = None
         self.state.ended.set()
         self.state.no_starts.set()
-        self._stop()  # what the keepers wait for
+        self._stop()  # unblocks the keepers
         for keeper in filter(Keeper.is_alive, self.keepers):
             keeper.join(None if keeper.member.process is not None else CLOSE_S)
-        self._stop()  # what they have started meanwhile
+        self._stop()  # servers that keepers have started meanwhile
         for member in self.members:
             if member.connection is not None:
                 member.connection.close()
 
     def _start_member(self, member: Member) -> MegarlError | OSError | None:
-        """Returns why the server does not answer, None if it does."""
+        """Return why the server does not answer; None: the server answers."""
         try:
             if member.process is not None:
                 member.process.start()
@@ -219,10 +222,10 @@ class Fleet:
 
     @contextmanager
     def _pause_keepers(self) -> Iterator[None]:
-        """Take all servers that answer from their keepers; without weights to send, these stop soon."""
+        """Take all servers that answer from the keepers; without weights to send, keepers stop soon."""
         last, self.state.last = self.state.last, None
         loads_folder = last is not None and isinstance(last.copy, Path)
-        del last  # the copy's memory is needed for the next one
+        del last  # the next copy needs the memory
         self.state.updating.set()
         with self._participants.take(lambda member: member.ready, 0.0 if loads_folder else YIELD_S):
             for member in self.members:
@@ -236,7 +239,7 @@ class Fleet:
         return WeightFolder(place, self.served or self.source, version) if isinstance(place, Path) else None
 
     def _deliver(self, buckets: Buckets, delivery: Delivery) -> list[Bucket] | Path | None:
-        """Send every bucket to all servers; returns the copy of the weights that is kept."""
+        """Send every bucket to all servers; return the kept copy of the weights."""
         folder, copies = delivery.folder, list[Bucket]()
 
         def pass_on(bucket: Bucket) -> None:
@@ -256,7 +259,7 @@ class Fleet:
         return copies if self.settings.copies == "memory" else None
 
     def _compare_checksums(self) -> Checksums | None:
-        """Returns the checksums of all servers, None unless compared; WeightSyncError if two servers differ."""
+        """Return the checksums of all servers, None unless compared; WeightSyncError if two servers differ."""
         by_url: dict[str, Checksums] = {}
         if self.settings.checksums:
             self._participants.each(lambda sender: by_url.update({sender.url: sender.checksums()}))

@@ -1,4 +1,4 @@
-"""What all requests to SGLang servers share: the API key, limits on answers, and paths that differ between releases."""
+"""Shared parts of all requests to SGLang servers: the API key, limits on answers, and paths that differ by release."""
 
 import asyncio
 import math
@@ -16,7 +16,7 @@ from megarl.errors import ConfigError, DataError, RolloutError
 from megarl.files.foreign_json import UNPACKED, check_types, join_body, parse_json, read_body
 
 MAX_BYTES = 64 << 20
-"""Of an answer about a server or an update; the longest honest one holds the checksums of all tensors."""
+"""Limit of an answer about a server or an update; the longest honest answer holds the checksums of all tensors."""
 
 SERVER_INFO = ("server_info", "get_server_info")
 """Paths that return the release and arguments; older releases know only the second."""
@@ -25,7 +25,7 @@ MODEL_INFO = ("model_info", "get_model_info")
 
 
 def key_named(variable: str | None) -> str | None:
-    """Returns the API key in a variable of the environment; None without a name, ConfigError without the variable."""
+    """Return the API key in an environment variable; None without a name, ConfigError without the variable."""
     if variable is None:
         return None
     if not os.environ.get(variable):
@@ -34,39 +34,40 @@ def key_named(variable: str | None) -> str | None:
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
-    """Returns the headers that carry an API key; none without a key."""
+    """Return the headers with an API key; empty without a key."""
     return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
 def request(
     http: httpx.Client, method: str, path: str, body: Any = None, timeout_s: httpx.Timeout | float | None = None
 ) -> httpx.Response:
-    """Returns the answer to a request, read up to MAX_BYTES; httpx.HTTPError without one, DataError for a wrong one."""
+    """Return the answer to a request, read up to MAX_BYTES; httpx.HTTPError without an answer, DataError for a wrong
+    answer."""
     timeout = http.timeout if timeout_s is None else timeout_s
     with http.stream(method, path, json=body, timeout=timeout, headers=UNPACKED, follow_redirects=False) as answer:
         source = str(answer.url)
         content = join_body(answer.status_code, answer.headers, answer.iter_raw(), source, MAX_BYTES)
-    kept = {name: answer.headers[name] for name in ("content-type",) if name in answer.headers}
-    return httpx.Response(answer.status_code, headers=kept, content=content, request=answer.request)
+    headers = {name: answer.headers[name] for name in ("content-type",) if name in answer.headers}
+    return httpx.Response(answer.status_code, headers=headers, content=content, request=answer.request)
 
 
 def read_object(answer: httpx.Response) -> dict[str, Any]:
-    """Returns the JSON object that an answer is; DataError if it is none."""
-    found = parse_json(answer.content, str(answer.url), MAX_BYTES)
-    if not isinstance(found, dict):
+    """Return the JSON object of an answer; DataError for other content."""
+    content = parse_json(answer.content, str(answer.url), MAX_BYTES)
+    if not isinstance(content, dict):
         raise DataError(f"{answer.url} answers {answer.text[:300]!r}, expected a JSON object")
-    return found
+    return content
 
 
 def server_info(url: str, api_key: str | None, timeout_s: float = 60.0) -> dict[str, Any]:
-    """Returns the "version" and the arguments of a running server; RolloutError if it does not answer."""
+    """Return the "version" and the arguments of a running server; RolloutError if the server does not answer."""
     try:
         with httpx.Client(headers=authorization(api_key), timeout=timeout_s, trust_env=False) as http:
             answer = request(http, "GET", f"{url}/{SERVER_INFO[0]}")
             if answer.status_code == 404:
                 answer = request(http, "GET", f"{url}/{SERVER_INFO[1]}")
-        found = read_object(answer.raise_for_status())
-        return {**found, "version": str(found["version"])}
+        info = read_object(answer.raise_for_status())
+        return {**info, "version": str(info["version"])}
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
         raise RolloutError(f"no SGLang server answers at {url} ({error!r}); start it, or correct the URL") from error
 
@@ -76,7 +77,7 @@ class _Replica(BaseModel):
 
 
 class _Room(BaseModel):
-    """What ``/server_info`` says of it."""
+    """The room of a server in ``/server_info``."""
 
     internal_states: list[_Replica] = Field(min_length=1)
     max_total_num_tokens: int = Field(ge=1, le=1 << 60)
@@ -88,17 +89,18 @@ _ROOM = TypeAdapter(_Room)
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """How much a server has room for at a time, or the part of it that one of several clients may take."""
+    """Room of a server, or one client's share of the room."""
 
     requests: int
     tokens: float = math.inf
-    """Of prompts and responses in its cache."""
+    """Tokens of prompts and responses in the cache."""
     longest: float = math.inf
-    """Tokens of one prompt and response, in its cache or its context: about there the server cuts a response."""
+    """Tokens of a prompt and a response, in the cache or the context, at about which the server cuts a response."""
 
     @classmethod
     def of(cls, info: Any, clients: int = 1) -> "Places | None":
-        """Read what ``/server_info`` says, and divide it by ``clients``; None if it does not say."""
+        """Read the room in ``/server_info``, and divide the room by ``clients``; None if ``/server_info`` has no
+        room."""
         try:
             room = check_types(_ROOM, info, "/server_info")
         except DataError:
@@ -109,7 +111,7 @@ class Places:
 
 
 async def _ask(http: aiohttp.ClientSession, url: str, paths: Sequence[str]) -> Any:
-    """The JSON at the first of these paths that a server knows; None if it knows none."""
+    """The JSON at the first known path; None if the server knows no path."""
     for path in paths:
         async with http.get(f"{url}/{path}", allow_redirects=False) as response:
             if response.status == 200:
@@ -118,7 +120,7 @@ async def _ask(http: aiohttp.ClientSession, url: str, paths: Sequence[str]) -> A
 
 
 async def find_places(http: aiohttp.ClientSession, url: str, clients: int, timeout_s: float) -> Places | None:
-    """Ask a server how much it has room for; None if it does not say in time."""
+    """Ask a server for its room; None without an answer in time."""
     with suppress(aiohttp.ClientError, TimeoutError, DataError):
         async with asyncio.timeout(timeout_s):
             return Places.of(await _ask(http, url, SERVER_INFO), clients)
@@ -128,7 +130,8 @@ async def find_places(http: aiohttp.ClientSession, url: str, clients: int, timeo
 async def is_ready(
     http: aiohttp.ClientSession, url: str, version: str | None, *, timeout_s: float = 20.0, asks_health: bool = True
 ) -> bool:
-    """Whether a server is healthy, which it says after a second, and has the weights ``version`` (None: any)."""
+    """Whether a server is healthy and has the weights ``version`` (None: any). The health check takes up to a
+    second."""
     try:
         async with asyncio.timeout(timeout_s):
             if asks_health:
@@ -137,7 +140,7 @@ async def is_ready(
                         return False
             if version is None:
                 return True
-            found = await _ask(http, url, MODEL_INFO)  # a restarted server is healthy before it has them
-            return isinstance(found, dict) and str(found.get("weight_version")) == version
+            info = await _ask(http, url, MODEL_INFO)  # a restarted server is healthy before it has the weights
+            return isinstance(info, dict) and str(info.get("weight_version")) == version
     except (aiohttp.ClientError, TimeoutError, DataError):
         return False

@@ -1,9 +1,9 @@
-"""Looks after the servers of a fleet, each in a thread of its own, so that several come back at the same time.
+"""Looks after the servers of a fleet, with a thread for every server: several servers come back in parallel.
 
-A server that died is restarted on its old port; somebody else's server is awaited. Then it gets the weights of the last
-complete update. A fresh server names its weights "default", which no rollout accepts, so it answers no request before
-that. An update that begins meanwhile is not kept waiting: the keeper stops after the bucket that it is sending, and the
-update takes the server along, or the next look sends the new weights.
+A dead server is restarted on its old port; a server at a URL is awaited. Then the server gets the weights of the last
+complete update. A fresh server calls its weights "default", which no rollout accepts. The server therefore answers no
+request before the update. A new update does not wait: the keeper stops after the current bucket, and the update
+includes the server, or the next look sends the new weights.
 """
 
 import math
@@ -21,7 +21,7 @@ from megarl.engines.sglang.transports.tensor import send_tensors
 from megarl.errors import RolloutError, WeightSyncError
 
 FRESH = "default"
-"""SGLang's name for the weights of a server that has not been given any."""
+"""SGLang's name for the weights of a server without an update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class FleetSettings:
     start_deadline_s: float = 300.0
     """Longest start of a server."""
     hang_s: float = 120.0
-    """A server that fails its health checks for this long is killed and restarted."""
+    """Time of failed health checks until a server is killed and restarted."""
     max_restarts: int = 20
-    """Restarts of one server before the fleet gives it up."""
+    """Most restarts of a server."""
     poll_s: float = 0.5
     """Time between two looks at the processes."""
     health_s: float = 10.0
-    """Time between a passed check and the next one, in which the scheduler tells its state."""
+    """Time between a passed check of the scheduler's state and the next check."""
     generate_s: float = 300.0
     """Time between two checks in which an idle server generates a token."""
     copies: Path | Literal["memory", "none"] = "memory"
@@ -49,22 +49,22 @@ class FleetSettings:
 
 @dataclass
 class FleetState:
-    """What a fleet tells its keepers."""
+    """State of a fleet, for the keepers."""
 
     settings: FleetSettings
     prompt: Callable[[], list[int]]
     """Of the proofs."""
     last: Update | None = None
-    """The last complete update; None during an update, so that no server is sent half of one."""
+    """The last complete update; None during an update: no server gets half of an update."""
     updating: threading.Event = field(default_factory=threading.Event)
-    """Servers are paused, or have released their memory."""
+    """Set while servers are paused, or have released their memory."""
     no_starts: threading.Event = field(default_factory=threading.Event)
     """The trainer needs the servers' memory, or the fleet is closed."""
     ended: threading.Event = field(default_factory=threading.Event)
 
     @property
     def kept(self) -> Update | None:
-        """This update, if there is a copy of it."""
+        """The last update, if a copy exists."""
         return self.last if self.last is not None and self.last.copy is not None else None
 
 
@@ -75,9 +75,9 @@ class Keeper(threading.Thread):
         super().__init__(name=f"keeper of {member.url}", daemon=True)
         self.member, self._state = member, state
         self.checked_at = -math.inf
-        """When the server last passed a check; a server at a URL: when it was last asked for its weights."""
+        """Time of the server's last passed check; for a server at a URL, of the last question for its weights."""
         self._generated_at = -math.inf
-        """When the server last passed a check that generates."""
+        """Time of the last passed check with a generated token."""
         self._silent_since: float | None = None
 
     def run(self) -> None:
@@ -86,7 +86,7 @@ class Keeper(threading.Thread):
                 self.look()
 
     def look(self) -> None:
-        """See whether the server is alive and up to date, and do what is missing."""
+        """Check whether the server is alive and up to date, and repair the state."""
         if self.member.process is None:
             self._look_at_stranger()
         elif self._is_behind():
@@ -97,9 +97,9 @@ class Keeper(threading.Thread):
             self.restart()
 
     def needs_restart(self) -> bool:
-        """Whether the process is dead and not given up; kills one that has failed its health checks for too long.
+        """Whether the process is dead and not given up; kills a process whose health checks fail for too long.
 
-        A server that passed is not checked again for a while. During an update it is paused and would fail.
+        A passed check is not repeated for a while. During an update the server is paused and would fail.
         """
         member, settings = self.member, self._state.settings
         assert member.process is not None
@@ -117,16 +117,16 @@ class Keeper(threading.Thread):
         return dead and member.restarts <= settings.max_restarts
 
     def _passes_check(self, process: Server) -> bool:
-        """A scheduler that is stuck does not tell its state; one that runs and generates nothing is found later."""
+        """A stuck scheduler does not report its state. A scheduler that runs without output is found later."""
         if time.monotonic() - self._generated_at < self._state.settings.generate_s:
             return process.responds()
-        passed = process.healthy()
-        if passed:
+        is_healthy = process.healthy()
+        if is_healthy:
             self._generated_at = time.monotonic()
-        return passed
+        return is_healthy
 
     def restart(self) -> None:
-        """Start the server again and send it the weights; tell it if that fails."""
+        """Start the server again and send the weights; tell a failure."""
         member = self.member
         assert member.process is not None
         with member.lock:
@@ -143,9 +143,9 @@ class Keeper(threading.Thread):
         return None
 
     def send_copy(self) -> None:
-        """Send the server the last complete update, unless another one begins. The member's lock is held.
+        """Send the server the last complete update, unless a new update begins. The caller holds the member's lock.
 
-        Tells it if that fails; a server that was started here is then killed, and the next look starts it again.
+        Tells a failure; a server with a process is then killed, and the next look restarts the server.
         """
         with self._telling_failure("could not take weights"):
             self._rejoin()
@@ -154,15 +154,15 @@ class Keeper(threading.Thread):
         member, last = self.member, self._state.kept
         member.leave()
         member.connect()
-        member.sender.begin()  # a server that hangs fails here, and keeps no update waiting
-        member.sender.name(FRESH)  # whatever weights it has, no rollout accepts them
+        member.sender.begin()  # a hanging server fails here, and delays no update
+        member.sender.name(FRESH)  # no rollout accepts the weights
         member.ready = True
         if last is None:
             return member.sender.resume()
         try:
             self._send(last)
         except WeightSyncError:
-            if self._state.last is last:  # else its folder may have been removed
+            if self._state.last is last:  # else the folder may be gone
                 raise
         return None
 
@@ -183,16 +183,16 @@ class Keeper(threading.Thread):
             member.settle(last, self._state.prompt())
 
     def _is_behind(self) -> bool:
-        """Whether the server lacks the weights that are kept, or was late in an update."""
-        member, kept = self.member, self._state.kept
+        """Whether the server lacks the kept weights, or was late in an update."""
+        member, update = self.member, self._state.kept
         if not member.ready:
             return member.process is not None and member.process.alive and not self._state.updating.is_set()
-        return kept is not None and member.holds is not kept
+        return update is not None and member.holds is not update
 
     def _look_at_stranger(self) -> None:
-        """Send somebody else's server the weights if it lacks them; asked less often than processes are looked at.
+        """Send a server at a URL the weights if needed; asked less often than processes are checked.
 
-        Weights under any other name were sent by somebody else, and stay.
+        Weights under any other name were sent by foreign code, and stay.
         """
         member, last = self.member, self._state.kept
         if self._state.updating.is_set() or time.monotonic() - self.checked_at < 4 * self._state.settings.poll_s:
@@ -204,21 +204,21 @@ class Keeper(threading.Thread):
         elif last is not None and member.holds is last and name != FRESH:
             member.ready = True
         elif last is not None or not member.ready:
-            with member.lock:  # perhaps of an update or a proof, which has sent the weights itself
+            with member.lock:  # perhaps of an update or a proof, which has sent the weights
                 sent = last is not None and member.holds is last and member.find_version() != FRESH
                 if self._state.kept is last and not sent:
                     self.send_copy()
 
     @contextmanager
-    def _telling_failure(self, what: str) -> Iterator[None]:
+    def _telling_failure(self, action: str) -> Iterator[None]:
         member = self.member
         try:
             yield
-        except Exception as error:  # of a server that may answer anything, or of a full disk: the keeper stays
+        except Exception as error:  # a server may answer anything, and a disk may be full: the keeper stays
             member.leave()
             if member.process is not None:
-                with suppress(RolloutError):  # processes that are left fail the next start, which tells it
+                with suppress(RolloutError):  # surviving processes fail the next start, with a message
                     member.process.kill()
-            if str(error) != member.said and not self._state.no_starts.is_set():
-                member.said = str(error)
-                member.tell(f"{member.url} {what}: {error}")
+            if str(error) != member.last_failure and not self._state.no_starts.is_set():
+                member.last_failure = str(error)
+                member.tell(f"{member.url} {action}: {error}")

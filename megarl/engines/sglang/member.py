@@ -1,4 +1,4 @@
-"""One server of a fleet: its process, the sender of its weights, and whether it is alive and up to date."""
+"""A server of a fleet: process, sender of weights, and state."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ from megarl.engines.sglang.versions import check_server
 from megarl.errors import WeightSyncError
 
 DEATH_WAIT_S = 10.0
-"""A server whose scheduler was killed ends itself within seconds."""
+"""A server whose scheduler was killed ends within seconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,25 +29,25 @@ class Update:
 
     version: int
     copy: Sequence[Bucket] | Path | None
-    """None: none is kept, and the next update brings them up to date."""
+    """None: without a copy, the next update brings these servers up to date."""
     checksums: Checksums | None = None
-    """Of every server; None if they are not compared, or no server was there."""
+    """Checksums of every server; None if not compared, or without a server."""
     sums: Sequence[int] = ()
-    """Of the bits of each tensor."""
+    """Sums of the bits of each tensor."""
 
 
 @dataclass(eq=False)
 class Member:
-    """One server; the fleet starts it again if it has a ``process``."""
+    """A server; the fleet restarts a server with a ``process``."""
 
     url: str
     process: Server | None
-    """None: somebody else runs the server."""
+    """None: the server runs elsewhere."""
     tp: int
     """Tensor-parallel size."""
     api_key: str | None
     routes: bool
-    """Whether it must return routes."""
+    """Whether the server must return routes."""
     nucleus: bool
     """Whether top_p is below 1."""
     source: Path
@@ -56,17 +56,17 @@ class Member:
     connection: WeightSender | None = None
     """None before the first ``connect``."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held by who talks to the server about weights: an update, or the keeper."""
+    """Held during talks about weights: by an update, or by the keeper."""
     ready: bool = False
-    """Whether it answers, so that an update takes it along."""
+    """True if the server answers; updates include only ready servers."""
     holds: Update | None = None
-    """Whose weights it has; None while it has none, or only some."""
+    """The update whose weights the server has; None: no weights, or half of an update."""
     proof: Proof | None = None
     away_since: float | None = None
     restarts: int = 0
     leniency: int = 1
-    """How many times as long as others it may take in a step of an update; doubled each time that it is late."""
-    said: str = ""
+    """Factor on the server's time in a step of an update; doubled after every late step."""
+    last_failure: str = ""
     """The last failure that was told."""
 
     @property
@@ -75,22 +75,22 @@ class Member:
         return self.connection
 
     def leave(self) -> None:
-        """Note that the server is gone, or that its weights are."""
+        """Note the loss of the server, or of its weights."""
         self.ready, self.holds = False, None
         self.away_since = self.away_since or time.monotonic()
 
-    def compare_checksums(self, found: Checksums, expected: Checksums) -> None:
-        """Raises WeightSyncError unless they are those of the other servers."""
-        if names := differing(found, expected):
+    def compare_checksums(self, checksums: Checksums, expected: Checksums) -> None:
+        """WeightSyncError unless the checksums equal the expected checksums."""
+        if names := differing(checksums, expected):
             raise WeightSyncError(
                 f"{self.url} holds other weights than the first server after one update: {len(names)} checksums "
                 f"differ, the first of {names[:1]}"
             )
 
     def settle(self, update: Update, prompt: Sequence[int]) -> None:
-        """Note that the server has an update, and what it says of its weights; WeightSyncError if it made none."""
+        """Note that the server has an update, with a new proof; WeightSyncError if the update was not made."""
         proof = Proof(self.sender, prompt, update.checksums, update.sums)
-        if self.proof is not None and proof.is_unmade(self.proof):  # which stays, for the next attempt
+        if self.proof is not None and proof.is_unmade(self.proof):  # the old proof stays for the next attempt
             raise WeightSyncError(
                 f"{self.url} confirmed the update to weights {update.version} and did not make it: most tensors are "
                 "others, but its log-probabilities of a fixed prompt are the same to the last bit. Look at its log"
@@ -100,32 +100,32 @@ class Member:
             self.tell(
                 f"{self.url} is back with weights {update.version} after {time.monotonic() - self.away_since:.1f} s"
             )
-            self.away_since, self.said = None, ""
+            self.away_since, self.last_failure = None, ""
 
     def leave_update(self, error: WeightSyncError | None, *, must_end: bool) -> None:
-        """Let an update go on without the server, which is late (None), hangs, or has gone; its keeper looks after it.
+        """Let an update continue without a server that is late (error None), hangs, or has gone. The keeper takes over.
 
-        Releases the lock. A process that hangs or stops is killed; ``must_end``: one that is late, too.
+        Releases the lock. A hanging or stopping process is killed; must_end: a late process, too.
         """
         self.leniency = min(MOST_LENIENT, 2 * self.leniency) if error is None else self.leniency
-        what = "is late" if error is None else "stops or has gone" if isinstance(error, GoneError) else "hangs"
-        why = "" if error is None else f" ({error})"
-        self.tell(f"{self.url} {what} in a weight update, which goes on without it{why}; it gets the weights later")
+        state = "is late" if error is None else "stops or has gone" if isinstance(error, GoneError) else "hangs"
+        cause = "" if error is None else f" ({error})"
+        self.tell(f"{self.url} {state} in a weight update, which goes on without it{cause}; it gets the weights later")
         self.sender.abandon()
         self.leave()
         in_thread(partial(self._let_go, error is not None or must_end))
 
     def _let_go(self, kills: bool) -> None:
         try:
-            if kills and self.process is not None:  # which may take seconds; what is left fails the next start
+            if kills and self.process is not None:  # the kill may take seconds; surviving processes fail the next start
                 self.process.kill()
         finally:
             self.lock.release()
 
     def await_death(self, error: WeightSyncError, refused_at: float, restarts: int) -> None:
-        """Wait for the end of a dying server, which may refuse a step before it; raises ``error`` of one that lives.
+        """Wait for the end of a dying server, which may refuse a step first; raises ``error`` if the server lives.
 
-        ``restarts``: how many it had then.
+        restarts: number of restarts at the refusal.
         """
         while self.restarts == restarts and (
             self.process.alive if self.process is not None else self.find_version() is not None
@@ -138,18 +138,18 @@ class Member:
             self.leave()
 
     def connect(self) -> None:
-        """Make a new sender; RolloutError if nothing answers, ConfigError if megarl cannot use what answers."""
+        """Make a new sender; RolloutError without an answer, ConfigError if megarl cannot use the server."""
         info = server_info(self.url, self.api_key, deadline())
         release, warnings = check_server(info, self.tp, self.routes, self.nucleus, self.source)
         if self.connection is not None:
-            self.connection.leave_group()  # not closed: a keeper may be asking through it. It keeps no connection
+            self.connection.leave_group()  # not closed: a keeper may use the connection
         for warning in warnings if self.connection is None else ():
             self.tell(f"warning: {warning}")
         gpus = (self.process and self.process.spec.gpus) or ()
         self.connection = WeightSender(self.url, release, tp=self.tp, api_key=self.api_key, gpus=gpus)
 
     def find_version(self) -> str | None:
-        """Returns the server's name for its weights, empty if it does not say; None if nothing answers."""
+        """Return the server's name for its weights, empty if unknown; None without an answer."""
         try:
             return self.sender.weight_version(timeout_s=5.0)
         except WeightSyncError as error:

@@ -1,4 +1,4 @@
-"""The servers that take part in one operation of a fleet: an update, a proof, or a rest."""
+"""The servers in an operation of a fleet: an update, a proof, or a rest."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -13,21 +13,21 @@ from megarl.errors import WeightSyncError
 
 
 class Participants:
-    """Members of a fleet whose locks the fleet holds, so that no keeper talks to their servers."""
+    """Members of a fleet whose locks the fleet holds: no keeper talks to the servers."""
 
     def __init__(self, members: Sequence[Member], shares_gpu: bool, tell: Callable[[str], None]) -> None:
-        """shares_gpu: whether servers open GPU memory of the trainer, so that a late server must be killed."""
+        """shares_gpu: whether servers open GPU memory of the trainer. A late server must then be killed."""
         self.present: list[Member] = []
         self.resting: Collection[Member] = ()
-        """The members that have freed their memory."""
+        """Members without memory, since a rest."""
         self._tell = tell
         self._members, self._shares_gpu = members, shares_gpu
         self._refusals: list[Callable[[], None]] = []
-        """Each call waits for the end of a server that has refused a step, or raises the refusal."""
+        """A call waits for the end of a server that has refused a step, or raises the refusal."""
 
     @property
     def senders(self) -> list[WeightSender]:
-        """One for each server that is present."""
+        """The senders of all present members."""
         return [member.sender for member in self.present]
 
     def tell(self, line: str, /) -> None:
@@ -36,7 +36,7 @@ class Participants:
 
     @contextmanager
     def take(self, is_wanted: Callable[[Member], bool], wait_s: float = 0.0) -> Iterator[None]:
-        """Hold the locks of these members, without members whose keepers keep the lock for longer than ``wait_s``."""
+        """Hold the locks of wanted members, except where a keeper keeps the lock for longer than ``wait_s``."""
         until = time.monotonic() + wait_s
         self._refusals.clear()
         try:
@@ -46,7 +46,7 @@ class Participants:
                         self.present.append(member)
                     elif time.monotonic() > until:
                         break
-            for member in [member for member in self.present if not is_wanted(member)]:  # lost by its keeper meanwhile
+            for member in [member for member in self.present if not is_wanted(member)]:  # lost by the keeper meanwhile
                 self._release(member)
             yield
         finally:
@@ -60,12 +60,12 @@ class Participants:
     def each_member(
         self, step: Callable[[Member], object], among: Collection[Member] | None = None, *, daemon: bool = True
     ) -> list[Member]:
-        """Run a step for all members that are present at the same time; returns the members that have done the step.
+        """Run a step for all present members at once; return the members that have done the step.
 
-        The others leave: members that are late, hang, have gone, or refuse the step (``raise_refusals``).
+        The remaining members leave: they are late, hang, have gone, or refuse the step (``raise_refusals``).
         """
-        chosen = [member for member in self.present if among is None or member in among]
-        steps = {member: in_thread(partial(step, member), daemon) for member in chosen}
+        members = [member for member in self.present if among is None or member in among]
+        steps = {member: in_thread(partial(step, member), daemon) for member in members}
         await_most(steps.values(), max((member.leniency for member in steps), default=1))
         for member, running in steps.items():
             is_late = not running.done()
@@ -83,7 +83,7 @@ class Participants:
         return [member for member in steps if member in self.present]
 
     def raise_refusals(self) -> None:
-        """Raise the first refusal of a server that lives. A server that was dying has gone by now, or soon."""
+        """Raise the first refusal of a server that lives. A dying server has gone by now, or soon."""
         while self._refusals:
             self._refusals.pop(0)()
 

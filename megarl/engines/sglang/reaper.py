@@ -1,9 +1,9 @@
-"""Runs a server as its child process, and kills it when the process that started it is gone.
+"""Runs a server as its child process, and kills the server when the starting process is gone.
 
 ``server`` runs ``python reaper.py PARENT_PID SECRET_FILE COMMAND...`` in a session of its own. The process group then
-holds the reaper, the server and all its children. A parent that is killed with SIGKILL cannot clean up, but the reaper
-gets a new parent, and kills the group. PR_SET_PDEATHSIG would not do: it reaches only the child itself, and fires when
-the thread that started it ends. Imports the standard library only, to stay small.
+holds the reaper, the server and all its children. A parent killed with SIGKILL cannot clean up, but the reaper gets a
+new parent, and kills the group. PR_SET_PDEATHSIG would not do: it reaches only the child, and fires at the end of the
+starting thread. Imports the standard library only, to stay small.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POLL_S = 0.2
 
 
 def _ignore(_signal: int, _frame: FrameType | None) -> None:
-    """SIGTERM goes to the whole group: it ends the server, and the reaper stays to report the exit code."""
+    """SIGTERM goes to the whole group: the server ends, and the reaper stays to report the exit code."""
 
 
 def watch(parent_pid: int, secret_file: str, command: list[str]) -> int:
@@ -37,7 +37,7 @@ def watch(parent_pid: int, secret_file: str, command: list[str]) -> int:
             time.sleep(POLL_S)
     finally:
         if secret_file:
-            with contextlib.suppress(FileNotFoundError):  # the parent has removed it
+            with contextlib.suppress(FileNotFoundError):  # the parent has removed the file
                 os.unlink(secret_file)
     if code is None:
         print(f"megarl: process {parent_pid}, which started this server, is gone: killing it", flush=True)

@@ -1,11 +1,11 @@
-"""One SGLang server process: its start, its health, and its end without leftovers.
+"""A process of an SGLang server: start, health, and an end without leftovers.
 
-The server runs in a session of its own under ``reaper``. It is ended by
+The server runs in a session of its own under ``reaper``. Three events end the server:
 
-- ``stop``: SIGTERM, then SIGKILL, then a check that no process is left, because SGLang's children outlive a SIGTERM by
-  many seconds;
-- the exit of this interpreter;
-- the reaper, if this process is killed.
+- ``stop``: SIGTERM, then SIGKILL, then a check for surviving processes: SGLang's children outlive a SIGTERM by many
+  seconds;
+- the exit of the interpreter;
+- the reaper, if the starting process is killed.
 """
 
 import atexit
@@ -33,18 +33,18 @@ from megarl.errors import RolloutError
 REAPER = Path(__file__).parent / "reaper.py"
 LOG_TAIL_LINES = 30
 KILL_WAIT_S = 30.0
-"""How long the kernel may take to remove killed processes; a large one needs seconds."""
+"""How long the kernel may take to remove killed processes; a large process needs seconds."""
 HEALTH_TIMEOUT_S = 30.0
 """SGLang's health check generates a token, and gives up after 20 seconds."""
 
 
 class Server:
-    """Starts, checks and stops one server, which may be started again after it has stopped or died."""
+    """Starts, checks and stops a server; a stopped or dead server may be started again."""
 
     def __init__(self, spec: ServerSpec) -> None:
         self.spec = spec
         self._process: subprocess.Popen[bytes] | None = None
-        self._changing = threading.RLock()  # one thread may stop what another one starts
+        self._changing = threading.RLock()  # two threads may start and stop at once
         self._port = spec.port or free_port(spec.host)
         self._config_file: Path | None = None
         self._log_start = 0
@@ -59,28 +59,28 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Base address without a slash at the end; a restart does not change it."""
+        """Base address without a slash at the end; a restart keeps the address."""
         return f"http://{url_host(self.spec.host)}:{self._port}"
 
     @property
     def pid(self) -> int | None:
-        """Process id of the reaper, which is the id of the server's process group; None while stopped."""
+        """Process id of the reaper, also the id of the server's process group; None while stopped."""
         return None if self._process is None else self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs; it may still be unhealthy."""
+        """Whether the process runs; the server may still be unhealthy."""
         try:
             return self._process is not None and self._exit_code() is None
-        except RolloutError:  # another thread has just stopped it
+        except RolloutError:  # a second thread has just stopped the server
             return False
 
     def start(self) -> None:
-        """Starts the process and returns at once; RolloutError if it runs already or has no interpreter."""
+        """Start the process and return at once; RolloutError if the process runs already or has no interpreter."""
         with self._changing:
             if self.alive:
                 raise RolloutError(f"the SGLang server at {self.url} already runs: stop it first")
-            self.kill()  # processes that a dead server has left
+            self.kill()  # processes left by a dead server
             if not Path(self.spec.python).exists():
                 raise RolloutError(
                     f"found no Python for SGLang at {self.spec.python}: set sglang.python (docs/sglang.md)"
@@ -92,7 +92,7 @@ class Server:
             log_file = Path(self.spec.log_file)
             log_file.parent.mkdir(parents=True, exist_ok=True)
             with open(os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
-                os.fchmod(log.fileno(), 0o600)  # an earlier run may have left it readable to all
+                os.fchmod(log.fileno(), 0o600)  # an earlier run may have left the file readable to all
                 log.write(f"megarl: starting {shlex.join(server_command)}\n".encode())
                 log.flush()
                 self._log_start = log.tell()
@@ -108,7 +108,7 @@ class Server:
             atexit.register(self._stop_at_exit)
 
     def wait_ready(self, deadline_s: float, ended: threading.Event | None = None) -> None:
-        """Returns when the server has generated a token; RolloutError with the end of its log if it does not, and if
+        """Return when the server has generated a token; RolloutError with the end of the log at the deadline, or if
         another thread sets ``ended``."""
         end = time.monotonic() + deadline_s
         log = f"{self.spec.log_file}, whose end is\n"
@@ -119,26 +119,26 @@ class Server:
                 break
             remaining = end - time.monotonic()
             if remaining <= 0:
-                why = f"was not ready after {deadline_s:.0f} s: allow more time if it still loads, else look into"
-                raise RolloutError(f"the SGLang server at {self.url} {why} {log}{self.log_tail()}")
+                problem = f"was not ready after {deadline_s:.0f} s: allow more time if it still loads, else look into"
+                raise RolloutError(f"the SGLang server at {self.url} {problem} {log}{self.log_tail()}")
             if self.healthy(timeout_s=min(HEALTH_TIMEOUT_S, remaining)):
                 return
             time.sleep(min(0.2, remaining))
-        why = f"ended with exit code {code} before it was ready: the reason is in"
-        raise RolloutError(f"the SGLang server at {self.url} {why} {log}{self.log_tail()}")
+        problem = f"ended with exit code {code} before it was ready: the reason is in"
+        raise RolloutError(f"the SGLang server at {self.url} {problem} {log}{self.log_tail()}")
 
     def healthy(self, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
-        """Whether the server answers its health check (one generated token, unless it is busy generating) in time."""
+        """Whether the server passes its health check in time: a generated token, or a generation in progress."""
         return self._get("health", timeout_s) == 200
 
     def responds(self, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
-        """Whether the scheduler tells its state in time, which it does between two forward passes, and needs none."""
+        """Whether the scheduler reports its state in time, without a forward pass."""
         statuses = (self._get(path, timeout_s) for path in SERVER_INFO)
         return next((status for status in statuses if status != 404), 404) == 200
 
     def _get(self, path: str, timeout_s: float) -> int | None:
         headers = authorization(self.spec.api_key)
-        try:  # verify: loading certificates takes longer than the request, which is plain HTTP
+        try:  # verify: loading certificates takes longer than a plain HTTP request
             answer = httpx.get(f"{self.url}/{path}", headers=headers, timeout=timeout_s, trust_env=False, verify=False)
         except httpx.HTTPError:
             return None
@@ -150,9 +150,9 @@ class Server:
         return str(server_info(self.url, self.spec.api_key)["version"])
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """Ends the server and all its processes: SIGTERM to the group, SIGKILL after ``grace_s``.
+        """End the server and all processes: SIGTERM to the group, SIGKILL after ``grace_s``.
 
-        Does nothing if it is stopped; ``start`` may follow. RolloutError if processes are left after that.
+        Does nothing for a stopped server; ``start`` may follow. RolloutError if processes survive.
         """
         with self._changing:
             if self._process is None:
@@ -176,19 +176,19 @@ class Server:
         """Returns the server's processes, with the reaper and without zombies."""
         if self._process is None:
             return []
-        # The leader stays a zombie until the end, so no other process can have its id.
+        # The leader stays a zombie until the end, which reserves the process id.
         return [process for process in psutil.process_iter() if _is_living_member(process, self._process.pid)]
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        """Returns the last lines that the server has printed since its start."""
+        """Return the last lines of the server's output since its start."""
         with open(self.spec.log_file, "rb") as log:
             log.seek(self._log_start)
             text = "\n".join(log.read().decode("utf-8", errors="replace").splitlines()[-lines:])
         return text.replace(self.spec.api_key, "***") if self.spec.api_key else text  # SGLang prints its arguments
 
     def _exit_code(self) -> int | None:
-        """Exit code of the reaper, which is the server's; None while it runs. Leaves the zombie, see ``members``."""
-        process = self._process  # a copy: another thread may stop the server meanwhile
+        """Exit code of the reaper, equal to the server's; None while it runs. Leaves the zombie, see ``members``."""
+        process = self._process  # a second thread may stop the server meanwhile
         if process is None:
             raise RolloutError("the SGLang server was not started: call start() first")
         if process.returncode is None:
@@ -212,23 +212,23 @@ class Server:
 
     def _end_by_force(self) -> None:
         self._signal(signal.SIGKILL)
-        for process in self.members():  # some may have left the group, though not the session
+        for process in self.members():  # processes may have left the group, though not the session
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         if not self._wait_gone(KILL_WAIT_S):
-            left = ", ".join(f"{process.pid} ({' '.join(process.cmdline()[:3])})" for process in self.members())
+            survivors = ", ".join(f"{process.pid} ({' '.join(process.cmdline()[:3])})" for process in self.members())
             raise RolloutError(
                 f"processes of the SGLang server at {self.url} are left {KILL_WAIT_S:.0f} s after SIGKILL, probably in "
-                f"a driver call: {left}; end them before the next start"
+                f"a driver call: {survivors}; end them before the next start"
             )
 
     def _stop_at_exit(self) -> None:
-        if os.getpid() == self._owner_pid:  # not in a fork of this process
+        if os.getpid() == self._owner_pid:  # not in a fork of the process
             self.stop(grace_s=2.0)
 
 
 def _is_living_member(process: psutil.Process, leader_pid: int) -> bool:
-    """Whether the process is in the session that ``leader_pid`` has started, in whatever group."""
+    """Whether the process is in the session of ``leader_pid``, in whatever group."""
     try:
         return os.getsid(process.pid) == leader_pid and process.status() != psutil.STATUS_ZOMBIE
     except (ProcessLookupError, psutil.NoSuchProcess, PermissionError):

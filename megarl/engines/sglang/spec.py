@@ -1,4 +1,4 @@
-"""How one SGLang server is started: its settings, command line, environment and secret file."""
+"""How one SGLang server is started: settings, command line, environment and secret file."""
 
 import contextlib
 import json
@@ -31,12 +31,12 @@ NOT_EXTRA = {
     "tensor_parallel_size": "set tp",
     "tp": "set tp",
 }
-"""Arguments that extra_args may not hold, and what to do instead."""
+"""Arguments that extra_args may not hold, and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """What is needed to start one server on this host."""
+    """Settings to start a server on this host."""
 
     model_path: str | Path
     """A local folder in Hugging Face format."""
@@ -45,25 +45,25 @@ class ServerSpec:
     dtype: str
     """float32, bfloat16, float16 or auto."""
     log_file: str | Path
-    """The server's output is appended here. Only the owner may read it, because SGLang logs its API key."""
+    """The server's output is appended here. Only the owner may read the file, because SGLang logs its API key."""
     host: str = "127.0.0.1"
     """Loopback by default: whoever reaches an SGLang server can replace its weights."""
     port: int = 0
-    """0 chooses a free port, which a restarted server keeps."""
+    """0 chooses a free port, and a restarted server keeps the port."""
     tp: int = 1
     """Tensor-parallel size."""
     gpus: tuple[int, ...] | None = None
     """Device indices as nvidia-smi counts them; None serves on the CPU, without CUDA."""
     max_total_tokens: int | None = None
-    """Size of the KV cache in tokens; None lets SGLang derive it from mem_fraction."""
+    """Size of the KV cache in tokens; None: SGLang derives the size from mem_fraction."""
     mem_fraction: float | None = None
     """Share of the memory for weights and KV cache; None is 0.1 on a CPU and SGLang's own choice on GPUs."""
     routes: bool = True
-    """Whether it is to record routes; one with a dense model cannot."""
+    """Whether to record routes; a dense model has none."""
     api_key: str | None = field(default=None, repr=False)
-    """Bearer token that every request but the health check must then carry."""
+    """Bearer token of every request but the health check."""
     extra_args: tuple[str, ...] = ()
-    """More arguments of sglang.launch_server; they come last, so they override the others."""
+    """More arguments of sglang.launch_server; the last arguments override earlier arguments."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
@@ -77,7 +77,7 @@ class ServerSpec:
 
 
 def command(spec: ServerSpec, config_file: Path | None = None) -> list[str]:
-    """Returns the command line of the server.
+    """Return the command line of the server.
 
     The API key is in ``config_file`` (see ``write_config``): every user of the host could read it among the arguments.
     """
@@ -87,8 +87,8 @@ def command(spec: ServerSpec, config_file: Path | None = None) -> list[str]:
     args += ["--model-path", str(spec.model_path), "--host", spec.host, "--port", str(spec.port)]
     args += ["--dtype", spec.dtype, "--tp-size", str(spec.tp)]
     args += ["--enable-return-routed-experts"] if spec.routes else []
-    # The warm-up sends English text, which ends the server if the tokenizer does not know one of its characters. The
-    # health check generates from a token id and is as good a test.
+    # The warm-up sends English text and ends a server whose tokenizer lacks a character. The health check generates
+    # from a token id and is as good a test.
     args += ["--skip-server-warmup", "--log-level-http", "warning"]
     if spec.gpus is None:
         args += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
@@ -103,16 +103,16 @@ def command(spec: ServerSpec, config_file: Path | None = None) -> list[str]:
 
 
 def environment(spec: ServerSpec) -> dict[str, str]:
-    """Returns the server's environment: that of this process without torchrun's ranks, plus what the device needs."""
+    """Return the server's environment: this process's without torchrun's ranks, plus variables of the device."""
     torchrun = {name for name in os.environ if name in TORCHRUN_VARIABLES or name.startswith(TORCHRUN_PREFIXES)}
     env = {name: os.environ[name] for name in os.environ.keys() - torchrun}
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     env["PYTHONSAFEPATH"] = "1"  # no modules of the current folder
     env |= compile_caches(env)
-    if "enable_memory_saver" in parse_arguments(spec.extra_args):  # SGLang asserts that the two do not meet
+    if "enable_memory_saver" in parse_arguments(spec.extra_args):  # SGLang asserts against the two together
         env = without_expandable_segments(env)
     env.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # log-probabilities would ignore the temperature
-    # Without these a crashed server stays for 65 seconds to dump its GPU state, and does not answer.
+    # Without these variables a crashed server is silent for 65 seconds, to dump its GPU state.
     env.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
     env.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
     # Interval in seconds in which a server notices closed connections; megarl drops many requests.
@@ -123,14 +123,15 @@ def environment(spec: ServerSpec) -> dict[str, str]:
         return env | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, spec.gpus))}
     env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     if spec.tp > 1:
-        # SGLang demands one NUMA node per rank unless the cores of each rank are given.
+        # SGLang demands a NUMA node per rank, unless the cores of every rank are given.
         cores = sorted(os.sched_getaffinity(0))
         env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(spec.tp))
     return env
 
 
 def write_config(spec: ServerSpec) -> Path | None:
-    """Writes the API key to a YAML file that only the owner can read; None without a key. The caller removes it."""
+    """Write the API key to a YAML file that only the owner can read; None without a key. The caller removes the
+    file."""
     if spec.api_key is None:
         return None
     descriptor, name = tempfile.mkstemp(prefix="megarl-sglang-", suffix=".yaml")  # created with mode 0600
@@ -140,7 +141,7 @@ def write_config(spec: ServerSpec) -> Path | None:
 
 
 def free_port(host: str) -> int:
-    """Returns a free port below 32768, where no outgoing connection takes it before the server binds it."""
+    """Return a free port below 32768, outside of the range of outgoing connections."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in random.SystemRandom().sample(range(20000, 30000), 100):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:

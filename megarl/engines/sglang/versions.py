@@ -1,6 +1,6 @@
-"""What each SGLang release can do for megarl, and which arguments make its routes or log-probabilities wrong.
+"""Capabilities of the SGLang releases, and arguments that make routes or log-probabilities wrong.
 
-The words are data, in releases.toml.
+The texts are data, in releases.toml.
 """
 
 import re
@@ -18,14 +18,14 @@ from megarl.models.hf_folder import read_json
 Version = tuple[int, int, int]
 OLDEST, NEWEST = (0, 5, 7), (0, 5, 23)
 NO_RELEASE: Version = (1 << 30, 0, 0)
-"""Newer than any: it has the faults of every release alone."""
+"""Newer than any release: it has the faults of every release alone."""
 Arguments = Mapping[str, Any]
 """Name with underscores -> value, as in /server_info; an absent argument has its default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """A feature, and the first release that has it."""
+    """A feature, and the first release with the feature."""
 
     name: str
     since: Version
@@ -34,24 +34,24 @@ class Capability:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Arguments that make a server's answers wrong; megarl refuses such a server."""
+    """Arguments that make a server's answers wrong; megarl refuses the server."""
 
     name: str
-    when: Callable[[Arguments], bool]
-    """Whether these arguments cause the fault."""
+    applies: Callable[[Arguments], bool]
+    """Whether arguments cause the fault."""
     meaning: str
-    """What goes wrong, and with which arguments."""
+    """The wrong result, and the arguments that cause it."""
     remedy: str
     last: Version | None = None
-    """The last release that has it; None: all."""
+    """The last release with the fault; None: all releases."""
     of_routes: bool = False
-    """Whether it matters only where routes are asked for."""
+    """Whether the fault matters only for requests with routes."""
 
 
 def _number(arguments: Arguments, name: str, default: int) -> int:
     try:
         return int(arguments.get(name, default))
-    except (OverflowError, TypeError, ValueError):  # None, or what the server itself refuses
+    except (OverflowError, TypeError, ValueError):  # None, or a value that the server refuses
         return default
 
 
@@ -86,49 +86,49 @@ _OTHER_CACHES = (
 )
 
 _IN_KERNEL = ("triton_kernel", "flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4")
-"""MoE runners that choose experts inside a kernel. Servers tell what "auto" has become: it stands for others."""
+"""MoE runners that choose experts inside a kernel. Servers report the runner that "auto" stands for."""
 _NO_ALL_TO_ALL, _GATHERED = (None, "none"), ("deepep", "deepep_v2")
 
 _CAUSES: Mapping[str, Callable[[Arguments], bool]] = {
     "physical_experts": _experts_move,
     "old_routers": _keeps_router_weights,
-    "old_transformers": lambda found: bool(found.get("new_rope")),
-    "wrong_rows_on_cpu": lambda found: found.get("device") == "cpu" and not found.get("disable_overlap_schedule"),
-    "routes_in_a_kernel": lambda found: found.get("moe_runner_backend") in _IN_KERNEL,
-    "scattered_tokens": lambda found: found.get("moe_a2a_backend") not in (*_NO_ALL_TO_ALL, *_GATHERED),
-    "scattered_tokens_of_deepep": lambda found: found.get("moe_a2a_backend") in _GATHERED,
-    "no_routes": lambda found: found.get("enable_return_routed_experts") is False,
-    "unchunked_prefill": lambda found: _number(found, "chunked_prefill_size", 1) <= 0,
-    "disaggregation": lambda found: found.get("disaggregation_mode", "null") not in (None, "null"),
-    "replicas": lambda found: _number(found, "dp_size", 1) > 1,
-    "quantized_at_start": lambda found: found.get("quantization") is not None,
-    "pipeline": lambda found: _number(found, "pp_size", 1) > 1,
-    "half_batches": lambda found: bool(found.get("enable_two_batch_overlap")),
+    "old_transformers": lambda info: bool(info.get("new_rope")),
+    "wrong_rows_on_cpu": lambda info: info.get("device") == "cpu" and not info.get("disable_overlap_schedule"),
+    "routes_in_a_kernel": lambda info: info.get("moe_runner_backend") in _IN_KERNEL,
+    "scattered_tokens": lambda info: info.get("moe_a2a_backend") not in (*_NO_ALL_TO_ALL, *_GATHERED),
+    "scattered_tokens_of_deepep": lambda info: info.get("moe_a2a_backend") in _GATHERED,
+    "no_routes": lambda info: info.get("enable_return_routed_experts") is False,
+    "unchunked_prefill": lambda info: _number(info, "chunked_prefill_size", 1) <= 0,
+    "disaggregation": lambda info: info.get("disaggregation_mode", "null") not in (None, "null"),
+    "replicas": lambda info: _number(info, "dp_size", 1) > 1,
+    "quantized_at_start": lambda info: info.get("quantization") is not None,
+    "pipeline": lambda info: _number(info, "pp_size", 1) > 1,
+    "half_batches": lambda info: bool(info.get("enable_two_batch_overlap")),
     "tree_of_drafts": _tree_of_drafts,
-    "cache_beyond_the_gpu": lambda found: any(found.get(name) for name in _OTHER_CACHES),
-    "watermark": lambda found: bool(found.get("enable_watermark")),
-    "preferred_sampling": lambda found: bool(found.get("preferred_sampling_params")),
-    "pickles": lambda found: not _has_key(found),
+    "cache_beyond_the_gpu": lambda info: any(info.get(name) for name in _OTHER_CACHES),
+    "watermark": lambda info: bool(info.get("enable_watermark")),
+    "preferred_sampling": lambda info: bool(info.get("preferred_sampling_params")),
+    "pickles": lambda info: not _has_key(info),
 }
 """Of each fault."""
 
 
 def parse_version(text: str) -> Version:
-    """Returns ``"0.5.21.post1"`` as (0, 5, 21); RolloutError for text that is no release number."""
-    found = re.match(r"v?(\d+)\.(\d+)\.(\d+)", text)
-    if found is None:
+    """Return ``"0.5.21.post1"`` as (0, 5, 21); RolloutError for text without a release number."""
+    match = re.match(r"v?(\d+)\.(\d+)\.(\d+)", text)
+    if match is None:
         raise RolloutError(f"the server calls its version {text!r}, expected a release number such as 0.5.23")
-    return int(found[1]), int(found[2]), int(found[3])
+    return int(match[1]), int(match[2]), int(match[3])
 
 
 def _read_releases() -> tuple[tuple[Capability, ...], tuple[Fault, ...]]:
     tables = tomllib.loads(Path(__file__).with_name("releases.toml").read_text("utf-8"))
     assert tables["faults"].keys() == _CAUSES.keys(), "releases.toml and _CAUSES have other faults"
-    for of in (*tables["capabilities"].values(), *tables["faults"].values()):
-        of |= {key: parse_version(of[key]) for key in ("since", "last") if key in of}
-    # By keyword, so that an unknown key is an error.
-    able = tuple(Capability(name=name, **of) for name, of in tables["capabilities"].items())
-    return able, tuple(Fault(name=name, when=_CAUSES[name], **of) for name, of in tables["faults"].items())
+    for entry in (*tables["capabilities"].values(), *tables["faults"].values()):
+        entry |= {key: parse_version(entry[key]) for key in ("since", "last") if key in entry}
+    # By keyword: an unknown key is an error.
+    able = tuple(Capability(name=name, **entry) for name, entry in tables["capabilities"].items())
+    return able, tuple(Fault(name=name, applies=_CAUSES[name], **entry) for name, entry in tables["faults"].items())
 
 
 CAPABILITIES, FAULTS = _read_releases()
@@ -142,9 +142,9 @@ def can(version: Version, capability: str) -> bool:
 def check_server(
     info: Arguments, tp: int, routes: bool = True, nucleus: bool = False, source: Path | None = None
 ) -> tuple[Version, list[str]]:
-    """Returns the version in a /server_info answer, and warnings; ConfigError if megarl cannot use the server or it has
-    another tensor-parallel size than ``tp``. ``routes``: whether it must return them; ``nucleus``: whether top_p is
-    below 1; ``source``: folder with the model's config."""
+    """Return the version in a /server_info answer, and warnings; ConfigError if megarl cannot use the server, or if its
+    tensor-parallel size is not ``tp``. routes: whether the server must return routes; nucleus: whether top_p is below
+    1; source: folder with the model's config."""
     if source is not None and (config := source / "config.json").is_file():
         hf = read_json(config)
         info = {
@@ -176,38 +176,48 @@ def check_server(
 
 
 def check_arguments(words: Sequence[str], routes: bool = True) -> None:
-    """Raises ConfigError for arguments that are wrong with every release; ``check_server`` finds the others.
+    """ConfigError for arguments that are wrong with every release; ``check_server`` finds the rest.
 
-    ``routes``: whether the server must return them.
+    routes: whether the server must return routes.
     """
     _refuse_faults(parse_arguments(words), routes, "SGLang", NO_RELEASE)
 
 
-def _refuse_faults(found: Arguments, routes: bool, name: str, version: Version) -> None:
+def _refuse_faults(arguments: Arguments, routes: bool, name: str, version: Version) -> None:
     for fault in FAULTS:
-        if (routes or not fault.of_routes) and (fault.last is None or version <= fault.last) and fault.when(found):
+        if (
+            (routes or not fault.of_routes)
+            and (fault.last is None or version <= fault.last)
+            and fault.applies(arguments)
+        ):
             raise ConfigError(f"{name}: {fault.meaning}: {fault.remedy}")
 
 
 def parse_arguments(words: Sequence[str]) -> dict[str, Any]:
-    """Returns ``["--a-b", "1", "--c=x", "--d"]`` as ``{"a_b": "1", "c": "x", "d": True}``; the last one wins."""
-    found: dict[str, Any] = {}
+    """Return ``["--a-b", "1", "--c=x", "--d"]`` as ``{"a_b": "1", "c": "x", "d": True}``; the last value wins."""
+    arguments: dict[str, Any] = {}
     name = None
     for word in words:
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
             name = name.replace("-", "_")
-            found[name] = value if equals else True
-        elif name is not None and found[name] is True:
-            found[name] = word
-    return found
+            arguments[name] = value if equals else True
+        elif name is not None and arguments[name] is True:
+            arguments[name] = word
+    return arguments
 
 
 def require_own(python: Path) -> None:
-    """ConfigError for an interpreter below the current folder that others may have put there."""
-    # Its folder may be a link; the environment's own files lie beside the link.
-    if not python.is_absolute() and python.exists() and (why := find_stranger(python) or find_stranger(python.parent)):
-        raise ConfigError(f"{python} is not trusted: {why}; if you want to run it, set sglang.python to the whole path")
+    """ConfigError for an interpreter below the current folder, perhaps put there by a different user."""
+    # The folder may be a link; the environment's own files lie beside the link.
+    if (
+        not python.is_absolute()
+        and python.exists()
+        and (problem := find_stranger(python) or find_stranger(python.parent))
+    ):
+        raise ConfigError(
+            f"{python} is not trusted: {problem}; if you want to run it, set sglang.python to the whole path"
+        )
 
 
 def installed_release(python: Path) -> str:
@@ -220,8 +230,8 @@ def installed_release(python: Path) -> str:
         hint = "set sglang.python to that of SGLang's environment (docs/sglang.md)"
         raise ConfigError(f"found no Python for SGLang at {python} ({error}): {hint}") from error
     if answer.returncode != 0:
-        told = (answer.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ConfigError(f"{python} has no SGLang ({told}): pip install sglang=={dotted(NEWEST)} there")
+        message = (answer.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ConfigError(f"{python} has no SGLang ({message}): pip install sglang=={dotted(NEWEST)} there")
     return answer.stdout.strip()
 
 

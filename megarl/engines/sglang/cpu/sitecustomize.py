@@ -1,7 +1,7 @@
-"""Lets SGLang import and capture routes beside a torch that was built without CUDA.
+"""Lets SGLang import and capture routes with a torch that was built without CUDA.
 
-Python imports this module by itself at the start of every process that has the directory on its PYTHONPATH. The repairs
-need torch, so they run right after torch has been imported: helper processes without torch stay cheap.
+Python imports this module at the start of every process with the directory on its PYTHONPATH. The repairs need torch,
+and run right after the import of torch: helper processes without torch stay cheap.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 _kept: list[object] = []
-"""A library that is collected takes its operators along."""
+"""Keeps the libraries alive: a collected library takes its operators along."""
 
 
 def _declare_torchvision_operators(torch: ModuleType) -> object:
-    """Declares the operators whose compiled library was built for CUDA and so cannot be loaded here.
+    """Declare the operators of torchvision's compiled library, which was built for CUDA and cannot be loaded here.
 
-    torchvision attaches shapes and gradients to them by name when it is imported, transformers imports torchvision, and
-    both would fail. The schemas stay empty: no operator of torchvision ever runs, a text model has no pictures.
+    torchvision attaches shapes and gradients by name on import, transformers imports torchvision, and both would fail.
+    The schemas stay empty: no operator of torchvision ever runs, a text model has no pictures.
     """
     backward = ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")
     names = ("nms", "qnms", *backward, *(f"_{name}_backward" for name in backward))
@@ -31,19 +31,19 @@ def _declare_torchvision_operators(torch: ModuleType) -> object:
 
 
 def _stand_in_for_cudart(torch: ModuleType) -> None:
-    """Makes the registration of host memory succeed: SGLang's route capturer pins its buffer for copies from a GPU."""
+    """Make the registration of host memory succeed: SGLang's route capturer pins its buffer for copies from a GPU."""
     runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
     torch.cuda.cudart = lambda: runtime
 
 
 def _do_not_pin_memory(torch: Any) -> None:
-    """Lets ``torch.zeros(pin_memory=True)`` return plain memory: SGLang before 0.5.21 makes its route buffer so."""
+    """Let ``torch.zeros(pin_memory=True)`` return plain memory: the route buffer of SGLang before 0.5.21 is pinned."""
     zeros = torch.zeros
     torch.zeros = lambda *args, pin_memory=False, **kwargs: zeros(*args, **kwargs)
 
 
 class _AfterTorch(MetaPathFinder):
-    """Finds torch like everybody else, and applies the repairs once its module has run."""
+    """Finds torch by the normal path, and applies the repairs after the import."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if fullname != "torch":

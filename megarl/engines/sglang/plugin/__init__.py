@@ -1,10 +1,10 @@
-"""A plugin for SGLang servers: routing traces in a sixth of the bytes, for clients that ask for it.
+"""A plugin for SGLang servers: routing traces in a sixth of the bytes, at a client's request.
 
-SGLang finds it in one of two ways. Servers that megarl starts have this directory on their PYTHONPATH, where the
-``dist-info`` directory announces ``megarl_routes_plugin`` as an installed package would. In an environment that megarl
-itself is installed in, megarl's own entry point announces it, under the same name, so that it acts once. A server whose
-``SGLANG_PLUGINS`` lists other plugins goes without.
+SGLang finds the plugin in two ways. megarl puts the directory on the PYTHONPATH of its servers, where the ``dist-info``
+directory announces ``megarl_routes_plugin`` like an installed package. An environment with megarl has megarl's entry
+point under an equal name: the plugin acts once. Without an entry in ``SGLANG_PLUGINS``, if set, a server runs without
+the plugin.
 
-    compact               what is asked for, and the coding: for both sides
-    megarl_routes_plugin  the server's side
+compact               request header and coding: for both sides
+megarl_routes_plugin  the server's side
 """

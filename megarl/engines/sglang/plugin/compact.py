@@ -1,11 +1,11 @@
-"""The short form of a routing trace on the wire: what a client asks for, and how the server rewrites its answer.
+"""The short form of a routing trace on the wire: the client's request, and the server's rewritten answer.
 
-    request   header ``megarl-routes``, JSON: the version of the coding and the shape of the model's routes
-    answer    ``meta_info["routed_experts"]``: base64 of a trace of ``megarl.routes.codec``, MoE layers only;
-              ``meta_info["megarl_seal"]``: a digest that binds the parts of the answer to each other and to its request
+request   header ``megarl-routes``, JSON: the version of the coding and the shape of the model's routes
+answer    ``meta_info["routed_experts"]``: base64 of a trace of ``megarl.routes.codec``, MoE layers only;
+          ``meta_info["megarl_seal"]``: a digest that binds the parts of the answer and the request
 
-SGLang itself sends base64 of raw int32 for all layers, and ignores the header. The answer tells what it is: a trace
-begins with four letters, which as an int32 would be expert 1414287949.
+SGLang itself sends base64 of raw int32 for all layers, and ignores the header. A trace in the short form begins with
+four letters, as an int32 the impossible expert 1414287949.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _COUNTS = ("num_layers", "num_experts", "topk")
 
 
 def make_header(shape: MoeShape) -> dict[str, str]:
-    """Returns the request header that asks for the short form: JSON with the shape that the client expects."""
-    found = {name: getattr(shape, name) for name in ("num_layers", "dense_layers", "num_experts", "topk")}
-    return {HEADER: json.dumps({"version": VERSION, **found}, separators=(",", ":"))}
+    """Return the request header for the short form: JSON with the shape that the client expects."""
+    fields = {name: getattr(shape, name) for name in ("num_layers", "dense_layers", "num_experts", "topk")}
+    return {HEADER: json.dumps({"version": VERSION, **fields}, separators=(",", ":"))}
 
 
 def parse_header(headers: Mapping[str, str]) -> MoeShape | None:
-    """Returns the shape that a request asks for; None without the header, in another version, or without sense."""
+    """Return the shape in a request's header; None for a missing, senseless or differently versioned header."""
     try:
-        found = json.loads(headers.get(HEADER) or "null")
-        if not isinstance(found, dict) or found.keys() != {"version", "dense_layers", *_COUNTS}:
+        header = json.loads(headers.get(HEADER) or "null")
+        if not isinstance(header, dict) or header.keys() != {"version", "dense_layers", *_COUNTS}:
             return None
-        num_layers, num_experts, topk = (int(found[name]) for name in _COUNTS)
-        dense = {int(layer) for layer in found["dense_layers"]}
+        num_layers, num_experts, topk = (int(header[name]) for name in _COUNTS)
+        dense = {int(layer) for layer in header["dense_layers"]}
     except (TypeError, ValueError, OverflowError, RecursionError):
         return None
-    if found["version"] != VERSION or not 0 < num_layers <= 1 << 16:
+    if header["version"] != VERSION or not 0 < num_layers <= 1 << 16:
         return None
     moe_layers = tuple(layer for layer in range(num_layers) if layer not in dense)
     has_experts = min(topk, num_experts) >= 1 if moe_layers else topk == num_experts == 0
@@ -54,9 +54,9 @@ def parse_header(headers: Mapping[str, str]) -> MoeShape | None:
 
 
 def compact(raw: bytes, shape: MoeShape) -> bytes | None:
-    """Returns the short form of ``raw``, int32 [rows, layers, K]; None where there is none or it would not be shorter.
+    """Return the short form of ``raw``, int32 [rows, layers, K]; None if the short form would not be shorter.
 
-    There is none of routes of another shape: the client sees them and tells what is wrong.
+    Routes of another shape have no short form: the client sees the routes and reports the problem.
     """
     try:
         short = encode(read_routes(raw, shape))
@@ -66,25 +66,25 @@ def compact(raw: bytes, shape: MoeShape) -> bytes | None:
 
 
 def seal(prompt: Sequence[int], answer: Mapping[str, Any]) -> str:
-    """Returns the digest of an answer, and of the prompt that the server was given.
+    """Return the digest of an answer, and of the prompt that the server got.
 
-    It covers all that a rollout is made of: the id of the request, both token sequences, log-probabilities, kept sets,
-    routes, weight versions and finish reason. No part can come from another answer. It is no signature: anybody can
-    make it.
+    The digest covers all inputs of a rollout: the id of the request, both token sequences, log-probabilities, kept
+    sets, routes, weight versions and finish reason. No part can come from another answer. The digest is no signature:
+    anybody can compute it.
     """
     meta = answer["meta_info"]
-    rest = [meta.get(name) for name in ("id", "finish_reason", "weight_version", "weight_versions")]
+    fields = [meta.get(name) for name in ("id", "finish_reason", "weight_version", "weight_versions")]
     logprobs = [np.nan if entry[0] is None else entry[0] for entry in meta.get("output_token_logprobs") or ()]
     sets, digest = meta.get("output_token_sampling_mask"), hashlib.blake2b(digest_size=16)
-    for part in (
+    for chunk in (
         np.asarray(prompt, "<i8").tobytes(),
         np.asarray(answer["output_ids"], "<i8").tobytes(),
-        np.asarray(logprobs, "<f4").tobytes(),  # as float32: some releases hold such scalars, and JSON is decimal
-        json.dumps(rest, sort_keys=True).encode(),
+        np.asarray(logprobs, "<f4").tobytes(),  # as float32: some releases hold float32 scalars, and JSON is decimal
+        json.dumps(fields, sort_keys=True).encode(),
         (meta.get("routed_experts") or "").encode(),
         *(() if sets is None else _parts_of_sets(sets, meta)),
     ):
-        digest.update(len(part).to_bytes(8, "little") + part)
+        digest.update(len(chunk).to_bytes(8, "little") + chunk)
     return digest.hexdigest()
 
 

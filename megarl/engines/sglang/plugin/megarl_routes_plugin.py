@@ -1,7 +1,7 @@
-"""What SGLang loads: rewrites the routing traces of answers to clients that ask for the short form, and seals them.
+"""The module that SGLang loads: rewrites the routing traces of answers on request, and seals the answers.
 
-The rewriting stands at the last step of a request, in the process that talks HTTP and in a thread of its own, so that
-neither the scheduler nor other requests wait for it.
+The rewriting is the last step of a request, in a new thread of the HTTP process: neither the scheduler nor further
+requests wait.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 MODULE = "sglang.srt.managers.tokenizer_manager"
 TARGET = "TokenizerManager.generate_request"
 IN_THREAD_FROM = 1 << 16
-"""Characters of a trace; a shorter one is rewritten sooner than a thread takes over."""
+"""Characters of a trace; a shorter trace is rewritten faster than a thread starts."""
 
 log = logging.getLogger("megarl.routes")
 
 
 def activate() -> None:
-    """Hook into this process if it is one that answers requests; called by SGLang in each of its processes.
+    """Hook into a process that answers requests; SGLang calls the function in all processes.
 
-    Leaves an SGLang that it does not know as it is, and says so in the log.
+    An unknown SGLang stays unchanged, with a line in the log.
     """
     if parent_process() is not None and MODULE not in sys.modules:
         return  # a scheduler or detokenizer
@@ -40,9 +40,9 @@ def activate() -> None:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         manager, method = TARGET.split(".")
-        found = getattr(getattr(importlib.import_module(MODULE), manager), method)
-        names = list(inspect.signature(found).parameters)
-        if not inspect.isasyncgenfunction(found) or names[:3] != ["self", "obj", "request"]:
+        function = getattr(getattr(importlib.import_module(MODULE), manager), method)
+        names = list(inspect.signature(function).parameters)
+        if not inspect.isasyncgenfunction(function) or names[:3] != ["self", "obj", "request"]:
             raise AttributeError(f"{TARGET}({', '.join(names)}) is another function than expected")
         HookRegistry.register(f"{MODULE}.{TARGET}", generate_request, HookType.AROUND)
     except (ImportError, AttributeError) as error:
@@ -52,9 +52,9 @@ def activate() -> None:
 
 
 def import_megarl() -> None:
-    """Make ``megarl`` importable where it is not installed: the package that this file belongs to, and nothing else.
+    """Make ``megarl`` importable without an installation: only the package of this file.
 
-    Its directory is no candidate for PYTHONPATH: it may be the site-packages of another environment.
+    Its directory must not be on PYTHONPATH, because it may be the site-packages of a foreign environment.
     """
     if importlib.util.find_spec("megarl") is not None:
         return
@@ -70,12 +70,12 @@ def import_megarl() -> None:
 
 
 def generate_request(
-    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None, **more: Any
+    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None, **options: Any
 ) -> AsyncIterator[Any]:
-    """Stands around ``TokenizerManager.generate_request``: the same answers, traces in the short form if asked for."""
+    """Wrap ``TokenizerManager.generate_request``: equal answers, with traces in the short form on request."""
     from megarl.engines.sglang.plugin.compact import parse_header
 
-    answers = original(manager, obj, request, **more)
+    answers = original(manager, obj, request, **options)
     shape = parse_header(getattr(request, "headers", None) or {})
     return answers if shape is None else _rewrite_all(answers, obj, shape)
 
@@ -83,12 +83,12 @@ def generate_request(
 async def _rewrite_all(answers: Any, obj: Any, shape: MoeShape) -> AsyncIterator[Any]:
     try:
         async for answer in answers:
-            for one in answer if isinstance(answer, list) else [answer]:  # several prompts, or several samples
-                await _compact_one(one, shape)
+            for item in answer if isinstance(answer, list) else [answer]:  # several prompts, or several samples
+                await _compact_one(item, shape)
             if isinstance(answer, dict) and not getattr(obj, "stream", False):
                 await asyncio.to_thread(_seal_one, answer, obj)
             yield answer
-    finally:  # SGLang takes one answer and drops the iterator, which must then let go of its locks
+    finally:  # SGLang reads a single answer; the dropped iterator must release its locks
         await answers.aclose()
 
 
@@ -104,7 +104,7 @@ async def _compact_one(answer: Any, shape: MoeShape) -> None:
 
 
 def _seal_one(answer: Any, obj: Any) -> None:
-    """Seal the answer to a prompt of token ids, and leave out their echo, which the seal covers."""
+    """Seal the answer to a prompt of token ids, and leave out the prompt's echo, which the seal covers."""
     from megarl.engines.sglang.plugin.compact import SEAL, seal
 
     prompt = answer.pop("prompt_token_ids", None) or getattr(obj, "input_ids", None)

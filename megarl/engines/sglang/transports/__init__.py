@@ -1,17 +1,17 @@
 """New weights on their way into SGLang servers.
 
-Four transports behind one protocol:
+Four transports behind a protocol:
 
 tensor          base64 of the tensors over HTTP
-broadcast       one broadcast through a gloo or NCCL group (``process_group``) to all servers
-disk            a folder that the servers load, and the folder of a model without weights
-ipc             memory of this machine that the servers open
+broadcast       a broadcast through a gloo or NCCL group (``process_group``) of all servers
+disk            a folder for the servers to load (``folder``)
+ipc             memory of the machine, opened by the servers
 
 Shared parts:
 
-protocol        the protocol of a transport: ``stream`` makes the buckets, ``send`` sends one bucket
-sender          the control requests of an update to one server: pause, verify, resume
-proof           checks whether a server computes with the weights that the trainer sent
-deadlines       time limits of each step, and when a server counts as late
-threads         a thread that sends one bucket while the next one is made
+protocol        the protocol of a transport: ``stream`` makes the buckets, ``send`` sends a bucket
+sender          control requests of an update to a server: pause, verify, resume
+proof           proof of the weights that a server computes with
+deadlines       time limits of the steps, and late servers
+threads         a line that sends a bucket during the making of the next bucket
 """

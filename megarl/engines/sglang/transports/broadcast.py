@@ -1,4 +1,4 @@
-"""Weights by broadcast: one process group of all servers, or one group for each server after a failure."""
+"""Weights by broadcast: a process group of all servers, or a group for every server after a failure."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -17,18 +17,18 @@ from megarl.errors import WeightSyncError
 
 
 class Broadcast(Transport):
-    """Each bucket leaves the trainer once, for all servers.
+    """A bucket leaves the trainer once, for all servers.
 
-    If one server fails, the shared broadcast fails for all servers and does not tell which server failed. The rest of
-    the update then goes through a group for each server, and fails for the lost server alone.
+    A failing server spoils the shared broadcast for all servers, and stays unknown. The rest of the update then goes
+    through a group per server, and fails for the lost server alone.
     """
 
     def __init__(self) -> None:
         self._is_split = False
-        """Whether each server has a group of its own in the rest of the update."""
+        """Whether the rest of the update goes through a group per server."""
 
     def stream(self, intake: Intake, tensors: Iterable[Named], delivery: Delivery | None) -> Buckets:
-        """Begin with one group for all servers."""
+        """Begin with a group of all servers."""
         self._is_split = False
         return super().stream(intake, tensors, delivery)
 
@@ -48,9 +48,9 @@ class Broadcast(Transport):
 
 
 def broadcast(senders: Sequence[WeightSender], bucket: Bucket) -> None:
-    """Send the tensors of a bucket through one process group of all these servers.
+    """Send the tensors of a bucket through a process group of all these servers.
 
-    WeightSyncError if one server fails; all servers have then left the group.
+    WeightSyncError if a server fails; all servers have then left the group.
     """
     places = [(name, str(dtype).removeprefix("torch."), list(shape)) for name, dtype, shape, *_ in bucket.places()]
     body = dict(zip(("names", "dtypes", "shapes"), zip(*places, strict=True), strict=True))
@@ -74,7 +74,7 @@ def broadcast(senders: Sequence[WeightSender], bucket: Bucket) -> None:
 
 
 def _new_group(senders: Sequence[WeightSender], device: torch.device, timeout_s: float) -> BroadcastGroup:
-    """Return a new group of these servers, which leave their old groups."""
+    """Return a new group of the servers, which leave their old groups."""
     for sender in senders:
         sender.leave_group()
     ranks = sum(sender.tp for sender in senders)
@@ -84,14 +84,14 @@ def _new_group(senders: Sequence[WeightSender], device: torch.device, timeout_s:
     for sender in senders:
         sender.group = group
         body = {
-            "master_address": url_host(group.address),  # SGLang puts it into a URL
+            "master_address": url_host(group.address),  # the form for a URL
             "master_port": group.port,
             "rank_offset": first,
             "world_size": group.world_size,
             "group_name": group.name,
             "backend": group.backend,
         }
-        # The trainer gives up first: the other servers wait as long as the trainer, and join no other group meanwhile.
+        # The trainer gives up first: waiting servers join no second group before that.
         joins.append(in_thread(partial(sender.post, "init_weights_update_group", body, 2 * timeout_s)))
         first += sender.tp
     group.join(*joins)

@@ -17,8 +17,8 @@ from megarl.models.hf_folder import read_json
 class WeightFolder:
     """Writes ``folder/version_<n>``, one shard per bucket; WeightSyncError from any method if the disk refuses.
 
-    The folder gets its name, and older versions are removed, once it is complete; what else lies there stays. Config
-    and tokenizer files are copied from the checkpoint folder ``source``.
+    When complete, the folder gets its name, and older versions are removed; other files stay. Config and tokenizer
+    files are copied from the checkpoint folder ``source``.
     """
 
     def __init__(self, folder: Path, source: Path, version: int) -> None:
@@ -43,13 +43,13 @@ class WeightFolder:
         self._bytes += bucket.flat.numel()
 
     def finish(self) -> Path:
-        """Complete the folder, if that is not done, and return its absolute path."""
+        """Complete the folder on the first call; return its absolute path."""
         if self._is_complete:
             return self._target.absolute()
         with self._errors():
             write_index(self._part, self._where, self._bytes)
-            held = read_json(self._source / "config.json").get("quantization_config")
-            copy_model_files(self._source, self._part, None, held)
+            quantization = read_json(self._source / "config.json").get("quantization_config")
+            copy_model_files(self._source, self._part, None, quantization)
             replace_folder(self._part, self._target)
             for old in self._folder.glob("version_*"):
                 if old != self._target:
@@ -62,14 +62,14 @@ class WeightFolder:
         try:
             yield
         except (OSError, SafetensorError, ConfigError) as error:
-            told = f"{self._folder}: the weights of version {self._version} could not be written ({error})"
-            raise WeightSyncError(told) from error
+            message = f"{self._folder}: the weights of version {self._version} could not be written ({error})"
+            raise WeightSyncError(message) from error
 
 
 def write_empty_model(source: Path, folder: Path, fp8: bool) -> Path:
-    """Write ``folder``: the model in ``source``, held in FP8 or not, without weights; the first update brings them.
+    """Write ``folder``: the model in ``source``, in FP8 or not, without weights; the first update brings the weights.
 
-    ConfigError if something lies there that megarl did not write.
+    ConfigError if the folder holds foreign files.
     """
     begin(folder, HF_FILES, source, keep=["*"])
     copy_model_files(source, folder, None, fp8_config(["lm_head"]) if fp8 else None)

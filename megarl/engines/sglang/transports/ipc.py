@@ -1,11 +1,11 @@
-"""Weights through memory that the servers of the same machine open: only handles are sent.
+"""Weights through memory that the servers of the machine open: only handles are sent.
 
-A server's rank opens memory of its own GPU alone, so each rank of the trainer that shares a GPU with one makes the
-handles for it. These ranks and the main one, which talks to the servers, go through the buckets of an update in step:
+A server's rank opens memory of its own GPU alone: a trainer's rank on the GPU makes the handles. The ranks with handles
+and the main rank, which talks to the servers, go through the buckets of an update in step:
 
-    gather a bucket -> meet: exchange handles -> gather the next, while the main rank sends them -> meet: free the last
+    gather a bucket -> meet: exchange handles -> gather the next bucket, while the main rank sends -> meet: free
 
-Servers on a CPU open shared memory of the main rank in the same way.
+Servers on a CPU open shared memory of the main rank.
 """
 
 import os
@@ -32,25 +32,25 @@ from megarl.errors import MegarlError, WeightSyncError
 
 SHARED_MEMORY = Path("/dev/shm")
 MOST_READERS = 1 << 12
-"""More processes than open one bucket."""
+"""An upper bound on the readers of a bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What a rank tells the others when they meet."""
+    """A rank's message to the other ranks at a meeting."""
 
     gpu: int
     handle: Handle | None
-    taken: frozenset[int]
-    """GPUs whose servers have confirmed the bucket before."""
+    confirmed: frozenset[int]
+    """GPUs whose servers have confirmed the previous bucket."""
     failure: str
 
 
 @dataclass(eq=False)
 class SharedMemory(Transport):
-    """The ranks of one machine that share memory with its servers, seen from one of these ranks.
+    """Shared memory of a machine's ranks and servers, seen from a single rank.
 
-    The rank with the fleet talks to the servers. Each other rank is a ``Helper``.
+    The rank with the fleet talks to the servers. The remaining ranks are ``Helper``.
     """
 
     gpus: Sequence[int] = (CPU,)
@@ -66,11 +66,11 @@ class SharedMemory(Transport):
         self._open: Handle | None = None
         self.handles: dict[int, Handle] = {}
         """Of the current bucket, by GPU."""
-        self.taken: set[int] = set()
+        self.confirmed: set[int] = set()
         """GPUs whose servers have confirmed a bucket since the last meeting."""
 
     def stream(self, intake: Intake, tensors: Iterable[Named], delivery: Delivery | None) -> Buckets:
-        """Yield each bucket once all ranks have met over it. WeightSyncError on all ranks where one rank has failed.
+        """Yield each bucket after a meeting of all ranks. WeightSyncError on all ranks if a rank has failed.
 
         Two buckets on the host take at most half of the free shared memory.
         """
@@ -78,32 +78,32 @@ class SharedMemory(Transport):
         limit = limit if self.shares_gpu else min(limit, shutil.disk_usage(SHARED_MEMORY).free // 4)
         buckets = intake.buckets(tensors, Staging(limit, empty_shared), limit)
         rounds = self.rounds(buckets, (lambda: None) if delivery is None else delivery.line.wait)
-        next(rounds)  # now an error that is thrown in reaches the other ranks
+        next(rounds)  # from here on an error in the generator reaches all ranks
         return rounds
 
     def rounds(self, buckets: Iterator[Bucket], settle: Callable[[], None]) -> Buckets:
-        """Yield None, and then each bucket after a meeting. settle: waits until the last bucket is sent."""
+        """Yield None, and then a bucket after every meeting. settle: waits until the last bucket is sent."""
         self._failure = self._open = None
-        self.taken.clear()
-        bucket = following = None
+        self.confirmed.clear()
+        bucket = next_bucket = None
         try:
             while True:
                 try:
                     yield bucket
-                except MegarlError as error:  # the other ranks gather the next bucket with this rank, and then meet
+                except MegarlError as error:  # all ranks gather the next bucket, and then meet
                     self._failure = error
-                following = next(buckets, None)
+                next_bucket = next(buckets, None)
                 try:
                     settle()
                 except MegarlError as error:
                     self._failure = error
-                self._meet(following)
-                bucket = following  # kept until the next meeting: before it, not all servers have confirmed the bucket
+                self._meet(next_bucket)
+                bucket = next_bucket  # stays until the next meeting: earlier, servers may still read the bucket
                 if bucket is None:
                     return
         finally:  # the traceback of an error keeps the tensors
-            for made in {*filter(None, (bucket, following))}:
-                remove_file(made.flat)
+            for unsent in {*filter(None, (bucket, next_bucket))}:
+                remove_file(unsent.flat)
 
     def send(self, bucket: Bucket, delivery: Delivery) -> None:
         """Send the handles of a bucket to all servers."""
@@ -113,7 +113,7 @@ class SharedMemory(Transport):
             post_payloads(sender, payloads, bucket.flat.numel())
 
         for sender in delivery.receivers.each(share):
-            self.taken.update(sender.gpus)
+            self.confirmed.update(sender.gpus)
 
     def _meet(self, bucket: Bucket | None) -> None:
         handle = None
@@ -125,11 +125,11 @@ class SharedMemory(Transport):
                     f"memory of GPU {self.gpu} cannot be shared with the server on it ({error}); look for what forbids "
                     'CUDA IPC, such as containers with separate IPC namespaces, or set sglang.sync = "disk"'
                 )
-        turns = self.gather(_Turn(self.gpu, handle, frozenset(self.taken), str(self._failure or "")))
+        turns = self.gather(_Turn(self.gpu, handle, frozenset(self.confirmed), str(self._failure or "")))
         failures = [turn.failure for turn in turns if turn.failure]
-        if self.gpu not in frozenset().union(*(turn.taken for turn in turns)):
+        if self.gpu not in frozenset().union(*(turn.confirmed for turn in turns)):
             withdraw(self._open)
-        self.taken.clear()
+        self.confirmed.clear()
         self._open = handle
         if failures:
             withdraw(handle)
@@ -139,14 +139,14 @@ class SharedMemory(Transport):
 
 @dataclass(eq=False)
 class Helper:
-    """A rank that makes handles for the servers on its GPU, while another rank talks to these servers."""
+    """Makes handles for the servers on a rank's GPU, while the main rank talks to the servers."""
 
     transport: SharedMemory
     source: Path
     """Checkpoint folder with the model's config."""
 
     def update(self, tensors: Iterable[Named], version: int, form: WeightForm) -> dict[str, float]:
-        """Take part in ``Fleet.update`` of the other rank; WeightSyncError if the update fails there."""
+        """Join in ``Fleet.update`` of the main rank; WeightSyncError if the update fails."""
         intake = Intake.for_servers(self._shapes, version, form)
         deque(self.transport.stream(intake, tensors, None), maxlen=0)
         return {}
@@ -157,7 +157,7 @@ class Helper:
 
 
 def empty_shared(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [num_bytes], in memory that other processes can open as long as this tensor is alive."""
+    """uint8 [num_bytes], in memory that foreign processes can open while the tensor lives."""
     if device.type == "cuda":
         with _fixed_segments():
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -167,7 +167,7 @@ def empty_shared(num_bytes: int, device: torch.device) -> torch.Tensor:
             'larger, or set another sglang.sync than "ipc"'
         )
     storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)
-    for _ in range(MOST_READERS):  # torch counts readers, the last one removes the file, and a killed one stays counted
+    for _ in range(MOST_READERS):  # the last of torch's readers removes the file, and killed readers stay counted
         storage._shared_incref()
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)
     weakref.finalize(flat, _file_of(flat).unlink, missing_ok=True)
@@ -175,7 +175,7 @@ def empty_shared(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def remove_file(flat: torch.Tensor) -> None:
-    """Let no other process open this memory of the host; those that have may go on."""
+    """Stop new processes from opening this host memory; current readers may continue."""
     if not flat.is_cuda:
         _file_of(flat).unlink(missing_ok=True)
 
@@ -187,15 +187,15 @@ def _file_of(flat: torch.Tensor) -> Path:
 
 @contextmanager
 def _fixed_segments() -> Iterator[None]:
-    """Memory that is allocated inside has its address for good: CUDA IPC cannot share expandable segments."""
+    """Memory allocated inside keeps its address: CUDA IPC cannot share expandable segments."""
     settings = next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), "")
     if "expandable_segments" not in settings:
         yield
         return
-    others = without_expandable_segments({ALLOCATOR_VARIABLES[0]: settings}).values()
-    # The second one until torch 2.8. Both forget what is not given.
+    options = without_expandable_segments({ALLOCATOR_VARIABLES[0]: settings}).values()
+    # torch up to 2.8 has the second function. Both functions forget missing options.
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
-    change(",".join([*others, "expandable_segments:False"]))
+    change(",".join([*options, "expandable_segments:False"]))
     try:
         yield
     finally:
@@ -203,10 +203,10 @@ def _fixed_segments() -> Iterator[None]:
 
 
 def make_handle(flat: torch.Tensor) -> Handle:
-    """Returns what gives the same memory in another process. RuntimeError if CUDA refuses.
+    """Return a handle of the memory for another process. RuntimeError if CUDA refuses.
 
-    On a GPU one process must open it, or ``withdraw`` is called: torch keeps the memory until then. The GPU is named by
-    its UUID, as SGLang names it, because processes count GPUs differently.
+    On a GPU, one process must open the handle, or the caller must call ``withdraw``: torch keeps the memory until then.
+    The handle names the GPU by its UUID, as SGLang does, because processes count GPUs differently.
     """
     if flat.is_cuda:
         rebuild, arguments = reductions.reduce_tensor(flat)
@@ -218,7 +218,7 @@ def make_handle(flat: torch.Tensor) -> Handle:
 
 
 def withdraw(handle: Handle | None) -> None:
-    """Undoes ``make_handle`` for a handle that nobody will open, or whose process has died."""
+    """Undo ``make_handle`` for a handle without a reader, or with a dead reader."""
     if handle is not None and handle[0] is reductions.rebuild_cuda_tensor:
         *_, counter, offset, _, _ = handle[1]
         torch.UntypedStorage._release_ipc_counter_cuda(counter, offset)

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-# The group must lie outside of the trainer's world, for which torch has no public function. SGLang makes its end in the
-# same way, and both ends must use the same keys in the store.
+# The group must lie outside of the trainer's world, for which torch has no public function. SGLang makes its end in a
+# similar way, and both ends must use equal keys in the store.
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
 from megarl.config.addresses import url_host
@@ -29,9 +29,9 @@ class BroadcastGroup:
     """A gloo group for weights on the CPU, or an NCCL group for weights on a GPU."""
 
     def __init__(self, url: str, tp: int, device: torch.device, timeout_s: float) -> None:
-        """Open the port that the servers connect to.
+        """Open the port for the servers.
 
-        url: address of one of the servers. tp: ranks of all servers. device: device of the tensors to send.
+        url: address of a server. tp: ranks of all servers. device: device of the tensors to send.
         """
         self.name = f"megarl-{uuid.uuid4().hex}"
         self.address = own_address(url)
@@ -49,9 +49,9 @@ class BroadcastGroup:
         self._group: dist.ProcessGroup | None = None
 
     def join(self, *servers_join: Future[None]) -> None:
-        """Wait until the servers, which have been asked to join, are in the group; WeightSyncError if one refuses.
+        """Wait until the servers are in the group; WeightSyncError if a server refuses.
 
-        Watches their answers meanwhile, because a server that refuses never connects.
+        servers_join: the requests to join. The wait watches the requests, because a refusing server never connects.
         """
         self._await(in_thread(self._rendezvous, daemon=False), *servers_join)
 
@@ -64,9 +64,9 @@ class BroadcastGroup:
 
     def _rendezvous(self) -> None:
         self._use_device()
-        # Not the store itself, which must end at once when the group is closed: servers that still wait then give up.
+        # Not the store itself, which must end at once with the group: waiting servers then give up.
         store = dist.TCPStore(self.address, self.port, self.world_size, is_master=False, timeout=self._timeout)
-        named: dict[str, Any] = {"group_name": self.name}  # of a type that older releases of torch do not have
+        options: dict[str, Any] = {"group_name": self.name}  # a type that older releases of torch lack
         self._group, _ = _new_process_group_helper(
             self.world_size,
             0,
@@ -75,15 +75,16 @@ class BroadcastGroup:
             PrefixStore(self.name, store),
             backend_options=None,
             timeout=self._timeout,
-            **named,
+            **options,
         )
         _world.pg_group_ranks[self._group] = {member: member for member in range(self.world_size)}
 
     def broadcast(self, flat: torch.Tensor, *servers_receive: Future[None]) -> None:
-        """Send ``flat`` to the servers, which have been asked to receive it; WeightSyncError if one does not."""
+        """Send ``flat`` to the servers; WeightSyncError if a server does not receive it. servers_receive: the
+        requests."""
         assert self._group is not None, "join first"
         self._use_device()
-        patience, failure = Patience(), None  # without its frames, which would keep the group alive
+        patience, failure = Patience(), None  # without frames, which would keep the group alive
         try:
             work = dist.broadcast(flat, group_src=0, group=self._group, async_op=True)
             assert work is not None
@@ -105,13 +106,13 @@ class BroadcastGroup:
         self._store = None
         if group is None:
             return
-        with contextlib.suppress(RuntimeError, ValueError):  # a failed group may refuse both
+        with contextlib.suppress(RuntimeError, ValueError):  # a failed group may refuse both calls
             group.abort()
             dist.destroy_process_group(group)
-        held = [group]
+        groups = [group]
         del group
-        # Destroying a gloo group blocks until its broadcast has ended, so a thread does it.
-        threading.Thread(target=held.clear, name="weight-group-end").start()
+        # Destroying a gloo group blocks until its broadcast has ended; hence a thread.
+        threading.Thread(target=groups.clear, name="weight-group-end").start()
 
     def _use_device(self) -> None:
         if self.device.type == "cuda":  # each thread starts with device 0
@@ -133,7 +134,7 @@ class BroadcastGroup:
 
 
 def own_address(url: str) -> str:
-    """Returns the address of this machine as the server at ``url`` sees it."""
+    """Return the address of this machine as seen by the server at ``url``."""
     host = urlsplit(url).hostname or "127.0.0.1"
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]

@@ -1,7 +1,7 @@
-"""Whether a server computes with the weights that it was sent, and still does.
+"""Proof that a server computes with the weights of the update, and still does.
 
-Anybody who reaches a server can change them and leave the name of their version as it is. A server may also confirm an
-update that it has not made.
+Anybody with access to a server can change the weights and leave the name of the version. A server may also confirm an
+update without making the update.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,50 +12,51 @@ import numpy as np
 from megarl.engines.sglang.transports.sender import WeightSender
 
 Checksums = list[dict[str, str]]
-"""Of each tensor-parallel rank: name -> checksum."""
+"""Checksums of each tensor-parallel rank: name -> checksum."""
 PROMPT_TOKENS = 32
 LEAST_CHANGE, NOISES = 1e-3, 4.0
-"""A change is a mean difference of log-probabilities by more than this many nats, and this many times their noise."""
+"""A change is a mean difference of log-probabilities above this number of nats, plus a multiple of their noise."""
 
 
 def make_prompt(config: Mapping[str, Any]) -> list[int]:
-    """Returns the fixed prompt of a model: tokens from its whole vocabulary."""
+    """Return the fixed prompt of a model: tokens from its whole vocabulary."""
     vocabulary = int(config.get("vocab_size") or 1000)
     positions = int(config.get("max_position_embeddings") or PROMPT_TOKENS + 2)
     return [(7 + 7919 * place) % vocabulary for place in range(min(PROMPT_TOKENS, positions - 2))]
 
 
-def differing(found: Checksums, expected: Checksums) -> list[str]:
-    """Returns the names of tensors whose checksums differ on some rank."""
-    ranks = zip(found, expected, strict=False)
-    return sorted({name for mine, other in ranks for name, _ in mine.items() ^ other.items()})
+def differing(checksums: Checksums, expected: Checksums) -> list[str]:
+    """Return the names of tensors whose checksums differ on a rank."""
+    ranks = zip(checksums, expected, strict=False)
+    return sorted({name for tensors, other in ranks for name, _ in tensors.items() ^ other.items()})
 
 
 class Proof:
-    """What a server said of its weights after an update, and says again as long as it has them."""
+    """A server's scores and checksums after an update, which stay equal while the server has the weights."""
 
     def __init__(
         self, sender: WeightSender, prompt: Sequence[int], checksums: Checksums | None, sums: Sequence[int] = ()
     ) -> None:
-        """``checksums``: None if they are not compared. Asks twice for the prompt's log-probabilities."""
+        """checksums: None if not compared. Asks twice for the prompt's log-probabilities."""
         self._prompt, self._checksums, self._sums = prompt, checksums, sums
         self._logprobs = np.stack([sender.score(prompt) for _ in range(2)])
 
-    def is_unmade(self, before: "Proof") -> bool:
-        """Whether most tensors are others than in the update before, and the server says the same to the last bit."""
-        changed = sum(mine != other for mine, other in zip(self._sums, before._sums, strict=False))
-        same = np.array_equal(self._logprobs, before._logprobs) and self._checksums == before._checksums
+    def is_unmade(self, previous: "Proof") -> bool:
+        """Whether most tensors differ from the previous update, but the server's scores are equal to the last bit."""
+        changed = sum(number != other for number, other in zip(self._sums, previous._sums, strict=False))
+        same = np.array_equal(self._logprobs, previous._logprobs) and self._checksums == previous._checksums
         return 2 * changed > len(self._sums) and same
 
     def find_change(self, sender: WeightSender) -> str | None:
-        """Returns what has changed since, None if nothing has. The spread of equal questions is a server's noise."""
+        """Return the change since the update, None without a change. The spread of equal questions is a server's
+        noise."""
         if self._checksums is not None and (names := differing(sender.checksums(), self._checksums)):
             return f"{len(names)} checksums of its weights are others, the first of {names[0]}"
         now = [sender.score(self._prompt)]
         if np.abs(now[0] - self._logprobs).mean() <= LEAST_CHANGE:
             return None
         now += [sender.score(self._prompt) for _ in range(6)]  # two or three answers may be alike by chance
-        noise = max(float(np.ptp(asked, axis=0).mean()) for asked in (now, self._logprobs))
+        noise = max(float(np.ptp(scores, axis=0).mean()) for scores in (now, self._logprobs))
         gap = float(np.abs(np.mean(now, axis=0) - self._logprobs.mean(0)).mean())
         if gap <= LEAST_CHANGE + NOISES * noise:
             return None

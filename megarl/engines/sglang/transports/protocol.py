@@ -11,7 +11,7 @@ from megarl.engines.sglang.transports.threads import Line
 from megarl.engines.weights import Named
 
 Buckets = Generator[Bucket | None, None, None]
-"""The buckets of an update. An error that is thrown into the generator ends the update on all ranks."""
+"""The buckets of an update. An error thrown into the generator ends the update on all ranks."""
 
 
 class Receivers(Protocol):
@@ -27,7 +27,7 @@ class Receivers(Protocol):
         ...
 
     def each(self, step: Callable[[WeightSender], object], *, daemon: bool = True) -> list[WeightSender]:
-        """Run a step for all servers at the same time; returns the senders of those that have done the step.
+        """Run a step for all servers at the same time; return the senders of the servers that have done the step.
 
         The update continues without servers that are late, hang or have gone. daemon: False for a step inside torch.
         """
@@ -40,9 +40,9 @@ class Delivery:
 
     receivers: Receivers
     line: Line
-    """Sends one bucket while the next one is made."""
+    """Sends one bucket while the next bucket is made."""
     folder: WeightFolder | None = None
-    """The copy on disk, if there is one; complete when all buckets have passed the line."""
+    """The copy on disk, or None; complete after all buckets have passed the line."""
 
 
 class Transport(Protocol):
@@ -52,7 +52,7 @@ class Transport(Protocol):
     """Whether a server opens GPU memory of the trainer: a late server must then be killed."""
 
     def stream(self, intake: Intake, tensors: Iterable[Named], delivery: Delivery | None) -> Buckets:
-        """Yield the buckets of an update, in the memory that this transport needs. Runs in the caller's thread."""
+        """Yield the buckets of an update, in memory for this transport. Runs in the caller's thread."""
         return intake.buckets(tensors, Staging(intake.max_bytes))
 
     def send(self, bucket: Bucket, delivery: Delivery) -> None:

@@ -1,12 +1,12 @@
-"""Sends new weights to one running server, so that no token is sampled from a mixture of old and new weights.
+"""Sends new weights to a running server, without a token from a mixture of old and new weights.
 
     begin    pause, aborting all requests
     ...      a transport sends the weights
-    finish   close the update, flush the cache, name the new version; each is verified
+    finish   close the update, flush the cache, name the new version; every step is verified
     resume   let requests in
 
-Only the pause mode ``abort`` is consistent: with the others, running requests mix the log-probabilities of one version
-with the routes of another. A server that refuses any step stays paused, because nobody knows what weights it holds.
+Only the pause mode ``abort`` is consistent: in other modes, running requests mix the log-probabilities of a version
+with the routes of the next version. After a refused step a server stays paused: its weights are unknown.
 """
 
 import time
@@ -36,18 +36,18 @@ from megarl.engines.sglang.versions import Version, can
 from megarl.errors import DataError, WeightSyncError
 
 CPU = -1
-"""Stands for the GPU of servers that have none."""
+"""Stands for the GPU of servers on a CPU."""
 STOPPING = (502, 503, 504)
-"""HTTP statuses of a server that stops or has gone, the first and the last by a proxy before it."""
+"""HTTP statuses of a server that stops or has gone; the first and the last come from a proxy."""
 
 
 class WeightSender:
-    """The updates of one server."""
+    """The updates of a server."""
 
     def __init__(
         self, url: str, version: Version, *, tp: int = 1, api_key: str | None = None, gpus: Sequence[int] = ()
     ) -> None:
-        """``version`` and ``tp`` are the server's release and tensor-parallel size.
+        """version, tp: the server's release and tensor-parallel size.
 
         gpus: GPU of each tensor-parallel rank; empty if the server runs on CPUs or on another machine.
         """
@@ -56,7 +56,7 @@ class WeightSender:
         self.tp = tp
         self.gpus = gpus or (CPU,) * tp
         self.group: BroadcastGroup | None = None
-        """The process group that the server is in."""
+        """The process group of the server, or None."""
         self._in_session = False
         self._named: str | None = None
         self._is_abandoned = False
@@ -70,29 +70,29 @@ class WeightSender:
         self._http.close()
 
     def abandon(self) -> None:
-        """Let no more requests of a thread go out that still runs a step, because the update goes on without it."""
+        """Stop further requests of a running step, because the update continues without the server."""
         self._is_abandoned = True
 
     def begin(self) -> None:
-        """Abort running requests, and keep new ones waiting.
+        """Abort running requests, and keep new requests waiting.
 
-        Also closes the session of an update that was interrupted, be it of an earlier trainer.
+        Also closes the session of an interrupted update, even of an earlier trainer.
         """
         self.post("pause_generation", {"mode": "abort"})
         if can(self.release, "update_session"):
-            self._ask("POST", "end_weight_update", {}, WHOLE_S)  # usually HTTP 400: none is open
+            self._ask("POST", "end_weight_update", {}, WHOLE_S)  # usually HTTP 400: no open session
             self._in_session = False
         if self.group is not None and self.weight_version() != self._named:
             self.leave_group()  # the server was restarted, and is in no group
 
     def leave_group(self) -> None:
-        """Close the process group with the server, if there is one."""
+        """Close the process group with the server, if one is open."""
         if self.group is not None:
             self.group.close()
             self.group = None
 
     def open_session(self) -> None:
-        """Open the session of an update, unless it is open or the release has none."""
+        """Open the session of an update, unless a session is open or the release has no sessions."""
         if not self._in_session and can(self.release, "update_session"):
             self.post("begin_weight_update", {})
             self._in_session = True
@@ -102,7 +102,7 @@ class WeightSender:
         # auto: not the server's own --load-format, which may be dummy
         body = {"model_path": folder, "load_format": "auto", "flush_cache": False}
         num_bytes = 0
-        with suppress(OSError):  # perhaps removed meanwhile, which the server will say
+        with suppress(OSError):  # if the folder is gone, the server will say so
             num_bytes = sum(file.stat().st_size for file in Path(folder).iterdir())
         self.post("update_weights_from_disk", body, deadline(num_bytes))
 
@@ -113,16 +113,18 @@ class WeightSender:
             self._in_session = False
         flushed = self._ask("POST", "flush_cache")
         if flushed.status_code != 200:
-            told = f"{self.url} refuses to flush its cache, HTTP {flushed.status_code}: {flushed.text[:300]}"
-            raise WeightSyncError(f"{told}; it would serve keys, values and routes of old weights and stays paused")
+            message = f"{self.url} refuses to flush its cache, HTTP {flushed.status_code}: {flushed.text[:300]}"
+            raise WeightSyncError(f"{message}; it would serve keys, values and routes of old weights and stays paused")
         self.name(str(version))
-        found = self.weight_version()
-        if found != str(version):
-            raise WeightSyncError(f"{self.url} says its weights are version {found!r} after an update to {version}")
-        self._named = found
+        named_version = self.weight_version()
+        if named_version != str(version):
+            raise WeightSyncError(
+                f"{self.url} says its weights are version {named_version!r} after an update to {version}"
+            )
+        self._named = named_version
 
     def name(self, version: str) -> None:
-        """Have the server call its weights this version."""
+        """Name the server's weights."""
         self.post("update_weight_version", {"new_version": version, "abort_all_requests": True})
 
     def resume(self) -> None:
@@ -139,26 +141,26 @@ class WeightSender:
         self.post("resume_memory_occupation", {"tags": [kind]}, WHOLE_S)
 
     def checksums(self) -> list[dict[str, str]]:
-        """Returns the server's own checksums, name -> checksum for each tensor-parallel rank."""
+        """Return the server's own checksums, name -> checksum for each tensor-parallel rank."""
         answer = self._ask("POST", "weights_checker", {"action": "checksum"}, WHOLE_S)
         with suppress(WeightSyncError, LookupError, TypeError, ValueError):
             if answer.status_code == 200 and (ranks := self._read(answer)["ranks"]):
                 return [dict(rank["checksums"]) for rank in ranks]
-        told = f"{self.url} gives no checksums, HTTP {answer.status_code}: {answer.text[:300]}"
-        raise WeightSyncError(f"{told}; take a later release, or set sglang.checksums = false")
+        message = f"{self.url} gives no checksums, HTTP {answer.status_code}: {answer.text[:300]}"
+        raise WeightSyncError(f"{message}; take a later release, or set sglang.checksums = false")
 
     def score(self, prompt: Sequence[int]) -> np.ndarray:
-        """Returns the log-probabilities of the prompt's tokens behind the first one, float64; 0 for one that is NaN."""
+        """Return the log-probabilities of the prompt's tokens after the first token, float64; NaN becomes 0."""
         sampling = {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True}
-        # From position 0 on, so that nothing comes from the prefix cache.
-        asked = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-        answer = self._ask("POST", "generate", asked, SCORE_S)
+        # From position 0 on: the prefix cache must not answer.
+        body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        answer = self._ask("POST", "generate", body, SCORE_S)
         try:
             entries = self._read(answer)["meta_info"]["input_token_logprobs"][1:]
             return np.nan_to_num(np.array([entry[0] for entry in entries], dtype=np.float64))
         except (WeightSyncError, LookupError, TypeError, ValueError) as error:
-            told = f"{self.url} scores no prompt, HTTP {answer.status_code}: {answer.text[:300]}"
-            raise WeightSyncError(told) from error
+            message = f"{self.url} scores no prompt, HTTP {answer.status_code}: {answer.text[:300]}"
+            raise WeightSyncError(message) from error
 
     def weight_version(self, timeout_s: float | None = None) -> str:
         """Returns the server's name for the version of its weights."""
@@ -176,8 +178,8 @@ class WeightSender:
         if is_json and not has_failed and answer.text != "null":  # some answer null
             has_failed = self._read(answer).get("success") is False
         if has_failed:
-            told = f"{self.url}/{path} failed, HTTP {answer.status_code}: {answer.text[:300]}"
-            raise WeightSyncError(f"{told}; the server stays paused")
+            message = f"{self.url}/{path} failed, HTTP {answer.status_code}: {answer.text[:300]}"
+            raise WeightSyncError(f"{message}; the server stays paused")
 
     def _read(self, answer: httpx.Response) -> dict[str, Any]:
         try:
@@ -188,30 +190,30 @@ class WeightSender:
     def _ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
     ) -> httpx.Response:
-        """What the server answers; HangError if it does not in time, GoneError if it stops or has gone."""
+        """The server's answer; HangError without an answer in time, GoneError if the server stops or has gone."""
         if self._is_abandoned and method == "POST":
             raise GoneError(f"{self.url}/{path}: not asked, because the update goes on without the server")
         timeout_s = deadline() if timeout_s is None else timeout_s
-        asked = in_thread(partial(request, self._http, method, f"/{path}", body, timeout_s))
+        exchange = in_thread(partial(request, self._http, method, f"/{path}", body, timeout_s))
         until, pause_s = time.monotonic() + timeout_s, NOTICE_S
         try:
-            while not wait([asked], min(pause_s, until - time.monotonic())).done:
+            while not wait([exchange], min(pause_s, until - time.monotonic())).done:
                 if time.monotonic() >= until:
                     raise httpx.ReadTimeout(f"no whole answer within {timeout_s:.0f} s")
                 self._require_life(path)
                 pause_s *= 2  # SGLang keeps each question for 20 s
-            answer = asked.result()
+            answer = exchange.result()
         except (httpx.HTTPError, DataError) as error:
             is_late, is_wrong = isinstance(error, httpx.TimeoutException), isinstance(error, DataError)
             kind = WeightSyncError if is_wrong else HangError if is_late else GoneError
-            # Without its frames, which would keep the bucket.
+            # Without frames, which would keep the bucket.
             raise kind(f"{self.url}/{path}: {type(error).__name__}: {error}") from error.with_traceback(None)
         if answer.status_code in STOPPING:
             raise GoneError(f"{self.url}/{path}: HTTP {answer.status_code}: {answer.text[:300]}")
         return answer
 
     def _require_life(self, path: str) -> None:
-        """GoneError if the server says that it stops, or refuses connections; one that says nothing may be busy."""
+        """GoneError if the server reports its stop, or refuses connections; a silent server may be busy."""
         check = in_thread(partial(request, self._http, "GET", "/health", timeout_s=HEALTH_S))
         with suppress(TimeoutError, httpx.TimeoutException, httpx.ReadError, httpx.RemoteProtocolError, DataError):
             if (status := check.result(HEALTH_S).status_code) in STOPPING:

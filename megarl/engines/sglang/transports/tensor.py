@@ -47,14 +47,14 @@ def payload_of(bucket: Bucket, flat: torch.Tensor | Rebuilt | None = None) -> st
 
 
 def post_payloads(sender: WeightSender, payloads: list[str], num_bytes: int) -> None:
-    """Have a server load a bucket; one payload for each of its tensor-parallel ranks."""
+    """Have a server load a bucket; payloads: by tensor-parallel rank."""
     sender.open_session()
     body = {"serialized_named_tensors": payloads, "load_format": "flattened_bucket", "flush_cache": False}
     sender.post("update_weights_from_tensor", body, deadline(num_bytes))
 
 
 def send_tensors(sender: WeightSender, bucket: Bucket, payload: str | None = None) -> None:
-    """Send a bucket to one server. payload: the bucket's ``payload_of``, if the caller has made it."""
+    """Send a bucket to a server. payload: the bucket's ``payload_of``, if already made."""
     payloads = [payload or payload_of(bucket)] * sender.tp
     post_payloads(sender, payloads, sum(map(len, payloads)))
 

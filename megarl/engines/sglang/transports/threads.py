@@ -1,4 +1,4 @@
-"""Threads of a weight update: one sends a bucket while the next one is made, others talk to one server each."""
+"""Threads of a weight update: a line that sends a bucket during the making of the next bucket, and calls to servers."""
 
 import threading
 import time
@@ -32,7 +32,7 @@ class Line:
         self._running = self._thread.submit(self._measure, step)
 
     def wait(self) -> None:
-        """Wait for the running step, if there is one; raises the error of the step."""
+        """Wait for the running step, if any; raises the error of the step."""
         running, self._running = self._running, None
         if running is not None:
             started = time.perf_counter()
@@ -57,7 +57,7 @@ def in_thread(work: Callable[[], Result], daemon: bool = True) -> Future[Result]
         try:
             result = work()
         except Exception as error:  # from HTTP, gloo, NCCL or the store; the waiting thread raises it
-            # Without its frames, which would keep store and group alive.
+            # Without frames, which would keep store and group alive.
             future.set_exception(error.with_traceback(None))
         else:
             future.set_result(result)

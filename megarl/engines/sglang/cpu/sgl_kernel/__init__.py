@@ -1,7 +1,7 @@
-"""Stands in for SGLang's compiled kernels, which are not published for CPUs.
+"""A stub of SGLang's compiled kernels, which are not published for CPUs.
 
-SGLang imports names from here even where it then computes with plain torch. Each name is a function that refuses to
-run, so a path that really needs a kernel ends with a clear error and not with wrong numbers.
+SGLang imports names from here even if it computes with plain torch. Every name is a function that raises. A path that
+needs a kernel ends with a clear error and not with wrong numbers.
 """
 
 from __future__ import annotations
