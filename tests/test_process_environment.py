@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from run_configs import parsed as config
 from run_configs import run_text
-from run_configs import run_text
 
 from megarl import cli
 from megarl.config import Config, process_environment
