@@ -18,7 +18,7 @@ _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusive
 
 
 def describe_tables() -> str:
-    """One line for each table, and how to see its keys."""
+    """Return one line for each table, and how to see the keys of a table."""
     rows = [(f"  [{name}]", meaning.rstrip(".")) for name, (meaning, _) in _tables().items()]
     return (
         f"\nTables of the configuration:\n\n{text_table(rows)}\n\n"
@@ -28,7 +28,8 @@ def describe_tables() -> str:
 
 
 def describe(topic: str) -> str:
-    """Keys of a table ("rollout"), one key ("rollout.temperature" or "temperature"), or "all". ConfigError if none."""
+    """Describe the keys of a table ("rollout"), one key ("rollout.temperature" or "temperature"), or "all". ConfigError
+    for an unknown topic."""
     tables = _tables()
     if topic == "all":
         return "\n\n".join(map(describe, tables))
@@ -45,7 +46,7 @@ def describe(topic: str) -> str:
 
 
 def _tables() -> dict[str, tuple[str, dict[str, dict[str, Any]]]]:
-    """Table -> its meaning, and key -> schema as pydantic writes it."""
+    """Table -> (meaning, key -> pydantic's schema)."""
     schema = Config.model_json_schema()
     tables = {}
     for name, field in schema["properties"].items():
