@@ -1,9 +1,9 @@
-"""``megarl doctor``: whether this machine can train, or one configuration on it; needs numpy and pydantic only.
+"""``megarl doctor``: whether this machine, or one configuration here, can train; needs only numpy and pydantic.
 
 report   checks, tables, the verdict; as text and as JSON
-trial    the trainer's first imports and reads, in a process of its own
+trial    the trainer's first imports and reads, in a separate process
 machine  packages, Megatron-Core, devices, SGLang
-inputs   what a configuration names: model, data, keys, disk, [launch]
+inputs   model, data, keys, disk and [launch] of a configuration
 details  the tables below the verdict
 """
 
@@ -21,7 +21,7 @@ from megarl.ops.doctor.report import Check, Report
 def doctor(
     path: Path | None = None, overrides: Mapping[str, Any] | None = None, *, trust: bool = False, json: bool = False
 ) -> int:
-    """Print the verdict, its reasons and details; return 0 if ready, else 1. ConfigError for a wrong configuration."""
+    """Print the verdict, reasons and details; return 0 if ready, otherwise 1. ConfigError for a wrong configuration."""
     report = examine(path, overrides, trust=trust)
     print(report.to_json() if json else report.to_text())
     return 0 if report.ready else 1

@@ -27,7 +27,7 @@ def releases() -> Table:
 
 
 def servers(config: Config) -> tuple[list[Check], Table]:
-    """Whether a run would accept each of its SGLang servers, and what they can do."""
+    """Return checks whether a run would accept its SGLang servers, and a table of the servers' capabilities."""
     from megarl.engines.sglang.check import examine  # needs httpx and aiohttp
 
     checks, rows = [], []
@@ -40,7 +40,7 @@ def servers(config: Config) -> tuple[list[Check], Table]:
 
 
 def layout_of(config: Config) -> Layout:
-    """The layout under torchrun, else that of [launch], else the smallest; ConfigError if it does not come out even."""
+    """Return the layout under torchrun, or of [launch], or the smallest layout. ConfigError if sizes do not divide."""
     p = config.parallel
     smallest = math.lcm(p.tp * p.pp * p.cp, p.ep * p.expert_tp * p.pp)
     ranks = config.launch.ranks if "launch" in config.model_fields_set else smallest

@@ -215,7 +215,7 @@ def _check_launch(config: Config) -> Iterator[Check]:
 
 
 def check_gpus(config: Config, gpus: int) -> Iterator[Check]:
-    """Yield checks that a local run has enough GPUs on this machine; none for a machine without GPUs."""
+    """Yield checks that a local run has enough GPUs on this machine; no checks on a machine without GPUs."""
     if config.launch.layout != "local" or not gpus:
         return
     if config.launch.ranks_per_node > gpus:

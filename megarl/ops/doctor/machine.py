@@ -1,4 +1,4 @@
-"""What this machine has: packages, Megatron-Core and its replay hook, devices, SGLang."""
+"""The machine: packages, Megatron-Core and the replay hook, devices, SGLang."""
 
 import importlib.util
 import os
@@ -29,7 +29,7 @@ _TE_FITS_0_16 = r"2\.(9|10|11)\b"
 
 
 def versions() -> dict[str, str | None]:
-    """Python, and the release of each package that megarl needs or can use; None if it is absent."""
+    """Return the release of Python and of each needed or usable package; None for an absent package."""
     return {"python": platform.python_version(), **{name: _version(name) for name in (*_TRAIN, *_OPTIONAL)}}
 
 
@@ -83,7 +83,7 @@ def has_gpu() -> bool:
 
 
 def _check_megatron(release: str | None, replays: bool) -> list[Check]:
-    """Megatron, and the replay hook: read from its source, which is not imported."""
+    """Check Megatron-Core and the replay hook in the source, without an import."""
     try:
         root = megatron_fields.source_root()
     except ConfigError:
@@ -120,7 +120,7 @@ def _check_te(release: str | None, facts: dict[str, Any]) -> Check:
 
 
 def _check_sglang(config: Config | None, release: str | None) -> Check:
-    """In the environment that the configuration names, or in this one. Its servers are judged elsewhere."""
+    """Find SGLang in the environment of sglang.python; ``details.servers`` judges the servers."""
     python = Path((config.sglang if config else SGLangConfig()).python)
     try:
         return Check("sglang", "ok", f"{installed_release(python)} in {python}")
@@ -132,7 +132,7 @@ def _check_sglang(config: Config | None, release: str | None) -> Check:
 
 
 def _check_bubblewrap(*, is_needed: bool) -> list[Check]:
-    """Try it: on some hosts it is installed but may not run."""
+    """Start bubblewrap once: on some hosts an installed bubblewrap may not run."""
     try:
         from megarl.engines.tools.python_tool import PythonTool
 

@@ -1,4 +1,4 @@
-"""What the doctor says: checks, tables with details, and the verdict that follows from the checks."""
+"""Report of the doctor: checks, tables with details, and the verdict."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ Status = Literal["ok", "warning", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that a run needs or can use. "failed": a run would not work; "warning": it may not."""
+    """A need or option of a run. "failed": a run would not work; "warning": a run may not work."""
 
     name: str
     """A key of the configuration, or the name of a package or program."""
@@ -45,14 +45,14 @@ class Report:
     checks: Sequence[Check]
     tables: Sequence[Table]
     versions: Mapping[str, str | None]
-    """Distribution -> release; None if it is not installed."""
+    """Distribution -> release; None if not installed."""
 
     @property
     def ready(self) -> bool:
         return not self._lines("failed")
 
     def _lines(self, status: Status) -> dict[str, dict[str, None]]:
-        """What checks of a status say -> their names, each once: packages that are missing share a line."""
+        """Return text -> names of the checks of a status: missing packages share a line."""
         lines: dict[str, dict[str, None]] = {}
         for check in self.checks:
             if check.status == status:

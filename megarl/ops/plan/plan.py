@@ -29,25 +29,25 @@ class Plan:
 
     model_path: str  # where the shape was read
     family: str
-    prediction_layers: int  # that config.json counts beyond the model's own; they are left out
+    prediction_layers: int  # prediction layers in config.json, which are left out
     layout: Layout
-    server_gpus: int  # GPUs that hold servers; those of the trainer where they share
+    server_gpus: int  # GPUs that hold servers; the trainer's GPUs if shared
     model: ModelCount
     rank: RankCount  # of the rank with the most memory; so are memory and traffic
     memory: RankMemory
     stages: tuple[RankMemory, ...]  # a rank of each pipeline stage
     engine: EngineMemory
     gpu: GpuMemory
-    spare_weights: int  # on the host of each node's first rank: the weights for a server that restarts
+    spare_weights: int  # on the host of each node's first rank: the weights for a restarted server
     trace: traffic.Trace
     batches: Schedule
     step: traffic.StepTraffic
     traffic: traffic.RankTraffic
-    sync: SyncTraffic  # not by its module, which the name of the field before hides
+    sync: SyncTraffic  # imported by name, because the field before hides the module
 
 
 def plan(config: Config, model: Path | None = None) -> Plan:
-    """Plan a run; ConfigError, one line, for what cannot divide or fit. ``model``: see ``find_model``."""
+    """Plan a run; ConfigError, one line, for sizes that do not divide or fit. ``model``: see ``find_model``."""
     folder = find_model(config, model)
     shape = read_shape(folder)
     check_fit(config, shape)

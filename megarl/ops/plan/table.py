@@ -42,7 +42,7 @@ def _lines(plan: Plan, names: dict[str, Any], label: str, amount: str, note: str
 
 
 def _derive(plan: Plan, config: Config) -> SimpleNamespace:
-    """What rows say that is no field of a plan."""
+    """Values in rows that are no fields of a plan."""
     is_server, limit = config.rollout.engine_kind.server, config.launch.gpu_memory_gib
     with_gpus = "on the trainer's" if config.servers_share_gpus else "beside the trainer's"
     place = "apart" if config.launch.apart else with_gpus if config.sglang.gpus else "elsewhere"
