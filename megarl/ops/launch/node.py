@@ -119,7 +119,7 @@ def _write_cause(rank: int, exit_code: int, folder: Path) -> None:
     if exit_code < 0:
         killed = MegarlError(f"{place} was killed by {signal.Signals(-exit_code).name}")
         write_failure(killed, is_cause=True)
-    elif exit_code == 1:  # an error that is not megarl's
+    elif exit_code == 1:  # an error outside of megarl
         sign = read_record(rank_file(folder, rank))
         error = sign.get("error") if sign.get("attempt") == os.environ.get("MEGARL_ATTEMPT") else None
         write_failure(MegarlError(f"{place} ended with exit code 1" + (f": {error}" if error else "")))
@@ -129,7 +129,7 @@ def main(words: list[str]) -> int:
     path = Path(words[0])
     launch = json.loads(path.read_text())
     node = int(words[1] if len(words) > 1 else os.environ["SLURM_NODEID"])
-    # SIGUSR1 asks the ranks to stop; it must not end torchrun.
+    # SIGUSR1 asks the ranks to stop, and must not end torchrun.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if launch["topology"]["job"] is None:  # without Slurm, the kernel ends this process with the parent
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

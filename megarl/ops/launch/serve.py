@@ -51,7 +51,7 @@ def _listen_for_end(file: Path, launch: str) -> threading.Event:
 
     def look() -> None:
         while not ended.wait(1.0):
-            with suppress(OSError):  # no such file, or the file system does not answer for a moment
+            with suppress(OSError):  # no file, or no answer of the file system for a moment
                 if os.getppid() != parent or file.read_text() == launch:
                     ended.set()
 

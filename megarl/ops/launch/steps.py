@@ -23,13 +23,13 @@ from megarl.ops.launch.topology import Node, Topology
 PYTHON = os.environ.get("MEGARL_STEP_PYTHON", sys.executable)
 """The Python of the steps; a container may have another Python."""
 BAD_INPUT = 2
-"""Exit code of a process that would end in the same way after a restart."""
+"""Exit code of a process whose restart would fail again."""
 _GRACE_S = 30.0
 _POLL_S = 0.2
 
 
 class Step:
-    """A process group that starts at once. Output goes to the output of this process, or to a file."""
+    """A process group that starts at once. Output goes to a file, or to the output of this process."""
 
     def __init__(self, name: str, words: Sequence[str], log: Path | None = None) -> None:
         self.name = name
@@ -85,7 +85,7 @@ def end_file(launch_file: Path, index: int) -> Path:
 
 
 class ServerSteps:
-    """The steps of all servers; none without server nodes."""
+    """The steps of all servers; no steps without server nodes."""
 
     def __init__(self, config: Config, launch_file: Path, logs: Path, tell: Callable[[str], None]) -> None:
         self._config, self._launch_file, self._logs, self._tell = config, launch_file, logs, tell
@@ -102,7 +102,7 @@ class ServerSteps:
         return sum(self._restarts)
 
     def find(self) -> tuple[list[int], list[int]]:
-        """Return (servers that have answered, servers in their first start)."""
+        """Return (servers that have answered, servers in the first start)."""
         ready = [index for index in range(len(self._steps)) if ready_file(self._launch_file, index).exists()]
         loading = [index for index, step in enumerate(self._steps) if step.code is None and not self._restarts[index]]
         return ready, [index for index in loading if index not in ready]
@@ -122,7 +122,7 @@ class ServerSteps:
         return restarted
 
     def find_failed(self) -> list[str]:
-        """Return a line for each step that ended before the server answered; ConfigError for bad input."""
+        """Return a line for each step whose end came before the first answer; ConfigError for bad input."""
         failures = []
         for index, step in enumerate(self._steps):
             if step.code is not None and not ready_file(self._launch_file, index).exists():

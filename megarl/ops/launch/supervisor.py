@@ -95,17 +95,17 @@ class Supervisor:
                 saved = "saved itself" if status.get("state") == "stopped" else "was killed"
                 self._tell(f"asked to stop by {self._stop_signal.name}; the trainer {saved}")
                 return STOPPED
-            # If a node's process was killed, Slurm asks the others to stop, not the user.
+            # If a node's process was killed, Slurm, not the user, asks the remaining ranks to stop.
             if status.get("state") == "stopped" and code != 128 + signal.SIGKILL:
                 self._wait_for_slurm()
                 return STOPPED
             failure = read_record(self._failure_file)
             signs = read_signs(self.folder, self.config.launch.ranks, os.environ[ATTEMPT_VARIABLE])
             cause = failure.get("message") or status.get("last_error") or f"exit code {code}"
-            if failure.get("kind") in (None, "MegarlError"):  # a rank that was killed has written no error
+            if failure.get("kind") in (None, "MegarlError"):  # a killed rank has written no error
                 places = (
                     [sign | {"error": None} for sign in signs] if failure else signs
-                )  # the cause is known: no others
+                )  # the cause is known: leave out further errors
                 cause += f"; last seen: {describe_ranks(places, now=None)}"
             if failure.get("kind") in _BAD_INPUT:
                 self._tell(f"the trainer cannot go on: {cause}")
@@ -122,7 +122,7 @@ class Supervisor:
     def _set_topology(self, topology_found: Topology) -> None:
         self.topology = topology_found
         if topology_found.servers and self.config.sglang.api_key_env is None:
-            # Whoever reaches a server can replace its weights. The key is passed in the environment only, in no file.
+            # Whoever reaches a server can replace the weights. The key is passed in the environment only, in no file.
             os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
 
     def _write(self, says: str) -> None:
@@ -194,7 +194,7 @@ class Supervisor:
     def _stop_trainer(self, step: Step) -> None:
         """Ask the ranks to stop, and kill them after launch.stop_grace_s."""
         grace_s = self.config.launch.stop_grace_s
-        # By a file: a signal would also end servers and reward workers, and miss ranks that are starting.
+        # By a file: a signal would also end servers and reward workers, and miss starting ranks.
         with suppress(OSError):
             stop_file(self.folder).write_text(os.environ[ATTEMPT_VARIABLE])
         if time.monotonic() > self._stop_asked_at + grace_s:
@@ -232,7 +232,7 @@ class Supervisor:
         return False
 
     def _wait_for_slurm(self) -> None:
-        """Wait for Slurm, which has stopped the ranks and then ends or requeues this script."""
+        """Wait for Slurm, which has stopped the ranks and now ends or requeues this script."""
         until = time.monotonic() + self.config.launch.stop_grace_s
         while self.topology.job is not None and self._stop_signal is None and time.monotonic() < until:
             self._wait()

@@ -18,7 +18,7 @@ from megarl.config import Config
 from megarl.config.addresses import url_host
 from megarl.errors import ConfigError
 
-FIRST_PORT, LAST_PORT = 20000, 30000  # below the ports that a system gives to outgoing connections
+FIRST_PORT, LAST_PORT = 20000, 30000  # runs a command and returns the output
 Ask = Callable[[Sequence[str]], str]  # runs a command and returns the output
 
 
