@@ -269,6 +269,23 @@ sampling.rule=ada_est sampling.train_size=4 sampling.subsample=any | allowed
 sampling.refill=true sampling.max_prompts=32 | allowed
 'reward.weights={"right" = 1, "long" = -0.1}' reward.function=rewards:mine | allowed
 log.traces_every=2 train.mini_batches=2 | allowed
+sampling.rule=gvm gvm.max_samples=7 | gvm.max_samples: found 7, expected at least rollout.group_size = 8
+train.objective=kl_grpo 'train.objective_overrides={kl_at = "theta"}' rollout.prompts_per_step=33 train.mini_batches=2
+    | found kl_at = 'theta' with rollout.prompts_per_step = 33, expected a multiple of
+megatron.overlap_param_gather=true parallel.distributed_optimizer=false
+    | megatron.overlap_param_gather: found true | set parallel.distributed_optimizer = true
+megatron.hidden_dropout=0.1 | megatron.hidden_dropout: found 0.1, expected 0
+train.replay_bias_every=1 train.replay=none | train.replay_bias_every: found 1 | because nothing is replayed
+train.replay_bias_every=1 train.replay=r2 | replays what the routers choose anyway | or train.replay = "r3"
+train.replay_bias_every=1 train.replay=r2 train.mini_batches=2 | allowed
+train.replay_reference=true | train.replay_reference: found true with train.replay = "r3" and objective "minirl"
+train.replay_reference=true train.objective=kl_grpo train.replay=none | expected "r2" or "r3"
+launch.layout=disaggregated launch.server_nodes=1 | launch.layout: found "disaggregated" | which has no servers
+launch.nodes=2 | launch.nodes: found 2 with layout = "local"
+launch.layout=disaggregated | launch.server_nodes: found 0 with layout = "disaggregated", expected at least 1
+launch.server_nodes=1 | launch.server_nodes: found 1 with layout = "local", expected 0
+sglang.release_memory=true | sglang.release_memory: found true, expected servers that share the trainer's GPUs
+rollout.engine=sglang sglang.release_memory=true sampling.rule=gvm | whose estimates need the policy
 'megatron={"moe_router_fusion" = true}' | megatron.moe_router_fusion | set train.replay = "none"
 'megatron={"moe_router_load_balancing_type" = "sinkhorn"}' | megatron.moe_router_load_balancing_type
     | set train.replay = "none"
