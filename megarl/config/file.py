@@ -172,7 +172,7 @@ def _one_line(error: ValidationError, table: Mapping[str, Any]) -> str:
         elif dotted in problems:  # a further type that the key may have
             problems[dotted] += f", or {_lowered(problem['msg'])}"
         else:
-            problems[dotted] = _describe(problem, dotted)
+            problems[dotted] = _describe_problem(problem, dotted)
     if missing:
         problems["missing"] = _describe_missing(missing)
     first = [" ".join(text.split()) for text in problems.values()][:_MOST_PROBLEMS]
@@ -195,7 +195,7 @@ def _place(problem: Any, table: Mapping[str, Any]) -> str:
     return ".".join(loc)
 
 
-def _describe(problem: Any, dotted: str) -> str:
+def _describe_problem(problem: Any, dotted: str) -> str:
     if problem["type"] == "model_type":
         return f"{dotted}: found {problem['input']!r}, expected a table [{dotted}]"
     if problem["type"] == "value_error":

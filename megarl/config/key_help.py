@@ -36,10 +36,10 @@ def describe(topic: str) -> str:
     name = topic.strip("[]")
     if name in tables:
         meaning, keys = tables[name]
-        return "\n\n".join([f"[{name}]  {meaning}", *(_describe(key, schema) for key, schema in keys.items())])
+        return "\n\n".join([f"[{name}]  {meaning}", *(_describe_key(key, schema) for key, schema in keys.items())])
     every = {key: schema for _, keys in tables.values() for key, schema in keys.items()}
     if keys := [key for key in every if name in (key, key.rpartition(".")[2])]:
-        return "\n\n".join(_describe(key, every[key]) for key in keys)
+        return "\n\n".join(_describe_key(key, every[key]) for key in keys)
     close = difflib.get_close_matches(name, [*tables, *every], n=1)
     hint = f"did you mean {close[0]}?" if close else f"expected a table, one of {', '.join(tables)}, a key, or all"
     raise ConfigError(f"megarl help: found {topic!r}; {hint}")
@@ -63,7 +63,7 @@ def _tables() -> dict[str, tuple[str, dict[str, dict[str, Any]]]]:
     return tables
 
 
-def _describe(key: str, schema: Mapping[str, Any]) -> str:
+def _describe_key(key: str, schema: Mapping[str, Any]) -> str:
     kind, default = _kind(schema), schema.get("default")
     if key in _NAMES:
         kind = f"{' | '.join(_NAMES[key])} | package.module:name"

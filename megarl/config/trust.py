@@ -34,7 +34,7 @@ def require_trust(path: Path, table: Mapping[str, Any], overrides: Mapping[str, 
     """
     if (reason := find_stranger(path)) is None:
         return True
-    if powers := [text for key in (*PLUGS, *POWERS) if key not in overrides and (text := _describe(table, key))]:
+    if powers := [text for key in (*PLUGS, *POWERS) if key not in overrides and (text := _describe_power(table, key))]:
         raise ConfigError(
             f"{path} is not trusted: {reason}. It makes megarl run code or send data: {'; '.join(powers)}. Read it, "
             "then pass --trust, or copy it into a folder that only you can write"
@@ -83,7 +83,7 @@ def _is_private(gid: int) -> bool:
     return False
 
 
-def _describe(table: Mapping[str, Any], key: str) -> str | None:
+def _describe_power(table: Mapping[str, Any], key: str) -> str | None:
     section, _, name = key.partition(".")
     inner = table.get(section)
     value = inner.get(name) if isinstance(inner, Mapping) else None

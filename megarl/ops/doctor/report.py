@@ -13,7 +13,7 @@ Status = Literal["ok", "warning", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Finding:
     """A need or option of a run. "failed": a run would not work; "warning": a run may not work."""
 
     name: str
@@ -30,7 +30,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class Details:
     """Details that are not judged."""
 
     title: str
@@ -39,11 +39,11 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Diagnosis:
     config: str | None
     """Path of the configuration; None: the machine alone was examined."""
-    checks: Sequence[Check]
-    tables: Sequence[Table]
+    checks: Sequence[Finding]
+    tables: Sequence[Details]
     versions: Mapping[str, str | None]
     """Distribution -> release; None if not installed."""
 
@@ -67,7 +67,7 @@ class Report:
         lines += [f"- {', '.join(names)}: {says}" for says, names in failed.items()]
         lines += [f"- warning: {', '.join(names)}: {says}" for says, names in self._lines("warning").items()]
         checks = [(check.status, check.name, check.says()) for check in self.checks]
-        for table in (Table("Checks", ("", "what", "found"), checks), *self.tables):
+        for table in (Details("Checks", ("", "what", "found"), checks), *self.tables):
             lines += ["", table.title, "", text_table(table.rows, table.headings)]
         return printable("\n".join(lines))
 

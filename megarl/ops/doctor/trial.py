@@ -19,7 +19,7 @@ from typing import Any
 from megarl.config import Config
 from megarl.config.trust import safe_environment
 from megarl.errors import ConfigError, MegarlError, describe
-from megarl.ops.doctor.report import Check
+from megarl.ops.doctor.report import Finding
 
 TIME_LIMIT_S = 900.0
 """Mostly for prompts: a node tokenizes some thousand in a second."""
@@ -32,7 +32,7 @@ _SINGLE = ("psutil", "safetensors", "transformers", "datasets", "math_verify", "
 
 def run_trial(
     config: Config | None, absent: set[str], failed: Collection[str] = ()
-) -> tuple[list[Check], dict[str, Any]]:
+) -> tuple[list[Finding], dict[str, Any]]:
     """Return (checks, facts about torch and the devices).
 
     Missing modules in ``absent`` are not reported again; inputs with a ``failed`` check are not tried.
@@ -55,12 +55,12 @@ def run_trial(
         attempt = message.get("begin", attempt)
         facts |= message.get("facts", {})
         if note := facts.pop("note", ""):
-            checks.append(Check(attempt, "ok", note))
+            checks.append(Finding(attempt, "ok", note))
         if "error" in message and message["module"] not in absent:
-            checks.append(Check(attempt, "failed", message["error"], advice=message["advice"]))
+            checks.append(Finding(attempt, "failed", message["error"], advice=message["advice"]))
     if code != 0:
         ending = f"takes longer than {TIME_LIMIT_S:.0f} s" if code is None else _how_it_ended(code, errors)
-        checks.append(Check(attempt, "failed", f"trying it {ending}", advice=_advice(attempt)))
+        checks.append(Finding(attempt, "failed", f"trying it {ending}", advice=_advice(attempt)))
     return checks, facts
 
 

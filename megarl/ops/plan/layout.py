@@ -74,7 +74,7 @@ def _layers_per_stage(config: Config, num_layers: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class StepSchedule:
     """The arithmetic of one step."""
 
     responses: int  # B G of a step
@@ -90,7 +90,7 @@ class Schedule:
     bubble_most: float
 
 
-def divide_step(config: Config, layout: Layout) -> Schedule:
+def divide_step(config: Config, layout: Layout) -> StepSchedule:
     """Divide a step; ConfigError where the interleaved schedule has more micro-batches than sequences."""
     longest, cp = config.longest_sequence, layout.cp
     multiple = config.parallel.micro_batch_multiple
@@ -103,7 +103,7 @@ def divide_step(config: Config, layout: Layout) -> Schedule:
             f"but a mini-batch gives a rank {layout.sequences_per_rank} sequences; lower train.mini_batches, or raise "
             "rollout.prompts_per_step"
         )
-    return Schedule(
+    return StepSchedule(
         responses=config.responses_per_step,
         mini_batch=config.responses_per_step // config.train.mini_batches,
         sequences_per_rank=layout.sequences_per_rank,

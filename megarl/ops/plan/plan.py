@@ -17,14 +17,14 @@ from megarl.models.shapes import read_shape
 from megarl.ops.plan import traffic
 from megarl.ops.plan.engine_memory import EngineMemory, engine_memory
 from megarl.ops.plan.gpu_memory import GpuMemory, gpu_memory
-from megarl.ops.plan.layout import ModelCount, RankCount, Schedule, count_model, count_rank, divide_step, stages_of
+from megarl.ops.plan.layout import ModelCount, RankCount, StepSchedule, count_model, count_rank, divide_step, stages_of
 from megarl.ops.plan.traffic import SyncTraffic
 from megarl.ops.plan.trainer_memory import RankMemory, rank_memory
 from megarl.ops.shipped import MODELS
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Estimate:
     """All numbers; bytes, unless a name says otherwise."""
 
     model_path: str  # where the shape was read
@@ -39,14 +39,14 @@ class Plan:
     engine: EngineMemory
     gpu: GpuMemory
     spare_weights: int  # on the host of each node's first rank: the weights for a restarted server
-    trace: traffic.Trace
-    batches: Schedule
+    trace: traffic.TraceSize
+    batches: StepSchedule
     step: traffic.StepTraffic
     traffic: traffic.RankTraffic
     sync: SyncTraffic  # imported by name, because the field before hides the module
 
 
-def plan(config: Config, model: Path | None = None) -> Plan:
+def plan(config: Config, model: Path | None = None) -> Estimate:
     """Plan a run; ConfigError, one line, for sizes that do not divide or fit. ``model``: see ``find_model``."""
     folder = find_model(config, model)
     shape = read_shape(folder)
@@ -62,7 +62,7 @@ def plan(config: Config, model: Path | None = None) -> Plan:
     count = count_rank(shape, layout, stages[worst])
     nodes = config.launch.server_nodes or (config.launch.nodes if config.sglang.gpus else 0)
     sync = traffic.sync_traffic(config, shape, count)
-    return Plan(
+    return Estimate(
         model_path=str(folder),
         family=shape.family,
         prediction_layers=count_prediction_layers(read_json(folder / "config.json")),

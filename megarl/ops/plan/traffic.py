@@ -14,7 +14,7 @@ from megarl.models.hf_files import bucket_bytes
 from megarl.models.names import rules_of
 from megarl.models.shapes import ModelShape
 from megarl.ops.plan.engine_memory import cache_bytes_per_token, weight_bytes
-from megarl.ops.plan.layout import RankCount, Schedule, Stage, count_model
+from megarl.ops.plan.layout import RankCount, Stage, StepSchedule, count_model
 from megarl.ops.plan.trainer_memory import BUCKET_BYTES, ELEMENT, cut_of, route_bytes, routed_rows, whole_bytes
 
 REWARD_BYTES = 88
@@ -24,7 +24,7 @@ PLACEMENT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class TraceSize:
     """Routes, bytes of one token."""
 
     memory: int  # in the trainer: L K entries, of one byte up to 256 experts, otherwise two
@@ -71,20 +71,20 @@ class SyncTraffic:
     buckets: int  # at most
 
 
-def trace_of(shape: ModelShape) -> Trace:
+def trace_of(shape: ModelShape) -> TraceSize:
     """Bytes of a token's routes; all 0 for a dense model."""
     layers, experts, topk = len(shape.moe_layers), shape.num_experts, shape.topk
     if not layers:
-        return Trace(0, 0, 0)
+        return TraceSize(0, 0, 0)
     bits = layers * (comb(experts, topk) - 1).bit_length()
-    return Trace(
+    return TraceSize(
         memory=layers * topk * (1 if experts <= 256 else 2),
         wire_short=-(-bits // 6),
         wire_long=-(-4 * shape.num_layers * topk * 4 // 3),
     )
 
 
-def step_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage, batches: Schedule) -> StepTraffic:
+def step_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage, batches: StepSchedule) -> StepTraffic:
     """Return the traffic of a step whose sequences all have maximum length."""
     tokens, trace = batches.responses * batches.longest, trace_of(shape)
     short = config.sglang.compact_routes and not config.sglang.urls
