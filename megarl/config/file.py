@@ -86,8 +86,6 @@ def parse(table: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, 
         config = Config.model_validate(merged)
     except ValidationError as error:
         raise ConfigError(f"{source}: {_one_line(error, merged)}") from error
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
     if config.run.dir is None:  # resolved, so that the saved file has the run's place
         config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(config.run_dir)})})
     return config
