@@ -43,7 +43,7 @@ def _run(words: list[str]) -> int:
 
 
 def _run_folder(words: list[str]) -> Path | None:
-    """The folder of the run that the command was about, if there is one."""
+    """The folder of the command's run, if present."""
     with suppress(Exception):
         arguments, overrides = config_file.split_overrides(words)
         command = parse_command(arguments)

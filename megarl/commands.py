@@ -1,4 +1,5 @@
-"""The commands of ``megarl``, by name. Those that need all of the package are here, the others beside their subject."""
+"""The commands of ``megarl``, by name: here commands that need the whole package; other commands beside their
+subject."""
 
 import json
 import os
@@ -70,7 +71,7 @@ class Eval(OnConfiguration):
     """Sample benchmarks and print avg@k and pass@k with intervals: alone, or on many ranks under torchrun."""
 
     checkpoint: Path | None = None
-    """Step folder of a run, or a run's folder for its newest; without it the weights in model.path."""
+    """Step folder of a run, or a run's folder for the newest step; default the weights in model.path."""
     data: tuple[str, ...] = ()
     """aime24, aime25, hmmt25, a .jsonl, .json or .parquet file, a hub name, or NAME=SOURCE; default data.heldout."""
     samples: int | None = None
@@ -78,7 +79,7 @@ class Eval(OnConfiguration):
     k: tuple[int, ...] = ()
     """The k of pass@k; default the powers of 4 up to samples, and samples."""
     template: str | None = None
-    """Text with {prompt} in it, around every plain-text prompt; default that of the benchmark."""
+    """Text with {prompt} around every plain-text prompt; default the benchmark's text."""
     out: Path | None = None
     """Folder for figures and responses; default <run.dir>/eval/<checkpoint>."""
     json: bool = False
@@ -100,7 +101,7 @@ class Eval(OnConfiguration):
 
 @command
 class Doctor:
-    """Say whether this machine can train, or one configuration on it, and what is missing."""
+    """Say whether this machine, or one configuration here, can train, and list missing parts."""
 
     config: Positional[Path | None] = None
     """The configuration to check."""
@@ -136,7 +137,7 @@ class Simulate:
     """Compare the sampling rules on prompts with given pass rates: exact cost, contrast and efficiency."""
 
     rates: tuple[str, ...] = ()
-    """Pass rates of the prompts, P or P:PROMPTS each, such as 0:20 0.3:50 0.9:30."""
+    """Pass rates of the prompts, each P or P:PROMPTS, such as 0:20 0.3:50 0.9:30."""
     samples: int = 8
     """Samples per prompt, for uniform sampling and rules that divide a budget."""
     train_size: int = 4
@@ -162,11 +163,11 @@ class Patch:
     """Put the replay hook into a Megatron-Core before 0.16, or take it out again: docs/patches.md."""
 
     action: Positional[Literal["check", "apply", "revert", "status"]]
-    """check: would it go in? Changes nothing."""
+    """check: would the patch apply? Changes no file."""
     target: Positional[Path | None] = None
-    """A folder that contains megatron/core; default where this Python would import it from."""
+    """A folder that contains megatron/core; default the folder that this Python would import."""
     version: str | None = None
-    """Take the patch of this release; default that of the target's own, or the nearest that fits."""
+    """Release of the patch; default the target's release, or the nearest that fits."""
     dry_run: bool = False
     """Print what apply or revert would change, as a patch."""
     json: bool = False
@@ -183,7 +184,7 @@ class Recipes:
     """List the configurations for public models; copy NAME [FOLDER]; or path NAME: docs/recipes.md."""
 
     action: Positional[Literal["list", "copy", "path"]] = "list"
-    """copy: the recipe, its scripts and its model's config.json, nothing is overwritten. path: where the file is."""
+    """copy: the recipe, scripts and the model's config.json; existing files stay. path: place of the file."""
     name: Positional[str | None] = None
     """A recipe, a script such as colocated.sbatch, or Containerfile with the requirements on GPUs."""
     folder: Positional[Path] = Path()

@@ -1,4 +1,4 @@
-"""``megarl completion bash | zsh``: a script that completes commands, their flags, and keys of the configuration."""
+"""``megarl completion bash | zsh``: a script that completes commands, flags, and keys of the configuration."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ _ZSH = "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n"
 
 
 def script(shell: str, commands: Mapping[str, Any]) -> str:
-    """The script for bash; zsh reads the same one through bashcompinit."""
+    """The script for bash, which zsh reads through bashcompinit."""
     infos = config_file.keys()
     keys = [f"--{key}" for key in infos if not key.endswith("*")]
     cases = []

@@ -12,12 +12,11 @@ _NARROWEST = 20
 
 
 def text_table(rows: Iterable[Sequence[str]], headings: Sequence[str] = (), *, words: int | None = None) -> str:
-    """Lay cells out in columns: under headings and a rule, if there are any.
+    """Return cells in columns, under headings and a rule if given.
 
-    The first ``words`` columns are aligned to the left, the numbers behind them to the right; None takes all as words.
-
-    The last column is wrapped at the width of the terminal (80 characters where there is none). Control characters are
-    escaped. An empty row is an empty line. Raises ValueError if rows differ in length.
+    The first ``words`` columns are aligned to the left, the numbers behind them to the right; None: all columns are
+    words. The last column is wrapped at the width of the terminal (80 characters without a terminal). Control
+    characters are escaped. An empty row is an empty line. ValueError if rows differ in length.
     """
     cells = [[printable(cell) for cell in row] for row in rows]
     lines = [list(headings), *cells] if headings else cells

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -45,3 +48,21 @@ def run_text(**overrides: Any) -> str:
         else:
             tables[table] = value
     return tomli_w.dumps(tables)
+
+
+def read_rows(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield (words, parts of a message) of lines ``words | part | part``; a line that begins with blanks continues."""
+    for row in text.strip().replace("\n    |", " |").splitlines():
+        words, *parts = row.split(" | ")
+        yield words, parts
+
+
+def read_words(words: str) -> dict[str, Any]:
+    """Return dotted key -> value of ``key=value`` words; a value that is no TOML is text."""
+    overrides: dict[str, Any] = {}
+    for word in shlex.split(words):
+        key, _, text = word.partition("=")
+        overrides[key] = text
+        with suppress(tomllib.TOMLDecodeError):
+            overrides[key] = tomllib.loads(f"value = {text}")["value"]
+    return overrides

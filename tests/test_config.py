@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from run_configs import SMALLEST, parsed, refusal
+from run_configs import SMALLEST, parsed
 
 from megarl.config import Config
 from megarl.config import file as config_file
@@ -169,46 +169,6 @@ def test_old_logprobs_of_the_rollout_leave_later_mini_batches_unwatched_and_the_
     assert "other 3" in warning
     for objective in ("grpo", "gspo", "ctpo", "adaptive_power", "reinforce"):
         assert told(train__objective=objective) == []
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"moe_router_fusion": True},
-        {"moe_router_load_balancing_type": "sinkhorn"},
-        {"moe_expert_capacity_factor": 1.0},
-        {"moe_router_force_load_balancing": True},
-        {"overlap_moe_expert_parallel_comm": True},
-        {"cuda_graph_impl": "local"},
-        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn", "moe_router"]},
-        {"cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]},
-        {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"},
-        {"enable_cuda_graph": True},
-        {"external_cuda_graph": True},
-    ],
-)
-def test_settings_that_bypass_the_replay_hook_are_refused_unless_nothing_is_replayed(settings):
-    for replay in ("r2", "r3"):
-        message = refusal(megatron=settings, train__replay=replay)
-        assert f"megatron.{next(iter(settings))}" in message
-        assert 'train.replay = "none"' in message
-    assert parsed(megatron=settings, train__replay="none").megatron == settings
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"moe_router_fusion": False},
-        {"moe_router_load_balancing_type": "none"},
-        {"moe_router_load_balancing_type": ["seq_aux_loss"], "moe_aux_loss_coeff": [0.1]},
-        {"moe_expert_capacity_factor": -1.0},
-        {"cuda_graph_impl": "none"},
-        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn"]},
-        {"moe_permute_fusion": True},
-    ],
-)
-def test_settings_that_keep_the_hook_pass(settings):
-    assert parsed(megatron=settings).megatron == settings
 
 
 def test_world_size_divides_into_a_layout():

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import tomllib
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from run_configs import SMALLEST, parsed
+from run_configs import parsed
 
-from megarl.config import file as config_file
 from megarl.config.tables.sampling import SamplingConfig
 from megarl.core.choices.credit import Credit
 from megarl.core.choices.parts import AdvantageName
@@ -143,93 +139,3 @@ class TestDefaults:
         assert parsed().prompts_per_step_at_most == 32
         assert parsed(sampling__refill=True).prompts_per_step_at_most == 128
         assert parsed(sampling__refill=True, sampling__max_prompts=50).prompts_per_step_at_most == 50
-
-
-@given(
-    sampling=st.fixed_dictionaries(
-        {"rule": st.just("ada_seq_balance")},
-        optional={
-            "train_size": st.integers(2, 32),  # one is refused
-            "round_size": st.integers(1, 64),
-            "max_samples": st.integers(32, 256),
-            "positives": st.integers(1, 16),
-            "negatives": st.integers(1, 16),
-            "keep": st.sampled_from(["first", "random"]),
-            "advantages": st.sampled_from(["objective", "credit"]),
-        },
-    ),
-    refill=st.none() | st.fixed_dictionaries({"max_prompts": st.integers(32, 999), "spare": st.integers(0, 99)}),
-    estimate=st.fixed_dictionaries(
-        {},
-        optional={
-            "by": st.sampled_from(["counts", "value_head"]),
-            "objective": st.sampled_from(["ada_est", "log", "raft", "linear", "arcsin", "power:0.25"]),
-            "eps": st.floats(1e-9, 1.0),
-            "min_samples": st.integers(0, 8),
-            "decay": st.floats(0, 1),
-            "prior_positives": st.floats(1e-3, 1e3),
-            "head_lr": st.floats(1e-6, 1.0),
-        },
-    ),
-    gvm=st.fixed_dictionaries(
-        {},
-        optional={
-            "pre_samples": st.integers(1, 64),
-            "refresh_every": st.integers(1, 99),
-            "alpha": st.floats(0, 1),
-            "beta": st.floats(2, 8),
-            "block": st.sampled_from(["embedding", "output_layer", r"layers\.0\..*"]),
-            "average": st.sampled_from(["mean", "rms"]),
-            "solved_above": st.floats(0, 1),
-            "min_accepted": st.floats(0, 9),
-        },
-    ),
-    environment=st.just({})
-    | st.fixed_dictionaries(
-        {"function": st.just("tools"), "format": st.just("hermes"), "tools": st.just(["calculator", "python"])},
-        optional={
-            "observation": st.text(st.characters(codec="utf-8", exclude_categories=("Cs",))).map("{output}".__add__),
-            "stop": st.lists(st.sampled_from(["a", "\n", '"'])),
-            "max_turns": st.integers(1, 99),
-            "max_turn_tokens": st.integers(1, 99),
-            "step_s": st.floats(0.1, 1e3),
-            "options": st.dictionaries(st.sampled_from(["a", "b c"]), st.integers(-9, 9) | st.booleans()),
-            "python_limits_alone": st.booleans(),
-        },
-    ),
-    credit=st.fixed_dictionaries(
-        {},
-        optional={
-            "statistics": st.sampled_from(["pool", "trained"]),
-            "scale": st.sampled_from(["none", "std", "rate", "root_rate"]),
-            "ddof": st.integers(0, 1),
-            "floor": st.floats(1e-9, 1.0),
-            "rate_eps": st.floats(0, 1),
-            "objective": st.sampled_from(["log", "raft", "arcsin", "power:0.5"]),
-            "weigh": st.sampled_from(["sample", "prompt"]),
-        },
-    ),
-)
-def test_written_toml_reads_back_equal(
-    sampling: dict[str, Any],
-    refill: dict[str, Any] | None,
-    estimate: dict[str, Any],
-    gvm: dict[str, Any],
-    environment: dict[str, Any],
-    credit: dict[str, Any],
-) -> None:
-    more = {} if refill is None else {"refill": True, **refill}
-    used = sampling.get("advantages") != "objective"
-    sequential = {"sampling": {**sampling, **more}, "credit": credit if used else {}}
-    sequential |= {"environment": environment} if environment else {}
-    for tables in (
-        sequential,
-        {"sampling": {"rule": "ada_est", "max_samples": 32}, "estimate": estimate},
-        {"sampling": {"rule": "gvm"}, "gvm": gvm},
-    ):
-        config = config_file.parse({**SMALLEST, **tables})
-        again = config_file.parse(tomllib.loads(config.to_toml()))
-        assert again == config
-        for table, values in tables.items():
-            for key, value in values.items():
-                assert getattr(getattr(again, table), key) == value

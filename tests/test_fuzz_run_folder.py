@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from run_configs import run_text
 
 from megarl.cli import main
 from megarl.config.file import load
@@ -29,20 +30,7 @@ STATUS: dict[str, Any] = {
 RECORD = {"kind": "step", "step": 1, "minibatch": None, "wall_s": 1.0, "reward/mean": 0.5}
 SIGN = {"rank": 0, "host": socket.gethostname(), "pid": 1, "step": 2, "phase": "train", "beat": 1.0, "beat_s": 2.0}
 SOUND = {"status": STATUS, "launch": {"says": "running"}, "lock": {"host": "h", "pid": 1, "since": ""}, "sign": SIGN}
-CONFIG = """\
-[run]
-steps = 1
-[model]
-path = "m"
-[data]
-train = "t.jsonl"
-[rollout]
-prompts_per_step = 1
-group_size = 2
-max_response_tokens = 8
-[optim]
-lr = 1e-3
-"""
+CONFIG = run_text()
 
 odd = st.one_of(
     st.none(),
@@ -135,9 +123,9 @@ CONFIGS = {
     "digits": b"a = " + b"1" * 10_000,
     "control": CONFIG.encode() + '[run\x1b]0;owned\x07]\n"\u202e" = 1'.encode(),
     "control in a key": CONFIG.encode() + b'"a\\u001b[31m" = 1\n',
-    "control in a value": CONFIG.replace("1e-3", '"\\u001b[31m\\u202e"').encode(),
-    "types": CONFIG.replace("steps = 1", "steps = [[1979-05-27, nan]]").encode(),
-    "huge": CONFIG.replace("steps = 1", "steps = 1e400").encode(),
+    "control in a value": CONFIG.replace("0.0001", '"\\u001b[31m\\u202e"').encode(),
+    "types": CONFIG.replace("steps = 3", "steps = [[1979-05-27, nan]]").encode(),
+    "huge": CONFIG.replace("steps = 3", "steps = 1e400").encode(),
     "array of tables": b"[[run]]\nsteps = 1\n",
     "empty": b"",
     "large": b"#" * 100_000_000,

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
-import tomllib
-from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import pytest
-from run_configs import SMALLEST, parsed, refusal
+from run_configs import SMALLEST, parsed, read_rows, read_words, refusal
 
 from megarl.config.file import parse
 from megarl.errors import ConfigError
@@ -273,28 +269,56 @@ sampling.rule=ada_est sampling.train_size=4 sampling.subsample=any | allowed
 sampling.refill=true sampling.max_prompts=32 | allowed
 'reward.weights={"right" = 1, "long" = -0.1}' reward.function=rewards:mine | allowed
 log.traces_every=2 train.mini_batches=2 | allowed
+sampling.rule=gvm gvm.max_samples=7 | gvm.max_samples: found 7, expected at least rollout.group_size = 8
+train.objective=kl_grpo 'train.objective_overrides={kl_at = "theta"}' rollout.prompts_per_step=33 train.mini_batches=2
+    | found kl_at = 'theta' with rollout.prompts_per_step = 33, expected a multiple of
+megatron.overlap_param_gather=true parallel.distributed_optimizer=false
+    | megatron.overlap_param_gather: found true | set parallel.distributed_optimizer = true
+megatron.hidden_dropout=0.1 | megatron.hidden_dropout: found 0.1, expected 0
+train.replay_bias_every=1 train.replay=none | train.replay_bias_every: found 1 | because nothing is replayed
+train.replay_bias_every=1 train.replay=r2 | replays what the routers choose anyway | or train.replay = "r3"
+train.replay_bias_every=1 train.replay=r2 train.mini_batches=2 | allowed
+train.replay_reference=true | train.replay_reference: found true with train.replay = "r3" and objective "minirl"
+train.replay_reference=true train.objective=kl_grpo train.replay=none | expected "r2" or "r3"
+launch.layout=disaggregated launch.server_nodes=1 | launch.layout: found "disaggregated" | which has no servers
+launch.nodes=2 | launch.nodes: found 2 with layout = "local"
+launch.layout=disaggregated | launch.server_nodes: found 0 with layout = "disaggregated", expected at least 1
+launch.server_nodes=1 | launch.server_nodes: found 1 with layout = "local", expected 0
+sglang.release_memory=true | sglang.release_memory: found true, expected servers that share the trainer's GPUs
+rollout.engine=sglang sglang.release_memory=true sampling.rule=gvm | whose estimates need the policy
+'megatron={"moe_router_fusion" = true}' | megatron.moe_router_fusion | set train.replay = "none"
+'megatron={"moe_router_load_balancing_type" = "sinkhorn"}' | megatron.moe_router_load_balancing_type
+    | set train.replay = "none"
+'megatron={"moe_expert_capacity_factor" = 1.0}' | megatron.moe_expert_capacity_factor | set train.replay = "none"
+'megatron={"moe_router_force_load_balancing" = true}' | megatron.moe_router_force_load_balancing
+    | set train.replay = "none"
+'megatron={"overlap_moe_expert_parallel_comm" = true}' | megatron.overlap_moe_expert_parallel_comm
+    | set train.replay = "none"
+'megatron={"cuda_graph_impl" = "local"}' | megatron.cuda_graph_impl | set train.replay = "none"
+'megatron={"cuda_graph_impl" = "transformer_engine", "cuda_graph_scope" = ["attn", "moe_router"]}'
+    | megatron.cuda_graph_impl | set train.replay = "none"
+'megatron={"cuda_graph_impl" = "local", "cuda_graph_scope" = ["attn"]}' | megatron.cuda_graph_impl
+    | set train.replay = "none"
+'megatron={"cuda_graph_impl" = "local", "cuda_graph_scope" = "full_iteration"}' | megatron.cuda_graph_impl
+    | set train.replay = "none"
+'megatron={"enable_cuda_graph" = true}' | megatron.enable_cuda_graph | set train.replay = "none"
+'megatron={"external_cuda_graph" = true}' | megatron.external_cuda_graph | set train.replay = "none"
+'megatron={"moe_router_fusion" = false}' | allowed
+'megatron={"moe_router_load_balancing_type" = "none"}' | allowed
+'megatron={"moe_router_load_balancing_type" = ["seq_aux_loss"], "moe_aux_loss_coeff" = [0.1]}' | allowed
+'megatron={"moe_expert_capacity_factor" = -1.0}' | allowed
+'megatron={"cuda_graph_impl" = "none"}' | allowed
+'megatron={"cuda_graph_impl" = "transformer_engine", "cuda_graph_scope" = ["attn"]}' | allowed
+'megatron={"moe_permute_fusion" = true}' | allowed
+'megatron={moe_router_fusion = true}' train.replay=r2 | megatron.moe_router_fusion
+'megatron={moe_router_fusion = true}' train.replay=none | allowed
 sampling.rule=ada_seq_pos 'train.objective_overrides={advantage = "raft"}' | allowed
 """
 SEVERAL = {"reward__function": "rewards:mine", "reward__weights": {"right": 1.0, "short": 0.5}}
 ALONE = ("gdpo", "opo", "reinforce_pp", "reinforce_pp_baseline", "raw", "raw_mixed", "signed", "positive_part")
 
 
-def read_rows() -> Iterator[Any]:
-    """Yield (row, overrides, parts of the message); a line that begins with a blank goes on with the parts."""
-    for row in ROWS.strip().replace("\n    |", " |").splitlines():
-        words, *parts = row.split(" | ")
-        yield pytest.param(dict(map(read_word, shlex.split(words))), parts, id=words)
-
-
-def read_word(word: str) -> tuple[str, Any]:
-    """Read ``key=value``; a value that is no TOML is text."""
-    key, _, text = word.partition("=")
-    with suppress(tomllib.TOMLDecodeError):
-        return key, tomllib.loads(f"value = {text}")["value"]
-    return key, text
-
-
-@pytest.mark.parametrize(("overrides", "parts"), [*read_rows()])
+@pytest.mark.parametrize(("overrides", "parts"), [(read_words(words), parts) for words, parts in read_rows(ROWS)])
 def test_a_refusal_is_one_line_with_key_finding_and_remedy(overrides: dict[str, Any], parts: list[str]) -> None:
     if parts == ["allowed"]:
         parse(SMALLEST, overrides)

@@ -21,8 +21,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "config.md"
 HEAD = """# Every key of the configuration
 
 A configuration is one TOML file. Each key is also a flag of `megarl train`, `sft`, `eval`, `plan`, `doctor` and
-`launch`: `--rollout.temperature 0.7`. Defaults < file < flags. `none` as a flag means no value. A wrong key, value or
-combination is one line and exit code 2, before torch is imported. `tools/config_doc.py` writes this page from the code.
+`launch`: `--rollout.temperature 0.7`. Defaults < file < flags. A key with the default `-` may be absent; as a flag,
+`none` means no value. A wrong key, value or combination is one line and exit code 2, before torch is imported.
+`tools/config_doc.py` writes this page from the code.
 """
 
 
@@ -57,14 +58,14 @@ def _type(annotation: Any) -> str:
     if origin is typing.Annotated:
         return _type(options[0])
     if origin in (types.UnionType, typing.Union):
-        return " or ".join(_type(option) for option in options)
+        return " or ".join(_type(option) for option in options if option is not type(None))
     if origin is typing.Literal:
         return ", ".join(f"`{json.dumps(option)}`" for option in options)
     if origin is list:
         return f"list of {_type(options[0])}"
     if origin is dict:
         return "table"
-    names = {str: "text", int: "whole number", float: "number", bool: "true, false", type(None): "none", Any: "any"}
+    names = {str: "text", int: "whole number", float: "number", bool: "true, false", Any: "any"}
     return names[annotation]
 
 
@@ -72,7 +73,7 @@ def _default(info: FieldInfo) -> str:
     if info.is_required():
         return "**needed**"
     value = info.get_default(call_default_factory=True)
-    return "none" if value is None else f"`{config_file.as_toml(value)}`"
+    return "-" if value is None else f"`{config_file.as_toml(value)}`"
 
 
 def _cell(text: str) -> str:

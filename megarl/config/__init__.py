@@ -1,14 +1,17 @@
-"""The configuration of a run: what can be set, what it means, and which settings go together.
+"""The configuration of a run: keys, meanings, and rules on combinations.
 
-A run is described by one TOML file. Values come from the defaults, then the file, then the command line. Nothing here
-imports torch or Megatron, so that a wrong file is reported at once. The way through, from the command line down:
+One TOML file describes a run. Values come from the defaults, then the file, then the command line. No module imports
+torch or Megatron, so a wrong file is reported at once. In the order of the call, from the command line down:
 
+    command          the record of a command; ``file`` and ``process_environment`` are called from here
     file             reads the TOML file and flags, ``--table.key value``; every mistake is a ConfigError of one line
-    root             ``Config``: all tables, checked, and the layout of its ranks; ``to_toml`` writes it
-    rules            rules between tables
-    tables/          each table with its keys, their help texts and its own checks
-    plugs            objects that the user names as "package.module:name"; sampling engines and what they can do
+    root             ``Config``: all tables, checked, and the layout of the ranks; ``to_toml`` writes the file
+    refusals/        rules between tables, on ranks, on the model and on memory
+    tables/          each table with keys, help texts and the table's own rules
+    rows             the form of a rule
+    plugs            objects named "package.module:name"; sampling engines and their capabilities
     megatron_fields  the [megatron] table, checked against Megatron's source
+    gpu_defaults, process_environment, trust, moved, key_help
 """
 
 from megarl.config.root import Config, Layout

@@ -1,7 +1,7 @@
-"""What a command of ``megarl`` is: a record that ``megarl.cli`` fills from the words of the command line.
+"""A command of ``megarl`` is a record that ``megarl.cli`` fills from the words of the command line.
 
-The docstrings of a record and of its fields are the help texts. ``run`` imports heavy packages only after the
-configuration has been checked. ``megarl.commands`` lists all commands; most live beside their subject.
+The docstrings of a record and of its fields are the help texts. ``run`` imports heavy packages only after the check of
+the configuration. ``megarl.commands`` lists all commands; most live beside their subject.
 """
 
 import os
@@ -27,13 +27,13 @@ class Command(Protocol):
     """A command with its arguments."""
 
     def run(self, overrides: Overrides) -> int | None:
-        """Do it; return the exit code, None for 0."""
+        """Run the command; return the exit code, None for 0."""
         ...
 
 
 @dataclass_transform(frozen_default=True)
 def command(cls: type[_T]) -> type[_T]:
-    """Make a record whose values are checked, and whose fields' docstrings can be read, inherited ones too."""
+    """Make a pydantic record with a description for each field, inherited from the parent class if needed."""
     config = pydantic.ConfigDict(use_attribute_docstrings=True)
     record: Any = pydantic.dataclasses.dataclass(frozen=True, config=config)(cls)
     for parent in cls.__mro__[1:-1]:
@@ -45,19 +45,20 @@ def command(cls: type[_T]) -> type[_T]:
 
 @command
 class OnConfiguration:
-    """A command that takes a configuration; only these accept overrides."""
+    """A command with a configuration; only such commands accept overrides."""
 
     config: Positional[Path]
     """The configuration, a TOML file."""
     trust: bool = False
-    """Let a file that others may have written run code and send data: docs/trust.md."""
+    """Let a file that other users could have written run code and send data: docs/trust.md."""
 
     def load(self, overrides: Overrides) -> Config:
         """The configuration."""
         return config_file.load(self.config, overrides, trust=self.trust)
 
     def load_for_ranks(self, overrides: Overrides) -> Config:
-        """The configuration, checked for the ranks that torchrun has started, with their environment variables set."""
+        """Return the configuration, checked for the ranks of torchrun, and set the environment variables of the
+        ranks."""
         config = self.load(overrides)
         config.check_world_size(world_size())
         process_environment.apply(config)

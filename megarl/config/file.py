@@ -1,4 +1,4 @@
-"""Read a configuration: a TOML file, and flags of the command line, which win; any mistake is one line."""
+"""Read a configuration from a TOML file and flags; flags win, and any mistake is one line."""
 
 import difflib
 import json
@@ -24,17 +24,17 @@ from megarl.files.foreign_files import require_regular
 SAVED = "config.toml"
 """The resolved configuration in a run folder."""
 RUN_ID = "run_id"
-"""The file beside it with the name that the run gave itself."""
+"""File beside config.toml with the name that the run gave itself."""
 _MAX_BYTES = 1 << 18
 _MOST_PROBLEMS = 8
 
 
 def load(path: str | Path, overrides: Mapping[str, Any] | None = None, *, trust: bool = False) -> Config:
-    """Read a TOML file; overrides (dotted key -> value) win over it. ConfigError, one line, if anything is wrong.
+    """Read a TOML file; overrides (dotted key -> value) win. ConfigError, one line, for any mistake.
 
-    The folder of the file becomes the first on ``sys.path``, as that of a script does: the file may name modules there.
-    Not so the folder of a file that others may have written, unless the user trusts it: ``require_trust``. Then code in
-    the model's folder is trusted too, unless the file says otherwise.
+    The folder of the file becomes the first entry of ``sys.path``, because the file may name modules there.
+    ``require_trust`` excludes folders that other users can write, unless the user passes ``trust``. With ``trust``,
+    code in the model's folder is trusted too, unless the file says otherwise.
     """
     table = read_toml(Path(path))
     try:
@@ -51,7 +51,7 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None, *, trust:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the tables of a TOML file as they are. ConfigError, one line, whatever is in it."""
+    """Return the tables of a TOML file, unchecked. ConfigError, one line, for any content that is no TOML."""
     try:
         require_regular(path)
         if path.stat().st_size > _MAX_BYTES:
@@ -86,15 +86,14 @@ def parse(table: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, 
         config = Config.model_validate(merged)
     except ValidationError as error:
         raise ConfigError(f"{source}: {_one_line(error, merged)}") from error
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
-    if config.run.dir is None:  # resolved, so that the saved file says where the run lies
+    if config.run.dir is None:  # resolved, so that the saved file has the run's place
         config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(config.run_dir)})})
     return config
 
 
 def _check_values(value: Any, source: str, dotted: str = "") -> None:
-    """ConfigError for what no setting can be: an integer beyond 64 bits, which TOML does not have, or a NUL in text."""
+    """ConfigError for values that no setting can have: an integer beyond 64 bits, which TOML excludes, or a NUL in
+    text."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _check_values(inner, source, f"{dotted}.{key}" if dotted else str(key))
@@ -123,7 +122,7 @@ def keys() -> dict[str, FieldInfo]:
 
 
 def annotation_of(dotted: str) -> Any:
-    """Type of a dotted key such as "rollout.temperature"; Any below a free table; None if there is no such key."""
+    """Type of a dotted key such as "rollout.temperature"; Any below a free table; None for an unknown key."""
     infos = keys()
     if dotted in infos:
         return infos[dotted].annotation
@@ -133,7 +132,7 @@ def annotation_of(dotted: str) -> Any:
 
 
 def unknown_key(dotted: str) -> str:
-    """What to say about a dotted key that does not exist."""
+    """Return the message for an unknown dotted key."""
     close = _meant(dotted)
     return "unknown key; " + (f"did you mean {' or '.join(close)}?" if close else "remove it")
 
@@ -151,7 +150,7 @@ def _meant(dotted: str) -> list[str]:
 
 
 def _one_line(error: ValidationError, table: Mapping[str, Any]) -> str:
-    """All problems, unknown keys first: they often explain what is missing."""
+    """All problems, unknown keys first, because unknown keys often explain missing keys."""
     problems: dict[str, str] = {}
     suggested: set[str] = set()
     missing: list[str] = []
@@ -168,10 +167,10 @@ def _one_line(error: ValidationError, table: Mapping[str, Any]) -> str:
             suggested.update(_meant(dotted))
         elif kind == "missing":
             missing += [dotted] if dotted not in suggested else []
-        elif dotted in problems:  # another type that the key may have
+        elif dotted in problems:  # a further type that the key may have
             problems[dotted] += f", or {_lowered(problem['msg'])}"
         else:
-            problems[dotted] = _describe(problem, dotted)
+            problems[dotted] = _describe_problem(problem, dotted)
     if missing:
         problems["missing"] = _describe_missing(missing)
     first = [" ".join(text.split()) for text in problems.values()][:_MOST_PROBLEMS]
@@ -184,7 +183,7 @@ def _one_line(error: ValidationError, table: Mapping[str, Any]) -> str:
 
 
 def _place(problem: Any, table: Mapping[str, Any]) -> str:
-    """The dotted key, without the name that pydantic gives to each type that the key may have."""
+    """The dotted key, without pydantic's name for a type of the key."""
     loc = [str(name) for name in problem["loc"]]
     value: Any = table
     for depth, name in enumerate(loc):
@@ -194,7 +193,7 @@ def _place(problem: Any, table: Mapping[str, Any]) -> str:
     return ".".join(loc)
 
 
-def _describe(problem: Any, dotted: str) -> str:
+def _describe_problem(problem: Any, dotted: str) -> str:
     if problem["type"] == "model_type":
         return f"{dotted}: found {problem['input']!r}, expected a table [{dotted}]"
     if problem["type"] == "value_error":
@@ -219,8 +218,8 @@ def _lowered(text: str) -> str:
 def split_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Take ``--table.key value``, ``--table.key=value`` and ``--table.flag`` (= true) out of the command line.
 
-    Returns the other words and dotted key -> value of the key's type. Raises ConfigError for a key that does not exist
-    or a value of the wrong type.
+    Returns the remaining words, and dotted key -> value of the key's type. ConfigError for an unknown key or a value of
+    the wrong type.
     """
     arguments: list[str] = []
     overrides: dict[str, Any] = {}

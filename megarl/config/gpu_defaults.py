@@ -1,6 +1,6 @@
-"""Megatron's switches for speed on GPUs: which are on by default, and why the others are not.
+"""Megatron's switches for speed on GPUs: defaults, and reasons for switches that are off.
 
-The ``[megatron]`` table wins over each. ``megarl doctor`` shows them.
+The ``[megatron]`` table wins. ``megarl doctor`` shows the switches.
 """
 
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ from megarl.core.replay_blockers import REPLAY_BLOCKERS
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """A field of Megatron's dataclasses that changes speed but not what is computed."""
+    """A field of Megatron's dataclasses that changes speed but not results."""
 
     field: str
     on: bool
     reason: str
-    """What it does where it is on; why it is off."""
+    """Effect of a switch that is on; obstacle of a switch that is off."""
 
 
 def switches(config: Tables, *, on_gpu: bool, has_te: bool) -> tuple[Switch, ...]:
@@ -49,5 +49,5 @@ def switches(config: Tables, *, on_gpu: bool, has_te: bool) -> tuple[Switch, ...
 
 
 def settings(config: Tables, *, on_gpu: bool, has_te: bool) -> Mapping[str, bool]:
-    """Return the switches that differ from Megatron's default, which is off, as keys of the ``[megatron]`` table."""
+    """Return switches that differ from Megatron's default, off, as keys of the ``[megatron]`` table."""
     return {switch.field: True for switch in switches(config, on_gpu=on_gpu, has_te=has_te) if switch.on}

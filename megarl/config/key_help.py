@@ -18,7 +18,7 @@ _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusive
 
 
 def describe_tables() -> str:
-    """One line for each table, and how to see its keys."""
+    """Return one line for each table, and how to see the keys of a table."""
     rows = [(f"  [{name}]", meaning.rstrip(".")) for name, (meaning, _) in _tables().items()]
     return (
         f"\nTables of the configuration:\n\n{text_table(rows)}\n\n"
@@ -28,24 +28,25 @@ def describe_tables() -> str:
 
 
 def describe(topic: str) -> str:
-    """Keys of a table ("rollout"), one key ("rollout.temperature" or "temperature"), or "all". ConfigError if none."""
+    """Describe the keys of a table ("rollout"), one key ("rollout.temperature" or "temperature"), or "all". ConfigError
+    for an unknown topic."""
     tables = _tables()
     if topic == "all":
         return "\n\n".join(map(describe, tables))
     name = topic.strip("[]")
     if name in tables:
         meaning, keys = tables[name]
-        return "\n\n".join([f"[{name}]  {meaning}", *(_describe(key, schema) for key, schema in keys.items())])
+        return "\n\n".join([f"[{name}]  {meaning}", *(_describe_key(key, schema) for key, schema in keys.items())])
     every = {key: schema for _, keys in tables.values() for key, schema in keys.items()}
     if keys := [key for key in every if name in (key, key.rpartition(".")[2])]:
-        return "\n\n".join(_describe(key, every[key]) for key in keys)
+        return "\n\n".join(_describe_key(key, every[key]) for key in keys)
     close = difflib.get_close_matches(name, [*tables, *every], n=1)
     hint = f"did you mean {close[0]}?" if close else f"expected a table, one of {', '.join(tables)}, a key, or all"
     raise ConfigError(f"megarl help: found {topic!r}; {hint}")
 
 
 def _tables() -> dict[str, tuple[str, dict[str, dict[str, Any]]]]:
-    """Table -> its meaning, and key -> schema as pydantic writes it."""
+    """Table -> (meaning, key -> pydantic's schema)."""
     schema = Config.model_json_schema()
     tables = {}
     for name, field in schema["properties"].items():
@@ -62,7 +63,7 @@ def _tables() -> dict[str, tuple[str, dict[str, dict[str, Any]]]]:
     return tables
 
 
-def _describe(key: str, schema: Mapping[str, Any]) -> str:
+def _describe_key(key: str, schema: Mapping[str, Any]) -> str:
     kind, default = _kind(schema), schema.get("default")
     if key in _NAMES:
         kind = f"{' | '.join(_NAMES[key])} | package.module:name"

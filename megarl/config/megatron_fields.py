@@ -1,10 +1,10 @@
-"""What can be set in the ``[megatron]`` table, read from Megatron-Core's source without importing it.
+"""Keys of the ``[megatron]`` table, read from Megatron-Core's source without an import.
 
-Importing ``megatron.core`` imports torch, which takes seconds; a wrong key should be reported before that. So ``ast``
-reads names and annotations of the fields from the three dataclasses of the installed version.
+Importing ``megatron.core`` imports torch, which takes seconds; a wrong key must be reported earlier. So ``ast`` reads
+names and annotations of the fields from the three dataclasses of the installed version.
 
-Which of them megarl sets itself is data, in derived.toml (``DERIVED``). Which of them bypass replay is told by
-``core/replay_blockers.py``.
+derived.toml (``DERIVED``) lists the fields that megarl sets itself. ``core/replay_blockers.py`` lists the fields that
+bypass replay.
 """
 
 import ast
@@ -32,19 +32,19 @@ DATACLASSES: Mapping[str, tuple[str, ...]] = {
     "DistributedDataParallelConfig": ("distributed.distributed_data_parallel_config.DistributedDataParallelConfig",),
     "OptimizerConfig": ("optimizer.optimizer_config.OptimizerConfig",),
 }
-"""Dataclass -> its path below megatron.core, after that of its base class."""
+"""Dataclass -> paths below megatron.core: the base class, then the class."""
 
 DERIVED: Mapping[str, str] = {
     field: key
     for key, fields in tomllib.loads(Path(__file__).with_name("derived.toml").read_text("utf-8")).items()
     for field in fields
 }
-"""Megatron field that megarl sets itself -> the megarl key that decides it."""
+"""Megatron field set by megarl -> megarl key that decides the value."""
 
 
 def source_root() -> Path:
-    """Folder of the installed megatron.core, found without importing it; ConfigError if there is none."""
-    # `megatron` is a namespace package: looking below it runs no code of it.
+    """Folder of the installed megatron.core, without an import; ConfigError if Megatron is not installed."""
+    # `megatron` is a namespace package: a search below the package runs no code.
     spec = importlib.util.find_spec("megatron")
     for location in (spec.submodule_search_locations or ()) if spec else ():
         if (Path(location) / "core" / "__init__.py").is_file():
@@ -100,7 +100,7 @@ class _Unwritable:
 
 
 class _Types(dict[str, Any]):
-    """The types that annotations name, as they are written in a file."""
+    """Types named in annotations, in the form of a file."""
 
     def __missing__(self, name: str) -> Any:
         if name not in _ENUMS:

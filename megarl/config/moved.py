@@ -1,4 +1,4 @@
-"""A run folder that was moved or copied: the configuration inside it names places as they were."""
+"""Configurations inside run folders that were moved or copied."""
 
 import os
 from collections.abc import Mapping
@@ -12,9 +12,9 @@ PATHS += (("sft", "out"),)
 
 
 def follow(table: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The configuration that the run in ``folder`` has saved, with its paths as they are now.
+    """Return the saved configuration of the run in ``folder``, with current paths.
 
-    run.dir becomes the folder. A path that is gone is looked for where it was, relative to the run folder: a tree that
+    run.dir becomes the folder. A missing path is looked up at the old place relative to the run folder, so a tree that
     was moved as a whole is found again.
     """
     old_dir = _get(table, "run", "dir")

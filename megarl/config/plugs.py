@@ -1,6 +1,6 @@
-"""Parts of the user's own, which a setting names as "package.module:name", and the sampling engines.
+"""The user's own objects, named as "package.module:name", and the sampling engines.
 
-The configuration is checked against what an engine can do. A user's engine is an ``EngineKind``:
+The configuration is checked against the capabilities of the engine. A user's engine is an ``EngineKind``:
 ``rollout.engine = "package.module:name"``.
 """
 
@@ -15,9 +15,9 @@ from megarl.errors import ConfigError, describe
 
 
 def load_plug(key: str, path: str, built_in: str = "a built-in name") -> Any:
-    """The object that "package.module:name" names. ConfigError, with ``key``, if it cannot be imported.
+    """Return the object named by "package.module:name". ConfigError, with ``key``, if the import fails.
 
-    built_in: the other values of the setting, for the message.
+    built_in: the built-in values of the setting, for the message.
     """
     module_name, colon, name = path.partition(":")
     if not colon or not module_name or not name:
@@ -37,8 +37,8 @@ def load_plug(key: str, path: str, built_in: str = "a built-in name") -> Any:
 
 
 def check_function(key: str, path: str, function: Any, parameters: str, other: str = "") -> Callable[..., Any]:
-    """Return what ``load_plug`` found if it can be called with ``parameters``, "a, b" or "*, a, b"; else ConfigError,
-    which says that the setting may name ``other`` too."""
+    """Return a loaded function that can be called with ``parameters``, "a, b" or "*, a, b". ConfigError for any object
+    that cannot; ``other`` names alternatives for the message."""
     if not callable(function):
         raise ConfigError(
             f"{key}: found {type(function).__name__} at {path!r}, expected {other}a function ({parameters})"
@@ -59,7 +59,7 @@ def check_function(key: str, path: str, function: Any, parameters: str, other: s
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """A kind of sampling engine. A capability that is False makes settings that need it an error."""
+    """A kind of sampling engine. Settings that need a missing capability are an error."""
 
     factory: str | Callable[..., Any]
     """Makes the engine: ``factory(config, tell)`` returns a ``megarl.engines.protocol.Engine``. All ranks call it
@@ -71,18 +71,18 @@ class EngineKind:
     fp8_arithmetic: bool = False
     """Can round activations and cache too: rollout.fp8_activations, rollout.fp8_kv_cache."""
     nucleus: bool = False
-    """Returns log-probabilities of the nucleus that it samples from; rollout.top_p below 1 needs them."""
+    """Returns log-probabilities of the sampled nucleus; needed by rollout.top_p below 1."""
     kept_sets: bool = False
-    """Returns the ids of each token's nucleus if ``SamplingParams.max_kept_ids`` is set; rollout.keep_sampling_mask
-    with top_p below 1 needs them."""
+    """Returns the ids of each token's nucleus if ``SamplingParams.max_kept_ids`` is set; needed by
+    rollout.keep_sampling_mask with top_p below 1."""
     server: bool = False
-    """Samples in servers, which can work while the trainer trains. The [sglang] table describes them."""
+    """Samples in servers, which can work while the trainer trains. The [sglang] table describes the servers."""
     resumable: bool = False
     """A response follows from weights, prompt and seed alone, so that a resumed run repeats lost steps exactly."""
 
     @property
     def capabilities(self) -> tuple[str, ...]:
-        """The names of what it can do."""
+        """Names of the capabilities."""
         return tuple(field.name for field in fields(self)[1:] if getattr(self, field.name))
 
 
@@ -102,7 +102,7 @@ ENGINES: Mapping[str, EngineKind] = MappingProxyType(
 
 
 def engine_kind(name: str) -> EngineKind:
-    """The engine of a name in ENGINES, or of "package.module:name". ConfigError if there is none."""
+    """Return the engine of a name in ENGINES, or of "package.module:name". ConfigError for an unknown engine."""
     if name in ENGINES:
         return ENGINES[name]
     kind = load_plug("engine", name, " or ".join(f'"{engine}"' for engine in ENGINES))

@@ -1,7 +1,7 @@
-"""Environment variables that libraries of a training process read when they are loaded or first used on a GPU.
+"""Environment variables that libraries of a training process read at import or at the first use of a GPU.
 
-``apply`` sets them before torch is imported. A value of the user's wins; one that contradicts the configuration is a
-ConfigError. On a CPU, nothing reads them.
+``apply`` sets the variables before torch is imported. The user's values win; a value that contradicts the configuration
+is a ConfigError. On a CPU, the variables have no effect.
 """
 
 import ctypes
@@ -17,7 +17,8 @@ from megarl.config.trust import make_private
 from megarl.errors import ConfigError
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where torch reads the settings of its GPU allocator; the first one from 2.9 on, which wins over the second."""
+"""Variables with the settings of torch's GPU allocator; torch 2.9 and later read the first, which wins over the
+second."""
 BLACKWELL = 10
 """Major compute capability from which the order of kernels no longer depends on CUDA_DEVICE_MAX_CONNECTIONS."""
 _DETERMINISTIC: Mapping[str, tuple[str, ...]] = {
@@ -39,9 +40,9 @@ _CACHES: Mapping[str, str] = {
 def process_environment(
     config: Tables, environment: Mapping[str, str], generation: int | None = None
 ) -> dict[str, str]:
-    """Return what is to be set besides ``environment``, the variables of the process.
+    """Return the variables to set in addition to ``environment``, the variables of the process.
 
-    generation: major compute capability of the GPUs; None, unknown, is taken as older than Blackwell.
+    generation: major compute capability of the GPUs; None (unknown) counts as older than Blackwell.
     """
     variables: dict[str, str] = {}
     if config.run.deterministic:
@@ -54,7 +55,7 @@ def process_environment(
             variables[name] = values[0]
     parallel = config.parallel
     if max(parallel.tp, parallel.cp) > 1 and (generation or 0) < BLACKWELL:
-        # One hardware queue: a collective call that is to overlap starts before the kernels that follow it.
+        # One hardware queue: an overlapped collective call starts before the kernels that follow the call.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     missing = {name: value for name, value in variables.items() if name not in environment}
     return missing | _expandable_segments(environment)
@@ -72,7 +73,7 @@ def _expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return these variables with this setting of the allocator removed and its others kept."""
+    """Return the variables without this allocator setting; further settings stay."""
     result = dict(environment)
     for name in ALLOCATOR_VARIABLES:
         settings = [text for key, text in _settings(result.pop(name, "")) if key != "expandable_segments"]
@@ -88,16 +89,17 @@ def _settings(value: str) -> list[tuple[str, str]]:
 
 
 def apply(config: Tables) -> None:
-    """Set the variables of this process; call it before torch is imported."""
+    """Set the variables of this process; call before torch is imported."""
     os.environ.update(process_environment(config, os.environ, gpu_generation()))
     os.environ.update(compile_caches(os.environ))
 
 
 def compile_caches(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return where compilers keep code that they load again: below folders that only this user can write.
+    """Return the cache folders of compilers, below folders that only this user can write.
 
-    Two default to a name in /tmp, which another user of the node can take first, and the others to the home folder.
-    ConfigError if there is no such folder, or if one that ``environment`` names is none.
+    Two variables default to a name in /tmp, where another user of the node can create the folder first, and the
+    remaining variables to the home folder. ConfigError if no such folder exists, or if other users can write a folder
+    named in ``environment``.
     """
     checked = dict[str, str]()
     for name in _CACHES.keys() & environment.keys():
@@ -130,7 +132,7 @@ def compile_caches(environment: Mapping[str, str]) -> dict[str, str]:
 def gpu_generation() -> int | None:
     """Return the major compute capability of this machine's first GPU, or None without NVIDIA's management library.
 
-    It does not initialize CUDA, which would read the variables.
+    CUDA stays uninitialized, because CUDA would read the variables.
     """
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")

@@ -29,14 +29,14 @@ class Layout:
 
 
 class Config(Tables):
-    """A configuration that has been checked: each table by itself, and all together."""
+    """A checked configuration: each table alone, and all tables together."""
 
     def rows(self) -> Iterable[Row]:
         return between_tables(self)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """One sentence for each setting that is allowed but biases the gradient; shown at start and by the doctor."""
+        """One sentence for each allowed setting that biases the gradient; shown by the run and the doctor."""
         return find_warnings(self)
 
     def check_world_size(self, world_size: int) -> Layout:
@@ -54,7 +54,7 @@ class Config(Tables):
         )
 
     def to_toml(self) -> str:
-        """The resolved configuration as TOML; ``file.parse(tomllib.loads(text))`` equals this one."""
-        import tomli_w  # a run writes its configuration; nothing else needs the package
+        """The resolved configuration as TOML; ``file.parse(tomllib.loads(text))`` equals the configuration."""
+        import tomli_w  # only a run writes a configuration and needs the package
 
         return tomli_w.dumps(self.model_dump(exclude_none=True))

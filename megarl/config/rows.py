@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from megarl.errors import ConfigError
 
 Row = tuple[object, str] | tuple[object, str, str]
-"""(condition, message, remedy). A true condition breaks the rule. The message names the key, what was found and what
-was expected. A message that already says what to do needs no remedy."""
+"""(condition, message, remedy). A true condition breaks the rule. The message names the key, the finding and the
+expectation. The remedy is optional."""
 
 
 def refuse(rows: Iterable[Row]) -> None:

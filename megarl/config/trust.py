@@ -1,4 +1,5 @@
-"""Whose configuration it is: one that somebody else may have written is data, until the user says ``--trust``."""
+"""Trust in a configuration file: a file that another user may have written is data, until the user passes
+``--trust``."""
 
 import grp
 import os
@@ -23,17 +24,17 @@ POWERS = (
     "model.trust_remote_code",  # lets the model folder's code in
     *("environment.python_limits_alone", "log.wandb_project"),  # lets the model's code out; sends results out
 )
-"""Keys that run or send something by their value."""
+"""Keys whose values run or send something."""
 
 
 def require_trust(path: Path, table: Mapping[str, Any], overrides: Mapping[str, Any]) -> bool:
-    """Whether only this user (and root) can have written the file, and put modules beside it.
+    """Whether only this user and root can have written the file, and modules beside the file.
 
-    ConfigError if not, and the file has keys of PLUGS or POWERS with effect that ``overrides`` do not replace.
+    ConfigError for an untrusted file with effective keys of PLUGS or POWERS that ``overrides`` do not replace.
     """
     if (reason := find_stranger(path)) is None:
         return True
-    if powers := [text for key in (*PLUGS, *POWERS) if key not in overrides and (text := _describe(table, key))]:
+    if powers := [text for key in (*PLUGS, *POWERS) if key not in overrides and (text := _describe_power(table, key))]:
         raise ConfigError(
             f"{path} is not trusted: {reason}. It makes megarl run code or send data: {'; '.join(powers)}. Read it, "
             "then pass --trust, or copy it into a folder that only you can write"
@@ -42,13 +43,15 @@ def require_trust(path: Path, table: Mapping[str, Any], overrides: Mapping[str, 
 
 
 def find_stranger(path: Path) -> str | None:
-    """Why somebody besides this user and root may have written a file, or modules beside it; None if nobody may."""
+    """Reason why a user besides this user and root may have written a file, or modules beside the file; None without a
+    reason."""
     places = dict.fromkeys((path.resolve(), path.resolve().parent, path.absolute().parent))
     return next(filter(None, map(_find_writer, places)), None)
 
 
 def make_private(folder: Path) -> Path:
-    """A folder without links in its path, made if it is not there; PermissionError if others can write or swap it."""
+    """Return a folder without links in its path, made if missing; PermissionError if other users can write or swap the
+    folder."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = folder.resolve()  # others may turn a link in /tmp elsewhere later
     is_sticky = folder.parent.stat().st_mode & stat.S_ISVTX
@@ -68,19 +71,19 @@ def _find_writer(place: Path) -> str | None:
 
 
 def safe_environment() -> dict[str, str]:
-    """The environment for a program in Python that imports nothing from the current folder (Python 3.11 or newer)."""
+    """Environment for a Python program that imports nothing from the current folder (Python 3.11 or newer)."""
     return os.environ | {"PYTHONSAFEPATH": "1"}
 
 
 def _is_private(gid: int) -> bool:
-    """Whether a group is the user's own, with nobody else in it; some systems give each user one."""
+    """Whether a group has no member but this user; some systems give each user a group."""
     with suppress(KeyError):
         group, name = grp.getgrgid(gid), pwd.getpwuid(os.geteuid()).pw_name
         return group.gr_name == name and not {*group.gr_mem} - {name}
     return False
 
 
-def _describe(table: Mapping[str, Any], key: str) -> str | None:
+def _describe_power(table: Mapping[str, Any], key: str) -> str | None:
     section, _, name = key.partition(".")
     inner = table.get(section)
     value = inner.get(name) if isinstance(inner, Mapping) else None
@@ -88,7 +91,7 @@ def _describe(table: Mapping[str, Any], key: str) -> str | None:
 
 
 def _names_code(value: Any) -> bool:
-    """Whether a value, or one in its tables and lists, looks like "package.module:name"."""
+    """Whether a value, or a nested value, looks like "package.module:name"."""
     if isinstance(value, Mapping):
         return any(map(_names_code, value.values()))
     return any(map(_names_code, value)) if isinstance(value, list | tuple) else ":" in str(value)

@@ -1,4 +1,4 @@
-"""What a configuration can do with its model: the rules that need config.json. Doctor, plan and train all ask here."""
+"""Whether a configuration fits the model's config.json; asked by doctor, plan, init and the trainer."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -11,7 +11,7 @@ from megarl.models.shapes import ModelShape, read_shape
 
 
 def check_fit(config: Config, shape: ModelShape) -> None:
-    """ConfigError, naming the key, for a setting that needs experts, routes, keys or values that are not there."""
+    """ConfigError, naming the key, for a setting that needs absent experts, routes, keys or values."""
     refuse(for_model(config, shape, can_compare(config, shape)))
 
 
@@ -34,9 +34,9 @@ def can_compare(config: Config, shape: ModelShape) -> bool:
 
 
 def wants_routes(config: Config, shape: ModelShape, done: int | None = None) -> bool:
-    """Whether the engine is asked for routes: to replay (r3), to watch (``watches_routes``), or to write them.
+    """Whether the engine is asked for routes: to replay (r3), to watch (``watches_routes``), or to write routes.
 
-    done: the number of the step, from 1; None asks about any step of the run.
+    done: the number of the step, from 1; None: any step of the run.
     """
     if not shape.moe_layers or not config.rollout.engine_kind.routes:
         return False
@@ -45,6 +45,6 @@ def wants_routes(config: Config, shape: ModelShape, done: int | None = None) -> 
 
 
 def servers_record(config: Config) -> bool:
-    """Whether servers are to record routes; assumed of a model that is not on this machine."""
+    """Whether servers record routes; assumed of a model on another machine."""
     is_here = (Path(config.model.path) / "config.json").is_file()
     return not is_here or wants_routes(config, read_shape(config.model.path))

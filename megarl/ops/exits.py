@@ -1,4 +1,4 @@
-"""What the end of a command is to the user: an exit code and, for an error, one line on stderr."""
+"""The end of a command for the user: an exit code and, for an error, one line on stderr."""
 
 import errno
 import json
@@ -35,15 +35,15 @@ _KEPT = {
     "launch": f"the ranks are told so, and save if they can; else {_NEWEST}",
     **dict.fromkeys(("convert", "quantize"), "files that are complete stay, and the command goes on when given again"),
 }
-"""What a command that a signal has ended leaves, if it leaves anything."""
+"""State left behind by a command after a signal; other commands leave nothing."""
 
 
 def run_to_exit(
     words: Sequence[str], work: Callable[[], int | None], run_folder: Callable[[], Path | None] = lambda: None
 ) -> int:
-    """Run the work of a command and return its exit code: 0, 1 (missing or lost), 2 (an error), 75 (asked to stop).
+    """Run the work of a command and return the exit code: 0, 1 (missing or lost), 2 (an error), 75 (asked to stop).
 
-    words: the command line after ``megarl``. run_folder: finds the folder of the run that an unexpected error is about.
+    words: the command line after ``megarl``. run_folder: finds the run folder for an unexpected error.
     """
     name = words[0] if words else ""
     try:
@@ -55,7 +55,7 @@ def run_to_exit(
     except MegarlError as error:
         write_failure(error)
         distributed = sys.modules.get("torch.distributed")
-        # All ranks find a wrong configuration before they join. Afterwards, an error may be of one rank.
+        # All ranks find a wrong configuration before joining. Later errors may be of one rank.
         have_joined = distributed is not None and distributed.is_available() and distributed.is_initialized()
         _complain(str(error), on_every_rank=have_joined or not isinstance(error, ConfigError))
         return DAMAGED if isinstance(error, DamageError) else USAGE_ERROR
@@ -82,7 +82,7 @@ def run_to_exit(
 
 
 def _fail_unexpectedly(error: Exception, words: Sequence[str], run_folder: Callable[[], Path | None]) -> int:
-    """One line for an error that nobody foresaw; its traceback goes into a file, and the line says where."""
+    """Write the traceback of an unexpected error into a file, and print one line with the place of the file."""
     text = f"megarl {__version__}: {[*words]}\n{''.join(traceback.format_exception(error))}"
     rank = int(os.environ.get("RANK", "0"))
     try:
@@ -111,17 +111,17 @@ def _fail(message: str, *, on_every_rank: bool) -> int:
 
 
 def _complain(message: str, *, on_every_rank: bool) -> None:
-    """Print one line on stderr. An error that all ranks find is printed by the first one only."""
+    """Print one line on stderr. For an error of all ranks, only the first rank prints."""
     rank = os.environ.get("RANK", "0")  # set by torchrun
-    line = " ".join(filter(None, map(str.strip, message.splitlines())))  # spaces inside may be what it is about
+    line = " ".join(filter(None, map(str.strip, message.splitlines())))  # keep spaces inside lines
     place = f" (rank {rank})" if "RANK" in os.environ and on_every_rank else ""
     message_line = f"megarl: error{place}: {printable(line)}"
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun ends its own forty lines with what it finds there
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun ends its report of forty lines with this record
         with suppress(OSError):
             record = {"message": message_line, "timestamp": int(time.time())}
             Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(record))
     if rank != "0" and not on_every_rank:
-        time.sleep(_FIRST_RANK_SPEAKS_S)  # torchrun ends all ranks when one ends: let the first one print
+        time.sleep(_FIRST_RANK_SPEAKS_S)  # torchrun ends all ranks after the first end: let the first rank print
         return
     drop_lost_outputs()
     print(message_line, file=sys.stderr)

@@ -1,8 +1,8 @@
-"""``megarl quickstart``: from nothing to a report in a minute on two cores.
+"""``megarl quickstart``: from an empty folder to a report in a minute on two cores.
 
-It makes a tiny Qwen3-MoE, or a dense model, and the task of sorting six digits. Demonstrations, of which 55 % are
-sorted in the wrong order, teach the format. RL selects the right order. Both are ordinary megarl commands. Their ranks
-are forks of one process, so that torch and Megatron are imported once.
+Quickstart makes a tiny Qwen3-MoE, or a dense model, and the task of sorting six digits. Demonstrations, 55 % of them
+sorted in the wrong order, teach the format. RL selects the right order. The ranks of both commands are forks of one
+process, so torch and Megatron are imported once.
 """
 
 import os
@@ -109,9 +109,9 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 
 def start_ranks(words: Sequence[str], work: Callable[[], int | None]) -> None:
-    """Run the work of ``megarl WORDS`` in forks of this process, with the environment that torchrun gives to ranks.
+    """Run the work of ``megarl WORDS`` in forks of this process, with torchrun's environment for ranks.
 
-    Raises RolloutError if a rank fails.
+    RolloutError if a rank fails.
     """
     from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
@@ -134,7 +134,7 @@ def _be_rank(rank: int, port: int, words: Sequence[str], work: Callable[[], int 
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS)}
     import torch
 
-    torch.set_num_threads(1)  # a fork has none of the threads that its parent may have begun, and would wait for them
+    torch.set_num_threads(1)  # a fork has no threads of the parent, and would wait for the threads
     sys.exit(run_to_exit(words, work))
 
 

@@ -24,14 +24,14 @@ RUNS_ON = {
 
 
 def list_recipes() -> dict[str, str]:
-    """The first comment of each recipe, by its name."""
+    """The first comment of each recipe, by name."""
     return {
         path.stem: path.read_text().partition("\n")[0].removeprefix("# ") for path in sorted(RECIPES.glob("*.toml"))
     }
 
 
 def find(name: str) -> Path:
-    """The file of a recipe or of a script; ConfigError if there is none of this name."""
+    """The file of a recipe or of a script; ConfigError for an unknown name."""
     files = {path.name: path for path in (*SCRIPTS.iterdir(), *GPU.iterdir())} | {
         path.stem: path for path in RECIPES.glob("*.toml")
     }
@@ -43,9 +43,9 @@ def find(name: str) -> Path:
 
 
 def copy(name: str, folder: Path) -> list[Path]:
-    """Copy a recipe, the scripts that run it, and the config.json of its model to where the recipe looks for it.
+    """Copy a recipe, the scripts of the recipe, and the config.json of the model to the place named in the recipe.
 
-    Returns the copies. ConfigError, before anything is written, if one of the files is there with another content.
+    Returns the copies. ConfigError, before any write, if a target exists with different content.
     """
     copies = {folder / place: source for place, source in _parts(name).items()}
     for target, source in copies.items():

@@ -27,7 +27,8 @@ _MAX_PROMPTS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Numbers that the rules share, as the options of the command. ConfigError if they do not fit together."""
+    """Numbers shared by the rules, as the options of the command. ConfigError for numbers that contradict each
+    other."""
 
     samples: int = 8
     train_size: int = 4
@@ -53,7 +54,7 @@ class Arm:
 
     name: str
     rules: list[SamplingRule]
-    """The rule of each prompt [P]; rules that divide a budget draw another number of samples for each prompt."""
+    """The rule of each prompt [P]; rules that divide a budget draw a different number of samples for each prompt."""
     replaces: bool = False
     """Whether prompts without contrast are replaced by others, as in DAPO."""
     plotted: bool = True
@@ -62,7 +63,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a rule costs and gives: averages over the prompts that it begins."""
+    """Cost and gain of a rule: averages over the prompts that the rule begins."""
 
     name: str
     samples: float
@@ -124,12 +125,13 @@ def parse_rates(words: Sequence[str]) -> np.ndarray:
 
 
 def arms(rates: np.ndarray, budget: Budget) -> list[Arm]:
-    """Return the rules to compare. rates: [P]; rules that divide a budget are given them, where a run has estimates."""
+    """Return the rules to compare. rates: [P]; rules that divide a budget get true pass rates, where a run has
+    estimates."""
     n, keep, size = budget.samples, budget.train_size, rates.size
     compared = [Arm(f"uniform {m}", [Uniform(m)] * size, plotted=m == n) for m in sorted({keep, n, 2 * n})]
     for name, make in (("ada-seq-pos", ada_seq_pos), ("ada-seq-balance", ada_seq_balance)):
         arm = Arm(name, [make(keep, round_size=budget.round_size, max_samples=budget.max_samples)] * size)
-        # Ada-Seq stops by itself, so no budget can be set: compare with uniform sampling at the same cost.
+        # Ada-Seq stops by itself, so no budget can be set: compare with uniform sampling at equal cost.
         same = max(round(evaluate(arm, rates).samples), keep)
         compared += [arm, Arm(f"uniform {same}, {keep} train", [Uniform(same, keep, "balance")] * size, plotted=False)]
     compared.append(Arm(f"dapo {n}", [Uniform(n)] * size, replaces=True, plotted=False))
@@ -145,14 +147,14 @@ def arms(rates: np.ndarray, budget: Budget) -> list[Arm]:
 
 def evaluate(arm: Arm, rates: np.ndarray) -> Result:
     """Return the exact averages of a rule over prompts with pass rates ``rates`` [P]."""
-    # Many prompts have one pass rate and one rule, so each pair is computed once.
+    # Many prompts share pass rate and rule, so each pair is computed once.
     pairs = list(zip(arm.rules, rates.tolist(), strict=True))
     results = {pair: moments(*pair) for pair in set(pairs)}
     samples, trained, contrast, variance, signal = np.mean([results[pair] for pair in pairs], axis=0).tolist()
     precision = signal / variance if variance else 0.0
     if not arm.replaces:
         return Result(arm.name, samples, trained, contrast, contrast, precision)
-    # Only prompts with contrast reach the batch. Uniform(n) trains on all n samples of each of them.
+    # Only prompts with contrast reach the batch. Uniform(n) trains on all n samples of a prompt.
     return Result(arm.name, samples, trained * contrast, contrast, 1.0 if contrast else 0.0, precision)
 
 
@@ -160,9 +162,9 @@ def moments(rule: SamplingRule, rate: float) -> tuple[float, float, float, float
     """Return samples drawn, samples that train, contrast, and the gradient's variance and squared mean, for one prompt.
 
     The gradient is the mean of ``A * score`` over the samples that train, with advantage ``A = r - mean(r)`` over all
-    drawn samples. A sample's score has two independent parts: ``r - p``, the derivative of its outcome's
-    log-probability by the logit of p, and the rest of the response, with mean 0 and variance 1. The second part adds
-    ``sum A^2 / size^2`` to the variance.
+    drawn samples. A sample's score has two independent parts: ``r - p``, the derivative of the outcome's
+    log-probability by the logit of p, and the score of the remaining response, with mean 0 and variance 1. The second
+    part adds ``sum A^2 / size^2`` to the variance.
     """
     law = stopping_law(rule, rate)
     drawn, positives = law.samples, law.positives
@@ -216,7 +218,7 @@ def _plot(compared: list[Arm], rates: np.ndarray) -> Figure:
         if not arm.plotted:
             continue
         same = len(set(arm.rules)) == 1
-        # One rule for all prompts is a curve over pass rates. A divided budget has counts at the given ones only.
+        # One rule for all prompts is a curve over pass rates. A divided budget has counts at the given rates only.
         points = np.linspace(0, 1, 51) if same else values
         ends = np.array([_mean_law(arm, rates, point, same) for point in points.tolist()])
         line = {"color": next(colors), "width": 2.2 if same else 1.2, "dash": "solid" if same else "dot"}
@@ -236,7 +238,7 @@ def _plot(compared: list[Arm], rates: np.ndarray) -> Figure:
 
 
 def _mean_law(arm: Arm, rates: np.ndarray, rate: float, same: bool) -> np.ndarray:
-    """Samples and contrast at one pass rate, averaged over its prompts: equal prompts may get other counts."""
+    """Samples and contrast at one pass rate, averaged over the prompts, whose counts may differ."""
     rules = arm.rules[:1] if same else [arm.rules[place] for place in np.flatnonzero(rates == rate)]
     laws = [stopping_law(rule, rate) for rule in rules]
     return np.mean([(law.expected_samples, law.contrast) for law in laws], axis=0)

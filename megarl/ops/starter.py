@@ -29,7 +29,7 @@ _MINI_BATCHES = {"none": 1, "r2": 2, "r3": 4}
 
 @command
 class Init:
-    """Write a configuration, from the recipe that fits; asks in a terminal for what no flag says."""
+    """Write a configuration from the recipe that fits; a terminal is asked for missing answers."""
 
     out: Positional[Path] = Path("megarl.toml")
     """The file to write; its name names the run."""
@@ -38,11 +38,11 @@ class Init:
     data: str | None = None
     """Prompts: a .jsonl, .json or .parquet file, a dataset folder or a hub name; default data/train.jsonl."""
     heldout: str | None = None
-    """The same for evaluation, every 20 steps; default none."""
+    """Held-out prompts for an evaluation every 20 steps; default: no evaluation."""
     engine: Literal["local", "sglang"] | None = None
     """What samples; default sglang on GPUs."""
     gpus: int | None = pydantic.Field(None, ge=0, le=1024)
-    """GPUs on each node, 0 for none; default 8."""
+    """GPUs on each node, 0 for a CPU; default 8."""
     nodes: int | None = pydantic.Field(None, ge=1, le=100_000)
     """Nodes, those of servers too; default 1."""
     gpu_memory_gib: pydantic.PositiveFloat | None = None
@@ -54,7 +54,7 @@ class Init:
     mini_batches: pydantic.PositiveInt | None = None
     """Updates of a step; default 1, with r2 2, with r3 4. Prompts per step grow with it."""
     force: bool = False
-    """Replace OUT if it exists as megarl wrote it."""
+    """Replace OUT if OUT is unchanged since megarl wrote the file."""
 
     def run(self, overrides: Overrides) -> None:
         init(self)
@@ -71,13 +71,14 @@ _QUESTIONS = {
     "nodes": ("nodes", "1", "a whole number from 1 to 100000"),
     "replay": ("routing replay: none, r2 or r3", "none", "none, r2 or r3"),
 }
-"""What is asked in a terminal, with the default answer and what is expected."""
+"""Questions on a terminal: text, default answer, expected answer."""
 
 
 def ask(answers: Init) -> Init:
-    """Ask on the terminal for what no flag says, and again where an answer does not fit; without one: the defaults.
+    """Ask on the terminal for missing answers, and again after an unsuitable answer; without a terminal take the
+    defaults.
 
-    Raises MegarlError for flags that do not fit, and ConfigError where the model is missing or the input ends.
+    MegarlError for flags that contradict each other; ConfigError if the model is missing or the input ends.
     """
     asks = sys.stdin.isatty()
     if asks:
@@ -101,7 +102,7 @@ def ask(answers: Init) -> Init:
 
 
 def _try(answers: Init) -> None:
-    """Raise MegarlError if no answers to the other questions make a configuration of these."""
+    """Raise MegarlError if no answers to the open questions complete a valid configuration."""
     nowhere = f"{os.devnull}/later"
     open_answers = {"model": nowhere, "data": nowhere, "gpus": 0, "nodes": 1, "replay": "none"}
     make_config(
@@ -119,11 +120,11 @@ def _answer(answers: Init, name: str, answer: str | None) -> Init:
 
 
 def make_config(answers: Init) -> tuple[str, Config, str | None]:
-    """The text of a configuration, checked, and the name of the recipe that it is from, if one fits.
+    """Return (checked configuration text, configuration, name of the matching recipe or None).
 
-    ``answers`` has what ``ask`` asks for. A recipe fits if it has a model of this name, and as many nodes (the
-    servers' own too) with as many GPUs. Raises MegarlError if what comes out is no valid configuration, or a folder or
-    file that is named and exists is not what it has to be.
+    ``answers`` has every answer of ``ask``. A recipe fits a model of the recipe's name on the recipe's number of nodes,
+    servers' nodes included, and GPUs. MegarlError if the result is no valid configuration, or if an existing folder or
+    file has the wrong content.
     """
     recipe, shape = _find_recipe(answers), _read_shape(Path(answers.model or ""))
     if (data := Path(answers.data or "")).is_file():
@@ -142,7 +143,7 @@ def make_config(answers: Init) -> tuple[str, Config, str | None]:
 
 
 def set_key(text: str, dotted: str, value: Any) -> str:
-    """Set a key of a TOML text whose tables have one key a line. Comments stay; a missing key or table is added."""
+    """Set a key of a TOML text with one key a line. Comments stay; a missing key or table is added."""
     table, _, key = dotted.partition(".")
     line = f"{key} = {config_file.as_toml(value)}"
     section = re.search(rf"^\[{table}\]\n(?:(?!\[).*(?:\n|\Z))*", text, re.MULTILINE)
@@ -167,7 +168,7 @@ def _find_recipe(answers: Init) -> str | None:
 
 
 def _read_shape(model: Path) -> ModelShape | None:
-    """The shape of a model that is here, or that a recipe knows; None for one that is elsewhere."""
+    """The shape of a local model or of a recipe's model; None for a model elsewhere."""
     if model.exists() and not (model / "config.json").is_file():
         raise ConfigError(f"--model: found {model}, which has no config.json; expected {_QUESTIONS['model'][2]}")
     folders = [folder for folder in (model, shipped.MODELS / model.name) if (folder / "config.json").is_file()]
@@ -218,9 +219,9 @@ def _asked_keys(answers: Init, prompts: int) -> dict[str, Any]:
 
 
 def init(answers: Init) -> None:
-    """Ask, check, write ``answers.out``, and say what comes next.
+    """Ask, check, write ``answers.out``, and print the next commands.
 
-    ConfigError if it exists, unless forced and as an earlier call wrote it.
+    ConfigError if the file exists, unless forced and unchanged since an earlier call.
     """
     out = answers.out
     if out.exists() and not answers.force:

@@ -1,9 +1,9 @@
-"""Every rule that a run has to obey, as rows of (condition, message, remedy); a table's own rows stand in the table.
+"""Every rule on a run, as rows of (condition, message, remedy); a table's own rows are in the table.
 
-tables    rules between tables, and what biases the gradient: checked when a configuration is read
-ranks     the number of ranks: sizes that must divide
-model     the model's config.json: `megarl doctor`, `plan`, `init` and the trainer ask
-memory    the memory of a GPU: `megarl plan` asks
+    tables    rules between tables, and settings that bias the gradient; checked when a configuration is read
+    ranks     rules on the number of ranks
+    model     rules on the model's config.json; asked by `megarl doctor`, `plan`, `init` and the trainer
+    memory    rules on the memory of a GPU; asked by `megarl plan`
 
-Rows read plain facts, so nothing here imports torch, Megatron or a model.
+Rows read plain facts, so no module imports torch, Megatron or a model.
 """

@@ -8,7 +8,7 @@ GIB = 2**30
 
 
 def for_cache(weights: int, tokens: int, sequences: int, longest: int) -> Iterator[Row]:
-    """Yield the rule that the cache of a server holds one sequence of maximum length."""
+    """Yield the rule that a server's cache holds one sequence of maximum length."""
     yield (
         sequences < 1,
         f"sglang.mem_fraction: a server's GPU holds {weights / GIB:.1f} GiB of weights and then {tokens} tokens of "
@@ -18,7 +18,7 @@ def for_cache(weights: int, tokens: int, sequences: int, longest: int) -> Iterat
 
 
 def for_gpus(limit_gib: float | None, needs: Iterable[tuple[str, int, str]]) -> Iterator[Row]:
-    """Yield the rule that each GPU has what its holder needs: (holder, bytes, remedy)."""
+    """Yield the rule that a GPU has enough memory for each holder: (holder, bytes, remedy)."""
     if limit_gib is None:
         return
     for holder, amount, remedy in needs:

@@ -1,4 +1,4 @@
-"""Rules that need the model's config.json: experts, routes, and sizes that tensor parallelism divides."""
+"""Rules on the model's config.json: experts, routes, and sizes that tensor parallelism divides."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -54,7 +54,7 @@ def for_model(config: Config, shape: Shape, can_compare: bool) -> Iterator[Row]:
 
 
 def for_layout(config: Config, shape: Shape, layout: Layout) -> Iterator[Row]:
-    """Yield the rules that heads, experts and widths divide, and that sequences fit the model's positions."""
+    """Yield rules on the division of heads, experts and widths, and on the model's positions."""
     yield _uneven("num_attention_heads", shape.fields["num_attention_heads"], "parallel.tp", layout.tp)
     if not shape.fields.get("multi_latent_attention"):
         yield _uneven("num_key_value_heads", shape.fields["num_query_groups"], "parallel.tp", layout.tp)
@@ -71,7 +71,7 @@ def for_layout(config: Config, shape: Shape, layout: Layout) -> Iterator[Row]:
 
 
 def for_servers(config: Config, shape: Shape, fp8_block: int) -> Iterator[Row]:
-    """Yield the rules that servers can divide the model, and that CUDA IPC reaches their GPUs."""
+    """Yield rules on the division of the model over servers, and on the reach of CUDA IPC."""
     if not config.rollout.engine_kind.server:
         return
     settings, fields, tp = config.sglang, shape.fields, config.sglang.tp
@@ -115,9 +115,9 @@ def _cut_widths(shape: Shape) -> Iterator[tuple[str, int]]:
 
 
 def _fp8_widths(shape: Shape, tp: int) -> Iterator[tuple[str, int]]:
-    """Yield (name, width on one of ``tp`` GPUs) of what SGLang takes in whole blocks of 128 x 128 only.
+    """Yield (name, width on one of ``tp`` GPUs) of matrices that SGLang takes in whole blocks of 128 x 128 only.
 
-    Read in SGLang 0.5.23: matrices that it joins (queries, keys and values; gate and up) and those that tp divides.
+    Read in SGLang 0.5.23: joined matrices (queries, keys and values; gate and up) and matrices divided by tp.
     """
     fields = shape.fields
     for name, width in _cut_widths(shape):
@@ -132,7 +132,7 @@ def _fp8_widths(shape: Shape, tp: int) -> Iterator[tuple[str, int]]:
 
 
 def for_reference(path: str, reference: Mapping[str, Any] | None, policy: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield the rules on the model of model.reference. reference: its shape by field, None without a config.json."""
+    """Yield rules on the model of model.reference. reference: its shape by field, None without a config.json."""
     yield (
         reference is None,
         f"model.reference: {path} holds no config.json; expected a Hugging Face checkpoint folder",

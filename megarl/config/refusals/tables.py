@@ -11,8 +11,8 @@ from megarl.core.replay_blockers import replay_blockers
 from megarl.errors import ConfigError
 
 _CREDITED = ("group_mean", "grpo", "rloo", "raft")
-"""Advantages that [credit] may replace: rewards minus the group's mean in some scale, and "raft", whose rewards then
-get a baseline."""
+"""Advantages that [credit] may replace: rewards minus the group's mean in some scale, and "raft", whose rewards get a
+baseline."""
 
 
 def between_tables(config: Tables) -> Iterator[Row]:
@@ -313,7 +313,7 @@ def _judgement(config: Tables) -> Iterator[Row]:
 
 
 def find_warnings(config: Tables) -> tuple[str, ...]:
-    """One sentence for each setting that is allowed but biases the gradient, or hides a bias."""
+    """Return one sentence for each allowed setting that biases the gradient, or hides a bias."""
     top_p, num = config.rollout.top_p, config.train.mini_batches
     is_off = [f"train.{name}" for name in ("max_k3", "max_native_flip") if getattr(config.train, name) == "off"]
     rows = (

@@ -1,7 +1,7 @@
-"""The tables of a configuration, and ``Tables``: all of them, with the values that follow from several.
+"""The tables of a configuration, and ``Tables``: all tables, with the values that follow from several.
 
-A table checks its own keys; ``megarl.config.refusals`` has the rules between them. The docstring below a field is its
-help text. Nothing here imports torch.
+A table checks its own keys; rules between tables are in ``megarl.config.refusals``. The docstring below a field is the
+help text of the field. The tables import no torch.
 """
 
 from pathlib import Path
@@ -63,7 +63,7 @@ class Tables(Table):
 
     @property
     def train_size(self) -> int:
-        """sampling.train_size with its default resolved: responses of a prompt that train."""
+        """sampling.train_size with its default resolved: responses to a prompt for training."""
         return self.sampling.train_size or self.rollout.group_size
 
     @property
@@ -84,7 +84,7 @@ class Tables(Table):
 
     @property
     def credit_record(self) -> Credit:
-        """[credit] with its defaults resolved; ConfigError if its parts do not go together."""
+        """[credit] with its defaults resolved; ConfigError for parts that contradict each other."""
         table = self.credit
         estimated = self.sampling.rule == "ada_est" and self.sampling.uses_credit and table.combination == "plain"
         default_eps = self.estimate.eps if estimated else 0.0
@@ -96,11 +96,11 @@ class Tables(Table):
 
     @property
     def benchmarks(self) -> tuple[str, ...]:
-        """Names of what an evaluation asks."""
+        """Names of the benchmarks of an evaluation."""
         return (*(("heldout",) if self.data.heldout is not None else ()), *self.eval.sets)
 
     def judge_options(self, function: str) -> dict[str, Any]:
-        """What a judge of this reward function is made with; weights are only of the run's own."""
+        """Options of a judge for this reward function; only the run's own function gets weights."""
         options = self.reward.model_dump(include={"workers", "timeout_s", "max_characters"})
         weights = self.reward.weights if function == self.reward.function else None
         return options | {"model": self.reward_model, "weights": weights}
@@ -116,18 +116,17 @@ class Tables(Table):
 
     @property
     def servers_share_gpus(self) -> bool:
-        """Whether a GPU has both a rank of the trainer and a rank of a server."""
+        """Whether a GPU holds a rank of the trainer and a rank of a server."""
         return not self.launch.apart and any(gpu < self.launch.ranks_per_node for gpu in self.sglang.gpus)
 
     @property
     def old_passes(self) -> int:
-        """The number of a step's mini-batches, the last ones, with an old-log-prob pass before the first update.
+        """Number of mini-batches, counted from the last, with an old-log-prob pass before the first update.
 
-        The first one has none: no weight has moved, so its update computes pi_old itself, and r2 would replay what the
-        routers choose anyway. All have one for
-
+        The first mini-batch needs no pass: no weight has moved, so the update computes pi_old itself, and r2 would
+        replay the routers' own choice. All mini-batches have a pass for
         - an objective that needs log-probabilities of whole mini-batches before the first update;
-        - a reference policy, or balancing losses, that count what r2 replays.
+        - a reference policy or balancing losses that follow the routes replayed by r2.
         """
         train, objective = self.train, self.train.resolved_objective
         if train.old_logprobs == "rollout":

@@ -1,4 +1,4 @@
-"""What all tables have in common: their base class and the types of their values."""
+"""Base class of all tables, and the types of values."""
 
 from collections.abc import Iterable
 from typing import Annotated, Literal, Self
@@ -16,7 +16,7 @@ Dtype = Literal["fp32", "bf16"]
 class Table(BaseModel):
     """Base of all tables: frozen, no unknown keys, no conversions (TOML has types), no infinities."""
 
-    # Every optional field has the default None, because TOML has no null: an absent key must read back as None.
+    # Every optional field has the default None: TOML has no null, so an absent key must read back as None.
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
@@ -27,5 +27,5 @@ class Table(BaseModel):
         return self
 
     def rows(self) -> Iterable[Row]:
-        """Return the rules on this table's own keys; messages begin with the key."""
+        """Return the rules on the table's own keys; messages begin with the key."""
         return ()

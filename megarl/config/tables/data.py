@@ -1,4 +1,4 @@
-"""The tables about prompts, their judgement and demonstrations: [data], [reward], [reward_model], [sft]."""
+"""The tables about prompts, rewards and demonstrations: [data], [reward], [reward_model], [sft]."""
 
 import re
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from megarl.config.tables.train import DecayStyle
 from megarl.core.choices.stopping import POSITIVE
 
 FILES = (".jsonl", ".json", ".parquet")
-"""Endings of the files that prompts are read from; other names are folders and data sets of the hub."""
+"""Endings of prompt files; other names are folders or data sets of the hub."""
 
 
 class DataConfig(Table):
@@ -22,21 +22,22 @@ class DataConfig(Table):
     train: str = Field(min_length=1)
     """JSONL, JSON or Parquet file, or the name of a data set on the Hugging Face hub."""
     heldout: str | None = None
-    """The same for evaluation; required if eval.every > 0."""
+    """Held-out prompts, in the form of train; required if eval.every > 0."""
     prompt_field: str = "prompt"
-    """Field that holds the prompt: plain text, or a list of chat messages."""
+    """Field with the prompt: plain text, or a list of chat messages."""
     answer_field: str = "answer"
-    """Field that holds the answer, which the reward gets."""
+    """Field with the answer for the reward."""
     chat_template: bool = False
     """Wrap plain-text prompts with the tokenizer's chat template."""
     chat_template_args: dict[str, Any] = {}
-    """Variables of the chat template, such as { enable_thinking = false }; one that it never reads is an error."""
+    """Variables of the chat template, such as { enable_thinking = false }; a variable that the template never reads is
+    an error."""
     max_prompt_tokens: PositiveInt = 2048
-    """Longest prompt, in tokens; a longer one is an error."""
+    """Longest prompt, in tokens; a longer prompt is an error."""
     split: str | None = None
     """Split of a hub data set or folder, e.g. "train"."""
     heldout_split: str | None = None
-    """The same for heldout; default split, if heldout is no file."""
+    """Split of heldout; default split, unless heldout is a file."""
 
     @property
     def resolved_heldout_split(self) -> str | None:
@@ -59,19 +60,19 @@ class RewardConfig(Table):
     function: str = Field(default="exact_match", min_length=1)
     """"exact_match", "math_strict", "math_verify", "reward_model" or "package.module:function"; see docs/rewards.md."""
     workers: PositiveInt | None = None
-    """Most worker processes of each rank that call the function; default its share of the node's cores. exact_match
-    needs none."""
+    """Most worker processes of a rank for the function; default the rank's share of the node's cores. exact_match needs
+    no workers."""
     timeout_s: PositiveFloat = 30.0
-    """Longest time for one response; seconds. A later one does not train, and is counted. For math_strict, math_verify
-    and functions marked with wrong_if_stopped it is CPU time, and a response that uses it up is wrong."""
+    """Longest time for one response; seconds. A late response is not trained, and is counted. For math_strict,
+    math_verify and functions marked with wrong_if_stopped the limit is CPU time, and a late response is wrong."""
     max_characters: PositiveInt = 10_000
-    """math_strict and math_verify read only so many of a response's characters, the last ones."""
+    """math_strict and math_verify read only the last characters of a response, up to this number."""
     threshold: float = POSITIVE
-    """A response is correct (positive) if its reward is above this. Used by adaptive sampling, RAFT, the advantage
-    "signed" and pass rates."""
+    """A response is correct (positive) if the reward is above the threshold. Used by adaptive sampling, RAFT, the
+    advantage "signed" and pass rates."""
     weights: dict[Annotated[str, Field(pattern=r"^\w+$")], float] = {}
-    """Weights of several rewards, by name: your function then returns a reward for each name, and the reward is their
-    weighted sum. Default: it returns one number."""
+    """Weights of several rewards, by name: your function then returns a reward for each name, and the weighted sum
+    counts. Default: the function returns one number."""
 
     def rows(self) -> Iterable[Row]:
         yield (
@@ -85,23 +86,24 @@ class RewardModelConfig(Table):
     """[reward_model]: the servers of reward.function = "reward_model", which speak SGLang's /classify."""
 
     urls: list[str] = []
-    """Servers. Requests go to them in turn, and another attempt at one to the next server."""
+    """Servers. Requests go to the servers in turn, and a second attempt goes to the next server."""
     text: str = "{prompt}{response}"
-    """What the model reads: {prompt} as the policy read it, chat template included, {response} and {answer}."""
+    """Text for the model: {prompt} as the policy read the prompt, chat template included, {response} and {answer}."""
     label: Count | None = None
-    """Which score of a text is its reward, from 0, where the model gives several; default: it gives one."""
+    """Index, from 0, of the score to use if the model gives several scores; default: the model gives a single score."""
     step: str | None = Field(default=None, min_length=1)
-    """Text that ends a step, such as "\\n\\n"; the reward of a step is the score up to its end. Default: no steps."""
+    """Separator of reasoning steps, such as "\\n\\n"; the reward of a step is the score up to the end of the step.
+    Default: no steps."""
     max_steps: PositiveInt = 64
-    """Most steps of a response; the last one takes the rest."""
+    """Most steps of a response; the last step takes the remaining text."""
     batch_size: PositiveInt = 16
     """Most texts of a request."""
     concurrency: PositiveInt = 4
-    """Requests of each rank that are under way at a time."""
+    """Requests in flight at a time, per rank."""
     timeout_s: PositiveFloat = 60.0
     """Longest time for an attempt at a request; seconds. (reward.timeout_s is for other functions.)"""
     attempts: PositiveInt = 4
-    """Attempts at a request, with growing pauses, before its responses have no reward."""
+    """Attempts at a request, with growing pauses, before the responses count as failed."""
     api_key_env: str | None = None
     """Name of the environment variable with the API key of the servers; default: no key is sent."""
 
@@ -117,11 +119,11 @@ class RewardModelConfig(Table):
 
 
 class SftConfig(Table):
-    """[sft]: the supervised cold start of `megarl sft`. Layout, precision, chat template and the longest prompt and
-    response are those of RL."""
+    """[sft]: the supervised cold start of `megarl sft`. Layout, precision, chat template and longest prompt and
+    response are the keys of RL."""
 
     data: str = Field(min_length=1)
-    """JSONL file of demonstrations; one that is longer than RL could sample is an error."""
+    """JSONL file of demonstrations; a demonstration longer than RL could sample is an error."""
     out: str | None = None
     """Folder for the trained Hugging Face checkpoint; default <run.dir>/sft."""
     steps: PositiveInt

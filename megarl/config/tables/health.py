@@ -1,7 +1,4 @@
-"""The table about what a healthy run looks like: [health], with a key for each check in ``megarl/watch/limits.toml``.
-
-That file is data: the schema of a configuration needs the default limits without the code that judges a run.
-"""
+"""Limits of a healthy run: [health], with a key for each check in ``megarl/watch/limits.toml``."""
 
 import tomllib
 from collections.abc import Iterable
@@ -16,14 +13,14 @@ from megarl.config.tables.base import Table
 _LIMITS = Path(__file__).parents[2] / "watch" / "limits.toml"
 CHECKS: dict[str, dict[str, Any]] = tomllib.loads(_LIMITS.read_text("utf-8"))["health"]
 FALLING = tuple(name for name, check in CHECKS.items() if check.get("falls"))
-"""Checks of what must not become small; all others are of what must not become large."""
+"""Checks of values that must not become small; all other values must not become large."""
 
 
 class _Steps(Table):
     patience_steps: PositiveInt = 3
-    """Steps in a row that must be beyond a limit until there is a verdict, and within it until the verdict ends."""
+    """Steps in a row beyond a limit before a verdict begins, and within the limit before the verdict ends."""
     start_steps: PositiveInt = 5
-    """Steps whose median is the run's own start. Checks named *_ratio say nothing before; spikes wait as long."""
+    """Steps whose median is the run's start value. Checks named *_ratio, and spikes, wait for the start value."""
 
     def rows(self) -> Iterable[Row]:
         for name in CHECKS:
@@ -48,7 +45,7 @@ def _key(check: dict[str, Any]) -> Any:
 
 
 class HealthConfig(create_model("_Limits", __base__=_Steps, **{name: _key(check) for name, check in CHECKS.items()})):
-    """[health]: from which values on a run is not healthy, see docs/health.md.
+    """[health]: limits of a healthy run, see docs/health.md.
 
-    A check has two limits, [warning, alarm], or [warning] alone, or is "off". A value at a limit is beyond it.
+    A check has two limits, [warning, alarm], or [warning] alone, or is "off". A value at a limit is beyond the limit.
     """

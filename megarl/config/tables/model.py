@@ -1,4 +1,4 @@
-"""The tables about the policy and how it is spread over ranks: [model], [parallel], [recompute]."""
+"""The tables about the policy and the layout of ranks: [model], [parallel], [recompute]."""
 
 from collections.abc import Iterable
 from typing import Literal
@@ -15,14 +15,14 @@ class ModelConfig(Table):
     """[model]: the policy."""
 
     path: str = Field(min_length=1)
-    """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer); it decides the architecture."""
+    """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer), which decides the architecture."""
     trust_remote_code: bool = False
-    """Let code in this folder make the tokenizer, if it names some; --trust sets it: docs/trust.md."""
+    """Allow code in this folder to make the tokenizer; --trust sets this key: docs/trust.md."""
     dtype: Dtype = "bf16"
     """Precision of training weights and activations; the optimizer always keeps fp32."""
     reference: str | None = None
-    """Checkpoint folder of the reference policy, of the same architecture; default path. Read only by objectives with a
-    KL to a reference: kl_grpo, or any with the part kl."""
+    """Checkpoint folder of the reference policy, of the policy's architecture; default path. Read only by objectives
+    with a KL to a reference: kl_grpo, or any with the part kl."""
 
 
 class ParallelConfig(Table):
@@ -35,7 +35,7 @@ class ParallelConfig(Table):
     vpp: PositiveInt | None = None
     """Virtual pipeline stages per pipeline rank (interleaved schedule); needs pp > 1."""
     ep: PositiveInt = 1
-    """Expert-parallel ranks, taken from the data-, context- and tensor-parallel ones."""
+    """Expert-parallel ranks, a division of the data-, context- and tensor-parallel ranks."""
     etp: PositiveInt | None = None
     """Tensor-parallel ranks inside an expert; default tp."""
     cp: PositiveInt = 1
@@ -57,7 +57,7 @@ class ParallelConfig(Table):
 
     @property
     def micro_batch_multiple(self) -> int:
-        """The number of micro-batches is a multiple of this: the interleaved schedule takes pp at a time."""
+        """The number of micro-batches is a multiple of this number: the interleaved schedule takes pp at a time."""
         return self.pp if self.vpp else 1
 
     @property
@@ -80,13 +80,13 @@ class RecomputeConfig(Table):
     """[recompute]: activations that the backward pass recomputes to save memory; the names are Megatron's."""
 
     granularity: Literal["selective", "full"] | None = None
-    """Nothing, some modules of each layer, or whole layers."""
+    """Modules to recompute: nothing, some modules of each layer, or whole layers."""
     method: Literal["uniform", "block"] | None = None
     """With full: recompute every num_layers layers as a unit, or only the first num_layers layers of a stage."""
     num_layers: PositiveInt | None = None
     """With full: see method; layers."""
     modules: list[RecomputeModule] | None = None
-    """With selective: which modules; default core_attn."""
+    """With selective: modules to recompute; default core_attn."""
 
     def rows(self) -> Iterable[Row]:
         full_keys = [key for key in ("method", "num_layers") if getattr(self, key) is not None]

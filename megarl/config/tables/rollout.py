@@ -22,39 +22,39 @@ class RolloutConfig(Table):
     group_size: PositiveInt
     """Responses G to each prompt."""
     max_response_tokens: PositiveInt
-    """Longest response, in tokens; a longer one is cut."""
+    """Longest response, in tokens; a longer response is cut."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature. Not 0: log-probabilities of greedy samples are all 0, and ratios would be wrong."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling: tokens come from the smallest set with at least this probability."""
     keep_sampling_mask: bool = True
-    """With top_p below 1, the ids that each token was drawn from are recorded, and training computes log-probabilities
-    over them ("Keep Sampling Mask", docs/sampling.md). false: over the whole vocabulary, with biased importance
+    """With top_p below 1: record the ids of each token's nucleus, and compute log-probabilities over the nucleus in
+    training ("Keep Sampling Mask", docs/sampling.md). false: over the whole vocabulary, with biased importance
     weights."""
     max_kept_ids: PositiveInt = 1 << 22
-    """Most ids that are recorded for one response, 4 bytes each; a response with more ends the run."""
+    """Most recorded ids of one response, 4 bytes per id; a response with more ids ends the run."""
     fp8_rounding: bool = False
-    """Round the engine's weights through FP8 (e4m3, 128 x 128 blocks), to the values that an FP8 engine would hold."""
+    """Round the engine's weights through FP8 (e4m3, 128 x 128 blocks), to the values of an FP8 engine."""
     fp8_activations: bool = False
-    """Round what these weights multiply too (e4m3, a scale for each token and 128 channels), as an FP8 engine computes.
-    The local engine only, with fp8_rounding; see docs/fp8.md."""
+    """Round the inputs of linear layers as an FP8 engine does (e4m3, a scale for each token and 128 channels). The
+    local engine only, with fp8_rounding; see docs/fp8.md."""
     fp8_kv_cache: bool = False
     """Round keys and values of attention too (e4m3, scale 1). The local engine only."""
     dtype: Dtype = "bf16"
     """Precision of the engine's weights and activations; expert biases are fp32."""
     one_step_off: bool = False
-    """Sample the responses of the next step while this one trains, with weights that are one step old."""
+    """Sample the responses of the next step during training, with weights that are one step old."""
     max_batch_size: PositiveInt = 256
     """Responses that the local engine decodes at once, per rank."""
 
     @property
     def engine_kind(self) -> EngineKind:
-        """What the engine can do, and what makes it."""
+        """Capabilities of the engine, and the factory."""
         return engine_kind(self.engine)
 
     @property
     def keeps_sets(self) -> bool:
-        """Whether the ids that tokens are drawn from are recorded: at top_p = 1 these are the whole vocabulary."""
+        """Whether the ids of each token's nucleus are recorded; at top_p = 1 the nucleus is the whole vocabulary."""
         return self.keep_sampling_mask and self.top_p < 1
 
     def rows(self) -> Iterable[Row]:
@@ -90,33 +90,33 @@ class EnvironmentConfig(Table):
     """[environment]: rollouts of several turns, with tools; see docs/environments.md."""
 
     function: str | None = None
-    """"tools" for those below, or "package.module:factory"; default none: a response is one turn."""
+    """"tools" for the key tools, or "package.module:factory"; default: a response is one turn."""
     options: dict[str, Any] = {}
-    """Keyword arguments of the factory that function names."""
+    """Keyword arguments of the factory in function."""
     tools: list[str] = []
-    """What the model may call: "calculator", "python" or "package.module:factory"."""
+    """Tools of the model: "calculator", "python" or "package.module:factory"."""
     format: Literal["block", "hermes"] = "block"
-    """How the model calls a tool. block: text between call_open and call_close, for one tool; hermes: JSON in
-    <tool_call> tags, as Qwen does."""
+    """Form of a tool call. block: text between call_open and call_close, for a single tool; hermes: JSON in <tool_call>
+    tags, as Qwen does."""
     call_open: str = "<tool>"
     """Text that begins a call, with format block."""
     call_close: str = "</tool>"
-    """Text that ends a call, with format block; text after it is ignored."""
+    """Text that ends a call, with format block; the text after call_close is ignored."""
     observation: str | None = None
     """Text appended after a call; {output} stands for the tool's output. The default depends on the format."""
     stop: list[str] = []
-    """Texts of one token each that end a turn, besides the end token."""
+    """Texts of one token that end a turn, in addition to the end token."""
     max_turns: PositiveInt = 8
     """Most turns of the model; rollout.max_response_tokens bounds all turns and observations together."""
     max_turn_tokens: PositiveInt | None = None
-    """Longest turn; default what is left."""
+    """Longest turn, in tokens; default the remaining tokens of the response."""
     step_s: PositiveFloat = 60.0
     """Longest answer of the environment; seconds."""
     episode_s: PositiveFloat = 1800.0
-    """Longest time from the end of a rollout's first turn to the end of the rollout, sampling included; seconds. A
-    rollout that takes longer does not train, and is counted."""
+    """Longest time from the end of a rollout's first turn to the end of the rollout, sampling included; seconds. A late
+    rollout is not trained, and is counted."""
     concurrency: PositiveInt = 4
-    """Answers that the environment computes at a time, on each rank."""
+    """Answers that the environment computes at a time, per rank."""
     python_s: PositiveFloat = 10.0
     """Wall and CPU time of a call of the Python tool; seconds."""
     python_memory_mb: PositiveInt = 1024
@@ -124,10 +124,11 @@ class EnvironmentConfig(Table):
     python_output_kb: PositiveInt = 16
     """Longest output of the Python tool."""
     python_processes: int = Field(default=8, ge=-1)
-    """Processes and threads that it may have beside the first one; -1 = no limit, with python_limits_alone only."""
+    """Processes and threads of the Python tool besides the first process; -1 = no limit, with python_limits_alone
+    only."""
     python_limits_alone: bool = False
-    """Run it without isolation, under resource limits alone, where bubblewrap does not work: the model's code then has
-    the network, and reads and writes what the user can."""
+    """Run the Python tool under resource limits without isolation, where bubblewrap does not work: the model's code
+    then has the network and the user's files."""
 
     def rows(self) -> Iterable[Row]:
         yield (
@@ -152,13 +153,13 @@ class SGLangConfig(Table):
     """[sglang]: the servers of rollout.engine = "sglang"."""
 
     urls: list[str] = []
-    """Servers that run already, for this run alone; empty: megarl starts its own."""
+    """Running servers, for this run alone; empty: megarl starts servers."""
     servers: PositiveInt = 1
-    """Servers that megarl starts on each node, beside the node's first rank."""
+    """Servers that megarl starts on each node, next to the node's first rank."""
     gpus: list[Count] = []
-    """GPUs of a node for its servers, tp for each; empty: servers compute on the CPU."""
+    """GPUs of a node for the servers, tp for each server; empty: servers compute on the CPU."""
     host: str | None = None
-    """Address that servers listen on; default the loopback address, on several nodes the address of each node."""
+    """Address on which servers listen; default the loopback address, on several nodes the address of the node."""
     python: str = ".venv-sglang/bin/python"
     """Python interpreter of the environment with SGLang."""
     tp: PositiveInt = 1
@@ -167,40 +168,41 @@ class SGLangConfig(Table):
     """Share of a GPU's memory for a server's weights and cache; on a CPU, share of the machine's memory, taken at the
     start of the server. Default: SGLang's choice, on a CPU 0.1."""
     max_total_tokens: PositiveInt | None = None
-    """Tokens that a server's cache holds; default as many as fit."""
+    """Tokens in the cache of a server; default as many as fit."""
     arguments: list[str] = []
     """More command-line arguments for sglang.launch_server."""
     api_key_env: str | None = None
-    """Name of the environment variable with the API key of the servers. Without it, servers that megarl starts get a
+    """Name of the environment variable with the API key of the servers. Without a name, servers started by megarl get a
     random key."""
     sync: Literal["auto", "ipc", "distributed", "tensor", "disk"] = "auto"
-    """How weights reach the servers. ipc: servers on the trainer's GPUs, or on this machine's CPUs, read them in its
-    memory; distributed: one process group with all servers, NCCL from GPUs and gloo from CPUs; tensor: HTTP, slow, and
-    ipc for servers on this machine's CPUs; disk: a folder below run.dir that the servers can read. auto: ipc where
-    servers share GPUs or CPUs with the trainer, distributed for others."""
+    """Transport of weights to the servers. ipc: servers on the trainer's GPUs, or on this machine's CPUs, read the
+    trainer's memory; distributed: one process group with all servers, NCCL from GPUs and gloo from CPUs; tensor: HTTP,
+    slow, and ipc for servers on this machine's CPUs; disk: a folder below run.dir that the servers can read. auto: ipc
+    where servers share GPUs or CPUs with the trainer, otherwise distributed."""
     spare_weights: Literal["memory", "disk", "none"] = "memory"
-    """Where a copy of the weights is kept for a server that is restarted: in the memory of the node's first rank, or
-    below run.dir. none: the server gets no weights, and no requests, before the next update."""
+    """Place of a copy of the weights for restarted servers: memory of the node's first rank, or a folder below run.dir.
+    none: a restarted server gets no weights and no requests before the next update."""
     release_memory: bool = False
-    """For servers on the trainer's GPUs: they release their memory while the trainer trains, and the trainer releases
-    gradients and optimizer state while they sample."""
+    """For servers on the trainer's GPUs: the servers release memory during training, and the trainer releases gradients
+    and optimizer state during sampling."""
     checksums: bool = False
-    """Compare the servers' checksums of their weights after every update, and again after the responses of a step."""
+    """Compare the servers' checksums of the weights after every update, and again after the responses of a step."""
     fp8: bool = False
     """Compute in FP8 on the servers, with weights in blocks of 128 x 128; needs GPUs with FP8."""
     compact_routes: bool = True
-    """Ask for routes in a compact form. Only servers that megarl starts have it; others send the long form."""
+    """Ask for routes in a compact form. Servers started by megarl have the compact form; running servers send the long
+    form."""
     concurrency: PositiveInt | None = None
-    """Most requests of a rank that are in flight at one server; default: the rank's part of what the server says it can
-    run, at most 64 of one that does not say."""
+    """Most requests of a rank in flight at one server; default: the rank's share of the server's reported capacity, or
+    64 for a server that reports no capacity."""
     deadline_s: PositiveFloat = 600.0
     """Longest time for one response; seconds."""
     attempts: PositiveInt = 4
     """Attempts at a request before the run ends. An attempt fails if the answer is bad or late."""
     start_deadline_s: PositiveFloat = 600.0
-    """Longest start of a server, and longest absence of a lost one; seconds."""
+    """Longest start of a server, and longest absence of a lost server; seconds."""
     max_restarts: Count = 20
-    """Most restarts of a server that dies; those at urls are not restarted."""
+    """Most restarts of a server that dies; servers at urls are not restarted."""
 
     def rows(self) -> Iterable[Row]:
         for url in self.urls:

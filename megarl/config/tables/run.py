@@ -17,12 +17,12 @@ class RunConfig(Table):
     dir: str | None = None
     """Folder for metrics, checkpoints and the resolved configuration; default runs/<name>."""
     seed: Count = 0
-    """Seed of everything random: prompt order, sampling, initial weights that no checkpoint gives."""
+    """Seed of everything random: prompt order, sampling, initial weights without a checkpoint."""
     steps: PositiveInt
-    """Global steps. A step samples prompts_per_step * group_size responses and trains on them."""
+    """Global steps. A step samples prompts_per_step * group_size responses and trains on the responses."""
     collective_timeout_s: PositiveFloat | None = None
-    """Longest time that a rank waits for the others before the run ends; default 1800, with SGLang servers longer than
-    a rank may wait for one."""
+    """Longest wait of a rank for other ranks before the run ends; seconds. Default 1800, and with SGLang servers more
+    than the longest wait for a server."""
     deterministic: bool = False
     """Ask PyTorch, Megatron, Transformer Engine, cuBLAS and NCCL for deterministic kernels; slower on a GPU."""
 
@@ -35,7 +35,7 @@ class EvalConfig(Table):
     samples: PositiveInt = 1
     """Responses per prompt."""
     max_prompts: PositiveInt | None = None
-    """Use only this many prompts, the first ones; default all."""
+    """Use only the first prompts, up to this number; default all."""
     temperature: NonNegative = 1.0
     """Sampling temperature; 0 = greedy."""
     sets: dict[str, str] = {}
@@ -47,49 +47,49 @@ class EvalConfig(Table):
 
 
 class CheckpointConfig(Table):
-    """[checkpoint]: what a killed run continues from."""
+    """[checkpoint]: saved states from which a killed run continues."""
 
     every: Count = 0
-    """Global steps between checkpoints; 0 = none in between. A run that is asked to stop (Ctrl-C) always saves."""
+    """Global steps between checkpoints; 0 = only at the end. A run asked to stop (Ctrl-C) always saves."""
     at_end: bool = True
-    """Save the last step, whatever `every` is; false for a benchmark that needs no weights."""
+    """Save the last step, for any value of `every`; false for a benchmark that needs no weights."""
     keep: PositiveInt = 2
-    """How many checkpoints stay on disk, the newest ones; those of keep_every and keep_best besides."""
+    """Number of newest checkpoints that stay on disk, in addition to checkpoints of keep_every and keep_best."""
     keep_every: Count = 0
-    """Checkpoints of these steps stay, for later evaluation: multiples of `every`; 0 = none."""
+    """Keep checkpoints of steps that are multiples of this number, a multiple of `every`, for later evaluation; 0 = no
+    extra checkpoints."""
     keep_best: str | None = None
-    """The step with the best pass rate so far is saved and stays: on this benchmark, or "pooled" over all."""
+    """Save and keep the step with the best pass rate so far: on this benchmark, or "pooled" over all."""
     asynchronous: bool = False
     """Write checkpoints in background processes while training continues; needs host memory for a copy."""
     verify_gib: NonNegative = 64.0
-    """GiB that each rank reads to compare a checkpoint with its manifest before it is loaded. Of a larger one, random
-    files are compared, and the names and sizes of all."""
+    """GiB that a rank reads to compare a checkpoint with the manifest before loading. Of a larger checkpoint, random
+    files are compared, and names and sizes of all files."""
     resume: bool = True
-    """Continue from the newest checkpoint in run.dir, if there is one; false refuses a folder that holds a run."""
+    """Continue from the newest checkpoint in run.dir, if present; false refuses a folder that holds a run."""
     accept_inputs: list[str] = []
-    """Inputs that may differ from those that the run began with, each as the error names it: "NAME:DIGEST"."""
+    """Inputs that may have changed since the run began, each as named by the error: "NAME:DIGEST"."""
 
 
 class LaunchConfig(Table):
-    """[launch]: where `megarl launch` starts a run, and what `megarl plan` calculates with; see docs/launch.md."""
+    """[launch]: nodes and ranks for `megarl launch` and `megarl plan`; see docs/launch.md."""
 
     layout: Literal["local", "colocated", "disaggregated", "heterogeneous"] = "local"
-    """local: one machine, no Slurm; colocated: servers beside the trainer, on its GPUs; disaggregated: servers on nodes
-    of their own in the same job; heterogeneous: the same as the second component of a heterogeneous job."""
+    """local: one machine, no Slurm; colocated: servers on the trainer's GPUs; disaggregated: servers on separate nodes
+    of the job; heterogeneous: servers in the second component of a heterogeneous job."""
     nodes: PositiveInt = 1
     """Nodes of the trainer."""
     ranks_per_node: PositiveInt = 1
-    """Ranks of the trainer on each of its nodes; one for each GPU, where there are GPUs."""
+    """Ranks of the trainer on a node; on GPU nodes one rank per GPU."""
     server_nodes: Count = 0
-    """Nodes that hold SGLang servers and nothing else, sglang.servers on each."""
+    """Nodes that hold only SGLang servers, sglang.servers per node."""
     gpu_memory_gib: PositiveFloat | None = None
-    """Memory of one GPU for `megarl plan`, GiB. Without it, plan refuses nothing for lack of memory."""
+    """Memory of one GPU for `megarl plan`, GiB. Without a value, plan refuses nothing for lack of memory."""
     max_restarts: Count = 3
-    """Most restarts of a trainer that dies, in a row without a new checkpoint; for servers see
-    sglang.max_restarts."""
+    """Most restarts of a trainer in a row without a new checkpoint; for servers see sglang.max_restarts."""
     stop_grace_s: PositiveFloat = 240.0
-    """Seconds from the request to stop until processes that still run are killed. It must be enough for a step's
-    updates and a checkpoint, and less than the 300 s of --signal=B:USR1@300 in the scripts."""
+    """Seconds from the request to stop until running processes are killed. Choose enough for the updates of a step and
+    a checkpoint, and less than the 300 s of --signal=B:USR1@300 in the scripts."""
 
     @property
     def apart(self) -> bool:
@@ -120,21 +120,21 @@ class LogConfig(Table):
     tensorboard: bool = True
     """Write TensorBoard event files below run.dir."""
     wandb_project: str | None = None
-    """Also log to this Weights & Biases project; default none."""
+    """Also log to this Weights & Biases project; default: no Weights & Biases."""
     hang_s: PositiveFloat = 900.0
     """A rank without progress for this long writes the stacks of its threads below run.dir/ranks; seconds."""
     traces_every: Count = 0
     """Steps between dumps of the routes into run.dir/traces, for `megarl trace`; 0 = never."""
     samples_per_step: Literal["all"] | Count = 4
     """Responses of each step to store with their texts in run.dir/responses.jsonl.gz, for `megarl samples` and the
-    report: so many of those that the first rank drew, and the first of any rank that failed, or "all" of all ranks;
-    0 = none."""
+    report: a number of responses of the first rank, plus the first failed response of any rank; "all": all responses of
+    all ranks; 0: no responses."""
     objective_every: Count = 1
     """Steps between the objective's statistics (ratio, clip/*, tis/*, kl/*, gap/*, first_order/*); 0 = never. Losses,
-    counts, rewards and what tripwires watch are logged in every step."""
+    counts, rewards and inputs of tripwires are logged in every step."""
     variance_every: Count = 0
-    """Steps between measurements of the gradient's variance and its best baseline (variance/*, baseline/*), each of
-    which takes one more forward and backward pass; 0 = never."""
+    """Steps between measurements of the gradient's variance and the best baseline (variance/*, baseline/*); a
+    measurement costs one more forward and backward pass; 0 = never."""
 
     def writes_traces(self, done: int) -> bool:
         """Whether step ``done``, from 1, dumps its routes."""

@@ -1,4 +1,4 @@
-"""The tables of a configuration that say what is sampled, how much of it, and how it is credited."""
+"""The tables about sampling: [sampling], [estimate], [gvm], [credit]."""
 
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
@@ -20,18 +20,18 @@ _ADVANTAGE_PARTS = ("statistics", "scale", "ddof", "floor", "rate_eps", "combina
 
 
 class SamplingConfig(Table):
-    """[sampling]: how many responses a prompt gets, and which of them train; see docs/sampling.md."""
+    """[sampling]: number of responses per prompt, and the selection for training; see docs/sampling.md."""
 
     rule: str = "uniform"
-    """uniform: group_size each; ada_seq_pos, ada_seq_balance: rounds until a prompt has its positives (and negatives);
-    tiers: a prompt without its positives goes to the next of ``tiers``, and keeps the responses that it has;
+    """uniform: group_size each; ada_seq_pos, ada_seq_balance: rounds until a prompt has its positives (and
+    negatives); tiers: a prompt without enough positives goes to the next of ``tiers`` and keeps its responses;
     ada_est, gvm: by estimates, prompts_per_step * group_size in all (see [estimate] and [gvm]); or your own,
     "package.module:function"."""
     train_size: PositiveInt | None = None
-    """Responses to a prompt that train, if more were drawn; default group_size with ada_seq_* and tiers, else
+    """Responses to a prompt that train, if more were drawn; default group_size with ada_seq_* and tiers, otherwise
     all."""
     round_size: PositiveInt = 8
-    """Responses to a prompt in each round of ada_seq_*."""
+    """Responses to a prompt in a round of ada_seq_*."""
     max_samples: PositiveInt = 32
     """Most responses to a prompt. ada_seq_* and your own rule give up after this number; ada_est allots at most this
     number."""
@@ -40,26 +40,27 @@ class SamplingConfig(Table):
     positives: Count | None = None
     """Positive responses that end a prompt; default 1, and half of train_size with ada_seq_balance."""
     negatives: Count | None = None
-    """Negative responses that ada_seq_balance needs in addition; default the other half of train_size."""
+    """Additional negative responses for ada_seq_balance; default the remaining part of train_size."""
     subsample: Literal["balance", "pos", "any"] | None = None
-    """Which responses train with a train_size and the rule uniform, ada_est or your own. balance: half positive, half
-    negative, as far as available; pos: in the proportion of all drawn, but at least one of each class; any: regardless
-    of the reward. Default balance."""
+    """Selection for training with a train_size and the rule uniform, ada_est or your own. balance: half positive, half
+    negative, as far as available; pos: in the proportion of all drawn, but at least one response per class; any:
+    regardless of the reward. Default balance."""
     keep: Literal["first", "random"] = "first"
-    """Which responses of a class train if there are too many: those requested first, or a random choice by the seed."""
+    """Selection within a class that has too many responses: the first requested, or a random choice by the seed."""
     refill: bool = False
     """DAPO's dynamic sampling: a prompt whose rewards are all equal is replaced by a new prompt."""
     max_prompts: PositiveInt | None = None
     """Most prompts of a step with refill; default 4 * prompts_per_step."""
     spare: Count = 0
-    """With refill, prompts drawn ahead. They shorten the wait at the end of a step, but may not be needed."""
+    """With refill, prompts drawn ahead. Spare prompts shorten the wait at the end of a step, but may remain unused."""
     advantages: Literal["objective", "credit"] | None = None
-    """Whose advantages: the objective's, from the responses that train, or those of [credit], from all that were drawn;
-    default credit with ada_* and with train_size, else objective. Weights of [credit] go with either."""
+    """Source of the advantages: "objective" (statistics over trained responses) or "credit" (over all sampled
+    responses); default credit with ada_* and with train_size, otherwise objective. Weights of [credit] go with
+    either."""
 
     @property
     def fixed(self) -> bool:
-        """Whether it is known before a step which responses are sampled, and all of them train."""
+        """Whether the sampled responses are known before a step, and all train."""
         return self.rule == "uniform" and self.train_size is None and not self.refill
 
     @property
@@ -69,14 +70,16 @@ class SamplingConfig(Table):
 
     @property
     def uses_credit(self) -> bool:
-        """Whether advantages are those of [credit]: ``advantages`` with its default resolved."""
+        """Whether advantages come from [credit]: ``advantages`` with its default resolved."""
         chosen_by_reward = self.rule in (*_SEQUENTIAL, "ada_est") or self.train_size is not None
         return self.advantages == "credit" or (self.advantages is None and chosen_by_reward)
 
     def rule_of(self, group_size: int, threshold: float = POSITIVE) -> SamplingRule:
-        """The sampling rule for this group size; not for rules that allot. A reward above ``threshold`` is positive.
+        """Return the sampling rule for this group size; not for rules that allot. A reward above ``threshold`` is
+        positive.
 
-        ConfigError if sizes do not go together."""
+        ConfigError if sizes contradict each other.
+        """
         train_size = group_size if self.train_size is None else self.train_size
         limits: Any = {"round_size": self.round_size, "max_samples": self.max_samples, "threshold": threshold}
         positives = 1 if self.positives is None else self.positives
@@ -95,7 +98,7 @@ class SamplingConfig(Table):
         return Uniform(group_size, self.train_size, "any" if self.train_size is None else keep, threshold)
 
     def check_credit(self, credit: Credit, group_size: int) -> None:
-        """ConfigError if [credit] is set but not used, or needs a class that may be missing in what trains."""
+        """ConfigError if [credit] is set but not used, or needs a class that may be missing among trained responses."""
         if not self.uses_credit:
             unused = [name for name in _ADVANTAGE_PARTS if getattr(credit, name) != getattr(Credit(), name)]
             if unused:
@@ -143,31 +146,31 @@ class SamplingConfig(Table):
 
 
 class EstimateConfig(Table):
-    """[estimate]: pass rates for sampling.rule = "ada_est", and the counts that follow from them."""
+    """[estimate]: pass rates for sampling.rule = "ada_est", and the resulting counts."""
 
     by: Literal["counts", "value_head"] = "counts"
-    """Fading counts of each prompt, or a head on the policy's last hidden state of a prompt, which also has an estimate
-    for prompts that were never drawn."""
+    """Fading counts of each prompt, or a head on the policy's last hidden state of a prompt, which also estimates
+    prompts that were never drawn."""
     objective: str = "ada_est"
-    """Which counts: "inverse:A" in proportion to 1 / (p + eps)^A, of which "ada_est" is A = 0.5, or those of least
-    variance for the objective "log", "raft", "linear", "arcsin" or "power:A"."""
+    """Allocation of counts: "inverse:A" in proportion to 1 / (p + eps)^A ("ada_est" is A = 0.5), or with least variance
+    for the objective "log", "raft", "linear", "arcsin" or "power:A"."""
     eps: PositiveFloat = 1e-3
     """The eps of objectives "ada_est" and "inverse:A"."""
     probe: Count = 0
-    """Responses to each prompt that decide on its others, together with the estimate: then a prompt's first visit is
+    """Responses to a prompt that, with the estimate, decide on further responses: the first visit of a prompt is then
     adaptive too, and prompts_per_step * group_size is the expected total. 0: all counts are decided before the step."""
     min_samples: Count = 1
     """Least responses to a prompt; the most are sampling.max_samples."""
     decay: float = Field(default=0.9, ge=0, le=1)
-    """Factor on the counts of a prompt whenever it is drawn again."""
+    """Factor on the counts of a prompt at every new draw of the prompt."""
     prior_positives: PositiveFloat = 1.0
-    """alpha of the Beta prior: each prompt starts as if it had this many positive responses."""
+    """alpha of the Beta prior: initial number of positive responses of every prompt."""
     prior_negatives: PositiveFloat = 1.0
-    """beta of the Beta prior: the same for negative responses."""
+    """beta of the Beta prior: initial number of negative responses of every prompt."""
     pooled: bool = True
     """With by = "counts": the mean of the prior follows the pass rate of all prompts drawn so far."""
     head_lr: float = Field(default=0.1, gt=0, lt=10)
-    """Learning rate of the value head: about how far one of its 8 steps per update moves a logit."""
+    """Learning rate of the value head: approximate change of a logit in one of the 8 steps per update."""
 
     def rows(self) -> Iterable[Row]:
         try:
@@ -177,45 +180,47 @@ class EstimateConfig(Table):
 
 
 class GvmConfig(Table):
-    """[gvm]: the first stage of sampling.rule = "gvm", and the counts that follow from it."""
+    """[gvm]: the first stage of sampling.rule = "gvm", and the resulting counts."""
 
     pre_samples: PositiveInt = 8
-    """Responses to each prompt in the first stage; they do not train."""
+    """Responses to a prompt in the first stage, which do not train."""
     refresh_every: PositiveInt = 10
-    """Steps between first stages; each one looks at the prompts of all steps up to the next."""
+    """Steps between first stages; a first stage covers the prompts of all steps up to the next."""
     alpha: NonNegative = 1e-3
     """alpha of n ~ G / sqrt(p + alpha / p^(beta - 1)): the larger, the fewer responses to hard prompts."""
     beta: float = Field(default=2.0, ge=2)
-    """beta of the same formula."""
+    """beta of the formula of alpha."""
     block: str = "embedding"
-    """Parameters whose gradient is measured: "embedding", "output_layer", or a regular expression on their names."""
+    """Parameters whose gradient is measured: "embedding", "output_layer", or a regular expression on parameter
+    names."""
     average: Literal["mean", "rms"] = "mean"
     """How the gradient norms of a prompt's accepted responses are averaged: mean (released code) or rms (theory)."""
     solved_above: float = Field(default=1.0, ge=0, le=1)
-    """Prompts with a higher acceptance rate get nothing; 1 = off."""
+    """Prompts with a higher acceptance rate get no responses; 1 = off."""
     min_accepted: NonNegative = 0.0
-    """Prompts with fewer expected accepted responses get nothing; 0 = off."""
+    """Prompts with fewer expected accepted responses get no responses; 0 = off."""
     max_samples: PositiveInt | None = None
     """Most responses to a prompt, at least rollout.group_size; default 4 rollout.group_size."""
 
 
 class CreditConfig(Table):
-    """[credit]: advantages and weights of what adaptive sampling selected; see docs/sampling.md."""
+    """[credit]: advantages and weights of adaptively sampled responses; see docs/sampling.md."""
 
     statistics: Statistics = "pool"
-    """Which responses give mean and standard deviation: all drawn responses to a prompt, or those that train."""
+    """Responses for mean and standard deviation: all drawn responses to a prompt, or the trained responses."""
     scale: PoolScale | None = None
-    """Divisor of the advantage: none, std, rate or root_rate of these; default root_rate with ada_est, else none."""
+    """Divisor of the advantage: none, std, rate or root_rate of the statistics; default root_rate with ada_est,
+    otherwise none."""
     ddof: Literal[0, 1] = 1
     """Of the standard deviation: 1 unbiased, 0 population."""
     floor: PositiveFloat = 1e-6
     """Least standard deviation to divide by."""
     rate_eps: NonNegative | None = None
-    """Added to a pass rate before it divides; default estimate.eps with ada_est, else 0."""
+    """Added to a pass rate before a division; default estimate.eps with ada_est, otherwise 0."""
     combination: Combination = "plain"
-    """unbiased: remove the bias of selecting by reward; the expected gradient is then that of the pass rate."""
+    """unbiased: remove the bias of selection by reward; the expected gradient is then the gradient of the pass rate."""
     objective: str | None = None
-    """Weight of a prompt with pass rate p: f'(p), for f = "log", "raft", "arcsin" or "power:A". Only for sampling
-    that does not already follow f."""
+    """Weight of a prompt with pass rate p: f'(p), for f = "log", "raft", "arcsin" or "power:A". Only for sampling that
+    does not already follow f."""
     weigh: Weigh = "sample"
-    """What has equal weight: each response that trains, or each prompt."""
+    """Unit of equal weight: a trained response, or a prompt."""

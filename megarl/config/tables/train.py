@@ -16,7 +16,7 @@ from megarl.errors import ConfigError
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
 _AROUND_A_FUNCTION = replace(OBJECTIVES["minirl"], masks=(), factors=())
-"""What a function does not compute: advantages (group mean), denominator (sequences), penalties (none)."""
+"""Parts that a function does not compute: advantages (group mean), denominator (sequences), penalties (none)."""
 OpenShare = Annotated[float, Field(gt=0, lt=1)]
 _PARTS_AROUND = [
     *("advantage", "selection", "std_ddof", "std_eps", "aggregation", "norm_length"),
@@ -33,61 +33,62 @@ class TrainConfig(Table):
     objective_overrides: dict[str, Any] = {}
     """Parts of the objective to replace, e.g. masks.0.high = 1.28, or factors = [{policies = "theta_mu", high = 2.0}];
     the string "off" stands for None. The advantage, a mask and a factor's fn may be your own,
-    "package.module:function". An objective that is a function has fewer parts."""
+    "package.module:function". A function as objective has fewer parts."""
     mini_batches: PositiveInt = 1
     """Optimizer steps N per global step, each on an equal share of the responses."""
     micro_batch_tokens: PositiveInt = 16384
     """Most tokens of one forward pass on one rank; at least the longest prompt plus the longest response."""
     old_logprobs: Literal["recomputed", "rollout"] = "recomputed"
-    """pi_old: of the training engine before the first update, or (rollout) mu of the engine that sampled. That saves
-    the old-log-prob pass; theta/old is then theta/mu, and only the first mini-batch is compared with the engine."""
+    """pi_old: of the training engine before the first update, or (rollout) mu of the sampling engine. With rollout, the
+    old-log-prob pass is saved, theta/old is theta/mu, and only the first mini-batch is compared with the engine."""
     replay: Literal["none", "r2", "r3"] = "r3"
-    """Which experts training uses: its own choice (none; dense models know no other), those of the old-log-prob pass
-    (r2), or of the engine (r3)."""
+    """Experts in training: the routers' own choice (none; the only value for dense models), the choice of the
+    old-log-prob pass (r2), or the engine's (r3)."""
     replay_reference: bool = False
-    """Whether a reference policy uses these experts too: at equal weights the KL is then exactly 0. Otherwise it routes
-    by itself."""
+    """Whether a reference policy uses the replayed experts too: the KL at equal weights is then exactly 0. Otherwise
+    the reference policy routes natively."""
     max_missing_rows: float = Field(default=0.05, ge=0, le=1)
     """Largest fraction of tokens without a recorded route; more end the run. The last token of a sequence does not
-    count: no engine has processed it, and nothing is predicted from it."""
+    count: no engine has processed the token, and the token predicts nothing."""
     min_route_agreement: float = Field(default=0.5, ge=0, le=1)
     """Least agreement beyond chance between replayed experts and the training routers' own choice, in the first pass
     over a mini-batch: 1 is full agreement, 0 switches the check off. Rows of another batch agree by chance alone."""
     max_k3: Literal["learn", "off"] | OpenShare = "learn"
-    """Largest k3 of a response and of a step (docs/tripwires.md): beyond it they are dropped. "learn" takes it from
-    what is usual in the first steps."""
+    """Largest k3 of a response and of a step (docs/tripwires.md); responses beyond the limit are dropped. "learn"
+    derives the limit from the first steps."""
     max_native_flip: Literal["learn", "off"] | OpenShare = "learn"
     """Largest share of (token, layer) pairs in which the training routers choose other experts than the rollout; off by
-    itself where there are no routes. "off" also stops the search for foreign rows, and keeps routes from being asked
-    for, if nothing else needs them."""
+    itself without routes. "off" also stops the search for foreign rows, and requests no routes unless replay or traces
+    need routes."""
     max_bad_steps: Count = 3
-    """After so many steps in a row that lose more than a quarter of their responses the run stops, and after as many or
-    more in which drops of fewer persist; the first step after a start stops it at once. 0: it never stops."""
+    """The run stops after this number of steps in a row that lose more than a quarter of the responses, or after as
+    many steps in which smaller drops persist; the first step after a start stops the run at once. 0: never."""
     mixed_versions: Literal["allow", "refuse"] = "allow"
-    """Whether a response may mix weight versions, in its tokens or between a token and its routes."""
+    """Whether a response may mix weight versions, in the tokens or between a token and its routes."""
     replay_bias_every: Count = 0
-    """Steps between measurements of the replay bias (docs/theory.md): one more forward pass with the routers' own
-    choice in each update, and the hidden states of one mini-batch in memory. 0: never."""
+    """Steps between measurements of the replay bias (docs/theory.md); a measurement costs one more forward pass with
+    the routers' own choice in each update, and memory for the hidden states of one mini-batch. 0: never."""
     replay_aux_loss: Literal["dispatch", "off"] = "dispatch"
-    """What load-balancing losses count under replay: the experts that tokens are sent to, or nothing (off)."""
+    """Experts counted by load-balancing losses under replay: the experts that tokens are sent to, or nothing (off)."""
 
     @property
     def _named(self) -> Any:
-        """What ``objective`` names: an Objective or a function."""
+        """The Objective or function named by ``objective``."""
         if self.objective in OBJECTIVES:
             return OBJECTIVES[self.objective]
         return load_plug("objective", self.objective, f"one of {', '.join(OBJECTIVES)}")
 
     @property
     def resolved_objective(self) -> Objective:
-        """The objective with its parts replaced; of a function what it does not compute. ConfigError if parts do not
-        go together."""
+        """The objective with its parts replaced; for a function, the parts around the function. ConfigError for parts
+        that contradict each other."""
         whole = self._named if self.objective_function is None else _AROUND_A_FUNCTION
         return override(whole, self.objective_overrides, _load_part)
 
     @property
     def objective_function(self) -> Callable[[Any], Any] | None:
-        """The user's function of the columns, if the objective is one; see ``megarl.core.objectives.functions``."""
+        """The user's function of the columns, if the objective is a function; see
+        ``megarl.core.objectives.functions``."""
         objective = self._named
         return None if isinstance(objective, Objective) else objective
 

@@ -1,9 +1,9 @@
-"""``megarl doctor``: whether this machine can train, or one configuration on it; needs numpy and pydantic only.
+"""``megarl doctor``: whether this machine, or one configuration here, can train; needs only numpy and pydantic.
 
 report   checks, tables, the verdict; as text and as JSON
-trial    the trainer's first imports and reads, in a process of its own
+trial    the trainer's first imports and reads, in a separate process
 machine  packages, Megatron-Core, devices, SGLang
-inputs   what a configuration names: model, data, keys, disk, [launch]
+inputs   model, data, keys, disk and [launch] of a configuration
 details  the tables below the verdict
 """
 
@@ -15,19 +15,19 @@ from megarl.config import file as config_file
 from megarl.errors import ConfigError
 from megarl.models.fit import check_fit
 from megarl.ops.doctor import details, inputs, machine
-from megarl.ops.doctor.report import Check, Report
+from megarl.ops.doctor.report import Diagnosis, Finding
 
 
 def doctor(
     path: Path | None = None, overrides: Mapping[str, Any] | None = None, *, trust: bool = False, json: bool = False
 ) -> int:
-    """Print the verdict, its reasons and details; return 0 if ready, else 1. ConfigError for a wrong configuration."""
+    """Print the verdict, reasons and details; return 0 if ready, otherwise 1. ConfigError for a wrong configuration."""
     report = examine(path, overrides, trust=trust)
     print(report.to_json() if json else report.to_text())
     return 0 if report.ready else 1
 
 
-def examine(path: Path | None = None, overrides: Mapping[str, Any] | None = None, *, trust: bool = False) -> Report:
+def examine(path: Path | None = None, overrides: Mapping[str, Any] | None = None, *, trust: bool = False) -> Diagnosis:
     """Check the machine, and with a path what the configuration names."""
     releases, config, checks = machine.versions(), None, []
     try:
@@ -35,10 +35,12 @@ def examine(path: Path | None = None, overrides: Mapping[str, Any] | None = None
     except ConfigError as error:
         if "found no megatron-core" not in str(error):
             raise
-        checks = [Check("[megatron]", "failed", "not checked: Megatron-Core, which has its keys, is not installed")]
+        checks = [Finding("[megatron]", "failed", "not checked: Megatron-Core, which has its keys, is not installed")]
     if config is None:
         checks += machine.check_machine(None, releases)[0]
-        return Report(None if path is None else str(path), checks, [details.blockers(), details.releases()], releases)
+        return Diagnosis(
+            None if path is None else str(path), checks, [details.blockers(), details.releases()], releases
+        )
     layout = details.layout_of(config)
     of_model, shape = inputs.read_model(config)
     if shape is not None:
@@ -47,7 +49,7 @@ def examine(path: Path | None = None, overrides: Mapping[str, Any] | None = None
     failed = {check.name for check in of_inputs if check.status == "failed"}
     of_machine, has_te = machine.check_machine(config, releases, failed)
     checks += of_machine + of_inputs
-    checks += [Check("configuration", "warning", warning) for warning in config.warnings]
+    checks += [Finding("configuration", "warning", warning) for warning in config.warnings]
     tables = [details.resolved(config, layout, shape)]
     if releases["megatron-core"] is not None:
         tables.append(details.switches(config, has_te and not (shape is not None and shape.norm_over_heads)))
@@ -55,4 +57,4 @@ def examine(path: Path | None = None, overrides: Mapping[str, Any] | None = None
         of_servers, table = details.servers(config)
         checks += of_servers
         tables.append(table)
-    return Report(str(path), checks, tables, releases)
+    return Diagnosis(str(path), checks, tables, releases)

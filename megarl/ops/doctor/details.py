@@ -8,46 +8,46 @@ from megarl.core.replay_blockers import REPLAY_BLOCKERS
 from megarl.engines.sglang.versions import CAPABILITIES, FAULTS, NEWEST, OLDEST, dotted
 from megarl.models.fit import wants_routes
 from megarl.models.shapes import ModelShape
-from megarl.ops.doctor.report import Check, Table
+from megarl.ops.doctor.report import Details, Finding
 
 
-def blockers() -> Table:
+def blockers() -> Details:
     title = 'Keys of [megatron] that prevent routing replay (refused unless train.replay = "none")'
-    return Table(title, ("key", "because"), [(blocker.setting, blocker.reason) for blocker in REPLAY_BLOCKERS])
+    return Details(title, ("key", "because"), [(blocker.setting, blocker.reason) for blocker in REPLAY_BLOCKERS])
 
 
-def releases() -> Table:
+def releases() -> Details:
     rows = [(f"from {dotted(entry.since)}", entry.name, entry.meaning) for entry in CAPABILITIES]
     rows += [
         (f"to {dotted(fault.last)}" if fault.last else "all", fault.name, f"refused: {fault.meaning}")
         for fault in FAULTS
     ]
     title = f"SGLang releases that megarl samples with: {dotted(OLDEST)} to {dotted(NEWEST)}"
-    return Table(title, ("releases", "name", "meaning"), rows)
+    return Details(title, ("releases", "name", "meaning"), rows)
 
 
-def servers(config: Config) -> tuple[list[Check], Table]:
-    """Whether a run would accept each of its SGLang servers, and what they can do."""
+def servers(config: Config) -> tuple[list[Finding], Details]:
+    """Return checks whether a run would accept its SGLang servers, and a table of the servers' capabilities."""
     from megarl.engines.sglang.check import examine  # needs httpx and aiohttp
 
     checks, rows = [], []
     for server in examine(config):
         rows.append((server.where, server.release or "-", ", ".join(server.able) or "-"))
-        checks += [Check(f"server {server.where}", "warning", warning) for warning in server.warnings]
+        checks += [Finding(f"server {server.where}", "warning", warning) for warning in server.warnings]
         if server.problem is not None:
-            checks.append(Check(f"server {server.where}", "failed", server.problem))
-    return checks, Table("SGLang servers", ("where", "release", "can"), rows)
+            checks.append(Finding(f"server {server.where}", "failed", server.problem))
+    return checks, Details("SGLang servers", ("where", "release", "can"), rows)
 
 
 def layout_of(config: Config) -> Layout:
-    """The layout under torchrun, else that of [launch], else the smallest; ConfigError if it does not come out even."""
+    """Return the layout under torchrun, or of [launch], or the smallest layout. ConfigError if sizes do not divide."""
     p = config.parallel
     smallest = math.lcm(p.tp * p.pp * p.cp, p.ep * p.expert_tp * p.pp)
     ranks = config.launch.ranks if "launch" in config.model_fields_set else smallest
     return config.check_world_size(int(os.environ.get("WORLD_SIZE", ranks)))
 
 
-def resolved(config: Config, layout: Layout, shape: ModelShape | None) -> Table:
+def resolved(config: Config, layout: Layout, shape: ModelShape | None) -> Details:
     vpp = f" (vpp {layout.vpp})" if layout.vpp else ""
     able = ", ".join(config.rollout.engine_kind.capabilities) or "nothing that is optional"
     rows = {
@@ -81,10 +81,10 @@ def resolved(config: Config, layout: Layout, shape: ModelShape | None) -> Table:
     if config.train.resolved_objective.needs_ref_logprobs:
         rows["reference policy"] = config.reference_path
     rows["run folder"] = str(config.run_dir)
-    return Table(f"Configuration of run {config.run.name!r}", ("name", "resolved"), list(rows.items()))
+    return Details(f"Configuration of run {config.run.name!r}", ("name", "resolved"), list(rows.items()))
 
 
-def switches(config: Config, has_te: bool) -> Table:
+def switches(config: Config, has_te: bool) -> Details:
     decided = gpu_defaults.switches(config, on_gpu=True, has_te=has_te)
     rows = [(switch.field, "on" if switch.on else "off", switch.reason) for switch in decided]
-    return Table("Keys of [megatron] for speed", ("key", "on GPUs", "because"), rows)
+    return Details("Keys of [megatron] for speed", ("key", "on GPUs", "because"), rows)

@@ -19,7 +19,7 @@ from megarl.files.foreign_files import read_object
 from megarl.files.writing import model_files
 from megarl.models.hf_folder import weight_files
 from megarl.models.shapes import ModelShape, read_shape
-from megarl.ops.doctor.report import Check
+from megarl.ops.doctor.report import Finding
 from megarl.ops.launch import steps, topology
 
 _WAIT_S = 5.0
@@ -28,31 +28,31 @@ _SIGNAL_S = 300
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
-def read_model(config: Config) -> tuple[list[Check], ModelShape | None]:
+def read_model(config: Config) -> tuple[list[Finding], ModelShape | None]:
     """Return (checks, shape); the shape is None without a readable config.json."""
     folder = Path(config.model.path)
     if not os.path.lexists(folder / "config.json"):
         problem = f"{folder} has no config.json" if folder.is_dir() else f"there is no folder {folder}"
         advice = f"download one, `hf download OWNER/MODEL --local-dir {folder}`, or set model.path to one that is here"
-        return [Check("model.path", "failed", problem, "a Hugging Face checkpoint folder", advice)], None
+        return [Finding("model.path", "failed", problem, "a Hugging Face checkpoint folder", advice)], None
     try:
         shape = read_shape(folder)
     except (MegarlError, OSError, ValueError) as error:
-        return [Check("model.path", "failed", str(error), advice="" if ";" in str(error) else "mend the file")], None
-    checks = [Check("model.path", "ok", shape.family)]
+        return [Finding("model.path", "failed", str(error), advice="" if ";" in str(error) else "mend the file")], None
+    checks = [Finding("model.path", "ok", shape.family)]
     if not any((folder / name).is_file() for name in _TOKENIZERS):
-        checks.append(Check("tokenizer", "failed", f"none in {folder}", f"one of {', '.join(_TOKENIZERS)}"))
+        checks.append(Finding("tokenizer", "failed", f"none in {folder}", f"one of {', '.join(_TOKENIZERS)}"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         try:
             if os.path.lexists(folder / name):
                 read_object(folder / name)
         except DataError as error:
-            checks.append(Check("tokenizer", "failed", str(error), advice="download it again"))
+            checks.append(Finding("tokenizer", "failed", str(error), advice="download it again"))
     try:
         weight_files(folder)
         list(model_files(folder))
     except (CheckpointError, ConfigError) as error:
-        checks.append(Check("weights", "failed", str(error)))
+        checks.append(Finding("weights", "failed", str(error)))
     return checks, shape
 
 
@@ -70,7 +70,7 @@ def require_inputs(config: Config, stage: Literal["rl", "sft", "eval"] = "rl") -
         raise ConfigError("; ".join(failed))
 
 
-def check_inputs(config: Config, shape: ModelShape | None) -> Iterator[Check]:
+def check_inputs(config: Config, shape: ModelShape | None) -> Iterator[Finding]:
     """Yield checks of data, reward, keys, disk, running servers and [launch]."""
     yield from _check_data(config)
     yield from _check_reward(config)
@@ -80,7 +80,7 @@ def check_inputs(config: Config, shape: ModelShape | None) -> Iterator[Check]:
     yield from _check_launch(config)
 
 
-def _check_data(config: Config) -> Iterator[Check]:
+def _check_data(config: Config) -> Iterator[Finding]:
     data, fields, sft = config.data, (config.data.prompt_field, config.data.answer_field), config.sft
     yield _check_source("data.train", data.train, data.split, fields)
     if data.heldout is not None:
@@ -92,45 +92,45 @@ def _check_data(config: Config) -> Iterator[Check]:
             yield _check_source(f"eval.sets.{name}", source, None, ())
 
 
-def _check_source(key: str, source: str, split: str | None, fields: tuple[str, ...]) -> Check:
+def _check_source(key: str, source: str, split: str | None, fields: tuple[str, ...]) -> Finding:
     """Read the first record of a file, and look for the fields."""
     path = Path(source)
     if path.is_dir():
-        return Check(key, "ok", f"the folder {source}, which is read when the run starts")
+        return Finding(key, "ok", f"the folder {source}, which is read when the run starts")
     if not path.is_file() and path.suffix not in FILES:
         problem = f"{source} is no file here; the run will ask the Hugging Face Hub for a data set of this name"
-        return Check(key, "warning", problem, advice="correct the path if a file was meant")
+        return Finding(key, "warning", problem, advice="correct the path if a file was meant")
     try:
         place, record = next(read_records(source, split=split, limit=1))
         for field in fields:
             get_field(record, field, place)
     except ImportError as error:
         problem = f"{source} cannot be read without {error.name}"
-        return Check(key, "failed", problem, advice="pip install 'megarl-moe[train]'")
+        return Finding(key, "failed", problem, advice="pip install 'megarl-moe[train]'")
     except (MegarlError, OSError) as error:
-        return Check(key, "failed", str(error))
-    return Check(key, "ok", f"{source}, first record has {', '.join(fields) or 'fields'}")
+        return Finding(key, "failed", str(error))
+    return Finding(key, "ok", f"{source}, first record has {', '.join(fields) or 'fields'}")
 
 
-def _check_reward(config: Config) -> Iterator[Check]:
+def _check_reward(config: Config) -> Iterator[Finding]:
     try:
         if ":" in config.reward.function:
             with redirect_stdout(sys.stderr):  # the report has stdout for itself
                 load_reward(config.reward.function, config.reward_model)
     except ConfigError as error:
-        yield Check("reward.function", "failed", str(error))
+        yield Finding("reward.function", "failed", str(error))
 
 
-def _check_keys(config: Config) -> Iterator[Check]:
+def _check_keys(config: Config) -> Iterator[Finding]:
     for key, variable in _named_variables(config.model_dump()):
         if os.environ.get(variable):
-            yield Check(key, "ok", f"the variable {variable} is set")
+            yield Finding(key, "ok", f"the variable {variable} is set")
         else:
-            yield Check(key, "failed", f"the environment has no variable {variable}", advice="export it")
+            yield Finding(key, "failed", f"the environment has no variable {variable}", advice="export it")
     signed_in = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") == "offline"
     if config.log.wandb_project and not signed_in and not Path("~/.netrc").expanduser().is_file():
         advice = "run `wandb login`, or set WANDB_MODE=offline"
-        yield Check("log.wandb_project", "failed", "neither WANDB_API_KEY nor ~/.netrc", advice=advice)
+        yield Finding("log.wandb_project", "failed", "neither WANDB_API_KEY nor ~/.netrc", advice=advice)
 
 
 def _named_variables(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -142,11 +142,11 @@ def _named_variables(table: Mapping[str, Any], prefix: str = "") -> Iterator[tup
             yield f"{prefix}{key}", value
 
 
-def _check_disk(config: Config, shape: ModelShape | None) -> Check:
+def _check_disk(config: Config, shape: ModelShape | None) -> Finding:
     folder = config.run_dir.absolute()
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        return Check("run.dir", "failed", f"{existing} cannot be written", "a folder that you can write")
+        return Finding("run.dir", "failed", f"{existing} cannot be written", "a folder that you can write")
     free = shutil.disk_usage(existing).free
     room = f"{free / 2**30:.1f} GiB free in {existing}"
     try:
@@ -156,7 +156,7 @@ def _check_disk(config: Config, shape: ModelShape | None) -> Check:
     except ImportError:  # no torch
         parameters = 0
     if not parameters:
-        return Check("run.dir", "ok", f"{room}; the size of a checkpoint is not known")
+        return Finding("run.dir", "ok", f"{room}; the size of a checkpoint is not known")
     element = 4 if config.model.dtype == "fp32" else 2
     # Adam keeps two fp32 moments of each weight, and an fp32 main weight unless the weights are fp32.
     checkpoint = parameters * (element + (8 if element == 4 else 12))
@@ -167,24 +167,24 @@ def _check_disk(config: Config, shape: ModelShape | None) -> Check:
     expected = f"{needed / 2**30:.1f} GiB: {number} checkpoints of {checkpoint / 2**30:.1f} GiB"
     expected += f", {copies / 2**30:.1f} GiB of weights for servers" if copies else ""
     if free < needed:
-        return Check("run.dir", "failed", room, expected, "make room, or set run.dir to another disk")
-    return Check("run.dir", "ok", f"{room}; the run takes {expected}")
+        return Finding("run.dir", "failed", room, expected, "make room, or set run.dir to another disk")
+    return Finding("run.dir", "ok", f"{room}; the run takes {expected}")
 
 
-def _check_urls(config: Config) -> Iterator[Check]:
+def _check_urls(config: Config) -> Iterator[Finding]:
     """Connect to each reward server; ``megarl.engines.sglang.check`` examines SGLang's servers."""
     for url in config.reward_model.urls:
         address = urlsplit(url)
         try:
             port = address.port or (443 if address.scheme == "https" else 80)
             socket.create_connection((address.hostname or "", port), _WAIT_S).close()
-            yield Check("reward_model.urls", "ok", f"{url} listens")
+            yield Finding("reward_model.urls", "ok", f"{url} listens")
         except (OSError, ValueError) as error:
             advice = "start the server, or correct the URL"
-            yield Check("reward_model.urls", "failed", f"nothing listens at {url} ({error})", advice=advice)
+            yield Finding("reward_model.urls", "failed", f"nothing listens at {url} ({error})", advice=advice)
 
 
-def _check_launch(config: Config) -> Iterator[Check]:
+def _check_launch(config: Config) -> Iterator[Finding]:
     launch = config.launch
     servers = config.sglang.servers if config.rollout.engine_kind.server and not config.sglang.urls else 0
     place = f"{launch.server_nodes} nodes of their own" if launch.apart else "each of these nodes"
@@ -193,33 +193,33 @@ def _check_launch(config: Config) -> Iterator[Check]:
     for variable in ("MEGARL_SETUP", "MEGARL_PYTHON"):
         program = os.environ.get(variable)
         if program and not (Path(program).is_file() or shutil.which(program)):
-            yield Check(variable, "failed", f"there is no file {program}", advice="correct the variable, or unset it")
+            yield Finding(variable, "failed", f"there is no file {program}", advice="correct the variable, or unset it")
     if launch.layout != "local":
         if absent := [name for name in ("sbatch", "srun", "scontrol") if shutil.which(name) is None]:
             advice = 'add Slurm\'s commands to PATH, or set launch.layout = "local"'
-            yield Check("launch.layout", "failed", f'"{launch.layout}" without {", ".join(absent)}', "Slurm", advice)
+            yield Finding("launch.layout", "failed", f'"{launch.layout}" without {", ".join(absent)}', "Slurm", advice)
         if launch.stop_grace_s >= _SIGNAL_S:
             expected = f"less than the {_SIGNAL_S} s of --signal in the scripts"
-            yield Check("launch.stop_grace_s", "warning", f"{launch.stop_grace_s:g}", expected, "lower it")
+            yield Finding("launch.stop_grace_s", "warning", f"{launch.stop_grace_s:g}", expected, "lower it")
         try:
             steps.srun([])
             if "SLURM_JOB_ID" in os.environ:
                 topology.find(config, os.environ)
         except ConfigError as error:
-            yield Check("launch", "failed", str(error))
+            yield Finding("launch", "failed", str(error))
             return
         if "SLURM_JOB_ID" not in os.environ:
             nodes = f" --nodes {launch.nodes + launch.server_nodes}" if launch.layout != "heterogeneous" else ""
             layout += f"; `sbatch{nodes} {launch.layout}.sbatch CONFIG` (`megarl recipes copy` gives the script)"
-    yield Check("launch", "ok", layout)
+    yield Finding("launch", "ok", layout)
 
 
-def check_gpus(config: Config, gpus: int) -> Iterator[Check]:
-    """Yield checks that a local run has enough GPUs on this machine; none for a machine without GPUs."""
+def check_gpus(config: Config, gpus: int) -> Iterator[Finding]:
+    """Yield checks that a local run has enough GPUs on this machine; no checks on a machine without GPUs."""
     if config.launch.layout != "local" or not gpus:
         return
     if config.launch.ranks_per_node > gpus:
         problem = f"{config.launch.ranks_per_node} on a machine with {gpus} GPUs"
-        yield Check("launch.ranks_per_node", "failed", problem, "a GPU for each rank", "lower it")
+        yield Finding("launch.ranks_per_node", "failed", problem, "a GPU for each rank", "lower it")
     if config.sglang.gpus and max(config.sglang.gpus) >= gpus and config.rollout.engine_kind.server:
-        yield Check("sglang.gpus", "failed", f"{config.sglang.gpus}", f"0 to {gpus - 1}", "name GPUs that are there")
+        yield Finding("sglang.gpus", "failed", f"{config.sglang.gpus}", f"0 to {gpus - 1}", "name GPUs that are there")

@@ -1,4 +1,4 @@
-"""What this machine has: packages, Megatron-Core and its replay hook, devices, SGLang."""
+"""The machine: packages, Megatron-Core and the replay hook, devices, SGLang."""
 
 import importlib.util
 import os
@@ -14,7 +14,7 @@ from megarl.config import Config, SGLangConfig, megatron_fields
 from megarl.engines.sglang.versions import NEWEST, dotted, installed_release
 from megarl.errors import ConfigError, MegarlError
 from megarl.ops.doctor.inputs import check_gpus
-from megarl.ops.doctor.report import Check
+from megarl.ops.doctor.report import Finding
 from megarl.ops.doctor.trial import run_trial
 
 _TRAIN = (
@@ -29,7 +29,7 @@ _TE_FITS_0_16 = r"2\.(9|10|11)\b"
 
 
 def versions() -> dict[str, str | None]:
-    """Python, and the release of each package that megarl needs or can use; None if it is absent."""
+    """Return the release of Python and of each needed or usable package; None for an absent package."""
     return {"python": platform.python_version(), **{name: _version(name) for name in (*_TRAIN, *_OPTIONAL)}}
 
 
@@ -42,15 +42,15 @@ def _version(distribution: str) -> str | None:
 
 def check_machine(
     config: Config | None, releases: dict[str, str | None], failed: Collection[str] = ()
-) -> tuple[list[Check], bool]:
+) -> tuple[list[Finding], bool]:
     """Return (checks, whether layers of Transformer Engine are used). ``failed``: inputs that need not be tried."""
     missing = {name for name in _TRAIN if releases[name] is None}
     if config is not None and config.log.wandb_project and releases["wandb"] is None:
         missing.add("wandb")
-    checks = [Check("Python", "ok", platform.python_version())]
+    checks = [Finding("Python", "ok", platform.python_version())]
     for name in sorted(missing):
         advice = "pip install wandb" if name == "wandb" else "pip install 'megarl-moe[train]'"
-        checks.append(Check(name, "failed", "not installed", advice=advice))
+        checks.append(Finding(name, "failed", "not installed", advice=advice))
     checks += _check_megatron(releases["megatron-core"], config is None or config.train.replay != "none")
     facts: dict[str, Any] = {}
     if "torch" not in missing:
@@ -68,13 +68,13 @@ def check_machine(
     return checks, has_te
 
 
-def _check_devices(facts: dict[str, Any]) -> Check:
+def _check_devices(facts: dict[str, Any]) -> Finding:
     if facts["gpus"]:
-        return Check("devices", "ok", f"{facts['gpus']} x {facts['gpu']} (CUDA {facts['cuda']}); trains over NCCL")
+        return Finding("devices", "ok", f"{facts['gpus']} x {facts['gpu']} (CUDA {facts['cuda']}); trains over NCCL")
     if has_gpu():
         problem = f"a GPU, which torch {facts['torch']} cannot use (built for CUDA {facts['cuda']})"
-        return Check("devices", "failed", problem, advice="install a torch for CUDA that fits the driver")
-    return Check("devices", "ok", f"no GPU, {os.cpu_count()} CPU cores; trains on the CPU over gloo")
+        return Finding("devices", "failed", problem, advice="install a torch for CUDA that fits the driver")
+    return Finding("devices", "ok", f"no GPU, {os.cpu_count()} CPU cores; trains on the CPU over gloo")
 
 
 def has_gpu() -> bool:
@@ -82,62 +82,62 @@ def has_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def _check_megatron(release: str | None, replays: bool) -> list[Check]:
-    """Megatron, and the replay hook: read from its source, which is not imported."""
+def _check_megatron(release: str | None, replays: bool) -> list[Finding]:
+    """Check Megatron-Core and the replay hook in the source, without an import."""
     try:
         root = megatron_fields.source_root()
     except ConfigError:
         newer = " (0.17 and later need Python 3.12)" if sys.version_info < (3, 12) else ""
         expected = f"{megatron_fields.RELEASES}{newer}"
-        return [Check("megatron-core", "failed", "not installed", expected, "pip install 'megarl-moe[megatron]'")]
+        return [Finding("megatron-core", "failed", "not installed", expected, "pip install 'megarl-moe[megatron]'")]
     moe = root / "transformer" / "moe"
-    checks = [Check("megatron-core", "ok", release or f"source at {root}")]
+    checks = [Finding("megatron-core", "ok", release or f"source at {root}")]
     # The router must hold a replay object, and the top-k function must call it.
     hook = {"moe_utils.py": ".get_replay_topk(", "router.py": "self.router_replay"}
     if all((moe / file).is_file() and words in (moe / file).read_text() for file, words in hook.items()):
-        checks.append(Check("replay hook", "ok", 'present: train.replay = "r2" and "r3"'))
+        checks.append(Finding("replay hook", "ok", 'present: train.replay = "r2" and "r3"'))
     else:
         status, advice = "failed" if replays else "warning", "run `megarl patch apply`"
-        checks.append(Check("replay hook", status, "this Megatron-Core cannot replay routes", advice=advice))
+        checks.append(Finding("replay hook", status, "this Megatron-Core cannot replay routes", advice=advice))
     if (moe / "paged_stash.py").is_file() and importlib.util.find_spec("triton") is None:
         problem = "not installed; Megatron-Core imports it from 0.18 on without declaring it"
-        checks.append(Check("triton", "failed", problem, advice="pip install triton"))
+        checks.append(Finding("triton", "failed", problem, advice="pip install triton"))
     return checks
 
 
-def _check_te(release: str | None, facts: dict[str, Any]) -> Check:
+def _check_te(release: str | None, facts: dict[str, Any]) -> Finding:
     name, advice = "transformer-engine", "pip install 'megarl-moe[gpu]'"
     if facts.get("te_problem"):
         problem = f"{release} cannot be imported ({facts['te_problem']}): GPUs train with the slower local layers"
-        return Check(name, "warning", problem, advice=f"install one that fits torch: {advice}")
+        return Finding(name, "warning", problem, advice=f"install one that fits torch: {advice}")
     if release is None:
         slower = "not installed: GPUs train with the slower local layers"
-        return Check(name, "warning" if has_gpu() else "ok", slower, advice=advice)
+        return Finding(name, "warning" if has_gpu() else "ok", slower, advice=advice)
     is_old = (_version("megatron-core") or "").startswith("0.16.")
     if is_old and not re.match(_TE_FITS_0_16, release):
-        return Check(name, "warning", release, "2.9 to 2.11 with megatron-core 0.16", advice)
-    return Check(name, "ok", f"{release}; used on GPUs")
+        return Finding(name, "warning", release, "2.9 to 2.11 with megatron-core 0.16", advice)
+    return Finding(name, "ok", f"{release}; used on GPUs")
 
 
-def _check_sglang(config: Config | None, release: str | None) -> Check:
-    """In the environment that the configuration names, or in this one. Its servers are judged elsewhere."""
+def _check_sglang(config: Config | None, release: str | None) -> Finding:
+    """Find SGLang in the environment of sglang.python; ``details.servers`` judges the servers."""
     python = Path((config.sglang if config else SGLangConfig()).python)
     try:
-        return Check("sglang", "ok", f"{installed_release(python)} in {python}")
+        return Finding("sglang", "ok", f"{installed_release(python)} in {python}")
     except ConfigError as error:
         problem = f"{release} in this environment; {error}" if release else str(error)
     advice_gpu = f"make a venv of its own, there `pip install 'sglang=={dotted(NEWEST)}'`, and set sglang.python"
     advice = advice_gpu if has_gpu() else f"on a CPU run `make sglang-cpu`; on GPUs {advice_gpu}"
-    return Check("sglang", "ok" if config is None else "failed", problem, advice=f"{advice} (docs/sglang.md)")
+    return Finding("sglang", "ok" if config is None else "failed", problem, advice=f"{advice} (docs/sglang.md)")
 
 
-def _check_bubblewrap(*, is_needed: bool) -> list[Check]:
-    """Try it: on some hosts it is installed but may not run."""
+def _check_bubblewrap(*, is_needed: bool) -> list[Finding]:
+    """Start bubblewrap once: on some hosts an installed bubblewrap may not run."""
     try:
         from megarl.engines.tools.python_tool import PythonTool
 
-        return [Check("bubblewrap", "ok", f"works; {PythonTool().describe_limits()}")]
+        return [Finding("bubblewrap", "ok", f"works; {PythonTool().describe_limits()}")]
     except ImportError:  # psutil, which is named as missing
         return []
     except MegarlError as error:
-        return [Check("bubblewrap", "failed" if is_needed else "ok", f"the Python tool cannot run: {error}")]
+        return [Finding("bubblewrap", "failed" if is_needed else "ok", f"the Python tool cannot run: {error}")]

@@ -1,4 +1,4 @@
-"""What the doctor says: checks, tables with details, and the verdict that follows from the checks."""
+"""Report of the doctor: checks, tables with details, and the verdict."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ Status = Literal["ok", "warning", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """One thing that a run needs or can use. "failed": a run would not work; "warning": it may not."""
+class Finding:
+    """A need or option of a run. "failed": a run would not work; "warning": a run may not work."""
 
     name: str
     """A key of the configuration, or the name of a package or program."""
@@ -30,7 +30,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class Details:
     """Details that are not judged."""
 
     title: str
@@ -39,20 +39,20 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Diagnosis:
     config: str | None
     """Path of the configuration; None: the machine alone was examined."""
-    checks: Sequence[Check]
-    tables: Sequence[Table]
+    checks: Sequence[Finding]
+    tables: Sequence[Details]
     versions: Mapping[str, str | None]
-    """Distribution -> release; None if it is not installed."""
+    """Distribution -> release; None if not installed."""
 
     @property
     def ready(self) -> bool:
         return not self._lines("failed")
 
     def _lines(self, status: Status) -> dict[str, dict[str, None]]:
-        """What checks of a status say -> their names, each once: packages that are missing share a line."""
+        """Return text -> names of the checks of a status: missing packages share a line."""
         lines: dict[str, dict[str, None]] = {}
         for check in self.checks:
             if check.status == status:
@@ -67,7 +67,7 @@ class Report:
         lines += [f"- {', '.join(names)}: {says}" for says, names in failed.items()]
         lines += [f"- warning: {', '.join(names)}: {says}" for says, names in self._lines("warning").items()]
         checks = [(check.status, check.name, check.says()) for check in self.checks]
-        for table in (Table("Checks", ("", "what", "found"), checks), *self.tables):
+        for table in (Details("Checks", ("", "what", "found"), checks), *self.tables):
             lines += ["", table.title, "", text_table(table.rows, table.headings)]
         return printable("\n".join(lines))
 

@@ -1,9 +1,8 @@
-"""Does what the trainer does first, with the trainer's own functions, in a process of its own: imports, and with a
-configuration all that is read and checked before the first step. So a broken package becomes one line, even if it ends
-the process or never returns.
+"""A trial of the trainer's first imports and, with a configuration, of all reads and checks before the first step, in a
+separate process. A broken package becomes one line, even if the package ends the process or never returns.
 
-Run as ``python -m megarl.ops.doctor.trial``, with JSON on stdin: the configuration as JSON (null: none), what has
-failed.
+Run as ``python -m megarl.ops.doctor.trial``, with JSON on stdin: the configuration as JSON (null: no configuration),
+and the names of failed inputs.
 """
 
 import asyncio
@@ -21,23 +20,23 @@ from megarl import enable_cpu
 from megarl.config import Config
 from megarl.config.trust import safe_environment
 from megarl.errors import ConfigError, MegarlError, describe
-from megarl.ops.doctor.report import Check
+from megarl.ops.doctor.report import Finding
 
 TIME_LIMIT_S = 900.0
-"""Most of it is for prompts: a node tokenizes some thousand in a second."""
+"""Mostly for prompts: a node tokenizes some thousand in a second."""
 _MARK = "megarl-trial "
 Attempt = Callable[[], object]
-"""Raises what is wrong; a dictionary that it returns is facts, such as a note."""
+"""Raises the problem; a returned dictionary holds facts, such as a note."""
 _SINGLE = ("psutil", "safetensors", "transformers", "datasets", "math_verify", "pebble", "torch.utils.tensorboard")
-"""Modules that the trainer imports late, or that others hide; each is tried by itself."""
+"""Modules that the trainer imports late, or behind another module; each is tried alone."""
 
 
 def run_trial(
     config: Config | None, absent: set[str], failed: Collection[str] = ()
-) -> tuple[list[Check], dict[str, Any]]:
-    """Return (checks, facts about torch and its devices).
+) -> tuple[list[Finding], dict[str, Any]]:
+    """Return (checks, facts about torch and the devices).
 
-    Missing modules of ``absent`` are not reported again; inputs whose check has ``failed`` are not tried.
+    Missing modules in ``absent`` are not reported again; inputs with a ``failed`` check are not tried.
     """
     environment = safe_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     words = [sys.executable, "-W", "ignore", "-m", "megarl.ops.doctor.trial"]
@@ -57,12 +56,12 @@ def run_trial(
         attempt = message.get("begin", attempt)
         facts |= message.get("facts", {})
         if note := facts.pop("note", ""):
-            checks.append(Check(attempt, "ok", note))
+            checks.append(Finding(attempt, "ok", note))
         if "error" in message and message["module"] not in absent:
-            checks.append(Check(attempt, "failed", message["error"], advice=message["advice"]))
+            checks.append(Finding(attempt, "failed", message["error"], advice=message["advice"]))
     if code != 0:
         ending = f"takes longer than {TIME_LIMIT_S:.0f} s" if code is None else _how_it_ended(code, errors)
-        checks.append(Check(attempt, "failed", f"trying it {ending}", advice=_advice(attempt)))
+        checks.append(Finding(attempt, "failed", f"trying it {ending}", advice=_advice(attempt)))
     return checks, facts
 
 
@@ -94,7 +93,7 @@ def _trainer() -> dict[str, Any]:
 
 
 def attempts(config: Config, failed: Collection[str]) -> Iterator[tuple[str, Attempt]]:
-    """Yield what the trainer does before its first step, by name, without what needs an input that has ``failed``."""
+    """Yield (name, attempt) for the trainer's work before the first step, without work on inputs in ``failed``."""
     import torch
 
     from megarl.core.objectives import try_functions
@@ -121,7 +120,7 @@ def attempts(config: Config, failed: Collection[str]) -> Iterator[tuple[str, Att
 
 
 def _read_inputs(config: Config, failed: Collection[str]) -> None:
-    """Read what a run reads, as far as it is here, and judge the first prompt's answer as if it were a response."""
+    """Read the inputs present on this machine, and judge the first prompt's answer as a response."""
     from megarl.data.tokenizer import load_model_tokenizer
     from megarl.trainer.sampling.inputs import read_inputs
 
@@ -169,7 +168,7 @@ def _tell(**words: Any) -> None:
 
 
 def main() -> None:
-    """Try everything in turn, and tell before and after each."""
+    """Try everything in turn; write a line before and after each attempt."""
     request = json.load(sys.stdin)
     failed = request["failed"]
     config = None if request["config"] is None else Config.model_validate_json(request["config"])

@@ -1,1 +1,1 @@
-"""Starting a run on one machine or on the nodes of a Slurm job, and keeping it going: ``megarl launch``."""
+"""``megarl launch``: starting a run on one machine or on the nodes of a Slurm job, and restarting after failures."""

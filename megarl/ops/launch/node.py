@@ -1,6 +1,6 @@
-"""The process of a trainer node, ``python -m megarl.ops.launch.node LAUNCH_JSON [NODE]``: it runs torchrun.
+"""The process of a trainer node, ``python -m megarl.ops.launch.node LAUNCH_JSON [NODE]``, which runs torchrun.
 
-The node's number is SLURM_NODEID if it is not given. launch.json has everything else, and no secrets.
+The number of the node defaults to SLURM_NODEID. Everything else is in launch.json, which holds no secrets.
 """
 
 import json
@@ -28,7 +28,7 @@ _GRACE_S = 20
 
 
 def torchrun(launch: Mapping[str, Any], node: int) -> list[str]:
-    """The words for torchrun on a node. Each rank writes its own files; the first rank also writes to stdout."""
+    """The words for torchrun on a node. Each rank writes log files; the first rank also writes to stdout."""
     topology = read_topology(launch)
     logs = Path(launch["logs"]) / f"node{node}"
     words = ["--nnodes", str(len(topology.trainers)), "--node-rank", str(node)]
@@ -39,8 +39,8 @@ def torchrun(launch: Mapping[str, Any], node: int) -> list[str]:
 
 
 def environment(launch: Mapping[str, Any], node: int) -> dict[str, str]:
-    """Environment variables that torchrun and its ranks also need: log lines without a prefix, and the interface with
-    this node's address, because host names need not resolve."""
+    """Return environment variables for torchrun and ranks: log lines without a prefix, and the interface with this
+    node's address, because host names need not resolve."""
     address = read_topology(launch).trainers[node].address
     addresses = {
         name: {entry.address.split("%")[0] for entry in values} for name, values in psutil.net_if_addrs().items()
@@ -53,7 +53,7 @@ def environment(launch: Mapping[str, Any], node: int) -> dict[str, str]:
 
 
 def run_ranks(words: Sequence[str], log: Path, folder: Path) -> int:
-    """Run torchrun in this process; returns its exit code. What it says goes to ``log``: 45 lines for a dead rank."""
+    """Run torchrun in this process; return the exit code. Output goes to ``log``: 45 lines for a dead rank."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -72,7 +72,7 @@ def run_ranks(words: Sequence[str], log: Path, folder: Path) -> int:
         rank = find_cause(error.failures)
         _write_cause(rank, error.failures[rank].exitcode, folder)
     except SignalException:
-        return 0  # asked to end, no failure: the status says what the ranks made of it
+        return 0  # stopped on request, no failure: the status has the ranks' outcome
     except Exception as error:  # of torch's rendezvous
         logging.exception("torchrun failed")
         print(f"megarl: error: torchrun failed: {describe(error)}; see {log}", file=sys.stderr, flush=True)
@@ -82,7 +82,7 @@ def run_ranks(words: Sequence[str], log: Path, folder: Path) -> int:
 
 
 class _LogFile(logging.Handler):
-    """Appends to a file that it does not hold open: a fork of this process may have closed all files."""
+    """Appends to a file without holding the file open: a fork of this process may have closed all files."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -94,8 +94,11 @@ class _LogFile(logging.Handler):
 
 
 def find_cause(failures: Mapping[int, Any]) -> int:
-    """The rank that died first: of those that torchrun did not end itself, by SIGTERM and later SIGKILL, one that was
-    killed before one that failed. failures: torch's ProcessFailure by rank, times in whole seconds."""
+    """Return the rank that died first.
+
+    Ranks ended by torchrun (SIGTERM, later SIGKILL) come last, and a killed rank comes before a failed rank. failures:
+    torch's ProcessFailure by rank, times in whole seconds.
+    """
     begin = min(failure.timestamp for failure in failures.values())
 
     def order(rank: int) -> tuple[bool, bool, int]:
@@ -107,13 +110,15 @@ def find_cause(failures: Mapping[int, Any]) -> int:
 
 
 def _write_cause(rank: int, exit_code: int, folder: Path) -> None:
-    """Leave for the launcher how the first rank ended. A rank that is killed can write no error itself, and what the
-    others write of it is only that they lost it."""
+    """Write the end of the first rank for the launcher.
+
+    A killed rank can write no error, and the remaining ranks only report the loss.
+    """
     place = f"rank {rank} on {socket.gethostname()}"
     if exit_code < 0:
         killed = MegarlError(f"{place} was killed by {signal.Signals(-exit_code).name}")
         write_failure(killed, is_cause=True)
-    elif exit_code == 1:  # an error that is not megarl's
+    elif exit_code == 1:  # an error outside of megarl
         sign = read_record(rank_file(folder, rank))
         error = sign.get("error") if sign.get("attempt") == os.environ.get("MEGARL_ATTEMPT") else None
         write_failure(MegarlError(f"{place} ended with exit code 1" + (f": {error}" if error else "")))
@@ -123,7 +128,7 @@ def main(words: list[str]) -> int:
     path = Path(words[0])
     launch = json.loads(path.read_text())
     node = int(words[1] if len(words) > 1 else os.environ["SLURM_NODEID"])
-    # SIGUSR1 asks the ranks to stop; it must not end torchrun.
+    # SIGUSR1 asks the ranks to stop, and must not end torchrun.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if launch["topology"]["job"] is None:  # without Slurm, the kernel ends this process with its parent
         signal_after_parent(signal.SIGTERM)

@@ -1,6 +1,6 @@
-"""The step of a server, ``python -m megarl.ops.launch.serve LAUNCH_JSON INDEX``: it starts one SGLang server.
+"""The step of a server, ``python -m megarl.ops.launch.serve LAUNCH_JSON INDEX``, which starts one SGLang server.
 
-The launcher watches the step and restarts it. The trainer sends the weights, also to a restarted server.
+The launcher watches and restarts the step. The trainer sends the weights, also to a restarted server.
 """
 
 import json
@@ -25,10 +25,10 @@ from megarl.trainer.engines import server_specs
 
 
 def serve(config: Config, launch_file: Path, index: int) -> None:
-    """Run a server until it is asked to end. RolloutError if it does not start, or ends by itself."""
+    """Run a server until a request to end. RolloutError if the server does not start, or ends without a request."""
     launch = json.loads(launch_file.read_text())
     topology = read_topology(launch)
-    # A folder for each server, because two servers of a node would write the same files at the same time.
+    # One folder per server, because two servers of a node would write files of equal names at the same time.
     folder = config.run_dir / "sglang" / f"server{index}"
     host = topology.server_node(index).address
     specs = server_specs(config, host, key_named(config.sglang.api_key_env), folder)
@@ -45,13 +45,13 @@ def serve(config: Config, launch_file: Path, index: int) -> None:
 
 
 def _listen_for_end(file: Path, launch: str) -> threading.Event:
-    """An event that SIGTERM, a file with the name of this launch, or the end of the parent process sets."""
+    """Return an event set by SIGTERM, by a file with the name of this launch, or by the end of the parent process."""
     ended = threading.Event()
     parent = os.getppid()
 
     def look() -> None:
         while not ended.wait(1.0):
-            with suppress(OSError):  # no such file, or the file system does not answer for a moment
+            with suppress(OSError):  # no file, or no answer of the file system for a moment
                 if os.getppid() != parent or file.read_text() == launch:
                     ended.set()
 

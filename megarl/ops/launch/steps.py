@@ -1,8 +1,8 @@
-"""The steps of a job: commands on some of its nodes under srun, or on this machine without Slurm.
+"""The steps of a job: commands on nodes under srun, or on this machine without Slurm.
 
-Each server on a node of its own is a step. It writes ``server<INDEX>.json`` beside launch.json when its server answers.
-It ends when ``server<INDEX>.end`` holds the name of its launch: srun passes SIGTERM on as SIGKILL, and a killed server
-would leave files with keys behind.
+Each server on a separate node is a step. The step writes ``server<INDEX>.json`` beside launch.json when the server
+answers, and ends when ``server<INDEX>.end`` holds the name of the launch: srun passes SIGTERM on as SIGKILL, and a
+killed server would leave files with keys behind.
 """
 
 import os
@@ -21,15 +21,15 @@ from megarl.errors import ConfigError
 from megarl.ops.launch.topology import Node, Topology
 
 PYTHON = os.environ.get("MEGARL_STEP_PYTHON", sys.executable)
-"""The Python of the steps; in a container it may be another one than here."""
+"""The Python of the steps; a container may have another Python."""
 BAD_INPUT = 2
-"""Exit code of a process that would end the same way if it were started again."""
+"""Exit code of a process whose restart would fail again."""
 _GRACE_S = 30.0
 _POLL_S = 0.2
 
 
 class Step:
-    """A process group that starts at once. Its output goes where this process writes, or to a file."""
+    """A process group that starts at once. Output goes to a file, or to the output of this process."""
 
     def __init__(self, name: str, words: Sequence[str], log: Path | None = None) -> None:
         self.name = name
@@ -57,9 +57,9 @@ class Step:
 
 
 def srun(nodes: Sequence[Node], *, het_group: int | None = None) -> list[str]:
-    """The srun command that runs one task on each of these nodes, beside other steps.
+    """Return the srun command that runs one task on each node, beside running steps.
 
-    MEGARL_SRUN_ARGS adds words, for example those of pyxis: ``--container-image=... --container-mounts=...``.
+    MEGARL_SRUN_ARGS adds words, for example for pyxis: ``--container-image=... --container-mounts=...``.
     """
     words = ["srun", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
     words += [f"--nodelist={','.join(node.name for node in nodes)}"]
@@ -80,12 +80,12 @@ def ready_file(launch_file: Path, index: int) -> Path:
 
 
 def end_file(launch_file: Path, index: int) -> Path:
-    """The file with the name of the launch whose server must end; a server of another launch continues."""
+    """The file with the name of the launch whose server must end; servers of a newer launch continue."""
     return launch_file.with_name(f"server{index}.end")
 
 
 class ServerSteps:
-    """The steps of all servers; none without server nodes."""
+    """The steps of all servers; no steps without server nodes."""
 
     def __init__(self, config: Config, launch_file: Path, logs: Path, tell: Callable[[str], None]) -> None:
         self._config, self._launch_file, self._logs, self._tell = config, launch_file, logs, tell
@@ -102,15 +102,15 @@ class ServerSteps:
         return sum(self._restarts)
 
     def find(self) -> tuple[list[int], list[int]]:
-        """The servers that have answered, and those that may still do so at their first start."""
+        """Return (servers that have answered, servers in the first start)."""
         ready = [index for index in range(len(self._steps)) if ready_file(self._launch_file, index).exists()]
         loading = [index for index, step in enumerate(self._steps) if step.code is None and not self._restarts[index]]
         return ready, [index for index in loading if index not in ready]
 
     def restart_ended(self) -> bool:
-        """Restart the steps that have ended, each up to sglang.max_restarts times; return whether there were any.
+        """Restart ended steps, each up to sglang.max_restarts times; return whether any step was restarted.
 
-        Then the server is left to the trainer, which decides whether it can continue without it.
+        After the last restart, the trainer decides whether to continue without the server.
         """
         restarted = False
         for index, step in enumerate(self._steps):
@@ -122,7 +122,7 @@ class ServerSteps:
         return restarted
 
     def find_failed(self) -> list[str]:
-        """What is known of the steps that have ended before their server answered; ConfigError for bad input."""
+        """Return a line for each step whose end came before the first answer; ConfigError for bad input."""
         failures = []
         for index, step in enumerate(self._steps):
             if step.code is not None and not ready_file(self._launch_file, index).exists():
@@ -135,7 +135,7 @@ class ServerSteps:
         return failures
 
     def stop(self) -> None:
-        """Ask all steps to end, and kill those that do not in time."""
+        """Ask all steps to end, and kill late steps."""
         for index in range(len(self._steps)):
             with suppress(OSError):
                 end_file(self._launch_file, index).write_text(self._logs.name)

@@ -1,9 +1,9 @@
-"""Starts the steps of a run, watches them, and decides what to do when one ends.
+"""The launcher: starts the steps of a run, watches the steps, and decides after an end.
 
-    servers on their own nodes -> their URLs -> trainer -> finished | stopped: requeue | died: start it again
+    servers on separate nodes -> their URLs -> trainer -> finished | stopped: requeue | died: start again
 
-How the trainer ended is read from its status file: the exit codes of torchrun and srun do not tell. A new trainer
-continues from the newest checkpoint and repeats the steps since.
+The trainer's status file, not the exit code of torchrun or srun, says how the trainer ended. A new trainer continues
+from the newest checkpoint and repeats the steps since.
 """
 
 import itertools
@@ -33,7 +33,7 @@ from megarl.run.status import FAILURE_VARIABLE, describe_ranks, newest_checkpoin
 FINISHED, FAILED, STOPPED = 0, 1, 75
 KEY_VARIABLE = "MEGARL_API_KEY"
 ATTEMPT_VARIABLE = "MEGARL_ATTEMPT"
-"""Environment variable that names this start of the trainer; its status file repeats it."""
+"""Environment variable with the name of this start of the trainer; the trainer's status file repeats the name."""
 _POLL_S = 0.5
 _FULL_DISK_S = 60.0
 _BAD_INPUT = ("ConfigError", "DataError", "CheckpointError", "RewardError")
@@ -41,10 +41,10 @@ _BAD_INPUT = ("ConfigError", "DataError", "CheckpointError", "RewardError")
 
 
 class Supervisor:
-    """One launch of a run: ``run`` returns its exit code."""
+    """One launch of a run: ``run`` returns the exit code."""
 
     def __init__(self, config: Config, command: Sequence[str]) -> None:
-        """command: the words after ``megarl`` on each rank; the last one is the path of the configuration."""
+        """command: the words after ``megarl`` on each rank; the last word is the path of the configuration."""
         self.config, self.command = config, list(command)
         self.folder = config.run_dir.absolute()
         self._stop_signal: signal.Signals | None = None
@@ -95,22 +95,22 @@ class Supervisor:
                 saved = "saved itself" if status.get("state") == "stopped" else "was killed"
                 self._tell(f"asked to stop by {self._stop_signal.name}; the trainer {saved}")
                 return STOPPED
-            # If a node's process was killed, Slurm asks the others to stop, not the user.
+            # If a node's process was killed, Slurm, not the user, asks the remaining ranks to stop.
             if status.get("state") == "stopped" and code != 128 + signal.SIGKILL:
                 self._wait_for_slurm()
                 return STOPPED
             failure = read_record(self._failure_file)
             signs = read_signs(self.folder, self.config.launch.ranks, os.environ[ATTEMPT_VARIABLE])
             cause = failure.get("message") or status.get("last_error") or f"exit code {code}"
-            if failure.get("kind") in (None, "MegarlError"):  # a rank that was killed has written no error
+            if failure.get("kind") in (None, "MegarlError"):  # a killed rank has written no error
                 places = (
                     [sign | {"error": None} for sign in signs] if failure else signs
-                )  # the cause is known: no others
+                )  # the cause is known: leave out further errors
                 cause += f"; last seen: {describe_ranks(places, now=None)}"
             if failure.get("kind") in _BAD_INPUT:
                 self._tell(f"the trainer cannot go on: {cause}")
                 return BAD_INPUT
-            if failure.get("kind") == "DamageError":  # another start would find the same
+            if failure.get("kind") == "DamageError":  # a restart would find the same damage
                 self._tell(f"given up: {cause}")
                 return FAILED
             fruitless = 0 if (newest_checkpoint(self.folder) or "") > checkpoint else fruitless + 1
@@ -122,11 +122,11 @@ class Supervisor:
     def _set_topology(self, topology_found: Topology) -> None:
         self.topology = topology_found
         if topology_found.servers and self.config.sglang.api_key_env is None:
-            # Whoever reaches a server can replace its weights. The key is passed in the environment only, in no file.
+            # Whoever reaches a server can replace the weights. The key is passed in the environment only, in no file.
             os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
 
     def _write(self, says: str) -> None:
-        """Write launch.json, which all other processes read."""
+        """Write launch.json for all processes of the launch."""
         key, of_trainer = [], []
         if self.topology.servers:
             of_trainer = ["--sglang.urls", json.dumps(self.topology.urls), "--sglang.gpus", "[]"]
@@ -149,11 +149,12 @@ class Supervisor:
         try:
             self._write(says)
         except OSError as error:
-            # For example a full disk. Only `megarl status` reads this: it must not end a trainer or prevent a requeue.
+            # For example a full disk. Only `megarl status` reads the file, so a failure must not end a trainer or a
+            # requeue.
             self._tell(f"warning: {self.launch_file} is not up to date: {error}")
 
     def _write_for_ranks(self) -> None:
-        """Write what the ranks of this start read; RolloutError if that fails for a minute."""
+        """Write launch.json for the ranks of this start; RolloutError if writing fails for a minute."""
         until = time.monotonic() + _FULL_DISK_S
         while self._stop_signal is None:
             try:
@@ -167,9 +168,9 @@ class Supervisor:
         return None
 
     def _train(self) -> int:
-        """Start the trainer and wait for its end; returns its exit code."""
+        """Start the trainer and wait for the end; return the exit code."""
         self._attempt += 1
-        if self._attempt > 1:  # another port: ranks of the last start may still hold the old one
+        if self._attempt > 1:  # another port: ranks of the last start may still hold the old port
             number = int(os.environ.get("SLURM_JOB_ID", os.getpid()))
             port = topology.free_ports(1, number, self._attempt)[0]
             self.topology = replace(self.topology, master_port=port)
@@ -193,7 +194,7 @@ class Supervisor:
     def _stop_trainer(self, step: Step) -> None:
         """Ask the ranks to stop, and kill them after launch.stop_grace_s."""
         grace_s = self.config.launch.stop_grace_s
-        # By a file: a signal would also end servers and reward workers, and miss ranks that are starting.
+        # By a file: a signal would also end servers and reward workers, and miss starting ranks.
         with suppress(OSError):
             stop_file(self.folder).write_text(os.environ[ATTEMPT_VARIABLE])
         if time.monotonic() > self._stop_asked_at + grace_s:
@@ -207,10 +208,10 @@ class Supervisor:
         return [*srun(self.topology.trainers, het_group=0 if self.topology.het else None), *words]
 
     def _wait_for_servers(self, *, first: bool) -> bool:
-        """Wait until each server answers or has failed; False if asked to stop meanwhile.
+        """Wait until each server answers or has failed; return False after a request to stop.
 
-        Those that have failed are started again, and the trainer begins with the others. RolloutError if no server
-        answers in time, or if all fail at the first start.
+        Failed servers are restarted, and the trainer begins with the answering servers. RolloutError if no server
+        answers in time, or if all servers fail at the first start.
         """
         number, deadline_s = len(self.topology.server_ports), self.config.sglang.start_deadline_s
         until = time.monotonic() + deadline_s
@@ -231,7 +232,7 @@ class Supervisor:
         return False
 
     def _wait_for_slurm(self) -> None:
-        """Wait for Slurm, which has stopped the ranks itself and now ends or requeues this script."""
+        """Wait for Slurm, which has stopped the ranks and now ends or requeues this script."""
         until = time.monotonic() + self.config.launch.stop_grace_s
         while self.topology.job is not None and self._stop_signal is None and time.monotonic() < until:
             self._wait()
@@ -244,7 +245,7 @@ class Supervisor:
         return restarted
 
     def _status(self) -> Mapping[str, Any]:
-        """The last status of the trainer's main rank; empty if this start has written none."""
+        """Return the last status of the trainer's main rank; empty if this start has no status yet."""
         record = read_record(self.folder / "status.json")
         return record if record.get("attempt") == os.environ[ATTEMPT_VARIABLE] else {}
 
@@ -257,14 +258,14 @@ class Supervisor:
                 topology.ask_slurm(["scontrol", "requeue", job])
             except ConfigError as error:
                 return self._tell(f"error: {error}; submit the job again to continue")
-            time.sleep(60.0)  # Slurm ends this script; an exit code of its own would count as the job's end
+            time.sleep(60.0)  # Slurm ends this script; an exit code would count as the job's end
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._stop_signal is None:
             self._stop_signal, self._stop_asked_at = signal.Signals(number), time.monotonic()
             return
         if number == signal.SIGINT:
-            # Do not requeue after Ctrl-C. A SIGTERM may be Slurm's own, which follows its SIGUSR1.
+            # Do not requeue after Ctrl-C. A SIGTERM may be Slurm's, which follows SIGUSR1.
             self._stop_signal = signal.SIGINT
         if number != signal.SIGUSR1 and time.monotonic() - self._stop_asked_at > 1.0:
             self._stop_asked_at = -self.config.launch.stop_grace_s  # asked twice: do not wait for the trainer

@@ -1,4 +1,5 @@
-"""The nodes, addresses and ports of a job. The launcher finds them; all other processes read <run>/launch.json."""
+"""The nodes, addresses and ports of a job. The launcher finds the topology; all other processes read
+<run>/launch.json."""
 
 import errno
 import ipaddress
@@ -17,8 +18,8 @@ from megarl.config import Config
 from megarl.config.addresses import url_host
 from megarl.errors import ConfigError
 
-FIRST_PORT, LAST_PORT = 20000, 30000  # below the ports that a system gives to outgoing connections
-Ask = Callable[[Sequence[str]], str]  # runs a command and returns what it prints
+FIRST_PORT, LAST_PORT = 20000, 30000  # runs a command and returns the output
+Ask = Callable[[Sequence[str]], str]  # runs a command and returns the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +27,19 @@ class Node:
     name: str
     """Slurm's name."""
     address: str
-    """IP address that the other nodes use."""
+    """IP address for connections from other nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
     trainers: tuple[Node, ...]
     servers: tuple[Node, ...]
-    """Nodes with servers and nothing else."""
+    """Nodes that hold only servers."""
     ranks_per_node: int
     master_port: int
     """On the first trainer node."""
     server_ports: tuple[int, ...]
-    """One for each server, node by node. All differ, because nodes share an address in tests."""
+    """One port per server, node by node. All ports differ, because nodes share an address in tests."""
     het: bool = False
     """Server nodes are the second component of a heterogeneous job."""
     job: str | None = None
@@ -64,7 +65,7 @@ def read_topology(launch: Mapping[str, Any]) -> Topology:
 
 
 def find(config: Config, env: Mapping[str, str], ask: Ask | None = None) -> Topology:
-    """The nodes of this Slurm job, or this machine alone; ConfigError if [launch] expects other nodes."""
+    """Return the nodes of this Slurm job, or this machine alone; ConfigError if [launch] expects other nodes."""
     launch, ask = config.launch, ask or ask_slurm
     if launch.layout == "local":
         machine = Node(socket.gethostname(), "127.0.0.1")
@@ -97,7 +98,7 @@ def find(config: Config, env: Mapping[str, str], ask: Ask | None = None) -> Topo
 
 
 def addresses_of(names: Sequence[str], env: Mapping[str, str], ask: Ask) -> dict[str, str]:
-    """The IP address of each node: from MEGARL_ADDRESSES ("n1=10.0.0.1,n2=10.0.0.2"), else Slurm's NodeAddr.
+    """Return the IP address of each node: from MEGARL_ADDRESSES ("n1=10.0.0.1,n2=10.0.0.2"), or Slurm's NodeAddr.
 
     ConfigError if an address does not resolve.
     """
@@ -110,7 +111,7 @@ def addresses_of(names: Sequence[str], env: Mapping[str, str], ask: Ask) -> dict
     remote = [address for address in addresses.values() if not ipaddress.ip_address(address).is_loopback]
     for name, address in addresses.items():
         if ipaddress.ip_address(address).is_loopback and remote:
-            # A node often resolves its own name to loopback: take the address that its packets to the others have.
+            # A node often resolves its own name to loopback: take the source address of packets to the remote nodes.
             family = socket.AF_INET6 if ":" in remote[0] else socket.AF_INET
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect((remote[0], 9))  # sends nothing
@@ -129,7 +130,7 @@ def _resolve(name: str, address: str) -> str:
 
 
 def free_ports(count: int, job: int, attempt: int = 0) -> list[int]:
-    """Ports on which nothing listens here. Each job, and each attempt, begins its search at another port."""
+    """Return free ports of this machine. Each job, and each attempt, begins the search at a different port."""
     span = LAST_PORT - FIRST_PORT
     start = job * 61 + attempt * 997
     ports = list(islice(filter(_is_free, (FIRST_PORT + (start + offset) % span for offset in range(span))), count))
@@ -139,7 +140,7 @@ def free_ports(count: int, job: int, attempt: int = 0) -> list[int]:
 
 
 def _is_free(port: int) -> bool:
-    """Whether nothing listens on the port: over IPv4, and over IPv6 where the kernel has it."""
+    """Whether no process listens on the port: over IPv4, and over IPv6 if the kernel has IPv6."""
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             socket.create_server(("", port), family=family).close()

@@ -11,7 +11,7 @@ class Plan(OnConfiguration):
     """Estimate memory, bytes moved and batches from the configuration alone; refuse what cannot fit or divide."""
 
     model: Path | None = None
-    """Folder with the model's config.json; default model.path, then the shipped one of that name."""
+    """Folder with the model's config.json; default model.path, or the shipped folder of that name."""
     json: bool = False
     """Print the numbers as JSON."""
 

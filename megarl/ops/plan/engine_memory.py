@@ -29,7 +29,8 @@ class EngineMemory:
 
 
 def engine_memory(config: Config, shape: ModelShape, longest: int) -> EngineMemory:
-    """A server within ``mem_fraction`` of a GPU and ``max_total_tokens``; or the local engine with a full batch.
+    """Return the memory of a server within ``mem_fraction`` of a GPU and ``max_total_tokens``, or of the local engine
+    with a full batch.
 
     Without either limit, the cache holds one sequence of maximum length, the least that can work.
     """
@@ -52,10 +53,10 @@ def engine_memory(config: Config, shape: ModelShape, longest: int) -> EngineMemo
 
 
 def cache_bytes_per_token(shape: ModelShape, element: int, tp: int = 1, *, expanded: bool = False) -> int:
-    """Keys and values of all layers on one GPU.
+    """Return the bytes of keys and values of all layers on one GPU.
 
     Grouped attention: 2 L max(kv_heads / tp, 1) head_dim e. Latent attention: L (kv_rank + rope) e, whole on each GPU;
-    ``expanded``: keys and values of all heads / tp instead, as the trainer keeps them, and transformers before 5.15.
+    ``expanded``: keys and values of all heads / tp, as in the trainer and in transformers before 5.15.
     """
     fields = shape.fields
     if fields.get("multi_latent_attention") and expanded:
@@ -69,9 +70,10 @@ def cache_bytes_per_token(shape: ModelShape, element: int, tp: int = 1, *, expan
 
 
 def weight_bytes(shape: ModelShape, element: int, *, fp8: bool = False, tp: int = 1) -> int:
-    """Weights on one of the ``tp`` GPUs of a server; with tp = 1 also what an update brings, in bytes.
+    """Return the bytes of weights on one of ``tp`` GPUs of a server; with tp = 1 also the bytes of an update.
 
-    FP8: one byte for each value of a linear weight and four for each block of 128 x 128; the rest in e bytes.
+    FP8: one byte for each value of a linear weight and four for each block of 128 x 128; all remaining weights in e
+    bytes.
     """
     sizes = dimensions(shape)
     total = 0
@@ -87,7 +89,7 @@ def weight_bytes(shape: ModelShape, element: int, *, fp8: bool = False, tp: int 
 
 
 def _shares(rule: Rule, name: str, shape: ModelShape, tp: int) -> int:
-    """Into how many parts a server cuts a tensor; keys and values at most into one for each of their heads."""
+    """Number of parts into which a server divides a tensor; keys and values have at most one part per head."""
     if rule.layout == "replicated" or "_a_proj" in name:
         return 1
     if rule.layout == "qkv" and ".q_proj." not in name:

@@ -46,8 +46,8 @@ def shared_gpu(rank: RankMemory, engine: EngineMemory, handed_over: bool) -> int
     """Bytes of a rank and a server on one GPU, reserves included.
 
     - Both resident: the sum.
-    - Handed over: the largest of training without the server; sampling beside the weights of trainer and reference;
-      and an update, when both have weights and neither has a cache or optimizer states.
+    - Handed over: the largest of training without the server; sampling beside the weights of trainer and reference; and
+      an update, with both copies of the weights and without cache or optimizer states.
     """
     reserves = TRAINER_RESERVE + SERVER_RESERVE
     if not handed_over:

@@ -14,17 +14,18 @@ _UNKNOWN = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""Fields of Megatron that divide layers in ways that are not computed here."""
+"""Fields of Megatron that divide layers in ways outside of this plan."""
 _WHOLE = ("linear_q_down_proj", "linear_kv_down_proj")
-"""Projections to latent space, which no layer cuts although they are column-parallel on paper."""
+"""Projections to latent space: column-parallel on paper, but whole on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one pipeline rank holds: the first stage also the embedding, the last final norm and output layer."""
+    """Content of one pipeline rank: the first stage also has the embedding, the last stage the final norm and output
+    layer."""
 
     rank: int
-    chunks: tuple[tuple[int, ...], ...]  # 0-based global layers of each model chunk; one chunk, or vpp of them
+    chunks: tuple[tuple[int, ...], ...]  # 0-based global layers of each model chunk; vpp chunks, or one
     is_first: bool
     is_last: bool
 
@@ -73,7 +74,7 @@ def _layers_per_stage(config: Config, num_layers: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class StepSchedule:
     """The arithmetic of one step."""
 
     responses: int  # B G of a step
@@ -89,11 +90,11 @@ class Schedule:
     bubble_most: float
 
 
-def divide_step(config: Config, layout: Layout) -> Schedule:
+def divide_step(config: Config, layout: Layout) -> StepSchedule:
     """Divide a step; ConfigError where the interleaved schedule has more micro-batches than sequences."""
     longest, cp = config.longest_sequence, layout.cp
     multiple = config.parallel.micro_batch_multiple
-    padded = _round_up(longest, 2 * cp) if cp > 1 else longest  # two chunks of each sequence for each of cp ranks
+    padded = _round_up(longest, 2 * cp) if cp > 1 else longest  # two chunks of a sequence on each of cp ranks
     per_micro_batch = max(1, config.train.micro_batch_tokens * cp // padded)
     num_most = _round_up(-(-layout.sequences_per_rank // per_micro_batch), multiple)
     if num_most > layout.sequences_per_rank:
@@ -102,7 +103,7 @@ def divide_step(config: Config, layout: Layout) -> Schedule:
             f"but a mini-batch gives a rank {layout.sequences_per_rank} sequences; lower train.mini_batches, or raise "
             "rollout.prompts_per_step"
         )
-    return Schedule(
+    return StepSchedule(
         responses=config.responses_per_step,
         mini_batch=config.responses_per_step // config.train.mini_batches,
         sequences_per_rank=layout.sequences_per_rank,
@@ -120,8 +121,8 @@ def divide_step(config: Config, layout: Layout) -> Schedule:
 def old_share(config: Config) -> float:
     """The share of old-log-prob passes in the arithmetic of a step's passes.
 
-    Counted in forward passes over one mini-batch: 3 for an update, 4 with full recomputation, 1 for a pass of the old
-    or reference policy. Passes that an objective adds once weights have moved are not counted.
+    Unit: a forward pass over one mini-batch. An update counts 3, with full recomputation 4; a pass of the old or
+    reference policy counts 1. Passes that an objective adds after moved weights are not counted.
     """
     train, update = config.train, 4 if config.recompute.granularity == "full" else 3
     updates = train.mini_batches * (update + train.resolved_objective.needs_ref_logprobs)
@@ -144,7 +145,7 @@ class ModelCount:
     total: int
     experts: int  # of routed experts, all layers
     embeddings: int  # of the embedding and, where it is apart, the output layer
-    active: int  # what a token uses: everything, but only top-k of the experts; embeddings included
+    active: int  # parameters that a token uses, embeddings included: of the experts only the top k
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ class RankCount:
     stage: int
     dense: int  # replicated over data- and context-parallel ranks
     expert: int  # replicated over expert-data-parallel ranks
-    buffers: int  # fp32 values that no optimizer changes: expert biases and their counters
+    buffers: int  # fp32 values without an optimizer: expert biases and counters
 
     @property
     def total(self) -> int:
@@ -178,7 +179,7 @@ def count_model(shape: ModelShape) -> ModelCount:
 
 
 def count_rank(shape: ModelShape, layout: Layout, stage: Stage) -> RankCount:
-    """Parameters of one rank of the stage: dense ones cut by tp, experts by ep and etp."""
+    """Parameters of one rank of the stage: dense parameters divided by tp, experts by ep and etp."""
     dense = expert = buffers = 0
     layers = set(stage.layers)
     for rule in rules_of(shape):

@@ -17,37 +17,37 @@ from megarl.models.shapes import read_shape
 from megarl.ops.plan import traffic
 from megarl.ops.plan.engine_memory import EngineMemory, engine_memory
 from megarl.ops.plan.gpu_memory import GpuMemory, gpu_memory
-from megarl.ops.plan.layout import ModelCount, RankCount, Schedule, count_model, count_rank, divide_step, stages_of
+from megarl.ops.plan.layout import ModelCount, RankCount, StepSchedule, count_model, count_rank, divide_step, stages_of
 from megarl.ops.plan.traffic import SyncTraffic
 from megarl.ops.plan.trainer_memory import RankMemory, rank_memory
 from megarl.ops.shipped import MODELS
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Estimate:
     """All numbers; bytes, unless a name says otherwise."""
 
     model_path: str  # where the shape was read
     family: str
-    prediction_layers: int  # that config.json counts beyond the model's own; they are left out
+    prediction_layers: int  # prediction layers in config.json, which are left out
     layout: Layout
-    server_gpus: int  # GPUs that hold servers; those of the trainer where they share
+    server_gpus: int  # GPUs that hold servers; the trainer's GPUs if shared
     model: ModelCount
     rank: RankCount  # of the rank with the most memory; so are memory and traffic
     memory: RankMemory
     stages: tuple[RankMemory, ...]  # a rank of each pipeline stage
     engine: EngineMemory
     gpu: GpuMemory
-    spare_weights: int  # on the host of each node's first rank: the weights for a server that restarts
-    trace: traffic.Trace
-    batches: Schedule
+    spare_weights: int  # on the host of each node's first rank: the weights for a restarted server
+    trace: traffic.TraceSize
+    batches: StepSchedule
     step: traffic.StepTraffic
     traffic: traffic.RankTraffic
-    sync: SyncTraffic  # not by its module, which the name of the field before hides
+    sync: SyncTraffic  # imported by name, because the field before hides the module
 
 
-def plan(config: Config, model: Path | None = None) -> Plan:
-    """Plan a run; ConfigError, one line, for what cannot divide or fit. ``model``: see ``find_model``."""
+def plan(config: Config, model: Path | None = None) -> Estimate:
+    """Plan a run; ConfigError, one line, for sizes that do not divide or fit. ``model``: see ``find_model``."""
     folder = find_model(config, model)
     shape = read_shape(folder)
     check_fit(config, shape)
@@ -62,7 +62,7 @@ def plan(config: Config, model: Path | None = None) -> Plan:
     count = count_rank(shape, layout, stages[worst])
     nodes = config.launch.server_nodes or (config.launch.nodes if config.sglang.gpus else 0)
     sync = traffic.sync_traffic(config, shape, count)
-    return Plan(
+    return Estimate(
         model_path=str(folder),
         family=shape.family,
         prediction_layers=count_prediction_layers(read_json(folder / "config.json")),

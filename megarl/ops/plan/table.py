@@ -10,26 +10,29 @@ from types import SimpleNamespace
 from typing import Any
 
 from megarl.config import Config
-from megarl.ops.plan.plan import Plan
+from megarl.ops.plan.plan import Estimate
 
 
-def to_json(plan: Plan) -> str:
+def to_json(plan: Estimate) -> str:
     """All numbers of a plan; bytes, counts and fractions under the names of the records."""
     totals = {"training": plan.memory.training, "peak": plan.memory.peak}
     return json.dumps({**asdict(plan), "worst_rank": {"stage": plan.memory.stage, **totals}}, indent=2)
 
 
-def to_text(plan: Plan, config: Config) -> str:
+def to_text(plan: Estimate, config: Config) -> str:
     """Sections of aligned lines."""
     sections = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    names = {name: getattr(plan, name) for name in Plan.__slots__} | {"config": config, "say": _derive(plan, config)}
+    names = {name: getattr(plan, name) for name in Estimate.__slots__} | {
+        "config": config,
+        "say": _derive(plan, config),
+    }
     lines = [f"plan of {config.run.name}: {plan.family}, shape from {plan.model_path}"]
     for title, rows in sections.items():
         lines += ["", _FORMAT.vformat(title, (), names), *(line for row in rows for line in _lines(plan, names, *row))]
     return "\n".join(lines)
 
 
-def _lines(plan: Plan, names: dict[str, Any], label: str, amount: str, note: str, needs: str = "") -> Iterator[str]:
+def _lines(plan: Estimate, names: dict[str, Any], label: str, amount: str, note: str, needs: str = "") -> Iterator[str]:
     if needs and not _FORMAT.get_field(needs, (), names)[0]:
         return
     rows = [(label, amount, note, names)]
@@ -41,8 +44,8 @@ def _lines(plan: Plan, names: dict[str, Any], label: str, amount: str, note: str
         yield "  {:<34} {:>14}  {}".format(*filled).rstrip()
 
 
-def _derive(plan: Plan, config: Config) -> SimpleNamespace:
-    """What rows say that is no field of a plan."""
+def _derive(plan: Estimate, config: Config) -> SimpleNamespace:
+    """Values in rows that are no fields of a plan."""
     is_server, limit = config.rollout.engine_kind.server, config.launch.gpu_memory_gib
     with_gpus = "on the trainer's" if config.servers_share_gpus else "beside the trainer's"
     place = "apart" if config.launch.apart else with_gpus if config.sglang.gpus else "elsewhere"

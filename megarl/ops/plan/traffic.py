@@ -1,6 +1,6 @@
-"""Bytes that move: between engine and trainer, between the trainer's ranks, and with an update of the weights.
+"""Bytes that a rank receives: from the engine, from the trainer's ranks, and in an update of the weights.
 
-What a rank receives. Sequences are reckoned at their longest, so a step moves at most this.
+Every sequence counts at maximum length, so the amounts are upper limits.
 """
 
 from dataclasses import dataclass
@@ -14,22 +14,22 @@ from megarl.models.hf_files import bucket_bytes
 from megarl.models.names import rules_of
 from megarl.models.shapes import ModelShape
 from megarl.ops.plan.engine_memory import cache_bytes_per_token, weight_bytes
-from megarl.ops.plan.layout import RankCount, Schedule, Stage, count_model
+from megarl.ops.plan.layout import RankCount, Stage, StepSchedule, count_model
 from megarl.ops.plan.trainer_memory import BUCKET_BYTES, ELEMENT, cut_of, route_bytes, routed_rows, whole_bytes
 
 REWARD_BYTES = 88
 """What all ranks know of a response: the columns of ``megarl.trainer.sampling.step_rollouts``."""
 PLACEMENT_BYTES = 16
-"""Number and length of a sequence, of which a rank has the routes or needs them."""
+"""Number and length of a sequence whose routes a rank has or needs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class TraceSize:
     """Routes, bytes of one token."""
 
-    memory: int  # in the trainer: L K, in one byte for each expert up to 256, else two
+    memory: int  # in the trainer: L K entries, of one byte up to 256 experts, otherwise two
     wire_short: int  # from servers that megarl starts: base64 of L ceil(log2 C(E, K)) bits
-    wire_long: int  # from others: base64 of int32 for every layer, dense ones included
+    wire_long: int  # from other servers: base64 of int32 for every layer, dense layers included
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,49 +37,55 @@ class StepTraffic:
     """Of a whole step."""
 
     columns: int  # tokens and log-probabilities from the engines, 8 bytes a token, before JSON makes text of them
-    routes: int  # from the engines, as they travel; 0 unless they are replayed, watched or written
-    routes_per_rank: int  # that one rank's routers get from other ranks of its model copy, each of which draws a share
-    rollouts_per_rank: int  # that one rank gets from those; with routes also who has and who needs which routes
-    rewards_per_rank: int  # of all responses, which every rank gets; they alone grow with the number of ranks
+    routes: int  # from the engines, in transport form; 0 unless replayed, watched or written
+    routes_per_rank: (
+        int  # received by one rank's routers from the ranks of the model copy, each of which samples a share
+    )
+    rollouts_per_rank: (
+        int  # received by one rank from the ranks of the model copy; with routes also the places of routes
+    )
+    rewards_per_rank: (
+        int  # of all responses, received by every rank; the only amount that grows with the number of ranks
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class RankTraffic:
-    """Of one rank, received: per optimizer step the first two, else per micro-batch, in both directions."""
+    """Received by one rank: the first two per optimizer step, the remaining per micro-batch, in both directions."""
 
     gradients: int  # to their shards
     gathered_weights: int  # updated, from their shards
     experts: int  # rows to experts and back, over ep and etp
     tensor: int  # sequence-parallel gathers and scatters
     pipeline: int  # hidden states from the stage before, gradients from the one behind
-    context: int  # keys and values of other context-parallel ranks, and their gradients
+    context: int  # keys and values of other context-parallel ranks, with gradients
 
 
 @dataclass(frozen=True, slots=True)
 class SyncTraffic:
     """Of one update of the engine."""
 
-    gathered: int  # what a rank receives until every tensor has been whole on it
-    sent: int  # what the leader sends to each server: the weights in the engine's form
+    gathered: int  # received by a rank until every tensor has been whole there
+    sent: int  # sent by the leader to each server: the weights in the engine's form
     tensors_at_once: int  # the largest thing that is gathered whole
     buckets: int  # at most
 
 
-def trace_of(shape: ModelShape) -> Trace:
+def trace_of(shape: ModelShape) -> TraceSize:
     """Bytes of a token's routes; all 0 for a dense model."""
     layers, experts, topk = len(shape.moe_layers), shape.num_experts, shape.topk
     if not layers:
-        return Trace(0, 0, 0)
+        return TraceSize(0, 0, 0)
     bits = layers * (comb(experts, topk) - 1).bit_length()
-    return Trace(
+    return TraceSize(
         memory=layers * topk * (1 if experts <= 256 else 2),
         wire_short=-(-bits // 6),
         wire_long=-(-4 * shape.num_layers * topk * 4 // 3),
     )
 
 
-def step_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage, batches: Schedule) -> StepTraffic:
-    """Of a step whose sequences are all as long as they may be."""
+def step_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage, batches: StepSchedule) -> StepTraffic:
+    """Return the traffic of a step whose sequences all have maximum length."""
     tokens, trace = batches.responses * batches.longest, trace_of(shape)
     short = config.sglang.compact_routes and not config.sglang.urls
     routed, remote = wants_routes(config, shape), config.rollout.engine_kind.server
@@ -117,7 +123,8 @@ def rank_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage
 
 
 def _gathers(config: Config, count: RankCount) -> int:
-    """How often an update gathers the weights: Megatron's optimizers of dense and expert ones each gather them all."""
+    """Number of gathers of the weights in an update: the optimizers of dense and expert weights each gather all
+    weights."""
     beside_passes = settings(config, on_gpu=True, has_te=True).get("overlap_param_gather", False)
     return 1 if beside_passes or not count.expert else 2
 
@@ -125,9 +132,9 @@ def _gathers(config: Config, count: RankCount) -> int:
 def _tensor_widths(shape: ModelShape, stage: Stage, element: int, passes: int) -> int:
     """Bytes of a slot that sequence parallelism gathers and scatters in one micro-batch.
 
-    Around attention, a dense MLP and shared experts: forward passes gather the input and scatter the output, a backward
-    pass gathers the output's gradient and the input once more, and scatters the input's gradient. The embedding
-    scatters once and gathers once; so does the output layer, in fp32.
+    Around attention, a dense MLP and shared experts: forward passes gather the input and scatter the output; a backward
+    pass gathers the output's gradient and the input again, and scatters the input's gradient. The embedding scatters
+    once and gathers once; the output layer likewise, in fp32.
     """
     fields, hidden = shape.fields, shape.fields["hidden_size"]
     inputs = outputs = 0
@@ -144,7 +151,7 @@ def _tensor_widths(shape: ModelShape, stage: Stage, element: int, passes: int) -
 
 
 def sync_traffic(config: Config, shape: ModelShape, count: RankCount) -> SyncTraffic:
-    """Of one update of the weights; a rank receives all that it does not hold itself."""
+    """Return the traffic of one update of the weights; a rank receives all tensors that the rank does not hold."""
     element = ELEMENT[config.model.dtype]
     fp8 = config.rollout.engine_kind.server and config.sglang.fp8
     sent = weight_bytes(shape, ELEMENT[config.rollout.dtype], fp8=fp8)
@@ -157,5 +164,5 @@ def sync_traffic(config: Config, shape: ModelShape, count: RankCount) -> SyncTra
 
 
 def _over(ranks: int, amount: int) -> int:
-    """What one of ``ranks`` receives of an amount that all share: (n - 1) / n of it."""
+    """Amount received by one of ``ranks`` of an amount shared by all: (n - 1) / n."""
     return amount * (ranks - 1) // ranks

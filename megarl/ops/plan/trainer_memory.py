@@ -1,9 +1,9 @@
-"""Memory of one rank of the trainer: states that stay, activations of a step, buffers of an engine update.
+"""Memory of one rank of the trainer: resident states, activations of a step, buffers of an engine update.
 
-Activations are what layers keep for the backward pass, and what is there for a moment. Layers are those of Transformer
-Engine with fused attention, whose saved tensors were read from the allocator (docs/plan.md). e is the size of an
-element of the training dtype, H the hidden size, S the slots of a micro-batch on this rank (a share of 1/cp),
-S' = S / tp under sequence parallelism, R the rows that a rank's experts compute.
+Activations are tensors kept for the backward pass, and temporary tensors. Layers are Transformer Engine's with fused
+attention; saved tensors were read from the allocator (docs/plan.md). e is the size of an element of the training dtype,
+H the hidden size, S the slots of a micro-batch on this rank (a share of 1/cp), S' = S / tp under sequence parallelism,
+R the rows computed by a rank's experts.
 """
 
 from collections.abc import Collection
@@ -32,13 +32,13 @@ class RankMemory:
     gradients: int
     optimizer: int  # fp32 main weights (unless the weights are fp32) and Adam's two moments, after sharding
     reference: int  # weights of the reference policy; 0 unless the objective reads one
-    activations: int  # what the micro-batches in flight keep for their backward passes
-    working: int  # held for a moment: a recomputed unit and rows on their way, or what the output layer needs
+    activations: int  # kept by the micro-batches in flight for the backward passes
+    working: int  # temporary: a recomputed unit and rows in transit, or the needs of the output layer
     sync: int  # what gathering for the engine takes at most, a bucket's tensors, and two buckets
     exchange: int  # routes of a mini-batch, sent and received, while ranks exchange them
     recorded: int  # routes that the old-log-prob pass recorded (r2), of all mini-batches of the step
-    compared: int  # hidden states of a mini-batch, routed natively, with which the update compares its own
-    host_routes: int  # routes of a step on the host: those that the rank sampled, those that its routers see
+    compared: int  # hidden states of a mini-batch, routed natively, for the comparison in the update
+    host_routes: int  # routes of a step on the host: routes sampled by the rank, and routes of its routers
 
     @property
     def states(self) -> int:
@@ -79,13 +79,14 @@ def rank_memory(config: Config, shape: ModelShape, layout: Layout, stage: Stage,
 
 
 def route_bytes(config: Config, shape: ModelShape, layout: Layout, stage: Stage) -> int:
-    """Routes of a mini-batch that one rank's routers see: rows L_local K, in one byte for each expert up to 256."""
+    """Bytes of the routes of a mini-batch for one rank's routers: rows L_local K, one byte per expert up to 256
+    experts."""
     local = sum(layer in shape.moe_layers for layer in stage.layers)
     return _rows(config, layout) * local * shape.topk * (1 if shape.num_experts <= 256 else 2)
 
 
 def _rows(config: Config, layout: Layout) -> int:
-    """Tokens of a mini-batch that one rank's routers see, all sequences as long as they may be."""
+    """Tokens of a mini-batch for one rank's routers, all sequences at maximum length."""
     return layout.sequences_per_rank * config.longest_sequence // (layout.cp * layout.tp)
 
 
@@ -105,8 +106,8 @@ def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, 
 
 
 def gathered_bytes(shape: ModelShape, element: int, ep: int) -> int:
-    """Bytes that an export holds, at most: the experts that are gathered at once twice, a dense parameter thrice."""
-    # Gathered parts and their whole; of a dense parameter then also the Hugging Face tensors.
+    """Bytes held by an export, at most: gathered experts twice, a dense parameter three times."""
+    # Gathered parts and the whole; for a dense parameter also the Hugging Face tensors.
     return max((2 if rule.scope == "expert" else 3) * whole_bytes(rule, shape, element, ep) for rule in rules_of(shape))
 
 
@@ -127,14 +128,14 @@ class Cut:
 
     @property
     def rows(self) -> int:
-        """S': slots that norms, routers and residuals of this rank see."""
+        """S': slots of norms, routers and residuals on this rank."""
         return self.slots // self.tp
 
 
 def cut_of(config: Config, layout: Layout) -> Cut:
-    """A full micro-batch: train.micro_batch_tokens slots on each context-parallel rank.
+    """Return a full micro-batch: train.micro_batch_tokens slots on each context-parallel rank.
 
-    Fewer where a mini-batch brings a rank no more than that, with all sequences as long as they may be.
+    Fewer slots if all sequences of a rank's mini-batch, at maximum length, need no more.
     """
     slots = config.train.micro_batch_tokens
     if config.sampling.fixed:
@@ -146,9 +147,9 @@ def cut_of(config: Config, layout: Layout) -> Cut:
 def activation_bytes(
     config: Config, shape: ModelShape, layout: Layout, stage: Stage, micro_batches: int
 ) -> tuple[int, int]:
-    """(kept by the layers of all micro-batches in flight, most that is held beside that for a moment), bytes.
+    """Return (bytes kept by the layers of all micro-batches in flight, largest temporary bytes).
 
-    For a moment: a recomputed unit and what its layers hold while they compute, or what the output layer needs.
+    Temporary: a recomputed unit with the tensors of its layers, or the needs of the output layer.
     """
     cut = cut_of(config, layout)
     activations, units = zip(*(_chunk_bytes(config, shape, cut, chunk) for chunk in stage.chunks), strict=True)
@@ -157,7 +158,7 @@ def activation_bytes(
 
 
 def in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
-    """The most forward passes of a stage's chunks that wait for their backward pass at once.
+    """Largest number of forward passes of a stage's chunks that wait for the backward pass at once.
 
     1F1B: min(pp - p, m). Interleaved: min(2 (pp - p - 1) + (vpp - 1) pp + 1, m vpp).
     """
@@ -168,7 +169,7 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
 
 
 def _chunk_bytes(config: Config, shape: ModelShape, cut: Cut, layers: tuple[int, ...]) -> tuple[int, int]:
-    """(kept, largest recomputed unit) of one micro-batch in one model chunk."""
+    """Return (bytes kept, bytes of the largest recomputed unit) of one micro-batch in one model chunk."""
     recompute, whole = config.recompute, [layer_bytes(shape, layer, cut) for layer in layers]
     if recompute.granularity != "full":
         modules = recompute.modules if recompute.modules is not None else ["core_attn"]
@@ -184,10 +185,10 @@ def _chunk_bytes(config: Config, shape: ModelShape, cut: Cut, layers: tuple[int,
 
 
 def _moment(shape: ModelShape, cut: Cut, stage: Stage) -> int:
-    """What a layer holds while it computes, beside what it keeps, and the gradient of its output: e H S'.
+    """Temporary bytes of a layer in addition to kept bytes, and the gradient of the output: e H S'.
 
-    MoE: rows as they are permuted, sent, computed and sorted back, 2 e H (S' K + R), and the output of shared experts.
-    Dense: gradients of the widest rows, e (2 H + 3 width / tp) S.
+    MoE: rows as permuted, sent, computed and sorted back, 2 e H (S' K + R), and the output of shared experts. Dense:
+    gradients of the widest rows, e (2 H + 3 width / tp) S.
     """
     fields, hidden = shape.fields, cut.element * shape.fields["hidden_size"]
     if not any(layer in shape.moe_layers for layer in stage.layers):
@@ -197,7 +198,8 @@ def _moment(shape: ModelShape, cut: Cut, stage: Stage) -> int:
 
 
 def head_bytes(shape: ModelShape, cut: Cut) -> int:
-    """End of the last stage: the final norm, what ``linear_logprobs`` keeps, its gradients and three blocks of logits.
+    """End of the last stage: the final norm, tensors kept by ``linear_logprobs`` with gradients, and three blocks of
+    logits.
 
     (e H + 4) S' + (e H + 21 + 4 H) S + e H V / tp, and the blocks.
     """
@@ -208,26 +210,26 @@ def head_bytes(shape: ModelShape, cut: Cut) -> int:
 
 
 def layer_bytes(shape: ModelShape, layer: int, cut: Cut, recompute: Collection[str] = ()) -> int:
-    """What one layer keeps; ``recompute`` are modules of selective recomputation, which keep their input only."""
+    """Bytes kept by one layer; ``recompute`` names modules of selective recomputation, which keep only the input."""
     latent, is_moe = shape.fields.get("multi_latent_attention"), layer in shape.moe_layers
     attention = (_latent_attention if latent else _grouped_attention)(shape, cut, recompute)
     if is_moe:
         mlp = 0 if "moe" in recompute else _moe(shape, cut, recompute)
     else:
         mlp = 0 if "mlp" in recompute else _gated(shape.fields["ffn_hidden_size"], cut)
-    # Two residuals, and each norm's output and scales. A norm that is part of a linear layer is not recomputed alone.
+    # Two residuals, and output and scales of each norm. A norm inside a linear layer is not recomputed alone.
     norms = bool(latent) + is_moe if "layernorm" in recompute else 0
     norms += 0 if is_moe or "mlp" not in recompute else 1
     return (4 - norms) * input_bytes(shape, cut) + 8 * cut.rows + attention + mlp
 
 
 def input_bytes(shape: ModelShape, cut: Cut) -> int:
-    """e H S': the hidden state at the start of a layer, all that full recomputation keeps of it."""
+    """e H S': the hidden state at the start of a layer; full recomputation keeps nothing more."""
     return cut.element * shape.fields["hidden_size"] * cut.rows
 
 
 def _grouped_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) -> int:
-    """Queries and keys before their norms, rotated ones, values, output and its fp32 statistics."""
+    """Queries and keys before the norms, rotated queries and keys, values, output and fp32 statistics."""
     fields = shape.fields
     heads, groups = fields["num_attention_heads"] // cut.tp, fields["num_query_groups"] // cut.tp
     q, kv = heads * fields["kv_channels"], groups * fields["kv_channels"]
@@ -238,7 +240,7 @@ def _grouped_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) 
 
 
 def _latent_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) -> int:
-    """Latents with their norms' outputs, rotations, then queries, keys, values, output and its fp32 statistics."""
+    """Latents with the norms' outputs, rotations, then queries, keys, values, output and fp32 statistics."""
     fields, e = shape.fields, cut.element
     heads, rope, value = fields["num_attention_heads"] // cut.tp, fields["qk_pos_emb_head_dim"], fields["v_head_dim"]
     latents = sum(2 * e * width + 4 for width in (fields["q_lora_rank"], fields["kv_lora_rank"]) if width)
@@ -248,12 +250,12 @@ def _latent_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) -
 
 
 def _gated(width: int, cut: Cut) -> int:
-    """Both halves of the inner product, and the product with silu of one: 3 e width S."""
+    """Both halves of the inner product, and the product of one half with silu of the other: 3 e width S."""
     return 3 * cut.element * width // cut.tp * cut.slots
 
 
 def _moe(shape: ModelShape, cut: Cut, recompute: Collection[str]) -> int:
-    """Router and dispatcher (13 E + 28 K) S'; rows, both halves, their product, gate weights: (e (H + 3 W) + 8) R."""
+    """Router and dispatcher (13 E + 28 K) S'; rows, both halves, the product, gate weights: (e (H + 3 W) + 8) R."""
     fields, e = shape.fields, cut.element
     router = (13 * shape.num_experts + 28 * shape.topk) * cut.rows
     inner = (2 if "moe_act" in recompute else 3) * (fields["moe_ffn_hidden_size"] // cut.etp)

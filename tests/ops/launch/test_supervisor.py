@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from run_configs import SMALLEST
 
 from megarl.config import Config
 from megarl.config.file import parse
@@ -45,14 +46,7 @@ def undone() -> Iterator[None]:
 
 
 def config(folder: Path, **launch: Any) -> Config:
-    table = {
-        "run": {"steps": 1, "dir": str(folder / "run")},
-        "model": {"path": "m"},
-        "data": {"train": "t.jsonl", "max_prompt_tokens": 8},
-        "rollout": {"prompts_per_step": 8, "group_size": 2, "max_response_tokens": 8},
-        "optim": {"lr": 1e-3},
-    }
-    return parse({**table, "launch": launch})
+    return parse({**SMALLEST, "run": {"steps": 1, "dir": str(folder / "run")}, "launch": launch})
 
 
 class Launched(Supervisor):

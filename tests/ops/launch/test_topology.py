@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from ports import has_ipv6_loopback
+from run_configs import SMALLEST
 
 from megarl.config import Config
 from megarl.config.file import parse, split_overrides
@@ -20,13 +21,7 @@ from megarl.ops.launch import node
 from megarl.ops.launch.supervisor import Supervisor
 from megarl.ops.launch.topology import addresses_of, find, free_ports, read_topology
 
-TABLE: dict[str, Any] = {
-    "run": {"steps": 1},
-    "model": {"path": "m"},
-    "data": {"train": "t.jsonl", "max_prompt_tokens": 8},
-    "rollout": {"prompts_per_step": 8, "group_size": 2, "max_response_tokens": 8, "engine": "sglang"},
-    "optim": {"lr": 1e-3},
-}
+TABLE: dict[str, Any] = {**SMALLEST, "rollout": {**SMALLEST["rollout"], "engine": "sglang"}}
 ADDRESSES = {"a1": "10.0.0.1", "a2": "10.0.0.2", "b1": "10.0.1.1"}
 
 

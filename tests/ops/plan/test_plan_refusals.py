@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from plan_worlds import MODELS, config, write_config
+from run_configs import read_rows, read_words
 
 from megarl.errors import ConfigError
 from megarl.ops.plan.engine_memory import EngineMemory
@@ -17,63 +17,46 @@ from megarl.ops.plan.trainer_memory import RankMemory
 
 SGLANG = {"rollout__engine": "sglang"}
 FP8 = {**SGLANG, "sglang__fp8": True}
-DENSE = {"train__replay": "none"}
-HIDDEN = {**DENSE, "megatron__moe_router_force_load_balancing": True}
+ROWS = """
+mixtral 3 parallel.tp=2 | found 3 ranks, expected a multiple of tp * pp * cp
+mixtral 4 parallel.ep=8 | expected a multiple of ep * etp * pp
+mixtral 3 parallel.tp=3 train.micro_batch_tokens=66 | parallel.tp: | num_attention_heads = 4
+mixtral 4 parallel.tp=4 | parallel.tp: found 4, expected a divisor of | num_key_value_heads = 2
+mixtral 3 parallel.ep=3 rollout.prompts_per_step=3 | parallel.ep: found 3, | experts = 8
+qwen3 1 | train.replay: found "r3", expected "none": the qwen3 model in model.path is dense
+qwen2 1 train.replay=r2 | train.replay: found "r2", expected "none"
+qwen3 2 train.replay=none parallel.ep=2 | parallel.ep: found 2, expected 1: the qwen3 model | no experts
+qwen3 1 train.replay=none train.max_native_flip=0.3 | train.max_native_flip: found 0.3: | no routers to watch
+llama 1 train.replay=none log.traces_every=2 | log.traces_every: found 2, expected 0
+mixtral 1 train.replay=none megatron.moe_router_force_load_balancing=true train.max_native_flip=0.3
+    | train.max_native_flip: found without routes
+mixtral 1 train.replay=none megatron.moe_router_force_load_balancing=true log.traces_every=2
+    | log.traces_every: found without routes
+deepseek_v3 1 rollout.fp8_kv_cache=true | rollout.fp8_kv_cache: | deepseek_v3 model | latents
+mixtral 3 parallel.pp=3 | parallel.pp: found 3 stages for 4 layers
+mixtral 2 parallel.pp=2 parallel.vpp=3 | parallel.vpp: found 3 with 2 layers
+mixtral 1 rollout.max_response_tokens=64 train.micro_batch_tokens=99 | expected at most | 64
+mixtral 1 rollout.engine=sglang sglang.tp=3 | sglang.tp: found 3, | num_attention_heads = 4
+mixtral 1 rollout.engine=sglang sglang.fp8=true
+    | leaves a GPU 40 of the experts' intermediate size, expected a multiple of 128
+mixtral 1 rollout.engine=sglang sglang.servers=2 'sglang.gpus=[0, 1]'
+    | sglang.gpus: found 1 on nodes with launch.ranks_per_node = 1 GPUs of the trainer
+mixtral 1 launch.gpu_memory_gib=0.5 | a rank of stage 0 with its engine needs | at most 0.5
+mixtral 1 rollout.engine=sglang launch.gpu_memory_gib=5e-05
+    | GiB of weights and then 0 tokens of cache, expected at least one sequence of 32
+mixtral 1 megatron.optimizer=sgd | megatron.optimizer = 'sgd', expected 'adam'
+"""
+"""Family, ranks and overrides | parts of the line."""
 
 
-@pytest.mark.parametrize(
-    ("family", "ranks", "overrides", "message"),
-    [
-        ("mixtral", 3, {"parallel__tp": 2}, r"found 3 ranks, expected a multiple of tp \* pp \* cp"),
-        ("mixtral", 4, {"parallel__ep": 8}, r"expected a multiple of ep \* etp \* pp"),
-        ("mixtral", 3, {"parallel__tp": 3, "train__micro_batch_tokens": 66}, "parallel.tp: .* num_attention_heads = 4"),
-        ("mixtral", 4, {"parallel__tp": 4}, "parallel.tp: found 4, expected a divisor of .* num_key_value_heads = 2"),
-        ("mixtral", 3, {"parallel__ep": 3, "rollout__prompts_per_step": 3}, "parallel.ep: found 3, .* experts = 8"),
-        ("qwen3", 1, {}, 'train.replay: found "r3", expected "none": the qwen3 model in model.path is dense'),
-        ("qwen2", 1, {"train__replay": "r2"}, 'train.replay: found "r2", expected "none"'),
-        ("qwen3", 2, {**DENSE, "parallel__ep": 2}, "parallel.ep: found 2, expected 1: the qwen3 model .* no experts"),
-        (
-            "qwen3",
-            1,
-            {**DENSE, "train__max_native_flip": 0.3},
-            "train.max_native_flip: found 0.3: .* no routers to watch",
-        ),
-        ("llama", 1, {**DENSE, "log__traces_every": 2}, "log.traces_every: found 2, expected 0"),
-        ("mixtral", 1, {**HIDDEN, "train__max_native_flip": 0.3}, "train.max_native_flip: found without routes"),
-        ("mixtral", 1, {**HIDDEN, "log__traces_every": 2}, "log.traces_every: found without routes"),
-        ("deepseek_v3", 1, {"rollout__fp8_kv_cache": True}, "rollout.fp8_kv_cache: .* deepseek_v3 model .* latents"),
-        ("mixtral", 3, {"parallel__pp": 3}, "parallel.pp: found 3 stages for 4 layers"),
-        ("mixtral", 2, {"parallel__pp": 2, "parallel__vpp": 3}, "parallel.vpp: found 3 with 2 layers"),
-        (
-            "mixtral",
-            1,
-            {"rollout__max_response_tokens": 56 + 8, "train__micro_batch_tokens": 99},
-            "expected at most .*64",
-        ),
-        ("mixtral", 1, {**SGLANG, "sglang__tp": 3}, "sglang.tp: found 3, .* num_attention_heads = 4"),
-        ("mixtral", 1, {**FP8}, "leaves a GPU 40 of the experts' intermediate size, expected a multiple of 128"),
-        (
-            "mixtral",
-            1,
-            {**SGLANG, "sglang__servers": 2, "sglang__gpus": [0, 1]},
-            "sglang.gpus: found 1 on nodes with launch.ranks_per_node = 1 GPUs of the trainer",
-        ),
-        ("mixtral", 1, {"launch__gpu_memory_gib": 0.5}, "a rank of stage 0 with its engine needs .* at most 0.5"),
-        (
-            "mixtral",
-            1,
-            {**SGLANG, "launch__gpu_memory_gib": 5e-5},
-            "GiB of weights and then 0 tokens of cache, expected at least one sequence of 32",
-        ),
-        ("mixtral", 1, {"megatron__optimizer": "sgd"}, "megatron.optimizer = 'sgd', expected 'adam'"),
-    ],
-)
-def test_what_cannot_be_is_refused(
-    family: str, ranks: int, overrides: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    settings = config(write_config(tmp_path, family), launch__ranks_per_node=ranks, **overrides)
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize(("words", "parts"), [*read_rows(ROWS)])
+def test_what_cannot_be_is_refused(words: str, parts: list[str], tmp_path: Path) -> None:
+    family, ranks, *overrides = words.split(" ", 2)
+    changes = {key.replace(".", "__"): value for key, value in read_words(" ".join(overrides)).items()}
+    settings = config(write_config(tmp_path, family), launch__ranks_per_node=int(ranks), **changes)
+    with pytest.raises(ConfigError) as caught:
         plan(settings)
+    assert [part for part in parts if part not in str(caught.value)] == []
 
 
 def test_widths_of_experts_that_expert_tensor_parallelism_cannot_cut(tmp_path: Path) -> None:
@@ -147,20 +130,8 @@ def test_a_model_that_is_nowhere(tmp_path: Path) -> None:
 
 def test_memory_on_a_shared_gpu_by_hand() -> None:
     """Resident: the sum of both. Handed over: the largest of the three phases."""
-    rank = RankMemory(
-        0,
-        weights=2,
-        gradients=4,
-        optimizer=12,
-        reference=0,
-        activations=5,
-        working=1,
-        sync=3,
-        exchange=2,
-        recorded=0,
-        compared=0,
-        host_routes=9,
-    )
+    sizes = {"weights": 2, "gradients": 4, "optimizer": 12, "activations": 5, "working": 1, "sync": 3, "exchange": 2}
+    rank = RankMemory(0, **sizes, reference=0, recorded=0, compared=0, host_routes=9)
     engine, reserves = EngineMemory(7, 20, 1, 20, 1), TRAINER_RESERVE + SERVER_RESERVE
     assert (rank.states, rank.training, rank.peak) == (18, 24, 24)
     assert shared_gpu(rank, engine, handed_over=False) == 24 + 27 + reserves

@@ -8,11 +8,11 @@ from plan_worlds import config
 from megarl.config import Layout
 from megarl.core.packing import partition
 from megarl.errors import ConfigError
-from megarl.ops.plan.layout import Schedule, bubble, divide_step
+from megarl.ops.plan.layout import StepSchedule, bubble, divide_step
 from megarl.ops.plan.trainer_memory import cut_of, in_flight
 
 
-def divided(ranks: int = 1, **overrides: object) -> Schedule:
+def divided(ranks: int = 1, **overrides: object) -> StepSchedule:
     settings = config("unused", **overrides)
     return divide_step(settings, settings.check_world_size(ranks))
 
