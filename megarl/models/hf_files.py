@@ -69,7 +69,7 @@ class HFCheckpoint:
         self.path = Path(path)
         self._config = read_json(self.path / "config.json") if (self.path / "config.json").is_file() else {}
         self._open: tuple[Path, Any] | None = None
-        self._num_read = 0
+        self.num_read = 0
         self._block = self._fp8_block()
         self._places = self._unfuse(self._locate())
         scales = {name + SCALE for name in self._places} if self._block else set()
@@ -137,7 +137,7 @@ class HFCheckpoint:
                 tensor = handle.get_slice(place.name)[place.expert, rows]
         except (SafetensorError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"{place.file}: {name} cannot be read ({error})") from error
-        self._num_read += tensor.nbytes
+        self.num_read += tensor.nbytes
         return tensor
 
     def read(self, name: str) -> torch.Tensor:
@@ -165,8 +165,8 @@ class HFCheckpoint:
             raise CheckpointError(f"{place.file}: {problem}")
 
     def _handle(self, file: Path) -> Any:
-        if self._open is None or self._open[0] != file or self._num_read > _MAPPED_BYTES:
-            self._open, self._num_read = (file, _opened(file)), 0
+        if self._open is None or self._open[0] != file or self.num_read > _MAPPED_BYTES:
+            self._open, self.num_read = (file, _opened(file)), 0
         return self._open[1]
 
     def _high_precision(self) -> torch.dtype:
