@@ -7,7 +7,7 @@ from typing import Any
 
 from sympy import Float, N, Symbol
 
-from megarl.data.strict.text import UnreadableError
+from megarl.data.math.text import UnreadableError
 
 _FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 _POINTS = 12
