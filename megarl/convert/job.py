@@ -208,6 +208,7 @@ class ConversionJob:
         """Write this rank's unfinished units with ``write_unit(number, unit) -> (file, record)``.
 
         A record is plain data for JSON. Rank 0 then calls ``finish`` with the records of all units, in order.
+        CheckpointError if the disk fails or a record is gone.
         """
         with self._share("converting", units, sizes) as shared:
             for number, unit in shared:

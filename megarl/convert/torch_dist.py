@@ -187,7 +187,10 @@ class TorchDistReader:
         return state if isinstance(state, dict) else {}
 
     def read(self, place: Place) -> torch.Tensor:
-        """Return the parameter at ``place``; the caller has compared the axes of the place with ``tensors``."""
+        """Return the parameter at ``place``, without the axes of the place. CheckpointError for missing chunks.
+
+        The caller has compared the axes of the place with ``tensors``.
+        """
         meta = self.tensors[place.key]
         shape = meta.size[len(place.index) :]
         chunk = place.chunk(shape)
