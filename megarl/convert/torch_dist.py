@@ -136,12 +136,12 @@ _UNREADABLE = (
 
 
 @contextmanager
-def _explain_damage(what: object) -> Iterator[None]:
+def _explain_damage(subject: object) -> Iterator[None]:
     try:
         yield
     except _UNREADABLE as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise CheckpointError(f"{what} cannot be read ({reason}); the file is damaged") from error
+        raise CheckpointError(f"{subject} cannot be read ({reason}); the file is damaged") from error
 
 
 class TorchDistReader:

@@ -269,8 +269,9 @@ def difference(changes: Sequence[FileState]) -> str:
     """Return the changes as a patch of the target's files."""
     rows: list[str] = []
     for change in changes:
-        lines = [content.decode("utf-8", "surrogateescape").split("\n") for content in (change.current, change.result)]
-        rows += difflib.unified_diff(*lines, f"a/{change.name}", f"b/{change.name}", lineterm="")
+        contents = (change.current, change.result)
+        current, result = (content.decode("utf-8", "surrogateescape").split("\n") for content in contents)
+        rows += difflib.unified_diff(current, result, f"a/{change.name}", f"b/{change.name}", lineterm="")
     return "".join(f"{row}\n" for row in rows)
 
 
