@@ -126,9 +126,9 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: 
 
 
 def _publish(
-    job: ConversionJob, target_format: str, shape: ModelShape, keys: Keys, options: Options, dropped: list[str]
+    job: ConversionJob, kind: str, shape: ModelShape, keys: Keys, options: Options, dropped: list[str]
 ) -> None:
-    job.publish(to=target_format, family=shape.family, keys=asdict(keys), verified=options.verify, dropped=dropped)
+    job.publish(to=kind, family=shape.family, keys=asdict(keys), verified=options.verify, dropped=dropped)
 
 
 def _chunk(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, options: Options) -> Chunk:

@@ -145,23 +145,16 @@ class ConversionJob:
 
     @classmethod
     def start(
-        cls,
-        target_format: str,
-        out: Path,
-        source: Path,
-        model: Path,
-        files: Iterable[Path],
-        options: Options,
-        ranks: Ranks,
+        cls, kind: str, out: Path, source: Path, model: Path, files: Iterable[Path], options: Options, ranks: Ranks
     ) -> Self:
-        """Return the job that converts ``files`` of ``source`` to ``target_format``.
+        """Return the job that converts ``files`` of ``source``; kind: megatron, hf or fp8.
 
         ConfigError if ``out`` would replace the source or the model.
         """
         require_apart(out, source, model)
         settings = {name: value for name, value in asdict(options).items() if name not in ("verify", "overwrite")}
         identity = settings | {
-            "to": target_format,
+            "to": kind,
             "dtype": str(options.dtype),
             "config": (model / "config.json").read_text(),
         }
