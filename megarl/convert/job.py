@@ -153,12 +153,9 @@ class ConversionJob:
         """
         require_apart(out, source, model)
         settings = {name: value for name, value in asdict(options).items() if name not in ("verify", "overwrite")}
-        identity = settings | {
-            "to": kind,
-            "dtype": str(options.dtype),
-            "config": (model / "config.json").read_text(),
-        }
-        identity["source"] = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)]
+        stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)]
+        identity = {**settings, "to": kind, "dtype": str(options.dtype), "source": stats}
+        identity["config"] = (model / "config.json").read_text()
         return cls(out, identity, ranks, overwrite=options.overwrite, model=model)
 
     def __enter__(self) -> Self:
