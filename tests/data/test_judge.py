@@ -67,7 +67,7 @@ DOES = {
     "refuse": lambda a: (_ for _ in ()).throw(ConfigError("not here")),
     "heavy": lambda a: len({"torch", "megatron", "transformers", "megarl.cli", "own_main"} & set(sys.modules)),
     "launcher": lambda a: sum(name in os.environ for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID")),
-    "greedy": lambda a: bytearray(1 << 60),
+    "greedy": lambda a: bytearray(5 << 30),
     "steps": lambda a: Steps(1, [StepReward(2, 0.5), StepReward(5, -1)]),
     "several": lambda a: {"long": 2.0, "right": 1.0},
 }
@@ -338,6 +338,7 @@ def test_math_verify_works_from_any_thread() -> None:
 def test_a_response_that_costs_too_much_is_wrong_if_the_answer_can_be_read() -> None:
     wrong = Verdict(0.0, timed_out=True)
     with Judge("own_judges:checked", timeout_s=3.0) as judge:
+        assert one(judge, "steps", "7") == Verdict(1.0, (StepReward(2, 0.5), StepReward(5, -1.0)))
         for response in ("loop", "locked", "late", "greedy", "segv"):
             assert one(judge, response, "7") == wrong, response
             assert "ValueError" in (one(judge, response, "seven").error or ""), response

@@ -74,6 +74,13 @@ def test_after_a_kill_in_mid_write_the_same_command_goes_on(source: Path, tmp_pa
     assert not (tmp_path / "fp8.partial").exists()
 
 
+def test_after_a_kill_other_settings_begin_anew(source: Path, tmp_path: Path) -> None:
+    killed_in_file(3, source, tmp_path / "fp8")
+    assert quantized(source, tmp_path / "fp8", block=(8, 8)).num_resumed == 0
+    quantized(source, tmp_path / "whole", block=(8, 8))
+    assert same_tensors(tmp_path / "fp8", tmp_path / "whole")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.o_proj.weight", "model.norm.weight"])
 def test_values_that_are_not_finite(name: str, value: float, tmp_path: Path) -> None:
