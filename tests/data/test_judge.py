@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from megarl.data.judge import Judge
-from megarl.data.rewards import Verdict
+from megarl.data.rewards import StepReward, Verdict
 from megarl.errors import ConfigError
 
 OWN = """
