@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ import pytest
 
 from megarl import cli, commands
 from megarl.config import file as config_file
-from megarl.config.trust import PLUGS, POWERS, find_stranger
+from megarl.config.trust import PLUGS, POWERS
 from megarl.engines.sglang import spec
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
@@ -122,37 +121,6 @@ def test_the_ranks_of_a_launch_are_told_of_the_trust(folder: Path, monkeypatch: 
     assert (words, overrides) == (["train", "--trust", str(path)], {"run.steps": 4})
 
 
-@pytest.mark.parametrize(
-    "table",
-    [
-        '[reward]\nfunction = "strange_module:f"',
-        '[train]\nobjective = "strange_module:f"',
-        '[train]\nobjective_overrides = { advantage = "grpo", factors.0.fn = "strange_module:f" }',
-        '[train]\nobjective_overrides = { masks = ["strange_module:f"] }',
-        '[sampling]\nrule = "strange_module:f"',
-        '[environment]\nfunction = "strange_module:f"',
-        '[environment]\nfunction = "tools"\ntools = ["calculator", "strange_module:f"]',
-        '[environment]\nfunction = "tools"\ntools = ["python"]\npython_limits_alone = true',
-        '[sglang]\npython = "./run-me"',
-        '[sglang]\narguments = ["--trust-remote-code"]',
-        '[sglang]\nurls = ["http://10.0.0.9:1"]\napi_key_env = "HOME"',
-        '[reward_model]\nurls = ["http://10.0.0.9:1"]\napi_key_env = "HOME"',
-        '[log]\nwandb_project = "theirs"',
-    ],
-)
-def test_each_power_is_named(folder: Path, table: str):
-    path = write(folder, table)
-    give_away(path)
-    for key in (line.partition(" = ")[0] for line in table.splitlines()[1:]):
-        name = f"{table[1 : table.index(']')]}.{key}"
-        if name in PLUGS and "strange_module" not in table:
-            continue
-        if (name, '"tools"' in table) != ("environment.function", True):
-            with pytest.raises(ConfigError, match=re.escape(f"{name} = ")):
-                config_file.load(path)
-    assert not (folder / "marker").exists()
-
-
 def test_every_key_that_may_name_code_is_in_the_list():
     named = {key for key, info in config_file.keys().items() if "package.module:" in (info.description or "")}
     assert named >= {"reward.function", "rollout.engine", "environment.tools"}
@@ -168,35 +136,6 @@ def test_data_of_a_stranger_is_read_without_their_folder(folder: Path):
     assert sys.path == before
     assert config_file.load(write(folder, ENGINE), {"rollout.engine": "local"}).rollout.engine == "local"
     assert sys.path == before
-
-
-def test_who_may_have_written_a_file(folder: Path, tmp_path: Path):
-    path = write(folder)
-    assert find_stranger(path) is None
-    for place, mode, told in (
-        (path, 0o646, "others can write"),
-        (folder, 0o757, "others can write"),
-        (folder, 0o1777, "others can write"),  # as /tmp: anybody may put modules there
-    ):
-        before = place.stat().st_mode
-        place.chmod(mode)
-        assert told in (find_stranger(path) or ""), oct(mode)
-        place.chmod(before)
-    path.chmod(0o664)
-    assert find_stranger(path) is None  # root's own group has nobody else in it
-    os.chown(path, 0, 65534)
-    assert "others can write" in (find_stranger(path) or "")
-    os.chown(path, 0, 0)
-    link = tmp_path / "link.toml"
-    link.symlink_to(path)
-    assert find_stranger(link) is None
-    give_away(path)
-    assert "belongs to user 65534" in (find_stranger(link) or "")
-    os.chown(path, 4242, 0)
-    assert "belongs to user 4242" in (find_stranger(path) or "")
-    os.chown(path, 0, 0)
-    give_away(folder)
-    assert f"{folder} belongs to" in (find_stranger(link) or "")
 
 
 def test_an_interpreter_in_the_folder_of_a_stranger_is_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch):

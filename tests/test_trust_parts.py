@@ -44,7 +44,7 @@ def test_what_others_can_write_is_a_strangers(file: Path, is_folder: bool) -> No
     for mode in (0o700, 0o744, 0o755, 0o711):
         place.chmod(mode)
         assert find_stranger(file) is None
-    for mode in (0o702, 0o757, 0o720, 0o775):
+    for mode in (0o702, 0o757, 0o720, 0o775, 0o1777):
         place.chmod(mode)
         assert find_stranger(file) == f"others can write {place}"
 

@@ -125,8 +125,10 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: 
     return Converted(out, len(pieces), sum(sizes), len(shards), job.num_kept, *about_source)
 
 
-def _publish(job: ConversionJob, to: str, shape: ModelShape, keys: Keys, options: Options, dropped: list[str]) -> None:
-    job.publish(to=to, family=shape.family, keys=asdict(keys), verified=options.verify, dropped=dropped)
+def _publish(
+    job: ConversionJob, kind: str, shape: ModelShape, keys: Keys, options: Options, dropped: list[str]
+) -> None:
+    job.publish(to=kind, family=shape.family, keys=asdict(keys), verified=options.verify, dropped=dropped)
 
 
 def _chunk(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, options: Options) -> Chunk:

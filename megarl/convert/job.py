@@ -145,16 +145,17 @@ class ConversionJob:
 
     @classmethod
     def start(
-        cls, to: str, out: Path, source: Path, model: Path, files: Iterable[Path], options: Options, ranks: Ranks
+        cls, kind: str, out: Path, source: Path, model: Path, files: Iterable[Path], options: Options, ranks: Ranks
     ) -> Self:
-        """Return the job that converts ``files`` of ``source`` to the format ``to``.
+        """Return the job that converts ``files`` of ``source``; kind: megatron, hf or fp8.
 
         ConfigError if ``out`` would replace the source or the model.
         """
         require_apart(out, source, model)
         settings = {name: value for name, value in asdict(options).items() if name not in ("verify", "overwrite")}
-        identity = settings | {"to": to, "dtype": str(options.dtype), "config": (model / "config.json").read_text()}
-        identity["source"] = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)]
+        stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)]
+        identity = {**settings, "to": kind, "dtype": str(options.dtype), "source": stats}
+        identity["config"] = (model / "config.json").read_text()
         return cls(out, identity, ranks, overwrite=options.overwrite, model=model)
 
     def __enter__(self) -> Self:
@@ -208,9 +209,10 @@ class ConversionJob:
         """Write this rank's unfinished units with ``write_unit(number, unit) -> (file, record)``.
 
         A record is plain data for JSON. Rank 0 then calls ``finish`` with the records of all units, in order.
+        CheckpointError if the disk fails or a record is gone.
         """
-        with self._share("converting", units, sizes) as shared:
-            for number, unit in shared:
+        with self._share("converting", units, sizes) as own_units:
+            for number, unit in own_units:
                 if self._record(number) is not None:
                     self.num_kept += 1
                     continue
@@ -258,8 +260,8 @@ class ConversionJob:
     def verify(self, units: Sequence[Sequence[T]], sizes: Sequence[int], changed: Callable[[T], list[str]]) -> None:
         """Raise CheckpointError if ``changed(piece)`` returns names; the next start writes these units anew."""
         names: list[str] = []
-        with self._share("verifying", units, sizes) as shared:
-            for number, unit in shared:
+        with self._share("verifying", units, sizes) as own_units:
+            for number, unit in own_units:
                 if different := [name for piece in unit for name in changed(piece)]:
                     self._record_file(number).unlink(missing_ok=True)
                     names += different
@@ -274,14 +276,14 @@ class ConversionJob:
     @contextmanager
     def _share(self, label: str, units: Sequence[Any], sizes: Sequence[int]) -> Iterator[Iterator[tuple[int, Any]]]:
         """Yield an iterator over (number, unit) of this rank; rank 0 shows a progress bar in bytes."""
-        shared = self.ranks.share(units)
+        own_units = self.ranks.share(units)
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         console = Console(stderr=True)
         with Progress(*columns, TimeRemainingColumn(), console=console, disable=self.ranks.rank != 0) as bar:
-            task = bar.add_task(label, total=sum(sizes[number] for number, _ in shared))
+            task = bar.add_task(label, total=sum(sizes[number] for number, _ in own_units))
 
             def advance() -> Iterator[tuple[int, Any]]:
-                for number, unit in shared:
+                for number, unit in own_units:
                     yield number, unit
                     bar.advance(task, sizes[number])
 

@@ -180,10 +180,10 @@ def _summarise(result: Quantized, options: Options) -> str:
     files = f"{result.num_files} file" + "s" * (result.num_files > 1)
     if result.num_resumed:
         files += f", {result.num_resumed} of them from an interrupted start"
-    before, after = decimal(result.bytes_before), decimal(result.bytes_after)
+    sizes = f"{decimal(result.bytes_before)} -> {decimal(result.bytes_after)}"
     lines = [
         f"{len(result.errors)} of {len(result.shapes)} tensors in FP8, blocks of {options.block[0]} x "
-        f"{options.block[1]}; {before} -> {after} in {files}; {'verified' if options.verify else 'not verified'}",
+        f"{options.block[1]}; {sizes} in {files}; {'verified' if options.verify else 'not verified'}",
         " ".join([*(f"{word:>11}" for word in HEADER), " tensor"]),
     ]
     errors = result.errors.values()

@@ -136,12 +136,12 @@ _UNREADABLE = (
 
 
 @contextmanager
-def _explain_damage(what: object) -> Iterator[None]:
+def _explain_damage(subject: object) -> Iterator[None]:
     try:
         yield
     except _UNREADABLE as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise CheckpointError(f"{what} cannot be read ({reason}); the file is damaged") from error
+        raise CheckpointError(f"{subject} cannot be read ({reason}); the file is damaged") from error
 
 
 class TorchDistReader:
@@ -187,7 +187,10 @@ class TorchDistReader:
         return state if isinstance(state, dict) else {}
 
     def read(self, place: Place) -> torch.Tensor:
-        """Return the parameter at ``place``; the caller has compared the axes of the place with ``tensors``."""
+        """Return the parameter at ``place``, without the axes of the place. CheckpointError for missing chunks.
+
+        The caller has compared the axes of the place with ``tensors``.
+        """
         meta = self.tensors[place.key]
         shape = meta.size[len(place.index) :]
         chunk = place.chunk(shape)

@@ -11,8 +11,9 @@ Prompts:
 
 Rewards:
 
-    rewards          the protocol, the built-in functions, the verdict
-    math_text        answers for math_verify; strict: the grammar of math_strict
+    rewards          the protocol, the built-in functions
+    math             answers of mathematics: the grammar of math_strict, the texts for math_verify
+    verdicts         results of reward functions
     reward_model     a reward from a reward model over HTTP
     judge            calls reward functions, in worker processes
     reasoning_steps  from the steps of a process reward to tokens

@@ -174,6 +174,8 @@ class PromptOrder:
         """Return the prompts at positions position .. position + count - 1, int64 [count].
 
         Within an epoch no prompt comes twice. A call across the end of an epoch may return a prompt twice.
+
+        ValueError for a negative argument.
         """
         if position < 0 or count < 0:
             raise ValueError(f"take({position}, {count}): position and count must not be negative")

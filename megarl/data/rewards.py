@@ -7,22 +7,19 @@ several rewards by name (``reward.weights``). Built-in rewards return 1 for a co
 import contextlib
 import importlib.util
 import itertools
-import math
-import numbers
-import operator
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
 from megarl.config.plugs import check_function, load_plug
 from megarl.config.tables.data import RewardModelConfig
-from megarl.data import math_text
-from megarl.errors import ConfigError, describe_call, may_pass
+from megarl.data.math import lenient
+from megarl.data.verdicts import StepReward as StepReward
+from megarl.data.verdicts import Steps as Steps
+from megarl.data.verdicts import Verdict as Verdict
+from megarl.errors import ConfigError
 
 AnyReward = TypeVar("AnyReward", bound=Callable[..., Any])
 
@@ -30,40 +27,6 @@ MATH_VERIFY_TIMEOUT_S = 3
 """CPU time for the answer, and for the response: reading, and all comparisons with the answer."""
 _NEVER_S = 3600
 """math-verify's own time limits are switched off: they count the time of other processes too."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepReward:
-    end: int
-    """Characters of the response up to the end of the step, exclusive: 1..len(response)."""
-    reward: float
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """Result of a process reward."""
-
-    outcome: float
-    """The reward of the whole response, for sampling rules, pass rates and metrics."""
-    steps: Sequence[StepReward]
-    """At least one, with ascending ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    reward: float | None
-    """None: the reward function failed."""
-    steps: tuple[StepReward, ...] = ()
-    """Empty unless the reward function returned Steps."""
-    components: tuple[float, ...] = ()
-    """Several rewards, in the order of ``reward.weights``; empty where the function returned no mapping."""
-    error: str | None = None
-    """A line about an exception, a return value that is no reward, a time-out, or a dead worker."""
-    may_pass: bool = False
-    """Whether the cause of a failure lies outside of the function: a server, a time-out, a killed process."""
-    timed_out: bool = False
-    """Whether the call was stopped, or gave up, because of its time; for functions with limited CPU time: because of
-    CPU time or memory, not because of a busy machine."""
 
 
 class RewardFunction(Protocol):
@@ -112,7 +75,7 @@ def read_math_answer(answer: str) -> list[Any]:
     from math_verify import parse
 
     with _limit_cpu(f"reading the answer {answer!r:.80}"):
-        gold = math_text.read_answer(partial(parse, parsing_timeout=_NEVER_S), answer)
+        gold = lenient.read_answer(partial(parse, parsing_timeout=_NEVER_S), answer)
     if not gold:
         raise ValueError(f"math-verify can read no expression in the answer {answer!r:.80}")
     return gold
@@ -133,7 +96,7 @@ def is_spelling(answer: str) -> bool:
 
 
 def _read_strict_answer(answer: str) -> Any:
-    from megarl.data.strict.grade import read_key  # imports sympy
+    from megarl.data.math.grade import read_key  # imports sympy
 
     return read_key(answer)
 
@@ -142,10 +105,10 @@ def _read_strict_answer(answer: str) -> Any:
 def math_strict(*, prompt: str, response: str, answer: str) -> float:
     """Return 1 if the last box of the response equals the answer, and is evaluated as far as the answer, else 0.
 
-    A grammar (``megarl.data.strict``) reads the box. A response without a box, or with a box that the grammar cannot
+    A grammar (``megarl.data.math``) reads the box. A response without a box, or with a box that the grammar cannot
     read, is wrong. ValueError if the answer holds nothing to compare with.
     """
-    from megarl.data.strict.grade import is_right
+    from megarl.data.math.grade import is_right
 
     return float(is_right(_read_strict_answer(answer), response))
 
@@ -180,14 +143,14 @@ def _is_among(gold: list[Any], response: str) -> bool:
 
     try:
         read = partial(parse, parsing_timeout=_NEVER_S, raise_on_error=True)
-        candidates = math_text.read_response(read, response)
+        candidates = lenient.read_response(read, response)
     except Exception:  # the LaTeX parser raises many types for an unreadable response
         return False
-    if math_text.are_other_lists(gold, candidates):
+    if lenient.are_other_lists(gold, candidates):
         return False
     # math-verify reads 9 % as 9, but not 9.5 % as 9.5.
     for expressions, opposite in ((gold, candidates), (candidates, gold)):
-        if (number := math_text.bare_percentage(expressions)) and not math_text.bare_percentage(opposite):
+        if (number := lenient.bare_percentage(expressions)) and not lenient.bare_percentage(opposite):
             expressions += parse(f"\\boxed{{{number}}}", parsing_timeout=_NEVER_S)
     for expected, candidate in itertools.product(gold, candidates):
         with contextlib.suppress(Exception):  # sympy refuses to compare a set with a matrix: not equal
@@ -241,61 +204,3 @@ def load_reward(name_or_path: str, model: RewardModelConfig | None = None) -> Ca
         return RewardModel(model)
     reward = load_plug("reward.function", name_or_path, ", ".join([*BUILT_IN_REWARDS, "reward_model"]))
     return check_function("reward.function", name_or_path, reward, "*, prompt, response, answer")
-
-
-def read_verdict(returned: object, response: str, weights: Mapping[str, float] | None = None) -> Verdict:
-    """Return the verdict for the return value of a reward function. ValueError or TypeError if it is no reward.
-
-    weights: by name, if the function returns several rewards; the reward is the weighted sum.
-    """
-    if weights:
-        return _weigh(returned, weights)
-    if not isinstance(returned, Steps):
-        return Verdict(_check_finite(returned, "the reward function returned"))
-    outcome = _check_finite(returned.outcome, "the outcome of the steps is")
-    steps: list[StepReward] = []
-    previous = 0
-    for index, step in enumerate(returned.steps):
-        if not isinstance(step, StepReward):
-            raise TypeError(f"step {index} is {step!r:.80} ({type(step).__name__}), expected a StepReward")
-        reward = _check_finite(step.reward, f"the reward of step {index} is")
-        if isinstance(step.end, bool) or not isinstance(step.end, numbers.Integral):
-            raise TypeError(f"step {index} ends at {step.end!r:.80}, expected a number of characters")
-        end = int(step.end)
-        if not previous < end <= len(response):
-            raise ValueError(
-                f"step {index} ends at character {end}, expected {previous + 1}..{len(response)}: "
-                f"ends ascend and lie within the response"
-            )
-        steps.append(StepReward(end, reward))
-        previous = end
-    if not steps:
-        raise ValueError("the reward function returned Steps without a step: return a number instead")
-    return Verdict(outcome, tuple(steps))
-
-
-def _weigh(returned: object, weights: Mapping[str, float]) -> Verdict:
-    """Return the verdict of a function that returns rewards by name."""
-    if not isinstance(returned, Mapping):
-        value = f"{returned!r:.80} ({type(returned).__name__})"
-        raise TypeError(f"the reward function returned {value}, expected rewards by name: {[*weights]}")
-    if set(returned) != set(weights):
-        raise ValueError(f"the reward function returned {[*returned]}, expected those of reward.weights: {[*weights]}")
-    components = tuple(_check_finite(returned[name], f"the reward {name!r} is") for name in weights)
-    total = math.fsum(map(operator.mul, weights.values(), components))
-    return Verdict(_check_finite(total, "the weighted sum of rewards is"), components=components)
-
-
-def describe_failure(error: BaseException, function: Callable[..., Any]) -> Verdict:
-    """Return the verdict for a reward function that raised an error: type, message, file and place, in a line."""
-    return Verdict(None, (), (), describe_call(error, function), may_pass(error), isinstance(error, TimeoutError))
-
-
-def _check_finite(value: object, label: str) -> float:
-    if not isinstance(value, (float, numbers.Real, np.bool_)):  # float first: that check is the fastest
-        hint = "; for several rewards by name, set reward.weights" if isinstance(value, Mapping) else ""
-        raise TypeError(f"{label} {value!r:.80} ({type(value).__name__}), expected a number{hint}")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{label} {number}, expected a finite number")
-    return number

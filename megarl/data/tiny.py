@@ -101,24 +101,21 @@ def write_sort_task(
     num_heldout: int = 256,
     num_demonstrations: int = 38400,
     digits: int = 6,
-    wrong_share: float | Sequence[float] = 0.55,
+    wrong_share: float = 0.55,
 ) -> None:
     """Write train.jsonl, heldout.jsonl and demonstrations.jsonl of the sorting task into the folder ``path``.
 
     Lines are {"prompt", "answer"} in the first two files, {"prompt", "response"} in the third file. All prompts differ.
     Prompts of a single repeated digit are left out, because both orders are correct.
 
-    wrong_share: exactly this share of the demonstrations, at random places, is sorted in descending order. Ten shares
-    are probabilities by first digit, which make some problems harder.
+    wrong_share: exactly this share of the demonstrations, at random places, is sorted in descending order.
 
     Each file is replaced atomically. DataError if a number is out of range, or if there are not enough prompts.
     """
     counts = (num_train, num_heldout, num_demonstrations)
-    shares = [wrong_share] if isinstance(wrong_share, float | int) else list(wrong_share)
-    are_shares = len(shares) in (1, 10) and 0 <= min(shares) <= max(shares) <= 1
-    if min(counts) < 0 or not 1 <= digits <= 18 or not are_shares:
+    if min(counts) < 0 or not 1 <= digits <= 18 or not 0 <= wrong_share <= 1:
         raise DataError(
-            "sort task: expected counts >= 0, 1 <= digits <= 18 and 0 <= wrong_share <= 1, one or ten of them, found "
+            "sort task: expected counts >= 0, 1 <= digits <= 18 and 0 <= wrong_share <= 1, found "
             f"counts {counts}, digits {digits}, wrong_share {wrong_share}"
         )
     available = 10**digits - 10
@@ -131,10 +128,7 @@ def write_sort_task(
     drawn = rng.choice(10**digits, size=min(sum(counts) + 10, 10**digits), replace=False).tolist()
     numbers = [number for n in drawn if len(set(number := f"{n:0{digits}d}")) > 1]  # at most ten are left out
     train, heldout, shown = np.split(numbers[: sum(counts)], np.cumsum(counts[:2]))
-    if len(shares) == 10:
-        is_wrong = rng.random(num_demonstrations) < np.array([shares[int(number[0])] for number in shown])
-    else:
-        is_wrong = choose_share(rng, shares[0], num_demonstrations)
+    is_wrong = choose_share(rng, wrong_share, num_demonstrations)
     folder = Path(path)
     for name, numbers in (("train", train), ("heldout", heldout)):
         write_jsonl(folder / f"{name}.jsonl", ({"prompt": f"{n}=", "answer": "".join(sorted(n))} for n in numbers))

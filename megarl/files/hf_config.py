@@ -43,7 +43,10 @@ class HFConfig:
     """
 
     def __init__(self, values: Mapping[str, Any], *tables: Mapping[str, Any], prefix: str = "") -> None:
-        """tables: of hf_config.toml; a later default overrides."""
+        """tables: of hf_config.toml; a later default overrides.
+
+        ``defaults``, ``required``, ``optional`` and ``derived`` then hold the keys of these kinds.
+        """
         aliases = {alias: key for table in tables for alias, key in table.get("aliases", {}).items() if alias in values}
         self.values = dict(values)
         for alias, key in aliases.items():
@@ -51,15 +54,15 @@ class HFConfig:
             if key in values and (values[key] != values[alias] or type(values[key]) is not type(values[alias])):
                 raise ConfigError(f"{alias} is {values[alias]!r} and {key} {values[key]!r}, expected one value")
         self._labels = {key: prefix + alias for alias, key in aliases.items()}
-        self._optional, self._derived, self._harmless, sizes, stated = (
+        self.optional, self.derived, self._harmless, sizes, stated = (
             {key for table in tables for key in table.get(section, ())}
             for section in ("optional", "derived", "harmless", "sizes", "stated")
         )
-        self._required = sizes | stated
+        self.required = sizes | stated
         defaults = (table.get(section, {}) for table in tables for section in ("defaults", "elsewhere"))
-        self._defaults: dict[str, Any] = dict.fromkeys(self._optional | self._derived)
-        self._defaults |= {key: section[key] for section in defaults for key in section.keys() - stated}
-        self._prefix, self._unread = prefix, set(self.values)
+        self.defaults: dict[str, Any] = dict.fromkeys(self.optional | self.derived)
+        self.defaults |= {key: section[key] for section in defaults for key in section.keys() - stated}
+        self.prefix, self._unread = prefix, set(self.values)
 
     @staticmethod
     def of(hf: Mapping[str, Any]) -> "HFConfig":
@@ -70,15 +73,15 @@ class HFConfig:
 
     def get(self, key: str) -> Any:
         """Return the value of a key; None, and not read, if the class lacks the key."""
-        return self[key] if key in self._defaults or key in self._required else None
+        return self[key] if key in self.defaults or key in self.required else None
 
     def __getitem__(self, key: str) -> Any:
         self._unread.discard(key)
-        label = self._labels.get(key, self._prefix + key)
-        if key not in self.values and key not in self._defaults:
+        label = self._labels.get(key, self.prefix + key)
+        if key not in self.values and key not in self.defaults:
             raise ConfigError(f"{label} is left out, and has no default; expected a number")
-        value, kind = self.values[key] if key in self.values else self._defaults[key], _KINDS.get(key)
-        if kind is None or (value is None and (key in self._optional or key not in self.values)):
+        value, kind = self.values[key] if key in self.values else self.defaults[key], _KINDS.get(key)
+        if kind is None or (value is None and (key in self.optional or key not in self.values)):
             return value
         is_kind = type(value) in ((int, float) if kind is float else (kind,))
         if isinstance(value, list):
@@ -92,13 +95,12 @@ class HFConfig:
     def check_unread(self) -> None:
         """Raise ConfigError for an unread key that can change the model's computation."""
         for key in sorted(self._unread):
-            value, label = self.values[key], self._prefix + key
+            value, label = self.values[key], self.prefix + key
             feature = next((name for name, words in _FEATURES.items() if words.search(label)), None)
-            is_known = key in self._defaults
-            default = self._defaults.get(key)
+            is_known = key in self.defaults
+            default = self.defaults.get(key)
             is_default = value == default and isinstance(value, bool) == isinstance(default, bool)
-            is_harmless = any(fnmatch.fnmatchcase(key, glob) for glob in self._harmless)
-            if is_harmless or (is_default if is_known else not (value and feature)):
+            if self.is_harmless(key) or (is_default if is_known else not (value and feature)):
                 continue
             expected = repr(default) if is_known else "no such key"
             raise ConfigError(
@@ -106,6 +108,10 @@ class HFConfig:
                 f"{feature or 'anything else'} for {self.values.get('model_type', 'models')}; take another model, or "
                 "remove the key if it says nothing of what the model computes"
             )
+
+    def is_harmless(self, key: str) -> bool:
+        """Whether a key says nothing of the model's computation."""
+        return any(fnmatch.fnmatchcase(key, glob) for glob in self._harmless)
 
 
 def read_dtype(hf: Mapping[str, Any]) -> str:

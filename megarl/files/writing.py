@@ -60,7 +60,7 @@ def model_files(folder: Path) -> Iterator[Path]:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Exchange two names in a single step. Return False where the system or the file system cannot."""
+    """Exchange two names in a single step; return False if the file system cannot. OSError for other failures."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:

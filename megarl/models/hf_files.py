@@ -69,7 +69,7 @@ class HFCheckpoint:
         self.path = Path(path)
         self._config = read_json(self.path / "config.json") if (self.path / "config.json").is_file() else {}
         self._open: tuple[Path, Any] | None = None
-        self._num_read = 0
+        self.num_read = 0
         self._block = self._fp8_block()
         self._places = self._unfuse(self._locate())
         scales = {name + SCALE for name in self._places} if self._block else set()
@@ -95,7 +95,10 @@ class HFCheckpoint:
         return any(place.expert is not None for place in self._places.values())
 
     def names_of_prediction_layers(self) -> set[str]:
-        """Return the tensors of layers behind the model's layers: with ``eh_proj``, or else counted by the config."""
+        """Return the tensors of layers behind the model's layers: with ``eh_proj``, or counted by the config.
+
+        CheckpointError for a count that is no number.
+        """
         try:
             last, count = self._config.get("num_hidden_layers") or 0, count_prediction_layers(self._config)
         except ConfigError as error:
@@ -115,7 +118,7 @@ class HFCheckpoint:
         return shape if place.expert is None else (place.height, *shape[2:])
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of ``read(name)``."""
+        """Return the dtype of ``read(name)``. CheckpointError for an unknown dtype."""
         place = self._places[name]
         stored = self._handle(place.file).get_slice(place.name).get_dtype()
         if stored not in _DTYPES:
@@ -124,7 +127,7 @@ class HFCheckpoint:
         return self._high_precision() if is_fp8 else _DTYPES[stored]
 
     def stored(self, name: str) -> torch.Tensor:
-        """Return a tensor in the dtype of the file; also FP8 weights and scales."""
+        """Return a tensor in the dtype of the file, also FP8 weights and scales. CheckpointError if unreadable."""
         if name not in self._places:
             raise CheckpointError(f"{self.path} holds no {name}")
         place = self._places[name]
@@ -137,11 +140,11 @@ class HFCheckpoint:
                 tensor = handle.get_slice(place.name)[place.expert, rows]
         except (SafetensorError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"{place.file}: {name} cannot be read ({error})") from error
-        self._num_read += tensor.nbytes
+        self.num_read += tensor.nbytes
         return tensor
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor, dequantised if stored in FP8."""
+        """Return a tensor of ``shape(name)``, dequantised if stored in FP8. CheckpointError if unreadable."""
         tensor = self.stored(name)
         if self._block is None or tensor.dtype != torch.float8_e4m3fn:
             return tensor
@@ -165,8 +168,8 @@ class HFCheckpoint:
             raise CheckpointError(f"{place.file}: {problem}")
 
     def _handle(self, file: Path) -> Any:
-        if self._open is None or self._open[0] != file or self._num_read > _MAPPED_BYTES:
-            self._open, self._num_read = (file, _opened(file)), 0
+        if self._open is None or self._open[0] != file or self.num_read > _MAPPED_BYTES:
+            self._open, self.num_read = (file, _opened(file)), 0
         return self._open[1]
 
     def _high_precision(self) -> torch.dtype:

@@ -67,7 +67,7 @@ DOES = {
     "refuse": lambda a: (_ for _ in ()).throw(ConfigError("not here")),
     "heavy": lambda a: len({"torch", "megatron", "transformers", "megarl.cli", "own_main"} & set(sys.modules)),
     "launcher": lambda a: sum(name in os.environ for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID")),
-    "greedy": lambda a: bytearray(1 << 60),
+    "greedy": lambda a: bytearray(5 << 30),
     "steps": lambda a: Steps(1, [StepReward(2, 0.5), StepReward(5, -1)]),
     "several": lambda a: {"long": 2.0, "right": 1.0},
 }
@@ -307,17 +307,6 @@ def test_closing_ends_calls_under_way() -> None:
         one(judge, "1")
 
 
-def test_an_error_leaves_no_process() -> None:
-    def failing() -> None:
-        with Judge("own_judges:own") as judge:
-            one(judge, "1")
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        failing()
-    assert not workers()
-
-
 def test_several_loops_in_several_threads() -> None:
     found: list[float | None] = []
     with Judge("own_judges:own", workers=2) as judge:
@@ -349,6 +338,7 @@ def test_math_verify_works_from_any_thread() -> None:
 def test_a_response_that_costs_too_much_is_wrong_if_the_answer_can_be_read() -> None:
     wrong = Verdict(0.0, timed_out=True)
     with Judge("own_judges:checked", timeout_s=3.0) as judge:
+        assert one(judge, "steps", "7") == Verdict(1.0, (StepReward(2, 0.5), StepReward(5, -1.0)))
         for response in ("loop", "locked", "late", "greedy", "segv"):
             assert one(judge, response, "7") == wrong, response
             assert "ValueError" in (one(judge, response, "seven").error or ""), response
@@ -357,13 +347,6 @@ def test_a_response_that_costs_too_much_is_wrong_if_the_answer_can_be_read() -> 
         for response in ("raise", "exit", "nan"):
             assert one(judge, response, "7").reward is None, response
         assert one(judge, "0.5", "7") == Verdict(0.5)
-
-
-def test_math_verify_takes_an_endless_response_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Judge("math_verify", workers=1, timeout_s=600.0) as judge:
-        assert one(judge, "$9^{9^{9}}$", "5") == Verdict(0.0, timed_out=True)
-        assert one(judge, "$9^{9^{9}}$", "$ $").reward is None
-        assert one(judge, "5", "5").reward == 1.0
 
 
 @pytest.mark.parametrize(("response", "reward"), [("slow", 1.0), ("loop", 0.0)])
@@ -391,14 +374,6 @@ def test_a_worker_that_never_gets_on_makes_no_response_wrong(monkeypatch: pytest
         late = Verdict(None, error="the reward function took more than 2 s", may_pass=True)
         assert one(judge, "stop", "7") == late
         assert one(judge, "1", "7") == Verdict(1.0)
-
-
-def test_the_kernel_ends_what_no_signal_interrupts() -> None:
-    code = "from megarl.data.judge import worker as w; w._limit_use(1.0); "
-    assert (
-        subprocess.run([sys.executable, "-c", code + "sum(range(10**15))"], check=False).returncode == -signal.SIGXCPU
-    )
-    assert subprocess.run([sys.executable, "-c", code + "bytearray(5 << 30)"], check=False).returncode == 1
 
 
 @pytest.mark.parametrize("function", ["math_strict", "math_verify"])
@@ -432,11 +407,6 @@ def test_workers_are_light_and_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None
     with Judge("own_judges:own") as judge:
         assert one(judge, "heavy") == Verdict(0.0)
         assert one(judge, "launcher") == Verdict(0.0)
-
-
-def test_steps() -> None:
-    with Judge("own_judges:own") as judge:
-        assert one(judge, "steps") == Verdict(1.0, (StepReward(2, 0.5), StepReward(5, -1.0)))
 
 
 def test_a_function_that_cannot_be_used_is_refused_at_once() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.data.math_text import last_box, read_response
+from megarl.data.math.lenient import last_box, read_response
 from megarl.data.rewards import can_read_answer, math_verify
 
 SPELLINGS = r"""

@@ -18,7 +18,7 @@ from megatron.core.rerun_state_machine import RerunMode
 from megatron.core.transformer.enums import AttnBackend
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from megarl.convert.job import ConversionJob
+from megarl.convert.job import ConversionJob, Ranks
 from megarl.convert.torch_dist import Chunk, Place, TorchDistReader, write_file, write_metadata
 from megarl.errors import CheckpointError
 from megarl.files.pickles import load_metadata, require_plain
@@ -152,11 +152,18 @@ def test_a_pickle_may_not_rename_what_is_examined(folder: Path):
 
 
 def test_the_record_of_a_unit_is_no_pickle(tmp_path: Path):
-    job = ConversionJob.__new__(ConversionJob)
-    job.folder = tmp_path
+    def write_unit(number: int, unit: int) -> tuple[Path, int]:
+        written.append(unit)
+        file = job.folder / "__0_0.distcp"
+        file.write_bytes(b"x")
+        return file, unit
+
     for damaged in (pickle.dumps(Evil(tmp_path / "marker")), b"[1, 2]", b"{}", b"\xff", b'{"file": 3}'):
-        (tmp_path / ".unit_000000").write_bytes(damaged)
-        assert job._record(0) is None
+        written: list[int] = []
+        with ConversionJob(tmp_path / "out", {}, Ranks(), overwrite=True) as job:
+            (job.folder / ".megarl-unit-000000").write_bytes(damaged)
+            job.write([7], [1], write_unit, lambda records: None)
+        assert written == [7], damaged
     assert not (tmp_path / "marker").exists()
 
 

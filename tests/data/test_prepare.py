@@ -137,21 +137,6 @@ def test_parquet_messages_lose_what_is_no_message(tmp_path: Path) -> None:
     assert row["prompt"] == [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
 
 
-def test_a_dataset_folder_has_splits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    folder = tmp_path / "set"
-    folder.mkdir()
-    for split, prompt in (("train", "1"), ("test", "2")):
-        (folder / f"{split}.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "3"}) + "\n")
-    assert main(["data", "prepare", str(folder), str(tmp_path / "out"), "--split", "test"]) == 0
-    assert rows(tmp_path / "out" / "train.jsonl") == [{"prompt": "2", "answer": "3"}]
-    assert f'train = "{tmp_path}/out/train.jsonl"' in capsys.readouterr().out
-    assert main(["data", "prepare", str(folder), str(tmp_path / "out"), "--overwrite"]) == 2
-    assert "has the splits train, test; choose one with --split" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("record", "options", "told"),
     [

@@ -110,12 +110,6 @@ def test_prompts_are_a_sequence_that_can_be_taken_from(write_jsonl: Write, make_
     assert found[0].tokens[0] != 99, "a prompt is nobody else's"
 
 
-def test_half_a_character_is_named(write_jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = [{"prompt": "1", "response": response} for response in ("2", "\ud800", "3")]
-    with pytest.raises(DataError, match=r"train\.jsonl:2: broken JSON .*: half a character"):
-        load_demonstrations(write_jsonl(*rows), tokenizer)
-
-
 def test_special_tokens_in_a_text_are_split_as_the_tokenizer_says(write_jsonl: Write, make_tokenizer: Make) -> None:
     path, tokenizer = write_jsonl({"prompt": "1<s>", "answer": "1"}), make_tokenizer()
     whole = tokenizer("1<s>")["input_ids"]
@@ -181,19 +175,6 @@ class TestSharing:
         write_jsonl(before)
         assert load(path, tokenizer)[0].text == "1"
 
-    @pytest.mark.parametrize("left", [0, 10, 63, 64, 200, -1])
-    def test_a_file_that_is_not_complete_is_written_again(
-        self, left: int, write_jsonl: Write, make_tokenizer: Make, shares: Path
-    ) -> None:
-        path, tokenizer = write_jsonl(*RECORDS), make_tokenizer(chat=True)
-        expected = plain(load(path, tokenizer))
-        (cache,) = shares.glob("*.prompts")
-        whole = cache.read_bytes()
-        cache.write_bytes(whole[:left])
-        with pytest.warns(UserWarning, match="the prompts are tokenized again"):
-            assert plain(load(path, tokenizer)) == expected
-        assert cache.read_bytes() == whole
-
     def test_a_file_that_has_changed_is_written_again(
         self, write_jsonl: Write, make_tokenizer: Make, shares: Path
     ) -> None:
@@ -207,6 +188,7 @@ class TestSharing:
         load(write_jsonl(RECORDS[0]), tokenizer)
         (other,) = (file for file in shares.glob("*.prompts") if file != cache)
         for content in (
+            *(whole[:length] for length in (0, 10, 63, 64, 200, -1)),
             b"\xff" * len(whole),
             bytes(len(whole)),
             whole[:begin] + bytes(len(whole) - begin),

@@ -168,12 +168,6 @@ def test_a_dataset_folder_through_datasets(
         load(str(folder), tokenizer, split="validation")
 
 
-def test_an_unknown_hub_name(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(DataError, match="owner/nothing: neither a file here nor a data set") as caught:
-        load("owner/nothing", tokenizer)
-    assert "\n" not in str(caught.value)
-
-
 def test_demonstrations_end_once_and_mask_the_prompt(write_jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write_jsonl({"prompt": "21=", "response": "12"}, {"prompt": "3=", "response": "3<e>"})
     first, second = load_demonstrations(path, tokenizer, "prompt", "response")

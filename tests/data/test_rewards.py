@@ -12,7 +12,8 @@ import math_verify as math_verify_package
 import numpy as np
 import pytest
 
-from megarl.data.rewards import Verdict, exact_match, load_reward, math_verify, read_verdict
+from megarl.data.rewards import Verdict, exact_match, load_reward, math_verify
+from megarl.data.verdicts import read_verdict
 from megarl.errors import ConfigError, describe_call, may_pass
 
 
@@ -161,8 +162,3 @@ def test_several_rewards_are_weighed_in_the_order_of_the_configuration() -> None
 def test_other_than_the_named_rewards_is_no_verdict(returned: object, kind: type[Exception], told: str) -> None:
     with pytest.raises(kind, match=told):
         read_verdict(returned, "", {"right": 2.0, "long": -0.5})
-
-
-def test_rewards_by_name_need_weights() -> None:
-    with pytest.raises(TypeError, match="expected a number"):
-        read_verdict({"right": 1.0}, "")

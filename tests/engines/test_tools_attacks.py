@@ -412,10 +412,9 @@ print("more than the group has")
 
 @groups
 def test_control_groups_are_removed(tool: PythonTool) -> None:
-    found = PythonTool(LIMITS)
-    assert run(found, "print(1)").output == "1\n"
-    mine = f"megarl-{leftovers.new_mark().rpartition('.')[0]}.*"
-    assert not [path for parent in found._sandbox.groups for path in parent.glob(mine)]
+    assert run(PythonTool(LIMITS), "print(1)").output == "1\n"
+    pattern = f"megarl-{leftovers.new_mark().rpartition('.')[0]}.*"
+    assert not [path for parent in cgroup.find_parents() for path in parent.glob(pattern)]
 
 
 @contextmanager
@@ -453,11 +452,11 @@ def test_what_a_killed_run_left_goes_at_the_next_start_and_nothing_else(
         sleeper(elsewhere) as of_elsewhere,
         sleeper(marks["other"]) as of_other,
     ):
-        parents = PythonTool(LIMITS)._sandbox.groups
+        PythonTool(LIMITS)
         assert (of_dead.wait(), of_reused.wait()) == (-signal.SIGKILL, -signal.SIGKILL)
         assert [process.poll() for process in (of_living, of_elsewhere, of_other)] == [None] * 3
         assert {path.name for path in tmp_path.glob("*/*")} == {"living", "elsewhere", "other", "machine"}
-        for parent in parents:
+        for parent in cgroup.find_parents():
             group = parent / f"megarl-{dead}"
             group.mkdir()
             with sleeper("") as unmarked:
@@ -505,16 +504,6 @@ def _environment(process: psutil.Process) -> dict[str, str]:
         return {} if process.status() == psutil.STATUS_ZOMBIE else process.environ()
     except psutil.Error:
         return {}
-
-
-def test_a_tree_of_version_2_is_joined_and_left() -> None:
-    """Also where it limits nothing, because the controllers are in trees of version 1."""
-    places = [place for place in cgroup._own_groups() if (place / "cgroup.controllers").exists()]
-    if not places or not os.access(places[0], os.W_OK):
-        pytest.skip("no tree of version 2 that this process may change")
-    assert cgroup._can_join_below(places[0], {"cgroup.procs"})
-    assert not cgroup._can_join_below(places[0], {"no.such.controller"})
-    assert not [*places[0].glob(f"megarl-{leftovers.new_mark().rpartition('.')[0]}.*")]
 
 
 def test_without_the_right_to_mount_the_number_of_files_is_not_limited_and_that_is_told(tmp_path: Path) -> None:

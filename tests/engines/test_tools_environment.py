@@ -267,10 +267,9 @@ def test_five_attacks_in_one_session_are_contained_and_cost_the_others_nothing(t
 
 
 @pytest.mark.needs("bwrap")
-@pytest.mark.parametrize("attack", ["fork bomb", "endless loop"])
-def test_an_attack_that_outlasts_the_step_costs_its_episode_and_leaves_no_process(tmp_path: Path, attack: str) -> None:
+def test_an_attack_that_outlasts_the_step_costs_its_episode_and_leaves_no_process(tmp_path: Path) -> None:
     """The environment's own deadline comes first, and cancels the call."""
-    code, _ = attacks_on(tmp_path / "outside")[attack]
+    code, _ = attacks_on(tmp_path / "outside")["fork bomb"]
     environment = python_environment(60.0)
     before = sandboxes()
     (bad, _), (good, text) = played(environment, [call(code), "done"], WITNESS[0], step_s=12.0)

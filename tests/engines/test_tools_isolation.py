@@ -128,24 +128,6 @@ except OSError as error:
     assert os.listdir(tmp_path / "scratch") == []
 
 
-def test_scratch_holds_what_it_may_and_no_more(tool: PythonTool) -> None:
-    code = """
-total = 0
-try:
-    for index in range(40):
-        with open(str(index), "wb", 0) as file:
-            total += file.write(bytes(1 << 20))
-except OSError as error:
-    print(error.errno)
-print(total >> 20)
-"""
-    assert run(tool, code).output == "28\n4\n"
-    assert (
-        "File too large"
-        in run(tool, "with open('a', 'wb', 0) as f:\n  for _ in range(9): f.write(bytes(1<<20))").output
-    )
-
-
 def test_there_is_no_network(tool: PythonTool, bare: PythonTool, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
         name = f"\0megarl-{os.getpid()}"
@@ -194,24 +176,6 @@ print(len(glob.glob("/proc/[0-9]*")))
             assert run(bare, code).output.startswith("False\nTrue\n")
         finally:
             other.kill()
-
-
-def test_memory_that_no_limit_counts_cannot_be_had(tool: PythonTool, bare: PythonTool) -> None:
-    code = """
-import ctypes, os
-libc = ctypes.CDLL(None, use_errno=True)
-def tried(result):
-    return os.strerror(ctypes.get_errno()) if result < 0 else "given"
-print("memfd_create", tried(libc.memfd_create(b"a", 0)))
-print("shmget", tried(libc.shmget(0, 4096, 0o1600)))
-print("unshare", tried(libc.unshare(0x10000000)))
-print("clone", tried(libc.syscall({"x86_64": 56, "aarch64": 220}[os.uname().machine], 0x10000000 | 17, 0, 0, 0, 0)))
-"""
-    denied = "Operation not permitted"
-    assert run(tool, code).output.splitlines() == [
-        f"{call} {denied}" for call in ("memfd_create", "shmget", "unshare", "clone")
-    ]
-    assert "memfd_create given" in run(bare, code).output
 
 
 def test_the_code_has_no_rights_and_is_not_root(tool: PythonTool) -> None:

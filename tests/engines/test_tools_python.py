@@ -146,11 +146,9 @@ def test_standard_input_is_empty_and_does_not_hang(either: PythonTool) -> None:
 @pytest.mark.usefixtures("nothing_left")
 def test_an_endless_loop_ends_with_its_cpu_time() -> None:
     for code in ("while True: pass", "import signal\nsignal.signal(24, signal.SIG_IGN)\nwhile True: pass"):
-        start = time.monotonic()
         result = run(PythonTool(Limits(wall_s=600.0, cpu_s=1)), "print('begun')\n" + code)
         assert result.output == "begun\n"
         assert result.exit == ("killed" if "signal" in code else "timeout")
-        assert time.monotonic() - start < 300.0
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -158,9 +156,7 @@ def test_an_endless_loop_ends_with_its_cpu_time() -> None:
 def test_waiting_ends_with_the_deadline(limits_alone: bool) -> None:
     limits = Limits(wall_s=8.0, num_processes=None if limits_alone else 4)
     tool = PythonTool(limits, limits_alone=limits_alone)
-    start = time.monotonic()
     assert run(tool, "import time\nprint('begun')\ntime.sleep(300)") == ToolResult("begun\n", "timeout")
-    assert 8.0 <= time.monotonic() - start < 200.0
     # Output that is closed is not the end of the process.
     assert run(tool, "import os, time\nos.close(1)\nos.close(2)\ntime.sleep(300)").exit == "timeout"
 
@@ -175,12 +171,10 @@ def test_ten_gigabytes_are_not_given(either: PythonTool) -> None:
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_print_of_a_gigabyte_is_cut(either: PythonTool) -> None:
-    start = time.monotonic()
     result = run(either, "for _ in range(1024): print('x' * (1 << 20))")
     assert result.exit == "output_limit"
     assert result.truncated
     assert result.output == "x" * MODEST.output_bytes + f"\n[cut after {MODEST.output_bytes} bytes]"
-    assert time.monotonic() - start < 100.0  # not by its deadline
     exact = run(either, f"print('x' * {MODEST.output_bytes - 1})")
     assert (exact.exit, exact.truncated, len(exact.output)) == ("ok", False, MODEST.output_bytes)
 
@@ -253,9 +247,9 @@ print("begun")
 
 
 def test_a_child_that_holds_the_output_does_not_hold_the_call(either: PythonTool, duration: str) -> None:
-    start = time.monotonic()
-    assert run(either, f"import subprocess\nsubprocess.Popen(['sleep', '{duration}'])\nprint(1)").output == "1\n"
-    assert time.monotonic() - start < 100.0  # not by its deadline
+    assert run(either, f"import subprocess\nsubprocess.Popen(['sleep', '{duration}'])\nprint(1)") == ToolResult(
+        "1\n", "ok"
+    )
     assert alive(duration) == []
 
 

@@ -61,7 +61,7 @@ def keys_read(monkeypatch: pytest.MonkeyPatch) -> dict[str, None]:
     real = HFConfig.__getitem__
 
     def record(self: HFConfig, key: str) -> Any:
-        keys["rope." * bool(self._prefix) + key] = None
+        keys["rope." * bool(self.prefix) + key] = None
         return real(self, key)
 
     monkeypatch.setattr(HFConfig, "__getitem__", record)
@@ -93,7 +93,7 @@ def mutations(base: Config, key: str) -> Iterator[tuple[str, Config]]:
     rope, key = key.startswith("rope."), key.removeprefix("rope.")
     place = next((place for place in ROPE_PLACES if base.get(place)), "rope_parameters")
     table = base.get(place) or {}
-    known = table.get(key, base.get(key, HFConfig.of(base)._defaults.get(key)))
+    known = table.get(key, base.get(key, HFConfig.of(base).defaults.get(key)))
     for value in others(known):
         label = "removed" if value is _REMOVED else repr(value)
         if not rope or key in base:
@@ -150,9 +150,9 @@ def test_every_key_is_read_as_transformers_reads_it_or_refused_by_name(
     base, wrong, num_equal, num_refused = BASES[name], [], 0, 0
     read(base, tmp_path)
     config = HFConfig.of(base)
-    known = {*config._defaults, *config._required, *FAMILIES[base["model_type"]].get("aliases", {})}
+    known = {*config.defaults, *config.required, *FAMILIES[base["model_type"]].get("aliases", {})}
     keys = {**keys_read, **dict.fromkeys(sorted({*known, *base.keys()} - {"model_type"}))}
-    harmless = {key for key in keys if config._is_harmless(key)} - {"dtype", "torch_dtype"}
+    harmless = {key for key in keys if config.is_harmless(key)} - {"dtype", "torch_dtype"}
     for key in keys.keys() - harmless:
         for what, changed in mutations(base, key):
             try:
@@ -191,7 +191,7 @@ def test_a_key_that_is_left_out_has_the_value_of_the_class(
     """Not refused, but for sizes and what Kimi-K2's own class and DeepSeek-V3's would take otherwise."""
     base = BASES[name]
     read(base, tmp_path)
-    required = HFConfig.of(base)._required | {"rope.factor", "rope.low_freq_factor", "rope.high_freq_factor"}
+    required = HFConfig.of(base).required | {"rope.factor", "rope.low_freq_factor", "rope.high_freq_factor"}
     refused = set()
     for key in keys_read.keys() - {"rope.rope_type", "rope.mscale", "rope.mscale_all_dim"}:
         try:
@@ -211,17 +211,17 @@ def test_a_key_that_is_left_out_has_the_value_of_the_class(
 def test_the_tables_are_those_of_transformers_classes(kind: str) -> None:
     config_class, ours = class_of(kind), HFConfig.of({"model_type": kind})
     fields = {field.name: field for field in dataclasses.fields(config_class)}
-    missing = {key for key in fields if key not in {*ours._defaults, *ours._required} and not ours._is_harmless(key)}
+    missing = {key for key in fields if key not in {*ours.defaults, *ours.required} and not ours.is_harmless(key)}
     assert not missing, "neither read, nor at a default, nor known as harmless"
     with quiet():
         made = config_class()
     theirs = {key: field.default for key, field in fields.items()} | made.rope_parameters
     stated = {**hf_config.COMMON["defaults"], **FAMILIES[kind]["defaults"]}
     assert {key: theirs.get(key, 1.0) for key in stated} == stated
-    of_class = set(fields) & set(ours._defaults) - stated.keys()
+    of_class = set(fields) & set(ours.defaults) - stated.keys()
     assert {key: fields[key].default for key in of_class} == dict.fromkeys(of_class)
-    assert not {key for key in ours._optional & set(fields) if "None" not in str(fields[key].type)}
-    assert not ours._derived & set(fields)
+    assert not {key for key in ours.optional & set(fields) if "None" not in str(fields[key].type)}
+    assert not ours.derived & set(fields)
     names = {frozenset(pair) for pair in FAMILIES[kind].get("aliases", {}).items()}
     assert names == {frozenset(pair) for pair in config_class.attribute_map.items()}
     assert FAMILIES[kind]["class"] == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
@@ -259,7 +259,7 @@ def test_a_key_of_any_other_class_of_transformers_is_refused(tmp_path: Path) -> 
     for kind in FAMILIES:
         for key in keys:
             config = HFConfig.of({"model_type": kind, key: 7})
-            if key in {*config._defaults, *config._required} or config._is_harmless(key):
+            if key in {*config.defaults, *config.required} or config.is_harmless(key):
                 continue
             with contextlib.suppress(ConfigError):
                 config.check_unread()

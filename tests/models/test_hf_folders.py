@@ -88,7 +88,7 @@ def test_only_the_part_of_an_expert_is_read(tmp_path: Path, monkeypatch: pytest.
     model.save_pretrained(folder, save_original_format=False)
     with HFCheckpoint(folder) as found:
         name = "model.layers.0.mlp.experts.5.up_proj.weight"
-        assert found.read(name).nbytes == found._num_read == 16 * 32 * 4
+        assert found.read(name).nbytes == found.num_read == 16 * 32 * 4
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])

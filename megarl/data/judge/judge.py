@@ -16,7 +16,8 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from megarl.config.tables.data import RewardModelConfig
 from megarl.data.judge.worker import WorkerContext, call_in_worker, check_in_worker, kill_group, set_up_worker
-from megarl.data.rewards import Verdict, describe_failure, load_reward, read_verdict
+from megarl.data.rewards import load_reward
+from megarl.data.verdicts import Verdict, describe_failure, read_verdict
 from megarl.errors import ConfigError
 from megarl.files.per_loop import PerLoop
 

@@ -22,7 +22,8 @@ import time
 import types
 from collections.abc import Iterator, Mapping
 
-from megarl.data.rewards import Verdict, describe_failure, load_reward, read_verdict
+from megarl.data.rewards import load_reward
+from megarl.data.verdicts import Verdict, describe_failure, read_verdict
 from megarl.errors import ConfigError
 from megarl.files.bounded_process import limit_memory, lower_limit
 
@@ -30,7 +31,7 @@ DISTRIBUTED = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR
 """Variables of a launcher, because of which a library would take a worker for a rank."""
 MEMORY_BYTES = 4 << 30
 """Address space for the responses of a function marked with ``wrong_if_stopped``."""
-_IMPORTS = {"math_verify": ("math_verify",), "math_strict": ("megarl.data.strict.grade",)}
+_IMPORTS = {"math_verify": ("math_verify",), "math_strict": ("megarl.data.math.grade",)}
 _MAIN = threading.Lock()
 
 

@@ -19,6 +19,7 @@ CAPABILITY_VERSION_3 = 0x20080522
 
 
 def read_code() -> str:
+    """Return the code from standard input, and replace standard input by an empty file."""
     with open(0, "rb", closefd=False) as stdin:
         code = stdin.read()
     empty_fd = os.open(os.devnull, os.O_RDONLY)
@@ -34,13 +35,14 @@ def limit_files(num_files: int) -> bool:
 
 
 def drop_capabilities() -> None:
-    """Give up all capabilities for good: bubblewrap prevents that a program gets more rights than its caller."""
+    """Give up all capabilities for good: bubblewrap prevents that a program gets more rights. OSError of capset."""
     header, empty = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
     if ctypes.CDLL(None, use_errno=True).capset(header, empty) != 0:
         raise OSError(ctypes.get_errno(), "capset")
 
 
 def take_limits(settings: dict) -> None:
+    """Set the resource limits, at most the host's limits, and become the unused user."""
     for name, (soft, hard) in settings["rlimits"].items():
         kind = getattr(resource, name)
         host_limit = resource.getrlimit(kind)[1]
@@ -90,6 +92,7 @@ def be_init(owner_fd: int) -> None:
 
 
 def run(code: str, memory_exit: int) -> int:
+    """Run the code as ``__main__``; return the exit status."""
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     sys.argv = ["main.py"]
@@ -110,6 +113,7 @@ def run(code: str, memory_exit: int) -> int:
 
 
 def start() -> None:
+    """Set up the process by the settings in the arguments, and run the code."""
     settings = json.loads(sys.argv[1])
     code = read_code()
     files = settings["num_files"] is not None and limit_files(settings["num_files"])

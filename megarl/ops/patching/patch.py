@@ -1,7 +1,7 @@
-"""``megarl patch``: put a patch into a Megatron-Core, or take it out again: all files or none (docs/patches.md).
+"""``megarl patch``: apply a patch to a Megatron-Core, or revert the patch: all files or no file (docs/patches.md).
 
-``git apply`` does the work on a copy of each file. If a fork has edited lines that the patch expects, the file is
-merged 3-way, provided that the target's git repository contains the file that the patch was made from.
+``git apply`` does the work on a copy of each file. If a fork has edited the context of a patch, the file is merged
+3-way, provided that the target's git repository contains the release's file.
 """
 
 import difflib
@@ -32,7 +32,7 @@ _MOE = "megatron/core/transformer/moe/"
 _ROUTER = f"{_MOE}router.py"
 _FILE = re.compile(r"^diff --git a/(\S+) b/\S+\nindex ([0-9a-f]{40})", re.MULTILINE)
 _REFUSED = re.compile(r"^    def quantile_balancing\(.*?(?=^    def )", re.MULTILINE | re.DOTALL)
-"""Router of 0.19 that has no hook, and that replay refuses."""
+"""Router of 0.19 without the hook; replay refuses quantile balancing."""
 
 
 class PatchError(MegarlError):
@@ -52,7 +52,7 @@ class FileState:
     result: bytes
     """Content after ``apply`` if the state is "out", after ``revert`` if the state is "in"."""
     notes: tuple[str, ...] = ()
-    """Hunks that git put on another line; for an unfit file, the reason."""
+    """Hunks with an offset; for an unfit file, the reason."""
 
 
 def list_versions() -> list[str]:
@@ -66,7 +66,7 @@ def _position(version: str) -> int:
 
 
 def find_installed() -> Path:
-    """Return the folder from which this Python would import megatron.core. PatchError if there is none."""
+    """Return the import folder of megatron.core. PatchError if the running Python has no megatron.core."""
     spec = importlib.util.find_spec("megatron")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         if (Path(folder) / "core" / "package_info.py").is_file():
@@ -123,7 +123,7 @@ def _content(file: Path) -> bytes:
 
 
 def examine(root: Path, release: str) -> list[FileState]:
-    """Return the state of each file that the patch of a release changes; git keeps no line ends but LF."""
+    """Return the state of each file in the patch of a release. git gets LF line ends; CRLF is restored afterwards."""
     states = []
     for name, blob in _FILE.findall((PATCHES / f"{release}.patch").read_text(encoding="utf-8")):
         current = _content(root / name)
@@ -150,12 +150,12 @@ def _examine_file(file: Path, text: bytes, release: str, name: str, blob: str) -
     merged, reason = _three_way(file, text, release, name, blob)
     if merged is not None:
         return (*merged, ["merged 3-way: lines that a hunk expects have been edited"])
-    # Of the two ways, the one that fails later has put in more hunks.
+    # Forward and reverse fail at different hunks: the later hunk is the likely place of the edit.
     return "unfit", text, [f"{name}:{max(failed_lines)}: the lines that {release}.patch expects differ ({reason})"]
 
 
 def _three_way(file: Path, text: bytes, release: str, name: str, blob: str) -> tuple[tuple[str, bytes] | None, str]:
-    """Return ((state, result), "") of git's merge with the file of the release; (None, reason) if there is none."""
+    """Return ((state, result), "") of git's merge with the file of the release, or (None, reason)."""
     release_file = _git(file.parent, "cat-file", "blob", blob)
     if release_file.returncode:
         return None, f"no 3-way merge, for git has no object {blob[:12]} here"
@@ -184,7 +184,7 @@ def choose(root: Path, version: str, requested: str | None) -> tuple[str, list[F
     """Return (release, file states) of the patch for a tree; None if the tree has the hook and no patch fits.
 
     The order is: the requested release, the tree's own release, the nearest release whose patch fits and leaves a tree
-    with the hook. Patches that add the hook are tried first, because they contain the other patch.
+    with the hook. Patches that add the hook are tried before 0.16.1.patch.
 
     PatchError if the requested release has no patch, or no patch brings the hook.
     """
@@ -228,7 +228,10 @@ def _explain_no_fit(root: Path, version: str, tried: dict[str, list[FileState]])
 
 
 def replace_files(root: Path, changes: Sequence[FileState]) -> None:
-    """Replace all files or none: stage old and new contents on the same disk, rename, and rename back on an error."""
+    """Replace all files or none: stage old and new contents on the same disk, rename, rename back on an error.
+
+    PatchError if a file cannot be written or has changed since ``examine``.
+    """
     num_renamed = 0
     inside = root / "megatron" / "core"
     try:
@@ -256,7 +259,7 @@ def _stage(change: FileState, old: Path, new: Path) -> None:
     if old.read_bytes() != change.current:
         raise PatchError(f"{change.file} has changed meanwhile; nothing was changed, try again")
     new.write_bytes(change.result)
-    shutil.copymode(old, new)  # the time stamp is new, so that Python compiles the file again
+    shutil.copymode(old, new)  # with a new time stamp: Python compiles the file again
     if os.geteuid() == 0:
         owner = change.file.stat()
         os.chown(new, owner.st_uid, owner.st_gid)
@@ -266,10 +269,9 @@ def difference(changes: Sequence[FileState]) -> str:
     """Return the changes as a patch of the target's files."""
     rows: list[str] = []
     for change in changes:
-        before, after = (
-            text.decode("utf-8", "surrogateescape").split("\n") for text in (change.current, change.result)
-        )
-        rows += difflib.unified_diff(before, after, f"a/{change.name}", f"b/{change.name}", lineterm="")
+        contents = (change.current, change.result)
+        current, result = (content.decode("utf-8", "surrogateescape").split("\n") for content in contents)
+        rows += difflib.unified_diff(current, result, f"a/{change.name}", f"b/{change.name}", lineterm="")
     return "".join(f"{row}\n" for row in rows)
 
 
@@ -308,7 +310,7 @@ def _run(command: str, target: Path | None, version: str | None, dry_run: bool, 
         )
     changes = [state for state in states if state.state == {"apply": "out", "revert": "in"}.get(command)]
     if changes and not unfit and not dry_run:
-        # A router that passes the hook to a function without that argument would fail: moe_utils.py goes in first.
+        # moe_utils.py first: a patched router would pass the hook to a function without the argument.
         replace_files(root, changes if command == "apply" else changes[::-1])
     if dry_run and not unfit and not as_json:
         sys.stdout.buffer.write(difference(changes).encode("utf-8", "surrogateescape"))

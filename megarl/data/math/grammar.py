@@ -13,8 +13,8 @@ from typing import Any
 import sympy
 from sympy import E, I, Integer, Mul, Rational, S, Symbol, pi
 
-from megarl.data.strict.items import Collection, Item, relate, require_number
-from megarl.data.strict.text import CLOSING, CURRENCIES, SCALES, UnreadableError, name_unit
+from megarl.data.math.items import Collection, Item, relate, require_number
+from megarl.data.math.text import CLOSING, CURRENCIES, SCALES, UnreadableError, name_unit
 
 _MAX_DEPTH = 30
 _MAX_BITS = 20_000

@@ -7,7 +7,7 @@ from typing import Any
 
 from sympy import Float, N, Symbol
 
-from megarl.data.strict.text import UnreadableError
+from megarl.data.math.text import UnreadableError
 
 _FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 _POINTS = 12
@@ -39,6 +39,7 @@ class Item:
 
 
 def require_number(value: Any) -> Any:
+    """Return an expression. UnreadableError for a list or a relation."""
     if isinstance(value, Collection | Relation):
         raise UnreadableError("a list in a formula")
     return value
@@ -111,6 +112,7 @@ def are_equal_lists(key: Sequence[Item], answer: Sequence[Item]) -> bool:
 
 
 def are_equal(key: Item, answer: Item) -> bool:
+    """Whether two items are equal in name, unit and value."""
     left, right = key.value, answer.value
     if (key.name, key.unit) != (answer.name, answer.unit):
         return False

@@ -7,10 +7,10 @@ set that the grammar cannot read is compared as text.
 import re
 from dataclasses import dataclass
 
-from megarl.data.math_text import last_box
-from megarl.data.strict.grammar import Reader
-from megarl.data.strict.items import Item, are_equal, are_equal_lists, as_equations
-from megarl.data.strict.text import UnreadableError, clean, read_words, split, squeeze
+from megarl.data.math.grammar import Reader
+from megarl.data.math.items import Item, are_equal, are_equal_lists, as_equations
+from megarl.data.math.lenient import last_box
+from megarl.data.math.text import UnreadableError, clean, read_words, split, squeeze
 
 _MAX_CHARACTERS = 1000
 _FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)

@@ -1,0 +1,104 @@
+"""Results of reward functions: rewards of steps, and the verdict on a response."""
+
+import math
+import numbers
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megarl.errors import describe_call, may_pass
+
+
+@dataclass(frozen=True, slots=True)
+class StepReward:
+    end: int
+    """Characters of the response up to the end of the step, exclusive: 1..len(response)."""
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Result of a process reward."""
+
+    outcome: float
+    """The reward of the whole response, for sampling rules, pass rates and metrics."""
+    steps: Sequence[StepReward]
+    """At least one, with ascending ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    reward: float | None
+    """None: the reward function failed."""
+    steps: tuple[StepReward, ...] = ()
+    """Empty unless the reward function returned Steps."""
+    components: tuple[float, ...] = ()
+    """Several rewards, in the order of ``reward.weights``; empty where the function returned no mapping."""
+    error: str | None = None
+    """A line about an exception, a return value that is no reward, a time-out, or a dead worker."""
+    may_pass: bool = False
+    """Whether the cause of a failure lies outside of the function: a server, a time-out, a killed process."""
+    timed_out: bool = False
+    """Whether the call was stopped, or gave up, because of its time; for functions with limited CPU time: because of
+    CPU time or memory, not because of a busy machine."""
+
+
+def read_verdict(returned: object, response: str, weights: Mapping[str, float] | None = None) -> Verdict:
+    """Return the verdict for the return value of a reward function. ValueError or TypeError if it is no reward.
+
+    weights: by name, if the function returns several rewards; the reward is the weighted sum.
+    """
+    if weights:
+        return _weigh(returned, weights)
+    if not isinstance(returned, Steps):
+        return Verdict(_check_finite(returned, "the reward function returned"))
+    outcome = _check_finite(returned.outcome, "the outcome of the steps is")
+    steps: list[StepReward] = []
+    previous = 0
+    for index, step in enumerate(returned.steps):
+        if not isinstance(step, StepReward):
+            raise TypeError(f"step {index} is {step!r:.80} ({type(step).__name__}), expected a StepReward")
+        reward = _check_finite(step.reward, f"the reward of step {index} is")
+        if isinstance(step.end, bool) or not isinstance(step.end, numbers.Integral):
+            raise TypeError(f"step {index} ends at {step.end!r:.80}, expected a number of characters")
+        end = int(step.end)
+        if not previous < end <= len(response):
+            raise ValueError(
+                f"step {index} ends at character {end}, expected {previous + 1}..{len(response)}: "
+                f"ends ascend and lie within the response"
+            )
+        steps.append(StepReward(end, reward))
+        previous = end
+    if not steps:
+        raise ValueError("the reward function returned Steps without a step: return a number instead")
+    return Verdict(outcome, tuple(steps))
+
+
+def _weigh(returned: object, weights: Mapping[str, float]) -> Verdict:
+    """Return the verdict of a function that returns rewards by name."""
+    if not isinstance(returned, Mapping):
+        value = f"{returned!r:.80} ({type(returned).__name__})"
+        raise TypeError(f"the reward function returned {value}, expected rewards by name: {[*weights]}")
+    if set(returned) != set(weights):
+        raise ValueError(f"the reward function returned {[*returned]}, expected those of reward.weights: {[*weights]}")
+    components = tuple(_check_finite(returned[name], f"the reward {name!r} is") for name in weights)
+    total = math.fsum(map(operator.mul, weights.values(), components))
+    return Verdict(_check_finite(total, "the weighted sum of rewards is"), components=components)
+
+
+def describe_failure(error: BaseException, function: Callable[..., Any]) -> Verdict:
+    """Return the verdict for a reward function that raised an error: type, message, file and place, in a line."""
+    return Verdict(None, (), (), describe_call(error, function), may_pass(error), isinstance(error, TimeoutError))
+
+
+def _check_finite(value: object, label: str) -> float:
+    if not isinstance(value, (float, numbers.Real, np.bool_)):  # float first: that check is the fastest
+        hint = "; for several rewards by name, set reward.weights" if isinstance(value, Mapping) else ""
+        raise TypeError(f"{label} {value!r:.80} ({type(value).__name__}), expected a number{hint}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{label} {number}, expected a finite number")
+    return number
