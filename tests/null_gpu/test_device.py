@@ -13,6 +13,7 @@ import torch
 from null_gpu.counting import Counts, host_waits
 from torch.utils.checkpoint import checkpoint
 
+pytestmark = pytest.mark.gate
 null_only = pytest.mark.skipif(not os.environ.get("NULL_GPU"), reason="a real GPU computes everything by itself")
 
 

@@ -27,6 +27,7 @@ from megarl.core.objectives import (
 )
 from megarl.errors import NumericsError
 
+pytestmark = pytest.mark.gate
 LENGTHS = [5, 1, 9, 7, 4]
 DENOMINATORS = Denominators(100, 20)
 
