@@ -20,7 +20,7 @@ from megarl.engines.sglang import server as server_module
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 
-START_DEADLINE_S = 300.0
+START_DEADLINE_S = 1200.0
 """A start is 20 s of imports on an idle machine and minutes on a busy one."""
 SGLANG_MODULES = (
     "sglang.srt.server_args",

@@ -45,7 +45,7 @@ def _serve(orders: Any, answers: Any) -> None:
         answers.put("ready")
         while (order := orders.get()) is not None:
             content = _Unpickler(io.BytesIO(base64.b64decode(order))).load()
-            found = {}
+            found, part = {}, None
             for place in content["metadata"]:
                 part = content["flattened_tensor"][place.start_idx : place.end_idx]
                 found[place.name] = part.view(place.dtype).view(place.shape).float().cpu().tolist()
