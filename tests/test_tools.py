@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 TOOLS = sorted((ROOT / "tools").glob("*.py"))
 
@@ -44,3 +46,20 @@ def test_every_module_that_is_mutated_exists_with_its_tests() -> None:
         assert tables["find_module"](module).is_file(), module
         for name in names.split():
             assert (ROOT / f"tests/{name}.py").is_file(), f"{module}: {name}"
+
+
+def test_words_are_counted(tmp_path: Path) -> None:
+    count = runpy.run_path(str(ROOT / "tools" / "plain_words.py"))["figures"]
+    (tmp_path / "module.py").write_text(
+        '"""One sentence that names it twice, and others."""\n\n'  # 4 of 8 words refer
+        "def public(found, x: Tensor):  # a comment of more than five words\n"
+        "    part = found\n"
+        '    """Short."""\n'
+        "    if part:\n"
+        "        raise ConfigError(x)\n"
+    )
+    (tmp_path / "page.md").write_text(
+        "# Those which\n\nIt stands in a sentence here.\n\n    it is code\n\n| such | a | b | c | d |\n"
+    )
+    values = [figure.value for figure in count([tmp_path / "module.py"], [tmp_path / "page.md"]).values()]
+    assert values == [100 * 2 / 3, pytest.approx(100 * 4 / 15), pytest.approx(100 * 2 / 11), 4, 1, 1]
