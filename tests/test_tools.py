@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import release_checks
+from test_transformers_releases import CHECKS
 
 ROOT = Path(__file__).parents[1]
 TOOLS = sorted((ROOT / "tools").glob("*.py"))
@@ -46,6 +49,23 @@ def test_every_module_that_is_mutated_exists_with_its_tests() -> None:
         assert tables["find_module"](module).is_file(), module
         for name in names.split():
             assert (ROOT / f"tests/{name}.py").is_file(), f"{module}: {name}"
+
+
+def named_tests() -> set[str]:
+    """Tests that are run by name: on the null GPU, with other Pythons, on other releases."""
+    text = "\n".join((ROOT / name).read_text() for name in ("tests/null_gpu/selection.txt", "tools/test_pythons"))
+    names = set(re.findall(r"\btests/[\w/]+\.py(?:::\w+)*", text))
+    releases = (*release_checks.REPLAY_TESTS, *release_checks.CHECKPOINT_TESTS, *release_checks.LAYOUT_TESTS)
+    releases += (*release_checks.CONVERSION_TESTS, *release_checks.EXPORT_TESTS)
+    return names | {f"tests/{name}" for name in releases} | {f"tests/engines/{name}" for name in CHECKS}
+
+
+@pytest.mark.parametrize("name", sorted(named_tests()))
+def test_a_test_that_is_run_by_name_exists(name: str) -> None:
+    path, *parts = name.partition("[")[0].split("::")
+    text = (ROOT / path).read_text()
+    for part in parts:
+        assert re.search(rf"^ *(?:async )?(?:def|class) {part}\b", text, re.MULTILINE), part
 
 
 def test_words_are_counted(tmp_path: Path) -> None:
