@@ -140,7 +140,7 @@ print(launch())
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": path},
-        timeout=600,
+        timeout=3600,
     )
     assert done.stdout.split() == ["0", "801", "0"], done.stderr
     assert "outside of an operation" in done.stderr

@@ -63,7 +63,7 @@ def _server() -> Iterator[tuple[Any, Any, Any]]:
     process = context.Process(target=_serve, args=(orders, answers))
     process.start()
     try:
-        assert answers.get(timeout=600) == "ready"
+        assert answers.get(timeout=3600) == "ready"
         yield orders, answers, process
     finally:
         process.kill()
@@ -98,13 +98,13 @@ def test_a_server_reads_buckets_where_they_lie(computing: None, monkeypatch: pyt
                 )
                 assert not mine["is_expandable"]
                 orders.put(payload_of(bucket, Rebuilt(make_handle(bucket.flat))))
-                device, found = answers.get(timeout=600)
+                device, found = answers.get(timeout=3600)
                 assert device == "cuda:0"
                 assert found == {name: tensor.float().tolist() for name, tensor in WEIGHTS}
                 del bucket
                 assert _held() > before  # the server has it open
                 orders.put("close")
-                assert answers.get(timeout=600) == "closed"
+                assert answers.get(timeout=3600) == "closed"
                 assert _held() == before
         if settings:
             grown = torch.empty(30 << 20, dtype=torch.uint8, device="cuda")
@@ -122,7 +122,7 @@ def test_memory_is_free_when_a_handle_is_withdrawn(computing: None, fate: str) -
     if fate == "server killed":
         with _server() as (orders, answers, process):
             orders.put(payload_of(bucket, Rebuilt(handle)))
-            answers.get(timeout=600)
+            answers.get(timeout=3600)
             orders.put("die")
             process.join(600)
             assert process.exitcode == 9

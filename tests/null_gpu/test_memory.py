@@ -34,15 +34,15 @@ def test_another_process_maps_the_same_memory(computing: None, monkeypatch: pyte
     orders, answers = context.Queue(), context.Queue()
     owner = context.Process(target=_send, args=(orders, answers))
     owner.start()
-    assert answers.get(timeout=600) == {settings == EXPANDABLE}
-    weights, part = answers.get(timeout=600)
+    assert answers.get(timeout=3600) == {settings == EXPANDABLE}
+    weights, part = answers.get(timeout=3600)
     assert weights.device == torch.device("cuda:0")
     assert weights.cpu().tolist() == list(range(1000))
     weights[0] = -1
     part[5] = -2
     assert weights[15].item() == -2
     orders.put("changed")
-    assert answers.get(timeout=600) == (-1, -2)
+    assert answers.get(timeout=3600) == (-1, -2)
     del weights, part
     orders.put("end")
     owner.join(600)
