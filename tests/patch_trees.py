@@ -48,7 +48,7 @@ def run(command: str, *words: str | Path, **settings: object) -> subprocess.Comp
     """``megarl patch``, as a user calls it."""
     line = [sys.executable, "-m", "megarl.cli", "patch", command, *map(str, words)]
     start = subprocess.Popen if "preexec_fn" in settings else _Popen
-    return preloaded.run(line, start=start, timeout=600, **settings)
+    return preloaded.run(line, start=start, timeout=3600, **settings)
 
 
 def succeed(command: str, *words: str | Path, **settings: object) -> str:

@@ -25,7 +25,7 @@ from megarl.engines.sglang.transports.disk import Disk
 from megarl.engines.sglang.transports.ipc import SharedMemory
 from megarl.engines.sglang.transports.tensor import Tensors
 
-START_DEADLINE_S = 300.0
+START_DEADLINE_S = 1200.0
 """A start is 20 s of imports on an idle machine and minutes on a busy one."""
 SGLANG_MODULES = (
     "sglang.srt.server_args",

@@ -348,7 +348,7 @@ def lean(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_lean(lean: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [lean, "-m", "megarl.cli", "doctor", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, cwd=lean.parent)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=3600, cwd=lean.parent)
 
 
 def test_without_torch_it_says_what_to_install(lean: Path, path: Path):

@@ -14,9 +14,7 @@ from pathlib import Path
 
 import preloaded
 import pytest
-import torch
 
-from megarl.core.objectives import OBJECTIVES, Denominators, TokenColumns, policy_loss
 from megarl.core.replay_blockers import REPLAY_BLOCKERS
 
 ROOT = Path(__file__).parent.parent
@@ -84,23 +82,22 @@ def test_a_layout_without_its_ranks_is_told_without_a_traceback() -> None:
     assert "Traceback" not in found.output
 
 
-def test_r3_sends_every_token_where_the_rollout_did() -> None:
-    found = ran(PLUGGED, "--replay", "r3")
+@pytest.mark.parametrize(
+    ("mode", "replayed", "most", "other", "below"),
+    [("r3", ROLLOUT, 20, OLD_PASS, 100), ("r2", OLD_PASS, 95, ROLLOUT, 20)],
+)
+def test_replay_sends_every_token_where_its_source_did(
+    mode: str, replayed: str, most: int, other: str, below: int
+) -> None:
+    """Rows that the rollout does not have route natively."""
+    found = ran(PLUGGED, "--replay", mode)
     assert found.status == 0, found.output
-    assert found.output.endswith("r3 held\n")
+    assert found.output.endswith(f"{mode} held\n")
     assert len(found.steps) == 4
-    assert found.shares(ROLLOUT)[0] == 100
-    assert found.shares(ROLLOUT)[1] < 20
-    assert found.shares(OLD_PASS)[0] < 100  # rows that the rollout does not have route natively
-
-
-def test_r2_sends_every_token_where_the_old_log_prob_pass_did() -> None:
-    found = ran(PLUGGED, "--replay", "r2")
-    assert found.status == 0, found.output
-    assert found.output.endswith("r2 held\n")
-    assert found.shares(OLD_PASS)[0] == 100
-    assert found.shares(OLD_PASS)[1] < 95
-    assert found.shares(ROLLOUT)[0] < 20
+    sent, alone = found.shares(replayed)
+    assert sent == 100
+    assert alone < most
+    assert found.shares(other)[0] < below
 
 
 @pytest.mark.parametrize("mode", ["r3", pytest.param("r2", marks=pytest.mark.slow)])
@@ -175,22 +172,3 @@ def test_the_page_quotes_errors_that_exist() -> None:
     ]
     for message in quoted:
         assert any(message in text for text in raised), message
-
-
-def test_minirl_of_equal_micro_batches_averages_to_the_whole_batch() -> None:
-    draw = torch.Generator().manual_seed(0)
-    # Log-probabilities far below 0, then advantages.
-    columns = [torch.randn(4, 6, generator=draw).double() - shift for shift in (6, 6, 6, 0)]
-    mask = torch.rand(4, 6, generator=draw) < 0.6
-    mask[:, 1] = True
-
-    def loss(rows: slice, denominators: Denominators | None = None) -> torch.Tensor:
-        flat = [column[rows].flatten() for column in [*columns, mask]]
-        cu_seqlens = torch.arange(0, flat[0].numel() + 1, 6)
-        return policy_loss(OBJECTIVES["minirl"], TokenColumns(*flat, cu_seqlens), denominators)[0]
-
-    parts = [slice(0, 2), slice(2, 4)]
-    whole = loss(slice(0, 4))
-    torch.testing.assert_close(sum(loss(part) for part in parts) / 2, whole)
-    shared = Denominators(int(mask.sum()), 4)
-    torch.testing.assert_close(sum(loss(part, shared) for part in parts), whole)

@@ -39,7 +39,7 @@ def example() -> ModuleType:
 
 def test_the_reward_rises_and_replay_closes_the_gap() -> None:
     words = [sys.executable, str(EXAMPLE), "--steps", "6"]
-    done = preloaded.run(words, timeout=500, cwd=ROOT)
+    done = preloaded.run(words, timeout=3600, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     lines = re.findall(
         r"^step .* reward (\S+)  flip (\S+)% \(native (\S+)%\)  k3 (\S+) \(native (\S+)\)", done.stdout, re.MULTILINE

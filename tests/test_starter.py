@@ -149,7 +149,7 @@ def test_a_terminal_is_asked_again_until_an_answer_fits(folder: Path) -> None:
     with terminal() as (process, keyboard):
         for line in answers:
             os.write(keyboard, f"{line}\n".encode("utf-8", "surrogateescape"))
-        told = process.communicate(timeout=60)[0]
+        told = process.communicate(timeout=3600)[0]
     assert process.returncode == 0, told
     assert told.count("]: ") + told.count("format): ") == len(answers)
     for part in (
@@ -171,7 +171,7 @@ def test_a_terminal_is_asked_again_until_an_answer_fits(folder: Path) -> None:
 def test_the_end_of_the_input_is_one_line(question: int, folder: Path) -> None:
     with terminal() as (process, keyboard):
         os.write(keyboard, b"m\nd\n0\n1\n"[: 2 * question] + b"\x04")
-        told = process.communicate(timeout=60)[0]
+        told = process.communicate(timeout=3600)[0]
     assert process.returncode == 2
     name = ("model", "data", "gpus", "nodes", "replay")[question]
     assert f"\nmegarl: error: --{name}: the input ended, expected " in told
@@ -180,7 +180,7 @@ def test_the_end_of_the_input_is_one_line(question: int, folder: Path) -> None:
 
 def test_a_flag_that_fits_no_answer_is_told_before_the_first_question(folder: Path) -> None:
     with terminal("--objective", "gpro") as (process, _):
-        told = process.communicate(timeout=60)[0]
+        told = process.communicate(timeout=3600)[0]
     assert (process.returncode, told.count("\n")) == (2, 1)
     assert "train.objective: found 'gpro'" in told
 
@@ -188,7 +188,7 @@ def test_a_flag_that_fits_no_answer_is_told_before_the_first_question(folder: Pa
 def test_a_terminal_is_asked_for_what_no_flag_says(folder: Path) -> None:
     with terminal("--gpus", "8") as (process, keyboard):
         os.write(keyboard, b"models/Qwen3-30B-A3B\nmine.jsonl\n4\n\n")
-        told = process.communicate(timeout=60)[0]
+        told = process.communicate(timeout=3600)[0]
     assert process.returncode == 0, told
     assert "GPUs on each node" not in told
     assert "prompts (" in told

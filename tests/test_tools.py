@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+import release_checks
+from test_transformers_releases import CHECKS
 
 ROOT = Path(__file__).parents[1]
 TOOLS = sorted((ROOT / "tools").glob("*.py"))
@@ -28,7 +33,7 @@ def test_a_tool_finds_all_that_it_imports() -> None:
     )
     tools = [str(tool) for tool in TOOLS]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *tools], capture_output=True, text=True, timeout=600
+        [sys.executable, "-W", "ignore", "-c", code, *tools], capture_output=True, text=True, timeout=3600
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert not done.stdout, done.stdout[-2000:]
@@ -44,3 +49,37 @@ def test_every_module_that_is_mutated_exists_with_its_tests() -> None:
         assert tables["find_module"](module).is_file(), module
         for name in names.split():
             assert (ROOT / f"tests/{name}.py").is_file(), f"{module}: {name}"
+
+
+def named_tests() -> set[str]:
+    """Tests that are run by name: on the null GPU, with other Pythons, on other releases."""
+    text = "\n".join((ROOT / name).read_text() for name in ("tests/null_gpu/selection.txt", "tools/test_pythons"))
+    names = set(re.findall(r"\btests/[\w/]+\.py(?:::\w+)*", text))
+    releases = (*release_checks.REPLAY_TESTS, *release_checks.CHECKPOINT_TESTS, *release_checks.LAYOUT_TESTS)
+    releases += (*release_checks.CONVERSION_TESTS, *release_checks.EXPORT_TESTS)
+    return names | {f"tests/{name}" for name in releases} | {f"tests/engines/{name}" for name in CHECKS}
+
+
+@pytest.mark.parametrize("name", sorted(named_tests()))
+def test_a_test_that_is_run_by_name_exists(name: str) -> None:
+    path, *parts = name.partition("[")[0].split("::")
+    text = (ROOT / path).read_text()
+    for part in parts:
+        assert re.search(rf"^ *(?:async )?(?:def|class) {part}\b", text, re.MULTILINE), part
+
+
+def test_words_are_counted(tmp_path: Path) -> None:
+    count = runpy.run_path(str(ROOT / "tools" / "plain_words.py"))["figures"]
+    (tmp_path / "module.py").write_text(
+        '"""One sentence that names it twice, and others."""\n\n'  # 4 of 8 words refer
+        "def public(found, x: Tensor):  # a comment of more than five words\n"
+        "    part = found\n"
+        '    """Short."""\n'
+        "    if part:\n"
+        "        raise ConfigError(x)\n"
+    )
+    (tmp_path / "page.md").write_text(
+        "# Those which\n\nIt stands in a sentence here.\n\n    it is code\n\n| such | a | b | c | d |\n"
+    )
+    values = [figure.value for figure in count([tmp_path / "module.py"], [tmp_path / "page.md"]).values()]
+    assert values == [100 * 2 / 3, pytest.approx(100 * 4 / 15), pytest.approx(100 * 2 / 11), 4, 1, 1]

@@ -40,7 +40,7 @@ def test_routes_and_logprobs_are_those_of_the_model(release: tuple[str, ...]) ->
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=600,
+        timeout=3600,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]

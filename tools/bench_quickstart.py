@@ -50,7 +50,7 @@ def main() -> int:
 
     def row(name: str, what: str, unit: str, budget: float | None = None, kind: str | None = None) -> Row:
         values = [run[name] for run in runs]
-        return Row(name, what, statistics.median(values), unit, min(values), max(values), budget, kind)  # type: ignore[arg-type]
+        return Row(name, what, statistics.median(values), unit, min(values), max(values), budget, kind)
 
     rows = [
         row("seconds", "from the command to its last line", "s", 60.0, "at_most"),

@@ -36,7 +36,7 @@ class Row:
 def ratio_row(name: str, what: str, values: Sequence[float], at_most: float | None = None) -> Row:
     """The median of ratios that were measured in pairs, with the 95 % interval of that median."""
     low, high = interval_of_median(values)
-    return Row(name, what, statistics.median(values), "x", low, high, at_most, at_most and "at_most")  # type: ignore[arg-type]
+    return Row(name, what, statistics.median(values), "x", low, high, at_most, at_most and "at_most")
 
 
 def interval_of_median(values: Sequence[float], draws: int = 2000) -> tuple[float, float]:

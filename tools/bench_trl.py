@@ -215,7 +215,7 @@ def _write_wider(path: Path, factor: int) -> Path:
     from megarl.data.tiny import write_tiny_model
 
     widths = {"hidden_size": 128, "expert_width": 64, "num_heads": 4, "num_kv_heads": 2}
-    return write_tiny_model(path, **{name: width * factor for name, width in widths.items()})  # type: ignore[arg-type]
+    return write_tiny_model(path, **{name: width * factor for name, width in widths.items()})
 
 
 # Results

@@ -187,7 +187,7 @@ def _changes(node: ast.AST) -> list[Callable[[Any], ast.AST]]:
 
 
 def _swap_comparison(index: int, node: ast.Compare) -> ast.AST:
-    node.ops[index] = _OPERATORS[type(node.ops[index])]()  # pyright: ignore[reportArgumentType, reportCallIssue]
+    node.ops[index] = _OPERATORS[type(node.ops[index])]()  # pyright: ignore[reportCallIssue]
     return node
 
 

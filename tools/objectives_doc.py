@@ -357,7 +357,7 @@ AGGREGATIONS = {
 def settings(record: object) -> str:
     """The parts of a record that it does not have by default, as TOML."""
     found = []
-    for field in dataclasses.fields(record):  # type: ignore[arg-type]
+    for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         if value != field.default:
             found.append(f"{field.name} = {toml(value)}")

@@ -42,7 +42,7 @@ class _Turns(TrainerCallback):
 
 
 def main(model_path: str, prompts: str, steps: int) -> None:
-    from trl import GRPOConfig, GRPOTrainer  # in a folder of its own, see tools/environments.py
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]  # tools/environments.py has a folder for TRL
 
     logging.disable(logging.WARNING)
     torch.manual_seed(0)

@@ -131,7 +131,7 @@ def one(judge: Judge, response: str, answer: str = "") -> Verdict:
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.02)

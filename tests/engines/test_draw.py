@@ -26,7 +26,7 @@ from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, Ses
 from megarl.engines.sglang.client import ClientSettings, SGLangClient
 from megarl.errors import RolloutError
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 600.0
 Key = tuple[int, int]
 
 

@@ -239,14 +239,14 @@ def test_a_trainer_that_is_asked_to_stop_ends_the_wait_for_a_long_response():
         if len(ticks) == 2:
             raise StopError("asked to stop")
 
-    with servers(60.0) as made:
+    with servers(1200.0) as made:
         client = SGLangClient([made[0].url], ClientSettings())
         started = time.monotonic()
         with pytest.raises(StopError):
             sample_each(
                 lambda begin: client.converse(begin, lambda r: {"group": r.group}, decode, asked), requests_of(1, 2)
             )
-        assert time.monotonic() - started < 30.0
+        assert time.monotonic() - started < 600.0
     assert ticks == [0, 0]
 
 

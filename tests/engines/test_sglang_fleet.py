@@ -52,7 +52,7 @@ from megarl.errors import ConfigError, RolloutError, WeightSyncError
 STAND_IN = Path(__file__).with_name("sglang_stand_in.py")
 FORM = WeightForm(torch.float32)
 PATIENCE = FleetSettings(180.0, poll_s=0.02, health_s=1000.0)
-WAIT_S = 180.0
+WAIT_S = 900.0
 
 
 @pytest.fixture(scope="module")

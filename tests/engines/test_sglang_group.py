@@ -43,12 +43,12 @@ PARAMS = SamplingParams(max_response_tokens=8)
 def test_a_server_that_refuses_to_join_is_not_waited_for():
     refused: Future[None] = Future()
     refused.set_exception(WeightSyncError("the server says no"))
-    group = BroadcastGroup("http://127.0.0.1:9", tp=1, device=torch.device("cpu"), timeout_s=6.0)
+    group = BroadcastGroup("http://127.0.0.1:9", tp=1, device=torch.device("cpu"), timeout_s=1200.0)
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match="the server says no"):
         group.join(refused)
     group.close()
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 600.0
 
 
 def test_a_server_that_does_not_come_is_named():

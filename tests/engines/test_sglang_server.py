@@ -195,7 +195,7 @@ def forward_passes(server: Server) -> int:
 @pytest.mark.sglang
 @pytest.mark.gate
 def test_a_real_server_responds_without_a_forward_pass_and_says_what_it_can_run(sglang_server: Server):
-    httpx.post(f"{sglang_server.url}/flush_cache", timeout=60.0)
+    httpx.post(f"{sglang_server.url}/flush_cache", timeout=600.0)
     before = forward_passes(sglang_server)
     assert sglang_server.responds()
     assert sglang_server.responds()
@@ -222,7 +222,7 @@ def test_a_real_server_samples_with_routes_and_logprobs(sglang_server: Server, s
             "return_logprob": True,
             "return_routed_experts": True,
         },
-        timeout=60.0,
+        timeout=600.0,
     )
     assert answer.status_code == 200
     output = answer.json()["output_ids"]

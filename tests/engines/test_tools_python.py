@@ -295,12 +295,12 @@ from megarl.engines.tools.python_tool import PythonTool
 asyncio.run(PythonTool()("import os; os.execvp('sleep', ['sleep', '{duration}'])"))
 """
     with subprocess.Popen([sys.executable, "-c", host]) as process:
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + 600.0
         while not alive(duration):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 600.0
     while alive(duration):
         assert time.monotonic() < deadline
         time.sleep(0.05)

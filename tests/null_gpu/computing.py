@@ -23,59 +23,23 @@ from null_gpu.replacements import REPLACEMENTS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-WAITING = {
-    "_unique",
-    "_unique2",
-    "bincount",
-    "masked_select",
-    "nonzero",
-    "repeat_interleave",
-    "unique_consecutive",
-    "unique_dim",
-}
+_WAITING = """
+_unique _unique2 bincount masked_select nonzero repeat_interleave unique_consecutive unique_dim
+"""
+WAITING = frozenset(_WAITING.split())
 """The size of the result depends on values: the host waits for the device."""
-COMPUTED_ONLY = {
-    *(
-        "_linalg_svd",
-        "argsort",
-        "cummax",
-        "cummin",
-        "cumprod",
-        "cumsum",
-        "digamma",
-        "erfinv",
-        "exp2",
-        "exp2_",
-        "histc",
-        "kthvalue",
-    ),
-    *(
-        "lgamma",
-        "linalg_inv_ex",
-        "linalg_qr",
-        "logcumsumexp",
-        "masked_scatter",
-        "masked_scatter_",
-        "median",
-        "multinomial",
-    ),
-    *("randperm", "searchsorted", "sort", "topk"),
-}
+_COMPUTED_ONLY = """
+_linalg_svd argsort cummax cummin cumprod cumsum digamma erfinv exp2 exp2_ histc kthvalue lgamma linalg_inv_ex
+linalg_qr logcumsumexp masked_scatter masked_scatter_ median multinomial randperm searchsorted sort topk
+"""
+COMPUTED_ONLY = frozenset(_COMPUTED_ONLY.split())
 """Their CUDA code reads what its own kernels wrote, or needs a library that the null GPU does not stand for."""
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
-UNWRITTEN = {
-    *(
-        "_pin_memory",
-        "empty",
-        "empty_like",
-        "empty_permuted",
-        "empty_strided",
-        "is_pinned",
-        "new_empty",
-        "new_empty_strided",
-    ),
-    *("pin_memory", "record_stream", "resize_", "set_"),
-}
+_UNWRITTEN = """
+_pin_memory empty empty_like empty_permuted empty_strided is_pinned new_empty new_empty_strided pin_memory
+record_stream resize_ set_
+"""
+UNWRITTEN = frozenset(_UNWRITTEN.split())
 """They give memory without values, or leave values as they are."""
 COLLECTIVES = {"c10d", "_c10d_functional"}
 WRITING = {"copy_", "fill_", "zero_"}

@@ -10,6 +10,7 @@ from megarl.engines.buckets import Bucket, Intake
 from megarl.engines.weights import FP8Form, WeightForm
 from megarl.errors import WeightSyncError
 
+pytestmark = pytest.mark.gate
 SHAPES = {f"layers.{i}.{part}_proj.weight": (130, 60) for i in range(3) for part in ("up", "down")}
 SHAPES |= {"norm.weight": (60,), "mlp.gate.weight": (3, 130)}
 

@@ -45,7 +45,7 @@ def _serve(orders: Any, answers: Any) -> None:
         answers.put("ready")
         while (order := orders.get()) is not None:
             content = _Unpickler(io.BytesIO(base64.b64decode(order))).load()
-            found = {}
+            found, part = {}, None
             for place in content["metadata"]:
                 part = content["flattened_tensor"][place.start_idx : place.end_idx]
                 found[place.name] = part.view(place.dtype).view(place.shape).float().cpu().tolist()
@@ -63,7 +63,7 @@ def _server() -> Iterator[tuple[Any, Any, Any]]:
     process = context.Process(target=_serve, args=(orders, answers))
     process.start()
     try:
-        assert answers.get(timeout=120) == "ready"
+        assert answers.get(timeout=3600) == "ready"
         yield orders, answers, process
     finally:
         process.kill()
@@ -98,13 +98,13 @@ def test_a_server_reads_buckets_where_they_lie(computing: None, monkeypatch: pyt
                 )
                 assert not mine["is_expandable"]
                 orders.put(payload_of(bucket, Rebuilt(make_handle(bucket.flat))))
-                device, found = answers.get(timeout=60)
+                device, found = answers.get(timeout=3600)
                 assert device == "cuda:0"
                 assert found == {name: tensor.float().tolist() for name, tensor in WEIGHTS}
                 del bucket
                 assert _held() > before  # the server has it open
                 orders.put("close")
-                assert answers.get(timeout=60) == "closed"
+                assert answers.get(timeout=3600) == "closed"
                 assert _held() == before
         if settings:
             grown = torch.empty(30 << 20, dtype=torch.uint8, device="cuda")
@@ -122,9 +122,9 @@ def test_memory_is_free_when_a_handle_is_withdrawn(computing: None, fate: str) -
     if fate == "server killed":
         with _server() as (orders, answers, process):
             orders.put(payload_of(bucket, Rebuilt(handle)))
-            answers.get(timeout=60)
+            answers.get(timeout=3600)
             orders.put("die")
-            process.join(60)
+            process.join(600)
             assert process.exitcode == 9
     del bucket
     assert _held() > before

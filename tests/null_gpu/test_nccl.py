@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 
 CASES = Path(__file__).with_name("nccl_cases.py")
-pytestmark = pytest.mark.skipif("NULL_GPU" not in os.environ, reason="these are the rules of the stand-in for NCCL")
+pytestmark = [
+    pytest.mark.gate,
+    pytest.mark.skipif("NULL_GPU" not in os.environ, reason="these are the rules of the stand-in for NCCL"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +42,20 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]
     return values
 
 
-def test_reductions_of_every_type_are_those_of_torch(ranks: Callable[[str], list[Any]]) -> None:
-    assert ranks("reductions") == [[]] * 4
+RETURNED = {
+    "reductions": [[]] * 4,  # the wrong ones, of every type and operation
+    "uneven_exchange": [[10.0 * source + rank for source in range(4) for _ in range(rank + 1)] for rank in range(4)],
+    "order_of_messages": [[2.0, 3.0], [0.0, 1.0]],  # between two ranks in order, whatever the tags
+    "ring_in_a_group": [True] * 4,  # a group sends and receives at once
+    "send_waits_for_its_receiver": [[False, True], []],
+    "stream_order": [[2.0 * turn + 1.0 for turn in range(20)]] * 2,  # streams wait for asynchronous calls
+    "groups_by_split": [[1.0, 6.0], [1.0, 6.0], [5.0, 6.0], [5.0, 6.0]],
+}
+
+
+@pytest.mark.parametrize("case", RETURNED)
+def test_ranks_return(ranks: Callable[[str], list[Any]], case: str) -> None:
+    assert ranks(case) == RETURNED[case]
 
 
 def test_collective_calls_move_the_right_data(ranks: Callable[[str], list[Any]]) -> None:
@@ -48,11 +63,6 @@ def test_collective_calls_move_the_right_data(ranks: Callable[[str], list[Any]])
     names = {name for one in found for name in one}
     assert len(names) == 9
     assert [name for one in found for name, right in one.items() if not right] == []
-
-
-def test_uneven_exchange(ranks: Callable[[str], list[Any]]) -> None:
-    expected = [[10.0 * source + rank for source in range(4) for _ in range(rank + 1)] for rank in range(4)]
-    assert ranks("uneven_exchange") == expected
 
 
 @pytest.mark.parametrize(
@@ -72,14 +82,6 @@ def test_ranks_that_disagree_are_refused(ranks: Callable[[str], list[Any]], case
         assert all(word in message for word in words), message
 
 
-def test_messages_between_two_ranks_are_matched_in_order_without_tags(ranks: Callable[[str], list[Any]]) -> None:
-    assert ranks("order_of_messages") == [[2.0, 3.0], [0.0, 1.0]]
-
-
-def test_a_group_sends_and_receives_at_once(ranks: Callable[[str], list[Any]]) -> None:
-    assert ranks("ring_in_a_group") == [True] * 4
-
-
 def test_two_sends_without_a_group_wait_for_their_receivers(ranks: Callable[[str], list[Any]]) -> None:
     messages = ranks("sends_without_a_group")
     for rank, message in enumerate(messages):
@@ -88,29 +90,15 @@ def test_two_sends_without_a_group_wait_for_their_receivers(ranks: Callable[[str
     assert any(f"waited 1 s for rank {1 - rank}" in message for rank, message in enumerate(messages))
 
 
-def test_a_send_ends_when_it_is_received_and_its_rank_goes_on(ranks: Callable[[str], list[Any]]) -> None:
-    assert ranks("send_waits_for_its_receiver") == [[False, True], []]
-
-
-def test_streams_wait_for_asynchronous_calls(ranks: Callable[[str], list[Any]]) -> None:
-    assert ranks("stream_order") == [[2.0 * turn + 1.0 for turn in range(20)]] * 2
-
-
 @pytest.mark.parametrize(
     ("case", "word"), [("rank_that_ends", "has ended"), ("rank_that_aborts", "rank 1 has aborted")]
 )
 def test_a_rank_that_is_gone_fails_the_others(ranks: Callable[[str], list[Any]], case: str, word: str) -> None:
-    message, seconds = ranks(case)[0]
-    assert word in message
-    assert seconds < 60  # the limit is 300
+    assert word in ranks(case)[0]  # at the limit the message would say "waited"
 
 
 def test_a_rank_that_stays_away_fails_the_others_after_the_limit(ranks: Callable[[str], list[Any]]) -> None:
     assert "waited 1 s for rank 1" in ranks("rank_that_stays_away")[0]
-
-
-def test_communicators_are_split(ranks: Callable[[str], list[Any]]) -> None:
-    assert ranks("groups_by_split") == [[1.0, 6.0], [1.0, 6.0], [5.0, 6.0], [5.0, 6.0]]
 
 
 def test_calls_and_bytes_are_counted(ranks: Callable[[str], list[Any]]) -> None:

@@ -27,6 +27,7 @@ from megarl.core.objectives import (
 )
 from megarl.errors import NumericsError
 
+pytestmark = pytest.mark.gate
 LENGTHS = [5, 1, 9, 7, 4]
 DENOMINATORS = Denominators(100, 20)
 
@@ -145,7 +146,7 @@ def waits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     models = write_models(tmp_path_factory.mktemp("waits") / "models")["base"].parent
     script = Path(__file__).with_name("waits_of_a_step.py")
-    done = subprocess.run([sys.executable, str(script), str(models)], capture_output=True, text=True, timeout=1200)
+    done = subprocess.run([sys.executable, str(script), str(models)], capture_output=True, text=True, timeout=7200)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ports import free_port
 
-JOB_TIMEOUT_S = 1500.0
+JOB_TIMEOUT_S = 7200.0
 GRACE_S = 30.0
 """Ranks that see the error of another one have so long to say so."""
 

@@ -59,7 +59,7 @@ def test_the_commands_are_those_of_megarl():
 def test_a_signal_ends_with_a_word_and_its_exit_code(number: signal.Signals, command: str):
     child = blocked([command, *LONG[command]])
     child.send_signal(number)
-    _, said = child.communicate(timeout=120)
+    _, said = child.communicate(timeout=3600)
     assert child.returncode == 128 + number
     (line,) = said.splitlines()
     assert line.startswith(f"megarl: error: megarl {command} was ended by {number.name}: ")
@@ -72,7 +72,7 @@ def test_a_rank_that_torchrun_ends_leaves_the_word_to_others(monkeypatch: pytest
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     child = blocked(["train", "run.toml"])
     child.send_signal(signal.SIGTERM)
-    assert child.communicate(timeout=120)[1] == ""
+    assert child.communicate(timeout=3600)[1] == ""
     assert child.returncode == 128 + signal.SIGTERM
 
 
@@ -80,7 +80,7 @@ def test_hangups_under_nohup_stay_ignored():
     child = blocked(["train", "run.toml"], ["nohup"])
     child.send_signal(signal.SIGHUP)
     child.send_signal(signal.SIGQUIT)  # the next one is said, so the first was not
-    _, said = child.communicate(timeout=120)
+    _, said = child.communicate(timeout=3600)
     assert child.returncode == 128 + signal.SIGQUIT
     assert "SIGHUP" not in said
 
