@@ -88,6 +88,7 @@ check: setup
 	@$(BIN)/ruff format --quiet --check . && echo "check: format ok"
 	@$(BIN)/pyright --warnings >.venv/pyright.log 2>&1 && echo "check: types ok" || { cat .venv/pyright.log; exit 1; }
 	@$(BIN)/lint-imports >.venv/lint-imports.log 2>&1 && echo "check: floors ok" || { cat .venv/lint-imports.log; exit 1; }
+	@$(BIN)/python tools/import_closures.py >.venv/closures.log && echo "check: kit ok" || { cat .venv/closures.log; exit 1; }
 
 # In an environment of its own, which does not have megarl: mkdocstrings reads the code without importing it.
 # With --quiet, warnings would not be counted, and --strict would let broken links pass.

@@ -41,8 +41,8 @@ from megarl.megatron import distributed
 from megarl.megatron.passes import forward
 from megarl.megatron.passes.micro_batches import MicroBatch, split_micro_batches
 from megarl.megatron.policy import Policy, schedule_of
+from megarl.megatron.rollout_routes import check_rollouts, deliver_routes, gather_shared
 from megarl.replay import MicroRoutes
-from megarl.replay.rollout_routes import check_rollouts, deliver_routes, gather_shared
 from megarl.routes import Disagreement
 
 PROMPTS, GROUP_SIZE, RESPONSE_TOKENS = 8, 8, 10

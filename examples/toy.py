@@ -1,7 +1,7 @@
 """What the examples need besides a loop: ranks, layers that run without a GPU, random rollouts in place of an engine.
 
-It uses megarl for two things only, so that Megatron runs on a CPU: importing ``megarl.megatron``, and a norm that
-sequence parallelism accepts. With a GPU and Transformer Engine, neither does anything.
+It uses megarl for two things only, so that Megatron runs on a CPU: ``megarl.enable_cpu()``, and a norm that sequence
+parallelism accepts. With a GPU and Transformer Engine, neither does anything.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import megarl.megatron  # isort: skip  (before Megatron is imported)
+import megarl
+
+megarl.enable_cpu()  # before Megatron is imported; a GPU with Transformer Engine needs nothing of it
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -26,7 +29,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.stand_ins.attention import RMSNorm
 
-assert megarl.megatron
 HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
 
 VOCAB, EXPERTS, TOPK = 64, 8, 2

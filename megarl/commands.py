@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
+from megarl import enable_cpu
 from megarl.config import Config, process_environment
 from megarl.config import file as config_file
 from megarl.config.command import Command, OnConfiguration, Overrides, Positional, command, world_size
@@ -25,6 +26,7 @@ class Train(OnConfiguration):
     def run(self, overrides: Overrides) -> None:
         config = self.load_for_ranks(overrides)
         _require_inputs(config)
+        enable_cpu()
         from megarl.trainer.loop import train
 
         train(config)
@@ -57,6 +59,7 @@ class Sft(OnConfiguration):
                 f"{self.config}: found no [sft] table, expected one with data, steps, batch_size and lr; add it"
             )
         _require_inputs(config, "sft")
+        enable_cpu()
         from megarl.trainer.sft import sft
 
         sft(config)
@@ -89,6 +92,7 @@ class Eval(OnConfiguration):
         request.layout(world_size())
         _require_inputs(request.config, "eval")
         process_environment.apply(request.config)
+        enable_cpu()
         from megarl.ops.evaluate.evaluation import evaluate
 
         evaluate(request, world_size())

@@ -1,6 +1,16 @@
-"""All that a training loop of one's own around Megatron-Core needs, in one import: docs/plugin.md.
+"""The plug-in for your own training loop around Megatron-Core: all that the loop needs, in one import.
 
-It needs torch, numpy and megatron-core, and brings nothing else along.
+It needs torch, numpy and megatron-core, and importing it changes nothing in the process. On a machine without CUDA,
+call ``megarl.enable_cpu()`` before Megatron is imported. The lines that it adds to a loop (docs/plugin.md):
+
+>>> replay = RoutingReplay(model_chunks)                                   # once, after the model is built
+>>> routes = [replay.rows(b["routed_experts"], b["routed_mask"], b["tokens"]) for b in micro_batches]     # R3
+>>> with replay.replay(routes): ...                                        # R3, old log-probabilities
+>>> with replay.record() as recording: ...                                 # R2, old log-probabilities
+>>> step_loss = StepLoss.of(OBJECTIVES["minirl"], [b["loss_mask"] for b in micro_batches])
+>>> with replay.replay(routes or recording.routes): ...                    # the update: forward and backward
+>>> loss, statistics = step_loss(TokenColumns.of_padded(logprobs, b))      # in Megatron's loss function
+>>> metrics = reduce_metrics(all_statistics)                               # once per step
 """
 
 from __future__ import annotations
@@ -13,13 +23,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megarl.core.metrics import Stat, finalize, merge
+from megarl.core.metrics import Stat, finalize, merge, to_host
 from megarl.core.objectives import OBJECTIVES, Denominators, Objective, TokenColumns, policy_loss
 from megarl.core.objectives.columns import count_loss_tokens
 from megarl.errors import ConfigError
-from megarl.megatron.distributed import collect_metrics, from_main_rank
-from megarl.models.shapes import MoeShape
+from megarl.files.moe_shape import MoeShape
 from megarl.replay import MicroRoutes, Recording, RoutingReplay, stack_routes
+from megarl.replay.megatron_state import cp_position, tp_position
 from megarl.routes import RoutingTrace
 from megarl.routes.answers import routes_from_sglang, routes_from_vllm
 
@@ -54,33 +64,39 @@ class StepLoss:
 
     @classmethod
     def of(
-        cls, objective: Objective, loss_masks: Sequence[Tensor], cu_seqlens: Sequence[Tensor] | None = None
+        cls, objective: Objective | str, loss_masks: Sequence[Tensor], cu_seqlens: Sequence[Tensor] | None = None
     ) -> StepLoss:
         """Count what the loss is divided by; a collective call of the data-parallel ranks, once per optimizer step.
 
-        loss_masks: of each micro-batch of this rank, bool [b, s], or packed [T] with ``cu_seqlens`` [N+1]. ConfigError
-        for objectives that must know all tokens beforehand, and if ranks have different numbers of micro-batches.
+        objective: a row of ``OBJECTIVES``, or its name. loss_masks: of each micro-batch of this rank, bool ``[b, s]``,
+        or packed ``[T]`` with ``cu_seqlens`` int64 ``[N+1]``. ConfigError for an unknown name, for a mask of another
+        dtype or shape, for objectives that must know all tokens of the step beforehand, and if ranks have different
+        numbers of micro-batches.
         """
+        if isinstance(objective, str):
+            objective = _find_objective(objective)
+        if not isinstance(objective, Objective):
+            kind = type(objective).__name__
+            raise ConfigError(f'objective is a {kind}, expected a row, such as OBJECTIVES["minirl"], or its name')
         if objective.beforehand:
             raise ConfigError(
                 "objective: a part of it must know all tokens of the step beforehand: use gather_facts and policy_loss "
                 "of megarl.core.objectives, or choose another objective"
             )
-        counts = torch.zeros(4, dtype=torch.int64, device=torch.cuda.current_device())
+        group, num_micros = parallel_state.get_data_parallel_group(), len(loss_masks)
+        counts = torch.zeros(4, dtype=torch.int64, device="cuda" if torch.cuda.is_available() else "cpu")
         for index, mask in enumerate(loss_masks):
-            if mask.dtype is not torch.bool or mask.dim() != (2 if cu_seqlens is None else 1):
-                raise ConfigError(
-                    f"loss mask {index} is {mask.dtype} {list(mask.shape)}, expected bool [b, s], or [T] and cu_seqlens"
-                )
+            _check_mask(f"loss mask {index}", mask, is_packed=cu_seqlens is not None)
             ends = torch.arange(0, mask.numel() + 1, mask.size(-1)) if cu_seqlens is None else cu_seqlens[index]
             counts[:2] += count_loss_tokens(mask.flatten(), ends.to(mask.device)).to(counts.device)
-        group, micros = parallel_state.get_data_parallel_group(), len(loss_masks)
-        counts[2], counts[3] = micros, micros * micros
+        counts[2], counts[3] = num_micros, num_micros * num_micros
         dist.all_reduce(counts, group=group)
         num_tokens, num_sequences, total, squares = counts.tolist()
-        if total != micros * group.size() or squares * group.size() != total * total:
-            raise ConfigError(f"{micros} micro-batches on this rank, others have {total - micros}: give each as many")
-        return cls(objective, Denominators(num_tokens, num_sequences), micros * group.size())
+        if total != num_micros * group.size() or squares * group.size() != total * total:
+            raise ConfigError(
+                f"{num_micros} micro-batches on this rank, others have {total - num_micros}: give each as many"
+            )
+        return cls(objective, Denominators(num_tokens, num_sequences), num_micros * group.size())
 
     def __call__(self, columns: TokenColumns) -> tuple[Tensor, dict[str, Stat]]:
         """Return the scalar that Megatron's loss function returns for a micro-batch, and its statistics.
@@ -92,10 +108,29 @@ class StepLoss:
         return loss * self.scale, statistics
 
 
+def _find_objective(name: str) -> Objective:
+    if name not in OBJECTIVES:
+        raise ConfigError(f"objective {name!r} is unknown, expected one of {', '.join(OBJECTIVES)}")
+    return OBJECTIVES[name]
+
+
+def _check_mask(label: str, mask: Tensor, is_packed: bool) -> None:
+    if mask.dtype is not torch.bool:
+        raise ConfigError(f"{label} is {mask.dtype}, expected torch.bool, True where a token is trained: mask.bool()")
+    if mask.dim() != (1 if is_packed else 2):
+        expected = "[T], because cu_seqlens were given" if is_packed else "[b, s]; packed [T] needs cu_seqlens"
+        raise ConfigError(f"{label} is {list(mask.shape)}, expected {expected}")
+
+
 def reduce_metrics(statistics: Iterable[Mapping[str, Stat]]) -> dict[str, float]:
     """Merge the statistics of this rank's micro-batches with those of all ranks; a collective call of all ranks.
 
-    Ranks without the last pipeline stage give none. Every rank gets all numbers.
+    Ranks without the last pipeline stage pass none. Every rank gets all numbers. NumericsError if a number is not
+    finite.
     """
-    found = collect_metrics(merge(statistics))
-    return from_main_rank(lambda: finalize(found or {}))
+    is_first_copy = tp_position()[1] == cp_position()[1] == 0  # the other ranks of a model copy hold the same numbers
+    mine = to_host(merge(statistics)) if is_first_copy else {}
+    of_ranks: list[dict[str, Stat]] = [mine] * dist.get_world_size()
+    if len(of_ranks) > 1:
+        dist.all_gather_object(of_ranks, mine)
+    return finalize(merge(of_ranks))

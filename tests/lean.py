@@ -1,20 +1,28 @@
-"""An environment with what `pip install megarl` brings: numpy, pydantic, and what these need."""
+"""Environments with a few packages: by default what `pip install` of megarl brings, numpy, pydantic and their needs."""
 
 from __future__ import annotations
 
 import sys
 import venv
+from collections.abc import Sequence
 from importlib.metadata import distribution
 from pathlib import Path
 
 DISTRIBUTIONS = ("numpy", "pydantic", "pydantic-core", "annotated-types", "typing-extensions", "typing-inspection")
 
 
-def make_environment(folder: Path, *, with_pip: bool = False) -> Path:
+KIT = (
+    *("torch", "numpy", "packaging", "filelock", "typing-extensions", "sympy", "mpmath", "networkx"),
+    *("jinja2", "markupsafe", "fsspec", "setuptools"),
+)
+"""What Megatron-Core imports, and what torch does."""
+
+
+def make_environment(folder: Path, *, with_pip: bool = False, distributions: Sequence[str] = DISTRIBUTIONS) -> Path:
     """Create it, with links to the packages of this environment; return its python."""
     venv.create(folder, with_pip=with_pip, symlinks=True)
     site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    for name in DISTRIBUTIONS:
+    for name in distributions:
         found = distribution(name)
         for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
             (site / top).symlink_to(str(found.locate_file(top)))

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.data.tiny import write_sort_task, write_tiny_model
-from megarl.models.hf_config import BOUNDS
+from megarl.files.hf_config import BOUNDS
 from megarl.models.hf_folder import INDEX, SINGLE
 
 CONFIG = """\

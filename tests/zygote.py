@@ -169,6 +169,8 @@ def main() -> None:
     note_path()
     PYTHONS.add(os.environ.pop("ZYGOTE_PYTHON", sys.executable))
     descriptor, modules, way, _, *words = sys.argv[1:]
+    if any(module.startswith("megarl.") for module in modules.split(",")):
+        __import__("megarl").enable_cpu()  # before Megatron is imported
     for module in modules.split(","):
         __import__(module)
     subprocess.Popen._execute_child = _fork_instead  # type: ignore[attr-defined]

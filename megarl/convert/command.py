@@ -6,6 +6,7 @@ from typing import Literal
 
 import pydantic
 
+from megarl import enable_cpu
 from megarl.config.command import Overrides, Positional, command
 from megarl.config.process_environment import compile_caches
 
@@ -48,6 +49,7 @@ class Convert(_Rewrite):
     """Read everything back and compare bits; logits also builds both models and compares their logits."""
 
     def run(self, overrides: Overrides) -> None:
+        enable_cpu()
         from megarl.convert.conversion import Options
         from megarl.convert.convert import DTYPES, convert, installed_layers
 
@@ -75,6 +77,7 @@ class Quantize(_Rewrite):
     """Do not read everything back."""
 
     def run(self, overrides: Overrides) -> None:
+        enable_cpu()
         from megarl.convert.quantization import Options, quantize_and_show
 
         options = Options(

@@ -22,7 +22,7 @@ from megarl.megatron.model import build_model, transformer_config
 from megarl.models.hf_files import describe_left_out
 from megarl.models.shapes import ModelShape
 from megarl.stand_ins.attention import PackedSequences
-from megarl.stand_ins.te import HAVE_TE
+from megarl.stand_ins.te import find_te
 
 DTYPES = {"keep": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Verify = Literal["none", "checksums", "logits"]
@@ -32,7 +32,7 @@ TOLERANCE = 1e-5
 
 
 def installed_layers() -> Layers:
-    return "te" if HAVE_TE else "local"
+    return "te" if find_te()[0] else "local"
 
 
 def convert(
@@ -132,7 +132,7 @@ def _compute_hf(folder: Path, shape: ModelShape) -> torch.Tensor:
 
 @torch.no_grad()
 def _compute_megatron(path: Path, shape: ModelShape) -> torch.Tensor:
-    from megatron.core import parallel_state, tensor_parallel  # after megarl.megatron, which silences its warnings
+    from megatron.core import parallel_state, tensor_parallel
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

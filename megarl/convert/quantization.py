@@ -22,9 +22,9 @@ from megarl.convert.job import ConversionJob, Ranks, fingerprint, require_unchan
 from megarl.convert.megatron_files import MegatronCheckpoint, Piece, model_folder, torch_dist_folder, units_of
 from megarl.core.fp8 import BLOCK, SCALE, BlockErrors, ErrorSum, grid_of, quantize_by_stripes
 from megarl.errors import CheckpointError, ConfigError, NumericsError, some
+from megarl.files.hf_config import find_quantization
 from megarl.files.outputs import require_apart
 from megarl.files.writing import write_atomically
-from megarl.models.hf_config import find_quantization
 from megarl.models.hf_files import FP8_ERRORS, HFCheckpoint, copy_model_files, pack_shards
 from megarl.models.hf_folder import read_json
 from megarl.models.names import hf_shapes

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megarl.core.advantages import Values
 from megarl.core.kept import check_kept, pack_kept
-from megarl.core.ratios import LOGPROB_TOLERANCE, segment_expand
+from megarl.core.ratios import LOGPROB_TOLERANCE
+from megarl.core.segments import segment_expand
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import NumericsError, RolloutError, TraceError
 

@@ -3,13 +3,18 @@
 Packed layout: ``T`` tokens of ``N`` sequences, sequence ``n`` is ``[cu_seqlens[n], cu_seqlens[n+1])``.
 """
 
-from itertools import pairwise
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megarl.core.choices.parts import Scope
+from megarl.core.segments import segment_expand, segment_lengths
 from megarl.errors import NumericsError
+
+if TYPE_CHECKING:
+    from megarl.core.choices.parts import Scope
 
 LOG_RATIO_BOUND = 20.0
 """Per-token log-ratios are clamped to plus/minus this, so that exp() stays finite in fp32 (verl's SAFETY_BOUND)."""
@@ -59,39 +64,6 @@ def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor, bound: float
     return difference.clamp(-bound, bound)
 
 
-def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
-    """Raise ValueError unless cu_seqlens is an integer [N+1] that rises from 0 to num_tokens; reads a device once."""
-    if bool(is_wrong_cu_seqlens(cu_seqlens, num_tokens)):
-        raise cu_seqlens_error(cu_seqlens, num_tokens)
-
-
-def is_wrong_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Return bool [], False if cu_seqlens rises from 0 to num_tokens. ValueError if it is no integer [N+1]."""
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
-        raise ValueError(f"cu_seqlens must be an integer tensor [N+1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
-    if cu_seqlens.is_cpu:  # numpy, because calls of torch take longer than so few numbers
-        bounds = cu_seqlens.numpy()
-        return torch.tensor(bool(bounds[0] != 0 or bounds[-1] != num_tokens or (bounds[1:] < bounds[:-1]).any()))
-    return (cu_seqlens[0] != 0) | (cu_seqlens[-1] != num_tokens) | (segment_lengths(cu_seqlens) < 0).any()
-
-
-def cu_seqlens_error(cu_seqlens: Tensor, num_tokens: int) -> ValueError:
-    """Return the error for what ``is_wrong_cu_seqlens`` found."""
-    bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != num_tokens:
-        return ValueError(
-            f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}, but the batch holds {num_tokens} tokens: "
-            f"it must start at 0 and end at the number of tokens"
-        )
-    sequence, (start, end) = next((n, pair) for n, pair in enumerate(pairwise(bounds)) if pair[1] < pair[0])
-    return ValueError(f"cu_seqlens falls from {start} to {end} at sequence {sequence}; it must not decrease")
-
-
-def segment_lengths(cu_seqlens: Tensor) -> Tensor:
-    """Return int64 [N], the number of tokens of each sequence."""
-    return cu_seqlens.long().diff()
-
-
 def segment_ids(cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
     """Return int64 [T], the index of the sequence of each token; given T, the host does not wait for the device."""
     return torch.repeat_interleave(segment_lengths(cu_seqlens), output_size=num_tokens)
@@ -103,11 +75,6 @@ def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
         return torch.nn.functional.pad(values.cumsum(-1), (1, 0))[..., cu_seqlens.long()].diff()
     total = values.new_zeros(*values.shape[:-1], cu_seqlens.numel() - 1)
     return total.index_add(-1, segment_ids(cu_seqlens, values.size(-1)), values)
-
-
-def segment_expand(values: Tensor, cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
-    """Return [T], the per-sequence values [N] repeated for every token of their sequence; T as in ``segment_ids``."""
-    return torch.repeat_interleave(values, segment_lengths(cu_seqlens), output_size=num_tokens)
 
 
 def segment_cumsum(values: Tensor, cu_seqlens: Tensor, reverse: bool = False) -> Tensor:

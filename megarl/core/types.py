@@ -11,7 +11,6 @@ input. Nothing is shifted by one until the model is called (``megarl.megatron.pa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -20,17 +19,6 @@ if TYPE_CHECKING:  # routing traces are read where torch is not installed
     import torch
 
 FinishReason = Literal["stop", "length", "abort"]
-
-
-class RowSource(IntEnum):
-    """Where the routes of a token come from."""
-
-    MISSING = 0
-    """No routes were recorded."""
-    CAPTURED = 1
-    """The sampling engine's own, from the pass that produced or read the token."""
-    NATIVE = 2
-    """The training routers' own choice."""
 
 
 @dataclass(frozen=True, slots=True)

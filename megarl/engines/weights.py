@@ -16,7 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.core.fp8 import BLOCK, grid_of, is_fp8_weight, quantize_fp8, round_with_scale
 from megarl.errors import ConfigError, WeightSyncError, describe
-from megarl.models.hf_config import FAMILIES
+from megarl.files.hf_config import FAMILIES
 from megarl.models.hf_folder import read_json
 from megarl.models.names import is_fp32
 

@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from megarl import enable_cpu
 from megarl.core.devices import to_device
 from megarl.core.metrics import Layout, Stat, flatten, join_layouts, layout_of, to_host, unflatten
 from megarl.core.packing import drop_routes
 from megarl.core.rollout_codec import decode_rollouts, encode_rollouts
 from megarl.core.types import Rollout
 from megarl.errors import ConfigError, MegarlError, PeerError, RolloutError
+from megarl.replay.megatron_state import cp_position, tp_position
 
 if TYPE_CHECKING:  # replay needs no pydantic
     from megarl.config import Config
@@ -38,6 +40,7 @@ def initialize(config: Config, timeout_s: float | None = None) -> None:
 
     ``timeout_s`` is by default ``config.collective_timeout_s``. ConfigError if the layout does not divide the ranks.
     """
+    enable_cpu()  # no-op where a command has called it before importing Megatron
     timeout_s = timeout_s or config.collective_timeout_s
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     layout = config.check_world_size(world_size)
@@ -172,16 +175,6 @@ def dp_rank() -> int:
 
 def dp_size() -> int:
     return parallel_state.get_data_parallel_world_size()
-
-
-def tp_position() -> tuple[int, int]:
-    """Return (size of the tensor-parallel group, the rank's place in the group)."""
-    return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-
-
-def cp_position() -> tuple[int, int]:
-    """Return (size of the context-parallel group, the rank's place in the group)."""
-    return parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
 
 
 def model_group() -> dist.ProcessGroup:

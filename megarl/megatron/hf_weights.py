@@ -18,7 +18,6 @@ from megatron.core import parallel_state
 from megarl.errors import CheckpointError
 from megarl.files import outputs
 from megarl.megatron.distributed import all_gather, barrier, gather_objects
-from megarl.megatron.versions import unwrap
 from megarl.models.hf_files import (
     HFCheckpoint,
     check_tensors,
@@ -30,6 +29,7 @@ from megarl.models.hf_files import (
 )
 from megarl.models.names import LAYOUTS, Rule, hf_shapes, rules_of
 from megarl.models.shapes import ModelShape
+from megarl.replay.megatron_state import unwrap
 
 _SHARD_BYTES = 4 << 30
 GATHER_BYTES = 256 << 20

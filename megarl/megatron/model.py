@@ -17,8 +17,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.errors import ConfigError
-from megarl.megatron.versions import RELEASE, TAKES_PADDING_MASK, for_stage, refuse_missing
+from megarl.megatron.versions import TAKES_PADDING_MASK, for_stage, refuse_missing
 from megarl.models.shapes import ModelShape
+from megarl.replay.megatron_state import RELEASE
 from megarl.stand_ins.attention import NormOverHeads, PackedAttention, RMSNorm
 from megarl.stand_ins.te import uses_te
 

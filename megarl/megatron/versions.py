@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import megatron.core
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -15,11 +14,9 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn import Module
 
 from megarl.errors import ConfigError
-
-RELEASE: str = megatron.core.__version__
+from megarl.replay.megatron_state import RELEASE
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
@@ -28,13 +25,6 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 
 TAKES_PADDING_MASK = takes(GPTModel.forward, "padding_mask")  # from 0.16 on, routers can leave padding uncounted
-
-
-def unwrap(chunk: Module) -> Any:
-    """The GPTModel inside DistributedDataParallel and Float16Module."""
-    while isinstance(inner := getattr(chunk, "module", None), Module):
-        chunk = inner
-    return chunk
 
 
 def for_stage(stage: int | None) -> dict[str, Any]:

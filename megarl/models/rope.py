@@ -3,7 +3,7 @@
 from typing import Any
 
 from megarl.errors import ConfigError
-from megarl.models.hf_config import ROPE, HFConfig
+from megarl.files.hf_config import ROPE, HFConfig
 
 
 def read_rope(hf: HFConfig) -> HFConfig:

@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from megarl import enable_cpu
 from megarl.config import Config
 from megarl.config.file import load
 from megarl.data.tiny import Family, write_sort_task, write_tiny_model
@@ -83,6 +84,7 @@ def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
             write_tiny_model(untrained, seed=config.run.seed, family=family)
         if not (task / "demonstrations.jsonl").exists():
             write_sort_task(task, seed=config.run.seed)
+        enable_cpu()  # before the forks of the ranks
         import megarl.trainer.loop
         import megarl.trainer.sft  # noqa: F401
     if not (model / "config.json").exists():

@@ -1,6 +1,5 @@
 """Checks of what a RoutingReplay and its blocks are given, before a router is asked."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,9 +11,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megarl.core.replay_blockers import replay_blockers
 from megarl.errors import ReplayError
-from megarl.megatron.versions import RELEASE
 from megarl.replay.hooks import Hook
+from megarl.replay.megatron_state import RELEASE
 from megarl.replay.records import MicroRoutes
+from megarl.routes.trace import describe_wrong_row
 
 MOST_EXPERTS = 1 << 15
 """Expert numbers are stored as int16, because torch does not index uint16 on every device."""
@@ -147,7 +147,9 @@ def check_routes(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence
     if experts.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has few operations for these
         experts = experts.to(torch.int64)
     if not recorded and hooks:
-        _check_experts(label, experts, present, hooks)
+        mask, layers = None if present is None else present.numpy(), [hook.layer for hook in hooks]
+        if error_text := describe_wrong_row(experts.detach().cpu().numpy(), hooks[0].num_experts, mask, layers):
+            raise ReplayError(f"{label}, {error_text}; mark a row that is missing as not present instead of filling it")
     if hooks and (not recorded or experts.is_cpu or experts.is_inference()):
         by_layer = torch.empty(len(hooks), len(experts), hooks[0].topk, dtype=hooks[0].dtype, device=experts.device)
         experts = by_layer.copy_(experts.detach().transpose(0, 1)).transpose(0, 1)
@@ -156,23 +158,3 @@ def check_routes(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence
 
 def _holds_integers(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
-
-
-def _check_experts(label: str, experts: torch.Tensor, present: torch.Tensor | None, hooks: Sequence[Hook]) -> None:
-    """Every present row must have different experts of the model. Reads the device once if the experts are there."""
-    num_experts = hooks[0].num_experts
-    slots = experts.permute(2, 0, 1).contiguous()  # slot by slot: few large operations
-    # Not compared as uint8, in which 256 experts are 0.
-    wrong = (slots.amin(0) < 0) | (slots.amax(0).long() >= num_experts)
-    for one, other in itertools.combinations(slots, 2):
-        wrong |= one == other
-    if present is not None:
-        wrong &= present.to(wrong.device)[:, None]
-    if not bool(wrong.any()):
-        return
-    row, column = wrong.nonzero()[0].tolist()
-    found = experts[row, column].tolist()
-    raise ReplayError(
-        f"{label}, row {row}, layer {hooks[column].layer}: experts {found}, expected {len(found)} different ones of 0 "
-        f"to {num_experts - 1}; mark a row that is missing as not present instead of filling it"
-    )

@@ -20,7 +20,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.utils.hooks import RemovableHandle
 
-from megarl.megatron.distributed import tp_position
+from megarl.replay.megatron_state import tp_position
 from megarl.replay.pass_log import Call, PassLog
 from megarl.routes.trace import narrow_dtype
 

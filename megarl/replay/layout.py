@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megarl.core.parallel import held_tokens, sequence_parallel_slice, zigzag_indices
 from megarl.errors import ReplayError
-from megarl.models.shapes import MoeShape
+from megarl.files.moe_shape import MoeShape
 from megarl.replay.records import MicroRoutes
 from megarl.routes import RoutingTrace
 
@@ -31,7 +31,7 @@ def stack_routes(traces: Sequence[RoutingTrace], seq_length: int | None = None) 
     for trace, start in zip(traces, torch.tensor([0, *width]).cumsum(0).tolist(), strict=False):
         here = slice(start, start + len(trace.experts))
         experts[here] = torch.from_numpy(trace.experts.astype("int64")).to(experts.dtype)
-        present[here] = True if trace.present is None else torch.from_numpy(trace.present)
+        present[here] = torch.from_numpy(trace.row_mask)
     if seq_length is None:
         return experts, present
     return experts.unflatten(0, (-1, seq_length)), present.unflatten(0, (-1, seq_length))

@@ -15,12 +15,11 @@ from typing import Any, NoReturn, get_args
 import torch
 
 from megarl.errors import ReplayError
-from megarl.megatron.distributed import cp_position, tp_position
-from megarl.megatron.versions import unwrap
-from megarl.models.shapes import MoeShape
+from megarl.files.moe_shape import MoeShape
 from megarl.replay.checks import check_chunks, check_routers, check_routes, find_routers, find_untraced_routers
 from megarl.replay.hooks import AuxLoss, Bystander, Hook, count_dispatched, count_natively, tap
 from megarl.replay.layout import local_rows
+from megarl.replay.megatron_state import cp_position, tp_position, unwrap
 from megarl.replay.pass_log import PassLog
 from megarl.replay.records import MicroRoutes, Recording
 from megarl.replay.sessions import Recorder, Replayer

@@ -1,8 +1,8 @@
 """Routes in the answers of inference engines, as one checked trace of the whole sequence.
 
-``routes_from_sglang`` and ``routes_from_vllm`` are for a loop that calls these engines itself; megarl's own client
-calls ``decode_routes``. An answer has a row for each token that went through the model: prompt and response without the
-last token, which was sampled and never read. A row of -1 is missing: its token routes natively, and is counted.
+``routes_from_sglang`` is for megarl's client and for a loop of your own, ``routes_from_vllm`` for a loop of your own.
+An answer has a row for each token that went through the model: prompt and response without the last token, which was
+sampled and never read. A row of -1 is missing: its token routes natively, and is counted.
 
 An engine that routes inside a kernel captures nothing, and answers with the zeros of a new buffer, with padding, or
 with one row of an earlier pass for all tokens. ``refuse_uncaptured`` finds such answers.
@@ -18,26 +18,33 @@ from typing import Any
 import numpy as np
 
 from megarl.errors import TraceError
-from megarl.models.shapes import MoeShape
-from megarl.routes import RoutingTrace, decode
-from megarl.routes.codec import MAGIC
+from megarl.files.moe_shape import MoeShape
+from megarl.routes.codec import MAGIC, decode
+from megarl.routes.trace import RoutingTrace
 
 
 def routes_from_sglang(
-    response: Any, shape: MoeShape, earlier: RoutingTrace | None = None, start: int | None = None
+    response: Any,
+    shape: MoeShape,
+    earlier: RoutingTrace | None = None,
+    start: int | None = None,
+    *,
+    tokens: Sequence[int] | None = None,
+    label: str = "SGLang's answer",
 ) -> RoutingTrace:
     """Return the routes [T, L, K] of prompt and response from one JSON answer of SGLang's ``/generate``.
 
-    Ask with ``return_routed_experts`` a server that was started with ``--enable-return-routed-experts``. ``shape``:
-    ``MoeShape.of(config.json)``, or ``RoutingReplay.shape``. T is prompt_tokens + completion_tokens; ``present`` is
-    False for the last token.
+    Ask with ``return_routed_experts`` a server that was started with ``--enable-return-routed-experts``. T is
+    prompt_tokens + completion_tokens; ``present`` is False for the last token.
 
-    Multi-turn: ``start`` is the ``routed_experts_start_len`` of the request (default the rows that ``earlier`` has).
-    Rows before it come from ``earlier``, the trace of the turns before, and are not present without it.
-    TraceError for an answer without routes, with another number of rows, layers or experts, or with rows that no router
-    has chosen (``refuse_uncaptured``).
+    shape: ``MoeShape.of(config.json)``, or ``RoutingReplay.shape``. earlier, start (several turns): ``start`` is the
+    ``routed_experts_start_len`` of the request (default the rows that ``earlier`` has). Rows before ``start`` come from
+    ``earlier``, the trace of the turns before; without ``earlier`` they are not present. tokens: the T token ids, if
+    the answer does not repeat the prompt.
+
+    TraceError for an answer without routes, with another number of rows, layers or experts, with experts that are out
+    of range or twice in a row, or with rows that no router has chosen (``refuse_uncaptured``).
     """
-    label = "SGLang's answer"
     if not isinstance(response, Mapping) or not isinstance(meta := response.get("meta_info"), Mapping):
         raise _no_answer(label, response, "the JSON object of one /generate request, with meta_info", "n above 1")
     text = meta.get("routed_experts")
@@ -52,12 +59,10 @@ def routes_from_sglang(
     total = sum(map(int, counts))
     start = _find_start(label, total, shape, start, earlier)
     prompt, output = response.get("prompt_token_ids"), response.get("output_ids")
-    tokens = [*prompt, *output] if isinstance(prompt, list) and isinstance(output, list) else []
-    known = tokens[start : total - 1] if len(tokens) == total else None
-    trace = decode_routes(text, total - 1, shape, label, start, known)
-    rows = trace.experts.astype(np.int64)
-    rows[~present_rows(trace)] = -1
-    return _place(rows, start, total, shape, label, earlier)
+    if tokens is None and isinstance(prompt, list) and isinstance(output, list):
+        tokens = [*prompt, *output]
+    row_tokens = None if tokens is None or len(tokens) != total else tokens[start : total - 1]
+    return _place(decode_routes(text, total - 1, shape, label, start, row_tokens), start, total, earlier)
 
 
 def routes_from_vllm(
@@ -107,8 +112,9 @@ def routes_from_vllm(
             f"tokens, or {total - 1 - start} after start = {start}: vLLM lost rows, or these are not all tokens of the "
             "request (ask for output_kind FINAL_ONLY); give start if it was told to leave out a cached prefix"
         )
-    refuse_uncaptured(_trace_of(rows, shape, label), [*prompt, *response][start : total - 1])
-    return _place(rows, start, total, shape, label, earlier)
+    trace = RoutingTrace.of_rows(rows, shape.num_experts, label)
+    refuse_uncaptured(trace, [*prompt, *response][start : total - 1])
+    return _place(trace, start, total, earlier)
 
 
 def _no_answer(label: str, found: Any, expected: str, several: str) -> TraceError:
@@ -130,33 +136,27 @@ def _find_start(label: str, total: int, shape: MoeShape, start: int | None, earl
             "before this turn"
         )
     if start is None and earlier is not None:
-        start = min(int(np.append(present_rows(earlier), False).argmin()), total - 1)
+        start = min(int(np.append(earlier.row_mask, False).argmin()), total - 1)
     if not 0 <= (start or 0) < total:
         raise TraceError(f"{label}: start is {start}, expected one of its {total} tokens")
     return start or 0
 
 
-def _place(
-    rows: np.ndarray, start: int, total: int, shape: MoeShape, label: str, earlier: RoutingTrace | None
-) -> RoutingTrace:
-    """The trace of all tokens, with these rows from ``start`` on. A row of -1 is missing."""
-    whole = np.full((total, len(shape.moe_layers), shape.topk), -1, np.int64)
+def _place(trace: RoutingTrace, start: int, total: int, earlier: RoutingTrace | None) -> RoutingTrace:
+    """Return the trace of all tokens, with the rows of ``trace`` from ``start`` on."""
+    num_layers, top_k = trace.experts.shape[1:]
+    experts, mask = np.zeros((total, num_layers, top_k), trace.experts.dtype), np.zeros(total, bool)
     if earlier is not None and start:
-        if earlier.experts.shape[1:] != whole.shape[1:]:
+        if earlier.experts.shape[1:] != experts.shape[1:] or earlier.num_experts != trace.num_experts:
             raise TraceError(
-                f"{label}: earlier is {list(earlier.experts.shape)}, expected [T, {whole.shape[1]}, {whole.shape[2]}], "
-                "a trace of the same model"
+                f"{trace.label}: earlier is {list(earlier.experts.shape)} of {earlier.num_experts} experts, expected "
+                f"[T, {num_layers}, {top_k}] of {trace.num_experts}, a trace of the same model"
             )
-        held = np.where(present_rows(earlier)[:start, None, None], earlier.experts[:start].astype(np.int64), -1)
-        whole[: len(held)] = held
-    whole[start : start + len(rows)] = rows
-    return _trace_of(whole, shape, label)
-
-
-def _trace_of(rows: np.ndarray, shape: MoeShape, label: str) -> RoutingTrace:
-    """The trace of rows in which one of -1 is missing."""
-    missing = (rows == -1).all((1, 2))
-    return RoutingTrace(rows, shape.num_experts, ~missing if missing.any() else None, label)
+        num_known = min(start, len(earlier.experts))
+        experts[:num_known], mask[:num_known] = earlier.experts[:num_known], earlier.row_mask[:num_known]
+    end = start + len(trace.experts)
+    experts[start:end], mask[start:end] = trace.experts, trace.row_mask
+    return RoutingTrace.of_sets(experts, trace.num_experts, mask, trace.label)
 
 
 def _read_array(given: Any, shape: MoeShape, label: str) -> np.ndarray:
@@ -192,7 +192,7 @@ def read_routes(raw: bytes, shape: MoeShape, label: str = "routes") -> RoutingTr
     for layer in shape.dense_layers:
         if (whole[:, layer].any(1) & (rows != -1).any((1, 2))).any():
             raise TraceError(f"{label}: the dense layer {layer} has routes: the server runs another model")
-    return _trace_of(rows, shape, label)
+    return RoutingTrace.of_rows(rows, shape.num_experts, label)
 
 
 def decode_routes(
@@ -229,11 +229,6 @@ def longest_text(num_rows: int, shape: MoeShape) -> int:
     return (num_rows + 16) * shape.num_layers * shape.topk * 16 // 3 + 256
 
 
-def present_rows(trace: RoutingTrace) -> np.ndarray:
-    """bool [T], True where there is a row."""
-    return np.ones(len(trace.experts), bool) if trace.present is None else trace.present
-
-
 ANSWER_BITS, ROW_BITS, LEAST_ROWS = 24.0, 40.0, 8
 
 
@@ -250,7 +245,7 @@ def refuse_uncaptured(trace: RoutingTrace, tokens: Sequence[int] | None = None) 
     A router that sends at most half of all tokens to any one set of experts is refused in one of 2^24 answers at most,
     because the numbers of experts are arbitrary. So short answers of small models may repeat a row.
     """
-    rows, (_, layers, top_k) = present_rows(trace), trace.experts.shape
+    rows, (_, layers, top_k) = trace.row_mask, trace.experts.shape
     if not rows.any() and len(rows) >= LEAST_ROWS:
         raise TraceError(f"{trace.label}: all {len(rows)} rows of routes are missing: the engine captured nothing")
     if not rows.any() or top_k == trace.num_experts:

@@ -106,8 +106,8 @@ class Disagreement:
 
 def compare(a: RoutingTrace, b: RoutingTrace) -> Disagreement:
     """Compare two traces of the same tokens as sets, on the rows that both hold. Raises TraceError if shapes differ."""
-    both = common_rows(a, b)
-    return Disagreement.of(shared_experts(a.experts[both], b.experts[both]), a.experts.shape[2])
+    rows = common_rows(a, b)
+    return Disagreement.of(shared_experts(a.experts[rows], b.experts[rows]), a.experts.shape[2])
 
 
 def common_rows(a: RoutingTrace, b: RoutingTrace) -> np.ndarray:
@@ -117,11 +117,7 @@ def common_rows(a: RoutingTrace, b: RoutingTrace) -> np.ndarray:
             f"{a.label} has {list(a.experts.shape)} of {a.num_experts} experts, {b.label} has "
             f"{list(b.experts.shape)} of {b.num_experts}: only traces of the same tokens and model compare"
         )
-    both = np.ones(len(a.experts), dtype=bool)
-    for trace in (a, b):
-        if trace.present is not None:
-            both &= trace.present
-    return both
+    return a.row_mask & b.row_mask
 
 
 def shared_experts(left: np.ndarray, right: np.ndarray) -> np.ndarray:

@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.core.types import Rollout, RowSource
+from megarl.core.types import Rollout
 from megarl.errors import RolloutError
 
 if TYPE_CHECKING:
     from megarl.core.metrics import Stat
 
 
-def row_sources(rollout: Rollout) -> np.ndarray:
-    """uint8 [T], a RowSource for each token: captured where routed_mask, else missing."""
-    present = np.zeros(rollout.num_tokens, bool) if rollout.routed_mask is None else rollout.routed_mask
-    return present.astype(bool, copy=False).view(np.uint8)  # True is CAPTURED, False is MISSING
+def _row_mask(rollout: Rollout) -> np.ndarray:
+    """bool [T], True where the engine recorded the token's routes."""
+    return np.zeros(rollout.num_tokens, bool) if rollout.routed_mask is None else rollout.routed_mask.astype(bool)
 
 
 def row_versions(rollout: Rollout) -> np.ndarray:
@@ -42,7 +41,7 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
     columns = {"rollout/mixed_versions_fraction": mixed, "rollout/staleness_mean": ages}
     if any(rollout.routed_mask is not None for rollout in rollouts):
         columns |= {
-            "rollout/missing_rows_fraction": np.concatenate([*map(row_sources, rollouts)]) == RowSource.MISSING,
+            "rollout/missing_rows_fraction": ~np.concatenate([*map(_row_mask, rollouts)]),
             "routes/stale_rows_fraction": np.concatenate([*map(_stale, rollouts)]),
         }
     means = Stat.means_of({name: (int(column.sum()), len(column)) for name, column in columns.items()})
@@ -72,4 +71,4 @@ def _stale(rollout: Rollout) -> np.ndarray:
     """bool [T]: whether other weights chose the experts of a row than produced or read its token."""
     if rollout.route_versions is None:
         return np.zeros(rollout.num_tokens, bool)
-    return (row_sources(rollout) != RowSource.MISSING) & (row_versions(rollout) != rollout.weight_versions)
+    return _row_mask(rollout) & (row_versions(rollout) != rollout.weight_versions)

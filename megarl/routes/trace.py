@@ -3,6 +3,9 @@
 The order of the K experts of a row never matters: the router weighs them by its own scores.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +15,7 @@ from megarl.routes.rows import find_doubled
 
 
 def narrow_dtype(num_experts: int, signed: bool = False) -> type[np.integer]:
-    """Of expert numbers: uint8 up to 256 experts, else uint16. ``signed``: int16 in its place, which torch indexes."""
+    """Return the dtype of expert numbers: uint8 up to 256 experts, else uint16, or int16 (``signed``) for torch."""
     if num_experts <= 256:
         return np.uint8
     return np.int16 if signed else np.uint16
@@ -51,47 +54,65 @@ class RoutingTrace:
             raise TraceError(
                 f"{self.label}: present is {present.dtype} {list(present.shape)}, expected bool [{len(experts)}]"
             )
-        if present is not None and not present.all():
-            experts = experts.copy()
-            experts[~present] = 0
-        self._check_range(experts)
+        if error_text := describe_wrong_row(experts, self.num_experts, present):
+            raise TraceError(
+                f"{self.label}, {error_text}. Likely the trace is of another model, is not aligned with its tokens, or "
+                "has padding: mark rows that the engine did not record as not present, and leave dense layers out"
+            )
         narrow = experts.astype(narrow_dtype(self.num_experts), order="C")
-        self._check_duplicates(narrow, present)
+        if present is not None:
+            narrow[~present] = 0
         object.__setattr__(self, "experts", narrow)
         object.__setattr__(self, "present", present)
 
     @classmethod
-    def of_sets(cls, experts: np.ndarray, num_experts: int, present: np.ndarray | None, label: str) -> "RoutingTrace":
-        """A trace whose rows are known to be sets of experts, in the narrow dtype; nothing is checked."""
+    def of_rows(cls, rows: np.ndarray, num_experts: int, label: str) -> RoutingTrace:
+        """Return the trace of an engine's rows, signed integers [T, L, K]: a row of -1 in all layers is missing."""
+        missing = (rows == -1).all((1, 2))
+        return cls(rows, num_experts, ~missing if missing.any() else None, label)
+
+    @classmethod
+    def of_sets(cls, experts: np.ndarray, num_experts: int, present: np.ndarray | None, label: str) -> RoutingTrace:
+        """Return a trace of rows that are known to be sets of experts, in the narrow dtype; nothing is checked."""
         trace = object.__new__(cls)
         for name, value in (("experts", experts), ("num_experts", num_experts), ("present", present), ("label", label)):
             object.__setattr__(trace, name, value)
         return trace
 
     @property
+    def row_mask(self) -> np.ndarray:
+        """bool [T], True where the token has its row."""
+        return np.ones(len(self.experts), bool) if self.present is None else self.present
+
+    @property
     def num_missing(self) -> int:
         """Tokens without a recorded row."""
         return 0 if self.present is None else int(np.count_nonzero(~self.present))
 
-    def _check_range(self, experts: np.ndarray) -> None:
-        if not experts.size or (experts.min() >= 0 and experts.max() < self.num_experts):
-            return
-        row, layer, slot = np.argwhere((experts < 0) | (experts >= self.num_experts))[0]
-        raise TraceError(
-            f"{self.label}: row {row}, layer {layer} names expert {experts[row, layer, slot]}, expected "
-            f"0..{self.num_experts - 1}: the trace is of another model, or not aligned with its tokens"
-        )
 
-    def _check_duplicates(self, experts: np.ndarray, present: np.ndarray | None) -> None:
-        _, num_layers, top_k = experts.shape
-        recorded = experts if present is None else experts.compress(present, 0)
-        doubled = find_doubled(recorded.reshape(len(recorded) * num_layers, top_k))
+def describe_wrong_row(
+    experts: np.ndarray, num_experts: int, present: np.ndarray | None = None, layers: Sequence[int] | None = None
+) -> str | None:
+    """Return what is wrong with the first row that is not K different experts of 0..E-1; None if no row is wrong.
+
+    experts: integers [T, L, K]; present: bool [T], rows to look at (default all); layers: the L numbers of the layers
+    for the text. This is the one check of range and duplicates, for traces and for routes of a micro-batch.
+    """
+    rows = experts if present is None or present.all() else experts[present]
+    num_layers, top_k = rows.shape[1:]
+    if rows.size and (rows.min() < 0 or rows.max() >= num_experts):
+        is_wrong = ((rows < 0) | (rows >= num_experts)).any(2)
+        row, column = (int(index) for index in np.argwhere(is_wrong)[0])
+        num_wrong = int(np.count_nonzero(is_wrong))
+    else:
+        sets = rows.astype(narrow_dtype(num_experts), copy=False).reshape(len(rows) * num_layers, top_k)
+        doubled = find_doubled(sets)
         if not len(doubled):
-            return
-        row, layer = divmod(int(doubled[0]), num_layers)
-        row = row if present is None else np.flatnonzero(present)[row]
-        raise TraceError(
-            f"{self.label}: row {row}, layer {layer} names an expert twice: {experts[row, layer].tolist()}; "
-            f"{len(doubled)} such rows. Zero or constant padding looks like this: mark rows that the "
-            f"engine did not record as not present, and leave dense layers out"
-        )
+            return None
+        row, column = divmod(int(doubled[0]), num_layers)
+        num_wrong = len(doubled)
+    token = row if present is None else int(np.flatnonzero(present)[row])
+    return (
+        f"row {token}, layer {column if layers is None else layers[column]}: experts {rows[row, column].tolist()}, "
+        f"expected {top_k} different ones of 0 to {num_experts - 1} ({num_wrong} such rows)"
+    )

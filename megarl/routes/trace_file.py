@@ -3,7 +3,7 @@
     metadata  format, format_version, model, fingerprint, layers, num_experts, top_k, weight_versions, names
     tensors   routes uint8 [bytes] and route_offsets int64 [N+1]: the encoded traces back to back
               cu_seqlens int64 [N+1]
-              optional: tokens int32 [T], row_versions int32 [T], row_sources uint8 [T]
+              optional: tokens int32 [T], row_versions int32 [T]
 
 Lists in the metadata are JSON. Each encoded trace has its own checksum, and is decoded when it is asked for.
 """
@@ -18,16 +18,16 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, Field, Json, StrictInt, StrictStr, ValidationError
 
-from megarl.core.types import Rollout, RowSource
+from megarl.core.types import Rollout
 from megarl.errors import ConfigError, TraceError
 from megarl.files.tensor_file import dump_tensors, load_tensors
 from megarl.files.writing import write_atomically
 from megarl.routes import RoutingTrace, decode, encode
-from megarl.routes.provenance import row_sources, row_versions
+from megarl.routes.provenance import row_versions
 
 FORMAT, FORMAT_VERSION = "megarl-routing-traces", 1
 MOST_EXPERTS = 65536
-_COLUMNS = {"tokens": np.dtype(np.int32), "row_versions": np.dtype(np.int32), "row_sources": np.dtype(np.uint8)}
+_COLUMNS = {"tokens": np.dtype(np.int32), "row_versions": np.dtype(np.int32)}
 """Optional tensors with one entry per token."""
 
 
@@ -59,8 +59,6 @@ class TracedSequence:
     """int32 [T], token ids."""
     row_versions: np.ndarray | None = None
     """int32 [T], version of the weights that chose the experts of each token."""
-    row_sources: np.ndarray | None = None
-    """uint8 [T], a RowSource. A token without a row is MISSING or NATIVE."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.trace.experts)
@@ -70,18 +68,6 @@ class TracedSequence:
                 raise TraceError(
                     f"{self.name}: {column} is {values.dtype} {list(values.shape)}, expected {dtype} [{num_tokens}]"
                 )
-        sources, present = self.row_sources, self.trace.present
-        if sources is None:
-            return
-        present = np.ones(num_tokens, dtype=bool) if present is None else present
-        wrong = (sources > max(RowSource)) | (sources == np.where(present, RowSource.MISSING, RowSource.CAPTURED))
-        if wrong.any():
-            token = int(wrong.argmax())
-            has = "a row" if present[token] else "no row"
-            raise TraceError(
-                f"{self.name}: token {token} has {has} and row source {sources[token]}; expected a fitting one of "
-                f"{', '.join(f'{s.value} {s.name.lower()}' for s in RowSource)}"
-            )
 
 
 def from_rollout(rollout: Rollout, num_experts: int, prefix: str = "") -> TracedSequence:
@@ -93,14 +79,14 @@ def from_rollout(rollout: Rollout, num_experts: int, prefix: str = "") -> Traced
     if rollout.routed_experts is None:
         raise TraceError(f"{name}: the rollout has no routes; sample with return_routed_experts = True")
     trace = RoutingTrace(rollout.routed_experts, num_experts, present=rollout.routed_mask, label=name)
-    return TracedSequence(name, trace, rollout.tokens, row_versions(rollout), row_sources(rollout))
+    return TracedSequence(name, trace, rollout.tokens, row_versions(rollout))
 
 
 def write_traces(path: str | Path, info: TraceInfo, sequences: Sequence[TracedSequence]) -> None:
     """Write a file; it appears complete or not at all.
 
     Raises TraceError if a sequence is not of the model that ``info`` describes, if two have one name, or if only some
-    of them have tokens, row_versions or row_sources; ConfigError if the folder does not exist.
+    of them have tokens or row_versions; ConfigError if the folder does not exist.
     """
     path = Path(path)
     if not path.parent.is_dir():
@@ -186,7 +172,7 @@ class TraceFile:
         """Size of all encoded traces, headers included."""
         self._columns = {name: _read_column(path, tensors, name, t) for name, t in _COLUMNS.items() if name in tensors}
         self.columns = tuple(self._columns)
-        """Which of tokens, row_versions and row_sources the file holds."""
+        """Which of tokens and row_versions the file holds."""
         self._offsets = _read_bounds(path, tensors, "route_offsets", len(self.names), self.num_route_bytes)
         self._cu_seqlens = _read_bounds(path, tensors, "cu_seqlens", len(self.names))
         self.num_tokens, self.lengths = int(self._cu_seqlens[-1]), np.diff(self._cu_seqlens)

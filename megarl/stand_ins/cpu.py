@@ -1,7 +1,7 @@
-"""Runs megatron-core 0.12 to 0.19 without CUDA: gloo and CPU tensors; ``te`` has what it lacks of Transformer Engine.
+"""Runs megatron-core 0.12 to 0.19 without CUDA: gloo and CPU tensors.
 
-Megatron-Core assumes a GPU in seven ways. Each has one remedy here. Nothing else of torch or Megatron is changed, and
-nothing is changed on a machine with CUDA.
+Megatron-Core assumes a GPU in seven ways. ``enable`` applies one remedy for each. It changes nothing else of torch or
+Megatron, and nothing at all on a machine with CUDA.
 
 1. It calls ``torch.cuda`` for streams, events, synchronisation, the current device and the random generator. A CPU has
    one stream and one generator, so the stand-ins do nothing, return ``"cpu"``, or use the CPU generator.
@@ -15,8 +15,6 @@ nothing is changed on a machine with CUDA.
    All groups of a process share one loop.
 6. Without a fused kernel it rotates packed sequences one by one, in every layer. All are rotated at once.
 7. One rank exchanges gradients and weights with itself, and sorts what is sorted. Both copies are left out.
-
-``import megarl.megatron`` calls ``enable()``.
 """
 
 from __future__ import annotations
@@ -35,6 +33,8 @@ from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
+
+from megarl.stand_ins.rotation import rotate_packed
 
 _RETARGETED_MODULES = (
     "distributed.param_and_grad_buffer dist_checkpointing.exchange_utils"
@@ -226,8 +226,6 @@ def _keep_in_order(dispatcher: Any) -> None:
 
 def _replace_helpers() -> None:
     """Remedies 1 (generator of the tensor-parallel tracker), 4, 6 and 7."""
-    from megarl.stand_ins.rotation import rotate_packed  # the package, being imported, calls this
-
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state, random._set_cuda_rng_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")

@@ -18,48 +18,58 @@ import importlib.util
 import sys
 import types
 import warnings
+from functools import cache
 from typing import Any
 
 import torch
 
+from megarl.errors import ConfigError
 from megarl.models.shapes import ModelShape
 
 _NAME = "transformer_engine"
 
 
-def _find() -> tuple[bool, str | None]:
-    problem = None
-    if importlib.util.find_spec(_NAME) is None:
+@cache
+def find_te() -> tuple[bool, str | None]:
+    """Whether TE is used, and why an installed one cannot be imported where there are GPUs; imports TE there."""
+    if not torch.cuda.is_available() or importlib.util.find_spec(_NAME) is None:
         return False, None
-    if torch.cuda.is_available():
-        try:
-            importlib.import_module(f"{_NAME}.pytorch")
-            return True, None
-        except Exception as error:  # of any kind: shared libraries of another torch or CUDA
-            problem = " ".join(f"{type(error).__name__}: {error}".split())
-            warnings.warn(
-                f"Transformer Engine is installed but cannot be imported ({problem}): found none that fits this torch, "
-                "training with Megatron's local layers, which are slower; install one that fits, or uninstall it",
-                stacklevel=2,
-            )
-    for module in [name for name in sys.modules if name.partition(".")[0] == _NAME]:
-        del sys.modules[module]
-    sys.modules[_NAME] = None  # type: ignore[assignment] # Python's way to say that an import fails
-    return False, problem
-
-
-HAVE_TE, PROBLEM = _find()
-"""Whether TE is used, and why one that is installed cannot be imported, where there are GPUs."""
+    try:
+        importlib.import_module(f"{_NAME}.pytorch")
+    except Exception as error:  # of any kind: shared libraries of another torch or CUDA
+        problem = " ".join(f"{type(error).__name__}: {error}".split())
+        warnings.warn(
+            f"Transformer Engine is installed but cannot be imported ({problem}): found none that fits this torch, "
+            "training with Megatron's local layers, which are slower; install one that fits, or uninstall it",
+            stacklevel=2,
+        )
+        return False, problem
+    return True, None
 
 
 def uses_te(shape: ModelShape) -> bool:
-    """Whether the model is built from TE's layers: not where it lacks one, as OLMoE's norm over all heads."""
-    return HAVE_TE and not shape.norm_over_heads
+    """Whether the model is built from TE's layers: not where TE lacks one, as OLMoE's norm over all heads."""
+    return find_te()[0] and not shape.norm_over_heads
 
 
+def hide_unusable() -> None:
+    """Let imports of an installed TE fail if it is not used. ConfigError if Megatron has been imported before."""
+    if find_te()[0] or importlib.util.find_spec(_NAME) is None:
+        return
+    if "megatron.core" in sys.modules:
+        raise ConfigError(
+            "Megatron was imported before megarl.enable_cpu(), while Transformer Engine is installed but cannot be "
+            "used here: Megatron's modules may disagree about it. Call megarl.enable_cpu() before importing Megatron"
+        )
+    for module in [name for name in sys.modules if name.partition(".")[0] == _NAME]:
+        del sys.modules[module]
+    sys.modules[_NAME] = None  # type: ignore[assignment] # Python's way to say that an import fails
+
+
+@cache
 def stand_in() -> None:
-    """Define for Megatron what it lacks without TE; nothing where TE is used. Call it once."""
-    if HAVE_TE:
+    """Define for Megatron what it lacks without TE; nothing where TE is used, or the second time."""
+    if find_te()[0]:
         return
 
     def core(name: str) -> Any:

@@ -32,11 +32,11 @@ from megarl.engines.sglang.transports.protocol import Transport
 from megarl.engines.sglang.transports.tensor import Tensors
 from megarl.engines.weights import FP8Form, WeightForm, checkpoint_shapes, read_model_config
 from megarl.errors import ConfigError, RolloutError, printable, some
+from megarl.files.hf_config import find_quantization
 from megarl.files.writing import find_tokenizer_code
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES
 from megarl.models.fit import servers_record
-from megarl.models.hf_config import find_quantization
 from megarl.models.hf_files import HFCheckpoint
 from megarl.models.hf_folder import read_json
 from megarl.models.names import hf_shapes

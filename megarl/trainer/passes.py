@@ -21,8 +21,8 @@ from megarl.megatron.frozen import Reference
 from megarl.megatron.passes import forward
 from megarl.megatron.passes.forward import MicroOutput
 from megarl.megatron.policy import Policy
+from megarl.megatron.rollout_routes import gather_shared
 from megarl.replay import Recording
-from megarl.replay.rollout_routes import gather_shared
 from megarl.routes import Disagreement
 from megarl.trainer.mini_batch import FirstPass, MiniBatch
 from megarl.trainer.step_plan import StepPlan

@@ -28,8 +28,8 @@ from megarl.megatron import distributed
 from megarl.megatron.frozen import Reference
 from megarl.megatron.passes.forward import MicroOutput
 from megarl.megatron.policy import Policy
+from megarl.megatron.rollout_routes import check_rollouts, deliver_routes
 from megarl.models.fit import watches_routes
-from megarl.replay.rollout_routes import check_rollouts, deliver_routes
 from megarl.run.progress import Advance
 from megarl.trainer import passes
 from megarl.trainer.mini_batch import Judged, MiniBatch, check_missing_rows, over_ranks, split

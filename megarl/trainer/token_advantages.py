@@ -15,7 +15,8 @@ from megarl.core import objectives
 from megarl.core.devices import to_device
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective
-from megarl.core.ratios import log_ratio, segment_expand, segment_sum, usable_mask
+from megarl.core.ratios import log_ratio, segment_sum, usable_mask
+from megarl.core.segments import segment_expand
 from megarl.megatron.distributed import all_gather
 from megarl.megatron.passes.micro_batches import MicroBatch
 from megarl.trainer.mini_batch import Judged, MiniBatch, collect_sequences

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megarl.core.types import Rollout, RowSource
+from megarl.core.types import Rollout
 from megarl.errors import ConfigError, TraceError
 from megarl.megatron import distributed
 from megarl.megatron.policy import Policy
-from megarl.replay.rollout_routes import Placement, exchange
+from megarl.megatron.rollout_routes import Placement, exchange
 from megarl.routes import RoutingTrace
 from megarl.routes.trace_file import TracedSequence, TraceInfo, from_rollout, write_traces
 from megarl.trainer.mini_batch import MiniBatch
@@ -47,10 +47,9 @@ class TraceDump:
             for index in recorded:
                 sequence = from_rollout(of_mini[index], self.shape.num_experts)
                 sampled.append(sequence)
-                sources = np.full(of_mini[index].num_tokens, RowSource.NATIVE, np.uint8)
                 versions = np.full(of_mini[index].num_tokens, step - 1, np.int32)  # the weights before the first update
                 trace = RoutingTrace(experts[index], self.shape.num_experts, label=sequence.name)
-                trained.append(TracedSequence(sequence.name, trace, sequence.tokens, versions, sources))
+                trained.append(TracedSequence(sequence.name, trace, sequence.tokens, versions))
         if not sampled:
             return
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Every row of routes knows which weights chose it and how it was recorded."""
+"""Every row of routes knows which weights chose it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megarl.core.metrics import finalize
-from megarl.core.types import Rollout, RowSource
+from megarl.core.types import Rollout
 from megarl.errors import RolloutError
-from megarl.routes.provenance import provenance_metrics, refuse_mixed_versions, row_sources, row_versions
+from megarl.routes.provenance import provenance_metrics, refuse_mixed_versions, row_versions
 
 
 def rollout(versions: list[int], present: list[bool] | None = None) -> Rollout:
@@ -28,10 +28,7 @@ def rollout(versions: list[int], present: list[bool] | None = None) -> Rollout:
     )
 
 
-def test_rows_are_captured_where_the_mask_says_so() -> None:
-    found = row_sources(rollout([3, 3, 3], [True, True, False]))
-    assert found.tolist() == [RowSource.CAPTURED, RowSource.CAPTURED, RowSource.MISSING]
-    assert row_sources(rollout([3, 3])).tolist() == [RowSource.MISSING] * 2
+def test_rows_have_the_versions_of_their_tokens_unless_the_engine_says_otherwise() -> None:
     assert row_versions(rollout([3, 4])).tolist() == [3, 4]
 
 
@@ -54,7 +51,6 @@ def test_masks_may_be_numbers(dtype: type[np.integer]) -> None:
     bools = rollout([1, 2, 2, 3], [True, True, False, True])
     assert bools.routed_mask is not None
     numbers = replace(bools, loss_mask=bools.loss_mask.astype(dtype), routed_mask=bools.routed_mask.astype(dtype))
-    assert row_sources(numbers).tolist() == row_sources(bools).tolist()
     found, expected = (finalize(provenance_metrics([one, one], trainer_version=4)) for one in (numbers, bools))
     assert found == expected
 

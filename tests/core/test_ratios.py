@@ -9,18 +9,15 @@ from core_batches import lengths_strategy, rows
 from hypothesis import given, settings
 
 from megarl.core.ratios import (
-    check_cu_seqlens,
     is_logprob,
-    is_wrong_cu_seqlens,
     log_ratio,
     logprob_error,
-    segment_expand,
     segment_ids,
-    segment_lengths,
     segment_sum,
     segment_total,
     usable_mask,
 )
+from megarl.core.segments import check_cu_seqlens, is_wrong_cu_seqlens, segment_expand, segment_lengths
 
 
 def test_log_ratio_masks_before_subtracting_and_clamps():

@@ -100,9 +100,9 @@ def test_largest_expert_survives_narrowing():
     [
         (lambda x: x[0], r"expected integers \[T, L, K\]"),
         (lambda x: x.astype(float), "float64"),
-        (lambda x: np.where(x == 3, 4, x), r"sample 1: row 0, layer 1 names expert 4, expected 0..3"),
-        (lambda x: np.where(x == 3, -1, x), "names expert -1"),
-        (lambda x: np.where(x == 0, 1, x), r"sample 1: row 0, layer 0 names an expert twice: \[1, 1\]; 3 such rows"),
+        (lambda x: np.where(x == 3, 4, x), r"sample 1, row 0, layer 1: experts .* expected 2 different ones of 0 to 3"),
+        (lambda x: np.where(x == 3, -1, x), r"experts \[.*-1"),
+        (lambda x: np.where(x == 0, 1, x), r"sample 1, row 0, layer 0: experts \[1, 1\], .* \(3 such rows\)"),
         (lambda x: np.tile(x, (1, 1, 3)), "top-6 of 4"),
     ],
 )

@@ -183,8 +183,8 @@ RUNS = struct.pack("<3I", 2, 1, 4_000_000_000)
         (packet(b"\0", top_k=5), "top-5 of 4 experts"),
         (packet(b"\0" * 99, top_k=65, experts=128), "ordered=True"),
         (packet(b"\x07"), "row 0, layer 0 holds a number that is of no 2 of 4 experts"),
-        (packet(b"\x08\x08", flags=1), "row 0, layer 0 names expert 8"),
-        (packet(b"\x03\x03", flags=1), "names an expert twice"),
+        (packet(b"\x08\x08", flags=1), r"row 0, layer 0: experts \[8, 8\]"),
+        (packet(b"\x03\x03", flags=1), r"experts \[3, 3\], expected 2 different ones of 0 to 3 "),
     ],
 )
 def test_a_lying_header_costs_an_error_and_no_memory(data, message):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from megarl.core.types import Rollout, RowSource
+from megarl.core.types import Rollout
 from megarl.errors import ConfigError, TraceError
 from megarl.routes import RoutingTrace
 from megarl.routes.trace_file import TracedSequence, TraceInfo, from_rollout, read_traces, write_traces
@@ -31,7 +31,6 @@ def sequence(seed: int, tokens: int = 6, missing: tuple[int, ...] = (), columns:
         trace,
         tokens=np.arange(seed, seed + tokens, dtype=np.int32),
         row_versions=np.full(tokens, 10 + seed, dtype=np.int32),
-        row_sources=np.where(present, RowSource.CAPTURED, RowSource.MISSING).astype(np.uint8),
     )
 
 
@@ -44,7 +43,7 @@ def test_round_trip(tmp_path):
     assert file.names == ("sample 0", "sample 1", "sample 2", "sample 3")
     assert (len(file), file.num_tokens, file.lengths.tolist()) == (4, 47, [6, 40, 0, 1])
     assert file.weight_versions == (10, 11, 13)
-    assert file.columns == ("tokens", "row_versions", "row_sources")
+    assert file.columns == ("tokens", "row_versions")
     for expected, found in zip(written, file, strict=True):
         np.testing.assert_array_equal(found.trace.experts, np.sort(expected.trace.experts, axis=2))
         assert found.trace.num_missing == expected.trace.num_missing
@@ -100,19 +99,11 @@ def test_what_cannot_be_written(tmp_path):
     [
         ({"tokens": np.arange(5, dtype=np.int32)}, r"tokens is int32 \[5\], expected int32 \[6\]"),
         ({"row_versions": np.arange(6)}, "row_versions is int64"),
-        ({"row_sources": np.full(6, 3, dtype=np.uint8)}, "token 0 has a row and row source 3"),
-        ({"row_sources": np.array([1, 1, 0, 1, 0, 1], dtype=np.uint8)}, "token 2 has a row and row source 0"),
-        ({"row_sources": np.array([1, 2, 1, 1, 1, 1], dtype=np.uint8)}, "token 4 has no row and row source 1"),
     ],
 )
 def test_columns_must_fit_the_trace(change, message):
     with pytest.raises(TraceError, match=f"sample 0: {message}"):
         replace(sequence(0, missing=(4,)), **change)
-
-
-def test_native_rows_may_be_recorded_or_not():
-    sources = np.array([2, 1, 1, 1, 2, 1], dtype=np.uint8)
-    assert replace(sequence(0, missing=(4,)), row_sources=sources).row_sources is sources
 
 
 def test_from_rollout(tmp_path):
@@ -130,7 +121,6 @@ def test_from_rollout(tmp_path):
     write_traces(tmp_path / "a.safetensors", INFO, [from_rollout(rollout, 8, "step 2 ")])
     found = read_traces(tmp_path / "a.safetensors")["step 2 group 3 sample 1"]
     assert found.trace.num_missing == 1
-    assert found.row_sources.tolist() == [1, 1, 1, 1, 0]
     assert found.row_versions.tolist() == [7, 7, 7, 8, 8]
     np.testing.assert_array_equal(found.trace.experts[:4], np.sort(rollout.routed_experts[:4], axis=2))
     with pytest.raises(TraceError, match="group 3 sample 1: the rollout has no routes"):
@@ -173,7 +163,7 @@ INT64 = np.int64
         ({}, {"cu_seqlens": np.array([0, 9, 3], dtype=INT64)}, "rise from 0 to 3"),
         ({}, {"route_offsets": np.array([0, 9, 10**12], dtype=INT64)}, "route_offsets has 3 entries"),
         ({}, {"tokens": np.zeros(11, dtype=np.int32)}, "tokens has 11 entries, expected 12"),
-        ({}, {"row_sources": np.zeros(12, dtype=np.int8)}, "row_sources found int8"),
+        ({}, {"row_versions": np.zeros(12, dtype=np.int8)}, "row_versions found int8"),
     ],
 )
 def test_a_file_that_contradicts_itself(tmp_path, metadata, tensors, message):

@@ -20,7 +20,7 @@ from megarl.engines.sglang.plugin import megarl_routes_plugin
 from megarl.engines.sglang.plugin.compact import HEADER, SEAL, compact, make_header, parse_header, seal
 from megarl.engines.sglang.spec import PLUGIN
 from megarl.errors import TraceError
-from megarl.models.shapes import MoeShape
+from megarl.files.moe_shape import MoeShape
 from megarl.routes import RoutingTrace, encode
 from megarl.routes.answers import decode_routes, is_compact
 

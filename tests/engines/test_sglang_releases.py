@@ -40,7 +40,7 @@ from megarl.engines.sglang.transports.tensor import send_tensors
 from megarl.engines.sglang.versions import NEWEST, can, parse_version
 from megarl.engines.weights import WeightForm
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
-from megarl.models.shapes import MoeShape
+from megarl.files.moe_shape import MoeShape
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow(minutes=4)]
 

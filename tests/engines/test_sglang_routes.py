@@ -30,7 +30,7 @@ from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec, environment
 from megarl.engines.weights import WeightForm
 from megarl.errors import RolloutError
-from megarl.models.shapes import MoeShape
+from megarl.files.moe_shape import MoeShape
 from megarl.routes.answers import decode_routes, is_compact
 from megarl.routes.turns import join, known_rows
 

@@ -27,7 +27,7 @@ from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports.sender import WeightSender
 from megarl.engines.sglang.transports.tensor import payload_of, send_tensors
 from megarl.engines.sglang.versions import parse_version
-from megarl.models.shapes import MoeShape
+from megarl.files.moe_shape import MoeShape
 
 pytestmark = pytest.mark.sglang
 

@@ -17,7 +17,7 @@ from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang.answers import Bounds, parse_answer
 from megarl.engines.sglang.plugin.compact import seal
 from megarl.errors import ConfigError, RolloutError, TraceError
-from megarl.models.shapes import MoeShape
+from megarl.files.moe_shape import MoeShape
 from megarl.routes import encode
 from megarl.routes.answers import decode_routes, read_routes
 
@@ -350,10 +350,10 @@ def test_routes_that_are_absent_or_wrong_are_errors() -> None:
     assert "dense layer 0 has routes" in told(encoded(dense))
     twice = routes(4)
     twice[1, 2] = 5
-    assert "row 1, layer 1 names an expert twice" in told(encoded(twice))
+    assert "row 1, layer 1: experts [5, 5]" in told(encoded(twice))
     large = routes(4)
     large[3, 3, 0] = 8
-    assert "names expert 8" in told(encoded(large))
+    assert "row 3, layer 2: experts [8, " in told(encoded(large))
     assert "characters, expected at most" in told("A" * (1 << 20))
 
 
@@ -372,7 +372,7 @@ def test_a_row_of_minus_one_is_missing() -> None:
             assert not found.routed_experts[1:3].any()
     half = routes(4)
     half[1, 2] = -1
-    with pytest.raises(TraceError, match="names expert -1"):
+    with pytest.raises(TraceError, match=r"row 1, layer 1: experts \[-1, -1\]"):
         parse_answer(REQUEST, answer(routed_experts=encoded(half)), 7, SHAPE)
 
 

@@ -16,9 +16,9 @@ from megarl.errors import TraceError
 from megarl.megatron import distributed
 from megarl.megatron.passes.forward import _padding_mask
 from megarl.megatron.passes.micro_batches import micro_batch, router_tokens
-from megarl.megatron.versions import unwrap
+from megarl.megatron.rollout_routes import Placement, deliver_routes
 from megarl.replay import MicroRoutes, RoutingReplay
-from megarl.replay.rollout_routes import Placement, deliver_routes
+from megarl.replay.megatron_state import unwrap
 
 
 def delivered(layout: dict[str, Any], router: str = "dense_first", num_experts: int = NUM_EXPERTS) -> dict[str, Any]:

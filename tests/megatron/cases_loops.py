@@ -18,8 +18,8 @@ from tiny_world import join, local_routes, micro_batches, pack_own, rollouts
 from torch.utils.checkpoint import checkpoint
 
 from megarl.megatron.passes.micro_batches import MicroBatch, split_micro_batches
-from megarl.megatron.versions import RELEASE, unwrap
 from megarl.replay import MicroRoutes, RoutingReplay
+from megarl.replay.megatron_state import RELEASE, unwrap
 
 A, B, C = range(3)
 """Micro-batches."""

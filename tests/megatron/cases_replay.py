@@ -15,7 +15,7 @@ from megarl.core.types import TrainBatch
 from megarl.megatron import distributed
 from megarl.megatron.passes.forward import run
 from megarl.megatron.passes.micro_batches import MicroBatch
-from megarl.replay.rollout_routes import gather_shared
+from megarl.megatron.rollout_routes import gather_shared
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},

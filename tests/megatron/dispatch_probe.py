@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 
 from megarl.core.types import Rollout
 from megarl.megatron.passes.micro_batches import MicroBatch
-from megarl.megatron.versions import unwrap
+from megarl.replay.megatron_state import unwrap
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from tiny_world import config
 from megarl.config import Config, megatron_fields
 from megarl.megatron.model import build_model, transformer_config
 from megarl.megatron.policy import layout_fields
-from megarl.megatron.versions import unwrap
 from megarl.models.shapes import ModelShape
+from megarl.replay.megatron_state import unwrap
 
 NUM_LAYERS, NUM_EXPERTS, VOCAB = 4, 8, 32
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

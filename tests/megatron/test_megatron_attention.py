@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import on_cpu  # noqa: F401
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +13,6 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-import megarl.megatron  # noqa: F401
 from megarl.errors import ConfigError
 from megarl.megatron.versions import takes
 from megarl.stand_ins.attention import PackedAttention, PackedSequences, RMSNorm

@@ -36,13 +36,7 @@ import torch
 names = ("synchronize", "current_device", "stream", "Stream", "Event", "get_rng_state", "manual_seed")
 before = [getattr(torch.cuda, name) for name in names], torch.Tensor.cuda, torch.compile
 torch.cuda.is_available = lambda: True
-import importlib.util
-from pathlib import Path
-# the module alone: the rest of the package would go on to ask for the device
-spec = importlib.util.spec_from_file_location("cpu_alone", Path(importlib.util.find_spec("megarl").origin).parent
-                                              / "megatron" / "stand_ins" / "cpu.py")
-cpu = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(cpu)
+from megarl.stand_ins import cpu
 assert cpu.enable() is False
 assert ([getattr(torch.cuda, name) for name in names], torch.Tensor.cuda, torch.compile) == before
 assert not hasattr(torch.cuda, "_megarl_cpu_layer")
@@ -67,10 +61,9 @@ print(found["losses"][0] != found["losses"][1])
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [0, 2, 1, 3], [3, 2, 1, 0], [1, 2, 3, 0]])
 @pytest.mark.parametrize("with_probs", [False, True])
 def test_chunks_are_sorted_as_asked_and_left_where_they_are_sorted(order: list[int], with_probs: bool) -> None:
+    import on_cpu  # noqa: F401
     import torch
     from megatron.core.transformer.moe import token_dispatcher
-
-    import megarl.megatron  # noqa: F401
 
     sizes = [2, 0, 3, 1]
     tokens, probs = torch.randn(6, 3), torch.rand(6) if with_probs else None

@@ -21,8 +21,9 @@ from megarl.engines.local.engine import LocalEngine
 from megarl.engines.protocol import SamplingParams
 from megarl.engines.weights import checkpoint_shapes
 from megarl.errors import CheckpointError, ConfigError
+from megarl.files.moe_shape import DENSE
 from megarl.models.names import hf_shapes
-from megarl.models.shapes import DENSE, SHAPES, read_shape
+from megarl.models.shapes import SHAPES, read_shape
 
 __all__ = ["reference_gradients"]  # a fixture
 

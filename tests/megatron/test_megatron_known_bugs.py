@@ -25,9 +25,9 @@ from megarl.core.types import TrainBatch
 from megarl.errors import ReplayError, TraceError
 from megarl.megatron.passes.forward import run
 from megarl.megatron.passes.micro_batches import micro_batch
+from megarl.megatron.rollout_routes import check_rollouts
 from megarl.models.shapes import read_shape
 from megarl.replay import MicroRoutes, RoutingReplay
-from megarl.replay.rollout_routes import check_rollouts
 
 
 class Setup:
@@ -69,7 +69,7 @@ def test_uniform_or_zero_padding_of_routes_never_reaches_a_dispatcher(models: di
     assert made.routed_experts is not None
     padded = replace(made, routed_mask=np.ones(made.num_tokens, bool), routed_experts=made.routed_experts.copy())
     padded.routed_experts[-1] = fill
-    with pytest.raises(TraceError, match=r"group 0 sample 0.*names an expert twice"):
+    with pytest.raises(TraceError, match=r"group 0 sample 0, row .*different ones"):
         check_rollouts([padded], shape)
     check_rollouts([replace(padded, routed_mask=made.routed_mask)], shape)  # the same, marked as not recorded
 

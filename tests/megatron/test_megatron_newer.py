@@ -19,8 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from test_megatron_replay_semantics import Setup
 
 from megarl.errors import ReplayError
-from megarl.megatron.versions import unwrap
 from megarl.replay import MicroRoutes, RoutingReplay
+from megarl.replay.megatron_state import unwrap
 from megarl.stand_ins.attention import PackedSequences
 
 pytestmark = pytest.mark.usefixtures("one_rank")

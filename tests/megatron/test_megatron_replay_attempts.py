@@ -29,8 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megarl.errors import ReplayError
 from megarl.megatron.model import layer_spec
-from megarl.megatron.versions import unwrap
 from megarl.replay import MicroRoutes, RoutingReplay
+from megarl.replay.megatron_state import unwrap
 
 TOLERANCE = 2e-5
 

@@ -16,9 +16,9 @@ from tiny_world import join
 from torch.utils.checkpoint import checkpoint
 
 from megarl.errors import ReplayError
-from megarl.megatron.versions import RELEASE, unwrap
 from megarl.replay import MicroRoutes, Recording, RoutingReplay
 from megarl.replay.agreement import LEAST_JUDGED, MOST_SAMPLED, check_agreement, sample_rows
+from megarl.replay.megatron_state import RELEASE, unwrap
 
 B, S = 4, 16
 

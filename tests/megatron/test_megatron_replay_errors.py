@@ -24,9 +24,9 @@ from megarl.errors import ReplayError, TraceError
 from megarl.megatron.passes.forward import run
 from megarl.megatron.passes.micro_batches import MicroBatch, micro_batch
 from megarl.megatron.policy import Policy
+from megarl.megatron.rollout_routes import check_rollouts
 from megarl.models.shapes import read_shape
 from megarl.replay import MicroRoutes, RoutingReplay
-from megarl.replay.rollout_routes import check_rollouts
 
 
 class World:
@@ -412,8 +412,8 @@ def _broken(kind: str) -> Any:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("duplicate", "twice"),
-        ("range", "expert 8"),
+        ("duplicate", "different ones of 0 to 7"),
+        ("range", "8.*different ones of 0 to 7"),
         ("layers", "2 layers.*3 MoE layers"),
         ("topk", "top-1.*top-2"),
         ("missing", "no routed experts"),

@@ -26,8 +26,8 @@ from ranks import Case, case
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from megarl.errors import ReplayError
-from megarl.megatron.versions import unwrap
 from megarl.replay import MicroRoutes, RoutingReplay
+from megarl.replay.megatron_state import unwrap
 
 TOLERANCE = 2e-5
 

@@ -24,8 +24,9 @@ from megarl.errors import ConfigError, ReplayError
 from megarl.megatron.model import layer_spec
 from megarl.megatron.passes.forward import run
 from megarl.megatron.passes.micro_batches import MicroBatch
-from megarl.megatron.versions import TAKES_PADDING_MASK, unwrap
+from megarl.megatron.versions import TAKES_PADDING_MASK
 from megarl.replay import MicroRoutes, RoutingReplay
+from megarl.replay.megatron_state import unwrap
 
 PLAIN = Variant()
 AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}

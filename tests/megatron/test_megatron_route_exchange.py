@@ -13,7 +13,7 @@ from ranks import Case
 from tiny_world import config, join
 
 from megarl.errors import TraceError
-from megarl.replay.rollout_routes import Placement, exchange
+from megarl.megatron.rollout_routes import Placement, exchange
 
 DELIVERED = [
     "dp2", "cp2", "pp2", "tp2", "pp2 vpp2", "ep2", "cp4", "pp4", "tp4", "dp4",

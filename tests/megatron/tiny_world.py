@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import on_cpu  # noqa: F401 (before Megatron)
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -21,12 +22,12 @@ from megarl.core.packing import pack, select
 from megarl.core.types import Rollout, TrainBatch
 from megarl.data.tiny import write_tiny_model
 from megarl.megatron import distributed
-from megarl.megatron.distributed import cp_position, tp_position
 from megarl.megatron.passes.micro_batches import MicroBatch, router_tokens, split_micro_batches
 from megarl.megatron.policy import Policy, schedule_of
+from megarl.megatron.rollout_routes import select_routes
 from megarl.models.shapes import ModelShape
 from megarl.replay import MicroRoutes
-from megarl.replay.rollout_routes import select_routes
+from megarl.replay.megatron_state import cp_position, tp_position
 from megarl.routes.trace import narrow_dtype
 
 MODELS = Path("models")

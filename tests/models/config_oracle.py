@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from megarl.models.hf_config import FAMILIES
+from megarl.files.hf_config import FAMILIES
 from megarl.models.names import hf_shapes
 from megarl.models.shapes import ModelShape
 

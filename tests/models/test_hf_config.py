@@ -17,8 +17,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megarl.errors import ConfigError
-from megarl.models import hf_config
-from megarl.models.hf_config import FAMILIES, HFConfig
+from megarl.files import hf_config
+from megarl.files.hf_config import FAMILIES, HFConfig
 from megarl.models.shapes import ModelShape, read_shape
 
 Config = dict[str, Any]

@@ -21,7 +21,7 @@ from megarl.convert.quantization import quantize
 from megarl.core.fp8 import SCALE, quantize_fp8
 from megarl.engines.local.engine import LocalEngine
 from megarl.errors import CheckpointError, ConfigError
-from megarl.models.hf_config import read_dtype
+from megarl.files.hf_config import read_dtype
 from megarl.models.hf_files import HFCheckpoint, check_tensors, describe_left_out
 from megarl.models.hf_folder import INDEX, SINGLE
 from megarl.models.names import hf_shapes

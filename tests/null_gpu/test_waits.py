@@ -154,7 +154,7 @@ def waits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_routers_never_wait(waits: dict[str, Any], phase: str) -> None:
     """Recording and replaying: what is checked is read once, when the block closes."""
     found = {file for file in waits[phase]["megarl"] if file.startswith("megatron/replay/")}
-    assert found <= {"replay/agreement.py", "replay/rollout_routes.py"}
+    assert found <= {"replay/agreement.py", "megatron/rollout_routes.py"}
     assert waits[phase]["megarl"]["replay/agreement.py"] == 1
 
 

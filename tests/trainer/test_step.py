@@ -207,8 +207,8 @@ def test_corrupted_traces_are_refused_and_named(world: World) -> None:
     out_of_range[2, 1, 0] = NUM_EXPERTS
     doubled[2, 1, :] = 3
     cases = {
-        "names expert 8": {"routed_experts": out_of_range},
-        "names an expert twice": {"routed_experts": doubled},
+        "expected 2 different ones of 0 to 7": {"routed_experts": out_of_range},
+        "2 different ones": {"routed_experts": doubled},
         "routes of 2 layers": {"routed_experts": experts[:, :2]},
         "no routed experts": {"routed_experts": None, "routed_mask": None},
     }

@@ -16,14 +16,8 @@ from torch import Tensor
 
 from megarl.core.choices.own import call_own, name_of
 from megarl.core.choices.parts import Policies
-from megarl.core.ratios import (
-    check_cu_seqlens,
-    cu_seqlens_error,
-    is_logprob,
-    is_wrong_cu_seqlens,
-    logprob_error,
-    usable_mask,
-)
+from megarl.core.ratios import is_logprob, logprob_error, usable_mask
+from megarl.core.segments import check_cu_seqlens, cu_seqlens_error, is_wrong_cu_seqlens
 from megarl.errors import ConfigError, NumericsError
 
 

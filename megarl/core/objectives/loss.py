@@ -38,7 +38,8 @@ from megarl.core.objectives.weights import (
     kl_penalty,
     sum_factor,
 )
-from megarl.core.ratios import ratio_gradient, segment_expand, segment_sum
+from megarl.core.ratios import ratio_gradient, segment_sum
+from megarl.core.segments import segment_expand
 from megarl.errors import ConfigError
 
 PART_TOKENS = 1 << 15

@@ -16,7 +16,8 @@ from megarl.core.advantages.groups import as_tensor, extremes, fill, prepare, ta
 from megarl.core.choices.parts import Objective
 from megarl.core.choices.stopping import POSITIVE
 from megarl.core.objectives.columns import call_part
-from megarl.core.ratios import segment_expand, segment_sum
+from megarl.core.ratios import segment_sum
+from megarl.core.segments import segment_expand
 from megarl.errors import ConfigError
 
 _OF_REWARDS = {name: getattr(advantages, name) for name in ("group_mean", "rloo", "raw", "raw_mixed", "positive_part")}

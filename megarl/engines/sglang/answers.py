@@ -17,10 +17,10 @@ from pydantic import BaseModel, Field, TypeAdapter
 from megarl.core.types import FinishReason, Rollout, SampleRequest
 from megarl.engines.protocol import SamplingParams, limit_response, make_rollout, too_many_kept
 from megarl.engines.sglang.plugin.compact import SEAL, seal
-from megarl.errors import DataError, RolloutError, TraceError
+from megarl.errors import DataError, RolloutError
 from megarl.files.foreign_json import check_types
-from megarl.models.shapes import MoeShape
-from megarl.routes.answers import decode_routes, longest_text, present_rows
+from megarl.files.moe_shape import MoeShape
+from megarl.routes.answers import longest_text, routes_from_sglang
 
 _FINISH: Mapping[object, FinishReason] = {"stop": "stop", "length": "length"}
 LEAST_LOGPROB = -45.0
@@ -124,7 +124,9 @@ def parse_answer(
     versions = np.concatenate([np.full(len(request.prompt_tokens), version), _versions(meta, len(output))])
     experts = mask = None
     if shape is not None:
-        experts, mask = _parse_routes(request, meta, output, shape)
+        tokens = [*request.prompt_tokens.tolist(), *found.output_ids]
+        trace = routes_from_sglang(answer, shape, start=request.known_rows, tokens=tokens, label=label)
+        experts, mask = trace.experts, trace.row_mask
     if rid is not None and is_sealed(answer):  # last: the other checks say what is wrong
         _require_seal(request, answer, label)
     return make_rollout(request, output, checked, experts, mask, versions, _FINISH[_finish(meta).type], kept)
@@ -275,22 +277,3 @@ def _versions(meta: _Meta, size: int) -> np.ndarray:
         if 0 <= span.start <= span.end <= size:
             found[span.start : span.end] = int(text) if is_number else -1
     return found
-
-
-def _parse_routes(
-    request: SampleRequest, meta: _Meta, output: np.ndarray, shape: MoeShape
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns experts [T, L, K] and mask [T]; the last token and the known prefix have no row."""
-    label, known = request.label, request.known_rows
-    if meta.routed_experts is None:
-        raise TraceError(
-            f"{label}: the answer has no routed_experts although they were asked for: start the server with "
-            "--enable-return-routed-experts (SGLang 0.5.7 or later)"
-        )
-    tokens = np.concatenate([request.prompt_tokens, output])
-    trace = decode_routes(meta.routed_experts, len(tokens) - 1, shape, label, known, tokens[known:-1].tolist())
-    experts = np.zeros((len(tokens), *trace.experts.shape[1:]), trace.experts.dtype)
-    experts[known:-1] = trace.experts
-    mask = np.zeros(len(tokens), bool)
-    mask[known:-1] = present_rows(trace)
-    return experts, mask

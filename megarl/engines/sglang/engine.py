@@ -19,7 +19,7 @@ from megarl.engines.sglang.plugin.compact import make_header
 from megarl.engines.sglang.transports.ipc import Helper
 from megarl.engines.weights import WeightForm
 from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
-from megarl.models.shapes import MoeShape
+from megarl.files.moe_shape import MoeShape
 
 MOST_DRAWN_FROM = 4000
 """With top_p below 1 the server draws from no more ids than this: it returns 4096 at most, ties included."""

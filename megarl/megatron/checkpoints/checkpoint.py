@@ -29,10 +29,11 @@ from megarl.megatron.checkpoints.state import (
     sharded_state,
     sharded_weights,
 )
+from megarl.megatron.checkpoints.versions import adapt_libraries
 from megarl.megatron.distributed import from_main_rank, gather_objects, is_collective_error
 from megarl.megatron.policy import Policy
-from megarl.megatron.versions import unwrap
 from megarl.models.shapes import ModelShape
+from megarl.replay.megatron_state import unwrap
 
 # AttributeError comes from a bug in Megatron, where common.pt is missing.
 _READ_ERRORS = (*WRITE_ERRORS, AssertionError, AttributeError, EOFError, KeyError, UnpicklingError, ValueError)
@@ -176,6 +177,7 @@ def _raise_unless_damage(error: BaseException) -> None:
 
 
 def _read(targets: dict[str, Any], path: Path) -> Any:
+    adapt_libraries()
     with warnings.catch_warnings():
         # Megatron calls a torch function under its old name; a user cannot change that.
         warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)

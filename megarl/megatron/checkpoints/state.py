@@ -12,7 +12,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megarl.megatron.checkpoints.versions import checkpoint_metadata
 from megarl.megatron.policy import Policy
-from megarl.megatron.versions import for_stage, unwrap
+from megarl.megatron.versions import for_stage
+from megarl.replay.megatron_state import unwrap
 
 _MULTIPLIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 

@@ -8,7 +8,7 @@ import queue
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,7 @@ class _DigestedFile(io.BufferedWriter):
 @contextmanager
 def digested_writes() -> Iterator[ForkedQueue]:
     """Collect (name, (bytes, SHA-256)) of the files of Megatron's writers forked inside."""
+    adapt_libraries()
     digests = ForkedQueue()
     filesystem_async.__dict__["open"] = partial(_DigestedFile, digests)  # found before the built-in function
     try:
@@ -105,11 +106,13 @@ def digested_writes() -> Iterator[ForkedQueue]:
         del filesystem_async.__dict__["open"]
 
 
-# Supply what checkpoints of older releases expect of numpy and torch, and newer libraries have changed.
-if "product" in exchange_utils._shard_size.__code__.co_names and not hasattr(np, "product"):  # to 0.15; numpy 2
-    np.__dict__["product"] = np.prod
-if takes(filesystem._write_item, "serialization_format"):  # torch 2.8
-    _writer = filesystem_async.FileSystemWriterAsync.write_preloaded_data
-    if "serialization_format" not in _writer.__code__.co_consts:  # 0.12
-        _format = filesystem.SerializationFormat.TORCH_SAVE
-        filesystem_async._write_item = partial(filesystem._write_item, serialization_format=_format)
+@cache
+def adapt_libraries() -> None:
+    """Supply what checkpoints of older releases expect of numpy and torch; called before the first read or write."""
+    if "product" in exchange_utils._shard_size.__code__.co_names and not hasattr(np, "product"):  # to 0.15; numpy 2
+        np.__dict__["product"] = np.prod
+    if takes(filesystem._write_item, "serialization_format"):  # torch 2.8
+        writer = filesystem_async.FileSystemWriterAsync.write_preloaded_data
+        if "serialization_format" not in writer.__code__.co_consts:  # 0.12
+            torch_save = filesystem.SerializationFormat.TORCH_SAVE
+            filesystem_async._write_item = partial(filesystem._write_item, serialization_format=torch_save)

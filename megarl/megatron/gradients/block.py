@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megarl.errors import ConfigError
 from megarl.megatron.distributed import largest, model_group
 from megarl.megatron.policy import Policy
-from megarl.megatron.versions import unwrap
+from megarl.replay.megatron_state import unwrap
 
 EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 

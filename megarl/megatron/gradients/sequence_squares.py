@@ -20,12 +20,11 @@ from torch import Tensor
 
 from megarl.core.devices import to_device
 from megarl.core.ratios import segment_ids
-from megarl.megatron.distributed import cp_position, tp_position
 from megarl.megatron.gradients.block import Block
 from megarl.megatron.passes.logprobs import WeightGradient, outer_squares
 from megarl.megatron.passes.micro_batches import MicroBatch, gather_slots
 from megarl.megatron.policy import Policy
-from megarl.megatron.versions import unwrap
+from megarl.replay.megatron_state import cp_position, tp_position, unwrap
 
 
 class SequenceSquares:

@@ -23,10 +23,10 @@ from megarl.core.devices import to_device
 from megarl.core.metrics import Stat
 from megarl.core.parallel import sequence_parallel_slice
 from megarl.core.types import TrainBatch
-from megarl.megatron.distributed import cp_position, tp_position
 from megarl.megatron.passes.logprobs import linear_kl, linear_logprobs
 from megarl.megatron.passes.micro_batches import MicroBatch, router_tokens, to_slots, to_tokens
-from megarl.megatron.versions import copy_to_tensor_parallel, padding_argument, unwrap
+from megarl.megatron.versions import copy_to_tensor_parallel, padding_argument
+from megarl.replay.megatron_state import cp_position, tp_position, unwrap
 
 CoefficientFn = Callable[[int, TrainBatch, Tensor, Tensor], tuple[Tensor, Tensor | None, dict[str, Stat]]]
 """(index of the micro-batch, columns, logprobs [T], entropies [T], detached) -> (coefficients [T], entropy_values [T],

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.core.devices import to_device
-from megarl.core.ratios import segment_ids, segment_lengths
+from megarl.core.ratios import segment_ids
+from megarl.core.segments import segment_lengths
 from megarl.errors import ConfigError
 
 Group = dist.ProcessGroup | None

@@ -20,7 +20,8 @@ from megarl.core.packing import partition, select, spread, take_segments
 from megarl.core.parallel import find_padded_positions, held_tokens, pad_cu_seqlens, zigzag_indices
 from megarl.core.types import TrainBatch
 from megarl.errors import ConfigError
-from megarl.megatron.distributed import all_gather, cp_position, fail_together, largest
+from megarl.megatron.distributed import all_gather, fail_together, largest
+from megarl.replay.megatron_state import cp_position
 from megarl.stand_ins.attention import PackedSequences
 
 

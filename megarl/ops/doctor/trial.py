@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from megarl import enable_cpu
 from megarl.config import Config
 from megarl.config.trust import safe_environment
 from megarl.errors import ConfigError, MegarlError, describe
@@ -83,9 +84,10 @@ def _torch() -> dict[str, Any]:
 
 
 def _trainer() -> dict[str, Any]:
+    enable_cpu()
     importlib.import_module("megarl.trainer.loop")
-    te = importlib.import_module("megarl.stand_ins.te")
-    return {"has_te": te.HAVE_TE, "te_problem": te.PROBLEM}
+    has_te, problem = importlib.import_module("megarl.stand_ins.te").find_te()
+    return {"has_te": has_te, "te_problem": problem}
 
 
 def attempts(config: Config, failed: Collection[str]) -> Iterator[tuple[str, Attempt]]:

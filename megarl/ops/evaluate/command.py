@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import pydantic
 
+from megarl import enable_cpu
 from megarl.config import process_environment
 from megarl.config.command import Overrides, Positional, command
 
@@ -32,6 +33,7 @@ class Gap:
     """Print everything as JSON."""
 
     def run(self, overrides: Overrides) -> int:
+        enable_cpu()
         from megarl.ops.evaluate.gap import gap_request, measure_and_show
         from megarl.watch.gap_verdict import Limits
 

@@ -30,13 +30,13 @@ from megarl.errors import ConfigError, RolloutError
 from megarl.megatron import distributed
 from megarl.megatron.frozen import FrozenModel
 from megarl.megatron.passes import forward
+from megarl.megatron.rollout_routes import check_rollouts, deliver_routes, gather_shared
 from megarl.models.fit import can_compare
 from megarl.models.shapes import read_shape
 from megarl.ops.evaluate import command
 from megarl.ops.evaluate.evaluation import find_checkpoint
 from megarl.ops.evaluate.request import with_keys
 from megarl.replay import RoutingReplay
-from megarl.replay.rollout_routes import check_rollouts, deliver_routes, gather_shared
 from megarl.routes import Disagreement
 from megarl.run.progress import StepProgress
 from megarl.trainer.engines import make_engine

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from megarl.config import Config, Layout
 from megarl.errors import ConfigError
+from megarl.files.hf_config import count_prediction_layers
 from megarl.models.fit import check_fit
-from megarl.models.hf_config import count_prediction_layers
 from megarl.models.hf_folder import read_json
 from megarl.models.shapes import read_shape
 from megarl.ops.plan import traffic

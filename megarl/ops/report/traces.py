@@ -3,14 +3,12 @@
 import json
 import math
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from megarl.core.types import RowSource
 from megarl.errors import ConfigError, TraceError, printable
 from megarl.files.outputs import write_output
 from megarl.routes import Disagreement, common_rows, shared_experts
@@ -44,10 +42,7 @@ def inspect(path: Path, as_json: bool = False) -> None:
     """Print what the file holds. Decodes every sequence, so a damaged one raises TraceError."""
     file = read_traces(path)
     info = file.info
-    missing, sources = 0, Counter[int]()
-    for sequence in file:
-        missing += sequence.trace.num_missing
-        sources.update([] if sequence.row_sources is None else sequence.row_sources.tolist())
+    missing = sum(sequence.trace.num_missing for sequence in file)
     rows = {
         "model": info.model or "not said",
         "fingerprint": info.fingerprint or "not said",
@@ -59,8 +54,6 @@ def inspect(path: Path, as_json: bool = False) -> None:
         "tokens": f"{file.num_tokens:,}" + (f", longest sequence {file.lengths.max():,}" if len(file) else ""),
         "missing rows": f"{missing:,}" + (f" ({missing / file.num_tokens:.2%})" if file.num_tokens else ""),
     }
-    if sources:
-        rows["row sources"] = ", ".join(f"{sources[s]:,} {s.name.lower()}" for s in RowSource if sources[s])
     rows |= _describe_sizes(file)
     _print(str(path), [*rows.items()], ("", "value"), as_json=as_json)
 

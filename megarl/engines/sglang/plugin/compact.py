@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megarl.errors import TraceError
-from megarl.models.shapes import MoeShape
+from megarl.files.moe_shape import MoeShape
 from megarl.routes.answers import read_routes
 from megarl.routes.codec import encode
 

@@ -19,9 +19,10 @@ from megatron.core import parallel_state
 from megarl.core.devices import to_device
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import TraceError
-from megarl.megatron.distributed import cp_position, gather_bytes, gather_objects, model_group, tp_position
+from megarl.megatron.distributed import gather_bytes, gather_objects, model_group
 from megarl.megatron.passes.micro_batches import MicroBatch, gather_slots, router_tokens
 from megarl.models.shapes import ModelShape
+from megarl.replay.megatron_state import cp_position, tp_position
 from megarl.replay.records import MicroRoutes
 from megarl.routes import RoutingTrace
 from megarl.routes.trace import narrow_dtype

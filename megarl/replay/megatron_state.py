@@ -1,0 +1,26 @@
+"""What replay asks of Megatron: its release, the model inside wrappers, and this rank's place in its groups."""
+
+from typing import Any
+
+import megatron.core
+from megatron.core import parallel_state
+from torch.nn import Module
+
+RELEASE: str = megatron.core.__version__
+
+
+def unwrap(chunk: Module) -> Any:
+    """Return the GPTModel inside DistributedDataParallel and Float16Module."""
+    while isinstance(inner := getattr(chunk, "module", None), Module):
+        chunk = inner
+    return chunk
+
+
+def tp_position() -> tuple[int, int]:
+    """Return (size of this rank's tensor-parallel group, this rank in it)."""
+    return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+
+
+def cp_position() -> tuple[int, int]:
+    """Return (size of this rank's context-parallel group, this rank in it)."""
+    return parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
