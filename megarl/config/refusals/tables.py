@@ -35,9 +35,8 @@ def _sizes(config: Tables) -> Iterator[Row]:
     longest, tp = config.longest_sequence, config.parallel.tp
     yield (
         tokens < longest,
-        f"train.micro_batch_tokens: found {tokens}, expected at least data.max_prompt_tokens + "
-        f"rollout.max_response_tokens = {longest}",
-        "raise it or lower one of those",
+        f"train.micro_batch_tokens: found {tokens}, expected at least the longest sequence = {longest}",
+        "raise it, or lower data.max_prompt_tokens or rollout.max_response_tokens",
     )
     yield tokens % tp, f"train.micro_batch_tokens: found {tokens}, expected a multiple of parallel.tp = {tp}"
     expected = f"train.mini_batches: found {num}, expected"
@@ -61,8 +60,7 @@ def _sampling(config: Tables) -> Iterator[Row]:
         yield True, f"sampling: {error}"
     yield (
         sampling.rule == "gvm" and config.gvm.block == "output_layer" and config.rollout.keeps_sets,
-        'gvm.block: found "output_layer" with rollout.keep_sampling_mask, top_p below 1, where gradient norms of '
-        "single responses are not computed",
+        'gvm.block: found "output_layer" with rollout.keep_sampling_mask and top_p below 1: no norms per response',
         'use gvm.block = "embedding"',
     )
     for table, default, rule in (("estimate", EstimateConfig(), "ada_est"), ("gvm", GvmConfig(), "gvm")):
@@ -78,8 +76,7 @@ def _sampling(config: Tables) -> Iterator[Row]:
     high = config.gvm.max_samples
     yield (
         high is not None and high < group_size,
-        f"gvm.max_samples: found {high}, expected at least rollout.group_size = {group_size}, the mean number of "
-        "responses",
+        f"gvm.max_samples: found {high}, expected at least rollout.group_size = {group_size}, the mean number",
     )
     key = max("min_samples", "probe", key=lambda name: getattr(config.estimate, name))
     low = getattr(config.estimate, key)
@@ -98,8 +95,7 @@ def _advantages(config: Tables) -> Iterator[Row]:
     prompts, num = config.rollout.prompts_per_step, config.train.mini_batches
     yield (
         objective.needs_topk,
-        f'train.objective: found "{config.train.objective}" with a mask of the sampler\'s top K tokens, which no '
-        "engine of megarl records",
+        f'train.objective: found "{config.train.objective}": no engine records the top K tokens that its mask needs',
         "use dppo_tv or dppo_kl, whose masks need the sampled token alone",
     )
     yield (
@@ -180,8 +176,7 @@ def _megatron(config: Tables) -> Iterator[Row]:
         )
     yield (
         settings.get("overlap_param_gather") and not config.parallel.distributed_optimizer,
-        "megatron.overlap_param_gather: found true with parallel.distributed_optimizer = false, which has no weights "
-        "to gather",
+        "megatron.overlap_param_gather: found true without distributed optimizer, so there are no weights to gather",
         "remove it, or set parallel.distributed_optimizer = true",
     )
 
@@ -226,14 +221,12 @@ def _old_logprobs(config: Tables) -> Iterator[Row]:
     )
     yield (
         objective.advantage == "token_level_kl",
-        f'{begin} the advantage "token_level_kl", which needs log-probabilities of the training engine before the '
-        "first update",
+        f'{begin} the advantage "token_level_kl", which needs log-probabilities before the first update',
         f"set {recompute}",
     )
     yield (
         "old_mu" in objective.pairs,
-        f'{begin} objective "{train.objective}", of which a weight, factor or mask is of old/mu: old is mu, so this '
-        "ratio is 1 and there is nothing to correct",
+        f'{begin} objective "{train.objective}", which uses old/mu: the ratio is 1, with nothing to correct',
         f"use theta/mu in its place, or set {recompute}",
     )
     yield (
@@ -260,8 +253,7 @@ def _engine(config: Tables) -> Iterator[Row]:
     )
     yield (
         sglang.sync == "distributed" and config.servers_share_gpus and 0 in sglang.gpus,
-        'sglang.sync: found "distributed" with servers on the trainer\'s GPUs, expected "ipc", as NCCL refuses two '
-        "ranks on one GPU",
+        'sglang.sync: found "distributed" with servers on the trainer\'s GPUs: NCCL refuses two ranks on one GPU',
         'set sglang.sync = "auto"',
     )
     yield (
@@ -271,8 +263,7 @@ def _engine(config: Tables) -> Iterator[Row]:
     )
     yield (
         sglang.release_memory and config.sampling.allotted,
-        f'sglang.release_memory: found true with sampling.rule = "{config.sampling.rule}", whose estimates need the '
-        "policy while servers sample",
+        f'sglang.release_memory: found true with rule = "{config.sampling.rule}", whose estimates need the policy',
         "set it to false, or choose another rule",
     )
     yield (
