@@ -39,7 +39,8 @@ from megarl.core.metrics import finalize
 from megarl.core.types import Rollout
 from megarl.data.tiny import write_tiny_model
 from megarl.errors import ConfigError, NumericsError, ReplayError, RolloutError, TraceError
-from megarl.replay import checks, rollout_routes
+from megarl.megatron import rollout_routes
+from megarl.replay import checks
 from megarl.trainer.step import TrainStep
 
 
