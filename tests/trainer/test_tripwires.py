@@ -171,7 +171,8 @@ def test_wrong_routes_are_explained_only_by_a_sequence_dropped_where_they_are(
 ) -> None:
     mistake = AgreementError("wrong")
     mistake.micro_batches = micro_batches
-    mini: Any = SimpleNamespace(mistake=mistake, micro_batches=[SimpleNamespace(sequences=(i,)) for i in range(2)])
+    first, micros = SimpleNamespace(mistake=mistake), [SimpleNamespace(sequences=(i,)) for i in range(2)]
+    mini: Any = SimpleNamespace(first=first, micro_batches=micros)
     rows = [np.array([letter == "1" for letter in text]) for text in (dropped, judged)]
     assert (tripwires._unexplained(mini, *rows) is None) == is_explained
 
@@ -252,7 +253,7 @@ def test_the_pass_without_the_dropped_ones_finds_the_expert_biases_of_the_first_
     rollouts, _ = tampered_rollouts(world)
     found: list[list[float]] = []
     with training(world.settings(train__mini_batches=1, **NARROW)) as step:
-        bias, run = torch.zeros(step.policy.shape.num_experts), step._backward
+        bias, run = torch.zeros(step.policy.shape.num_experts), step.backward
         router = next(module for module in step.policy.chunks[0].modules() if isinstance(module, Router))
         del router.expert_bias  # None: the router was made without one
         router.register_buffer("expert_bias", bias)
@@ -262,7 +263,7 @@ def test_the_pass_without_the_dropped_ones_finds_the_expert_biases_of_the_first_
             bias.add_(1.0)  # as Megatron does at the end of each backward pass
             return run(*arguments, **named)
 
-        monkeypatch.setattr(step, "_backward", moves_the_bias)
+        monkeypatch.setattr(step, "backward", moves_the_bias)
         take_step(step, rollouts)
     assert (found, bias.tolist()) == ([[0.0] * len(bias)] * 2, [1.0] * len(bias))
 
