@@ -43,6 +43,7 @@ class StandIn:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.version = "default"
+        self.is_holding = False
         self.weights: set[float] = {0.0}
         """The numbers that its tensors hold: several in the middle of an update."""
         self.fresh_update = True
@@ -114,13 +115,15 @@ class StandIn:
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         control = self.control()
         self.tell(path, version=self.version, weights=sorted(self.weights), mine="mine" in body)
-        if path == "health" and control.get("stopping"):  # as SGLang's, which keeps its connections open meanwhile
+        # As SGLang's, which keeps its connections open meanwhile; from the step on that it holds.
+        if path == "health" and control.get("stopping") and self.is_holding:
             return 503, {}
         if control.get("die_at") == path:
             (self.folder / "control.json").unlink()
             os._exit(9)
         time.sleep(control.get(path, 0.0))
         while self.control().get("hold") == path:
+            self.is_holding = True
             time.sleep(0.002)
         if path == control.get("refuse"):
             return 400, {"success": False}
