@@ -44,7 +44,8 @@ def test_every_switch_is_a_field_of_megatron():
 
 
 def test_weights_of_a_plain_optimizer_cannot_be_gathered():
-    with pytest.raises(ConfigError, match=r"overlap_param_gather: found true .* there are no weights to gather; remove it"):
+    message = r"overlap_param_gather: found true .* there are no weights to gather; remove it"
+    with pytest.raises(ConfigError, match=message):
         config(megatron__overlap_param_gather=True, parallel__distributed_optimizer=False)
 
 

@@ -130,7 +130,7 @@ class Bench:
                 spent: dict[str, float] = {}
                 with _timed(spent, "pass"):
                     mini = step.prepare(rollouts, np.ones(len(rollouts)))
-                    step.backward(StepPlan.of(step.config, done=1), [mini], 0)
+                    step.backward(StepPlan.of(step.config, done=1), [mini], 0, native=None)
                 with _timed(spent, "norms"):
                     gradient_norms(step, rollouts, block)
                 if repeat >= 0:

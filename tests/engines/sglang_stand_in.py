@@ -43,6 +43,7 @@ class StandIn:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.version = "default"
+        self.is_holding = False
         self.weights: set[float] = {0.0}
         """The numbers that its tensors hold: several in the middle of an update."""
         self.fresh_update = True

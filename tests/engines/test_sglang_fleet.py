@@ -313,7 +313,7 @@ def test_an_update_goes_on_without_a_late_server_however_weights_travel(
         world.update(fleet, 1)
     world.control(1, hold=path)
     if way == "join":  # nobody is in the group before all are
-        monkeypatch.setattr(deadlines, "CONTROL_S", 5.0)
+        monkeypatch.setattr(deadlines, "CONTROL_S", 15.0)
     with impatient(world, monkeypatch, path):
         world.update(fleet, 2)
     monkeypatch.setattr(deadlines, "CONTROL_S", WAIT_S)

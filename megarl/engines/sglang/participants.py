@@ -74,7 +74,7 @@ class Participants:
                 raise error
             if is_late or isinstance(error, HangError | GoneError):
                 self.present.remove(member)
-                member.leave_update(error, must_end=self._shares_gpu or bool(self.resting))
+                member.leave_update(error, must_end=self._shares_gpu or bool(self.resting) or not daemon)
             elif error is not None:
                 self._refusals.append(partial(member.await_death, error, time.monotonic(), member.restarts))
                 self._release(member)  # its keeper need not wait for the end of the update

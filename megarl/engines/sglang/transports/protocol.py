@@ -29,7 +29,8 @@ class Receivers(Protocol):
     def each(self, step: Callable[[WeightSender], object], *, daemon: bool = True) -> list[WeightSender]:
         """Run a step for all servers at the same time; return the senders of the servers that have done the step.
 
-        The update continues without servers that are late, hang or have gone. daemon: False for a step inside torch.
+        The update continues without servers that are late, hang or have gone. daemon: False for a step inside
+        torch, which must not end with the process; a late server is then killed, because it waits in a dead group.
         """
         ...
 
