@@ -29,7 +29,9 @@ class HostCopies:
 
     def park(self, tensors: Sequence[Tensor]) -> int:
         """Move the data of GPU tensors to the host, and return the bytes that this frees; the host waits once."""
-        if [(one.shape, one.dtype) for one in self._copies] != [(one.shape, one.dtype) for one in tensors]:
+        if [(tensor.shape, tensor.dtype) for tensor in self._copies] != [
+            (tensor.shape, tensor.dtype) for tensor in tensors
+        ]:
             self._copies = _pinned_like(tensors)
         for tensor, copy in zip(tensors, self._copies, strict=True):
             copy.copy_(tensor.data, non_blocking=True)
@@ -54,8 +56,10 @@ def _pinned_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     for arena in arenas:
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in arena]
         memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
-        parts = zip(memory.split(sizes), arena, strict=True)
-        copies += [part[: one.nbytes].view(one.dtype).view(one.shape) for part, one in parts]
+        slices = zip(memory.split(sizes), arena, strict=True)
+        copies += [
+            memory_slice[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for memory_slice, tensor in slices
+        ]
     return copies
 
 

@@ -125,10 +125,10 @@ class Hook(RouterHook):
         call = self.log.identify(self)
         if call is None:
             return question.native()
-        chosen = call.session.choose(self, call, question)
+        choice = call.session.choose(self, call, question)
         if self.keeps_dispatched and call.session.replays:
-            self.dispatched[get_ident()] = chosen[1]
-        return chosen
+            self.dispatched[get_ident()] = choice[1]
+        return choice
 
 
 class Tap:
@@ -144,9 +144,9 @@ class Tap:
 
     def attach(self) -> list[RemovableHandle]:
         """Set the hooks of the module."""
-        entered = self._module.register_forward_pre_hook(self.enter, with_kwargs=True)
-        left = self._module.register_forward_hook(self.leave, with_kwargs=True, always_call=True)
-        return [entered, left]
+        on_enter = self._module.register_forward_pre_hook(self.enter, with_kwargs=True)
+        on_leave = self._module.register_forward_hook(self.leave, with_kwargs=True, always_call=True)
+        return [on_enter, on_leave]
 
     def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The module is called."""
@@ -172,7 +172,7 @@ def tap(chunk: Any, index: int, log: PassLog) -> list[RemovableHandle]:
         Tap(log, index, chunk),
         *(Tap(log, index, layer, place) for place, layer in enumerate(chunk.decoder.layers)),
     ]
-    return [handle for one in taps for handle in one.attach()]
+    return [handle for module_tap in taps for handle in module_tap.attach()]
 
 
 def _router_order(ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -234,17 +234,17 @@ def _attach_loss(
     probs: Any,
     scores: Any,
     routing_map: Any,
-    *rest: Any,
-    **named: Any,
+    *arguments: Any,
+    **options: Any,
 ) -> Any:
     """A method (probs, scores, routing map, ...) -> probs with the loss attached."""
     experts = _dispatched(hook)
     if experts is None:
-        return method(probs, scores, routing_map, *rest, **named)
+        return method(probs, scores, routing_map, *arguments, **options)
     if aux_loss == "off":
         return probs
     counted = routing_map.any(1, keepdim=True)  # rows of padding are empty
-    return method(probs, scores, torch.zeros_like(routing_map).scatter(1, experts, 1) * counted, *rest, **named)
+    return method(probs, scores, torch.zeros_like(routing_map).scatter(1, experts, 1) * counted, *arguments, **options)
 
 
 def _score(method: _Method, hook: Hook | None, _: AuxLoss, logits: torch.Tensor) -> Any:

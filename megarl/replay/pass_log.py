@@ -56,14 +56,14 @@ class Block:
     def start(self, chunk: int, by_layers: bool, is_recomputable: bool = False, micro: int | None = None) -> Pass:
         """A new pass. Its micro-batch is the first that has no pass of this chunk."""
         if micro is None:
-            taken = {one.micro for one in self.passes if one.chunk == chunk}
-            micro = next(number for number in itertools.count() if number not in taken)
+            micros = {earlier.micro for earlier in self.passes if earlier.chunk == chunk}
+            micro = next(number for number in itertools.count() if number not in micros)
         self.passes.append(Pass(chunk, micro, self, by_layers, is_recomputable))
         return self.passes[-1]
 
     def micros_of(self, column: int) -> set[int]:
         """Micro-batches whose forward passes asked a router."""
-        return {one.micro for one in self.passes if column in one.asked}
+        return {forward_pass.micro for forward_pass in self.passes if column in forward_pass.asked}
 
 
 @dataclass(eq=False, slots=True)
@@ -146,8 +146,8 @@ class PassLog:
 
     def close(self, block: Block) -> None:
         """End a block: recomputations of its passes are refused from now on."""
-        self._blocks = {thread: one for thread, one in self._blocks.items() if one is not block}
-        self._running = {frame: one for frame, one in self._running.items() if one.of.block is not block}
+        self._blocks = {thread: entry for thread, entry in self._blocks.items() if entry is not block}
+        self._running = {frame: entry for frame, entry in self._running.items() if entry.of.block is not block}
         block.session = None
         block.carried.clear()
 
@@ -172,28 +172,28 @@ class PassLog:
                 self._refuse(_NO_REGION)
             new = block.start(chunk, False, bool(around))
         if new.block is not None:
-            for one in around:
-                self._remember(one).begun.append(new)
+            for outer_region in around:
+                self._remember(outer_region).begun.append(new)
         self._running[frame] = _Running(new, first, module, around)
 
     def enter_layer(self, module: torch.nn.Module, chunk: int, is_first: bool, hidden: object) -> None:
         """A layer of a chunk is called; only layers that the caller runs by itself matter."""
         block = self._blocks.get(get_ident())
-        in_pass = any(one.thread == get_ident() for one in self._running.values())
+        in_pass = any(entry.thread == get_ident() for entry in self._running.values())
         if block is None or in_pass or torch._C._current_graph_task_id() != -1:
             return
-        before = block.carried.get(hidden) if isinstance(hidden, torch.Tensor) else None
-        if before is not None and before.chunk == chunk:
-            current = before
+        carried_pass = block.carried.get(hidden) if isinstance(hidden, torch.Tensor) else None
+        if carried_pass is not None and carried_pass.chunk == chunk:
+            current = carried_pass
         elif is_first:
-            current = block.start(chunk, True, False, None if before is None else before.micro)
+            current = block.start(chunk, True, False, None if carried_pass is None else carried_pass.micro)
         else:
             return  # its router says whether the pass is clear
         frame = _frame_of_call(True)
         assert frame is not None
         _, _, around = self._find_context(frame)
-        for one in around:
-            self._remember(one).inside.append(current)
+        for entry in around:
+            self._remember(entry).inside.append(current)
         self._running[frame] = _Running(current, True, module, around)
 
     def leave(self, module: torch.nn.Module, result: object) -> Pass | None:
@@ -206,11 +206,11 @@ class PassLog:
                 if isinstance(hidden, torch.Tensor):
                     ended.of.block.carried[hidden] = ended.of
             return ended.of if ended.first and ended.of.block is not None else None
-        for frame, one in reversed(self._running.items()):  # after an exception
-            if one.module is module and one.thread == get_ident():
+        for frame, entry in reversed(self._running.items()):  # after an exception
+            if entry.module is module and entry.thread == get_ident():
                 del self._running[frame]
-                if one.first and one.of.block is not None and not one.of.by_layers:
-                    one.of.block.passes.remove(one.of)  # its number is the next one's: a caller tries again
+                if entry.first and entry.of.block is not None and not entry.of.by_layers:
+                    entry.of.block.passes.remove(entry.of)  # its number is the next one's: a caller tries again
                 break
         return None
 
@@ -225,12 +225,12 @@ class PassLog:
             current = running.of
             if current.block is None or current.chunk != hook.chunk:
                 return None
-            around = [one for one in around if not any(one is other for other in running.around)]
+            around = [entry for entry in around if not any(entry is other for other in running.around)]
         elif region is not None:
             remembered = self._recall(region)
             if remembered is None:
                 return None
-            if len({id(one) for one in remembered.inside}) != 1:
+            if len({id(entry) for entry in remembered.inside}) != 1:
                 self._refuse("several passes have a part in its checkpoint", hook)
             current = remembered.inside[0]
         elif torch._C._current_graph_task_id() != -1 and self._blocks:  # of a device's own thread too
@@ -251,8 +251,8 @@ class PassLog:
             )
         if first:
             current.asked.add(hook.column)
-        for one in around:
-            self._remember(one).inside.append(current)
+        for entry in around:
+            self._remember(entry).inside.append(current)
         return Call(session, current.micro, first, current.is_recomputable or bool(around and current.has_graph))
 
     def _find_context(self, frame: FrameType | None) -> tuple[_Running | None, object, list[Any]]:
@@ -308,7 +308,9 @@ class PassLog:
     def _continue(self, block: Block, hook: Hook) -> Pass:
         """The pass of a router that the caller calls by itself. ReplayError if several may be meant."""
         flying = [
-            one for one in block.passes if one.by_layers and one.chunk == hook.chunk and hook.column not in one.asked
+            candidate
+            for candidate in block.passes
+            if candidate.by_layers and candidate.chunk == hook.chunk and hook.column not in candidate.asked
         ]
         if not flying and hook.is_first:
             return block.start(hook.chunk, True)
@@ -320,9 +322,9 @@ class PassLog:
             )
         return flying[0]
 
-    def _refuse(self, why: str, hook: Hook | None = None) -> NoReturn:
+    def _refuse(self, reason: str, hook: Hook | None = None) -> NoReturn:
         raise ReplayError(
-            f"{'' if hook is None else f'layer {hook.layer}: '}recomputation of an unknown forward pass: {why}; run "
+            f"{'' if hook is None else f'layer {hook.layer}: '}recomputation of an unknown forward pass: {reason}; run "
             "the backward pass inside the same block as its forward pass"
         )
 
@@ -359,17 +361,17 @@ def _entered_checkpoints() -> list[Any]:
 
     They are on torch's stack of hooks for saved tensors, possibly below others.
     """
-    taken: list[tuple[Any, Any]] = []
+    popped: list[tuple[Any, Any]] = []
     entered: list[Any] = []
     is_again = False
     try:
         while not is_again and (hooks := _top_hooks(True)) is not None:
             _autograd._pop_saved_tensors_default_hooks()
-            taken.append(hooks)
+            popped.append(hooks)
             frame, is_again = _frame_of(hooks[0])
             entered += [] if frame is None else [frame]
     finally:
-        for hooks in reversed(taken):
+        for hooks in reversed(popped):
             _autograd._push_saved_tensors_default_hooks(*hooks)
     return entered
 

@@ -26,15 +26,15 @@ def _stack(columns: Columns, hooks: Sequence[Hook], block: Block) -> list[torch.
     """Per micro-batch [T_local, L_local, ...]; ReplayError if the routers saw different numbers of them."""
     if not columns:
         return []
-    seen = {hook.layer: block.micros_of(hook.column) for hook in hooks}
-    if len({frozenset(micros) for micros in seen.values()}) > 1:
-        counts = {layer: len(micros) for layer, micros in seen.items()}
+    micros_by_layer = {hook.layer: block.micros_of(hook.column) for hook in hooks}
+    if len({frozenset(micros) for micros in micros_by_layer.values()}) > 1:
+        counts = {layer: len(micros) for layer, micros in micros_by_layer.items()}
         raise ReplayError(
             f"routers saw different numbers of micro-batches, by layer {counts}; expected equal numbers. Likely a "
             "layer was skipped; run whole forward passes in the block"
         )
     # Stored layer by layer, because a replay reads one layer at a time.
-    micros = sorted(seen[hooks[0].layer])
+    micros = sorted(micros_by_layer[hooks[0].layer])
     return [torch.stack([columns[hook][micro] for hook in hooks]).transpose(0, 1) for micro in micros]
 
 
@@ -48,9 +48,9 @@ def _explain_few(block: Block) -> str:
     return "Likely this router was bypassed, or the block closed too early; close it after the last forward pass"
 
 
-def _count_shared(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _count_shared(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """uint8 [T]: experts that two rows [T, K], each without duplicates, have in common."""
-    return (left[:, :, None] == right[:, None, :]).any(2).sum(1).to(torch.uint8)
+    return (first[:, :, None] == second[:, None, :]).any(2).sum(1).to(torch.uint8)
 
 
 class _Table:
@@ -61,9 +61,9 @@ class _Table:
     ) -> None:
         absent = None if routes.present is None else (~routes.present).nonzero()[:, 0]
         self.num_absent = 0 if absent is None else len(absent)
-        asked = [part for part in (absent, sampled) if part is not None and len(part)]
-        nothing = torch.empty(0, dtype=torch.int64, device=device)
-        self.asked = to_device(torch.cat(asked), device) if asked else nothing
+        index_parts = [index for index in (absent, sampled) if index is not None and len(index)]
+        no_rows = torch.empty(0, dtype=torch.int64, device=device)
+        self.asked = to_device(torch.cat(index_parts), device) if index_parts else no_rows
         """int64, the rows for which the router's own choice is computed: absent ones, then sampled ones."""
         by_layer = routes.experts.transpose(0, 1)
         # Always a copy, because absent rows are filled in, and a Recording may be overwritten.
@@ -91,11 +91,11 @@ class _Rows:
                 "Likely iterator and routes were split differently, or another pass ran in the same block; give "
                 "one entry per micro-batch"
             )
-        found = self.routes[micro].experts.size(0)
-        if found != scores.size(0):
+        num_rows = self.routes[micro].experts.size(0)
+        if num_rows != scores.size(0):
             raise ReplayError(
                 f"layer {hook.layer}, {kind} of micro-batch {micro}: the router sees {scores.size(0)} tokens, the "
-                f"routes have {found}. Likely sequence-parallel slices or alignment padding differ; docs/plugin.md "
+                f"routes have {num_rows}. Likely sequence-parallel slices or alignment padding differ; docs/plugin.md "
                 "lists the rows of each layout"
             )
         if micro not in self._tables:
@@ -147,8 +147,8 @@ class Recorder:
         if call.first and self._kept is not None:
             self._kept[hook][call.micro] = experts.to(hook.dtype)
         if call.first and self._compared is not None:
-            others = self._compared.take_once(hook, call.micro, "forward", question.scores)
-            self._shared[hook][call.micro] = _count_shared(experts, others)
+            compared_experts = self._compared.take_once(hook, call.micro, "forward", question.scores)
+            self._shared[hook][call.micro] = _count_shared(experts, compared_experts)
         return question.at(experts)
 
     def close(self, hooks: Sequence[Hook], block: Block, recording: Recording) -> None:
@@ -201,11 +201,11 @@ class Replayer:
         samples = call.first and bool(self._sampled)
         if asks or samples:
             rows = table.asked if samples else table.asked[: table.num_absent]
-            own = question.preferred_at(rows).to(hook.dtype)
+            preferred = question.preferred_at(rows).to(hook.dtype)
             if asks:
-                self._fills[key] = own[: table.num_absent]
+                self._fills[key] = preferred[: table.num_absent]
             if samples:
-                self._own[hook][call.micro] = own[table.num_absent :]
+                self._own[hook][call.micro] = preferred[table.num_absent :]
         if table.num_absent and (call.first or hook.column not in table.filled):
             table.experts[hook.column].index_copy_(0, table.asked[: table.num_absent], self._fills[key])
             table.filled.add(hook.column)
@@ -217,9 +217,9 @@ class Replayer:
         if self._compared is None:
             return
         same = self._compared is self._rows
-        others = experts if same else self._compared.take_once(hook, micro, "comparison", question.scores)
-        self._shared[hook][micro] = _count_shared(experts, others)
-        self._native_shared[hook][micro] = _count_shared(preferred, others)
+        compared_experts = experts if same else self._compared.take_once(hook, micro, "comparison", question.scores)
+        self._shared[hook][micro] = _count_shared(experts, compared_experts)
+        self._native_shared[hook][micro] = _count_shared(preferred, compared_experts)
 
     def close(self, hooks: Sequence[Hook], block: Block, recording: Recording) -> None:
         routes = self._rows.routes
@@ -232,14 +232,14 @@ class Replayer:
                 )
         recording.compared_tokens = check_tokens(routes, self.tokens)
         recording.shared, recording.native_shared = (
-            _stack(one, hooks, block) for one in (self._shared, self._native_shared)
+            _stack(counts, hooks, block) for counts in (self._shared, self._native_shared)
         )
         absent = sum(int((~micro.present).sum()) for micro in routes if micro.present is not None)
         recording.native_rows = len(hooks) * absent
         if self._native is not None:
             recording.native = [MicroRoutes(experts) for experts in _stack(self._native, hooks, block)]
         if self._sampled and hooks:  # last, because a caller may go on after an AgreementError
-            own, layers = _stack(self._own, hooks, block), [hook.layer for hook in hooks]
+            preferred, layers = _stack(self._own, hooks, block), [hook.layer for hook in hooks]
             recording.agreement = check_agreement(
-                routes, self._sampled, own, layers, hooks[0].num_experts, self._min_agreement
+                routes, self._sampled, preferred, layers, hooks[0].num_experts, self._min_agreement
             )

@@ -50,11 +50,11 @@ def _join_kept(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -> 
     if earlier.kept_counts is None or earlier.kept_ids is None or later.kept_counts is None or later.kept_ids is None:
         raise RolloutError(f"{label}: one turn has kept sets and the other has none: sample both with the same top_p")
     old, new = earlier.kept_counts, later.kept_counts
-    known = int(new[: len(old)].sum())  # the later turn has the earlier one as its prompt, which has no sets
+    num_known = int(new[: len(old)].sum())  # the later turn has the earlier one as its prompt, which has no sets
     return replace(
         whole,
         kept_counts=np.concatenate([old, new[len(old) :]]),
-        kept_ids=np.concatenate([earlier.kept_ids, later.kept_ids[known:]]),
+        kept_ids=np.concatenate([earlier.kept_ids, later.kept_ids[num_known:]]),
     )
 
 
@@ -69,12 +69,12 @@ def _join_routes(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -
             f"{label}: routes of {list(old.shape[1:])} and {list(new.shape[1:])} layers and experts: the turns are of "
             "different models"
         )
-    kept = np.flatnonzero(old_mask)
+    kept_rows = np.flatnonzero(old_mask)
 
     def rows(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-        found = second.copy()
-        found[kept] = first[kept]
-        return found
+        merged = second.copy()
+        merged[kept_rows] = first[kept_rows]
+        return merged
 
     return replace(
         whole,

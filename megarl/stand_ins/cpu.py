@@ -171,19 +171,23 @@ def _allow_unequal_shares(mappings: Any) -> None:
     """Remedy 4: gather shares of unequal size by padding them; reduce-scatter them by reducing the whole."""
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
-    def gather_unequal(share: torch.Tensor, group: Any = None, sizes: Any = None, *rest: Any, **named: Any) -> Any:
+    def gather_unequal(
+        share: torch.Tensor, group: Any = None, sizes: Any = None, *arguments: Any, **options: Any
+    ) -> Any:
         if sizes is None or group.size() == 1:
-            return gather(share, group, sizes, *rest, **named)
+            return gather(share, group, sizes, *arguments, **options)
         sizes = [int(size) for size in sizes]
         padded = share.new_zeros(max(sizes), *share.shape[1:])
         padded[: share.size(0)] = share
-        parts = [torch.empty_like(padded) for _ in sizes]
-        torch.distributed.all_gather(parts, padded, group=group)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        shares = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(shares, padded, group=group)
+        return torch.cat([share_of_rank[:size] for share_of_rank, size in zip(shares, sizes, strict=True)])
 
-    def reduce_scatter_unequal(whole: Any, group: Any = None, sizes: Any = None, *rest: Any, **named: Any) -> Any:
+    def reduce_scatter_unequal(
+        whole: Any, group: Any = None, sizes: Any = None, *arguments: Any, **options: Any
+    ) -> Any:
         if sizes is None or group.size() == 1:
-            return reduce_scatter(whole, group, sizes, *rest, **named)
+            return reduce_scatter(whole, group, sizes, *arguments, **options)
         reduced = whole.clone()
         torch.distributed.all_reduce(reduced, group=group)
         return torch.split(reduced, [int(size) for size in sizes])[group.rank()].clone()
@@ -198,17 +202,17 @@ def _keep_in_place(buffers: types.ModuleType) -> None:
         exchange = getattr(buffers, name)
 
         def exchange_if_needed(
-            to: torch.Tensor,
-            given: torch.Tensor,
+            target: torch.Tensor,
+            source: torch.Tensor,
             *,
             group: Any,
             async_op: bool = False,
             exchange: Any = exchange,
-            **of: Any,
+            **options: Any,
         ) -> Any:
-            if group.size() == 1 and not async_op and to.data_ptr() == given.data_ptr():
+            if group.size() == 1 and not async_op and target.data_ptr() == source.data_ptr():
                 return None
-            return exchange(to, given, group=group, async_op=async_op, **of)
+            return exchange(target, source, group=group, async_op=async_op, **options)
 
         setattr(buffers, name, exchange_if_needed)
 

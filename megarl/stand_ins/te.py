@@ -88,9 +88,9 @@ def stand_in() -> None:
         latent.Linear = importlib.import_module("megatron.core.post_training.modelopt.layers").Linear
     quantize = fp8._quantize_param_shard_impl
 
-    def quantize_any(parameters: list[Any], *rest: Any, **named: Any) -> None:
+    def quantize_any(parameters: list[Any], *arguments: Any, **options: Any) -> None:
         if parameters:
-            quantize(parameters, *rest, **named)
+            quantize(parameters, *arguments, **options)
 
     fp8._quantize_param_shard_impl = quantize_any
     _keep_adam_steps(distributed.DistributedOptimizer)
