@@ -29,7 +29,7 @@ from megarl.routes.trace import narrow_dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PackedPiece:
     """The sequences of one micro-batch, or any sequences back to back."""
 
     sequences: np.ndarray
@@ -43,7 +43,7 @@ class Piece:
 class Placement:
     """The rows that one rank has or wants: those of the tokens that its routers see, in their order."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PackedPiece, ...]
     layers: tuple[int, ...]
     """0-based global layers."""
     tp: tuple[int, int] = (1, 0)
@@ -56,13 +56,13 @@ class Placement:
         pieces = []
         for micro in micro_batches:
             lengths = np.diff(micro.batch.cu_seqlens.cpu().numpy())
-            pieces.append(Piece(np.asarray(micro.sequences, np.int64), lengths, micro.num_slots))
+            pieces.append(PackedPiece(np.asarray(micro.sequences, np.int64), lengths, micro.num_slots))
         return Placement(tuple(pieces), tuple(layers), tp_position(), cp_position())
 
     @staticmethod
     def of_sequences(sequences: Sequence[int], lengths: Sequence[int], layers: Sequence[int]) -> Placement:
         """Whole sequences, each token once, as an engine returns them."""
-        piece = Piece(np.asarray(sequences, np.int64), np.asarray(lengths, np.int64), int(sum(lengths)))
+        piece = PackedPiece(np.asarray(sequences, np.int64), np.asarray(lengths, np.int64), int(sum(lengths)))
         return Placement((piece,), tuple(layers))
 
     def rows(self) -> np.ndarray:
@@ -78,14 +78,16 @@ class Placement:
     def decode(data: np.ndarray) -> Placement:
         """Inverse of ``encode``."""
         pieces, *others_ = json.loads(data.tobytes())
-        decoded = (Piece(np.array(ids, np.int64), np.array(lengths, np.int64), slots) for ids, lengths, slots in pieces)
+        decoded = (
+            PackedPiece(np.array(ids, np.int64), np.array(lengths, np.int64), slots) for ids, lengths, slots in pieces
+        )
         return Placement(tuple(decoded), *map(tuple, others_))
 
     def rows_by_piece(self) -> list[int]:
         """How many rows each piece has."""
         return [piece.num_slots // (self.tp[0] * self.cp[0]) for piece in self.pieces]
 
-    def _rows_of(self, piece: Piece) -> np.ndarray:
+    def _rows_of(self, piece: PackedPiece) -> np.ndarray:
         bounds = np.concatenate([[0], np.cumsum(piece.lengths)])
         tokens = router_tokens(torch.from_numpy(bounds), piece.num_slots, self.tp, self.cp).numpy()
         ids = np.repeat((piece.sequences << 32) - bounds[:-1], piece.lengths) + np.arange(bounds[-1])

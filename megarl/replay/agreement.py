@@ -1,15 +1,14 @@
 """Checks that routes belong to this batch: compares token ids exactly, and experts with the routers' own choice.
 
-Routes of the batch agree with the training engine's routers in most experts, because both engines run the same model.
-Rows that are shifted, transposed, or of another micro-batch, layer or model agree by chance. Agreement is measured
-beyond chance (Cohen's kappa):
+Routes of the batch agree with the training routers in most experts, because both engines run one model. Shifted or
+transposed rows, and rows of another micro-batch, layer or model, agree by chance. Agreement is measured beyond chance
+(Cohen's kappa):
 
     kappa = (agreement - chance) / (1 - chance)
 
-Chance is ``K / E``, or the agreement with the same layer's rows of other tokens if that is more, at most MOST_CHANCE.
-Few rows prove little: two standard errors are added to the agreement (Agresti and Coull 1998), and fewer than
-LEAST_JUDGED rows are never judged. Both checks read the device once, when the block closes. The error names the usual
-mistake that explains the rows.
+Chance is the larger of ``K / E`` and the agreement with rows of other tokens in the layer, at most MOST_CHANCE. Two
+standard errors are added to the agreement (Agresti and Coull 1998), and fewer than LEAST_JUDGED rows are never judged.
+Both checks read the device once, when the block closes. The error names the usual mistake that explains the rows.
 """
 
 import itertools
@@ -69,8 +68,8 @@ def check_tokens(routes: Sequence[MicroRoutes], input_tokens: Mapping[int, torch
         expected = len(routes[micro].experts)
         if len(input_tokens[micro]) != expected:
             raise ReplayError(
-                f"micro-batch {micro}: the model gets {len(input_tokens[micro])} tokens, but its routers see {expected} "
-                "rows, so token_ids cannot be compared; omit them from MicroRoutes for such a model"
+                f"micro-batch {micro}: the model gets {len(input_tokens[micro])} tokens, but its routers see "
+                f"{expected} rows, so token_ids cannot be compared; omit them from MicroRoutes for such a model"
             )
     got = _to_host([input_tokens[micro] for micro in compared])
     carried = _to_host([ids for micro in compared if (ids := routes[micro].token_ids) is not None])

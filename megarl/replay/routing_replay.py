@@ -1,10 +1,10 @@
 """The object that a training loop holds: it sets one hook per router, and opens blocks that record or replay.
 
-Megatron-Core from 0.16 on, or an older release that is patched (``megarl patch``), asks ``router.router_replay`` for
-the experts of a batch. ``RoutingReplay`` sets one hook there per router, which routes natively outside of
-``record()`` and ``replay(routes)``. There is no module-level state, so models do not affect each other. Only the
-choice of experts is replayed. Gate weights are computed from the logits of the pass, at the replayed experts, and
-gradients reach the router through them (Ma et al., arXiv 2510.11370; Zheng et al., arXiv 2512.01374).
+Megatron-Core from 0.16 on, or an older release after ``megarl patch``, asks ``router.router_replay`` for the experts of
+a batch. ``RoutingReplay`` sets one hook per router, which routes natively outside of ``record()`` and
+``replay(routes)``. Models do not share state. Only the choice of experts is replayed. Gate weights come from the logits
+of the pass at the replayed experts, and carry gradients to the router (Ma et al., arXiv 2510.11370; Zheng et al., arXiv
+2512.01374).
 """
 
 from collections.abc import Iterator, Sequence
