@@ -1,11 +1,11 @@
 """Routes in the answers of inference engines, as one checked trace of the whole sequence.
 
 ``routes_from_sglang`` is for megarl's client and for a loop of your own, ``routes_from_vllm`` for a loop of your own.
-An answer has a row for each token that went through the model: prompt and response without the last token, which was
-sampled and never read. A row of -1 is missing: its token routes natively, and is counted.
+An answer has a row for each token that the model read: prompt and response without the last token. A row of -1 is
+missing: the token routes natively, and is counted.
 
-An engine that routes inside a kernel captures nothing, and answers with the zeros of a new buffer, with padding, or
-with one row of an earlier pass for all tokens. ``refuse_uncaptured`` finds such answers.
+An engine that routes inside a kernel captures nothing, and answers with zeros of a new buffer, with padding, or with
+one row of an earlier pass for all tokens. ``refuse_uncaptured`` refuses these answers.
 """
 
 import base64
@@ -128,7 +128,7 @@ def _get(record: Any, name: str) -> Any:
 
 
 def _find_start(label: str, total: int, shape: MoeShape, start: int | None, earlier: RoutingTrace | None) -> int:
-    """The first row that the answer must have."""
+    """Return the first row that the answer must have."""
     if not shape.moe_layers:
         raise TraceError(f"{label}: the model has no experts, so there is nothing to replay: ask for no routes")
     if earlier is not None and len(earlier.experts) > total:
@@ -226,7 +226,7 @@ def decode_routes(
 
 
 def longest_text(num_rows: int, shape: MoeShape) -> int:
-    """Return the length of base64 of that many rows, with room for some more, which are then refused by number."""
+    """Return the base64 length of ``num_rows`` rows plus 16, so that a wrong number of rows is reported as a number."""
     return (num_rows + 16) * shape.num_layers * shape.topk * 16 // 3 + 256
 
 

@@ -4,10 +4,10 @@
     payload  mask | the rows of the tokens that have one, token by token, layer by layer
 
 Numbers are little-endian. An unordered row is the number of its set (``cells``; for other shapes ``combinations``),
-written in planes of at most 2^15 rows (``rows``); an ordered row is K bytes (E <= 256) or K 16-bit words. The mask is
-written only if the trace has one: one bit per token or, where that is shorter, the number of runs and their lengths,
-32-bit words, of tokens with and without a row in turn. So a trace without a mask takes at most the bytes of its experts
-(one each for E <= 256, else two) and the header.
+written in planes of at most 2^15 rows (``rows``); an ordered row is K bytes (E <= 256) or K 16-bit words. A mask is
+written only for a trace with a mask: one bit per token or, if shorter, the number of runs and the run lengths (32-bit
+words), alternating between tokens with and without a row. A trace without a mask takes at most the header and the bytes
+of the experts (one per expert for E <= 256, else two).
 """
 
 import struct

@@ -85,7 +85,7 @@ class Disagreement:
 
     def stats(self, prefix: str = "router") -> dict[str, Stat]:
         """Return the same as mergeable metrics: ``router/flip`` ... and ``router/flip/layer_00`` ... by layer."""
-        from megarl.core.metrics import Stat  # it needs torch, and files of traces are compared where that is not there
+        from megarl.core.metrics import Stat  # imports torch, which comparing trace files does not need
 
         tokens, flips = float(self.num_tokens), float(self.flips.sum())
         pairs = tokens * len(self.flips)

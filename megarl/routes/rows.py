@@ -47,8 +47,8 @@ def num_bytes(num_rows: int, bits: int) -> int:
 def pack(words: np.ndarray, bits: int) -> bytes:
     """Write N numbers of ``bits`` bits: uint32 [ceil(bits / 32), N], lowest word first -> ceil(N * bits / 8) bytes.
 
-    Planes back to back: each full 32-bit word of all numbers, each full byte of the last word of all numbers, then each
-    bit that is left of all numbers.
+    Planes back to back: full 32-bit words of all numbers, then full bytes of the last word of all numbers, then the
+    remaining bits of all numbers.
     """
     num_words, num_octets, num_flags = _planes(bits)
     planes = [words[:num_words].astype("<u4", copy=False).tobytes()]

@@ -5,7 +5,7 @@
               cu_seqlens int64 [N+1]
               optional: tokens int32 [T], row_versions int32 [T]
 
-Lists in the metadata are JSON. Each encoded trace has its own checksum, and is decoded when it is asked for.
+Lists in the metadata are JSON. Each encoded trace has a checksum, and is decoded on access.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def read_traces(path: str | Path) -> TraceFile:
 
 
 class TraceFile:
-    """The sequences of a file, in order. A sequence is decoded when it is asked for, by position or by name."""
+    """The sequences of a file, in order. Access by position or name decodes a sequence."""
 
     def __init__(self, path: Path, metadata: _Metadata, tensors: Mapping[str, np.ndarray]) -> None:
         self.path, self.names, self.weight_versions = path, metadata.names, metadata.weight_versions

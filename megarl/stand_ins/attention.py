@@ -33,7 +33,7 @@ from megarl.errors import ConfigError
 class PackedSequences(PackedSeqParams):
     """Megatron's packed-sequence parameters. Sequences of one length are one batched attention call without padding.
 
-    So a sequence's result does not depend on what it is packed with.
+    A sequence's result does not depend on the other sequences of the pack.
     """
 
     length_buckets: tuple[Tensor, ...] = ()
@@ -142,7 +142,7 @@ class PackedAttention(torch.nn.Module):
         outputs, order = [], []
         for rows in packing.length_buckets:
             length = rows.size(1)
-            # Of this rank's queries in their sequence; made on the host, which knows the length.
+            # Positions of this rank's queries in the sequence; computed on the host, where the length is known.
             position = to_device(zigzag_indices(torch.tensor([0, length]), size, rank), rows.device)
             local_rows = rows[:, :1] // size + torch.arange(position.numel(), device=rows.device)
             visible = torch.arange(length, device=rows.device) <= position[:, None]

@@ -3,18 +3,18 @@
 Megatron-Core assumes a GPU in seven ways. ``enable`` applies one remedy for each. It changes nothing else of torch or
 Megatron, and nothing at all on a machine with CUDA.
 
-1. It calls ``torch.cuda`` for streams, events, synchronisation, the current device and the random generator. A CPU has
+1. Calls of ``torch.cuda`` for streams, events, synchronisation, the current device and the random generator. A CPU has
    one stream and one generator, so the stand-ins do nothing, return ``"cpu"``, or use the CPU generator.
-2. It has the literals ``"cuda"`` and ``"torch.cuda.FloatTensor"`` inside functions. They are replaced in the compiled
-   functions of the listed modules: same code, other constants.
-3. It fuses small functions with ``torch.compile`` at import. On a CPU, that needs a C++ compiler and seconds per
-   function. During that import, ``torch.compile`` returns functions unchanged.
+2. Literals ``"cuda"`` and ``"torch.cuda.FloatTensor"`` inside functions. The compiled functions of the listed modules
+   get the same code with other constants.
+3. ``torch.compile`` of small functions at import. On a CPU, compiling needs a C++ compiler and seconds per function.
+   During Megatron's import, ``torch.compile`` returns functions unchanged.
 4. Parts of it need NCCL: gloo takes no split sizes in tensors (all-to-all dispatcher), and no shares of unequal size
    (expert-tensor parallelism).
 5. Each of its dozens of process groups starts an event loop of gloo, a thread that wakes up a hundred times a second.
    All groups of a process share one loop.
-6. Without a fused kernel it rotates packed sequences one by one, in every layer. All are rotated at once.
-7. One rank exchanges gradients and weights with itself, and sorts what is sorted. Both copies are left out.
+6. Without a fused kernel, packed sequences are rotated one by one in every layer. Here all are rotated at once.
+7. One rank exchanges gradients and weights with itself, and sorts sorted tokens. Both copies are left out.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Event(_Stream):
 
 
 class _SharedLoopGloo(distributed_c10d.ProcessGroupGloo):
-    """Remedy 5: a gloo group that uses the one event loop of this process."""
+    """Remedy 5: a gloo group on the shared event loop of this process."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False) -> None:
         assert not enable_reconfigure, "groups of the CPU layer keep their ranks"  # torch 2.14 passes it

@@ -1,9 +1,9 @@
-"""The experts of a layer together: two matrix products each, and one activation for all of them.
+"""Computes all experts of a layer together: two matrix products per expert, and one activation for all experts.
 
-Without Transformer Engine, Megatron calls one MLP per expert. For small experts most of that time is Python, and new
-memory for every result. The products here are the same ones, bit for bit. They are not torch's ``_grouped_mm``, which
-takes as long, asks for the weights of a layer in one tensor, and is not in every release of torch. The weights stay
-parameters of their own, so checkpoints have the same names.
+Without Transformer Engine, Megatron calls one MLP per expert. For small experts, Python and new memory for results take
+most of the time. The products here are equal bit for bit. torch's ``_grouped_mm`` takes as long, needs the weights of a
+layer in one tensor, and is missing in some releases of torch. Weights stay separate parameters, so checkpoints have the
+same names.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def _is_plain(config: Any) -> bool:
 def _forward(one_by_one: Any, mlp: Any, hidden: Tensor, counts: Tensor, probs: Tensor, **options: Any) -> Any:
     """``SequentialMLP.forward``: hidden [T, H] and probs [T] in the order of the experts, counts [E] on the host."""
     layers: tuple[_Layer, ...] = (mlp.linear_fc1, mlp.linear_fc2)
-    # Megatron's hooks gather the weights of a module when it is called, so then each is called.
+    # Megatron's hooks gather the weights of a module on a call, so call each module.
     if any(linear._forward_pre_hooks for layer in layers for linear in layer.parts):
         return one_by_one(hidden, counts, probs, **options)
     for layer in layers:
@@ -46,7 +46,7 @@ def _forward(one_by_one: Any, mlp: Any, hidden: Tensor, counts: Tensor, probs: T
 
 
 class _Layer(torch.nn.Module):
-    """One of the two linear layers, of all experts. It owns none of their weights."""
+    """One of the two linear layers, of all experts. The weights stay with the experts."""
 
     def __init__(self, experts: SequentialMLP, name: str, adds: bool) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class _Products(torch.autograd.Function):
                 torch.mm(gradient, weight, out=into)
         if any(ctx.needs_input_grad[3:]):
             sums: Sequence[Any] = [getattr(weight, "main_grad", None) for weight in weights]
-            # Else autograd adds them: there is no buffer, or one of another precision.
+            # Without a buffer of this precision, autograd adds the gradients.
             if not (ctx.adds and all(into is not None and into.dtype == rows.dtype for into in sums)):
                 sums = of_weights = rows.new_zeros(len(weights), *weights[0].shape).unbind()
             trains = ctx.needs_input_grad[3:]
