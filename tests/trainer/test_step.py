@@ -39,7 +39,8 @@ from megarl.core.metrics import finalize
 from megarl.core.types import Rollout
 from megarl.data.tiny import write_tiny_model
 from megarl.errors import ConfigError, NumericsError, ReplayError, RolloutError, TraceError
-from megarl.replay import checks, rollout_routes
+from megarl.megatron import rollout_routes
+from megarl.replay import checks
 from megarl.trainer.step import TrainStep
 
 
@@ -169,7 +170,7 @@ def _with_missing_rows(rollouts: list[Rollout], per_sequence: int) -> list[Rollo
 def test_the_passes_do_not_check_experts_again(world: World, replay: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are the routers' own choice, or were checked with the rollouts."""
     checked: list[Any] = []
-    monkeypatch.setattr(checks, "_check_experts", lambda *given: checked.append(given))
+    monkeypatch.setattr(checks, "describe_wrong_row", lambda *given: checked.append(given))
     with training(world.settings(train__replay=replay)) as step:
         minis = prepare(step, world.rollouts(), fixed_advantages())
         look(step, minis, old_pass=True)
