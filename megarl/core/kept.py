@@ -27,12 +27,12 @@ def check_kept(rollout: Rollout) -> None:
             "counts, and as many ids as they sum up to"
         )
     owner = np.repeat(np.arange(rollout.num_tokens), counts)
-    found = np.bincount(owner[ids == rollout.tokens[owner]], minlength=rollout.num_tokens)
-    wrong = found != np.where(rollout.loss_mask, 1, counts > 0)
+    num_hits = np.bincount(owner[ids == rollout.tokens[owner]], minlength=rollout.num_tokens)
+    wrong = num_hits != np.where(rollout.loss_mask, 1, counts > 0)
     if wrong.any():
         token = int(wrong.argmax())
         raise RolloutError(
-            f"{label}: the {counts[token]} ids that token {token} was drawn from hold it {found[token]} times, "
+            f"{label}: the {counts[token]} ids that token {token} was drawn from hold it {num_hits[token]} times, "
             "expected once: the engine has recorded the sets of other tokens"
         )
     rows = owner * (1 << 32) + ids

@@ -134,27 +134,27 @@ def drop_routes(rollout: Rollout) -> Rollout:
 
 def select(batch: TrainBatch, sequences: Sequence[int] | Tensor) -> TrainBatch:
     """Return the batch of the given sequences, in the given order; IndexError if one does not exist."""
-    chosen = torch.as_tensor(sequences, dtype=torch.int64, device=batch.cu_seqlens.device).reshape(-1)
-    if bool(((chosen < 0) | (chosen >= batch.num_sequences)).any()):
-        raise IndexError(f"sequences {chosen.tolist()} of a batch of {batch.num_sequences}: expected 0..N-1")
-    cu_seqlens, index = take_segments(batch.cu_seqlens, chosen)
+    indices = torch.as_tensor(sequences, dtype=torch.int64, device=batch.cu_seqlens.device).reshape(-1)
+    if bool(((indices < 0) | (indices >= batch.num_sequences)).any()):
+        raise IndexError(f"sequences {indices.tolist()} of a batch of {batch.num_sequences}: expected 0..N-1")
+    cu_seqlens, index = take_segments(batch.cu_seqlens, indices)
     columns = {name: getattr(batch, name) for name in TOKEN_COLUMNS}
-    taken = {name: column[index] for name, column in columns.items() if column is not None}
+    selected = {name: column[index] for name, column in columns.items() if column is not None}
     if batch.kept_ids is not None and batch.kept_offsets is not None:
-        taken["kept_offsets"], kept = take_segments(batch.kept_offsets, index)
-        taken["kept_ids"] = batch.kept_ids[kept]
-    return replace(batch, cu_seqlens=cu_seqlens, **taken)
+        selected["kept_offsets"], kept_index = take_segments(batch.kept_offsets, index)
+        selected["kept_ids"] = batch.kept_ids[kept_index]
+    return replace(batch, cu_seqlens=cu_seqlens, **selected)
 
 
-def take_segments(bounds: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+def take_segments(bounds: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
     """Return the bounds int64 [R+1] of the chosen segments back to back, and the index int64 of each of their entries.
 
     bounds: integer [N+1], segment n is ``[bounds[n], bounds[n+1])``; chosen: int64 [R], in any order.
     """
-    lengths = (bounds[chosen + 1] - bounds[chosen]).long()  # not of all segments: a batch is taken apart into many
-    taken = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    shift = segment_expand(bounds[chosen] - taken[:-1], taken)
-    return taken, torch.arange(shift.numel(), device=shift.device) + shift
+    lengths = (bounds[segments + 1] - bounds[segments]).long()  # not of all segments: a batch is taken apart into many
+    new_bounds = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    shift = segment_expand(bounds[segments] - new_bounds[:-1], new_bounds)
+    return new_bounds, torch.arange(shift.numel(), device=shift.device) + shift
 
 
 def _check_lengths(lengths: Sequence[int], num_bins: int) -> None:
@@ -183,11 +183,11 @@ def _place(
     for index, sequence in enumerate(order[:num_bins]):
         bin_of[sequence] = index
     heapq.heapify(heap)
-    most = math.inf if max_tokens is None else max_tokens
+    limit = math.inf if max_tokens is None else max_tokens
     for sequence in order[num_bins:]:
         emptiest = heap[0]
         load, bin_of[sequence] = divmod(emptiest, num_bins)
-        if load + lengths[sequence] > most:
+        if load + lengths[sequence] > limit:
             return None
         heapq.heapreplace(heap, emptiest + lengths[sequence] * num_bins)
     return _gather_bins(bin_of)
@@ -197,11 +197,11 @@ def _fewest_bins(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     if sum(lengths) <= max_tokens:
         return [[*range(len(lengths))]]
     order, low = _longest_first(lengths), _least_bins(lengths, max_tokens)
-    if found := _place(lengths, order, low, max_tokens):
-        return found
+    if best_bins := _place(lengths, order, low, max_tokens):
+        return best_bins
     # Longest-first placement balances better than first-fit, but can miss a split that first-fit finds.
-    found = _first_fit_decreasing(lengths, order, max_tokens)
-    high = len(found)
+    best_bins = _first_fit_decreasing(lengths, order, max_tokens)
+    high = len(best_bins)
     for num_bins in range(low + 1, min(low + _TRIES, high) + 1):
         if better := _place(lengths, order, num_bins, max_tokens):
             return better
@@ -209,10 +209,10 @@ def _fewest_bins(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     while low + 1 <= high:  # a search over all counts would be quadratic in the sequences
         middle = (low + high + 1) // 2
         if better := _place(lengths, order, middle, max_tokens):
-            found, high = better, middle - 1
+            best_bins, high = better, middle - 1
         else:
             low = middle
-    return found
+    return best_bins
 
 
 def _least_bins(lengths: Sequence[int], max_tokens: int) -> int:
@@ -224,27 +224,29 @@ def _least_bins(lengths: Sequence[int], max_tokens: int) -> int:
     ordered = np.sort(np.asarray(lengths, np.int64))
     sums = np.concatenate([[0], np.cumsum(ordered)])
     half = int(np.searchsorted(ordered, max_tokens // 2, "right"))  # from here on two do not fit
-    least = np.unique(np.concatenate([[1], ordered[:half]]))
-    begin, above = np.searchsorted(ordered, least), np.searchsorted(ordered, max_tokens - least, "right")
+    thresholds = np.unique(np.concatenate([[1], ordered[:half]]))
+    begin, above = np.searchsorted(ordered, thresholds), np.searchsorted(ordered, max_tokens - thresholds, "right")
     free = (above - half) * max_tokens - (sums[above] - sums[half])
-    more = -((free - (sums[half] - sums[begin])) // max_tokens)
-    return max(int((len(ordered) - half + np.maximum(more, 0)).max()), 1)
+    num_more = -((free - (sums[half] - sums[begin])) // max_tokens)
+    return max(int((len(ordered) - half + np.maximum(num_more, 0)).max()), 1)
 
 
 def _divide(bins: list[list[int]], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
     """Halve the fullest bin until there are num_bins; this only shortens bins, so they still fit."""
-    done = [part for part in bins if len(part) == 1]
-    heap = [(-sum(lengths[i] for i in part), index, part) for index, part in enumerate(bins) if len(part) > 1]
+    done = [members for members in bins if len(members) == 1]
+    heap = [
+        (-sum(lengths[i] for i in members), index, members) for index, members in enumerate(bins) if len(members) > 1
+    ]
     heapq.heapify(heap)
     for index in range(len(bins), 2 * num_bins - len(bins), 2):
         _, _, fullest = heapq.heappop(heap)
         for number, half in enumerate(partition_into([lengths[i] for i in fullest], 2), index):
-            part = [fullest[i] for i in half]
-            if len(part) > 1:
-                heapq.heappush(heap, (-sum(lengths[i] for i in part), number, part))
+            members = [fullest[i] for i in half]
+            if len(members) > 1:
+                heapq.heappush(heap, (-sum(lengths[i] for i in members), number, members))
             else:
-                done.append(part)
-    return sorted([*done, *(part for _, _, part in heap)])
+                done.append(members)
+    return sorted([*done, *(members for _, _, members in heap)])
 
 
 def _first_fit_decreasing(lengths: Sequence[int], order: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -257,8 +259,8 @@ def _first_fit_decreasing(lengths: Sequence[int], order: Sequence[int], max_toke
             node = 2 * node if room[2 * node] >= length else 2 * node + 1
         bin_of[sequence] = node
         room[node] -= length
-        while (node := node // 2) and room[node] != (most := max(room[2 * node], room[2 * node + 1])):
-            room[node] = most
+        while (node := node // 2) and room[node] != (largest_room := max(room[2 * node], room[2 * node + 1])):
+            room[node] = largest_room
     return _gather_bins(bin_of)
 
 

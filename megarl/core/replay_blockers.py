@@ -14,12 +14,12 @@ from typing import Any
 def _names(value: Any) -> list[str]:
     """A setting that may be a string, an enum member, or a list of either, as a list of strings."""
     items = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
-    return [part for item in items for part in str(getattr(item, "name", item)).split(",")]
+    return [name for item in items for name in str(getattr(item, "name", item)).split(",")]
 
 
 def _chooses_experts(settings: Mapping[str, Any]) -> bool:
-    known = {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}
-    return not known.issuperset(_names(settings.get("moe_router_load_balancing_type", "aux_loss")))
+    safe_types = {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}
+    return not safe_types.issuperset(_names(settings.get("moe_router_load_balancing_type", "aux_loss")))
 
 
 def _drops_tokens(settings: Mapping[str, Any]) -> bool:
@@ -33,8 +33,8 @@ def _captures_router(settings: Mapping[str, Any]) -> bool:
     scope = _names(settings.get("cuda_graph_modules", "full") if scope is None else scope)  # its name from 0.18 on
     # Only Transformer Engine's graphs end at the attention: "local" captures the whole layer of a GPT model for any
     # scope, "full_iteration" everything, and an empty scope the whole layer.
-    parts = kind == "transformer_engine" and scope and {"attn", "mlp", "mamba"}.issuperset(scope)
-    return kind != "none" and not parts
+    is_part_only = kind == "transformer_engine" and scope and {"attn", "mlp", "mamba"}.issuperset(scope)
+    return kind != "none" and not is_part_only
 
 
 @dataclass(frozen=True, slots=True)

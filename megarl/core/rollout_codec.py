@@ -27,9 +27,16 @@ def encode_rollouts(rollouts: Sequence[Rollout]) -> np.ndarray:
     header[0, 0] = len(rollouts)
     for row, rollout in zip(header[1:], rollouts, strict=True):
         flags = sum(1 << bit for bit, (name, _) in enumerate(_SOME) if getattr(rollout, name) is not None)
-        kept = 0 if rollout.kept_ids is None else len(rollout.kept_ids)
-        row[:] = (rollout.group, rollout.sample, rollout.num_tokens, _REASONS.index(rollout.finish_reason), flags, kept)
-    parts = [header.reshape(-1).view(np.uint8)]
+        num_kept = 0 if rollout.kept_ids is None else len(rollout.kept_ids)
+        row[:] = (
+            rollout.group,
+            rollout.sample,
+            rollout.num_tokens,
+            _REASONS.index(rollout.finish_reason),
+            flags,
+            num_kept,
+        )
+    arrays = [header.reshape(-1).view(np.uint8)]
     for name, dtype in (*_ALWAYS, *_SOME):
         for rollout in rollouts:
             values = getattr(rollout, name)
@@ -39,8 +46,8 @@ def encode_rollouts(rollouts: Sequence[Rollout]) -> np.ndarray:
                 raise RolloutError(
                     f"{rollout.label}: {name} has {len(values)} entries, expected {rollout.num_tokens}, one per token"
                 )
-            parts.append(np.ascontiguousarray(values, dtype).view(np.uint8))
-    return np.concatenate(parts)
+            arrays.append(np.ascontiguousarray(values, dtype).view(np.uint8))
+    return np.concatenate(arrays)
 
 
 def num_encoded_bytes(rollouts: int, tokens: int, *, routed: bool) -> int:
@@ -56,14 +63,14 @@ def decode_rollouts(data: np.ndarray) -> list[Rollout]:
         if not 0 <= number < len(data) // (8 * _HEADER):
             raise ValueError(f"their header says {number} sequences")
         header = data[: 8 * _HEADER * (number + 1)].view(np.int64).reshape(number + 1, _HEADER)[1:]
-        found, position = _columns(data, header, 8 * _HEADER * (number + 1))
+        columns_of, position = _columns(data, header, 8 * _HEADER * (number + 1))
     except (ValueError, IndexError) as error:
         raise RolloutError(f"{len(data)} bytes are no rollouts: {error}") from error
     if position != len(data):
         raise RolloutError(f"{len(data)} bytes are no rollouts: expected {position}")
     return [
         Rollout(group=int(group), sample=int(sample), finish_reason=_REASONS[int(end)], routed_experts=None, **columns)
-        for (group, sample, _, end, _, _), columns in zip(header.tolist(), found, strict=True)
+        for (group, sample, _, end, _, _), columns in zip(header.tolist(), columns_of, strict=True)
     ]
 
 
@@ -73,15 +80,15 @@ def _columns(data: np.ndarray, header: np.ndarray, position: int) -> tuple[list[
     if wrong.any():
         index = int(wrong.argmax())
         raise ValueError(f"sequence {index} has {header[index, 2]} tokens and finish reason {header[index, 3]}")
-    found: list[dict[str, Any]] = [{} for _ in header]
+    columns: list[dict[str, Any]] = [{} for _ in header]
     for bit, (name, dtype) in enumerate((*_ALWAYS, *_SOME), start=-len(_ALWAYS)):
-        for index, (_, _, length, _, flags, kept) in enumerate(header.tolist()):
+        for index, (_, _, length, _, flags, num_kept) in enumerate(header.tolist()):
             if bit >= 0 and not flags >> bit & 1:
-                found[index][name] = None
+                columns[index][name] = None
                 continue
-            end = position + (kept if name == "kept_ids" else length) * np.dtype(dtype).itemsize
+            end = position + (num_kept if name == "kept_ids" else length) * np.dtype(dtype).itemsize
             if end > len(data):
                 raise ValueError(f"{name} of sequence {index} ends at {end}")
-            found[index][name] = data[position:end].copy().view(dtype)
+            columns[index][name] = data[position:end].copy().view(dtype)
             position = end
-    return found, position
+    return columns, position

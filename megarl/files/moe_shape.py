@@ -1,15 +1,10 @@
 """Which layers of a model have experts, and how many: the shape of its routes. Needs no numpy."""
 
-import reprlib
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from megarl.errors import ConfigError
-from megarl.files.hf_config import BOUNDS, FAMILIES, HFConfig
-
-DENSE = ("llama", "qwen2", "qwen3")
-"""Model types without experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,62 +21,16 @@ class MoeShape:
         return tuple(sorted(set(range(self.num_layers)) - set(self.moe_layers)))
 
     @staticmethod
-    def of(hf: Mapping[str, Any]) -> "MoeShape":
-        """Read the config of a model of any family below, or of another with the same names.
+    def of(hf: Mapping[str, Any]) -> MoeShape:
+        """Read a model's config.json. ConfigError if it names no experts and the model type is not a dense one."""
+        from megarl.files.moe_config import read_config  # its tables of families, for those who ask
 
-        ConfigError if it names no experts and is of no dense family (``DENSE``).
-        """
-        if (kind := str(hf.get("model_type"))) in DENSE:
-            return MoeShape(HFConfig.of(hf)["num_hidden_layers"], (), 0, 0)
-        if kind in FAMILIES:
-            return read_moe(HFConfig.of(hf))
-        sizes = (hf.get("num_hidden_layers"), hf.get("num_experts_per_tok"), hf.get("moe_layer_freq") or 1)
-        if {type(size) for size in sizes} != {int} or not any(map(hf.get, _EXPERT_COUNTS)):
-            *names, last = _EXPERT_COUNTS
-            raise ConfigError(
-                f"model type {hf.get('model_type')!r} has no experts: its config.json names neither "
-                f"{', '.join(names)} nor {last} together with num_experts_per_tok"
-            )
-        if elsewhere := [key for key in _MOE_LAYERS if hf.get(key)]:
-            raise ConfigError(f"{elsewhere[0]} says which layers have experts, in a way that is not known here")
-        table = HFConfig(hf, _ANY_FAMILY)
-        return read_moe(table, table["moe_layer_freq"] or 1)
+        return MoeShape(*read_config(hf))
 
     @staticmethod
-    def of_megatron(config: Any) -> "MoeShape":
+    def of_megatron(config: Any) -> MoeShape:
         """Read Megatron's ``TransformerConfig``; without experts it has no MoE layers."""
         count, frequency = config.num_layers, config.moe_layer_freq
         is_moe = frequency if isinstance(frequency, list) else [index % frequency == 0 for index in range(count)]
         layers = tuple(index for index, moe in enumerate(is_moe) if moe) if config.num_moe_experts else ()
         return MoeShape(count, layers, config.num_moe_experts or 0, config.moe_router_topk if layers else 0)
-
-
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""E under the names of Qwen and OLMoE, of Mixtral, and of DeepSeek and GLM-4."""
-_MOE_LAYERS = (
-    *("mlp_layer_types", "moe_layers", "interleave_moe_layer_step", "moe_layer_start_index", "moe_layer_interval"),
-    *("layers_block_type", "hybrid_override_pattern", "num_dense_layers"),
-)
-"""Keys of other families that say which layers have experts."""
-
-
-_ANY_FAMILY: Mapping[str, Any] = {
-    "sizes": ("num_hidden_layers", "num_experts_per_tok"),
-    "optional": (*_EXPERT_COUNTS, "first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers", "moe_layer_freq"),
-}
-
-
-def read_moe(hf: HFConfig, frequency: int = 1) -> MoeShape:
-    num_layers, dense = hf["num_hidden_layers"], hf.get("mlp_only_layers") or ()
-    first, step = hf.get("first_k_dense_replace") or 0, hf.get("decoder_sparse_step")
-    frequency, offset = (step, 1) if step else (frequency, 0)  # Qwen counts layers from 1, DeepSeek from 0
-    if len(dense) > num_layers or not all(0 <= layer < num_layers for layer in dense):
-        raise ConfigError(f"mlp_only_layers is {reprlib.repr(dense)}, expected some of layers 0 to {num_layers - 1}")
-    layers = [i for i in range(first, num_layers) if i not in dense and (i + offset) % frequency == 0]
-    num_experts, topk = next(filter(None, map(hf.get, _EXPERT_COUNTS))), hf["num_experts_per_tok"]
-    if topk > num_experts:
-        raise ConfigError(f"num_experts_per_tok is {topk}, expected at most the {num_experts} experts")
-    if num_layers * num_experts > (most := BOUNDS["experts_of_all_layers"][1]):
-        found = f"num_hidden_layers is {num_layers} with {num_experts} experts each"
-        raise ConfigError(f"{found}, expected at most {most} experts in all")
-    return MoeShape(num_layers, tuple(layers), num_experts, topk)

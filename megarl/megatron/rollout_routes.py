@@ -29,7 +29,7 @@ from megarl.routes.trace import narrow_dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PackedPiece:
     """The sequences of one micro-batch, or any sequences back to back."""
 
     sequences: np.ndarray
@@ -43,7 +43,7 @@ class Piece:
 class Placement:
     """The rows that one rank has or wants: those of the tokens that its routers see, in their order."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PackedPiece, ...]
     layers: tuple[int, ...]
     """0-based global layers."""
     tp: tuple[int, int] = (1, 0)
@@ -56,13 +56,13 @@ class Placement:
         pieces = []
         for micro in micro_batches:
             lengths = np.diff(micro.batch.cu_seqlens.cpu().numpy())
-            pieces.append(Piece(np.asarray(micro.sequences, np.int64), lengths, micro.num_slots))
+            pieces.append(PackedPiece(np.asarray(micro.sequences, np.int64), lengths, micro.num_slots))
         return Placement(tuple(pieces), tuple(layers), tp_position(), cp_position())
 
     @staticmethod
     def of_sequences(sequences: Sequence[int], lengths: Sequence[int], layers: Sequence[int]) -> Placement:
         """Whole sequences, each token once, as an engine returns them."""
-        piece = Piece(np.asarray(sequences, np.int64), np.asarray(lengths, np.int64), int(sum(lengths)))
+        piece = PackedPiece(np.asarray(sequences, np.int64), np.asarray(lengths, np.int64), int(sum(lengths)))
         return Placement((piece,), tuple(layers))
 
     def rows(self) -> np.ndarray:
@@ -77,15 +77,17 @@ class Placement:
     @staticmethod
     def decode(data: np.ndarray) -> Placement:
         """Inverse of ``encode``."""
-        pieces, *rest = json.loads(data.tobytes())
-        made = (Piece(np.array(ids, np.int64), np.array(lengths, np.int64), slots) for ids, lengths, slots in pieces)
-        return Placement(tuple(made), *map(tuple, rest))
+        pieces, *others_ = json.loads(data.tobytes())
+        decoded = (
+            PackedPiece(np.array(ids, np.int64), np.array(lengths, np.int64), slots) for ids, lengths, slots in pieces
+        )
+        return Placement(tuple(decoded), *map(tuple, others_))
 
     def rows_by_piece(self) -> list[int]:
         """How many rows each piece has."""
         return [piece.num_slots // (self.tp[0] * self.cp[0]) for piece in self.pieces]
 
-    def _rows_of(self, piece: Piece) -> np.ndarray:
+    def _rows_of(self, piece: PackedPiece) -> np.ndarray:
         bounds = np.concatenate([[0], np.cumsum(piece.lengths)])
         tokens = router_tokens(torch.from_numpy(bounds), piece.num_slots, self.tp, self.cp).numpy()
         ids = np.repeat((piece.sequences << 32) - bounds[:-1], piece.lengths) + np.arange(bounds[-1])
@@ -97,41 +99,41 @@ def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.P
 
     The result is stored layer by layer. Padding rows are 0. TraceError names the sequence if no rank has a wanted row.
     """
-    mine, wanted = have.rows(), want.rows()
-    if len(mine) != len(rows) or rows.size(1) != len(have.layers):
-        raise TraceError(f"routes are {list(rows.shape)}, expected {len(mine)} rows of {len(have.layers)} layers")
+    rows_here, wanted_rows = have.rows(), want.rows()
+    if len(rows_here) != len(rows) or rows.size(1) != len(have.layers):
+        raise TraceError(f"routes are {list(rows.shape)}, expected {len(rows_here)} rows of {len(have.layers)} layers")
     if group.size() == 1:
-        has, wants = [(have, mine)], [(want, wanted)]
+        has, wants = [(have, rows_here)], [(want, wanted_rows)]
     else:  # as tensors: no pickled object travels in a step
-        everywhere = ([Placement.decode(d) for d in gather_bytes(p.encode(), group)] for p in (have, want))
-        has, wants = ([(theirs, theirs.rows()) for theirs in placements] for placements in everywhere)
-    given = [_find_common(have, mine, *other) for other in wants]
-    taken = given if group.size() == 1 else [_find_common(*other, want, wanted) for other in has]
+        placements_of_ranks = ([Placement.decode(d) for d in gather_bytes(p.encode(), group)] for p in (have, want))
+        has, wants = ([(placement, placement.rows()) for placement in placements] for placements in placements_of_ranks)
+    outgoing = [_find_common(have, rows_here, *other) for other in wants]
+    incoming = outgoing if group.size() == 1 else [_find_common(*other, want, wanted_rows) for other in has]
     parcels = []
-    for (theirs, _), (columns, _, sent) in zip(wants, given, strict=True):
-        layers = [have.layers.index(theirs.layers[column]) for column in columns]
-        part = rows.index_select(0, sent)
-        parcels.append((part if layers == [*range(rows.size(1))] else part[:, layers]).flatten())
-    result = rows.new_zeros(len(wanted), len(want.layers), rows.size(2))
-    filled = np.zeros((len(wanted), len(want.layers)), bool)
-    sizes = [len(columns) * len(at) * rows.size(2) for columns, at, _ in taken]
-    for (columns, at, _), parcel in zip(taken, _all_to_all(parcels, sizes, group), strict=True):
-        part = parcel.view(len(at), len(columns), rows.size(2))
-        if part.shape == result.shape:  # all of them, in their order
-            return _by_layer(part)
+    for (placement, _), (columns, _, sent) in zip(wants, outgoing, strict=True):
+        layers = [have.layers.index(placement.layers[column]) for column in columns]
+        block = rows.index_select(0, sent)
+        parcels.append((block if layers == [*range(rows.size(1))] else block[:, layers]).flatten())
+    result = rows.new_zeros(len(wanted_rows), len(want.layers), rows.size(2))
+    filled = np.zeros((len(wanted_rows), len(want.layers)), bool)
+    sizes = [len(columns) * len(places) * rows.size(2) for columns, places, _ in incoming]
+    for (columns, places, _), parcel in zip(incoming, _all_to_all(parcels, sizes, group), strict=True):
+        block = parcel.view(len(places), len(columns), rows.size(2))
+        if block.shape == result.shape:  # all of them, in their order
+            return _by_layer(block)
         if len(columns) == len(want.layers):
-            result.index_copy_(0, at, part)
-            filled[at.numpy()] = True
+            result.index_copy_(0, places, block)
+            filled[places.numpy()] = True
         elif columns:
-            result[at[:, None], torch.tensor(columns)] = part
-            filled[at.numpy()[:, None], columns] = True
-    lacking = ~filled & (wanted >= 0)[:, None]
-    if lacking.any():
-        row, column = np.argwhere(lacking)[0]
-        sequence, position = divmod(int(wanted[row]), 1 << 32)
+            result[places[:, None], torch.tensor(columns)] = block
+            filled[places.numpy()[:, None], columns] = True
+    is_lacking = ~filled & (wanted_rows >= 0)[:, None]
+    if is_lacking.any():
+        row, column = np.argwhere(is_lacking)[0]
+        sequence, position = divmod(int(wanted_rows[row]), 1 << 32)
         raise TraceError(
             f"sequence {sequence}, token {position}: no rank has its route in layer {want.layers[column]} "
-            f"({np.count_nonzero(lacking)} such rows); the rank that sampled or recorded the sequence must pass it"
+            f"({np.count_nonzero(is_lacking)} such rows); the rank that sampled or recorded the sequence must pass it"
         )
     return _by_layer(result)
 
@@ -142,21 +144,23 @@ def _by_layer(experts: torch.Tensor) -> torch.Tensor:
 
 
 def _find_common(
-    have: Placement, rows: np.ndarray, want: Placement, wanted: np.ndarray
+    have: Placement, rows: np.ndarray, want: Placement, wanted_rows: np.ndarray
 ) -> tuple[list[int], torch.Tensor, torch.Tensor]:
     """Which wanted columns and rows (int64) another placement has, and where these rows are in it.
 
     ``rows`` and ``wanted`` are those of the placements.
     """
-    nothing = torch.empty(0, dtype=torch.int64)
+    no_rows = torch.empty(0, dtype=torch.int64)
     columns = [column for column, layer in enumerate(want.layers) if layer in have.layers]
-    mine, theirs = ({name for piece in one.pieces for name in piece.sequences.tolist()} for one in (have, want))
-    if not columns or mine.isdisjoint(theirs):  # a cheap test that most pairs of ranks fail
-        return [], nothing, nothing
+    ids_here, ids_wanted = (
+        {name for piece in placement.pieces for name in piece.sequences.tolist()} for placement in (have, want)
+    )
+    if not columns or ids_here.isdisjoint(ids_wanted):  # a cheap test that most pairs of ranks fail
+        return [], no_rows, no_rows
     order = np.argsort(rows, kind="stable")
-    place = order[np.searchsorted(rows[order], wanted).clip(max=len(rows) - 1)]
-    at = np.flatnonzero((rows[place] == wanted) & (wanted >= 0))
-    return columns, torch.from_numpy(at), torch.from_numpy(place[at])
+    place = order[np.searchsorted(rows[order], wanted_rows).clip(max=len(rows) - 1)]
+    places = np.flatnonzero((rows[place] == wanted_rows) & (wanted_rows >= 0))
+    return columns, torch.from_numpy(places), torch.from_numpy(place[places])
 
 
 def _all_to_all(parcels: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -165,15 +169,15 @@ def _all_to_all(parcels: Sequence[torch.Tensor], sizes: Sequence[int], group: di
     device, width = torch.cuda.current_device(), parcels[0].element_size()
     received = torch.empty(sum(sizes) * width, dtype=torch.uint8, device=device)
     sent = to_device(torch.cat(list(parcels)).view(torch.uint8), device)
-    taken, given = [size * width for size in sizes], [parcel.numel() * width for parcel in parcels]
-    dist.all_to_all_single(received, sent, taken, given, group=group)
+    received_sizes, sent_sizes = [size * width for size in sizes], [parcel.numel() * width for parcel in parcels]
+    dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=group)
     return list(received.cpu().view(parcels[0].dtype).split(list(sizes)))
 
 
 def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape) -> None:
     """TraceError naming the first rollout whose routes cannot be of this model. Called before a step."""
     expected = (len(shape.moe_layers), shape.topk)
-    held: list[tuple[np.ndarray, np.ndarray]] = []
+    columns: list[tuple[np.ndarray, np.ndarray]] = []
     for r in rollouts:
         experts, present = r.routed_experts, r.routed_mask
         if experts is None:
@@ -186,11 +190,11 @@ def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape) -> None:
                 f"{r.label}: routes of {experts.shape[1]} layers and top-{experts.shape[2]}, but the model "
                 f"has {expected[0]} MoE layers and top-{expected[1]}: engine and trainer run different models"
             )
-        held.append((experts, np.ones(len(experts), bool) if present is None else present))
-    if not held:
+        columns.append((experts, np.ones(len(experts), bool) if present is None else present))
+    if not columns:
         return
     try:  # all at once: most of the cost of a short response is not its rows
-        traces, masks = map(np.concatenate, zip(*held, strict=True))
+        traces, masks = map(np.concatenate, zip(*columns, strict=True))
         RoutingTrace(traces, shape.num_experts, masks)
     except (TraceError, ValueError):
         for r in rollouts:
@@ -206,16 +210,16 @@ def deliver_routes(
 
     ``rollouts`` are the mini-batch that ``micro_batches`` split, each with ``routed_experts`` on at least one rank.
     """
-    here = {index: r.routed_experts for index, r in enumerate(rollouts) if r.routed_experts is not None}
+    local_routes = {index: r.routed_experts for index, r in enumerate(rollouts) if r.routed_experts is not None}
     dtype = narrow_dtype(shape.num_experts, signed=True)
     empty = np.empty((0, len(shape.moe_layers), shape.topk), dtype)
-    held = np.concatenate([empty, *here.values()], dtype=dtype, casting="unsafe")
-    have = Placement.of_sequences([*here], [*map(len, here.values())], shape.moe_layers)
+    local_rows = np.concatenate([empty, *local_routes.values()], dtype=dtype, casting="unsafe")
+    have = Placement.of_sequences([*local_routes], [*map(len, local_routes.values())], shape.moe_layers)
     want = Placement.of_micro_batches(micro_batches, layers)
-    received = exchange(have, torch.from_numpy(held), want, model_group()).split(want.rows_by_piece())
+    received = exchange(have, torch.from_numpy(local_rows), want, model_group()).split(want.rows_by_piece())
     return [
-        select_routes(router_tokens(one.batch.cu_seqlens, one.num_slots, want.tp, want.cp), experts, one.batch)
-        for one, experts in zip(micro_batches, received, strict=True)
+        select_routes(router_tokens(micro.batch.cu_seqlens, micro.num_slots, want.tp, want.cp), experts, micro.batch)
+        for micro, experts in zip(micro_batches, received, strict=True)
     ]
 
 
@@ -236,21 +240,21 @@ def gather_shared(
     (``Recording.shared``). Without rollout routes, T' is T. A collective call: a stage without MoE layers takes part
     with tensors that have no columns. The host waits for the device once.
     """
-    shared = [torch.stack(of_micro, -1) for of_micro in zip(*counts, strict=True)]
+    num_shared = [torch.stack(of_micro, -1) for of_micro in zip(*counts, strict=True)]
     if not layers:
         device = torch.cuda.current_device()  # tensors of all stages must be on the same kind of device
         rows = Placement.of_micro_batches(micro_batches, layers).rows_by_piece()
-        shared = [torch.zeros(count, 0, len(counts), dtype=torch.uint8, device=device) for count in rows]
-    by_token = [gather_slots(share, micro)[micro.slots] for share, micro in zip(shared, micro_batches, strict=True)]
+        num_shared = [torch.zeros(count, 0, len(counts), dtype=torch.uint8, device=device) for count in rows]
+    by_token = [gather_slots(share, micro)[micro.slots] for share, micro in zip(num_shared, micro_batches, strict=True)]
     on_host = torch.cat(by_token).cpu().split([micro.batch.num_tokens for micro in micro_batches])
     masks = (micro.batch.routed_mask for micro in micro_batches)
-    found = [
+    by_micro = [
         share.numpy() if mask is None else share.numpy().compress(mask.numpy(), 0)
         for share, mask in zip(on_host, masks, strict=True)
     ]
-    stages = gather_objects((layers, found), parallel_state.get_pipeline_model_parallel_group())
+    stages = gather_objects((layers, by_micro), parallel_state.get_pipeline_model_parallel_group())
     if len(stages) == 1:
-        return found
+        return by_micro
     order = np.argsort([layer for of_stage, _ in stages for layer in of_stage])
     of_stages = zip(*(counts for _, counts in stages), strict=True)
-    return [np.concatenate(parts, 1).take(order, 1) for parts in of_stages]
+    return [np.concatenate(columns, 1).take(order, 1) for columns in of_stages]

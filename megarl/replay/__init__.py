@@ -1,7 +1,7 @@
-"""Routing replay on Megatron-Core: the routers of a model use the experts that they are told to.
+"""Routing replay on Megatron-Core: routers use given experts. Needs torch and megatron-core; imports change nothing.
 
-A plugin user needs ``RoutingReplay`` with its ``rows``; ``megarl.plugin`` has all of a loop in one import.
-``rollout_routes`` belongs to megarl's own trainer.
+Start with ``routing_replay``. ``layout`` cuts rows for a rank, ``checks`` refuses wrong models and routes, ``hooks`` is
+asked by routers, ``pass_log`` finds the pass of a call, ``sessions`` answers, ``agreement`` proves the result.
 """
 
 from megarl.replay.layout import stack_routes

@@ -1,15 +1,14 @@
 """Checks that routes belong to this batch: compares token ids exactly, and experts with the routers' own choice.
 
-Routes of the batch agree with the training engine's routers in most experts, because both engines run the same model.
-Rows that are shifted, transposed, or of another micro-batch, layer or model agree by chance. Agreement is measured
-beyond chance (Cohen's kappa):
+Routes of the batch agree with the training routers in most experts, because both engines run one model. Shifted or
+transposed rows, and rows of another micro-batch, layer or model, agree by chance. Agreement is measured beyond chance
+(Cohen's kappa):
 
     kappa = (agreement - chance) / (1 - chance)
 
-Chance is ``K / E``, or the agreement with the same layer's rows of other tokens if that is more, at most MOST_CHANCE.
-Few rows prove little: two standard errors are added to the agreement (Agresti and Coull 1998), and fewer than
-LEAST_JUDGED rows are never judged. Both checks read the device once, when the block closes. The error names the usual
-mistake that explains the rows.
+Chance is the larger of ``K / E`` and the agreement with rows of other tokens in the layer, at most MOST_CHANCE. Two
+standard errors are added to the agreement (Agresti and Coull 1998), and fewer than LEAST_JUDGED rows are never judged.
+Both checks read the device once, when the block closes. The error names the usual mistake that explains the rows.
 """
 
 import itertools
@@ -41,68 +40,75 @@ def sample_rows(routes: MicroRoutes) -> torch.Tensor:
 def _mistakes(num_rows: int) -> Iterator[tuple[str, np.ndarray]]:
     """Wrong orders of rows, int64 [T]: the place of each token's row under the mistake; -1 if the row is lost."""
     rows = np.arange(num_rows)
-    for shift in (one for size in range(1, MOST_SHIFT + 1) for one in (size, -size)):
-        what = (
+    for shift in (shift for size in range(1, MOST_SHIFT + 1) for shift in (size, -size)):
+        description = (
             f"rows shifted: each lies {abs(shift)} place{'s' if abs(shift) > 1 else ''} too "
             f"{'early' if shift < 0 else 'late'} (row t holds the experts of the token that goes in at t)"
         )
         order = rows + shift
-        yield what, np.where((order >= 0) & (order < num_rows), order, -1)
+        yield description, np.where((order >= 0) & (order < num_rows), order, -1)
     for size in (size for size in range(2, num_rows // 2 + 1) if num_rows % size == 0):
-        what = (
+        description = (
             f"rows transposed: [{num_rows // size}, {size}] in place of [{size}, {num_rows // size}] (routers see "
             "[s, b], so transpose a [b, s] column before it is flattened)"
         )
-        yield what, rows.reshape(num_rows // size, size).T.ravel()
+        yield description, rows.reshape(num_rows // size, size).T.ravel()
 
 
-def check_tokens(routes: Sequence[MicroRoutes], seen: Mapping[int, torch.Tensor]) -> int:
+def check_tokens(routes: Sequence[MicroRoutes], input_tokens: Mapping[int, torch.Tensor]) -> int:
     """Number of micro-batches whose token ids were compared. ReplayError if an id is not that of the model's input."""
-    compared = [micro for micro, given in enumerate(routes) if given.token_ids is not None and micro in seen]
+    compared = [
+        micro
+        for micro, micro_routes in enumerate(routes)
+        if micro_routes.token_ids is not None and micro in input_tokens
+    ]
     if not compared:
         return 0
     for micro in compared:
         expected = len(routes[micro].experts)
-        if len(seen[micro]) != expected:
+        if len(input_tokens[micro]) != expected:
             raise ReplayError(
-                f"micro-batch {micro}: the model gets {len(seen[micro])} tokens, but its routers see {expected} rows, "
-                "so token_ids cannot be compared; omit them from MicroRoutes for such a model"
+                f"micro-batch {micro}: the model gets {len(input_tokens[micro])} tokens, but its routers see "
+                f"{expected} rows, so token_ids cannot be compared; omit them from MicroRoutes for such a model"
             )
-    got = _to_host([seen[micro] for micro in compared])
+    got = _to_host([input_tokens[micro] for micro in compared])
     carried = _to_host([ids for micro in compared if (ids := routes[micro].token_ids) is not None])
-    for micro, found, ids in zip(compared, got, carried, strict=True):
+    for micro, input_ids, ids in zip(compared, got, carried, strict=True):
         mask = routes[micro].present
-        differs = ids != found if mask is None else (ids != found) & mask.numpy()
+        differs = ids != input_ids if mask is None else (ids != input_ids) & mask.numpy()
         if differs.any():
-            masks = (routes[one].present for one in compared)
-            known = [np.ones(len(one), bool) if m is None else m.numpy() for one, m in zip(carried, masks, strict=True)]
-            given = dict(zip(compared, zip(carried, known, strict=True), strict=True))
-            rows, wrong = int(given[micro][1].sum()), np.flatnonzero(differs)
+            masks = (routes[number].present for number in compared)
+            masks_of = [
+                np.ones(len(id_column), bool) if mask is None else mask.numpy()
+                for id_column, mask in zip(carried, masks, strict=True)
+            ]
+            carried_by_micro = dict(zip(compared, zip(carried, masks_of, strict=True), strict=True))
+            rows, wrong = int(carried_by_micro[micro][1].sum()), np.flatnonzero(differs)
             raise ReplayError(
                 f"micro-batch {micro}: {len(wrong)} of {rows} routes are of other tokens than the model gets "
-                f"(row {wrong[0]}: token {ids[wrong[0]]}, expected {found[wrong[0]]}). "
-                f"{_explain_tokens(micro, found, given)}"
+                f"(row {wrong[0]}: token {ids[wrong[0]]}, expected {input_ids[wrong[0]]}). "
+                f"{_explain_tokens(micro, input_ids, carried_by_micro)}"
             )
     return len(compared)
 
 
-def _explain_tokens(micro: int, found: np.ndarray, given: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> str:
+def _explain_tokens(micro: int, input_ids: np.ndarray, carried: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> str:
     """Name the mistake that explains the tokens ``found``; ``given``: (ids, present) by micro-batch."""
-    swaps = [other for other in given if other != micro and len(given[other][0]) == len(found)]
-    tried = [(other, _describe_swap(other), np.arange(len(found))) for other in swaps]
-    tried += [(micro, *mistake) for mistake in _mistakes(len(found))]
-    for source, what, order in tried:
-        ids, present = given[source]
-        known = (order >= 0) & present[order]
-        if known.sum() >= LEAST_JUDGED and (ids[order] == found)[known].all():
-            return f"Likely {what}"
+    swaps = [other for other in carried if other != micro and len(carried[other][0]) == len(input_ids)]
+    tried = [(other, _describe_swap(other), np.arange(len(input_ids))) for other in swaps]
+    tried += [(micro, *mistake) for mistake in _mistakes(len(input_ids))]
+    for source, description, order in tried:
+        ids, present = carried[source]
+        is_known = (order >= 0) & present[order]
+        if is_known.sum() >= LEAST_JUDGED and (ids[order] == input_ids)[is_known].all():
+            return f"Likely {description}"
     return "No shift, transposition or swap within the block explains it: likely routes of another batch or rank"
 
 
 def check_agreement(
     routes: Sequence[MicroRoutes],
     sampled: Sequence[torch.Tensor],
-    own: Sequence[torch.Tensor],
+    preferred: Sequence[torch.Tensor],
     layers: Sequence[int],
     num_experts: int,
     min_agreement: float,
@@ -112,63 +118,65 @@ def check_agreement(
     ``own`` [S, L_local, K] per micro-batch (at least one) are the routers' choices in the rows ``sampled`` [S].
     AgreementError, with the likely mistake, if a micro-batch or a layer agrees too little.
     """
-    chosen = _to_host(own)
-    replayed = _to_host([_rows_of(given, rows) for given, rows in zip(routes, sampled, strict=True)])
-    given = np.concatenate(replayed)
-    shift = len(given) // 3 + 1
-    compared = np.concatenate([given, given[-shift:], given[:-shift]])  # then with rows of other tokens
-    all_rows, of_others = _agreement(np.concatenate(chosen), compared.reshape(2, *given.shape))
-    bounds = itertools.accumulate(map(len, chosen), initial=0)
-    found = [all_rows[first:last] for first, last in itertools.pairwise(bounds)]
-    shares = np.array([one.mean(0) if len(one) else np.full(len(layers), np.nan) for one in found])
-    chance = _chance(of_others, given.shape[2] / num_experts)
+    preferred_rows = _to_host(preferred)
+    replayed = _to_host([_rows_of(replayed_rows, rows) for replayed_rows, rows in zip(routes, sampled, strict=True)])
+    replayed_rows = np.concatenate(replayed)
+    shift = len(replayed_rows) // 3 + 1
+    compared = np.concatenate(
+        [replayed_rows, replayed_rows[-shift:], replayed_rows[:-shift]]
+    )  # then with rows of other tokens
+    all_rows, of_others = _agreement(np.concatenate(preferred_rows), compared.reshape(2, *replayed_rows.shape))
+    bounds = itertools.accumulate(map(len, preferred_rows), initial=0)
+    by_micro = [all_rows[first:last] for first, last in itertools.pairwise(bounds)]
+    shares = np.array([item.mean(0) if len(item) else np.full(len(layers), np.nan) for item in by_micro])
+    chance = _chance(of_others, replayed_rows.shape[2] / num_experts)
     if not len(all_rows) or chance.min() >= 1.0:  # chance is 1 if all experts are chosen
         return shares
-    least, overall = min_agreement, float(chance.mean())
-    wrong = [micro for micro, one in enumerate(found) if _is_too_low(one.mean(1), overall, least)]
-    columns = [one for one in range(len(layers)) if _is_too_low(all_rows[:, one], chance[one], least)]
+    limit, overall = min_agreement, float(chance.mean())
+    wrong = [micro for micro, item in enumerate(by_micro) if _is_too_low(item.mean(1), overall, limit)]
+    columns = [item for item in range(len(layers)) if _is_too_low(all_rows[:, item], chance[item], limit)]
     if wrong or columns:
         place = f"micro-batch {wrong[0]}" if wrong else f"layer {layers[columns[0]]}"
-        share = found[wrong[0]].mean() if wrong else all_rows[:, columns[0]].mean()
+        share = by_micro[wrong[0]].mean() if wrong else all_rows[:, columns[0]].mean()
         by_chance = overall if wrong else float(chance[columns[0]])
-        trial = _Trial(routes, sampled, chosen, layers, overall, least)
+        trial = _Trial(routes, sampled, preferred_rows, layers, overall, limit)
         error = AgreementError(
             f"{place}: the router itself would have chosen {share:.0%} of the replayed experts, {by_chance:.0%} would "
-            f"be chance, expected at least {by_chance + least * (1 - by_chance):.0%} (min_agreement = {least:g}). "
-            f"{len(wrong)} of {len(found)} micro-batches and {len(columns)} of {len(layers)} layers are below. "
-            f"{trial.explain(wrong or range(len(found)))}"
+            f"be chance, expected at least {by_chance + limit * (1 - by_chance):.0%} (min_agreement = {limit:g}). "
+            f"{len(wrong)} of {len(by_micro)} micro-batches and {len(columns)} of {len(layers)} layers are below. "
+            f"{trial.explain(wrong or range(len(by_micro)))}"
         )
         error.micro_batches = tuple(wrong)
         raise error
     return shares
 
 
-def _chance(measured: np.ndarray, least: float) -> np.ndarray:
+def _chance(measured: np.ndarray, lowest: float) -> np.ndarray:
     """float64 [L]: chance by layer; ``measured`` [S, L] is the agreement of rows of different tokens."""
     is_known = len(measured) >= LEAST_FOR_CHANCE
-    return measured.mean(0).clip(least, max(least, MOST_CHANCE)) if is_known else np.full(measured.shape[1], least)
+    return measured.mean(0).clip(lowest, max(lowest, MOST_CHANCE)) if is_known else np.full(measured.shape[1], lowest)
 
 
-def _to_host(parts: Sequence[torch.Tensor]) -> list[np.ndarray]:
+def _to_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
     """All parts [S, ...]; from a device as int32, in one transfer."""
-    if all(part.is_cpu for part in parts):
-        return [part.numpy() for part in parts]
-    joined = torch.cat([part.to(parts[0].device, torch.int32) for part in parts]).cpu()
-    return [part.numpy() for part in joined.split([len(part) for part in parts])]
+    if all(tensor.is_cpu for tensor in tensors):
+        return [tensor.numpy() for tensor in tensors]
+    host_values = torch.cat([tensor.to(tensors[0].device, torch.int32) for tensor in tensors]).cpu()
+    return [tensor.numpy() for tensor in host_values.split([len(tensor) for tensor in tensors])]
 
 
 def _rows_of(routes: MicroRoutes, rows: torch.Tensor) -> torch.Tensor:
     return routes.experts.index_select(0, rows.to(routes.experts.device))
 
 
-def _agreement(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+def _agreement(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """float64 [..., S, L]: the share of experts that rows [S, L, K] and [..., S, L, K] have in common; none twice."""
     # Slot by slot: few large operations.
-    a, b = (np.ascontiguousarray(one.transpose(-1, *range(one.ndim - 1))) for one in (left, right))
-    shared = np.zeros(right.shape[:-1], np.int32)
-    for one, other in itertools.product(a, b):
-        shared += one == other
-    return shared / left.shape[-1]
+    a, b = (np.ascontiguousarray(slot.transpose(-1, *range(slot.ndim - 1))) for slot in (first, second))
+    num_common = np.zeros(second.shape[:-1], np.int32)
+    for slot, other in itertools.product(a, b):
+        num_common += slot == other
+    return num_common / first.shape[-1]
 
 
 def _kappa(share: float, chance: float) -> float:
@@ -199,20 +207,20 @@ class _Trial:
         """Name the mistake under which these micro-batches agree best, if they then agree enough."""
         tried = sorted(wrong, key=lambda micro: -len(self.sampled[micro]))[:MOST_TRIED]
         fits = [*self._orders(tried), *self._swaps(tried), *self._layer_orders(tried)]
-        best, what = max(fits, default=(0.0, ""), key=lambda fit: fit[0])
+        best, description = max(fits, default=(0.0, ""), key=lambda fit: fit[0])
         if best < self.min_agreement:
             return (
                 "No shift, transposition, swap of micro-batches or order of layers makes them agree: likely routes of "
                 "another model, of much older weights, or of another rank's tokens"
             )
-        return f"Likely {what}; in that order, {self.chance + best * (1 - self.chance):.0%} agree"
+        return f"Likely {description}; in that order, {self.chance + best * (1 - self.chance):.0%} agree"
 
     def _orders(self, tried: Sequence[int]) -> Iterator[tuple[float, str]]:
         """Row orders, each for all tried micro-batches of the first one's length."""
         length = len(self.routes[tried[0]].experts)
-        alike = [micro for micro in tried if len(self.routes[micro].experts) == length]
-        for what, order in _mistakes(length):
-            yield self._fit([(micro, micro) for micro in alike], order), what
+        same_length = [micro for micro in tried if len(self.routes[micro].experts) == length]
+        for description, order in _mistakes(length):
+            yield self._fit([(micro, micro) for micro in same_length], order), description
 
     def _swaps(self, tried: Sequence[int]) -> Iterator[tuple[float, str]]:
         for micro, other in itertools.product(tried, range(len(self.routes))):
@@ -224,12 +232,12 @@ class _Trial:
     def _layer_orders(self, tried: Sequence[int]) -> Iterator[tuple[float, str]]:
         if len(self.layers) < 2:
             return
-        own = np.concatenate([self.chosen[micro] for micro in tried])
-        given = np.concatenate(_to_host([_rows_of(self.routes[micro], self.sampled[micro]) for micro in tried]))
+        preferred = np.concatenate([self.chosen[micro] for micro in tried])
+        replayed = np.concatenate(_to_host([_rows_of(self.routes[micro], self.sampled[micro]) for micro in tried]))
         columns = range(len(self.layers))
-        match = np.array([[_agreement(own[:, i], given[:, j]).mean() for j in columns] for i in columns])
+        match = np.array([[_agreement(preferred[:, i], replayed[:, j]).mean() for j in columns] for i in columns])
         best = match.argmax(1)
-        if len(own) >= LEAST_JUDGED and len(set(best)) == len(best) and (best != columns).any():
+        if len(preferred) >= LEAST_JUDGED and len(set(best)) == len(best) and (best != columns).any():
             order = ", ".join(f"layer {self.layers[i]} in column {j}" for i, j in enumerate(best) if i != j)
             fit = _kappa(float(match.max(1).mean()), self.chance)
             yield fit, f"layers in another order than RoutingReplay.layers: {order}"
@@ -237,12 +245,12 @@ class _Trial:
     def _fit(self, pairs: Sequence[tuple[int, int]], order: np.ndarray) -> float:
         """Kappa if, for each pair, the rows of the first micro-batch were in the second in this order."""
         shares = []
-        for micro, where in pairs:
+        for micro, source in pairs:
             rows = order[self.sampled[micro].numpy()]
-            known = rows >= 0
-            if known.any():
-                given = _to_host([_rows_of(self.routes[where], torch.from_numpy(rows[known]))])[0]
-                shares.append(_agreement(self.chosen[micro][known], given))
+            is_known = rows >= 0
+            if is_known.any():
+                replayed = _to_host([_rows_of(self.routes[source], torch.from_numpy(rows[is_known]))])[0]
+                shares.append(_agreement(self.chosen[micro][is_known], replayed))
         rows = sum(map(len, shares))
         return _kappa(float(np.concatenate(shares).mean()), self.chance) if rows >= LEAST_JUDGED else 0.0
 

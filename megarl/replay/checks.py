@@ -29,12 +29,14 @@ def find_routers(chunk: Any) -> list[TopKRouter]:
     decoder = getattr(chunk, "decoder", None)
     if decoder is None:
         raise ReplayError(f"{type(chunk).__name__} has no decoder; expected a Megatron GPTModel")
-    found = []
+    found_routers = []
     for layer in decoder.layers:
         modules = list(layer.modules())
         routers = [module for module in modules if isinstance(module, TopKRouter)]
         moe_layers = [module for module in modules if isinstance(module, BaseMoELayer)]
-        strangers = [type(one.router).__name__ for one in moe_layers if not isinstance(one.router, TopKRouter)]
+        strangers = [
+            type(moe_layer.router).__name__ for moe_layer in moe_layers if not isinstance(moe_layer.router, TopKRouter)
+        ]
         number = getattr(layer, "layer_number", 0)
         if strangers:
             raise ReplayError(
@@ -54,8 +56,8 @@ def find_routers(chunk: Any) -> list[TopKRouter]:
                 f"layer {number - 1}: found {len(routers)} routers, expected {expected} by moe_layer_freq = "
                 f"{layer.config.moe_layer_freq!r}. Likely a MoE layer is not Megatron's; it must have one TopKRouter"
             )
-        found += routers
-    return found
+        found_routers += routers
+    return found_routers
 
 
 def _check_choice(router: TopKRouter, layer: int) -> None:
@@ -93,8 +95,8 @@ def check_routers(routers: Sequence[Any]) -> None:
         if (config.num_moe_experts or 0) > MOST_EXPERTS:
             raise ReplayError(f"{config.num_moe_experts} experts, expected at most {MOST_EXPERTS}: rows are 16 bits")
         for blocker in replay_blockers(vars(config)):
-            found = getattr(config, blocker.setting, None)
-            raise ReplayError(f"{blocker.setting} = {found!r}: replay cannot hold, because {blocker.reason}")
+            value = getattr(config, blocker.setting, None)
+            raise ReplayError(f"{blocker.setting} = {value!r}: replay cannot hold, because {blocker.reason}")
         hook = router.router_replay
         if isinstance(hook, Hook) and hook.log.is_open:
             raise ReplayError(f"layer {hook.layer}: another RoutingReplay is recording or replaying; close its block")
@@ -119,10 +121,12 @@ def check_routes(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence
 
     ``recorded``: the experts are neither checked, which costs one pass over them, nor copied on a device.
     """
-    given = MicroRoutes(routes) if isinstance(routes, torch.Tensor) else routes
-    if not isinstance(given, MicroRoutes):
-        raise ReplayError(f"{label}: routes are a {type(given).__name__}, expected MicroRoutes or a torch.Tensor")
-    experts, present, token_ids = given.experts, given.present, given.token_ids
+    micro_routes = MicroRoutes(routes) if isinstance(routes, torch.Tensor) else routes
+    if not isinstance(micro_routes, MicroRoutes):
+        raise ReplayError(
+            f"{label}: routes are a {type(micro_routes).__name__}, expected MicroRoutes or a torch.Tensor"
+        )
+    experts, present, token_ids = micro_routes.experts, micro_routes.present, micro_routes.token_ids
     if experts.dim() != 3 or experts.size(1) != len(hooks):
         raise ReplayError(
             f"{label}: routes of shape {tuple(experts.shape)}, expected [tokens, {len(hooks)} MoE layers of this rank, "
@@ -142,7 +146,7 @@ def check_routes(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence
     if token_ids is not None and not _holds_integers(token_ids):
         raise ReplayError(f"{label}: token_ids are {token_ids.dtype}, expected integers")
     # The caller may overwrite its memory while the block is open, also by numpy, which torch does not notice.
-    present, token_ids = (None if one is None else one.detach().clone() for one in (present, token_ids))
+    present, token_ids = (None if column is None else column.detach().clone() for column in (present, token_ids))
     present = None if present is None else present.cpu()
     if experts.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has few operations for these
         experts = experts.to(torch.int64)

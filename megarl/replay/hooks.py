@@ -1,12 +1,12 @@
 """The objects that Megatron's routers ask for experts (``router.router_replay``).
 
-A ``Hook`` identifies the pass that it is asked for (``PassLog``) and passes the question to the open session. Without
-a session, and for passes outside the block, it routes natively.
+A ``Hook`` finds the pass of the call (``PassLog``) and passes the question to the open session. Without a session, and
+outside the block, a hook routes natively.
 
-Megatron's auxiliary losses multiply each expert's mean score by its share of the tokens, and compute that share from a
-top-k of their own. Under replay, tokens go elsewhere, so the losses count what is dispatched (``count_dispatched``).
+Megatron's auxiliary losses multiply an expert's mean score by the expert's share of the tokens, from a separate top-k.
+Under replay, tokens go elsewhere, so the losses count the dispatched experts (``count_dispatched``).
 
-A copy of a hooked model (``copy.deepcopy``, pickle) routes natively: its hooks and wrapped methods become inert.
+A copy of a hooked model (``copy.deepcopy``, pickle) routes natively: hooks and wrapped methods of a copy are inert.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch.utils.hooks import RemovableHandle
 
 from megarl.replay.megatron_state import tp_position
-from megarl.replay.pass_log import Call, PassLog
+from megarl.replay.pass_log import PassLog, RouterCall
 from megarl.routes.trace import narrow_dtype
 
 AuxLoss = Literal["dispatch", "off"]
@@ -29,15 +29,15 @@ _Method = Callable[..., Any]
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-class Session(Protocol):
+class ReplaySession(Protocol):
     """Answers the routers while a block is open."""
 
     replays: bool
     """Whether the experts come from given routes and not from the router."""
     tokens: dict[int, torch.Tensor]
-    """By micro-batch, the ids that the model gets, one per row of its routers."""
+    """By micro-batch, the model's input ids, one per row of the routers."""
 
-    def choose(self, hook: Hook, call: Call, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, hook: Hook, call: RouterCall, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
         """(scores at the experts [T_local, K], experts int64 [T_local, K]) for a pass of the block."""
         ...
 
@@ -50,19 +50,19 @@ class Question:
         self._preferred: torch.Tensor | None = None
 
     def native(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores, experts) of the router's own choice, with their graph."""
+        """Return (scores, experts) of the native choice, with gradients."""
         return self._compute(self.scores, self._topk, *self._groups)
 
     @torch.no_grad()  # non-reentrant checkpointing requires that both passes of a layer save the same tensors
     def preferred(self) -> torch.Tensor:
-        """Experts int64 [T_local, K] of the router's own choice, computed once."""
+        """Return experts int64 [T_local, K] of the native choice, computed once."""
         if self._preferred is None:
             self._preferred = self._compute(self.scores.detach(), self._topk, *self._groups)[1]
         return self._preferred
 
     @torch.no_grad()
     def preferred_at(self, rows: torch.Tensor) -> torch.Tensor:
-        """The same in some rows, int64 [R, K]; computed for these rows alone where that is possible."""
+        """Return the native choice int64 [R, K] of R rows, where possible without computing the other rows."""
         if self._groups[1] or self._preferred is not None:  # Megatron's group-limited top-k takes all tokens
             return self.preferred().index_select(0, rows)
         return self._compute(self.scores.detach().index_select(0, rows), self._topk, *self._groups)[1]
@@ -73,7 +73,7 @@ class Question:
 
 
 class RouterHook:
-    """What Megatron finds as ``router.router_replay``. A copied router has None there."""
+    """The object in ``router.router_replay``; None in a copied router."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -125,14 +125,14 @@ class Hook(RouterHook):
         call = self.log.identify(self)
         if call is None:
             return question.native()
-        chosen = call.session.choose(self, call, question)
+        choice = call.session.choose(self, call, question)
         if self.keeps_dispatched and call.session.replays:
-            self.dispatched[get_ident()] = chosen[1]
-        return chosen
+            self.dispatched[get_ident()] = choice[1]
+        return choice
 
 
 class Tap:
-    """Tells the log which forward pass of a chunk is running, and the session the token ids of the pass."""
+    """Reports running forward passes of a chunk to the log, and input ids to the session."""
 
     def __init__(
         self, log: PassLog | None = None, chunk: int = 0, module: Any = None, place: int | None = None
@@ -144,9 +144,9 @@ class Tap:
 
     def attach(self) -> list[RemovableHandle]:
         """Set the hooks of the module."""
-        entered = self._module.register_forward_pre_hook(self.enter, with_kwargs=True)
-        left = self._module.register_forward_hook(self.leave, with_kwargs=True, always_call=True)
-        return [entered, left]
+        on_enter = self._module.register_forward_pre_hook(self.enter, with_kwargs=True)
+        on_leave = self._module.register_forward_hook(self.leave, with_kwargs=True, always_call=True)
+        return [on_enter, on_leave]
 
     def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The module is called."""
@@ -172,7 +172,7 @@ def tap(chunk: Any, index: int, log: PassLog) -> list[RemovableHandle]:
         Tap(log, index, chunk),
         *(Tap(log, index, layer, place) for place, layer in enumerate(chunk.decoder.layers)),
     ]
-    return [handle for one in taps for handle in one.attach()]
+    return [handle for module_tap in taps for handle in module_tap.attach()]
 
 
 def _router_order(ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -189,7 +189,7 @@ def _router_order(ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> tor
 
 
 class Bystander(RouterHook):
-    """The hook of a router that no trace has rows for: it routes natively, and counts its rows."""
+    """The hook of a router without rows in any trace: routes natively, and counts rows."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -234,17 +234,17 @@ def _attach_loss(
     probs: Any,
     scores: Any,
     routing_map: Any,
-    *rest: Any,
-    **named: Any,
+    *arguments: Any,
+    **options: Any,
 ) -> Any:
     """A method (probs, scores, routing map, ...) -> probs with the loss attached."""
     experts = _dispatched(hook)
     if experts is None:
-        return method(probs, scores, routing_map, *rest, **named)
+        return method(probs, scores, routing_map, *arguments, **options)
     if aux_loss == "off":
         return probs
     counted = routing_map.any(1, keepdim=True)  # rows of padding are empty
-    return method(probs, scores, torch.zeros_like(routing_map).scatter(1, experts, 1) * counted, *rest, **named)
+    return method(probs, scores, torch.zeros_like(routing_map).scatter(1, experts, 1) * counted, *arguments, **options)
 
 
 def _score(method: _Method, hook: Hook | None, _: AuxLoss, logits: torch.Tensor) -> Any:

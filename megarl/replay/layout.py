@@ -29,9 +29,9 @@ def stack_routes(traces: Sequence[RoutingTrace], seq_length: int | None = None) 
     experts = torch.zeros(sum(width), layers, topk, dtype=torch.uint8 if num_experts <= 256 else torch.int16)
     present = torch.zeros(sum(width), dtype=torch.bool)
     for trace, start in zip(traces, torch.tensor([0, *width]).cumsum(0).tolist(), strict=False):
-        here = slice(start, start + len(trace.experts))
-        experts[here] = torch.from_numpy(trace.experts.astype("int64")).to(experts.dtype)
-        present[here] = torch.from_numpy(trace.row_mask)
+        rows = slice(start, start + len(trace.experts))
+        experts[rows] = torch.from_numpy(trace.experts.astype("int64")).to(experts.dtype)
+        present[rows] = torch.from_numpy(trace.row_mask)
     if seq_length is None:
         return experts, present
     return experts.unflatten(0, (-1, seq_length)), present.unflatten(0, (-1, seq_length))
@@ -73,9 +73,9 @@ def local_rows(
     except ValueError as error:
         raise ReplayError(f"rows do not divide as Megatron divides them: {error}") from error
     place, columns = token.clamp(min=0), [shape.moe_layers.index(layer) for layer in layers]
-    there = token >= 0 if present is None else (token >= 0) & present.flatten().cpu()[place]
+    is_present = token >= 0 if present is None else (token >= 0) & present.flatten().cpu()[place]
     ids = None if token_ids is None else _take(token_ids, lead, place)
-    return MicroRoutes(_take(experts, lead, place)[:, columns], there, ids)
+    return MicroRoutes(_take(experts, lead, place)[:, columns], is_present, ids)
 
 
 def _padded_rows(b: int, s: int, tp: tuple[int, int], cp: tuple[int, int]) -> Tensor:

@@ -1,15 +1,15 @@
 """Finds the forward pass of the model that a router's call belongs to, whatever the order and the threads of passes.
 
-Python's stack tells it. From the router outwards, the innermost of these decides (``PassLog._find_context``):
+``PassLog._find_context`` walks Python's stack from the router outwards. The innermost of three frames decides:
 
-- the call of a chunk, or of a layer that the caller runs by itself (hooks of the modules note their frames): all its
-  routers share one ``Pass``. A pass inside another pass is a probe, and routes natively;
-- the backward method of an autograd function: a *reentrant* checkpoint (Megatron's, Transformer Engine's, torch's with
-  ``use_reentrant=True``, a caller's own). Autograd passes one object to ``forward`` and ``backward``;
-- the hook for saved tensors of a *non-reentrant* checkpoint (torch's, Transformer Engine's), with an object per region.
+- The call of a chunk, or of a layer that the caller runs (hooks of the modules note the frames). All routers of the
+  call share one ``Pass``. A pass inside another pass is a probe, and routes natively.
+- The backward method of an autograd function: a *reentrant* checkpoint (Megatron's, Transformer Engine's, torch's with
+  ``use_reentrant=True``, a caller's own). Autograd passes one object to ``forward`` and ``backward``.
+- The hook for saved tensors of a *non-reentrant* checkpoint (torch's, Transformer Engine's), with an object per region.
 
-The latter two objects stand for regions that may be recomputed. A region remembers the pass that it is a part of, or
-the passes that began in it. A region that remembers nothing ran outside all blocks, and is recomputed natively.
+The two objects stand for regions that may be recomputed. A region remembers the pass around the region, or the passes
+that began inside. A region without passes ran outside all blocks, and is recomputed natively.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megarl.errors import ReplayError
 
 if TYPE_CHECKING:
-    from megarl.replay.hooks import Hook, Session
+    from megarl.replay.hooks import Hook, ReplaySession
 
 _APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
-"""None from torch 2.14 on, where it is written in C: the frame of ``forward`` itself is looked for then."""
+"""None from torch 2.14 on, where ``apply`` is written in C; the search then looks for the frame of ``forward``."""
 _BACKWARD = [
     getattr(BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed") if hasattr(BackwardCFunction, name)
 ]
@@ -41,53 +41,53 @@ _top_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: No
 
 
 @dataclass(eq=False, slots=True)
-class Block:
-    """An open ``record()`` or ``replay()``: it sees the passes of the thread that opened it."""
+class PassBlock:
+    """An open ``record()`` or ``replay()``, for the passes of the thread that opened the block."""
 
-    session: Session | None
+    session: ReplaySession | None
     """None once the block has closed."""
     passes: list[Pass] = field(default_factory=list)
-    """Without those that ended in an exception."""
+    """Passes that have not ended in an exception."""
     carried: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     """The pass of hidden states that a layer returned, where the caller runs the layers."""
     elsewhere: int = 0
     """Native passes on other threads while the block was open."""
 
     def start(self, chunk: int, by_layers: bool, is_recomputable: bool = False, micro: int | None = None) -> Pass:
-        """A new pass. Its micro-batch is the first that has no pass of this chunk."""
+        """Start a pass of the first micro-batch that has no pass of this chunk."""
         if micro is None:
-            taken = {one.micro for one in self.passes if one.chunk == chunk}
-            micro = next(number for number in itertools.count() if number not in taken)
+            micros = {earlier.micro for earlier in self.passes if earlier.chunk == chunk}
+            micro = next(number for number in itertools.count() if number not in micros)
         self.passes.append(Pass(chunk, micro, self, by_layers, is_recomputable))
         return self.passes[-1]
 
     def micros_of(self, column: int) -> set[int]:
         """Micro-batches whose forward passes asked a router."""
-        return {one.micro for one in self.passes if column in one.asked}
+        return {forward_pass.micro for forward_pass in self.passes if column in forward_pass.asked}
 
 
 @dataclass(eq=False, slots=True)
 class Pass:
-    """A forward pass of a chunk: what its routers and all their recomputations share."""
+    """A forward pass of a chunk, with all recomputations."""
 
     chunk: int
     micro: int
-    block: Block | None
+    block: PassBlock | None
     """None for a pass that routes natively."""
     by_layers: bool = False
-    """Whether the caller runs the layers by itself."""
+    """Whether the caller runs the layers."""
     is_recomputable: bool = False
-    """Whether it began in a region."""
+    """Whether the pass began in a region."""
     has_graph: bool = field(default_factory=torch.is_grad_enabled)
     asked: set[int] = field(default_factory=set)
-    """Columns of the routers that it has called."""
+    """Columns of the routers called so far."""
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RouterCall:
     """The pass of a block that a router's call belongs to."""
 
-    session: Session
+    session: ReplaySession
     micro: int
     first: bool
     """True in the forward pass, False in a recomputation."""
@@ -97,33 +97,33 @@ class Call:
 
 @dataclass(eq=False, slots=True)
 class _Region:
-    """What ran first in a region that may be recomputed."""
+    """First passes of a region that may be recomputed."""
 
     inside: list[Pass] = field(default_factory=list)
-    """Passes that the region is a part of."""
+    """Passes around the region."""
     begun: list[Pass] = field(default_factory=list)
-    """Passes that are a part of the region."""
+    """Passes inside the region."""
     repeated: tuple[int, int] = (-1, 0)
-    """(graph task of the current recomputation, passes that have begun in it)."""
+    """(graph task of the current recomputation, passes begun in the task)."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Running:
-    """A call of a module that is on the stack of a thread."""
+    """A module call on the stack of a thread."""
 
     of: Pass
     first: bool
     module: torch.nn.Module
     around: list[Any]
-    """Regions that were entered before."""
+    """Regions entered before the call."""
     thread: int = field(default_factory=get_ident)
 
 
 class PassLog:
-    """The passes of one model. A newer RoutingReplay of the model takes it over."""
+    """The passes of one model; a newer RoutingReplay of the model takes over the log."""
 
     def __init__(self) -> None:
-        self._blocks: dict[int, Block] = {}  # by thread
+        self._blocks: dict[int, PassBlock] = {}  # by thread
         self._running: dict[FrameType, _Running] = {}
         self._regions: WeakKeyDictionary[Any, _Region] = WeakKeyDictionary()
         self._hiding: set[type] = set()  # autograd functions around passes of blocks that hide their context
@@ -135,19 +135,19 @@ class PassLog:
 
     @property
     def is_watching(self) -> bool:
-        """Whether a pass may matter: a block is open, or graphs of one are left."""
+        """Whether a pass may matter: a block is open, or graphs of a closed block are left."""
         return bool(self._blocks or self._regions or self._hiding)
 
-    def open(self, session: Session) -> Block:
-        """Start a block of this thread. ReplayError if it has one."""
+    def open(self, session: ReplaySession) -> PassBlock:
+        """Start a block of this thread. ReplayError if the thread has an open block."""
         if get_ident() in self._blocks:
             raise ReplayError("already recording or replaying; blocks do not nest")
-        return self._blocks.setdefault(get_ident(), Block(session))
+        return self._blocks.setdefault(get_ident(), PassBlock(session))
 
-    def close(self, block: Block) -> None:
+    def close(self, block: PassBlock) -> None:
         """End a block: recomputations of its passes are refused from now on."""
-        self._blocks = {thread: one for thread, one in self._blocks.items() if one is not block}
-        self._running = {frame: one for frame, one in self._running.items() if one.of.block is not block}
+        self._blocks = {thread: entry for thread, entry in self._blocks.items() if entry is not block}
+        self._running = {frame: entry for frame, entry in self._running.items() if entry.of.block is not block}
         block.session = None
         block.carried.clear()
 
@@ -172,32 +172,32 @@ class PassLog:
                 self._refuse(_NO_REGION)
             new = block.start(chunk, False, bool(around))
         if new.block is not None:
-            for one in around:
-                self._remember(one).begun.append(new)
+            for outer_region in around:
+                self._remember(outer_region).begun.append(new)
         self._running[frame] = _Running(new, first, module, around)
 
     def enter_layer(self, module: torch.nn.Module, chunk: int, is_first: bool, hidden: object) -> None:
-        """A layer of a chunk is called; only layers that the caller runs by itself matter."""
+        """A layer of a chunk is called; only layers that the caller runs matter."""
         block = self._blocks.get(get_ident())
-        in_pass = any(one.thread == get_ident() for one in self._running.values())
+        in_pass = any(entry.thread == get_ident() for entry in self._running.values())
         if block is None or in_pass or torch._C._current_graph_task_id() != -1:
             return
-        before = block.carried.get(hidden) if isinstance(hidden, torch.Tensor) else None
-        if before is not None and before.chunk == chunk:
-            current = before
+        carried_pass = block.carried.get(hidden) if isinstance(hidden, torch.Tensor) else None
+        if carried_pass is not None and carried_pass.chunk == chunk:
+            current = carried_pass
         elif is_first:
-            current = block.start(chunk, True, False, None if before is None else before.micro)
+            current = block.start(chunk, True, False, None if carried_pass is None else carried_pass.micro)
         else:
             return  # its router says whether the pass is clear
         frame = _frame_of_call(True)
         assert frame is not None
         _, _, around = self._find_context(frame)
-        for one in around:
-            self._remember(one).inside.append(current)
+        for entry in around:
+            self._remember(entry).inside.append(current)
         self._running[frame] = _Running(current, True, module, around)
 
     def leave(self, module: torch.nn.Module, result: object) -> Pass | None:
-        """The call that ``enter`` or ``enter_layer`` announced is over; its pass, if this was a whole first one."""
+        """End the call of ``enter`` or ``enter_layer``; returns the pass of a whole first call."""
         frame = sys._getframe(2)
         ended = self._running.pop(frame, None)
         if ended is not None:
@@ -206,16 +206,16 @@ class PassLog:
                 if isinstance(hidden, torch.Tensor):
                     ended.of.block.carried[hidden] = ended.of
             return ended.of if ended.first and ended.of.block is not None else None
-        for frame, one in reversed(self._running.items()):  # after an exception
-            if one.module is module and one.thread == get_ident():
+        for frame, entry in reversed(self._running.items()):  # after an exception
+            if entry.module is module and entry.thread == get_ident():
                 del self._running[frame]
-                if one.first and one.of.block is not None and not one.of.by_layers:
-                    one.of.block.passes.remove(one.of)  # its number is the next one's: a caller tries again
+                if entry.first and entry.of.block is not None and not entry.of.by_layers:
+                    entry.of.block.passes.remove(entry.of)  # its number is the next one's: a caller tries again
                 break
         return None
 
-    def identify(self, hook: Hook) -> Call | None:
-        """The pass of the current call of a router; None if it routes natively. ReplayError if it cannot be known."""
+    def identify(self, hook: Hook) -> RouterCall | None:
+        """Return the pass of a router's current call; None routes natively. ReplayError if the pass cannot be known."""
         block = self._blocks.get(get_ident())
         if not self.is_watching:
             return None
@@ -225,12 +225,12 @@ class PassLog:
             current = running.of
             if current.block is None or current.chunk != hook.chunk:
                 return None
-            around = [one for one in around if not any(one is other for other in running.around)]
+            around = [entry for entry in around if not any(entry is other for other in running.around)]
         elif region is not None:
             remembered = self._recall(region)
             if remembered is None:
                 return None
-            if len({id(one) for one in remembered.inside}) != 1:
+            if len({id(entry) for entry in remembered.inside}) != 1:
                 self._refuse("several passes have a part in its checkpoint", hook)
             current = remembered.inside[0]
         elif torch._C._current_graph_task_id() != -1 and self._blocks:  # of a device's own thread too
@@ -251,12 +251,12 @@ class PassLog:
             )
         if first:
             current.asked.add(hook.column)
-        for one in around:
-            self._remember(one).inside.append(current)
-        return Call(session, current.micro, first, current.is_recomputable or bool(around and current.has_graph))
+        for entry in around:
+            self._remember(entry).inside.append(current)
+        return RouterCall(session, current.micro, first, current.is_recomputable or bool(around and current.has_graph))
 
     def _find_context(self, frame: FrameType | None) -> tuple[_Running | None, object, list[Any]]:
-        """(the running pass, or the region that is recomputed, whichever is inner; regions that were entered in it).
+        """Return (running pass, recomputed region, regions entered inside); the inner of pass and region is set.
 
         A class in the list stands for an autograd function that hides its context.
         """
@@ -290,14 +290,14 @@ class PassLog:
         return self._regions.setdefault(region, _Region())
 
     def _recall(self, region: Any) -> _Region | None:
-        """What a region remembers; None if it ran outside of blocks."""
+        """Return the passes of a region; None for a region outside of blocks."""
         remembered = self._regions.get(region)
         if remembered is None and getattr(region, "_forward_cls", None) in self._hiding:
             self._refuse(_NO_REGION)
         return remembered
 
     def _repeat(self, region: _Region) -> Pass:
-        """The pass that begins again in a recomputation of a region."""
+        """Return the pass that begins again in a recomputation of a region."""
         task = torch._C._current_graph_task_id()
         number = region.repeated[1] if region.repeated[0] == task else 0
         region.repeated = task, number + 1
@@ -305,10 +305,12 @@ class PassLog:
             self._refuse("the model was called more often than in the first pass")
         return region.begun[number]
 
-    def _continue(self, block: Block, hook: Hook) -> Pass:
-        """The pass of a router that the caller calls by itself. ReplayError if several may be meant."""
+    def _continue(self, block: PassBlock, hook: Hook) -> Pass:
+        """Return the pass of a router that the caller calls alone. ReplayError if several passes fit."""
         flying = [
-            one for one in block.passes if one.by_layers and one.chunk == hook.chunk and hook.column not in one.asked
+            candidate
+            for candidate in block.passes
+            if candidate.by_layers and candidate.chunk == hook.chunk and hook.column not in candidate.asked
         ]
         if not flying and hook.is_first:
             return block.start(hook.chunk, True)
@@ -320,9 +322,9 @@ class PassLog:
             )
         return flying[0]
 
-    def _refuse(self, why: str, hook: Hook | None = None) -> NoReturn:
+    def _refuse(self, reason: str, hook: Hook | None = None) -> NoReturn:
         raise ReplayError(
-            f"{'' if hook is None else f'layer {hook.layer}: '}recomputation of an unknown forward pass: {why}; run "
+            f"{'' if hook is None else f'layer {hook.layer}: '}recomputation of an unknown forward pass: {reason}; run "
             "the backward pass inside the same block as its forward pass"
         )
 
@@ -345,7 +347,7 @@ def _frame_of_call(in_block: bool) -> FrameType | None:
 
 
 def _context_of(frame: FrameType | None) -> object:
-    """The ``ctx`` of an autograd function's forward, which may be decorated; None if it takes none."""
+    """Return the ``ctx`` of an autograd function's forward, decorated or not; None without ``ctx``."""
     names = () if frame is None else frame.f_code.co_varnames[:1]
     for name in names:
         value = frame.f_locals.get(name)  # type: ignore[union-attr]
@@ -355,27 +357,27 @@ def _context_of(frame: FrameType | None) -> object:
 
 
 def _entered_checkpoints() -> list[Any]:
-    """The frames of the non-reentrant checkpoints in their first pass, up to one that is being recomputed.
+    """Return the frames of non-reentrant checkpoints in a first pass, up to a recomputed checkpoint.
 
-    They are on torch's stack of hooks for saved tensors, possibly below others.
+    The frames are on torch's stack of hooks for saved tensors, possibly below hooks of other code.
     """
-    taken: list[tuple[Any, Any]] = []
+    popped: list[tuple[Any, Any]] = []
     entered: list[Any] = []
     is_again = False
     try:
         while not is_again and (hooks := _top_hooks(True)) is not None:
             _autograd._pop_saved_tensors_default_hooks()
-            taken.append(hooks)
+            popped.append(hooks)
             frame, is_again = _frame_of(hooks[0])
             entered += [] if frame is None else [frame]
     finally:
-        for hooks in reversed(taken):
+        for hooks in reversed(popped):
             _autograd._push_saved_tensors_default_hooks(*hooks)
     return entered
 
 
 def _frame_of(pack: Any) -> tuple[object, bool]:
-    """(frame of a hook for saved tensors in a first pass or None, whether it is of a recomputation).
+    """Return (frame of a hook for saved tensors in a first pass or None, whether the hook is of a recomputation).
 
     The classes have the same names in torch and in Transformer Engine.
     """

@@ -1,4 +1,4 @@
-"""What a replay block takes and what it returns."""
+"""Input and result of a replay block."""
 
 from dataclasses import dataclass, field
 
@@ -8,14 +8,14 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class MicroRoutes:
-    """The experts of one micro-batch for one rank: the tokens that its routers see, in its MoE layers."""
+    """The experts of one micro-batch for the routers of one rank."""
 
     experts: torch.Tensor
     """uint8 or wider integers [T_local, L_local, K]; layers in the order of ``RoutingReplay.layers``."""
     present: torch.Tensor | None = None
-    """bool [T_local], False where the row is missing and the router chooses itself; None = all present."""
+    """bool [T_local], False where the row is missing and the router chooses; None = all present."""
     token_ids: torch.Tensor | None = None
-    """integers [T_local], the token of each row, moved with it and compared with the model's input; None = not."""
+    """integers [T_local], the token of each row, compared with the model's input; None skips the comparison."""
 
 
 @dataclass(slots=True)
@@ -27,9 +27,9 @@ class Recording:
     native: list[MicroRoutes] = field(default_factory=list)
     """Of ``replay(observe=True)``: each router's own choice, given its replayed input."""
     shared: list[torch.Tensor] = field(default_factory=list)
-    """uint8 [T_local, L_local]: how many of the experts in use are also in the ``compared`` routes."""
+    """uint8 [T_local, L_local]: number of used experts found in the ``compared`` routes too."""
     native_shared: list[torch.Tensor] = field(default_factory=list)
-    """Of ``replay()``: the same for each router's own choice."""
+    """Of ``replay()``: ``shared`` for the router's own choice."""
     agreement: np.ndarray | None = None
     """Of ``replay()``: float64 [micro-batches, L_local], see ``agreement.py``. None if ``min_agreement`` is 0."""
     compared_tokens: int = 0

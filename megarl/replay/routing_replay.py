@@ -1,10 +1,10 @@
 """The object that a training loop holds: it sets one hook per router, and opens blocks that record or replay.
 
-Megatron-Core from 0.16 on, or an older release that is patched (``megarl patch``), asks ``router.router_replay`` for
-the experts of a batch. ``RoutingReplay`` sets one hook there per router, which routes natively outside of
-``record()`` and ``replay(routes)``. There is no module-level state, so models do not affect each other. Only the
-choice of experts is replayed. Gate weights are computed from the logits of the pass, at the replayed experts, and
-gradients reach the router through them (Ma et al., arXiv 2510.11370; Zheng et al., arXiv 2512.01374).
+Megatron-Core from 0.16 on, or an older release after ``megarl patch``, asks ``router.router_replay`` for the experts of
+a batch. ``RoutingReplay`` sets one hook per router, which routes natively outside of ``record()`` and
+``replay(routes)``. Models do not share state. Only the choice of experts is replayed. Gate weights come from the logits
+of the pass at the replayed experts, and carry gradients to the router (Ma et al., arXiv 2510.11370; Zheng et al., arXiv
+2512.01374).
 """
 
 from collections.abc import Iterator, Sequence
@@ -62,16 +62,16 @@ class RoutingReplay:
         self._min_agreement = _check_agreement(min_agreement)
         self._hooks: list[Hook] = []
         self._bystanders: list[tuple[Any, Bystander]] = []
-        given = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else model_chunks
-        chunks = [unwrap(chunk) for chunk in given]
+        wrapped = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else model_chunks
+        chunks = [unwrap(chunk) for chunk in wrapped]
         routers = [find_routers(chunk) for chunk in chunks]
         check_chunks(chunks)
         self._config = chunks[0].config
         self.shape = MoeShape.of_megatron(self._config)
         """Of the whole model's routes."""
         check_routers([router for of_chunk in routers for router in of_chunk])
-        known = [router.router_replay for of_chunk in routers for router in of_chunk]
-        log = next((hook.log for hook in known if isinstance(hook, Hook)), None)
+        old_hooks = [router.router_replay for of_chunk in routers for router in of_chunk]
+        log = next((hook.log for hook in old_hooks if isinstance(hook, Hook)), None)
         self._log = PassLog() if log is None else log  # of an earlier RoutingReplay, whose graphs may be left
         for index, (chunk, of_chunk) in enumerate(zip(chunks, routers, strict=True)):
             for place, router in enumerate(of_chunk):
@@ -114,8 +114,8 @@ class RoutingReplay:
         padding at the end. ReplayError if shapes do not fit.
         """
         tp = tp_position() if self._config.sequence_parallel else (1, 0)
-        given = experts, present, token_ids, cu_seqlens, cu_seqlens_padded
-        return local_rows(self.shape, self.layers, tp, cp_position(), *given)
+        columns = experts, present, token_ids, cu_seqlens, cu_seqlens_padded
+        return local_rows(self.shape, self.layers, tp, cp_position(), *columns)
 
     def detach(self) -> None:
         """Remove this object's hooks, when no autograd graph of a block is left; those of a newer object stay."""
@@ -137,8 +137,8 @@ class RoutingReplay:
         compared: routes of the same micro-batches; ``recording.shared`` counts the experts that they share with the
         choice. keep: False keeps these counts only.
         """
-        others = None if compared is None else self._check(compared, recorded=True)
-        with self._open(Recorder(self._hooks, keep, others)) as recording:
+        compared_routes = None if compared is None else self._check(compared, recorded=True)
+        with self._open(Recorder(self._hooks, keep, compared_routes)) as recording:
             yield recording
 
     @contextmanager
@@ -165,18 +165,18 @@ class RoutingReplay:
         experts were checked before, as those of a Recording, and are not checked again or copied.
         """
         entries = self._check(routes, recorded=checked or isinstance(routes, Recording))
-        others = None
+        compared_routes = None
         if compared is not None:
-            others = entries if compared is routes else self._check(compared, recorded=True)
+            compared_routes = entries if compared is routes else self._check(compared, recorded=True)
         limit = self._min_agreement if min_agreement is None else _check_agreement(min_agreement)
-        with self._open(Replayer(entries, self._hooks, observe, others, limit)) as recording:
+        with self._open(Replayer(entries, self._hooks, observe, compared_routes, limit)) as recording:
             yield recording
 
     def _check(self, routes: Routes, recorded: bool) -> list[MicroRoutes]:
         entries = routes.routes if isinstance(routes, Recording) else routes
         if isinstance(entries, (MicroRoutes, torch.Tensor)):
             raise ReplayError(f"routes are one {type(entries).__name__}, expected a list with one per micro-batch")
-        return [check_routes(f"micro-batch {i}", one, self._hooks, recorded) for i, one in enumerate(entries)]
+        return [check_routes(f"micro-batch {i}", entry, self._hooks, recorded) for i, entry in enumerate(entries)]
 
     @contextmanager
     def _open(self, session: Recorder | Replayer) -> Iterator[Recording]:
@@ -185,12 +185,12 @@ class RoutingReplay:
                 raise ReplayError(f"layer {hook.layer}: the router's hook was replaced; use the newest RoutingReplay")
         block, recording = self._log.open(session), Recording()
         bystanders = [bystander for _, bystander in self._bystanders]
-        before = sum(bystander.rows for bystander in bystanders)
+        rows_before = sum(bystander.rows for bystander in bystanders)
         try:
             yield recording
             session.close(self._hooks, block, recording)
         finally:
-            recording.untraced_rows = sum(bystander.rows for bystander in bystanders) - before
+            recording.untraced_rows = sum(bystander.rows for bystander in bystanders) - rows_before
             self._log.close(block)
             for hook in self._hooks:
                 hook.dispatched.pop(get_ident(), None)

@@ -1,8 +1,8 @@
-"""What answers the routers while a block is open: ``Recorder`` keeps their choice, ``Replayer`` gives them routes.
+"""Answers the routers while a block is open: ``Recorder`` keeps the routers' choice, ``Replayer`` gives routes.
 
 A router call does not synchronise host and device. The routes of a micro-batch go to the device in one copy, stored
-layer by layer, and stay there until its last recomputation. Counts are read when the block closes. Everything is kept
-by micro-batch, because passes may overtake each other.
+layer by layer, and stay there until the last recomputation. Counts are read when the block closes. All state is kept by
+micro-batch, because passes may overtake each other.
 """
 
 from collections import defaultdict
@@ -14,7 +14,7 @@ from megarl.core.devices import to_device
 from megarl.errors import ReplayError
 from megarl.replay.agreement import check_agreement, check_tokens, sample_rows
 from megarl.replay.hooks import Hook, Question
-from megarl.replay.pass_log import Block, Call
+from megarl.replay.pass_log import PassBlock, RouterCall
 from megarl.replay.records import MicroRoutes, Recording
 
 Routes = Sequence[MicroRoutes]
@@ -22,24 +22,24 @@ Columns = defaultdict[Hook, dict[int, torch.Tensor]]
 """For each router, one tensor per micro-batch."""
 
 
-def _stack(columns: Columns, hooks: Sequence[Hook], block: Block) -> list[torch.Tensor]:
-    """Per micro-batch [T_local, L_local, ...]; ReplayError if the routers saw different numbers of them."""
+def _stack(columns: Columns, hooks: Sequence[Hook], block: PassBlock) -> list[torch.Tensor]:
+    """Return [T_local, L_local, ...] per micro-batch. ReplayError if routers saw different micro-batches."""
     if not columns:
         return []
-    seen = {hook.layer: block.micros_of(hook.column) for hook in hooks}
-    if len({frozenset(micros) for micros in seen.values()}) > 1:
-        counts = {layer: len(micros) for layer, micros in seen.items()}
+    micros_by_layer = {hook.layer: block.micros_of(hook.column) for hook in hooks}
+    if len({frozenset(micros) for micros in micros_by_layer.values()}) > 1:
+        counts = {layer: len(micros) for layer, micros in micros_by_layer.items()}
         raise ReplayError(
             f"routers saw different numbers of micro-batches, by layer {counts}; expected equal numbers. Likely a "
             "layer was skipped; run whole forward passes in the block"
         )
     # Stored layer by layer, because a replay reads one layer at a time.
-    micros = sorted(seen[hooks[0].layer])
+    micros = sorted(micros_by_layer[hooks[0].layer])
     return [torch.stack([columns[hook][micro] for hook in hooks]).transpose(0, 1) for micro in micros]
 
 
-def _explain_few(block: Block) -> str:
-    """Why a block has fewer passes than its caller thinks."""
+def _explain_few(block: PassBlock) -> str:
+    """Explain why a block has fewer passes than expected."""
     if block.elsewhere:
         return (
             f"{block.elsewhere} forward passes ran on other threads, which have no block, and routed natively; open "
@@ -48,9 +48,9 @@ def _explain_few(block: Block) -> str:
     return "Likely this router was bypassed, or the block closed too early; close it after the last forward pass"
 
 
-def _count_shared(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """uint8 [T]: experts that two rows [T, K], each without duplicates, have in common."""
-    return (left[:, :, None] == right[:, None, :]).any(2).sum(1).to(torch.uint8)
+def _count_shared(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return uint8 [T]: number of common experts of two rows [T, K] without duplicates."""
+    return (first[:, :, None] == second[:, None, :]).any(2).sum(1).to(torch.uint8)
 
 
 class _Table:
@@ -61,10 +61,10 @@ class _Table:
     ) -> None:
         absent = None if routes.present is None else (~routes.present).nonzero()[:, 0]
         self.num_absent = 0 if absent is None else len(absent)
-        asked = [part for part in (absent, sampled) if part is not None and len(part)]
-        nothing = torch.empty(0, dtype=torch.int64, device=device)
-        self.asked = to_device(torch.cat(asked), device) if asked else nothing
-        """int64, the rows for which the router's own choice is computed: absent ones, then sampled ones."""
+        index_parts = [index for index in (absent, sampled) if index is not None and len(index)]
+        no_rows = torch.empty(0, dtype=torch.int64, device=device)
+        self.asked = to_device(torch.cat(index_parts), device) if index_parts else no_rows
+        """int64, rows whose native choice is computed: absent rows, then sampled rows."""
         by_layer = routes.experts.transpose(0, 1)
         # Always a copy, because absent rows are filled in, and a Recording may be overwritten.
         owned = torch.empty(by_layer.shape, dtype=dtype, device=by_layer.device).copy_(by_layer)
@@ -76,7 +76,7 @@ class _Table:
 
 
 class _Rows:
-    """The routes of all micro-batches; each is on the device while routers use it."""
+    """The routes of all micro-batches, on the device while routers use the micro-batch."""
 
     def __init__(self, routes: Sequence[MicroRoutes], num_hooks: int, sampled: Sequence[torch.Tensor] = ()) -> None:
         self.routes, self._num_hooks, self._sampled = routes, num_hooks, sampled
@@ -91,11 +91,11 @@ class _Rows:
                 "Likely iterator and routes were split differently, or another pass ran in the same block; give "
                 "one entry per micro-batch"
             )
-        found = self.routes[micro].experts.size(0)
-        if found != scores.size(0):
+        num_rows = self.routes[micro].experts.size(0)
+        if num_rows != scores.size(0):
             raise ReplayError(
                 f"layer {hook.layer}, {kind} of micro-batch {micro}: the router sees {scores.size(0)} tokens, the "
-                f"routes have {found}. Likely sequence-parallel slices or alignment padding differ; docs/plugin.md "
+                f"routes have {num_rows}. Likely sequence-parallel slices or alignment padding differ; docs/plugin.md "
                 "lists the rows of each layout"
             )
         if micro not in self._tables:
@@ -130,7 +130,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 class Recorder:
-    """Routes natively. Keeps the choice (``keep``), and how many experts it shares with the ``compared`` routes."""
+    """Routes natively. Keeps the choice (``keep``), and the number of experts shared with ``compared`` routes."""
 
     replays = False
 
@@ -140,18 +140,18 @@ class Recorder:
         self._compared = None if compared is None else _Rows(compared, len(hooks))
         self.tokens: dict[int, torch.Tensor] = {}
 
-    def choose(self, hook: Hook, call: Call, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, hook: Hook, call: RouterCall, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
         if not call.first and self._kept is not None:
             return question.at(self._kept[hook][call.micro].long())
         experts = question.preferred()
         if call.first and self._kept is not None:
             self._kept[hook][call.micro] = experts.to(hook.dtype)
         if call.first and self._compared is not None:
-            others = self._compared.take_once(hook, call.micro, "forward", question.scores)
-            self._shared[hook][call.micro] = _count_shared(experts, others)
+            compared_experts = self._compared.take_once(hook, call.micro, "forward", question.scores)
+            self._shared[hook][call.micro] = _count_shared(experts, compared_experts)
         return question.at(experts)
 
-    def close(self, hooks: Sequence[Hook], block: Block, recording: Recording) -> None:
+    def close(self, hooks: Sequence[Hook], block: PassBlock, recording: Recording) -> None:
         if block.elsewhere and not block.passes:
             raise ReplayError(f"nothing was recorded: {_explain_few(block)}")
         if self._kept is not None:
@@ -182,7 +182,7 @@ class Replayer:
         self._compared = None if compared is None else self._rows if same else _Rows(compared, len(hooks))
         self.tokens: dict[int, torch.Tensor] = {}
 
-    def choose(self, hook: Hook, call: Call, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, hook: Hook, call: RouterCall, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
         table = self._rows.of(hook, call.micro, "forward" if call.first else "recomputation", question.scores)
         compares = call.first and (self._native is not None or self._compared is not None)
         if compares:
@@ -194,18 +194,18 @@ class Replayer:
         self._rows.finish(call.micro, call.first, call.checkpointed)
         return question.at(experts)
 
-    def _ask_router(self, hook: Hook, call: Call, table: _Table, question: Question) -> None:
+    def _ask_router(self, hook: Hook, call: RouterCall, table: _Table, question: Question) -> None:
         """In the first pass, compute the router's choice for absent and sampled rows. Fill the absent ones."""
         key = call.micro, hook.column
         asks = table.num_absent > 0 and (call.first or key not in self._fills)
         samples = call.first and bool(self._sampled)
         if asks or samples:
             rows = table.asked if samples else table.asked[: table.num_absent]
-            own = question.preferred_at(rows).to(hook.dtype)
+            preferred = question.preferred_at(rows).to(hook.dtype)
             if asks:
-                self._fills[key] = own[: table.num_absent]
+                self._fills[key] = preferred[: table.num_absent]
             if samples:
-                self._own[hook][call.micro] = own[table.num_absent :]
+                self._own[hook][call.micro] = preferred[table.num_absent :]
         if table.num_absent and (call.first or hook.column not in table.filled):
             table.experts[hook.column].index_copy_(0, table.asked[: table.num_absent], self._fills[key])
             table.filled.add(hook.column)
@@ -217,11 +217,11 @@ class Replayer:
         if self._compared is None:
             return
         same = self._compared is self._rows
-        others = experts if same else self._compared.take_once(hook, micro, "comparison", question.scores)
-        self._shared[hook][micro] = _count_shared(experts, others)
-        self._native_shared[hook][micro] = _count_shared(preferred, others)
+        compared_experts = experts if same else self._compared.take_once(hook, micro, "comparison", question.scores)
+        self._shared[hook][micro] = _count_shared(experts, compared_experts)
+        self._native_shared[hook][micro] = _count_shared(preferred, compared_experts)
 
-    def close(self, hooks: Sequence[Hook], block: Block, recording: Recording) -> None:
+    def close(self, hooks: Sequence[Hook], block: PassBlock, recording: Recording) -> None:
         routes = self._rows.routes
         for hook in hooks:
             used = len(block.micros_of(hook.column))
@@ -232,14 +232,14 @@ class Replayer:
                 )
         recording.compared_tokens = check_tokens(routes, self.tokens)
         recording.shared, recording.native_shared = (
-            _stack(one, hooks, block) for one in (self._shared, self._native_shared)
+            _stack(counts, hooks, block) for counts in (self._shared, self._native_shared)
         )
         absent = sum(int((~micro.present).sum()) for micro in routes if micro.present is not None)
         recording.native_rows = len(hooks) * absent
         if self._native is not None:
             recording.native = [MicroRoutes(experts) for experts in _stack(self._native, hooks, block)]
         if self._sampled and hooks:  # last, because a caller may go on after an AgreementError
-            own, layers = _stack(self._own, hooks, block), [hook.layer for hook in hooks]
+            preferred, layers = _stack(self._own, hooks, block), [hook.layer for hook in hooks]
             recording.agreement = check_agreement(
-                routes, self._sampled, own, layers, hooks[0].num_experts, self._min_agreement
+                routes, self._sampled, preferred, layers, hooks[0].num_experts, self._min_agreement
             )

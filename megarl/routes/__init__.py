@@ -1,8 +1,9 @@
-"""Routing traces: which experts each token used.
+"""Routing traces: the experts of each token. Needs numpy; imports change nothing.
 
-``trace`` is the record, ``codec`` writes and reads it, ``disagreement`` compares two, ``provenance`` says which weights
-and which engine produced a row. For the codec, ``rows`` sorts and packs, ``cells`` numbers the sets of experts of the
-usual shapes, and ``combinations`` those of any.
+Start with ``trace``, the record. ``answers`` reads answers of inference engines, ``codec`` encodes a trace as bytes,
+``trace_file`` stores many traces, ``disagreement`` compares two traces, ``provenance`` names the weights behind a row,
+and ``turns`` joins the turns of a conversation. For the codec, ``rows`` sorts and packs, ``cells`` numbers expert sets
+of usual shapes, and ``combinations`` numbers expert sets of any shape.
 """
 
 from megarl.routes.codec import decode, encode

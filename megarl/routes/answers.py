@@ -1,11 +1,11 @@
 """Routes in the answers of inference engines, as one checked trace of the whole sequence.
 
 ``routes_from_sglang`` is for megarl's client and for a loop of your own, ``routes_from_vllm`` for a loop of your own.
-An answer has a row for each token that went through the model: prompt and response without the last token, which was
-sampled and never read. A row of -1 is missing: its token routes natively, and is counted.
+An answer has a row for each token that the model read: prompt and response without the last token. A row of -1 is
+missing: the token routes natively, and is counted.
 
-An engine that routes inside a kernel captures nothing, and answers with the zeros of a new buffer, with padding, or
-with one row of an earlier pass for all tokens. ``refuse_uncaptured`` finds such answers.
+An engine that routes inside a kernel captures nothing, and answers with zeros of a new buffer, with padding, or with
+one row of an earlier pass for all tokens. ``refuse_uncaptured`` refuses these answers.
 """
 
 import base64
@@ -91,19 +91,20 @@ def routes_from_vllm(
     response = _get(completion, "token_ids")
     if prompt is None or response is None:
         raise TraceError(f"{label} names no token ids, so rows cannot be counted: send return_token_ids = true")
-    given = [_get(output, "prompt_routed_experts"), _get(completion, "routed_experts")]
-    if given[1] is None:
+    route_columns = [_get(output, "prompt_routed_experts"), _get(completion, "routed_experts")]
+    if route_columns[1] is None:
         raise TraceError(
             f"{label} has no routed_experts: start vLLM with --enable-return-routed-experts. Some releases also lose "
             "them when they preempt a request: send it again"
         )
     start = _find_start(label, total := len(prompt) + len(response), shape, start, earlier)
-    parts = [_read_array(each, shape, label) for each in given if each is not None]
-    if given[0] is not None and len(parts[0]) != len(prompt):
+    row_blocks = [_read_array(column, shape, label) for column in route_columns if column is not None]
+    if route_columns[0] is not None and len(row_blocks[0]) != len(prompt):
         raise TraceError(
-            f"{label}: prompt_routed_experts of {len(parts[0])} rows, expected {len(prompt)}, one for each prompt token"
+            f"{label}: prompt_routed_experts of {len(row_blocks[0])} rows, expected {len(prompt)}, one for each prompt "
+            "token"
         )
-    rows = np.concatenate(parts)
+    rows = np.concatenate(row_blocks)
     if len(rows) in (total, total - 1):
         rows = rows[start : total - 1]  # nothing is predicted from the last token
     elif len(rows) != total - 1 - start:
@@ -117,8 +118,8 @@ def routes_from_vllm(
     return _place(trace, start, total, earlier)
 
 
-def _no_answer(label: str, found: Any, expected: str, several: str) -> TraceError:
-    kind = f"a list of {len(found)}" if isinstance(found, (list, tuple)) else f"a {type(found).__name__}"
+def _no_answer(label: str, answer: Any, expected: str, several: str) -> TraceError:
+    kind = f"a list of {len(answer)}" if isinstance(answer, (list, tuple)) else f"a {type(answer).__name__}"
     return TraceError(f"{label} is {kind}, expected {expected}; of several ({several}), call once for each")
 
 
@@ -127,7 +128,7 @@ def _get(record: Any, name: str) -> Any:
 
 
 def _find_start(label: str, total: int, shape: MoeShape, start: int | None, earlier: RoutingTrace | None) -> int:
-    """The first row that the answer must have."""
+    """Return the first row that the answer must have."""
     if not shape.moe_layers:
         raise TraceError(f"{label}: the model has no experts, so there is nothing to replay: ask for no routes")
     if earlier is not None and len(earlier.experts) > total:
@@ -159,12 +160,12 @@ def _place(trace: RoutingTrace, start: int, total: int, earlier: RoutingTrace | 
     return RoutingTrace.of_sets(experts, trace.num_experts, mask, trace.label)
 
 
-def _read_array(given: Any, shape: MoeShape, label: str) -> np.ndarray:
+def _read_array(value: Any, shape: MoeShape, label: str) -> np.ndarray:
     """int64 [rows, L, K] of the MoE layers from any form of vLLM."""
     try:
-        if isinstance(given, str):
-            given = np.load(io.BytesIO(base64.b64decode(given, validate=True)), allow_pickle=False)
-        rows = np.asarray(given)
+        if isinstance(value, str):
+            value = np.load(io.BytesIO(base64.b64decode(value, validate=True)), allow_pickle=False)
+        rows = np.asarray(value)
     except (binascii.Error, ValueError, EOFError) as error:
         raise TraceError(f"{label}: routed_experts are no array, and no base64 of a .npy file ({error})") from error
     if rows.size == 0:
@@ -225,7 +226,7 @@ def decode_routes(
 
 
 def longest_text(num_rows: int, shape: MoeShape) -> int:
-    """Return the length of base64 of that many rows, with room for some more, which are then refused by number."""
+    """Return the base64 length of ``num_rows`` rows plus 16, so that a wrong number of rows is reported as a number."""
     return (num_rows + 16) * shape.num_layers * shape.topk * 16 // 3 + 256
 
 
@@ -255,29 +256,29 @@ def refuse_uncaptured(trace: RoutingTrace, tokens: Sequence[int] | None = None) 
     is_padding = experts[:, 0].max(1) < top_k  # K different experts below K
     is_padding[is_padding] = (experts[is_padding].max(2) < top_k).all(1)
     bits = layers * math.log2(math.comb(trace.num_experts, top_k))
-    found = None
+    fault = None
     if is_padding.any():
         padded, different = len(np.unique(names[is_padding])), len(np.unique(names))
         ways = math.lgamma(different + 1) - math.lgamma(padded + 1) - math.lgamma(different - padded + 1)
         limit = ANSWER_BITS if is_padding.all() else ROW_BITS + ways / math.log(2)
         if bits + layers * (padded - 1) >= limit:
-            found = f"{np.count_nonzero(is_padding)} of {len(experts)} rows name experts 0..{top_k - 1} in every layer"
+            fault = f"{np.count_nonzero(is_padding)} of {len(experts)} rows name experts 0..{top_k - 1} in every layer"
     elif layers * (len(np.unique(names)) - 1) >= ANSWER_BITS and (experts == experts[:1]).all():
-        found = f"all {len(experts)} rows are the same, of {len(np.unique(names))} different tokens"
-    if found is not None:
+        fault = f"all {len(experts)} rows are the same, of {len(np.unique(names))} different tokens"
+    if fault is not None:
         raise TraceError(
-            f"{trace.label}: {found}: no router chose them. The engine routes inside a kernel and captures nothing "
+            f"{trace.label}: {fault}: no router chose them. The engine routes inside a kernel and captures nothing "
             "(SGLang: take --moe-runner-backend triton), or serves padding for rows that it has lost"
         )
 
 
 def _decode_short(raw: bytes, shape: MoeShape, label: str) -> RoutingTrace:
     trace = decode(raw, label)
-    found = (*trace.experts.shape[1:], trace.num_experts)
+    sizes = (*trace.experts.shape[1:], trace.num_experts)
     expected = (len(shape.moe_layers), shape.topk, shape.num_experts)
-    if found != expected:
+    if sizes != expected:
         raise TraceError(
-            f"{label}: routes of {found[0]} layers, top-{found[1]} of {found[2]} experts, expected {expected[0]} "
+            f"{label}: routes of {sizes[0]} layers, top-{sizes[1]} of {sizes[2]} experts, expected {expected[0]} "
             f"layers, top-{expected[1]} of {expected[2]}: the server's plugin is not megarl's"
         )
     return trace

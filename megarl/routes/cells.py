@@ -116,10 +116,10 @@ def _colex(columns: Sequence[np.ndarray], num_rows: int) -> np.ndarray:
 
 def _subsets(num_experts: int, size: int) -> np.ndarray:
     """All subsets in the order of ``_colex``, one byte per expert, the lowest first: uint32 [C(E, size)]."""
-    found = np.zeros(1, dtype=np.uint32)
+    subsets = np.zeros(1, dtype=np.uint32)
     for i in range(size):
-        fewer, counts = found, _choose(np.arange(num_experts), i)
-        found = np.empty(counts.sum(), dtype=np.uint32)
+        fewer, counts = subsets, _choose(np.arange(num_experts), i)
+        subsets = np.empty(counts.sum(), dtype=np.uint32)
         for expert, stop in enumerate(np.cumsum(counts)):
-            found[stop - counts[expert] : stop] = fewer[: counts[expert]] | np.uint32(expert << 8 * i)
-    return found
+            subsets[stop - counts[expert] : stop] = fewer[: counts[expert]] | np.uint32(expert << 8 * i)
+    return subsets

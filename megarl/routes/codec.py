@@ -4,10 +4,10 @@
     payload  mask | the rows of the tokens that have one, token by token, layer by layer
 
 Numbers are little-endian. An unordered row is the number of its set (``cells``; for other shapes ``combinations``),
-written in planes of at most 2^15 rows (``rows``); an ordered row is K bytes (E <= 256) or K 16-bit words. The mask is
-written only if the trace has one: one bit per token or, where that is shorter, the number of runs and their lengths,
-32-bit words, of tokens with and without a row in turn. So a trace without a mask takes at most the bytes of its experts
-(one each for E <= 256, else two) and the header.
+written in planes of at most 2^15 rows (``rows``); an ordered row is K bytes (E <= 256) or K 16-bit words. A mask is
+written only for a trace with a mask: one bit per token or, if shorter, the number of runs and the run lengths (32-bit
+words), alternating between tokens with and without a row. A trace without a mask takes at most the header and the bytes
+of the experts (one per expert for E <= 256, else two).
 """
 
 import struct
@@ -87,9 +87,9 @@ class _Shape:
         free = not self.num_layers * self.row_bits
         unbacked = self.num_tokens - (0 if free else num_present)
         # Without experts a row still takes a byte where rows are checked, so that no factor may be 0.
-        found = unbacked * max(1, self.num_layers) * max(1, self.top_k) * self.expert_dtype.itemsize
+        unbacked_bytes = unbacked * max(1, self.num_layers) * max(1, self.top_k) * self.expert_dtype.itemsize
         limit = MAX_FREE_BYTES if free else MAX_MISSING_BYTES
-        if found > limit:
+        if unbacked_bytes > limit:
             raise TraceError(
                 f"{label}: {unbacked} tokens of {self.num_layers} layers, top-{self.top_k}, hold no route, expected at "
                 f"most {limit} bytes of experts without one: cut the sequence, or leave its missing rows out"
@@ -133,12 +133,12 @@ def decode(data: bytes | bytearray | memoryview, label: str = "routing trace") -
     """
     data = memoryview(data).cast("B")
     shape, flags, payload = _read_header(data, label)
-    present, rest = _read_mask(payload, flags, shape, label)
+    present, row_bytes = _read_mask(payload, flags, shape, label)
     num_present = shape.num_tokens if present is None else int(np.count_nonzero(present))
     if shape.ordered:
-        rows = np.frombuffer(rest, dtype=shape.expert_dtype).astype(shape.expert_dtype.newbyteorder("="))
+        rows = np.frombuffer(row_bytes, dtype=shape.expert_dtype).astype(shape.expert_dtype.newbyteorder("="))
     else:
-        rows = _read_unordered(np.frombuffer(rest, dtype=np.uint8), num_present, shape, label)
+        rows = _read_unordered(np.frombuffer(row_bytes, dtype=np.uint8), num_present, shape, label)
     experts = rows.reshape(num_present, shape.num_layers, shape.top_k)
     if present is not None:
         scattered = np.zeros((shape.num_tokens, shape.num_layers, shape.top_k), dtype=experts.dtype)
@@ -156,8 +156,8 @@ def _numbering(num_experts: int, top_k: int) -> cells.Cells | Combinations:
 
 def _write_unordered(rows: np.ndarray, shape: _Shape) -> bytes:
     sets = _numbering(shape.num_experts, shape.top_k)
-    parts = (rows[block] for block in blocks(len(rows)))
-    return b"".join(pack(sets.rank(sort_columns(part), len(part)), sets.bits) for part in parts)
+    row_blocks = (rows[block] for block in blocks(len(rows)))
+    return b"".join(pack(sets.rank(sort_columns(row_block), len(row_block)), sets.bits) for row_block in row_blocks)
 
 
 def _read_unordered(stream: np.ndarray, num_present: int, shape: _Shape, label: str) -> np.ndarray:

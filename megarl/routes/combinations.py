@@ -35,9 +35,9 @@ class Combinations:
         """Number the sets: K columns [N], ascending in a row -> uint32 [ceil(bits / 32), N], lowest first."""
         total = np.zeros((self._num_limbs, num_rows), dtype=np.uint64)
         for column, numbers in zip(columns, self._columns(), strict=True):
-            chosen = column.astype(np.intp)
+            experts = column.astype(np.intp)
             for limb, binomials in zip(total, numbers, strict=True):
-                limb += np.take(binomials, chosen, mode="clip")
+                limb += np.take(binomials, experts, mode="clip")
         self._carry(total)
         return total[: -(-self.bits // 32)].astype(np.uint32)
 
@@ -49,9 +49,9 @@ class Combinations:
         wrong = _at_most(np.array(limbs, dtype=np.uint64), np.zeros(1, dtype=np.intp), ranks)
         column = self._last_column
         for slot in reversed(range(self.top_k)):
-            chosen = self._largest_at_most(column, ranks)
-            rows[:, slot] = chosen
-            self._subtract(ranks, column, chosen)
+            experts = self._largest_at_most(column, ranks)
+            rows[:, slot] = experts
+            self._subtract(ranks, column, experts)
             lower = column[:, 1:].copy()
             self._subtract(lower, column, np.arange(lower.shape[1]))  # C(c, i) = C(c+1, i+1) - C(c, i+1)
             column = lower
@@ -79,9 +79,9 @@ class Combinations:
             return np.searchsorted(_join(column, np.uint64), _join(ranks, np.uint64), side="right") - 1
         # Floats are within 2^-47 of the numbers, and neighbouring binomials further apart: one exact step is left.
         ends = _join(column, np.float64) * (1 + 2.0**-40)
-        chosen = np.searchsorted(ends, _join(ranks, np.float64), side="right") - 1
-        fits = _at_most(column, chosen + 1, ranks) & (chosen + 1 < column.shape[1])
-        return chosen + fits
+        index = np.searchsorted(ends, _join(ranks, np.float64), side="right") - 1
+        fits = _at_most(column, index + 1, ranks) & (index + 1 < column.shape[1])
+        return index + fits
 
     def _carry(self, limbs: np.ndarray) -> None:
         """Bring every limb but the last below 2^32, in place."""
@@ -89,10 +89,10 @@ class Combinations:
             high += low >> np.uint64(32)
             low &= _LOW
 
-    def _subtract(self, ranks: np.ndarray, column: np.ndarray, chosen: np.ndarray) -> None:
+    def _subtract(self, ranks: np.ndarray, column: np.ndarray, index: np.ndarray) -> None:
         borrow = np.uint64(0)
         for limb, binomials in zip(ranks, column, strict=True):
-            limb -= np.take(binomials, chosen, mode="clip") + borrow
+            limb -= np.take(binomials, index, mode="clip") + borrow
             borrow = limb >> np.uint64(63)
             limb &= _LOW
 
@@ -109,6 +109,6 @@ def _at_most(column: np.ndarray, index: np.ndarray, ranks: np.ndarray) -> np.nda
     """bool [N], column[:, index] <= ranks as numbers of W limbs; an index beyond the column stands for its last."""
     result = np.ones(ranks.shape[1], dtype=bool)
     for binomials, limb in zip(column, ranks, strict=True):
-        taken = np.take(binomials, index, mode="clip")
-        result = (taken < limb) | ((taken == limb) & result)
+        binomial = np.take(binomials, index, mode="clip")
+        result = (binomial < limb) | ((binomial == limb) & result)
     return result

@@ -72,20 +72,20 @@ class Disagreement:
         )
 
     @classmethod
-    def of(cls, shared: np.ndarray, top_k: int) -> Disagreement:
+    def of(cls, num_shared: np.ndarray, top_k: int) -> Disagreement:
         """Count from ``shared`` [T, L], the number of experts |A and B| that two traces share per token and layer."""
-        differs = np.asfortranarray(shared) < top_k  # stored by layer, over whose tokens numpy counts much faster
+        differs = np.asfortranarray(num_shared) < top_k  # stored by layer, over whose tokens numpy counts much faster
         return cls(
-            num_tokens=len(shared),
+            num_tokens=len(num_shared),
             top_k=top_k,
             flips=differs.sum(axis=0, dtype=np.int64),
-            shared_experts=int(shared.sum()),
+            shared_experts=int(num_shared.sum()),
             tokens_differing=int(np.count_nonzero(differs.any(axis=1))),
         )
 
     def stats(self, prefix: str = "router") -> dict[str, Stat]:
         """Return the same as mergeable metrics: ``router/flip`` ... and ``router/flip/layer_00`` ... by layer."""
-        from megarl.core.metrics import Stat  # it needs torch, and files of traces are compared where that is not there
+        from megarl.core.metrics import Stat  # imports torch, which comparing trace files does not need
 
         tokens, flips = float(self.num_tokens), float(self.flips.sum())
         pairs = tokens * len(self.flips)
@@ -120,8 +120,8 @@ def common_rows(a: RoutingTrace, b: RoutingTrace) -> np.ndarray:
     return a.row_mask & b.row_mask
 
 
-def shared_experts(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+def shared_experts(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """|A and B| per token and layer: two [T, L, K] without duplicates in a row -> int64 [T, L]."""
     # Neither row has duplicates, so an expert stands twice in the joined row exactly if both rows hold it.
-    joined = np.sort(np.concatenate([left, right], axis=2), axis=2)
-    return (joined[:, :, 1:] == joined[:, :, :-1]).sum(axis=2)
+    joint_rows = np.sort(np.concatenate([first, second], axis=2), axis=2)
+    return (joint_rows[:, :, 1:] == joint_rows[:, :, :-1]).sum(axis=2)

@@ -1,4 +1,4 @@
-"""Where the routes of a rollout come from: which weights chose them, and how they were recorded."""
+"""The weight versions behind the tokens and routes of a rollout."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ def _row_mask(rollout: Rollout) -> np.ndarray:
 
 
 def row_versions(rollout: Rollout) -> np.ndarray:
-    """int32 [T], version of the weights that chose the experts of each row."""
+    """Return int32 [T], the weight version behind the experts of each row."""
     return rollout.weight_versions if rollout.route_versions is None else rollout.route_versions
 
 
 def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dict[str, Stat]:
-    """Shares of tokens without a row (if there are routes), of what mixes weights, and how old these were.
+    """Return metrics of missing rows, mixed weight versions and staleness.
 
-    ``routes/stale_rows_fraction``: rows chosen by other weights than those that produced or read their token, as an
-    engine returns that pauses, takes new weights and prefills again. ``rollout/mixed_versions_fraction``: responses
-    whose tokens come from more than one version. ``rollout/staleness_mean``, ``_max``: ``trainer_version``, that of the
-    weights which the step begins to train, minus the version that each response token was sampled with; updates.
+    - ``rollout/missing_rows_fraction``: tokens without a row; only if rollouts have routes.
+    - ``routes/stale_rows_fraction``: rows recorded under another weight version than the token, as after a pause in
+      which the engine takes new weights and prefills again; only if rollouts have routes.
+    - ``rollout/mixed_versions_fraction``: responses with tokens of several versions.
+    - ``rollout/staleness_mean``, ``_max``: updates between the version of a response token and ``trainer_version``, the
+      weights at the start of the step.
     """
     from megarl.core.metrics import Stat  # it imports torch, and files of traces are written where that is missing
 
@@ -68,7 +70,7 @@ def refuse_mixed_versions(rollouts: Sequence[Rollout]) -> None:
 
 
 def _stale(rollout: Rollout) -> np.ndarray:
-    """bool [T]: whether other weights chose the experts of a row than produced or read its token."""
+    """Return bool [T], True for a row recorded under another weight version than the token."""
     if rollout.route_versions is None:
         return np.zeros(rollout.num_tokens, bool)
     return _row_mask(rollout) & (row_versions(rollout) != rollout.weight_versions)

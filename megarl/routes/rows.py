@@ -31,12 +31,12 @@ def sort_columns(rows: np.ndarray) -> list[np.ndarray]:
 
 def find_doubled(rows: np.ndarray) -> np.ndarray:
     """Ascending numbers of the rows, integers [N, K], that name an expert twice."""
-    found = [np.empty(0, dtype=np.intp)]
+    row_numbers = [np.empty(0, dtype=np.intp)]
     for block in blocks(len(rows)):
-        equal = [one == next_one for one, next_one in pairwise(sort_columns(rows[block]))]
+        equal = [expert == next_expert for expert, next_expert in pairwise(sort_columns(rows[block]))]
         if any(column.any() for column in equal):
-            found.append(block.start + np.flatnonzero(np.any(equal, axis=0)))
-    return np.concatenate(found)
+            row_numbers.append(block.start + np.flatnonzero(np.any(equal, axis=0)))
+    return np.concatenate(row_numbers)
 
 
 def num_bytes(num_rows: int, bits: int) -> int:
@@ -47,17 +47,17 @@ def num_bytes(num_rows: int, bits: int) -> int:
 def pack(words: np.ndarray, bits: int) -> bytes:
     """Write N numbers of ``bits`` bits: uint32 [ceil(bits / 32), N], lowest word first -> ceil(N * bits / 8) bytes.
 
-    Planes back to back: each full 32-bit word of all numbers, each full byte of the last word of all numbers, then each
-    bit that is left of all numbers.
+    Planes back to back: full 32-bit words of all numbers, then full bytes of the last word of all numbers, then the
+    remaining bits of all numbers.
     """
     num_words, num_octets, num_flags = _planes(bits)
-    parts = [words[:num_words].astype("<u4", copy=False).tobytes()]
+    planes = [words[:num_words].astype("<u4", copy=False).tobytes()]
     if num_octets or num_flags:
         last = words[-1]
-        parts += [(last >> np.uint32(8 * i)).astype(np.uint8).tobytes() for i in range(num_octets)]
+        planes += [(last >> np.uint32(8 * i)).astype(np.uint8).tobytes() for i in range(num_octets)]
         top = (last >> np.uint32(8 * num_octets)).astype(np.uint8)
-        parts.append(np.packbits(top & _FLAGS[:num_flags], bitorder="little").tobytes())
-    return b"".join(parts)
+        planes.append(np.packbits(top & _FLAGS[:num_flags], bitorder="little").tobytes())
+    return b"".join(planes)
 
 
 def unpack(stream: np.ndarray, num_rows: int, bits: int) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""The record of which experts each token used in each MoE layer, checked once.
+"""The record of the experts of each token in each MoE layer, checked once.
 
-The order of the K experts of a row never matters: the router weighs them by its own scores.
+The order of the K experts of a row never matters, because the router computes gate weights from the scores.
 """
 
 from __future__ import annotations

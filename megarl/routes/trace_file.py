@@ -5,7 +5,7 @@
               cu_seqlens int64 [N+1]
               optional: tokens int32 [T], row_versions int32 [T]
 
-Lists in the metadata are JSON. Each encoded trace has its own checksum, and is decoded when it is asked for.
+Lists in the metadata are JSON. Each encoded trace has a checksum, and is decoded on access.
 """
 
 from __future__ import annotations
@@ -110,17 +110,17 @@ def write_traces(path: str | Path, info: TraceInfo, sequences: Sequence[TracedSe
         if column:
             tensors[name] = np.concatenate(column)
     versions = np.unique(tensors.get("row_versions", ())).tolist()
-    known = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(info)}
-    known |= {"weight_versions": versions, "names": names}
-    metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in known.items()}
+    fields = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(info)}
+    fields |= {"weight_versions": versions, "names": names}
+    metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in fields.items()}
     write_atomically(path, dump_tensors(tensors, metadata))
 
 
 def _check_model(trace: RoutingTrace, info: TraceInfo, num_tokens: int, label: str) -> None:
-    found, expected = list(trace.experts.shape), [num_tokens, len(info.layers), info.top_k]
-    if found != expected or trace.num_experts != info.num_experts:
+    shape, expected = list(trace.experts.shape), [num_tokens, len(info.layers), info.top_k]
+    if shape != expected or trace.num_experts != info.num_experts:
         raise TraceError(
-            f"{label}: routes {found} of {trace.num_experts} experts, expected {expected} of {info.num_experts} for "
+            f"{label}: routes {shape} of {trace.num_experts} experts, expected {expected} of {info.num_experts} for "
             f"{info.model}"
         )
 
@@ -139,13 +139,13 @@ def read_traces(path: str | Path) -> TraceFile:
     """Open a file. Raises TraceError if it is missing, damaged, of another format or a later version."""
     path = Path(path)
     if not path.exists() or path.is_dir():
-        what = "it is a folder" if path.is_dir() else "there is no such file"
-        raise TraceError(f"{path}: {what}; expected a trace file")
+        reason = "it is a folder" if path.is_dir() else "there is no such file"
+        raise TraceError(f"{path}: {reason}; expected a trace file")
 
     def check_format(metadata: Mapping[str, str]) -> None:
-        found, version = metadata.get("format", "unknown"), metadata.get("format_version")
-        if found != FORMAT:
-            raise TraceError(f"{path}: a safetensors file of format {found!r}, expected {FORMAT!r}")
+        file_format, version = metadata.get("format", "unknown"), metadata.get("format_version")
+        if file_format != FORMAT:
+            raise TraceError(f"{path}: a safetensors file of format {file_format!r}, expected {FORMAT!r}")
         if version != str(FORMAT_VERSION):
             raise TraceError(f"{path}: format version {version!r}, expected '{FORMAT_VERSION}': of another megarl")
 
@@ -160,7 +160,7 @@ def read_traces(path: str | Path) -> TraceFile:
 
 
 class TraceFile:
-    """The sequences of a file, in order. A sequence is decoded when it is asked for, by position or by name."""
+    """The sequences of a file, in order. Access by position or name decodes a sequence."""
 
     def __init__(self, path: Path, metadata: _Metadata, tensors: Mapping[str, np.ndarray]) -> None:
         self.path, self.names, self.weight_versions = path, metadata.names, metadata.weight_versions
@@ -205,19 +205,19 @@ class TraceFile:
 
 def _number(names: Sequence[str], path: Path) -> dict[str, int]:
     """Name -> position; TraceError if two sequences have one name."""
-    found: dict[str, int] = {}
+    positions: dict[str, int] = {}
     for position, name in enumerate(names):
-        if found.setdefault(name, position) != position:
+        if positions.setdefault(name, position) != position:
             raise TraceError(f"{path}: two sequences are called {name!r}; give each its own name")
-    return found
+    return positions
 
 
 def _read_column(path: Path, tensors: Mapping[str, np.ndarray], name: str, dtype: np.dtype) -> np.ndarray:
-    found = tensors.get(name)
-    if found is None or found.dtype != dtype or found.ndim != 1:
-        what = "none" if found is None else f"{found.dtype} {list(found.shape)}"
-        raise TraceError(f"{path}: of tensor {name} found {what}, expected {dtype} with one dimension")
-    return found
+    column = tensors.get(name)
+    if column is None or column.dtype != dtype or column.ndim != 1:
+        description = "none" if column is None else f"{column.dtype} {list(column.shape)}"
+        raise TraceError(f"{path}: of tensor {name} found {description}, expected {dtype} with one dimension")
+    return column
 
 
 def _read_bounds(

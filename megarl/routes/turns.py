@@ -1,8 +1,8 @@
 """Several turns of one conversation as one sequence: the columns of the earlier turns, and what the last one adds.
 
-A later turn begins with all tokens of the earlier one. Its engine reads them again, as a prompt: the log-probabilities
-and routes that they were sampled with are those of the earlier turn. One row is missing there, that of its last token,
-which nothing had processed yet: the later turn brings it.
+A later turn begins with all tokens of the earlier turn, as a prompt. Log-probabilities and routes of sampled tokens are
+taken from the turn that sampled the token. The earlier turn has no route for its last token, because the engine had not
+processed that token; the row comes from the later turn.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from megarl.routes.provenance import row_versions
 
 
 def known_rows(rollout: Rollout) -> int:
-    """How many leading tokens have their row: the ``known_rows`` of a request that goes on from the rollout."""
+    """Return the number of leading tokens with a row: ``known_rows`` of a request that continues the rollout."""
     if rollout.routed_experts is None or rollout.routed_mask is None:
         return 0
     return rollout.num_tokens if rollout.routed_mask.all() else int(rollout.routed_mask.argmin())
@@ -50,11 +50,11 @@ def _join_kept(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -> 
     if earlier.kept_counts is None or earlier.kept_ids is None or later.kept_counts is None or later.kept_ids is None:
         raise RolloutError(f"{label}: one turn has kept sets and the other has none: sample both with the same top_p")
     old, new = earlier.kept_counts, later.kept_counts
-    known = int(new[: len(old)].sum())  # the later turn has the earlier one as its prompt, which has no sets
+    num_known = int(new[: len(old)].sum())  # the later turn's prompt has no sets
     return replace(
         whole,
         kept_counts=np.concatenate([old, new[len(old) :]]),
-        kept_ids=np.concatenate([earlier.kept_ids, later.kept_ids[known:]]),
+        kept_ids=np.concatenate([earlier.kept_ids, later.kept_ids[num_known:]]),
     )
 
 
@@ -69,12 +69,12 @@ def _join_routes(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -
             f"{label}: routes of {list(old.shape[1:])} and {list(new.shape[1:])} layers and experts: the turns are of "
             "different models"
         )
-    kept = np.flatnonzero(old_mask)
+    kept_rows = np.flatnonzero(old_mask)
 
     def rows(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-        found = second.copy()
-        found[kept] = first[kept]
-        return found
+        merged = second.copy()
+        merged[kept_rows] = first[kept_rows]
+        return merged
 
     return replace(
         whole,

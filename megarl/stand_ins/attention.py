@@ -33,7 +33,7 @@ from megarl.errors import ConfigError
 class PackedSequences(PackedSeqParams):
     """Megatron's packed-sequence parameters. Sequences of one length are one batched attention call without padding.
 
-    So a sequence's result does not depend on what it is packed with.
+    A sequence's result does not depend on the other sequences of the pack.
     """
 
     length_buckets: tuple[Tensor, ...] = ()
@@ -66,8 +66,8 @@ def length_buckets(cu_seqlens: Tensor) -> tuple[Tensor, ...]:
     """Token positions of all sequences of one length, int64 [n, length], for each distinct length."""
     bounds = cu_seqlens.cpu().numpy()
     starts, lengths = bounds[:-1, None], np.diff(bounds)
-    found = (starts[lengths == length] + np.arange(length) for length in sorted(set(lengths.tolist())) if length)
-    return tuple(to_device(torch.from_numpy(bucket), cu_seqlens.device) for bucket in found)
+    buckets = (starts[lengths == length] + np.arange(length) for length in sorted(set(lengths.tolist())) if length)
+    return tuple(to_device(torch.from_numpy(bucket), cu_seqlens.device) for bucket in buckets)
 
 
 class PackedAttention(torch.nn.Module):
@@ -126,9 +126,9 @@ class PackedAttention(torch.nn.Module):
         if len(buckets) == 1 and buckets[0].numel() == query.size(0):  # all of one length: views, no gathering
             views = (x.view(*buckets[0].shape, -1, x.size(-1)) for x in (query, key, value))
             return self._attend(*views).reshape(query.size(0), -1)
-        parts = [self._attend(query[rows], key[rows], value[rows]).flatten(0, 1) for rows in buckets]
+        outputs = [self._attend(query[rows], key[rows], value[rows]).flatten(0, 1) for rows in buckets]
         order = torch.cat([rows.flatten() for rows in buckets])
-        return torch.cat(parts)[torch.argsort(order)].flatten(1)
+        return torch.cat(outputs)[torch.argsort(order)].flatten(1)
 
     def _across_ranks(self, query: Tensor, key: Tensor, value: Tensor, packing: PackedSeqParams | None) -> Tensor:
         """Local queries [T / cp, heads, d] against the keys and values of all context-parallel ranks."""
@@ -139,16 +139,16 @@ class PackedAttention(torch.nn.Module):
             gather_from_sequence_parallel_region(column, group=self.cp_group)[packing.from_ranks]
             for column in (key, value)
         )
-        parts, order = [], []
+        outputs, order = [], []
         for rows in packing.length_buckets:
             length = rows.size(1)
-            # Of this rank's queries in their sequence; made on the host, which knows the length.
+            # Positions of this rank's queries in the sequence; computed on the host, where the length is known.
             position = to_device(zigzag_indices(torch.tensor([0, length]), size, rank), rows.device)
-            mine = rows[:, :1] // size + torch.arange(position.numel(), device=rows.device)
+            local_rows = rows[:, :1] // size + torch.arange(position.numel(), device=rows.device)
             visible = torch.arange(length, device=rows.device) <= position[:, None]
-            parts.append(self._attend(query[mine], key[rows], value[rows], visible).flatten(0, 1))
-            order.append(mine.flatten())
-        return torch.cat(parts)[torch.argsort(torch.cat(order))].flatten(1)
+            outputs.append(self._attend(query[local_rows], key[rows], value[rows], visible).flatten(0, 1))
+            order.append(local_rows.flatten())
+        return torch.cat(outputs)[torch.argsort(torch.cat(order))].flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None) -> Tensor:
         """[n, length, heads, d] -> [n, length, heads, d]; causal, unless ``visible`` bool [q, k] says otherwise."""

@@ -3,18 +3,18 @@
 Megatron-Core assumes a GPU in seven ways. ``enable`` applies one remedy for each. It changes nothing else of torch or
 Megatron, and nothing at all on a machine with CUDA.
 
-1. It calls ``torch.cuda`` for streams, events, synchronisation, the current device and the random generator. A CPU has
+1. Calls of ``torch.cuda`` for streams, events, synchronisation, the current device and the random generator. A CPU has
    one stream and one generator, so the stand-ins do nothing, return ``"cpu"``, or use the CPU generator.
-2. It has the literals ``"cuda"`` and ``"torch.cuda.FloatTensor"`` inside functions. They are replaced in the compiled
-   functions of the listed modules: same code, other constants.
-3. It fuses small functions with ``torch.compile`` at import. On a CPU, that needs a C++ compiler and seconds per
-   function. During that import, ``torch.compile`` returns functions unchanged.
+2. Literals ``"cuda"`` and ``"torch.cuda.FloatTensor"`` inside functions. The compiled functions of the listed modules
+   get the same code with other constants.
+3. ``torch.compile`` of small functions at import. On a CPU, compiling needs a C++ compiler and seconds per function.
+   During Megatron's import, ``torch.compile`` returns functions unchanged.
 4. Parts of it need NCCL: gloo takes no split sizes in tensors (all-to-all dispatcher), and no shares of unequal size
    (expert-tensor parallelism).
 5. Each of its dozens of process groups starts an event loop of gloo, a thread that wakes up a hundred times a second.
    All groups of a process share one loop.
-6. Without a fused kernel it rotates packed sequences one by one, in every layer. All are rotated at once.
-7. One rank exchanges gradients and weights with itself, and sorts what is sorted. Both copies are left out.
+6. Without a fused kernel, packed sequences are rotated one by one in every layer. Here all are rotated at once.
+7. One rank exchanges gradients and weights with itself, and sorts sorted tokens. Both copies are left out.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Event(_Stream):
 
 
 class _SharedLoopGloo(distributed_c10d.ProcessGroupGloo):
-    """Remedy 5: a gloo group that uses the one event loop of this process."""
+    """Remedy 5: a gloo group on the shared event loop of this process."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False) -> None:
         assert not enable_reconfigure, "groups of the CPU layer keep their ranks"  # torch 2.14 passes it
@@ -171,19 +171,23 @@ def _allow_unequal_shares(mappings: Any) -> None:
     """Remedy 4: gather shares of unequal size by padding them; reduce-scatter them by reducing the whole."""
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
-    def gather_unequal(share: torch.Tensor, group: Any = None, sizes: Any = None, *rest: Any, **named: Any) -> Any:
+    def gather_unequal(
+        share: torch.Tensor, group: Any = None, sizes: Any = None, *arguments: Any, **options: Any
+    ) -> Any:
         if sizes is None or group.size() == 1:
-            return gather(share, group, sizes, *rest, **named)
+            return gather(share, group, sizes, *arguments, **options)
         sizes = [int(size) for size in sizes]
         padded = share.new_zeros(max(sizes), *share.shape[1:])
         padded[: share.size(0)] = share
-        parts = [torch.empty_like(padded) for _ in sizes]
-        torch.distributed.all_gather(parts, padded, group=group)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        shares = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(shares, padded, group=group)
+        return torch.cat([share_of_rank[:size] for share_of_rank, size in zip(shares, sizes, strict=True)])
 
-    def reduce_scatter_unequal(whole: Any, group: Any = None, sizes: Any = None, *rest: Any, **named: Any) -> Any:
+    def reduce_scatter_unequal(
+        whole: Any, group: Any = None, sizes: Any = None, *arguments: Any, **options: Any
+    ) -> Any:
         if sizes is None or group.size() == 1:
-            return reduce_scatter(whole, group, sizes, *rest, **named)
+            return reduce_scatter(whole, group, sizes, *arguments, **options)
         reduced = whole.clone()
         torch.distributed.all_reduce(reduced, group=group)
         return torch.split(reduced, [int(size) for size in sizes])[group.rank()].clone()
@@ -198,17 +202,17 @@ def _keep_in_place(buffers: types.ModuleType) -> None:
         exchange = getattr(buffers, name)
 
         def exchange_if_needed(
-            to: torch.Tensor,
-            given: torch.Tensor,
+            target: torch.Tensor,
+            source: torch.Tensor,
             *,
             group: Any,
             async_op: bool = False,
             exchange: Any = exchange,
-            **of: Any,
+            **options: Any,
         ) -> Any:
-            if group.size() == 1 and not async_op and to.data_ptr() == given.data_ptr():
+            if group.size() == 1 and not async_op and target.data_ptr() == source.data_ptr():
                 return None
-            return exchange(to, given, group=group, async_op=async_op, **of)
+            return exchange(target, source, group=group, async_op=async_op, **options)
 
         setattr(buffers, name, exchange_if_needed)
 

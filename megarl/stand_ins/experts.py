@@ -1,9 +1,9 @@
-"""The experts of a layer together: two matrix products each, and one activation for all of them.
+"""Computes all experts of a layer together: two matrix products per expert, and one activation for all experts.
 
-Without Transformer Engine, Megatron calls one MLP per expert. For small experts most of that time is Python, and new
-memory for every result. The products here are the same ones, bit for bit. They are not torch's ``_grouped_mm``, which
-takes as long, asks for the weights of a layer in one tensor, and is not in every release of torch. The weights stay
-parameters of their own, so checkpoints have the same names.
+Without Transformer Engine, Megatron calls one MLP per expert. For small experts, Python and new memory for results take
+most of the time. The products here are equal bit for bit. torch's ``_grouped_mm`` takes as long, needs the weights of a
+layer in one tensor, and is missing in some releases of torch. Weights stay separate parameters, so checkpoints have the
+same names.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ def join_experts(model: torch.nn.Module, adds_gradients: bool) -> None:
     for module in model.modules():
         if isinstance(module, SequentialMLP) and len(module.local_experts) > 1 and _is_plain(module.config):
             layers = {name: _Layer(module, name, adds_gradients) for name in ("linear_fc1", "linear_fc2")}
-            shared = {name: getattr(module.local_experts[0], name) for name in ("config", "activation_func")}
-            vars(module)["forward"] = partial(_forward, module.forward, SimpleNamespace(**shared, **layers))
+            common = {name: getattr(module.local_experts[0], name) for name in ("config", "activation_func")}
+            vars(module)["forward"] = partial(_forward, module.forward, SimpleNamespace(**common, **layers))
 
 
 def _is_plain(config: Any) -> bool:
@@ -34,19 +34,19 @@ def _is_plain(config: Any) -> bool:
     return not any(getattr(config, name, None) for name in special)  # fp4 is a field from 0.15 on
 
 
-def _forward(one_by_one: Any, mlp: Any, hidden: Tensor, counts: Tensor, probs: Tensor, **named: Any) -> Any:
+def _forward(one_by_one: Any, mlp: Any, hidden: Tensor, counts: Tensor, probs: Tensor, **options: Any) -> Any:
     """``SequentialMLP.forward``: hidden [T, H] and probs [T] in the order of the experts, counts [E] on the host."""
     layers: tuple[_Layer, ...] = (mlp.linear_fc1, mlp.linear_fc2)
-    # Megatron's hooks gather the weights of a module when it is called, so then each is called.
-    if any(part._forward_pre_hooks for layer in layers for part in layer.parts):
-        return one_by_one(hidden, counts, probs, **named)
+    # Megatron's hooks gather the weights of a module on a call, so call each module.
+    if any(linear._forward_pre_hooks for layer in layers for linear in layer.parts):
+        return one_by_one(hidden, counts, probs, **options)
     for layer in layers:
         layer.sizes = counts.tolist()
     return MLP.forward(mlp, hidden, probs)
 
 
 class _Layer(torch.nn.Module):
-    """One of the two linear layers, of all experts. It owns none of their weights."""
+    """One of the two linear layers, of all experts. The weights stay with the experts."""
 
     def __init__(self, experts: SequentialMLP, name: str, adds: bool) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _Layer(torch.nn.Module):
         self.adds, self.sizes = adds, [0]
 
     def forward(self, rows: Tensor) -> tuple[Tensor, None]:
-        return _Products.apply(rows, self.sizes, self.adds, *(part.weight for part in self.parts)), None
+        return _Products.apply(rows, self.sizes, self.adds, *(linear.weight for linear in self.parts)), None
 
 
 class _Products(torch.autograd.Function):
@@ -65,8 +65,8 @@ class _Products(torch.autograd.Function):
         ctx.save_for_backward(rows, *weights)
         ctx.sizes, ctx.adds = sizes, adds
         out = rows.new_empty(len(rows), len(weights[0]))
-        for mine, weight, into in zip(rows.split(sizes), weights, out.split(sizes), strict=True):
-            torch.mm(mine, weight.t(), out=into)
+        for expert_rows, weight, into in zip(rows.split(sizes), weights, out.split(sizes), strict=True):
+            torch.mm(expert_rows, weight.t(), out=into)
         return out
 
     @staticmethod
@@ -77,15 +77,17 @@ class _Products(torch.autograd.Function):
         of_weights: Sequence[Tensor | None] = [None] * len(weights)
         if ctx.needs_input_grad[0]:
             of_rows = torch.empty_like(rows)
-            for given, weight, into in zip(of_outputs, weights, of_rows.split(ctx.sizes), strict=True):
-                torch.mm(given, weight, out=into)
+            for gradient, weight, into in zip(of_outputs, weights, of_rows.split(ctx.sizes), strict=True):
+                torch.mm(gradient, weight, out=into)
         if any(ctx.needs_input_grad[3:]):
             sums: Sequence[Any] = [getattr(weight, "main_grad", None) for weight in weights]
-            # Else autograd adds them: there is no buffer, or one of another precision.
+            # Without a buffer of this precision, autograd adds the gradients.
             if not (ctx.adds and all(into is not None and into.dtype == rows.dtype for into in sums)):
                 sums = of_weights = rows.new_zeros(len(weights), *weights[0].shape).unbind()
             trains = ctx.needs_input_grad[3:]
-            for given, mine, into, is_wanted in zip(of_outputs, rows.split(ctx.sizes), sums, trains, strict=True):
+            for gradient, expert_rows, into, is_wanted in zip(
+                of_outputs, rows.split(ctx.sizes), sums, trains, strict=True
+            ):
                 if is_wanted:
-                    into.addmm_(given.t(), mine)
+                    into.addmm_(gradient.t(), expert_rows)
         return of_rows, None, None, *of_weights

@@ -14,16 +14,22 @@ def rotate_packed(rope: types.ModuleType) -> Any:
     """
     one_by_one = rope._apply_rotary_pos_emb_thd
 
-    def rotate(tokens: Tensor, bounds: Tensor, frequencies: Tensor, *rest: Any, **named: Any) -> Tensor:
+    def rotate(tokens: Tensor, bounds: Tensor, frequencies: Tensor, *arguments: Any, **options: Any) -> Tensor:
         # Left to Megatron: the share of a context-parallel rank; frequencies by place in the packed batch.
         if len(tokens) != int(bounds[-1]) or len(frequencies) == len(tokens):
-            return one_by_one(tokens, bounds, frequencies, *rest, **named)
-        named.pop("cp_group", None)  # not in 0.12
+            return one_by_one(tokens, bounds, frequencies, *arguments, **options)
+        options.pop("cp_group", None)  # not in 0.12
         position = torch.arange(len(tokens)) - bounds[:-1].repeat_interleave(bounds.diff())
-        if rest or any(named[name] for name in named.keys() - {"mscale"}) or frequencies.size(-1) < tokens.size(-1):
-            return rope._apply_rotary_pos_emb_bshd(tokens[:, None], frequencies[position], *rest, **named)[:, 0]
+        if (
+            arguments
+            or any(options[name] for name in options.keys() - {"mscale"})
+            or frequencies.size(-1) < tokens.size(-1)
+        ):
+            return rope._apply_rotary_pos_emb_bshd(tokens[:, None], frequencies[position], *arguments, **options)[:, 0]
         table = frequencies[:, 0]
-        waves = ((wave(table) * named.get("mscale", 1.0)).to(tokens.dtype)[position] for wave in (torch.cos, torch.sin))
+        waves = (
+            (wave(table) * options.get("mscale", 1.0)).to(tokens.dtype)[position] for wave in (torch.cos, torch.sin)
+        )
         return _Rotation.apply(tokens, *waves)
 
     return rotate

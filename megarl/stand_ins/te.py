@@ -1,8 +1,8 @@
-"""Transformer Engine (TE): whether megarl uses it, and stand-ins for what Megatron 0.12 to 0.19 lacks without it.
+"""Finds Transformer Engine (TE), and stands in for symbols that Megatron 0.12 to 0.19 lacks without TE.
 
-TE is used on a machine with CUDA if it can be imported, except for the models of ``uses_te``. An installed TE that
-cannot be imported, for it was built for another torch or CUDA, is named in a warning. Megatron then sees none either:
-its files ask in different ways, and would otherwise disagree.
+megarl uses TE on a machine with CUDA if TE can be imported, except for the models of ``uses_te``. A warning names an
+installed TE that cannot be imported, because of another torch or CUDA. ``hide_unusable`` then hides TE from Megatron
+too, whose files look for TE in different ways and would disagree.
 
 Without TE, three things stop a run, on a CPU and on a GPU:
 
@@ -88,9 +88,9 @@ def stand_in() -> None:
         latent.Linear = importlib.import_module("megatron.core.post_training.modelopt.layers").Linear
     quantize = fp8._quantize_param_shard_impl
 
-    def quantize_any(parameters: list[Any], *rest: Any, **named: Any) -> None:
+    def quantize_any(parameters: list[Any], *arguments: Any, **options: Any) -> None:
         if parameters:
-            quantize(parameters, *rest, **named)
+            quantize(parameters, *arguments, **options)
 
     fp8._quantize_param_shard_impl = quantize_any
     _keep_adam_steps(distributed.DistributedOptimizer)

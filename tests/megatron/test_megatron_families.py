@@ -21,7 +21,7 @@ from megarl.engines.local.engine import LocalEngine
 from megarl.engines.protocol import SamplingParams
 from megarl.engines.weights import checkpoint_shapes
 from megarl.errors import CheckpointError, ConfigError
-from megarl.files.moe_shape import DENSE
+from megarl.files.moe_config import DENSE
 from megarl.models.names import hf_shapes
 from megarl.models.shapes import SHAPES, read_shape
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.replay import MicroRoutes, Recording
 from megarl.replay.hooks import Hook
-from megarl.replay.pass_log import Block, Call, PassLog
+from megarl.replay.pass_log import PassBlock, PassLog, RouterCall
 from megarl.replay.sessions import Recorder, Replayer
 
 T, L, K, E = 12, 3, 2, 8
@@ -63,7 +63,7 @@ class Routers:
             for layer in range(L)
         ]
 
-    def open(self, session: Recorder | Replayer) -> Block:
+    def open(self, session: Recorder | Replayer) -> PassBlock:
         return self.log.open(session)
 
     def call(self, hook: Hook) -> Operations:
@@ -115,7 +115,7 @@ def _called(routers: Routers, hook: Hook, micro: int, first: bool) -> Operations
     """The call of a router in a checkpoint: the first pass of a micro-batch, or its recomputation."""
     block = routers.log._blocks[get_ident()]
     assert block.session is not None
-    call = Call(block.session, micro, first, checkpointed=True)
+    call = RouterCall(block.session, micro, first, checkpointed=True)
     routers.log.identify = lambda _: call  # type: ignore[method-assign]
     try:
         return routers.call(hook)

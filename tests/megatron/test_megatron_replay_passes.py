@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from megarl.errors import ReplayError
-from megarl.replay.pass_log import Block, PassLog
+from megarl.replay.pass_log import PassBlock, PassLog
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Router:
     again: list[tuple[int, int | None]] = field(default_factory=list)
     """(region, micro-batch) of each recomputation."""
 
-    def open(self) -> Block:
+    def open(self) -> PassBlock:
         return self.log.open(SimpleNamespace())  # type: ignore[arg-type]
 
     def ask(self) -> int | None:

@@ -13,7 +13,8 @@ import pytest
 import torch
 from null_gpu.counting import host_waits
 
-from megarl.core.devices import HostCopies, to_device
+from megarl.core.devices import to_device
+from megarl.core.host_copies import HostCopies
 from megarl.core.measures import mismatch_metrics, surrogate_metrics
 from megarl.core.metrics import finalize, merge, to_host
 from megarl.core.objectives import (

@@ -159,7 +159,7 @@ def _with_missing_rows(rollouts: list[Rollout], per_sequence: int) -> list[Rollo
 def test_the_passes_do_not_check_experts_again(world: World, replay: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are the routers' own choice, or were checked with the rollouts."""
     checked: list[Any] = []
-    monkeypatch.setattr(checks, "_check_experts", lambda *given: checked.append(given))
+    monkeypatch.setattr(checks, "describe_wrong_row", lambda *given: checked.append(given))
     with training(world.settings(train__replay=replay)) as step:
         take_step(step, world.rollouts(), old_pass=True)
     assert checked == []
