@@ -130,15 +130,6 @@ def effective_prompt_ratio(rewards: Values, groups: Values) -> Stat:
     return Stat.mean(~uniform_groups(rewards, groups))
 
 
-def prefix_variance_rate(log_prefix: Tensor, positions: Tensor, mask: Tensor) -> Stat:
-    """Return the mean of ``(log rho_t)^2 / t``: sigma^2 of the law sd(log rho_t) = sigma sqrt(t) of prefix ratios.
-
-    log_prefix: [T]; positions: int [T], t from 1; mask: bool [T]. A window of CTPO with eps_high = c sigma and
-    window_power = 1/2 then lies c standard deviations out at every position.
-    """
-    return Stat.mean(log_prefix.double().square() / positions.clamp(min=1), mask)
-
-
 def optimal_baselines(rewards: np.ndarray, groups: np.ndarray, squares: np.ndarray) -> np.ndarray:
     """Return the baselines of least variance, ``b* = sum w r / sum w`` over the group of the response; float64 [N].
 

@@ -12,10 +12,10 @@ from megarl.core.measures import (
     effective_prompt_ratio,
     entropy,
     mismatch_metrics,
-    prefix_variance_rate,
     surrogate_metrics,
 )
 from megarl.core.metrics import Stat, finalize, merge
+from megarl.core.objectives.masks import prefix_variance_rate
 
 ALL = torch.ones(4, dtype=torch.bool)
 

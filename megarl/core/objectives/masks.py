@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from megarl.core.choices.parts import RATIOS, Mask, Objective
-from megarl.core.measures import prefix_variance_rate
 from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import TokenState, call_part, copy_columns
 from megarl.core.objectives.policy_ratios import PolicyRatios
@@ -152,3 +151,12 @@ def _scope_metrics(mask: Mask, state: TokenState, ratios: PolicyRatios) -> dict[
     if mask.scope == "prefix":
         metrics["clip/prefix_variance_rate"] = prefix_variance_rate(log_ratio, ratios.positions, state.keep)
     return metrics
+
+
+def prefix_variance_rate(log_prefix: Tensor, positions: Tensor, mask: Tensor) -> Stat:
+    """Return the mean of ``(log rho_t)^2 / t``: sigma^2 of the law sd(log rho_t) = sigma sqrt(t) of prefix ratios.
+
+    log_prefix: [T]; positions: int [T], t from 1; mask: bool [T]. A window of CTPO with eps_high = c sigma and
+    window_power = 1/2 then lies c standard deviations out at every position.
+    """
+    return Stat.mean(log_prefix.double().square() / positions.clamp(min=1), mask)
