@@ -27,12 +27,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, PAGES = (ROOT / "megarl",), (ROOT / "docs", ROOT / "README.md")
 
 LIMITS = {
-    "vague names, %": 8.4,
-    "reference words in docstrings and comments, per 100": 11.3,
-    "reference words in docs/ and README.md, per 100": 7.2,
-    "code lines": 30_100,
-    "functions whose errors are unnamed": 96,
-    "functions whose shapes are unnamed": 91,
+    "vague names, %": 1.0,
+    "reference words in docstrings and comments, per 100": 5.5,
+    "reference words in docs/ and README.md, per 100": 4.6,
+    "code lines": 29_950,
+    "functions whose errors are unnamed": 54,
+    "functions whose shapes are unnamed": 79,
 }
 """Lower a limit when its figure falls; never raise one. The goals: 1, 5.5, 4.6, 24,500, 0, 0."""
 
