@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoTokenizer
 import megarl.trainer.step as train_step
 from megarl.config import Config
 from megarl.config.file import parse
+from megarl.core.choices.parts import NON_NEGATIVE_ADVANTAGES
 from megarl.core.choices.table import OBJECTIVES
 from megarl.core.metrics import Stat, finalize
 from megarl.core.types import Rollout, SampleRequest
@@ -269,6 +270,8 @@ class Going:
         groups = np.repeat(np.arange(NUM_GROUPS), GROUP_SIZE) if groups is None else groups
         self.judged = Judged(rewards, groups, self.owned)
         advantages = np.zeros_like(rewards) if planned.token_advantages else rewards
+        if step.objective.advantage in NON_NEGATIVE_ADVANTAGES:
+            advantages = np.abs(advantages)
         self.minis = [step.prepare([rollouts[s] for s in rows], advantages[rows]) for rows in self.owned]
 
     def look(self) -> Self:

@@ -107,8 +107,8 @@ def _check(recipe: Recipe) -> None:
 def _write(targets: dict[bool, Path], rows: dict[bool, list[Record]], heldout: bool) -> None:
     """Write the held-out file first: no training file may stand beside an older held-out file with common prompts."""
     require_own_files(*targets.values())  # somebody may have written a file meanwhile
-    for path in targets.values():
-        path.unlink(missing_ok=True)
+    for path in filter(Path.exists, targets.values()):
+        path.unlink()
     for is_heldout in (True, False) if heldout else (False,):
         write_jsonl(targets[is_heldout], rows[is_heldout])
 
