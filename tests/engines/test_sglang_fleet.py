@@ -272,7 +272,7 @@ def test_a_server_that_stops_is_told_from_a_busy_one_in_every_step_and_started_a
     assert world.ask(fleet.members[0]) == ["2", [2.0]]
     world.control(1)
     world.until_back(fleet, 2)
-    assert [member.restarts for member in fleet.members] == [0, 1]
+    assert fleet.members[0].restarts == 0 < fleet.members[1].restarts  # more than once if it stopped again meanwhile
 
 
 @pytest.mark.parametrize("path", STEPS)

@@ -181,7 +181,7 @@ CASES: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], bool]] =
 def asks_doctor(config: Config) -> list[str]:
     """What fails, tried in this process."""
     of_model, shape = inputs.read_model(config)
-    failed = [check.name for check in of_model + inputs.check_inputs(config, shape) if check.status == "failed"]
+    failed = [check.name for check in [*of_model, *inputs.check_inputs(config, shape)] if check.status == "failed"]
     if shape is not None:
         check_fit(config, shape)
         for name, attempt in trial.attempts(config, failed):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from train_world import World, fixed_advantages, take_step, training, weights_of
 
-from megarl.core.choices.parts import Factor, Objective, Penalty
+from megarl.core.choices.parts import NON_NEGATIVE_ADVANTAGES, Factor, Objective, Penalty
 from megarl.core.choices.table import OBJECTIVES
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Coefficients, coefficients, gather_facts, policy_loss
@@ -47,7 +47,7 @@ TURNS = [
 """By sequence: prompt, turn, observation, turn, ..."""
 
 
-def multi_turn_columns(dtype: torch.dtype, seed: int = 0) -> TokenColumns:
+def multi_turn_columns(dtype: torch.dtype, objective: Objective, seed: int = 0) -> TokenColumns:
     """Sequences of ``TURNS``, in which tokens leave windows and every ratio differs from 1."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.cat([torch.full((size,), i % 2 == 1) for turns in TURNS for i, size in enumerate(turns)])
@@ -59,6 +59,8 @@ def multi_turn_columns(dtype: torch.dtype, seed: int = 0) -> TokenColumns:
 
     old = (-3 * torch.rand(total, generator=generator) - 2.0).to(dtype)
     per_sequence = torch.tensor([1.0, -1.5, 0.5, -0.25, 2.0], dtype=dtype)
+    if objective.advantage in NON_NEGATIVE_ADVANTAGES:
+        per_sequence = per_sequence.abs()
     return TokenColumns(
         logprobs=old + noise(0.1),
         old_logprobs=old,
@@ -114,7 +116,7 @@ def loss_of(objective: Objective, columns: TokenColumns) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize("name", ALL)
 def test_garbage_at_masked_tokens_changes_no_bit(name: str, kind: str) -> None:
     for dtype in (torch.float32, torch.float64):
-        columns = multi_turn_columns(dtype)
+        columns = multi_turn_columns(dtype, ALL[name])
         expected = loss_of(ALL[name], columns)
         for changed in [[column] for column in COLUMNS] + [list(COLUMNS)]:
             dirty = replace(
@@ -135,7 +137,7 @@ def test_garbage_at_masked_tokens_changes_no_bit(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_a_generated_token_does_change_the_loss(name: str) -> None:
     """Each column that the objective reads: else the test above would pass with columns that nothing reads."""
-    columns, objective = multi_turn_columns(torch.float64), ALL[name]
+    columns, objective = multi_turn_columns(torch.float64, ALL[name]), ALL[name]
     expected = loss_of(objective, columns)[2].values
     policies = {factor.policies for factor in objective.factors}
     read = {"advantages"} | ({"rollout_logprobs"} if any("mu" in each for each in policies) else set())
@@ -148,7 +150,7 @@ def test_a_generated_token_does_change_the_loss(name: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_without_the_masked_tokens_the_others_have_the_same_coefficients(name: str) -> None:
     """True of every row: ratios, windows and denominators know generated tokens alone, and count them alone."""
-    columns = multi_turn_columns(torch.float64)
+    columns = multi_turn_columns(torch.float64, ALL[name])
     kept = columns.loss_mask
     lengths = [int(kept[a:b].sum()) for a, b in zip(columns.cu_seqlens[:-1], columns.cu_seqlens[1:], strict=True)]
     bare = TokenColumns(

@@ -13,8 +13,8 @@ import torch
 from plan_worlds import MODELS, config, write_config
 from tiny_families import FAMILIES, write_family
 
+from megarl.engines import buckets
 from megarl.engines.buckets import split_into_buckets
-from megarl.engines.sglang import fleet as sglang_fleet
 from megarl.engines.sglang.transports.folder import WeightFolder
 from megarl.engines.weights import WeightForm
 from megarl.models.names import hf_shapes, rules_of
@@ -154,4 +154,4 @@ def test_routes_travel_only_where_they_are_replayed_watched_or_written(tmp_path:
 
 
 def test_buckets_are_those_of_the_fleet() -> None:
-    assert BUCKET_BYTES == sglang_fleet.BUCKET_BYTES
+    assert buckets.BUCKET_BYTES == BUCKET_BYTES
