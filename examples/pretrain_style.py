@@ -235,7 +235,7 @@ def train(step: toy.Step, model: Model, optimizer: MegatronOptimizer) -> int:
     replay = None if off else RoutingReplay(model, min_agreement=args.min_route_agreement)  # megarl 1
     watch, seen = DispatchWatch(model), []
     for iteration in range(args.train_iters):
-        rollouts = toy.sample(iteration)
+        rollouts = toy.sample(iteration, args.policy_objective)
         routes_of = [compute_old_logprobs(step, batches, model, replay) for batches in rollouts]
         for batches, routes in zip(rollouts, routes_of, strict=True):
             objective, loss_masks = OBJECTIVES[args.policy_objective], [batch["loss_mask"] for batch in batches]

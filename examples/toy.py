@@ -1,7 +1,7 @@
 """What the examples need besides a loop: ranks, layers that run without a GPU, random rollouts in place of an engine.
 
-It uses megarl for two things only, so that Megatron runs on a CPU: ``megarl.enable_cpu()``, and a norm that sequence
-parallelism accepts. With a GPU and Transformer Engine, neither does anything.
+It uses megarl for three things: ``megarl.enable_cpu()`` and a norm that sequence parallelism accepts, so that Megatron
+runs on a CPU, and the advantages of the objective. With a GPU and Transformer Engine, the first two do nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl.core.objectives import advantages_of
 from megarl.stand_ins.attention import RMSNorm
 
 HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
@@ -102,22 +103,21 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
     return spec
 
 
-def sample(step: int) -> list[list[Batch]]:
-    """Random rollouts of this data-parallel rank: mini-batches of micro-batches in Megatron's [b, s] layout.
+def sample(step: int, objective: str = "minirl") -> list[list[Batch]]:
+    """Random rollouts of this rank: mini-batches of micro-batches [b, s], with the advantages of the objective.
 
     Position ``t`` of every column is about ``labels[:, t]``, the token that follows ``tokens[:, t]``. Only the routes
     are about ``tokens[:, t]`` itself, because that token goes through the routers there.
     """
     source = torch.Generator().manual_seed(1000 * step + parallel_state.get_data_parallel_rank())
-    return [_mini_batch(source) for _ in range(MINI_BATCHES)]
+    return [_mini_batch(source, objective) for _ in range(MINI_BATCHES)]
 
 
-def _mini_batch(source: torch.Generator) -> list[Batch]:
+def _mini_batch(source: torch.Generator, objective: str) -> list[Batch]:
     n, s = MICRO_BATCH_SIZE * MICRO_BATCHES, SEQ_LENGTH
     lengths = torch.randint(s // 2, s + 1, (n,), generator=source)
     position = torch.arange(s).expand(n, s)
-    rewards = torch.rand(n // GROUP_SIZE, GROUP_SIZE, generator=source)
-    advantages = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)
+    advantages = advantages_of(objective, torch.rand(n, generator=source), torch.arange(n) // GROUP_SIZE)
     tokens = torch.randint(1, VOCAB, (n, s), generator=source).where(position < lengths[:, None], 0)
     loss_mask = (position >= 3) & (position < lengths[:, None] - 1)  # four tokens of prompt
     scores = torch.rand(n, s, len(MOE_LAYERS), EXPERTS, generator=source)
@@ -127,7 +127,7 @@ def _mini_batch(source: torch.Generator) -> list[Batch]:
         "position_ids": position,
         "loss_mask": loss_mask,
         "rollout_logprobs": -torch.rand(n, s, generator=source) - 3.5,
-        "advantages": advantages.flatten()[:, None].expand(n, s),
+        "advantages": advantages[:, None].expand(n, s),
         "routed_experts": scores.argsort(-1)[..., :TOPK].to(torch.uint8),  # [n, s, MoE layers, top-k]
         "routed_mask": position < lengths[:, None] - 1,  # engines have no row for the last token, nor for padding
         "is_token": position < lengths[:, None],

@@ -69,12 +69,12 @@ class StepLoss:
         """Count what the loss is divided by; a collective call of the data-parallel ranks, once per optimizer step.
 
         objective: a row of ``OBJECTIVES``, or its name. loss_masks: of each micro-batch of this rank, bool ``[b, s]``,
-        or packed ``[T]`` with ``cu_seqlens`` int64 ``[N+1]``. ConfigError for an unknown name, for a mask of another
-        dtype or shape, for objectives that must know all tokens of the step beforehand, and if ranks have different
-        numbers of micro-batches.
+        or packed ``[T]`` with ``cu_seqlens`` int64 ``[N+1]``. UnknownNameError for an unknown name. ConfigError for a
+        mask of another dtype or shape, for objectives that must know all tokens of the step beforehand, without
+        micro-batches, and if ranks have different numbers of micro-batches.
         """
         if isinstance(objective, str):
-            objective = _find_objective(objective)
+            objective = OBJECTIVES[objective]
         if not isinstance(objective, Objective):
             kind = type(objective).__name__
             raise ConfigError(f'objective is a {kind}, expected a row, such as OBJECTIVES["minirl"], or its name')
@@ -83,6 +83,8 @@ class StepLoss:
                 "objective: a part of it must know all tokens of the step beforehand: use gather_facts and policy_loss "
                 "of megarl.core.objectives, or choose another objective"
             )
+        if cu_seqlens is not None and len(cu_seqlens) != len(loss_masks):
+            raise ConfigError(f"{len(cu_seqlens)} cu_seqlens for {len(loss_masks)} loss masks: give one for each")
         group, num_micros = parallel_state.get_data_parallel_group(), len(loss_masks)
         counts = torch.zeros(4, dtype=torch.int64, device="cuda" if torch.cuda.is_available() else "cpu")
         for index, mask in enumerate(loss_masks):
@@ -92,6 +94,8 @@ class StepLoss:
         counts[2], counts[3] = num_micros, num_micros * num_micros
         dist.all_reduce(counts, group=group)
         num_tokens, num_sequences, total, squares = counts.tolist()
+        if not total:
+            raise ConfigError("no loss masks: give those of all micro-batches of the optimizer step")
         if total != num_micros * group.size() or squares * group.size() != total * total:
             raise ConfigError(
                 f"{num_micros} micro-batches on this rank, others have {total - num_micros}: give each as many"
@@ -106,12 +110,6 @@ class StepLoss:
         """
         loss, statistics = policy_loss(self.objective, columns, self.denominators)
         return loss * self.scale, statistics
-
-
-def _find_objective(name: str) -> Objective:
-    if name not in OBJECTIVES:
-        raise ConfigError(f"objective {name!r} is unknown, expected one of {', '.join(OBJECTIVES)}")
-    return OBJECTIVES[name]
 
 
 def _check_mask(label: str, mask: Tensor, is_packed: bool) -> None:

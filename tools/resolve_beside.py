@@ -157,22 +157,22 @@ HEAD = """\
 
 Written by `tools/resolve_beside.py` from the pins in `docs/neighbours/NAME.toml` and the answers in `NAME.json`.
 
-A resolver (`uv pip compile`, Linux on x86-64 with glibc 2.35) was given the pins of a library and one extra of megarl.
-It reads the metadata of packages and installs nothing: a row says that versions exist which all of them accept, not
-that they ran. What was installed and ran is [at the end](#installed-together).
+A resolver (`uv pip compile`, Linux on x86-64 with glibc 2.35) was given the pins of a library and an extra of megarl.
+The resolver reads the metadata of packages and installs nothing: a row lists versions accepted by all packages, and
+does not say that the versions ran. Installed and tried combinations are [at the end](#installed-together).
 
 """
 
 MEANING = """\
 
-- **Core** is `megarl-moe` without an extra. Versions are those of the whole environment, the library's own among them.
-- **Moves** names packages that the library gets in another version than without megarl. A row without it moves none.
-- **`[sglang]`** was asked where the library installs SGLang into the environment of its trainer. The extra is for
+- **Core** is `megarl-moe` without an extra. Versions are of the whole environment, packages of the library included.
+- **Moves** names packages whose version changes if megarl is installed too. Rows without the word move no package.
+- **`[sglang]`** was asked for libraries that install SGLang into the environment of the trainer. The extra is for
   a new environment of servers alone. Beside an older SGLang install `megarl-moe` without an extra
   ([releases that megarl samples with](sglang.md#releases)).
 - A library that brings Megatron-Core itself (a fork, a submodule, a source tree) needs no extra of megarl: install
-  `megarl-moe` alone. `megarl.replay` imports the torch and the Megatron-Core that are there. Which releases of
-  Megatron-Core work: [the version matrix](version_matrix.md).
+  `megarl-moe` alone. `megarl.replay` imports the installed torch and Megatron-Core. Working releases of Megatron-Core:
+  [the version matrix](version_matrix.md).
 
 """
 
@@ -198,7 +198,7 @@ def page(found: dict[str, Neighbour], answers: dict[str, dict[str, Any]]) -> str
             _table(("beside", "core", "`[megatron]`", "`[train]`", "`[sglang]`"), beside),
             MEANING,
             "## What they pin\n\n",
-            _table(("library", "source", "Python", "pins that were resolved", "left out"), pins),
+            _table(("library", "source", "Python", "resolved pins", "left out"), pins),
             f"\n## In an empty environment\n\nPython {found[EMPTY].python}, torch from PyPI (for CUDA). ",
             "Nothing was installed: the sizes are those of the wheels in the package index.\n\n",
             _table(("extra", "packages", "MB to download", "brings"), empty),

@@ -65,16 +65,16 @@ REFUSED = """\
 | what | release | what megarl says |
 |---|---|---|
 | replay without the patch | 0.12.3 to 0.15.3 | ReplayError and `megarl doctor`: run `megarl patch apply` |
-| `mlp_chunks_for_training` above 1 | 0.18.2, 0.19.2 | ReplayError: the router is asked for each chunk |
-| `moe_router_load_balancing_type = "quantile_balancing"` | 0.19.2 | ReplayError: it chooses experts without the hook |
-| what counts tokens, in a layout that pads | 0.12.3 to 0.15.3 | ConfigError: its routers count padding |
-| `moe_router_load_balancing_type = "global_aux_loss"` | 0.12.3 to 0.14.0 | ConfigError: the release has none |
-| a router that is no TopKRouter, or has a `forward` or `routing` of its own | all | ReplayError: names its class |
-| a `[megatron]` key that the release has no field for | each its own | ConfigError: no field has this name |
+| `mlp_chunks_for_training` above 1 | 0.18.2, 0.19.2 | ReplayError: the router is asked once per chunk |
+| `moe_router_load_balancing_type = "quantile_balancing"` | 0.19.2 | ReplayError: experts are chosen without the hook |
+| settings that count tokens, in a layout that pads | 0.12.3 to 0.15.3 | ConfigError: the routers count padding |
+| `moe_router_load_balancing_type = "global_aux_loss"` | 0.12.3 to 0.14.0 | ConfigError: there is no global loss |
+| a router that is no TopKRouter, or has a `forward` or `routing` of its own | all | ReplayError: names the class |
+| a `[megatron]` key without a field in the release | depends on the key | ConfigError: no field of that name |
 
 Balancing losses, the z-loss and a moving expert bias (`moe_router_bias_update_rate`) count tokens; tp, cp or pp above 1
-and the all-gather dispatcher pad. From 0.16 on megarl tells routers what is padding. 0.14.0 would ignore
-`global_aux_loss` without a word. `pipeline_model_parallel_layout` and `moe_router_force_load_balancing` are fields from
+and the all-gather dispatcher pad. From 0.16 on megarl tells routers which rows are padding. 0.14.0 would silently
+ignore `global_aux_loss`. `pipeline_model_parallel_layout` and `moe_router_force_load_balancing` are fields from
 0.13 on, `moe_router_fusion` and `overlap_moe_expert_parallel_comm` from 0.14 on, `cuda_graph_impl` from 0.15 on.
 """
 
@@ -157,8 +157,8 @@ def page(rows: list[Row]) -> str:
     lines = [
         "# The version matrix, as it ran",
         "",
-        "Written by `tools/version_matrix.py` from the measured rows in `docs/version_matrix/`. Only what was run is",
-        "in the table. gloo, two cores shared with other work, no GPU, no Transformer Engine.",
+        "Written by `tools/version_matrix.py` from the measured rows in `docs/version_matrix/`. The table lists only",
+        "tests that ran: gloo, two cores shared with unrelated work, no GPU, no Transformer Engine.",
         "",
         "| megatron-core | Python, torch | patch | replay | every layout | training | checkpoints | conversion "
         "| export | example |",
@@ -193,35 +193,35 @@ def _order(row: Row) -> list[list[int]]:
 
 
 EXPLAINED = """\
-From 0.17 on, wheels ask for Python 3.12. 0.18 and later import triton and do not declare it. The tests of the trainer
-and of replay's semantics also run these releases unpacked under 3.11.
+From 0.17 on, wheels ask for Python 3.12. 0.18 and later import triton, an undeclared dependency. The tests of the
+trainer and of replay's semantics also run releases from 0.17 on unpacked under 3.11.
 
-On 0.19.2 and Python 3.12 the tests of replay's loops, contents, passes and operations on several ranks ran besides, and
-those of the trainer's loop and of its saving. From 0.17 on, MoE layers are recomputed in training mode alone. A layer
-whose forward pass was in evaluation and that is recomputed in training saves other tensors, which torch's checkpoints
-may refuse, with megarl and without.
+On 0.19.2 and Python 3.12 further tests ran: replay's loops, contents, passes and operations on several ranks, and the
+trainer's loop and saving. From 0.17 on, MoE layers are recomputed in training mode alone. A layer with a forward pass
+in evaluation and a recomputation in training saves different tensors in the two passes. torch's checkpoints may refuse
+the recomputation, with megarl and without.
 
-- **Patch**: in how many of twenty ways of scoring (five, with and without groups, fp32 and bf16) the patched release
-  with an empty hook gives bit for bit the outputs and gradients of the unpatched one. Taken out again, every file was
-  as in the wheel.
+- **Patch**: twenty ways of scoring (five, with and without groups, fp32 and bf16) are compared. The number counts the
+  ways in which the patched release with an empty hook and the unpatched release have outputs and gradients equal bit
+  for bit. After the patch was taken out, every file was as in the wheel.
 - **Replay**: known bugs, semantics (gates, balancing losses, expert bias, prediction layers), errors, and three layouts
-  with all their recomputations: one rank, tp2 ep2 etp1, pp2 vpp2.
+  with all recomputations: one rank, tp2 ep2 etp1, pp2 vpp2.
 - **Every layout**: `tests/megatron/test_megatron_matrix.py`: layouts of up to four ranks, recomputations, routers.
 - **Training**: two ranks, fixed rollouts. R3 with tp 2 and with pp 2 (every layer recomputed), R2 with ep 2 (experts
-  recomputed), KL-GRPO with R3; then a run with R3 and ep 2 that samples, is saved, and is resumed. The number is the
-  largest relative difference of any metric (losses, gradient norms, log-probabilities, router) from 0.16.1 as it is
-  installed, on the same Python.
-- **Checkpoints**: runs that are resumed, bit for bit on one rank, and with losses within 1e-5 on two in ep 2, tp 2 and
-  pp 2 vpp 2, from ep 2 into tp 2 ep 2 etp 1, and on four into pp 2 ep 2; a checkpoint of another model.
-- **Conversion**: five families to `torch_dist` and back, bit for bit; a checkpoint of a run of this release and one of
-  Megatron-LM; this release's own loader reads what megarl wrote.
-- **Export**: the engine's weights from every layout, bit for bit; a saved model is the same to transformers.
+  recomputed), KL-GRPO with R3; finally a run with R3 and ep 2: sampled, saved, resumed. The number is the
+  largest relative difference of any metric (losses, gradient norms, log-probabilities, router) from the installed
+  0.16.1, on the same Python.
+- **Checkpoints**: resumed runs, bit for bit on one rank, and with losses within 1e-5 on two ranks in ep 2, tp 2 and
+  pp 2 vpp 2, from ep 2 into tp 2 ep 2 etp 1, and on four ranks into pp 2 ep 2; a checkpoint of a foreign model.
+- **Conversion**: five families to `torch_dist` and back, bit for bit; a checkpoint of a run of the release and a
+  checkpoint of Megatron-LM; the release's own loader reads files written by megarl.
+- **Export**: the engine's weights from every layout, bit for bit; transformers reads a saved model as the same model.
 - **Example**: `examples/plugged_in.py` on two ranks, R3 with tp 2 and R2 with pp 2 vpp 2, recomputed.
 
-Up to 0.14.0 checkpoints hold optimizer state in another form (`fully_sharded_model_space`), which does not move between
-ep = 1 and ep > 1. Checkpoints of one release were not loaded into another: stay on the release that a run began with.
-All ran with newer versions of torch and numpy than older releases ask for;
-`megarl/megatron/checkpoints/versions.py` says what that takes. CUDA, NCCL and Transformer Engine were not run.
+Up to 0.14.0 checkpoints hold optimizer state in an older form (`fully_sharded_model_space`) that does not move between
+ep = 1 and ep > 1. Checkpoints were not loaded across releases: keep the first release of a run. All releases ran with
+newer versions of torch and numpy than older releases ask for; `megarl/megatron/checkpoints/versions.py` lists the
+necessary changes. CUDA, NCCL and Transformer Engine were not run.
 
 ## Ways to the experts, read in each release from 0.16 on
 
@@ -229,7 +229,7 @@ All ran with newer versions of torch and numpy than older releases ask for;
 |---|---|---|
 | top-k of softmax, sigmoid, with groups, with a bias | 0.16 | asks the hook |
 | `sqrtsoftplus` as score | 0.18 | asks the hook (`tests/megatron/test_megatron_newer.py`) |
-| prediction layers, one layer for all of them (`mtp_use_repeated_layer`) | 0.17 | route natively, rows are counted |
+| prediction layers, also a single layer for all (`mtp_use_repeated_layer`) | 0.17 | route natively, rows are counted |
 | `tokens_per_sample` of packed sequences: MoE layers take [s, b] | 0.19 | rows are in the order of the routers |
 | top-k in any order without gradients (`sorted=False`) | 0.18 | replayed as recorded; compared as sets |
 | MoE layers that recompute in training mode alone | 0.17 | followed |
@@ -242,7 +242,7 @@ All ran with newer versions of torch and numpy than older releases ask for;
 | CUDA graphs: `local`, `full_iteration`, of the router, the MoE or the whole layer | 0.16 | refused |
 | CUDA graphs of Transformer Engine over attention and dense layers alone | 0.16 | not refused; not run, no GPU |
 | `InferenceTopKRouter` in training | 0.17 | asks the hook (`tests/megatron/test_megatron_newer.py`) |
-| `InferenceTopKRouter` and its dispatchers inside Megatron's inference engine | 0.17 | not run |
+| `InferenceTopKRouter` and the inference dispatchers inside Megatron's inference engine | 0.17 | not run |
 """
 
 

@@ -55,6 +55,7 @@ def test_a_response_that_does_not_train_has_advantage_0(name: str, selection: An
     row = replace(OBJECTIVES[name], selection=selection)
     whole = advantages_of(replace(row, selection="all"), REWARDS, GROUPS)
     expected = torch.where(select_responses(row, REWARDS, GROUPS), whole, 0.0)
+    assert select_responses(name, REWARDS, GROUPS).equal(select_responses(OBJECTIVES[name], REWARDS, GROUPS))
     assert advantages_of(row, REWARDS, GROUPS).tolist() == expected.tolist()
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_megatron_replay_errors import World
 
-from megarl.errors import ConfigError, ReplayError
+from megarl.errors import ConfigError, ReplayError, UnknownNameError
 from megarl.plugin import (
     OBJECTIVES,
     MoeShape,
@@ -203,8 +203,12 @@ def test_what_a_loss_of_a_step_refuses(world: World) -> None:
         StepLoss.of(OBJECTIVES["minirl"], [mask, mask.float()])
     with pytest.raises(ConfigError, match=r"loss mask 0 is \[42\], expected \[b, s\]; packed \[T\] needs cu_seqlens"):
         StepLoss.of(OBJECTIVES["minirl"], [mask.flatten()])
-    with pytest.raises(ConfigError, match=r"objective .grpoo. is unknown, expected one of .*minirl, "):
+    with pytest.raises(UnknownNameError, match=r"objective .grpoo. is unknown; did you mean grpo "):
         StepLoss.of("grpoo", [mask])
+    with pytest.raises(ConfigError, match="no loss masks: give those of all micro-batches"):
+        StepLoss.of("minirl", [])
+    with pytest.raises(ConfigError, match="1 cu_seqlens for 2 loss masks"):
+        StepLoss.of("minirl", [mask.flatten()] * 2, [torch.tensor([0, mask.numel()])])
     with pytest.raises(ConfigError, match=r'objective is a list, expected a row, such as OBJECTIVES\["minirl"\]'):
         StepLoss.of([], [mask])  # type: ignore[arg-type]
     assert StepLoss.of("minirl", [mask]) == StepLoss.of(OBJECTIVES["minirl"], [mask])

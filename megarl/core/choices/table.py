@@ -45,7 +45,7 @@ TABLE: Mapping[str, Row] = MappingProxyType(_read_rows())
 
 class _Objectives(dict[str, Objective]):
     def __missing__(self, name: object) -> Objective:
-        close = difflib.get_close_matches(str(name), self, n=3) or ["minirl", "grpo"]
+        close = difflib.get_close_matches(str(name).lower(), self, n=3) or ["minirl", "grpo"]
         raise UnknownNameError(
             f"objective {name!r} is unknown; did you mean {' or '.join(close)}? All {len(self)} names are in "
             "docs/objectives.md and in list(megarl.core.objectives.OBJECTIVES)"

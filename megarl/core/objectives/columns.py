@@ -99,9 +99,8 @@ class TokenColumns:
         columns = {name: batch[name] for name in names if name in batch}
         for name, column in columns.items():
             if column.shape != logprobs.shape:
-                hint = (
-                    "; for one advantage per response give advantages[:, None].expand(b, s)" if column.dim() < 2 else ""
-                )
+                is_per_response = column.numel() == logprobs.size(0)
+                hint = "; one per response: give advantages.view(b, 1).expand(b, s)" if is_per_response else ""
                 raise ValueError(f"{name} is {list(column.shape)}, expected {list(logprobs.shape)} like logprobs{hint}")
         bounds = torch.arange(0, logprobs.numel() + 1, logprobs.size(1), device=logprobs.device)
         return cls(logprobs.flatten(), **{name: x.flatten() for name, x in columns.items()}, cu_seqlens=bounds)

@@ -42,7 +42,7 @@ def advantages_of(
     but its tokens count in denominators until their loss_mask is cleared. Per token: ``advantages.repeat_interleave(
     cu_seqlens.diff())`` in packed columns, ``advantages[:, None].expand(b, s)`` in padded columns.
 
-    - groups: any ids, equal for responses to the same prompt.
+    - groups: any integers, equal for responses to the same prompt.
     - threshold: a response with a reward above is correct; for "raft" and "signed".
     - lengths: integer [N], loss tokens; for "opo", "reinforce_pp", "reinforce_pp_baseline" and "gdpo". With selection
       "mixed_groups", responses of uniform groups count with length 0.
@@ -160,7 +160,7 @@ def step_advantages(
 
 
 def select_responses(
-    objective: Objective,
+    objective: Objective | str,
     rewards: Values,
     groups: Values,
     threshold: float = POSITIVE,
@@ -176,6 +176,7 @@ def select_responses(
     """
     if valid is not None:
         return _of_valid(select_responses, valid, objective, rewards, groups, threshold, lengths, components)
+    objective = OBJECTIVES[objective] if isinstance(objective, str) else objective
     if objective.selection == "positive":
         return advantages_of(objective, rewards, groups, threshold, lengths=lengths, components=components) > 0
     mixed = _in_mixed_groups(rewards, groups)
@@ -185,7 +186,7 @@ def select_responses(
 def _of_valid(
     function: Callable[..., Tensor],
     valid: Values,
-    objective: Objective,
+    objective: Objective | str,
     rewards: Values,
     groups: Values,
     threshold: float,

@@ -20,7 +20,7 @@ from megarl.ops.plan.layout import RankCount, Stage, count_rank, numel
 ELEMENT = {"fp32": 4, "bf16": 2}
 """Bytes of a dtype of the configuration."""
 BUCKET_BYTES = 256 << 20
-"""As in ``rollout.sglang.fleet``, and as much as ``megatron.hf_weights`` gathers of a layer's experts at once."""
+"""As in ``engines.buckets``, and as much as ``megatron.hf_weights`` gathers of a layer's experts at once."""
 _OPTIMIZER = {"optimizer": "adam", "use_precision_aware_optimizer": False, "optimizer_cpu_offload": False}
 """Fields of Megatron with the values that the formulas assume."""
 
