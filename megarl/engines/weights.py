@@ -39,7 +39,7 @@ class WeightForm:
         return torch.float32 if is_fp32(name) else self.dtype or stored
 
     def held_bytes(self, name: str, tensor: torch.Tensor) -> int:
-        """Bytes of a tensor in this form, with its scales."""
+        """Bytes of a tensor [rows, columns] or [rows] in this form, with its scales."""
         if self.fp8 == "blocks" and is_fp8_weight(name):
             return tensor.numel() + torch.float32.itemsize * math.prod(grid_of(tensor.shape, BLOCK))
         return tensor.numel() * self.dtype_of(name, tensor.dtype).itemsize

@@ -128,7 +128,8 @@ class LocalEngine(Engine):
 
     @torch.no_grad()
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See ``Engine.update_weights``. Tensors may be on any device; ``BUCKET_BYTES`` are converted at a time."""
+        """See ``Engine.update_weights``. Tensors of the shapes in the checkpoint, on any device; ``BUCKET_BYTES`` are
+        converted at a time."""
         self._require_open()
         self._missing = "the last weight update failed"
         moved = ((name, tensor.to(self._model.device)) for name, tensor in tensors)
