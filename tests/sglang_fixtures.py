@@ -17,7 +17,7 @@ from absent import SGLANG_PYTHON
 
 from megarl.data.tiny import write_tiny_model
 from megarl.engines.sglang import server as server_module
-from megarl.engines.sglang.fleet import FleetSettings
+from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports.broadcast import Broadcast

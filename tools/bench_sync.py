@@ -39,7 +39,8 @@ from megarl.config.file import parse
 from megarl.data.tiny import write_tiny_model
 from megarl.engines.buckets import BUCKET_BYTES
 from megarl.engines.local.engine import LocalEngine
-from megarl.engines.sglang.fleet import Fleet, FleetSettings
+from megarl.engines.sglang.fleet import Fleet
+from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec, free_port
 from megarl.engines.sglang.transports.broadcast import Broadcast

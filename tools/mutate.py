@@ -73,7 +73,7 @@ SAMPLED = {
     "core/sampling/gvm": "core/test_gvm",
     "trainer/sampling/assignment": "trainer/test_assignment",
     "engines/sglang/client": "engines/test_sglang_client",
-    "engines/sglang/keeper": "engines/test_sglang_fleet",
+    "engines/sglang/member": "engines/test_sglang_fleet",
     "replay/hooks": "megatron/test_megatron_replay megatron/test_megatron_replay_errors",
     "replay/pass_log": "megatron/test_megatron_replay_passes megatron/test_megatron_replay_attempts",
     "plugin": "megatron/test_megatron_plugin",

@@ -16,7 +16,7 @@ from typing import Self, TypeVar
 import torch
 
 from megarl.core.fp8 import BLOCK, SCALE, grid_of, is_fp8_weight
-from megarl.engines.weights import Named, WeightForm, parts_at_once
+from megarl.engines.weights import Named, WeightForm
 from megarl.errors import WeightSyncError
 from megarl.models.hf_files import bucket_bytes, split_by_size
 
@@ -27,6 +27,8 @@ Allocate = Callable[[int, torch.device], torch.Tensor]
 
 BUCKET_BYTES = 256 << 20
 """Most bytes of a bucket for servers."""
+CONVERT_BYTES, CACHE_BYTES = 32 << 20, 1 << 20
+"""Bytes of tensors that are stacked, converted and checked at once on a GPU and on a CPU, unless a tensor is larger."""
 FUSED = ("q_a_proj", "kv_a_proj_with_mqa")
 """Halves of a projection: a single parameter in SGLang's models with latent attention."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -89,7 +91,9 @@ class Bucket:
             self.ready.record()
 
     def _fill(self, form: WeightForm, is_fp8: bool, sources: list[torch.Tensor], stacks: list[Stack]) -> None:
-        for window in parts_at_once(sources):
+        most_bytes = CONVERT_BYTES if self.flat.is_cuda else CACHE_BYTES
+        num_rows = max(1, most_bytes // max(1, sources[0].nbytes))
+        for window in (slice(first, first + num_rows) for first in range(0, len(sources), num_rows)):
             places = [self.rows(stack)[window] for stack in stacks]
             form.fill(sources[window], is_fp8, *places)
             for stack, place in zip(stacks, places, strict=True):  # the rows are still in the cache
@@ -183,13 +187,12 @@ def _are_finite(rows: torch.Tensor) -> torch.Tensor:
     return finite if finite is not None and finite.all() else rows.isfinite().all(1)
 
 
-def _group(tensors: Iterable[Named], form: WeightForm, stacked: bool = True) -> dict[Kind, dict[str, torch.Tensor]]:
-    """The tensors by name, in groups; without ``stacked``, only tensors for FP8 need equal shapes."""
+def _group(tensors: Iterable[Named], form: WeightForm) -> dict[Kind, dict[str, torch.Tensor]]:
+    """The tensors by name, in groups."""
     groups: dict[Kind, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors:
         is_fp8 = form.fp8 != "off" and is_fp8_weight(name)
-        dtype, shape = form.dtype_of(name, tensor.dtype), tensor.shape if stacked or is_fp8 else ()
-        kind = is_fp8, dtype, tensor.dtype, tensor.device, shape
+        kind = is_fp8, form.dtype_of(name, tensor.dtype), tensor.dtype, tensor.device, tensor.shape
         groups.setdefault(kind, {})[name] = tensor.detach() if tensor.requires_grad else tensor
     return groups
 
@@ -289,32 +292,17 @@ class Intake:
             finite.append(bucket.finite)
             self._sums.append(bucket.sums)
             yield bucket
-        self._require_finite(self._names, finite)
+        whole = torch.cat([flags.to(finite[-1].device) for flags in finite]).tolist()
+        if bad := [name.removesuffix(SCALE) for name, ok in zip(self._names, whole, strict=True) if not ok]:
+            raise WeightSyncError(
+                f"{len(bad)} of {len(self.shapes)} tensors hold NaN or infinite values, for example {bad[0]}: "
+                "look at the trainer's weights"
+            )
 
     def sums(self) -> tuple[int, ...]:
         """Return ``Bucket.sums`` in the order of the names. The host waits for the device."""
         sums = torch.cat(self._sums).tolist() if self._sums else []
         return tuple(number for _, number in sorted(zip(self._names, sums, strict=True)))
-
-    def write(self, tensors: Iterable[Named], places: Mapping[str, torch.Tensor]) -> None:
-        """Write each tensor into its place in an engine of this process; errors as in ``buckets``.
-
-        Tensors written before an error stay.
-        """
-        names, finite = [], [torch.ones(0, dtype=torch.bool)]
-        for unit in split_by_size(self._check(tensors), lambda entry: entry[1].nbytes, self.max_bytes):
-            for (is_fp8, *_), group in _group(unit, self.form, stacked=False).items():
-                names += group
-                finite.append(self.form.write([*group.values()], is_fp8, [places[name] for name in group]))
-        self._require_finite(names, finite)
-
-    def _require_finite(self, names: Sequence[str], finite: Sequence[torch.Tensor]) -> None:
-        whole = torch.cat([flags.to(finite[-1].device) for flags in finite]).tolist()
-        if bad := [name.removesuffix(SCALE) for name, is_finite in zip(names, whole, strict=True) if not is_finite]:
-            raise WeightSyncError(
-                f"{len(bad)} of {len(self.shapes)} tensors hold NaN or infinite values, for example {bad[0]}: "
-                "look at the trainer's weights"
-            )
 
     def _check(self, tensors: Iterable[Named]) -> Iterator[Named]:
         outstanding = dict(self.shapes)

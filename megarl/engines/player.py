@@ -14,7 +14,7 @@ from megarl.data.prompts import Prompt
 from megarl.data.reasoning_steps import step_tokens
 from megarl.data.rewards import Verdict
 from megarl.data.tokenizer import decode_all
-from megarl.engines.episodes import EpisodeLimits, one_turn, play
+from megarl.engines.episodes import EpisodeLimits, EpisodeResult, one_turn, play
 from megarl.engines.protocol import Engine, OnFinish, SamplingParams, Session
 from megarl.engines.tools.protocol import Environment
 from megarl.errors import RequestError
@@ -98,23 +98,13 @@ class Player:
             return Sample(played.rollout, None, turns=len(played.turn_ends), failure=failure)
         (text,) = decode_all(self._tokenizer, [played.rollout.response_tokens], self._judge.special_tokens)
         verdict = await self._judge.score(prompt=prompt.text, response=text, answer=prompt.answer)
-        turns = zip(played.turn_ends, played.turn_rewards, strict=True)
-        rewarded = [(end, reward) for end, reward in turns if reward is not None]
-        return self._judged(played.rollout, verdict, prompt, text, len(played.turn_ends), rewarded)
-
-    def _judged(
-        self, rollout: Rollout, verdict: Verdict, prompt: Prompt, response: str, turns: int,
-        rewarded: Sequence[tuple[int, float]],
-    ) -> Sample:  # fmt: skip
-        """rewarded: last token and reward of each turn with a reward from the environment."""
-        steps: tuple[tuple[int, float], ...] = ()
-        if verdict.reward is not None and (rewarded or verdict.steps):
-            steps = self._find_steps(rollout, verdict, verdict.reward, rewarded)
+        steps = self._find_steps(played, played.rollout, verdict)
         failure = None
         if verdict.error is not None:
-            about = describe_input(prompt=prompt.text, response=response, answer=prompt.answer)
+            about = describe_input(prompt=prompt.text, response=text, answer=prompt.answer)
             failure = Failure(verdict.error, about, verdict.may_pass)
-        return Sample(rollout, verdict.reward, steps, turns, failure, verdict.timed_out, verdict.components)
+        turns = len(played.turn_ends)
+        return Sample(played.rollout, verdict.reward, steps, turns, failure, verdict.timed_out, verdict.components)
 
     def close(self) -> None:
         """End the processes of the reward."""
@@ -126,16 +116,17 @@ class Player:
             self._places = loop, asyncio.Semaphore(self._concurrency)
         return self._places[1]
 
-    def _find_steps(
-        self, rollout: Rollout, verdict: Verdict, outcome: float, rewarded: Sequence[tuple[int, float]]
-    ) -> tuple[tuple[int, float], ...]:
+    def _find_steps(self, played: EpisodeResult, rollout: Rollout, verdict: Verdict) -> tuple[tuple[int, float], ...]:
         """Collect the process rewards: of turns with a reward from the environment, and of the reward function's steps.
 
         A verdict without steps counts as one step at the end of rewarded turns.
         """
-        rewards = [*rewarded]
+        turns = zip(played.turn_ends, played.turn_rewards, strict=True)
+        rewards = [(end, reward) for end, reward in turns if reward is not None]
+        if verdict.reward is None or not (rewards or verdict.steps):
+            return ()
         if not verdict.steps:
-            rewards.append((rollout.num_tokens - 1, outcome))
+            rewards.append((rollout.num_tokens - 1, verdict.reward))
         else:
             ends = [step.end for step in verdict.steps]
             response, special = rollout.response_tokens, self._judge.special_tokens

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 
-from megarl.core.types import FinishReason, Rollout, SampleRequest
+from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import ConfigError, RolloutError
 
 
@@ -171,7 +171,7 @@ class Engine(Protocol):
 
 def check_prompt(request: SampleRequest, params: SamplingParams, vocabulary: int) -> None:
     """RolloutError for a prompt or stop tokens outside of the vocabulary."""
-    prompt, label = request.prompt_tokens, f"group {request.group} sample {request.sample}"
+    prompt, label = request.prompt_tokens, request.label
     if not prompt.size:
         raise RolloutError(f"{label}: the prompt is empty, expected at least one token")
     if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
@@ -187,10 +187,11 @@ def limit_response(request: SampleRequest, params: SamplingParams, positions: in
     prompt_length, requested = len(request.prompt_tokens), request.max_response_tokens
     limit = min(requested or params.max_response_tokens, params.max_response_tokens, positions - prompt_length)
     if limit < 1 or requested == 0:
-        label = f"group {request.group} sample {request.sample}"
         if requested is not None and requested < 1:
-            raise RolloutError(f"{label}: max_response_tokens is {requested}, expected at least 1")
-        raise RolloutError(f"{label}: a prompt of {prompt_length} tokens leaves no room in {positions} positions")
+            raise RolloutError(f"{request.label}: max_response_tokens is {requested}, expected at least 1")
+        raise RolloutError(
+            f"{request.label}: a prompt of {prompt_length} tokens leaves no room in {positions} positions"
+        )
     return limit
 
 
@@ -209,40 +210,10 @@ def sample_each(converse: Callable[[Begin], None], requests: Sequence[SampleRequ
     return [rollouts[position] for position in range(len(requests))]
 
 
-def make_rollout(
-    request: SampleRequest,
-    response: np.ndarray,
-    logprobs: np.ndarray,
-    experts: np.ndarray | None,
-    has_experts: np.ndarray | None,
-    versions: np.ndarray,
-    finish_reason: FinishReason,
-    nuclei: tuple[np.ndarray, np.ndarray] | None = None,
-) -> Rollout:
-    """Join a prompt of P tokens and a response: tokens and log-probabilities [R], further columns [P + R].
-
-    nuclei: size of the nucleus of each of the R tokens, and the ids of all nuclei.
-    """
-    prompt = np.asarray(request.prompt_tokens, dtype=np.int32)
-    return Rollout(
-        group=request.group,
-        sample=request.sample,
-        tokens=np.concatenate([prompt, response.astype(np.int32)]),
-        loss_mask=np.arange(len(prompt) + len(response)) >= len(prompt),
-        rollout_logprobs=np.concatenate([np.zeros(len(prompt)), logprobs]).astype(np.float32),
-        routed_experts=experts,
-        routed_mask=has_experts,
-        weight_versions=versions.astype(np.int32),
-        finish_reason=finish_reason,
-        kept_counts=None if nuclei is None else np.concatenate([np.zeros(len(prompt)), nuclei[0]]).astype(np.int32),
-        kept_ids=None if nuclei is None else nuclei[1].astype(np.int32, copy=False),
-    )
-
-
 def too_many_kept(request: SampleRequest, num_ids: int, limit: int, num_tokens: int) -> RolloutError:
     """Return the error for a response whose ``num_tokens`` tokens have more nucleus ids than ``max_kept_ids``."""
     return RolloutError(
-        f"group {request.group} sample {request.sample}: its first {num_tokens} tokens were drawn from {num_ids} ids "
+        f"{request.label}: its first {num_tokens} tokens were drawn from {num_ids} ids "
         f"in all, more than the {limit} of max_kept_ids: lower rollout.top_p or rollout.temperature, raise rollout."
         "max_kept_ids (4 bytes an id), or set rollout.keep_sampling_mask = false, with biased importance weights"
     )

@@ -4,7 +4,6 @@ Every engine takes an update through ``buckets.Intake``.
 """
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,15 +20,7 @@ from megarl.models.hf_folder import read_json
 from megarl.models.names import is_fp32
 
 Named = tuple[str, torch.Tensor]
-CONVERT_BYTES, CACHE_BYTES = 32 << 20, 1 << 20
-"""Bytes of tensors that are stacked, converted and checked at once on a GPU and on a CPU, unless a tensor is larger."""
 FP8Form = Literal["off", "rounded", "blocks"]
-
-
-def parts_at_once(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
-    """Yield windows of tensors of equal shape; one call stacks and converts the tensors of a window."""
-    step = max(1, (CONVERT_BYTES if tensors[0].is_cuda else CACHE_BYTES) // max(1, tensors[0].nbytes))
-    return (slice(first, first + step) for first in range(0, len(tensors), step))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +39,7 @@ class WeightForm:
         return torch.float32 if is_fp32(name) else self.dtype or stored
 
     def held_bytes(self, name: str, tensor: torch.Tensor) -> int:
-        """Bytes of a tensor in this form, with its scales."""
+        """Bytes of a tensor [rows, columns] or [rows] in this form, with its scales."""
         if self.fp8 == "blocks" and is_fp8_weight(name):
             return tensor.numel() + torch.float32.itemsize * math.prod(grid_of(tensor.shape, BLOCK))
         return tensor.numel() * self.dtype_of(name, tensor.dtype).itemsize
@@ -65,33 +56,6 @@ class WeightForm:
             round_with_scale(torch.stack(tensors), out=place)
         else:
             torch.stack(tensors, out=place)
-
-    def write(self, tensors: Sequence[torch.Tensor], is_fp8: bool, places: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Write tensors into places of any dtype and device: unchanged, or, for equal shapes, rounded through FP8.
-
-        Return bool [n], whether all values of a tensor are finite; the host does not wait for a device.
-        """
-        assert self.fp8 != "blocks", "scales need places of their own"
-        if not is_fp8:
-            torch._foreach_copy_([*places], [*tensors])
-            return _are_finite(tensors)
-        windows, scales = [*parts_at_once(tensors)], []
-        buffer = tensors[0].new_empty(len(tensors[windows[0]]), *tensors[0].shape, dtype=torch.float32)
-        rows = buffer.unbind()
-        for window in windows:
-            weights = torch.stack([*tensors[window]], out=buffer[: len(tensors[window])])
-            scales.append(round_with_scale(weights, out=weights)[1])
-            torch._foreach_copy_([*places[window]], rows[: len(weights)])
-        return torch.cat(scales).flatten(1).isfinite().all(1)
-
-
-def _are_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    if tensors[0].is_cuda:
-        return torch.stack([tensor.isfinite().all() for tensor in tensors])
-    finite = torch.stack(
-        torch._foreach_norm([*tensors])
-    ).isfinite()  # a norm reads each value once; large values may overflow
-    return finite if finite.all() else torch.stack([tensor.isfinite().all() for tensor in tensors])
 
 
 class _WithoutCopies(TorchFunctionMode):

@@ -20,8 +20,9 @@ from megarl.engines.local.engine import LocalEngine
 from megarl.engines.protocol import Engine
 from megarl.engines.sglang.client import ClientSettings
 from megarl.engines.sglang.engine import SGLangEngine
-from megarl.engines.sglang.fleet import Fleet, FleetSettings
+from megarl.engines.sglang.fleet import Fleet
 from megarl.engines.sglang.http import key_named
+from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.spec import SERVER_DTYPES, ServerSpec
 from megarl.engines.sglang.transports.broadcast import Broadcast
 from megarl.engines.sglang.transports.disk import Disk
@@ -44,7 +45,10 @@ from megarl.models.shapes import read_shape
 
 
 def make_engine(config: Config, tell: Callable[[str], None]) -> Engine:
-    """Return an engine without weights; a collective call. ``tell`` prints a line about the servers of this rank."""
+    """Return an engine without weights; a collective call. ``tell`` prints a line about the servers of this rank.
+
+    ConfigError if a factory of the user makes something else.
+    """
     factory = load_factory(config)
     if config.rollout.engine in ENGINES:
         return factory(config, tell)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import base64
-import math
 import os
 import pickle
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from sglang_fixtures import SGLANG_PYTHON
 from tiny_families import write_family
 
 from megarl.core.fp8 import dequantize_fp8, is_fp8_weight, quantize_fp8, round_through_fp8
-from megarl.engines import weights
+from megarl.engines import buckets
 from megarl.engines.buckets import Bucket, Intake, Staging, Stopwatch, split_into_buckets
 from megarl.engines.sglang.spec import CPU_SHIM
 from megarl.engines.sglang.transports.tensor import payload_of
@@ -259,7 +257,7 @@ def test_many_tensors_at_once_are_what_each_is_alone(
     fp8: str, dtypes: tuple[torch.dtype, torch.dtype | None], monkeypatch: pytest.MonkeyPatch
 ):
     """Bit for bit, also where a bucket is converted in several parts, and from views that are not contiguous."""
-    monkeypatch.setattr(weights, "CACHE_BYTES", 1 << 16)
+    monkeypatch.setattr(buckets, "CACHE_BYTES", 1 << 16)
     source, held = dtypes
     shapes = {f"layers.{i}.{part}_proj.weight": (130, 40 + 20 * (i % 2)) for i in range(5) for part in ("up", "down")}
     given_ = {name: torch.randn(shape[::-1]).to(source).t() for name, shape in shapes.items()}
@@ -292,36 +290,3 @@ def test_staging_gives_the_memory_of_the_second_bucket_before():
     assert made == [100, 100]
     staging(300, cpu)  # a tensor that is larger than a bucket
     assert made == [100, 100, 300]
-
-
-@pytest.mark.parametrize("fp8", ["off", "rounded"])
-@pytest.mark.parametrize("max_bytes", [1, 300, 1 << 20])
-def test_tensors_are_written_into_their_places(
-    monkeypatch: pytest.MonkeyPatch, fp8: Literal["off", "rounded"], max_bytes: int
-) -> None:
-    monkeypatch.setattr("megarl.engines.weights.CACHE_BYTES", 1600)  # three of four
-    shapes = {f"model.layers.0.mlp.experts.{index}.up_proj.weight": (8, 8) for index in range(4)}
-    shapes |= {"model.norm.weight": (8,), "model.embed_tokens.weight": (3, 8)}
-    tensors = [(name, torch.randn(shape, dtype=torch.float64)) for name, shape in shapes.items()]
-    places = {name: torch.zeros(shape, dtype=torch.float32) for name, shape in shapes.items()}
-    Intake(shapes, 1, WeightForm(fp8=fp8), max_bytes).write(iter(tensors), places)
-    for name, tensor in tensors:
-        is_rounded = fp8 == "rounded" and "up_proj" in name
-        expected = round_through_fp8(tensor.float()) if is_rounded else tensor.float()
-        assert torch.equal(places[name], expected)
-
-
-@pytest.mark.parametrize("form", [WeightForm(), WeightForm(fp8="rounded")])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_value_that_is_not_finite_is_found_where_it_is_written(bad: float, form: WeightForm) -> None:
-    first, second, third = names = [f"{letter}.up_proj.weight" for letter in "abc"]
-    shapes = {name: (2, 200) for name in names}
-    large = torch.full((2, 200), 3e38)  # their norm is infinite, they are not
-    wrong = torch.ones(2, 200)
-    wrong[1, 150] = bad  # in the second block
-    places = {name: torch.zeros(2, 200) for name in names}
-    Intake(shapes, 1, form, 1 << 20).write([(name, large) for name in names], places)
-    with pytest.raises(WeightSyncError, match="1 of 3 tensors hold NaN or infinite values, for example b"):
-        Intake(shapes, 1, form, 1 << 20).write([(first, large), (second, wrong), (third, large)], places)
-    with pytest.raises(WeightSyncError, match="missing"):
-        Intake(shapes, 1, form, 1 << 20).write([(first, large)], places)

@@ -19,7 +19,8 @@ from sglang_oracle import CLOSE, logprob_gap, noisy, oracle_of
 
 from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang.engine import SGLangEngine
-from megarl.engines.sglang.fleet import Fleet, FleetSettings
+from megarl.engines.sglang.fleet import Fleet
+from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports.sender import WeightSender
@@ -101,7 +102,7 @@ def test_an_update_waits_for_no_server_that_gets_a_signal(
     weights = noisy(sglang_model, int(number))
     seconds = pair.strike(number, step, weights)
     print(f"{number.name} at {step}: {seconds:.1f} s", *pair.told, sep="\n")
-    assert pair.fleet.members[0].holds is pair.fleet.state.last is not None
+    assert pair.fleet.members[0].holds is pair.fleet.last is not None
     (line,) = [line for line in pair.told if "in a weight update" in line]
     # Half of the servers is one: what is late beside it is not waited for until its deadline.
     assert "is late" in line if number == signal.SIGSTOP else "stops or has gone" in line

@@ -27,7 +27,8 @@ from megarl.engines.local.distribution import sampling_logprobs
 from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang.client import ClientSettings
 from megarl.engines.sglang.engine import SGLangEngine
-from megarl.engines.sglang.fleet import Fleet, FleetSettings
+from megarl.engines.sglang.fleet import Fleet
+from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports.sender import WeightSender
@@ -393,22 +394,22 @@ def test_a_server_that_is_back_with_wrong_weights_samples_nothing(
     )
     fleet.start()
     (member,) = fleet.members
-    fleet.state.ended.set()  # its keeper looks no more
+    fleet.ended.set()  # its keeper looks no more
     process = SimpleNamespace(alive=True, wait_ready=lambda *_: None, spec=SimpleNamespace(gpus=None))
     process.start = process.kill = process.stop = lambda: None
     member.process = process  # type: ignore[assignment]
     fleet.update(weights[0].items(), 0, WeightForm(torch.float32))
     assert asked.index("weights_checker") < asked.index("continue_generation")
     asked.clear()
-    fleet.keepers[0].restart()
+    fleet.members[0].restart()
     assert asked.index("weights_checker") < asked.index("continue_generation")
     assert "is back with weights 0" in told[-1]
 
     asked.clear()
-    last = fleet.state.last
+    last = fleet.last
     assert last is not None
-    fleet.state.last = replace(last, checksums=[dict.fromkeys(rank, "0") for rank in last.checksums or []])
-    fleet.keepers[0].restart()
+    fleet.last = replace(last, checksums=[dict.fromkeys(rank, "0") for rank in last.checksums or []])
+    fleet.members[0].restart()
     assert "holds other weights than the first server" in told[-1]
     assert "continue_generation" not in asked
     member.sender.resume()
@@ -447,12 +448,12 @@ def test_a_server_of_somebody_else_that_was_started_again_gets_the_weights(
             settings = ClientSettings(concurrency=16, deadline_s=120.0, recovery_s=300.0)
             engine = SGLangEngine([server.url], config, fleet=fleet, settings=settings, form=WeightForm(torch.float32))
             engine.update_weights(weights[0].items(), 0)
-            (keeper,) = fleet.keepers
-            keeper.checked_at = math.inf  # else its keeper may see the death before the update does
+            (member,) = fleet.members
+            member.checked_at = math.inf  # else its keeper may see the death before the update does
             server.kill()
             engine.update_weights(weights[1].items(), 1)  # nobody is there; nothing is lost
             assert any("has gone in a weight update" in line for line in told)
-            keeper.checked_at = -math.inf
+            member.checked_at = -math.inf
             server.start()
             rollouts = engine.generate(make_requests(3, copies=2), PARAMS)
             assert {int(v) for rollout in rollouts for v in rollout.weight_versions} == {1}

@@ -35,7 +35,8 @@ from megarl.engines.protocol import SamplingParams, Session
 from megarl.engines.sglang import engine as sglang_engine
 from megarl.engines.sglang.client import ClientSettings
 from megarl.engines.sglang.engine import SGLangEngine
-from megarl.engines.sglang.fleet import Fleet, FleetSettings
+from megarl.engines.sglang.fleet import Fleet
+from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.tools.protocol import ModelTurn, Observation

@@ -36,8 +36,8 @@ from megarl.engines.protocol import sample_each
 from megarl.engines.sglang import fleet as sglang_fleet
 from megarl.engines.sglang import server as sglang_server
 from megarl.engines.sglang.client import ClientSettings, SGLangClient
-from megarl.engines.sglang.fleet import Fleet, FleetSettings
-from megarl.engines.sglang.member import Member
+from megarl.engines.sglang.fleet import Fleet
+from megarl.engines.sglang.member import FleetSettings, Member
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec, free_port
 from megarl.engines.sglang.transports import deadlines, ipc
@@ -133,7 +133,7 @@ class World:
 
     def ask(self, member: Member) -> list[Any]:
         """Name and number of the weights that a server samples with."""
-        headers = {"authorization": f"Bearer {member.api_key}"}
+        headers = {"authorization": f"Bearer {member.fleet.api_key}"}
         return httpx.post(f"{member.url}/generate", json={}, headers=headers, timeout=WAIT_S).json()["is"]
 
 
@@ -420,8 +420,8 @@ def test_copies_are_let_go_when_the_next_update_begins(world: World):
     """Two in memory at a time would be too many."""
     fleet = world.start()
     world.update(fleet, 1)
-    assert fleet.state.last is not None
-    held = [weakref.ref(bucket) for bucket in fleet.state.last.copy]  # type: ignore[union-attr]
+    assert fleet.last is not None
+    held = [weakref.ref(bucket) for bucket in fleet.last.copy]  # type: ignore[union-attr]
     world.control(1, update_weights_from_tensor=1.5)  # all of the copy takes longer than an update waits
     before = len(world.events(1))
     world.kill(fleet, 1)
@@ -450,7 +450,7 @@ def test_close_leaves_no_process_whatever_its_keepers_are_doing(world: World):
         world.until(lambda at=before, seen=seen: any(e["event"] == seen for e in world.events(1)[at:]))
         fleet.close()
         assert not any(server.members() for server in servers)
-        assert not any(keeper.is_alive() for keeper in fleet.keepers)
+        assert not any(member.keeper.is_alive() for member in fleet.members)
         world.control(1)
 
 
@@ -588,7 +588,7 @@ def test_a_refusal_ends_the_update_and_the_next_one_is_complete(world: World):
         fleet.update([], 2, FORM)
     kill_9(process_of(fleet.members[1]))
     world.until(lambda: fleet.members[1].ready is False)
-    assert fleet.state.last is None
+    assert fleet.last is None
     world.update(fleet, 3)
     world.until_back(fleet, 3)
 
@@ -648,9 +648,9 @@ def test_a_keeper_that_asks_during_a_proof_is_not_cut_off_and_sends_nothing_agai
     """It may see the name that the server has while the proof sends the weights."""
     served = world.start(1)
     fleet = world.start(0, (served.members[0].url,))
-    fleet.state.ended.set()  # its keeper looks when this test says so
+    fleet.ended.set()  # its keeper looks when this test says so
     world.update(fleet, 1)
-    (member,), (keeper,) = fleet.members, fleet.keepers
+    (member,) = fleet.members
     assert member.sender is not None
     asking, sent = threading.Event(), threading.Event()
     old, find = member.sender, member.find_version
@@ -664,12 +664,12 @@ def test_a_keeper_that_asks_during_a_proof_is_not_cut_off_and_sends_nothing_agai
         return "default"
 
     monkeypatch.setattr(member, "find_version", slowly)
-    keeper.checked_at = -1e9
+    member.checked_at = -1e9
     with ThreadPoolExecutor(1) as threads:
-        look = threads.submit(keeper.look)
+        look = threads.submit(member.look)
         assert asking.wait(WAIT_S)
         with member.lock:
-            keeper.send_copy()
+            member.send_copy()
         assert member.sender is not old
         before = len(world.events(0, "update_weights_from_tensor"))
         sent.set()
@@ -724,8 +724,8 @@ def test_an_error_of_a_bucket_ends_the_update_before_the_next_one_is_sent(world:
 def test_without_a_copy_a_server_that_was_lost_gets_no_requests_until_the_next_update(world: World):
     fleet = world.start(2, copies="none")
     world.update(fleet, 1)
-    assert fleet.state.last is not None
-    assert fleet.state.last.copy is None
+    assert fleet.last is not None
+    assert fleet.last.copy is None
     world.kill(fleet, 1)
     world.until(lambda: fleet.members[1].ready)
     time.sleep(0.2)  # looks of its keeper

@@ -25,7 +25,8 @@ from megarl.engines.buckets import Bucket
 from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang import member as sglang_member
 from megarl.engines.sglang.engine import SGLangEngine
-from megarl.engines.sglang.fleet import Fleet, FleetSettings
+from megarl.engines.sglang.fleet import Fleet
+from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports import deadlines, tensor

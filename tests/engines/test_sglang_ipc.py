@@ -26,7 +26,8 @@ from megarl.engines import buckets
 from megarl.engines.buckets import Bucket, split_into_buckets
 from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang.engine import SGLangEngine
-from megarl.engines.sglang.fleet import Fleet, FleetSettings
+from megarl.engines.sglang.fleet import Fleet
+from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.spec import CPU_SHIM, ServerSpec
 from megarl.engines.sglang.transports import ipc
 from megarl.engines.sglang.transports.ipc import SharedMemory, empty_shared, make_handle

@@ -16,7 +16,7 @@ import pytest
 
 from megarl.engines.sglang import http as sglang_http
 from megarl.engines.sglang.http import find_places, is_ready, server_info
-from megarl.engines.sglang.member import Member
+from megarl.engines.sglang.member import FleetState, Member
 from megarl.engines.sglang.transports.sender import WeightSender
 from megarl.errors import MegarlError
 
@@ -123,7 +123,7 @@ def test_what_a_server_says_of_itself(url: str, odd: str, tmp_path: Path, monkey
     else:
         with pytest.raises(MegarlError, match="no SGLang server answers at"):
             server_info(url, None)
-    member = Member(url, None, 1, None, True, False, tmp_path, print)
+    member = Member(url, None, FleetState(source=tmp_path))
     with nullcontext() if odd == "infinite" else pytest.raises(MegarlError):  # numbers that are none are not said
         member.connect()
 

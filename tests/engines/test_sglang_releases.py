@@ -30,8 +30,9 @@ from megarl.engines.sglang import member as sglang_member
 from megarl.engines.sglang.answers import parse_answer
 from megarl.engines.sglang.client import ClientSettings
 from megarl.engines.sglang.engine import SGLangEngine
-from megarl.engines.sglang.fleet import Fleet, FleetSettings
+from megarl.engines.sglang.fleet import Fleet
 from megarl.engines.sglang.http import authorization
+from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.plugin.compact import SEAL, make_header, seal
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec

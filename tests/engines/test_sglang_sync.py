@@ -19,10 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from megarl.data.tiny import write_tiny_model
 from megarl.engines.buckets import Bucket, split_into_buckets
-from megarl.engines.sglang import keeper as sglang_keeper
+from megarl.engines.sglang import member as sglang_member
 from megarl.engines.sglang import server as sglang_server
 from megarl.engines.sglang.engine import SGLangEngine
-from megarl.engines.sglang.fleet import Fleet, FleetSettings
+from megarl.engines.sglang.fleet import Fleet
+from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports.folder import WeightFolder, write_empty_model
@@ -169,7 +170,7 @@ class TestAServerThatCannotStart:
             pass
         (tmp_path / "log").unlink()
         (tmp_path / "log").mkdir()  # what is opened here is refused, as on a full disk
-        fleet.keepers[0].restart()
+        fleet.members[0].restart()
         assert "could not be started again" in told[-1]
         assert "Is a directory" in told[-1]
         fleet.close()
@@ -219,9 +220,9 @@ class TestAServerThatIsStuck:
     def test_it_is_killed_when_it_has_been_silent_for_too_long(self, fleet: Fleet, told: list[str]):
         (member,) = fleet.members
         assert member.process is not None
-        assert not fleet.keepers[0].needs_restart()
+        assert not fleet.members[0].needs_restart()
         time.sleep(0.3)
-        assert fleet.keepers[0].needs_restart()
+        assert fleet.members[0].needs_restart()
         assert not member.process.alive
         assert told == [f"{member.url} has not answered for 0 s: killed"]
 
@@ -230,23 +231,23 @@ class TestAServerThatIsStuck:
         checks: list[str] = []
         monkeypatch.setattr(Server, "healthy", lambda self: checks.append("generates") is None)
         monkeypatch.setattr(Server, "responds", lambda self: checks.append("responds") is None)
-        fleet.state.settings = replace(fleet.settings, health_s=1.0, generate_s=5.0)
+        fleet.settings = replace(fleet.settings, health_s=1.0, generate_s=5.0)
         (member,) = fleet.members
         assert member.process is not None
         for quarter in range(40):  # 10 s
-            monkeypatch.setattr(sglang_keeper, "time", SimpleNamespace(monotonic=lambda now=quarter / 4: now))
-            assert not fleet.keepers[0].needs_restart()
+            monkeypatch.setattr(sglang_member, "time", SimpleNamespace(monotonic=lambda now=quarter / 4: now))
+            assert not fleet.members[0].needs_restart()
         assert checks == ["generates", *["responds"] * 4] * 2
         member.process.kill()
-        assert fleet.keepers[0].needs_restart()  # at once
+        assert fleet.members[0].needs_restart()  # at once
 
     def test_it_is_spared_during_an_update(self, fleet: Fleet):
         """A paused server answers no health check either."""
         (member,) = fleet.members
         assert member.process is not None
-        fleet.state.updating.set()
+        fleet.updating.set()
         for _ in range(3):
-            assert not fleet.keepers[0].needs_restart()
+            assert not fleet.members[0].needs_restart()
             time.sleep(0.2)
         assert member.process.alive
 
@@ -275,6 +276,6 @@ def test_a_server_that_failed_to_come_back_does_not_end_the_next_update(
     for name in ("start", "wait_ready", "kill"):
         monkeypatch.setattr(server, name, lambda *_: None)
     monkeypatch.setattr(Server, "alive", property(lambda _: False))
-    fleet.keepers[0].restart()
+    fleet.members[0].restart()
     with pytest.raises(WeightSyncError, match="tensors are missing"):
         fleet.update([], 1, WeightForm(torch.float32))

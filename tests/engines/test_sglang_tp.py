@@ -15,7 +15,8 @@ from sglang_oracle import CLOSE, logprob_gap, noisy, oracle_of, same_sets
 
 from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang.engine import SGLangEngine
-from megarl.engines.sglang.fleet import Fleet, FleetSettings
+from megarl.engines.sglang.fleet import Fleet
+from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.weights import WeightForm
 

@@ -7,7 +7,7 @@ import torch
 from null_gpu.counting import Counts, host_waits
 
 from megarl.engines.buckets import Bucket, Intake
-from megarl.engines.weights import FP8Form, WeightForm
+from megarl.engines.weights import WeightForm
 from megarl.errors import WeightSyncError
 
 pytestmark = pytest.mark.gate
@@ -64,15 +64,3 @@ def test_a_copy_on_the_host_is_asynchronous_and_into_pinned_memory():
     assert (used.device_to_host, used.pageable, used.launches) == (1, 0, 0)
     assert copied.ready is None
     assert copied.on_host() is copied
-
-
-@pytest.mark.parametrize("fp8", ["off", "rounded"])
-def test_tensors_of_several_devices_are_written_in_one_update(computing: None, fp8: FP8Form):
-    names = ["mlp.gate.weight", "layers.0.up_proj.weight", "norm.weight", "layers.1.up_proj.weight"]
-    shapes = {name: SHAPES[name] for name in names}
-    given = {name: tensors()[name].to("cuda" if index < 2 else "cpu") for index, name in enumerate(names)}
-    mixed, plain = ({name: torch.zeros(shape) for name, shape in shapes.items()} for _ in range(2))
-    for places, sent in ((mixed, given), (plain, {name: tensor.cpu() for name, tensor in given.items()})):
-        Intake(shapes, 1, WeightForm(fp8=fp8), 1 << 20).write(iter(sent.items()), places)
-    assert all(torch.equal(mixed[name], plain[name]) for name in names)
-    assert all(place.any() for place in mixed.values())

@@ -95,7 +95,7 @@ def decode(
         reader.select(expand)
         logits = logits[expand]
 
-    first_limit, last_limit = int(limits.min()), int(limits.max())
+    last_limit = int(limits.max())
     noise = Noise([request.seed for request in requests], last_limit)
     is_stop = np.zeros(logits.shape[-1], dtype=bool)
     is_stop[list(params.stop_token_ids)] = True
@@ -116,9 +116,7 @@ def decode(
             num_kept[alive] += kept_steps[-1][0]
             if (largest := num_kept.max()) > params.max_kept_ids:
                 raise too_many_kept(requests[int(num_kept.argmax())], largest, params.max_kept_ids, step + 1)
-        is_finished = is_stop[drawn]
-        if step + 1 >= first_limit:
-            is_finished |= limits[alive] <= step + 1
+        is_finished = is_stop[drawn] | (limits[alive] <= step + 1)
         num_finished = int(np.count_nonzero(is_finished))
         if on_finish is not None and num_finished:
             on_finish(num_finished)
@@ -195,9 +193,8 @@ def _sample(
 def _distinct(prompts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
     """The distinct prompts, and for each request the index of its prompt, int64 [B]."""
     index: dict[bytes, int] = {}
-    objects = {id(prompt): prompt for prompt in prompts}  # samples share the array of their prompt
-    index_of = {key: index.setdefault(p.astype(np.int64).tobytes(), len(index)) for key, p in objects.items()}
-    return [np.frombuffer(key, np.int64) for key in index], np.array([index_of[id(prompt)] for prompt in prompts])
+    index_of = [index.setdefault(prompt.astype(np.int64).tobytes(), len(index)) for prompt in prompts]
+    return [np.frombuffer(key, np.int64) for key in index], np.array(index_of)
 
 
 def _pad_left(prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -10,10 +10,6 @@ import torch
 
 from megarl.errors import NumericsError, RolloutError
 
-_PHILOX_MULTIPLIERS = np.array([0xD2E7470EE14C6C93, 0xCA5A826395121157], np.uint64)[:, None, None]
-_PHILOX_STEPS = np.array([0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B], np.uint64)[:, None, None]
-_HALF, _LOW_HALF = np.uint64(32), np.uint64(2**32 - 1)
-
 
 def sampling_logprobs(logits: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
     """Log-probabilities of the sampling distribution.
@@ -60,48 +56,26 @@ class Noise:
     """Uniform numbers for a batch of requests: number ``t`` of a request is a function of its seed and ``t`` alone.
 
     Philox is a counter-based generator, so that the seeds 0, 1, 2, ... give independent streams (Salmon et al. 2011).
-    The numbers are those of ``np.random.Generator(np.random.Philox(key=seed)).random()``, for all requests at once.
     """
 
     _MAX_CHUNK = 256
-    """Numbers drawn per request at a time; bounds the memory of long responses. A multiple of 4, Philox's block."""
+    """Numbers drawn per request at a time; bounds the memory of long responses."""
 
     def __init__(self, seeds: Sequence[int], num_steps: int) -> None:
         for seed in (min(seeds), max(seeds)):
             if not 0 <= seed < 2**128:
                 raise RolloutError(f"seed of a request is {seed}, expected 0 <= seed < 2**128")
-        words = b"".join([seed.to_bytes(16, "little") for seed in seeds])
-        self._keys = np.frombuffer(words, "<u8").astype(np.uint64).reshape(-1, 2).T[:, None]
-        self._chunk = min(-(-num_steps // 4) * 4, self._MAX_CHUNK)
+        self._streams = [np.random.Generator(np.random.Philox(key=seed)) for seed in seeds]
+        self._chunk = min(num_steps, self._MAX_CHUNK)
         self._numbers = np.empty((self._chunk, len(seeds)))
         self._first_step = -self._chunk
 
     def at(self, step: int, rows: np.ndarray) -> torch.Tensor:
-        """Uniforms float64 [len(rows)] of the requests ``rows`` for token ``step``; steps must not go back."""
+        """Uniforms float64 [len(rows)] of the requests ``rows`` for token ``step``; ValueError for a step before the
+        last chunk."""
         if step < self._first_step:
             raise ValueError(f"noise for step {step} asked for after step {self._first_step}")
         while step >= self._first_step + self._chunk:
             self._first_step += self._chunk
-            self._numbers = _philox(self._keys, self._first_step // 4, self._chunk // 4)
+            self._numbers = np.stack([stream.random(self._chunk) for stream in self._streams], axis=1)
         return torch.from_numpy(self._numbers[step - self._first_step][rows])
-
-
-def _philox(keys: np.ndarray, first_block: int, num_blocks: int) -> np.ndarray:
-    """float64 [4 * num_blocks, B] in [0, 1): Philox 4x64 with 10 rounds; keys: uint64 [2, 1, B], low half first."""
-    even = np.zeros((2, num_blocks, keys.shape[2]), np.uint64)  # words 0 and 2 of the counters; numpy counts from 1
-    even[0] = np.arange(first_block + 1, first_block + num_blocks + 1, dtype=np.uint64)[:, None]
-    odd, factors = np.zeros_like(even), np.broadcast_to(_PHILOX_MULTIPLIERS, even.shape).copy()  # copied: twice as fast
-    halves = factors & _LOW_HALF, factors >> _HALF
-    for _ in range(10):
-        high = _high_product(even, *halves)
-        even, odd = high[::-1] ^ odd ^ keys, (even * factors)[::-1]
-        keys = keys + _PHILOX_STEPS
-    words = np.stack([even[0], odd[0], even[1], odd[1]], axis=1).reshape(-1, keys.shape[2])
-    return (words >> np.uint64(11)) * 2.0**-53
-
-
-def _high_product(values: np.ndarray, factor_low: np.ndarray, factor_high: np.ndarray) -> np.ndarray:
-    """The upper 64 of the 128 bits of each product of uint64 with a factor, given in halves of 32 bits."""
-    low, high = values & _LOW_HALF, values >> _HALF
-    middle = low * factor_high + (low * factor_low >> _HALF)  # less than 2**64
-    return high * factor_high + (middle >> _HALF) + ((middle & _LOW_HALF) + high * factor_low >> _HALF)

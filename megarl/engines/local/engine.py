@@ -97,7 +97,8 @@ class LocalEngine(Engine):
         self._arithmetic = FP8Products(self._views, dtype) if fp8_activations else nullcontext()
         self._cache = FP8Cache if fp8_kv_cache else DynamicCache
         self._recorder = RouteRecorder(self._model)
-        self._form = WeightForm(fp8="rounded" if fp8_rounding else "off")
+        # In float32, because bfloat16 would round a second time.
+        self._form = WeightForm(torch.float32, "rounded") if fp8_rounding else WeightForm()
         self._max_batch_size = max_batch_size
         self._sent: dict[str, torch.Tensor] = {}
         self._version = -1
@@ -127,10 +128,14 @@ class LocalEngine(Engine):
 
     @torch.no_grad()
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See ``Engine.update_weights``. Tensors may be on any device; ``BUCKET_BYTES`` are converted at a time."""
+        """See ``Engine.update_weights``. Tensors of the shapes in the checkpoint, on any device; ``BUCKET_BYTES`` are
+        converted at a time."""
         self._require_open()
         self._missing = "the last weight update failed"
-        Intake(self._shapes, version, self._form, BUCKET_BYTES).write(tensors, self._views)
+        moved = ((name, tensor.to(self._model.device)) for name, tensor in tensors)
+        for bucket in Intake(self._shapes, version, self._form, BUCKET_BYTES).buckets(moved):
+            views = [self._views[name] for name in bucket.names]
+            torch._foreach_copy_(views, [tensor for _, tensor in bucket.tensors()])
         self._sent = {name: numbers.clone() for name, numbers in self._proved.items()}
         self._version = version
         self._missing = None

@@ -67,11 +67,12 @@ class FP8Cache(DynamicCache):
     """Keys and values in e4m3 with a scale of 1, also for tokens of the current pass; queries unchanged."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Append keys and values [B, heads, T, width]; return all keys and values, as ``DynamicCache`` does."""
         return super().update(round_to_e4m3(key_states), round_to_e4m3(value_states), *args, **kwargs)
 
 
 def hold_in_fp32(model: PreTrainedModel, views: Mapping[str, torch.Tensor]) -> None:
-    """Give FP8 weights room for e4m3 times a float32 scale; bfloat16 would round a second time."""
+    """Give FP8 weights [rows, columns] room for e4m3 times a float32 scale; bfloat16 would round a second time."""
     memory = {_memory(view) for name, view in views.items() if is_fp8_weight(name)}
     for parameter in model.parameters():
         if _memory(parameter) in memory:
@@ -79,7 +80,7 @@ def hold_in_fp32(model: PreTrainedModel, views: Mapping[str, torch.Tensor]) -> N
 
 
 def require_known_precision(views: Mapping[str, torch.Tensor]) -> None:
-    """RolloutError for a matrix with an unknown precision in FP8 engines."""
+    """RolloutError for a matrix [rows, columns] with an unknown precision in FP8 engines."""
     unknown = [name for name, view in views.items() if view.dim() > 1 and not is_known_precision(name)]
     if unknown:
         raise RolloutError(

@@ -4,8 +4,8 @@ Responses: ``engine`` builds the request, ``client`` sends the request to a serv
 answer. Updates: ``engine`` hands the tensors to ``fleet``, which sends them to all servers by a transport.
 
 server, spec, reaper            one server process: start and end
-fleet, participants             all servers of an engine, updated together
-member, keeper                  one server of a fleet, restarted when it dies
+fleet                           all servers of an engine, updated together
+member                          one server of a fleet, restarted when it dies
 transports/                     four ways of weights to the servers
 versions, check                 abilities of each SGLang release; the servers of a configuration
 plugin/, cpu/                   run inside a server; megarl never imports cpu

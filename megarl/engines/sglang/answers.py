@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import BaseModel, Field, TypeAdapter
 
 from megarl.core.types import FinishReason, Rollout, SampleRequest
-from megarl.engines.protocol import SamplingParams, limit_response, make_rollout, too_many_kept
+from megarl.engines.protocol import SamplingParams, limit_response, too_many_kept
 from megarl.engines.sglang.plugin.compact import SEAL, seal
 from megarl.errors import DataError, RolloutError
 from megarl.files.foreign_json import check_types
@@ -113,7 +113,7 @@ def parse_answer(
     fault = next(_find_faults(request, parsed, version, rid, params, bounds), None)
     if fault is not None:
         raise RolloutError(f"{label}: {fault}")
-    meta, output = parsed.meta_info, np.array(parsed.output_ids, np.int32)
+    meta, output, num_prompt = parsed.meta_info, np.array(parsed.output_ids, np.int32), len(request.prompt_tokens)
     checked, nuclei = _require_logprobs(logprobs, label), None
     if params is not None and params.has_nucleus:
         checked, nuclei = _parse_nucleus(meta, output, bounds.vocabulary, label)
@@ -121,15 +121,26 @@ def parse_answer(
             nuclei = None
         elif len(nuclei[1]) > params.max_kept_ids:
             raise too_many_kept(request, len(nuclei[1]), params.max_kept_ids, len(output))
-    versions = np.concatenate([np.full(len(request.prompt_tokens), version), _versions(meta, len(output))])
+    tokens = np.concatenate([request.prompt_tokens, output], dtype=np.int32)
     experts = mask = None
     if shape is not None:
-        tokens = [*request.prompt_tokens.tolist(), *parsed.output_ids]
-        trace = routes_from_sglang(answer, shape, start=request.known_rows, tokens=tokens, label=label)
+        trace = routes_from_sglang(answer, shape, start=request.known_rows, tokens=tokens.tolist(), label=label)
         experts, mask = trace.experts, trace.row_mask
     if rid is not None and is_sealed(answer):  # last: the earlier checks say more
         _require_seal(request, answer, label)
-    return make_rollout(request, output, checked, experts, mask, versions, _FINISH[_finish(meta).type], nuclei)
+    return Rollout(
+        group=request.group,
+        sample=request.sample,
+        tokens=tokens,
+        loss_mask=np.arange(len(tokens)) >= num_prompt,
+        rollout_logprobs=np.pad(checked, (num_prompt, 0)),
+        routed_experts=experts,
+        routed_mask=mask,
+        weight_versions=np.pad(_versions(meta, len(output)), (num_prompt, 0), constant_values=version),
+        finish_reason=_FINISH[_finish(meta).type],
+        kept_counts=None if nuclei is None else np.pad(nuclei[0], (num_prompt, 0)),
+        kept_ids=None if nuclei is None else nuclei[1],
+    )
 
 
 def is_sealed(answer: Mapping[str, Any]) -> bool:
@@ -266,11 +277,11 @@ def _parse_nucleus(
 
 
 def _versions(meta: _Meta, size: int) -> np.ndarray:
-    """int64 [size], of each response token; -1 where the answer has no version, or no number.
+    """int32 [size], of each response token; -1 where the answer has no version, or no number.
 
     Newer servers name the version of each span of output tokens.
     """
-    versions = np.full(size, -1)
+    versions = np.full(size, -1, np.int32)
     whole = _Span(start=0, end=size, version="none" if meta.weight_version is None else meta.weight_version)
     for span in meta.weight_versions or [whole]:
         text = str(span.version)

@@ -134,7 +134,8 @@ class SGLangEngine(Engine):
             self._sampling = False
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See ``Engine.update_weights``; collective over the ranks that share the servers.
+        """See ``Engine.update_weights``; collective over the ranks that share the servers. Tensors have the shapes
+        of the checkpoint.
 
         The update waits for every rank, because an update aborts all running requests. WeightSyncError on all ranks if
         a rank still samples in another thread.

@@ -9,7 +9,7 @@ An absent server delays nothing: an update includes only the servers that answer
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,19 +17,18 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from megarl.engines.buckets import Bucket, Intake
-from megarl.engines.sglang.keeper import FleetSettings, FleetState, Keeper
-from megarl.engines.sglang.member import Member, Update
-from megarl.engines.sglang.participants import Participants
+from megarl.engines.sglang.member import FleetState, Member, Update
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
+from megarl.engines.sglang.transports.deadlines import GoneError, HangError, await_most
 from megarl.engines.sglang.transports.folder import WeightFolder
-from megarl.engines.sglang.transports.proof import Checksums, make_prompt
+from megarl.engines.sglang.transports.proof import Checksums
 from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Transport
+from megarl.engines.sglang.transports.sender import WeightSender
 from megarl.engines.sglang.transports.tensor import Tensors
-from megarl.engines.sglang.transports.threads import Line
+from megarl.engines.sglang.transports.threads import Line, in_thread
 from megarl.engines.weights import Named, WeightForm, checkpoint_shapes
-from megarl.errors import ConfigError, MegarlError
-from megarl.models.hf_folder import read_json
+from megarl.errors import ConfigError, MegarlError, WeightSyncError
 
 YIELD_S = 5.0
 """How long an update waits for a keeper that sends a bucket of the copy; then the update continues without the
@@ -39,41 +38,32 @@ CLOSE_S = 10.0
 
 
 @dataclass
-class Fleet:
+class Fleet(FleetState):
     """Servers with a process here (``specs``), or running elsewhere (``urls``)."""
 
     specs: Sequence[ServerSpec] = ()
     urls: Sequence[str] = ()
-    tp: int = 1
-    """Tensor-parallel size of each server."""
-    api_key: str | None = None
-    routes: bool = True
-    """Whether the servers must return routes."""
-    nucleus: bool = False
-    """Whether ``top_p`` is below 1."""
-    source: Path | None = None
-    """Checkpoint folder with the model's config and tokenizer; None: the model folder of the first of ``specs``."""
     served: Path | None = None
     """Model folder given to the servers when it differs from ``source`` (the FP8 copy)."""
     transport: Transport = field(default_factory=Tensors)
     """How the weights reach the servers."""
-    settings: FleetSettings = field(default_factory=FleetSettings)
-    tell: Callable[[str], None] = print
-    """Gets a line for every restart and warning."""
 
     def __post_init__(self) -> None:
         if self.source is None and self.specs:
             self.source = Path(self.specs[0].model_path)
         if self.source is None:
             raise ConfigError("a fleet of servers given by URL needs source, a checkpoint folder of their model")
-        servers = [(url, None) for url in self.urls] + [(server.url, server) for server in map(Server, self.specs)]
-        needs = self.tp, self.api_key, self.routes, self.nucleus, self.source
-        self.members = [Member(url, server, *needs, self.tell) for url, server in servers]
-        self.state = FleetState(self.settings, lambda: self._prompt)
-        self.keepers = [Keeper(member, self.state) for member in self.members]
-        self._participants = Participants(self.members, self.transport.shares_gpu, self.tell)
+        processes = [Server(spec) for spec in self.specs]
+        self.members = [Member(url, None, self) for url in self.urls]
+        self.members += [Member(process.url, process, self) for process in processes]
         self.failure: Exception | None = None
         """Why no server answered at the start."""
+        self.present: list[Member] = []
+        """The servers in an operation, whose locks the fleet holds: no keeper talks to the servers."""
+        self._resting: Collection[Member] = ()
+        """Servers without memory, since a rest."""
+        self._refusals: list[Callable[[], None]] = []
+        """A call waits for the end of a server that has refused a step, or raises the refusal."""
 
     def start(self, *, is_only: bool = True) -> list[str]:
         """Start the servers, wait until each server answers or has failed, and return all URLs; keepers await the
@@ -87,7 +77,7 @@ class Fleet:
             failures = list(threads.map(self._start_member, self.members))
             self.failure = failures[0] if all(failures) else None
             for failure in filter(None, failures):
-                if isinstance(failure, ConfigError) or self.state.ended.is_set() or (self.failure and is_only):
+                if isinstance(failure, ConfigError) or self.ended.is_set() or (self.failure and is_only):
                     raise failure
         except BaseException:
             self.close()
@@ -98,8 +88,8 @@ class Fleet:
             if failure is not None:
                 member.last_failure = str(failure)
                 self.tell(f"warning: the run begins without {member.url}, and takes it in when it answers: {failure}")
-        for keeper in self.keepers:
-            keeper.start()
+        for member in self.members:
+            member.keeper.start()
         return [member.url for member in self.members]
 
     def update(self, tensors: Iterable[Named], version: int, form: WeightForm) -> dict[str, float]:
@@ -110,31 +100,31 @@ class Fleet:
         server gets the weights when it is back.
         """
         started, line = time.perf_counter(), Line()
-        intake, participants = Intake.for_servers(self._shapes, version, form), self._participants
-        delivery = Delivery(participants, line)
+        intake, delivery = Intake.for_servers(self._shapes, version, form), Delivery(self, line)
         buckets = self.transport.stream(intake, tensors, delivery)
-        self.state.no_starts.clear()
+        self.no_starts.clear()
         try:
             with self._pause_keepers():
-                participants.each_member(lambda member: member.sender.take_memory("weights"), participants.resting)
-                participants.each(lambda sender: sender.begin())
-                delivery.folder = self._new_folder(version)
+                self._each_member(lambda member: member.sender.take_memory("weights"), self._resting)
+                self.each(lambda sender: sender.begin())
+                if isinstance(place := self.settings.copies, Path) and (model := self.served or self.source):
+                    delivery.folder = WeightFolder(place, model, version)
                 copy = self._deliver(buckets, delivery)
                 sums = intake.sums()
-                participants.each(lambda sender: sender.finish(version))
+                self.each(lambda sender: sender.finish(version))
                 last = Update(version, copy, self._compare_checksums(), sums)
-                participants.each_member(lambda member: member.sender.take_memory("kv_cache"), participants.resting)
-                participants.resting = ()
-                participants.each(lambda sender: sender.resume())
-                participants.each_member(lambda member: member.settle(last, self._prompt))
-                participants.raise_refusals()
-                self.state.last = last
+                self._each_member(lambda member: member.sender.take_memory("kv_cache"), self._resting)
+                self._resting = ()
+                self.each(lambda sender: sender.resume())
+                self._each_member(lambda member: member.settle(last))
+                self._raise_refusals()
+                self.last = last
         except MegarlError as error:
             with suppress(MegarlError):
                 buckets.throw(error)  # tells ranks with shared memory of the failure
             raise
         finally:
-            self.state.updating.clear()
+            self.updating.clear()
         gather, making = intake.gathering.seconds, intake.making.seconds
         send = time.perf_counter() - started - making
         return {"gather": gather, "quantise": making - gather, "send": send, "hidden": line.busy_s - line.awaited_s}
@@ -145,7 +135,7 @@ class Fleet:
         Returns whether foreign code has changed the weights of a server. All servers then have the right weights again,
         but responses since the update are wrong.
         """
-        last, changed = self.state.last, list[Keeper]()
+        last, changed = self.last, list[Member]()
 
         def ask(member: Member) -> None:
             if member.proof is not None and (change := member.proof.find_change(member.sender)) is not None:
@@ -154,35 +144,36 @@ class Fleet:
                     "changed them: what it has sampled since is dropped, and it gets the weights again. Give the "
                     "servers an API key that only this run knows (sglang.api_key_env)"
                 )
-                changed.append(self.keepers[self.members.index(member)])
+                changed.append(member)
 
-        with self._participants.take(lambda member: member.ready and member.holds is last is not None):
-            self._participants.each_member(ask)
-            self._participants.raise_refusals()
+        with self._take(lambda member: member.ready and member.holds is last is not None):
+            self._each_member(ask)
+            self._raise_refusals()
             with ThreadPoolExecutor(len(changed) or 1) as threads:
-                list(threads.map(Keeper.send_copy, changed))
+                list(threads.map(Member.send_copy, changed))
         return bool(changed)
 
     def rest(self) -> None:
         """Have all servers free their memory until the next update; servers that start or die come back after the
         update."""
-        self.state.no_starts.set()
+        self.no_starts.set()
         with self._pause_keepers():  # until the update: resting servers fail health checks, and have no weights
-            self._participants.each(lambda sender: sender.release_memory())
-            self._participants.raise_refusals()
-            self._participants.resting = [*self._participants.present]
+            self.each(lambda sender: sender.release_memory())
+            self._raise_refusals()
+            self._resting = [*self.present]
             for member in self.members:
-                if member.process is not None and member not in self._participants.resting:
+                if member.process is not None and member not in self._resting:
                     member.process.kill()
 
     def close(self) -> None:
         """Stop the servers with a process here, and wait until the processes are gone."""
-        self.state.last = None
-        self.state.ended.set()
-        self.state.no_starts.set()
+        self.last = None
+        self.ended.set()
+        self.no_starts.set()
         self._stop()  # unblocks the keepers
-        for keeper in filter(Keeper.is_alive, self.keepers):
-            keeper.join(None if keeper.member.process is not None else CLOSE_S)
+        for member in self.members:
+            if member.keeper.is_alive():
+                member.keeper.join(None if member.process is not None else CLOSE_S)
         self._stop()  # servers that keepers have started meanwhile
         for member in self.members:
             if member.connection is not None:
@@ -193,7 +184,7 @@ class Fleet:
         try:
             if member.process is not None:
                 member.process.start()
-                member.process.wait_ready(self.settings.start_deadline_s, self.state.no_starts)
+                member.process.wait_ready(self.settings.start_deadline_s, self.no_starts)
             member.connect()
         except (MegarlError, OSError) as error:
             member.leave()
@@ -215,28 +206,17 @@ class Fleet:
         assert self.source is not None
         return checkpoint_shapes(self.source)
 
-    @cached_property
-    def _prompt(self) -> list[int]:
-        assert self.source is not None
-        return make_prompt(read_json(self.source / "config.json"))
-
     @contextmanager
     def _pause_keepers(self) -> Iterator[None]:
         """Take all servers that answer from the keepers; without weights to send, keepers stop soon."""
-        last, self.state.last = self.state.last, None
+        last, self.last = self.last, None
         loads_folder = last is not None and isinstance(last.copy, Path)
         del last  # the next copy needs the memory
-        self.state.updating.set()
-        with self._participants.take(lambda member: member.ready, 0.0 if loads_folder else YIELD_S):
+        self.updating.set()
+        with self._take(lambda member: member.ready, 0.0 if loads_folder else YIELD_S):
             for member in self.members:
                 member.holds = None
             yield
-
-    def _new_folder(self, version: int) -> WeightFolder | None:
-        """Return the folder for the copy of an update, if the copy is kept on disk."""
-        place = self.settings.copies
-        assert self.source is not None
-        return WeightFolder(place, self.served or self.source, version) if isinstance(place, Path) else None
 
     def _deliver(self, buckets: Buckets, delivery: Delivery) -> list[Bucket] | Path | None:
         """Send every bucket to all servers; return the kept copy of the weights."""
@@ -262,9 +242,73 @@ class Fleet:
         """Return the checksums of all servers, None unless compared; WeightSyncError if two servers differ."""
         by_url: dict[str, Checksums] = {}
         if self.settings.checksums:
-            self._participants.each(lambda sender: by_url.update({sender.url: sender.checksums()}))
-        present = self._participants.present if by_url else ()
+            self.each(lambda sender: by_url.update({sender.url: sender.checksums()}))
+        present = self.present if by_url else ()
         first = next((by_url[member.url] for member in present), None)
         for member in present if first else ():
             member.compare_checksums(by_url[member.url], first or [])
         return first
+
+    # The servers in an operation: an update, a proof, or a rest
+
+    @property
+    def senders(self) -> list[WeightSender]:
+        """The senders of all present members."""
+        return [member.sender for member in self.present]
+
+    @contextmanager
+    def _take(self, is_wanted: Callable[[Member], bool], wait_s: float = 0.0) -> Iterator[None]:
+        """Hold the locks of wanted members, except where a keeper keeps the lock for longer than ``wait_s``."""
+        until = time.monotonic() + wait_s
+        self._refusals.clear()
+        try:
+            for member in self.members:
+                while is_wanted(member) and member not in self.present:
+                    if member.lock.acquire(timeout=0.05):
+                        self.present.append(member)
+                    elif time.monotonic() > until:
+                        break
+            for member in [member for member in self.present if not is_wanted(member)]:  # lost by the keeper meanwhile
+                self._release(member)
+            yield
+        finally:
+            while self.present:
+                self.present.pop().lock.release()
+
+    def each(self, step: Callable[[WeightSender], object], *, daemon: bool = True) -> list[WeightSender]:
+        """See ``Receivers.each``."""
+        return [member.sender for member in self._each_member(lambda member: step(member.sender), daemon=daemon)]
+
+    def _each_member(
+        self, step: Callable[[Member], object], among: Collection[Member] | None = None, *, daemon: bool = True
+    ) -> list[Member]:
+        """Run a step for all present members at once; return the members that have done the step.
+
+        The remaining members leave: they are late, hang, have gone, or refuse the step (``_raise_refusals``).
+        """
+        members = [member for member in self.present if among is None or member in among]
+        steps = {member: in_thread(partial(step, member), daemon) for member in members}
+        await_most(steps.values(), max((member.leniency for member in steps), default=1))
+        for member, running in steps.items():
+            is_late = not running.done()
+            error = None if is_late else running.exception()
+            if error is not None and not isinstance(error, WeightSyncError):
+                raise error
+            if is_late or isinstance(error, HangError | GoneError):
+                self.present.remove(member)
+                member.leave_update(error, must_end=self.transport.shares_gpu or bool(self._resting) or not daemon)
+            elif error is not None:
+                self._refusals.append(partial(member.await_death, error, time.monotonic(), member.restarts))
+                self._release(member)  # its keeper need not wait for the end of the update
+        if not self.present:
+            self._raise_refusals()
+        return [member for member in steps if member in self.present]
+
+    def _raise_refusals(self) -> None:
+        """Raise the first refusal of a server that lives. A dying server has gone by now, or soon."""
+        while self._refusals:
+            self._refusals.pop(0)()
+
+    def _release(self, member: Member) -> None:
+        self.present.remove(member)
+        member.lock.release()

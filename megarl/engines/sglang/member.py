@@ -1,11 +1,21 @@
-"""A server of a fleet: process, sender of weights, and state."""
+"""One server of a fleet: its process, its weights, and the thread that looks after both.
 
+The thread of a server is its keeper, so that several servers come back in parallel. A dead server is restarted on its
+old port; a server at a URL is awaited. Then the server gets the weights of the last complete update. A fresh server
+calls its weights "default", which no rollout accepts. The server therefore answers no request before the update. A new
+update does not wait: the keeper stops after the current bucket, and the update includes the server, or the next look
+sends the new weights.
+"""
+
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Literal
 
 import httpx
 
@@ -13,14 +23,18 @@ from megarl.engines.buckets import Bucket
 from megarl.engines.sglang.http import server_info
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.transports.deadlines import MOST_LENIENT, GoneError, deadline
-from megarl.engines.sglang.transports.proof import Checksums, Proof, differing
+from megarl.engines.sglang.transports.proof import Checksums, Proof, differing, make_prompt
 from megarl.engines.sglang.transports.sender import WeightSender
+from megarl.engines.sglang.transports.tensor import send_tensors
 from megarl.engines.sglang.transports.threads import in_thread
 from megarl.engines.sglang.versions import check_server
-from megarl.errors import WeightSyncError
+from megarl.errors import RolloutError, WeightSyncError
+from megarl.models.hf_folder import read_json
 
 DEATH_WAIT_S = 10.0
 """A server whose scheduler was killed ends within seconds."""
+FRESH = "default"
+"""SGLang's name for the weights of a server without an update."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,23 +50,73 @@ class Update:
     """Sums of the bits of each tensor."""
 
 
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """How long a fleet waits."""
+
+    start_deadline_s: float = 300.0
+    """Longest start of a server."""
+    hang_s: float = 120.0
+    """Time of failed health checks until a server is killed and restarted."""
+    max_restarts: int = 20
+    """Most restarts of a server."""
+    poll_s: float = 0.5
+    """Time between two looks at the processes."""
+    health_s: float = 10.0
+    """Time between a passed check of the scheduler's state and the next check."""
+    generate_s: float = 300.0
+    """Time between two checks in which an idle server generates a token."""
+    copies: Path | Literal["memory", "none"] = "memory"
+    """Where the fleet keeps a copy of the weights for restarted servers: in memory, or in this folder. none: the next
+    update brings these servers up to date."""
+    checksums: bool = False
+    """Whether the servers' own checksums of their weights are compared after every update, and in every proof."""
+
+
+@dataclass(kw_only=True)
+class FleetState:
+    """What the servers of a fleet have in common."""
+
+    tp: int = 1
+    """Tensor-parallel size of each server."""
+    api_key: str | None = None
+    routes: bool = True
+    """Whether the servers must return routes."""
+    nucleus: bool = False
+    """Whether ``top_p`` is below 1."""
+    source: Path | None = None
+    """Checkpoint folder with the model's config and tokenizer; None: the model folder of the first of ``specs``."""
+    settings: FleetSettings = field(default_factory=FleetSettings)
+    tell: Callable[[str], None] = print
+    """Gets a line for every restart and warning."""
+    last: Update | None = None
+    """The last complete update; None during an update: no server gets half of an update."""
+    updating: threading.Event = field(default_factory=threading.Event)
+    """Set while servers are paused, or have released their memory."""
+    no_starts: threading.Event = field(default_factory=threading.Event)
+    """The trainer needs the servers' memory, or the fleet is closed."""
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def kept(self) -> Update | None:
+        """The last update, if a copy exists."""
+        return self.last if self.last is not None and self.last.copy is not None else None
+
+    @cached_property
+    def prompt(self) -> list[int]:
+        """Of the proofs."""
+        assert self.source is not None
+        return make_prompt(read_json(self.source / "config.json"))
+
+
 @dataclass(eq=False)
 class Member:
-    """A server; the fleet restarts a server with a ``process``."""
+    """A server; its keeper restarts a server with a ``process``."""
 
     url: str
     process: Server | None
     """None: the server runs elsewhere."""
-    tp: int
-    """Tensor-parallel size."""
-    api_key: str | None
-    routes: bool
-    """Whether the server must return routes."""
-    nucleus: bool
-    """Whether top_p is below 1."""
-    source: Path
-    """Checkpoint folder with the model's config."""
-    tell: Callable[[str], None]
+    fleet: FleetState
     connection: WeightSender | None = None
     """None before the first ``connect``."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -68,6 +132,14 @@ class Member:
     """Factor on the server's time in a step of an update; doubled after every late step."""
     last_failure: str = ""
     """The last failure that was told."""
+    checked_at: float = -math.inf
+    """Time of the server's last passed check; for a server at a URL, of the last question for its weights."""
+    _generated_at: float = -math.inf
+    """Time of the last passed check with a generated token."""
+    _silent_since: float | None = None
+
+    def __post_init__(self) -> None:
+        self.keeper = threading.Thread(target=self._keep, name=f"keeper of {self.url}", daemon=True)
 
     @property
     def sender(self) -> WeightSender:
@@ -87,9 +159,9 @@ class Member:
                 f"differ, the first of {names[:1]}"
             )
 
-    def settle(self, update: Update, prompt: Sequence[int]) -> None:
+    def settle(self, update: Update) -> None:
         """Note that the server has an update, with a new proof; WeightSyncError if the update was not made."""
-        proof = Proof(self.sender, prompt, update.checksums, update.sums)
+        proof = Proof(self.sender, self.fleet.prompt, update.checksums, update.sums)
         if self.proof is not None and proof.is_unmade(self.proof):  # the old proof stays for the next attempt
             raise WeightSyncError(
                 f"{self.url} confirmed the update to weights {update.version} and did not make it: most tensors are "
@@ -97,7 +169,7 @@ class Member:
             )
         self.proof, self.holds = proof, update
         if self.away_since is not None:
-            self.tell(
+            self.fleet.tell(
                 f"{self.url} is back with weights {update.version} after {time.monotonic() - self.away_since:.1f} s"
             )
             self.away_since, self.last_failure = None, ""
@@ -110,7 +182,9 @@ class Member:
         self.leniency = min(MOST_LENIENT, 2 * self.leniency) if error is None else self.leniency
         state = "is late" if error is None else "stops or has gone" if isinstance(error, GoneError) else "hangs"
         cause = "" if error is None else f" ({error})"
-        self.tell(f"{self.url} {state} in a weight update, which goes on without it{cause}; it gets the weights later")
+        self.fleet.tell(
+            f"{self.url} {state} in a weight update, which goes on without it{cause}; it gets the weights later"
+        )
         self.sender.abandon()
         self.leave()
         in_thread(partial(self._let_go, error is not None or must_end))
@@ -133,20 +207,21 @@ class Member:
             if time.monotonic() > refused_at + DEATH_WAIT_S:
                 raise error
             time.sleep(0.1)
-        self.tell(f"{self.url} has gone in a weight update ({error}); it gets the weights when it is back")
+        self.fleet.tell(f"{self.url} has gone in a weight update ({error}); it gets the weights when it is back")
         if self.process is None:
             self.leave()
 
     def connect(self) -> None:
         """Make a new sender; RolloutError without an answer, ConfigError if megarl cannot use the server."""
-        info = server_info(self.url, self.api_key, deadline())
-        release, warnings = check_server(info, self.tp, self.routes, self.nucleus, self.source)
+        fleet = self.fleet
+        info = server_info(self.url, fleet.api_key, deadline())
+        release, warnings = check_server(info, fleet.tp, fleet.routes, fleet.nucleus, fleet.source)
         if self.connection is not None:
             self.connection.leave_group()  # not closed: a keeper may use the connection
         for warning in warnings if self.connection is None else ():
-            self.tell(f"warning: {warning}")
+            self.fleet.tell(f"warning: {warning}")
         gpus = (self.process and self.process.spec.gpus) or ()
-        self.connection = WeightSender(self.url, release, tp=self.tp, api_key=self.api_key, gpus=gpus)
+        self.connection = WeightSender(self.url, release, tp=fleet.tp, api_key=fleet.api_key, gpus=gpus)
 
     def find_version(self) -> str | None:
         """Return the server's name for its weights, empty if unknown; None without an answer."""
@@ -155,3 +230,145 @@ class Member:
         except WeightSyncError as error:
             gone = isinstance(error, GoneError) or isinstance(error.__cause__, httpx.ConnectTimeout)
             return None if gone else ""
+
+    # The keeper
+
+    def _keep(self) -> None:
+        while not self.fleet.ended.wait(self.fleet.settings.poll_s):
+            with self._telling_failure("could not be looked after"):
+                self.look()
+
+    def look(self) -> None:
+        """Check whether the server is alive and up to date, and repair the state."""
+        if self.process is None:
+            self._look_at_stranger()
+        elif self._is_behind():
+            with self.lock:
+                if self._is_behind():  # else an update had the lock
+                    self.send_copy()
+        elif self.needs_restart() and not self.fleet.no_starts.is_set():
+            self.restart()
+
+    def needs_restart(self) -> bool:
+        """Whether the process is dead and not given up; kills a process whose health checks fail for too long.
+
+        A passed check is not repeated for a while. During an update the server is paused and would fail.
+        """
+        settings, process = self.fleet.settings, self.process
+        assert process is not None
+        dead = not process.alive
+        if not dead and time.monotonic() - self.checked_at >= settings.health_s:
+            if self.fleet.updating.is_set():
+                self._silent_since = None
+            elif self._passes_check(process):
+                self._silent_since, self.checked_at = None, time.monotonic()
+            else:
+                self._silent_since = self._silent_since or time.monotonic()
+                if dead := time.monotonic() - self._silent_since > settings.hang_s:
+                    self.fleet.tell(f"{self.url} has not answered for {settings.hang_s:.0f} s: killed")
+                    process.kill()
+        return dead and self.restarts <= settings.max_restarts
+
+    def _passes_check(self, process: Server) -> bool:
+        """A stuck scheduler does not report its state. A scheduler that runs without output is found later."""
+        if time.monotonic() - self._generated_at < self.fleet.settings.generate_s:
+            return process.responds()
+        is_healthy = process.healthy()
+        if is_healthy:
+            self._generated_at = time.monotonic()
+        return is_healthy
+
+    def restart(self) -> None:
+        """Start the server again and send the weights; tell a failure."""
+        assert self.process is not None
+        with self.lock:
+            self.leave()
+            self.restarts += 1
+            self._silent_since = None
+            if self.restarts > self.fleet.settings.max_restarts:
+                return self.fleet.tell(f"{self.url} died {self.restarts} times and is given up")
+            self.fleet.tell(f"{self.url} is dead: starting it again (restart {self.restarts})")
+            with self._telling_failure("could not be started again"):
+                self.process.start()
+                self.process.wait_ready(self.fleet.settings.start_deadline_s, self.fleet.no_starts)
+                self._rejoin()
+        return None
+
+    def send_copy(self) -> None:
+        """Send the server the last complete update, unless a new update begins. The caller holds the lock.
+
+        Tells a failure; a server with a process is then killed, and the next look restarts the server.
+        """
+        with self._telling_failure("could not take weights"):
+            self._rejoin()
+
+    def _rejoin(self) -> None:
+        last = self.fleet.kept
+        self.leave()
+        self.connect()
+        self.sender.begin()  # a hanging server fails here, and delays no update
+        self.sender.name(FRESH)  # no rollout accepts the weights
+        self.ready = True
+        if last is None:
+            return self.sender.resume()
+        try:
+            self._send(last)
+        except WeightSyncError:
+            if self.fleet.last is last:  # else the folder may be gone
+                raise
+        return None
+
+    def _send(self, last: Update) -> None:
+        if isinstance(last.copy, Path):
+            self.sender.load_from_disk(str(last.copy))
+        else:
+            for bucket in last.copy or ():
+                if self.fleet.last is not last:
+                    return
+                send_tensors(self.sender, bucket)
+        self.sender.finish(last.version)
+        if last.checksums is not None:
+            self.compare_checksums(self.sender.checksums(), last.checksums)
+        if self.fleet.last is last:
+            self.sender.resume()
+            self.settle(last)
+
+    def _is_behind(self) -> bool:
+        """Whether the server lacks the kept weights, or was late in an update."""
+        update = self.fleet.kept
+        if not self.ready:
+            return self.process is not None and self.process.alive and not self.fleet.updating.is_set()
+        return update is not None and self.holds is not update
+
+    def _look_at_stranger(self) -> None:
+        """Send a server at a URL the weights if needed; asked less often than processes are checked.
+
+        Weights under any other name were sent by foreign code, and stay.
+        """
+        last = self.fleet.kept
+        if self.fleet.updating.is_set() or time.monotonic() - self.checked_at < 4 * self.fleet.settings.poll_s:
+            return
+        self.checked_at = time.monotonic()
+        name = self.find_version() if self.connection is not None else FRESH
+        if name is None:
+            self.ready = False
+        elif last is not None and self.holds is last and name != FRESH:
+            self.ready = True
+        elif last is not None or not self.ready:
+            with self.lock:  # perhaps of an update or a proof, which has sent the weights
+                sent = last is not None and self.holds is last and self.find_version() != FRESH
+                if self.fleet.kept is last and not sent:
+                    self.send_copy()
+
+    @contextmanager
+    def _telling_failure(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a server may answer anything, and a disk may be full: the keeper stays
+            self.leave()
+            if self.process is not None:
+                with suppress(RolloutError):  # surviving processes fail the next start, with a message
+                    self.process.kill()
+            if str(error) != self.last_failure and not self.fleet.no_starts.is_set():
+                self.last_failure = str(error)
+                self.fleet.tell(f"{self.url} {action}: {error}")

@@ -141,7 +141,7 @@ def write_config(spec: ServerSpec) -> Path | None:
 
 
 def free_port(host: str) -> int:
-    """Return a free port below 32768, outside of the range of outgoing connections."""
+    """Return a free port below 32768, outside of the range of outgoing connections; RolloutError if none is free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in random.SystemRandom().sample(range(20000, 30000), 100):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:

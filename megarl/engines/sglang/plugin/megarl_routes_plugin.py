@@ -31,7 +31,7 @@ log = logging.getLogger("megarl.routes")
 def activate() -> None:
     """Hook into a process that answers requests; SGLang calls the function in all processes.
 
-    An unknown SGLang stays unchanged, with a line in the log.
+    An unknown SGLang (ImportError, AttributeError) stays unchanged, with a line in the log.
     """
     if parent_process() is not None and MODULE not in sys.modules:
         return  # a scheduler or detokenizer
@@ -54,7 +54,8 @@ def activate() -> None:
 def import_megarl() -> None:
     """Make ``megarl`` importable without an installation: only the package of this file.
 
-    Its directory must not be on PYTHONPATH, because it may be the site-packages of a foreign environment.
+    Its directory must not be on PYTHONPATH, because it may be the site-packages of a foreign environment. ImportError
+    without the package.
     """
     if importlib.util.find_spec("megarl") is not None:
         return

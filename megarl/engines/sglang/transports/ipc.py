@@ -157,7 +157,8 @@ class Helper:
 
 
 def empty_shared(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [num_bytes], in memory that foreign processes can open while the tensor lives."""
+    """uint8 [num_bytes], in memory that foreign processes can open while the tensor lives; WeightSyncError without
+    room."""
     if device.type == "cuda":
         with _fixed_segments():
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -175,7 +176,7 @@ def empty_shared(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def remove_file(flat: torch.Tensor) -> None:
-    """Stop new processes from opening this host memory; current readers may continue."""
+    """Stop new processes from opening this host memory, uint8 [bytes]; current readers may continue."""
     if not flat.is_cuda:
         _file_of(flat).unlink(missing_ok=True)
 
@@ -203,7 +204,7 @@ def _fixed_segments() -> Iterator[None]:
 
 
 def make_handle(flat: torch.Tensor) -> Handle:
-    """Return a handle of the memory for another process. RuntimeError if CUDA refuses.
+    """Return a handle of the memory, uint8 [bytes], for another process. RuntimeError if CUDA refuses.
 
     On a GPU, one process must open the handle, or the caller must call ``withdraw``: torch keeps the memory until then.
     The handle names the GPU by its UUID, as SGLang does, because processes count GPUs differently.

@@ -80,8 +80,10 @@ class BroadcastGroup:
         _world.pg_group_ranks[self._group] = {member: member for member in range(self.world_size)}
 
     def broadcast(self, flat: torch.Tensor, *servers_receive: Future[None]) -> None:
-        """Send ``flat`` to the servers; WeightSyncError if a server does not receive it. servers_receive: the
-        requests."""
+        """Send ``flat``, uint8 [bytes], to the servers; WeightSyncError if a server does not receive it.
+
+        servers_receive: the requests.
+        """
         assert self._group is not None, "join first"
         self._use_device()
         patience, failure = Patience(), None  # without frames, which would keep the group alive
@@ -134,7 +136,7 @@ class BroadcastGroup:
 
 
 def own_address(url: str) -> str:
-    """Return the address of this machine as seen by the server at ``url``."""
+    """Return the address of this machine as seen by the server at ``url``; WeightSyncError without a route."""
     host = urlsplit(url).hostname or "127.0.0.1"
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]

@@ -107,7 +107,10 @@ class WeightSender:
         self.post("update_weights_from_disk", body, deadline(num_bytes))
 
     def finish(self, version: int) -> None:
-        """Close the update, drop all cached keys and values, and name the new version; requests wait for ``resume``."""
+        """Close the update, drop all cached keys and values, and name the new version; requests wait for ``resume``.
+
+        WeightSyncError if a step is refused.
+        """
         if self._in_session:
             self.post("end_weight_update", {}, WHOLE_S)
             self._in_session = False
@@ -141,7 +144,10 @@ class WeightSender:
         self.post("resume_memory_occupation", {"tags": [kind]}, WHOLE_S)
 
     def checksums(self) -> list[dict[str, str]]:
-        """Return the server's own checksums, name -> checksum for each tensor-parallel rank."""
+        """Return the server's own checksums, name -> checksum for each tensor-parallel rank.
+
+        WeightSyncError if the server has none.
+        """
         answer = self._ask("POST", "weights_checker", {"action": "checksum"}, WHOLE_S)
         with suppress(WeightSyncError, LookupError, TypeError, ValueError):
             if answer.status_code == 200 and (ranks := self._read(answer)["ranks"]):
@@ -150,7 +156,10 @@ class WeightSender:
         raise WeightSyncError(f"{message}; take a later release, or set sglang.checksums = false")
 
     def score(self, prompt: Sequence[int]) -> np.ndarray:
-        """Return the log-probabilities of the prompt's tokens after the first token, float64; NaN becomes 0."""
+        """Return the log-probabilities of the prompt's T tokens after the first token, float64 [T - 1]; NaN becomes 0.
+
+        WeightSyncError if the server scores no prompt.
+        """
         sampling = {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True}
         # From position 0 on: the prefix cache must not answer.
         body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
@@ -163,7 +172,7 @@ class WeightSender:
             raise WeightSyncError(message) from error
 
     def weight_version(self, timeout_s: float | None = None) -> str:
-        """Returns the server's name for the version of its weights."""
+        """Returns the server's name for the version of its weights; WeightSyncError without a name."""
         status = 0
         for path in MODEL_INFO:
             answer = self._ask("GET", path, timeout_s=timeout_s)
@@ -172,6 +181,7 @@ class WeightSender:
         raise WeightSyncError(f"{self.url} does not say the version of its weights, HTTP {status}")
 
     def post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
+        """Have the server do a step; WeightSyncError if the server refuses."""
         answer = self._ask("POST", path, body, timeout_s)
         is_json = answer.headers.get("content-type", "").startswith("application/json")
         has_failed = answer.status_code != 200

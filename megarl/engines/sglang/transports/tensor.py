@@ -33,9 +33,9 @@ class Rebuilt:
 def payload_of(bucket: Bucket, flat: torch.Tensor | Rebuilt | None = None) -> str:
     """Base64 of the pickle that ``/update_weights_from_tensor`` takes as a "flattened_bucket".
 
-    flat: rebuilds the bucket's memory in the server; None: the payload holds the tensors. SGLang only reads attributes
-    of the metadata, and refuses to unpickle most classes. Plain namespaces with the attribute names of SGLang's class
-    work with all releases.
+    flat: rebuilds the bucket's memory, uint8 [bytes], in the server; None: the payload holds the tensors. SGLang only
+    reads attributes of the metadata, and refuses to unpickle most classes. Plain namespaces with the attribute names of
+    SGLang's class work with all releases.
     """
     places = [
         SimpleNamespace(name=name, shape=list(shape), dtype=dtype, start_idx=start, end_idx=end, numel=end - start)
