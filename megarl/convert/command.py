@@ -50,7 +50,7 @@ class Convert(_Rewrite):
 
     def run(self, overrides: Overrides) -> None:
         enable_cpu()
-        from megarl.convert.convert import DTYPES, convert, installed_layers
+        from megarl.convert.conversion import DTYPES, convert, installed_layers
         from megarl.convert.job import Options
 
         os.environ.update(compile_caches(os.environ))

@@ -8,7 +8,7 @@ import atexit
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -26,7 +26,7 @@ from megarl.errors import CheckpointError, ConfigError, MegarlError, some
 from megarl.files import outputs
 from megarl.files.disk import describe_write_error
 from megarl.files.outputs import MARK, partial_of, replace_folder, require_apart, require_own
-from megarl.files.writing import read_record, sha256_of, write_atomically
+from megarl.files.writing import read_record, sha256_of, sync, write_atomically
 from megarl.megatron.checkpoints.manifest import MANIFEST as RUN_MANIFEST
 from megarl.megatron.checkpoints.manifest import read_manifest
 from megarl.megatron.distributed import shutdown
@@ -132,31 +132,23 @@ class ConversionJob:
     """Files of this rank that an earlier start had finished."""
 
     def __init__(
-        self, out: Path, identity: Mapping[str, Any], ranks: Ranks, *, overwrite: bool, model: Path | None = None
+        self, kind: str, out: Path, source: Path, model: Path, files: Iterable[Path], options: Options, ranks: Ranks
     ) -> None:
-        """identity: source and settings as plain data; unfinished work with a different identity is removed.
+        """Convert ``files`` of ``source``; unfinished work of another source or with other settings is removed.
 
-        model: the folder whose config and tokenizer are copied.
-        """
-        self.out = out.resolve()  # a link stays; its target is replaced
-        self.folder, self.ranks = partial_of(self.out), ranks
-        self._identity = json.loads(json.dumps(identity))  # as read back from a file
-        self._overwrite, self._model, self._lock = overwrite, model, None
-
-    @classmethod
-    def start(
-        cls, kind: str, out: Path, source: Path, model: Path, files: Iterable[Path], options: Options, ranks: Ranks
-    ) -> Self:
-        """Return the job that converts ``files`` of ``source``; kind: megatron, hf or fp8.
+        kind: megatron, hf or fp8. model: the folder whose config and tokenizer are copied.
 
         ConfigError if ``out`` would replace the source or the model.
         """
         require_apart(out, source, model)
+        self.out = out.resolve()  # a link stays; its target is replaced
+        self.folder, self.ranks = partial_of(self.out), ranks
         settings = {name: value for name, value in asdict(options).items() if name not in ("verify", "overwrite")}
         stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)]
         identity = {**settings, "to": kind, "dtype": str(options.dtype), "source": stats}
         identity["config"] = (model / "config.json").read_text()
-        return cls(out, identity, ranks, overwrite=options.overwrite, model=model)
+        self._identity = json.loads(json.dumps(identity))  # as read back from a file
+        self._overwrite, self._model, self._lock = options.overwrite, model, None
 
     def __enter__(self) -> Self:
         require_own(self.out)
@@ -211,17 +203,15 @@ class ConversionJob:
         A record is plain data for JSON. Rank 0 then calls ``finish`` with the records of all units, in order.
         CheckpointError if the disk fails or a record is gone.
         """
-        with self._share("converting", units, sizes) as own_units:
-            for number, unit in own_units:
-                if self._record(number) is not None:
-                    self.num_kept += 1
-                    continue
-                with self._explain_disk_errors():
-                    file, record = write_unit(number, unit)
-                    with file.open("rb") as stream:  # flushed before the record: a record always means a complete file
-                        os.fsync(stream.fileno())
-                    entry = {"file": file.name, "bytes": file.stat().st_size, "record": record}
-                    write_atomically(self._record_file(number), json.dumps(entry).encode())
+        for number, unit in self._share("converting", units, sizes):
+            if self._record(number) is not None:
+                self.num_kept += 1
+                continue
+            with self._explain_disk_errors():
+                file, record = write_unit(number, unit)
+                sync(file)  # before the record: a record always means a complete file
+                entry = {"file": file.name, "bytes": file.stat().st_size, "record": record}
+                write_atomically(self._record_file(number), json.dumps(entry).encode())
         self.ranks.wait()
         if self.ranks.rank == 0:
             with self._explain_disk_errors():
@@ -260,11 +250,10 @@ class ConversionJob:
     def verify(self, units: Sequence[Sequence[T]], sizes: Sequence[int], changed: Callable[[T], list[str]]) -> None:
         """Raise CheckpointError if ``changed(piece)`` returns names; the next start writes these units anew."""
         names: list[str] = []
-        with self._share("verifying", units, sizes) as own_units:
-            for number, unit in own_units:
-                if different := [name for piece in unit for name in changed(piece)]:
-                    self._record_file(number).unlink(missing_ok=True)
-                    names += different
+        for number, unit in self._share("verifying", units, sizes):
+            if different := [name for piece in unit for name in changed(piece)]:
+                self._record_file(number).unlink(missing_ok=True)
+                names += different
         if names:
             raise CheckpointError(
                 f"{some(names)} came out different from the source; nothing was put in place. Run the command again: "
@@ -273,21 +262,16 @@ class ConversionJob:
             )
         self.ranks.wait()
 
-    @contextmanager
-    def _share(self, label: str, units: Sequence[Any], sizes: Sequence[int]) -> Iterator[Iterator[tuple[int, Any]]]:
-        """Yield an iterator over (number, unit) of this rank; rank 0 shows a progress bar in bytes."""
+    def _share(self, label: str, units: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[int, Any]]:
+        """Yield (number, unit) of this rank; rank 0 shows a progress bar in bytes."""
         own_units = self.ranks.share(units)
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         console = Console(stderr=True)
         with Progress(*columns, TimeRemainingColumn(), console=console, disable=self.ranks.rank != 0) as bar:
             task = bar.add_task(label, total=sum(sizes[number] for number, _ in own_units))
-
-            def advance() -> Iterator[tuple[int, Any]]:
-                for number, unit in own_units:
-                    yield number, unit
-                    bar.advance(task, sizes[number])
-
-            yield advance()
+            for number, unit in own_units:
+                yield number, unit
+                bar.advance(task, sizes[number])
 
     def _record(self, number: int) -> Any:
         """Return the record of a unit whose file is complete, or None."""

@@ -3,7 +3,7 @@
 Prompts:
 
     records          examples of any source, each with the place in the source
-    tokenizer        the tokenizer of a model folder, checked; chat: the tokenizer's chat template
+    tokenizer        the tokenizer of a model folder, checked; tokens of reasoning steps; chat: the chat template
     prompts          prompts and demonstrations as tokens; the order of prompts; prompt_table holds the prompts
     prepare          ``megarl data prepare``
     benchmarks       the problems of an evaluation
@@ -11,10 +11,8 @@ Prompts:
 
 Rewards:
 
-    rewards          the protocol, the built-in functions
+    rewards          the protocol, results, the built-in functions
     math             answers of mathematics: the grammar of math_strict, the texts for math_verify
-    verdicts         results of reward functions
     reward_model     a reward from a reward model over HTTP
     judge            calls reward functions, in worker processes
-    reasoning_steps  from the steps of a process reward to tokens
 """

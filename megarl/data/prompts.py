@@ -19,8 +19,6 @@ from megarl.data.prompt_table import Prompt as Prompt
 from megarl.data.prompt_table import PromptTable, share
 from megarl.data.records import Record, get_field, place_prefix, read_records, type_name
 from megarl.data.tokenizer import count_rows, find_prefix, tokenize
-from megarl.data.tokenizer import decode_all as decode_all
-from megarl.data.tokenizer import load_tokenizer as load_tokenizer
 from megarl.errors import ConfigError, DataError
 
 _BATCH = 1024
@@ -248,6 +246,8 @@ class PromptReader:
         for key, is_set in (("chat_template", chat_template), ("chat_template_args", self._needs_chat)):
             if is_set and self._chat is None:
                 raise ConfigError(f"data.{key} is set, but the tokenizer has no chat template: remove it")
+        self.has_chat = self._chat is not None
+        """Whether the tokenizer has a chat template."""
         self.num_rows = count_rows(tokenizer)
         """Rows of the model's embedding; None if unknown."""
         self._prefix = find_prefix(tokenizer)

@@ -20,7 +20,7 @@ import aiohttp
 from pydantic import BaseModel, TypeAdapter
 
 from megarl.config.tables.data import RewardModelConfig
-from megarl.data.verdicts import StepReward, Steps
+from megarl.data.rewards import StepReward, Steps
 from megarl.errors import ConfigError, RolloutError
 from megarl.files.foreign_json import UNPACKED, check_types, parse_json, read_body, retry_after
 from megarl.files.per_loop import PerLoop

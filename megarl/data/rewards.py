@@ -1,25 +1,26 @@
-"""The protocol of reward functions, and the built-in functions. ``megarl.data.judge`` calls reward functions.
+"""Reward functions: the protocol, the results, and the built-in functions. ``megarl.data.judge`` calls them.
 
 A reward is a callable ``reward(*, prompt: str, response: str, answer: str)`` that returns a number, ``Steps``, or
-several rewards by name (``reward.weights``). Built-in rewards return 1 for a correct and 0 for a wrong response.
+several rewards by name (``reward.weights``); higher is better. A reward is called once per response. Built-in rewards
+return 1 for a correct and 0 for a wrong response.
 """
 
 import contextlib
-import importlib.util
 import itertools
+import math
+import numbers
+import operator
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from megarl.config.plugs import check_function, load_plug
-from megarl.config.tables.data import RewardModelConfig
+import numpy as np
+
 from megarl.data.math import lenient
-from megarl.data.verdicts import StepReward as StepReward
-from megarl.data.verdicts import Steps as Steps
-from megarl.data.verdicts import Verdict as Verdict
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, describe_call, may_pass
 
 AnyReward = TypeVar("AnyReward", bound=Callable[..., Any])
 
@@ -29,10 +30,96 @@ _NEVER_S = 3600
 """math-verify's own time limits are switched off: they count the time of other processes too."""
 
 
-class RewardFunction(Protocol):
-    """Judges a response; higher is better. Called once per response, with keywords only."""
+@dataclass(frozen=True, slots=True)
+class StepReward:
+    end: int
+    """Characters of the response up to the end of the step, exclusive: 1..len(response)."""
+    reward: float
 
-    def __call__(self, *, prompt: str, response: str, answer: str) -> float | Steps | Mapping[str, float]: ...
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Result of a process reward."""
+
+    outcome: float
+    """The reward of the whole response, for sampling rules, pass rates and metrics."""
+    steps: Sequence[StepReward]
+    """At least one, with ascending ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    reward: float | None
+    """None: the reward function failed."""
+    steps: tuple[StepReward, ...] = ()
+    """Empty unless the reward function returned Steps."""
+    components: tuple[float, ...] = ()
+    """Several rewards, in the order of ``reward.weights``; empty where the function returned no mapping."""
+    error: str | None = None
+    """A line about an exception, a return value that is no reward, a time-out, or a dead worker."""
+    may_pass: bool = False
+    """Whether the cause of a failure lies outside of the function: a server, a time-out, a killed process."""
+    timed_out: bool = False
+    """Whether the call was stopped, or gave up, because of its time; for functions with limited CPU time: because of
+    CPU time or memory, not because of a busy machine."""
+
+
+def read_verdict(returned: object, response: str, weights: Mapping[str, float] | None = None) -> Verdict:
+    """Return the verdict for the return value of a reward function. ValueError or TypeError if it is no reward.
+
+    weights: by name, if the function returns several rewards; the reward is the weighted sum.
+    """
+    if weights:
+        return _weigh(returned, weights)
+    if not isinstance(returned, Steps):
+        return Verdict(_check_finite(returned, "the reward function returned"))
+    outcome = _check_finite(returned.outcome, "the outcome of the steps is")
+    steps: list[StepReward] = []
+    previous = 0
+    for index, step in enumerate(returned.steps):
+        if not isinstance(step, StepReward):
+            raise TypeError(f"step {index} is {step!r:.80} ({type(step).__name__}), expected a StepReward")
+        reward = _check_finite(step.reward, f"the reward of step {index} is")
+        if isinstance(step.end, bool) or not isinstance(step.end, numbers.Integral):
+            raise TypeError(f"step {index} ends at {step.end!r:.80}, expected a number of characters")
+        end = int(step.end)
+        if not previous < end <= len(response):
+            raise ValueError(
+                f"step {index} ends at character {end}, expected {previous + 1}..{len(response)}: "
+                f"ends ascend and lie within the response"
+            )
+        steps.append(StepReward(end, reward))
+        previous = end
+    if not steps:
+        raise ValueError("the reward function returned Steps without a step: return a number instead")
+    return Verdict(outcome, tuple(steps))
+
+
+def _weigh(returned: object, weights: Mapping[str, float]) -> Verdict:
+    """Return the verdict of a function that returns rewards by name."""
+    if not isinstance(returned, Mapping):
+        value = f"{returned!r:.80} ({type(returned).__name__})"
+        raise TypeError(f"the reward function returned {value}, expected rewards by name: {[*weights]}")
+    if set(returned) != set(weights):
+        raise ValueError(f"the reward function returned {[*returned]}, expected those of reward.weights: {[*weights]}")
+    components = tuple(_check_finite(returned[name], f"the reward {name!r} is") for name in weights)
+    total = math.fsum(map(operator.mul, weights.values(), components))
+    return Verdict(_check_finite(total, "the weighted sum of rewards is"), components=components)
+
+
+def describe_failure(error: BaseException, function: Callable[..., Any]) -> Verdict:
+    """Return the verdict for a reward function that raised an error: type, message, file and place, in a line."""
+    return Verdict(None, (), (), describe_call(error, function), may_pass(error), isinstance(error, TimeoutError))
+
+
+def _check_finite(value: object, label: str) -> float:
+    if not isinstance(value, (float, numbers.Real, np.bool_)):  # float first: that check is the fastest
+        hint = "; for several rewards by name, set reward.weights" if isinstance(value, Mapping) else ""
+        raise TypeError(f"{label} {value!r:.80} ({type(value).__name__}), expected a number{hint}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{label} {number}, expected a finite number")
+    return number
 
 
 def instantaneous(reward: AnyReward) -> AnyReward:
@@ -179,28 +266,8 @@ def _limit_cpu(label: str) -> Iterator[None]:
         signal.signal(signal.SIGPROF, previous)
 
 
-BUILT_IN_REWARDS: dict[str, RewardFunction] = {
+BUILT_IN_REWARDS: dict[str, Callable[..., float]] = {
     "exact_match": exact_match,
     "math_strict": math_strict,
     "math_verify": math_verify,
 }
-
-
-def load_reward(name_or_path: str, model: RewardModelConfig | None = None) -> Callable[..., Any]:
-    """Return the reward function of a built-in name or of "package.module:function"; model: for "reward_model".
-
-    ConfigError if the name is unknown, the module cannot be imported, the function is missing or does not take the
-    keywords prompt, response and answer, or math-verify is not installed.
-    """
-    if name_or_path in BUILT_IN_REWARDS:
-        package = {"math_verify": "math_verify", "math_strict": "sympy"}.get(name_or_path)
-        if package and importlib.util.find_spec(package) is None:
-            problem = f"the package {package} is missing: pip install math-verify"
-            raise ConfigError(f"reward.function is {name_or_path}, but {problem}")
-        return BUILT_IN_REWARDS[name_or_path]
-    if name_or_path == "reward_model" and model is not None:
-        from megarl.data.reward_model import RewardModel  # takes aiohttp
-
-        return RewardModel(model)
-    reward = load_plug("reward.function", name_or_path, ", ".join([*BUILT_IN_REWARDS, "reward_model"]))
-    return check_function("reward.function", name_or_path, reward, "*, prompt, response, answer")

@@ -11,9 +11,8 @@ from megarl.core.sampling.collector import Ask
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt
-from megarl.data.reasoning_steps import step_tokens
 from megarl.data.rewards import Verdict
-from megarl.data.tokenizer import decode_all
+from megarl.data.tokenizer import step_tokens
 from megarl.engines.episodes import EpisodeLimits, EpisodeResult, one_turn, play
 from megarl.engines.protocol import Engine, OnFinish, SamplingParams, Session
 from megarl.engines.tools.protocol import Environment
@@ -96,7 +95,8 @@ class Player:
             error, about = played.failure or "no turn was sampled", describe_input(prompt=prompt.text)
             failure = Failure(error, about, played.may_pass, of_episode=True)
             return Sample(played.rollout, None, turns=len(played.turn_ends), failure=failure)
-        (text,) = decode_all(self._tokenizer, [played.rollout.response_tokens], self._judge.special_tokens)
+        skip = not self._judge.special_tokens
+        text = str(self._tokenizer.decode(played.rollout.response_tokens.tolist(), skip_special_tokens=skip))
         verdict = await self._judge.score(prompt=prompt.text, response=text, answer=prompt.answer)
         steps = self._find_steps(played, played.rollout, verdict)
         failure = None

@@ -25,7 +25,7 @@ _ALIGNMENT = 8
 
 
 def dump_tensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    """Return the content of a file. The widest dtypes come first, so that every tensor is aligned."""
+    """Return the content of a file with tensors of any shape, the widest dtypes first: every tensor is aligned."""
     names = {dtype: name for name, dtype in _DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     contents, end = [], 0
@@ -41,7 +41,7 @@ def dump_tensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str])
 def load_tensors(
     path: Path, check: Callable[[Mapping[str, str]], None] = lambda metadata: None, *, mapped: bool = False
 ) -> tuple[dict[str, np.ndarray], Mapping[str, str]]:
-    """Return arrays and metadata of a file; ``check`` gets the metadata before a tensor is read.
+    """Return arrays of the stored shapes, and metadata; ``check`` gets the metadata before a tensor is read.
 
     mapped: leave the arrays in the file, memory-mapped and read-only.
 

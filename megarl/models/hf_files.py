@@ -70,7 +70,11 @@ class HFCheckpoint:
         self._config = read_json(self.path / "config.json") if (self.path / "config.json").is_file() else {}
         self._open: tuple[Path, Any] | None = None
         self.num_read = 0
-        self._block = self._fp8_block()
+        try:
+            self._block = read_fp8_block(self._config)
+            self._num_prediction_layers = count_prediction_layers(self._config)
+        except ConfigError as error:
+            raise CheckpointError(f"{self.path}: {error}") from error
         self._places = self._unfuse(self._locate())
         scales = {name + SCALE for name in self._places} if self._block else set()
         self._names = {name: None for name in self._places if name not in scales}
@@ -95,20 +99,15 @@ class HFCheckpoint:
         return any(place.expert is not None for place in self._places.values())
 
     def names_of_prediction_layers(self) -> set[str]:
-        """Return the tensors of layers behind the model's layers: with ``eh_proj``, or counted by the config.
-
-        CheckpointError for a count that is no number.
-        """
-        try:
-            last, count = self._config.get("num_hidden_layers") or 0, count_prediction_layers(self._config)
-        except ConfigError as error:
-            raise CheckpointError(f"{self.path}: {error}") from error
+        """Return the tensors of layers behind the model's layers: with ``eh_proj``, or counted by the config."""
+        last = self._config.get("num_hidden_layers") or 0
         layers: dict[int, dict[str, str]] = {}
         for name in self.names():
             if (match := _LAYER.fullmatch(name)) and int(match[1]) >= last:
                 layers.setdefault(int(match[1]), {})[match[2]] = name
         predicting = {layer for layer, names in layers.items() if "eh_proj.weight" in names}
-        selected = [names for layer, names in layers.items() if layer in (predicting or range(last + count))]
+        predicting = predicting or {*range(last + self._num_prediction_layers)}
+        selected = [names for layer, names in layers.items() if layer in predicting]
         return {name for names in selected for name in names.values()}
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -127,7 +126,7 @@ class HFCheckpoint:
         return self._high_precision() if is_fp8 else _DTYPES[stored]
 
     def stored(self, name: str) -> torch.Tensor:
-        """Return a tensor in the dtype of the file, also FP8 weights and scales. CheckpointError if unreadable."""
+        """Return a tensor of ``shape(name)`` as stored, also FP8 weights and scales. CheckpointError if unreadable."""
         if name not in self._places:
             raise CheckpointError(f"{self.path} holds no {name}")
         place = self._places[name]
@@ -174,12 +173,6 @@ class HFCheckpoint:
 
     def _high_precision(self) -> torch.dtype:
         return getattr(torch, read_dtype(self._config))
-
-    def _fp8_block(self) -> tuple[int, int] | None:
-        try:
-            return read_fp8_block(self._config)
-        except ConfigError as error:
-            raise CheckpointError(f"{self.path}: {error}") from error
 
     def _locate(self) -> dict[str, _Place]:
         """Return tensor name -> place. CheckpointError if index and files differ."""
@@ -331,7 +324,7 @@ def bucket_bytes(num_values: int, max_bytes: int) -> int:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-    """Write a safetensors file. OSError for disk errors, which safetensors reports in its own class."""
+    """Write tensors of any shape to a safetensors file. OSError for disk errors, which safetensors wraps."""
     try:
         save_file(dict(tensors), file, metadata={"format": "pt"})
     except SafetensorError as error:

@@ -14,7 +14,7 @@ from megarl.config import Config
 from megarl.config.file import parse
 from megarl.data import benchmarks
 from megarl.data.benchmarks import BENCHMARKS, BOXED, choose
-from megarl.data.rewards import load_reward
+from megarl.data.judge import load_reward
 from megarl.data.tiny import write_tiny_model
 from megarl.errors import ConfigError, DataError
 

@@ -369,7 +369,7 @@ def test_the_load_of_the_machine_changes_no_verdict(response: str, reward: float
 
 
 def test_a_worker_that_never_gets_on_makes_no_response_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.data.judge.judge.BUSY_S", 0.0)
+    monkeypatch.setattr("megarl.data.judge.BUSY_S", 0.0)
     with Judge("own_judges:checked", timeout_s=0.1) as judge:
         late = Verdict(None, error="the reward function took more than 2 s", may_pass=True)
         assert one(judge, "stop", "7") == late

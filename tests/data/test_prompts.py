@@ -10,10 +10,10 @@ import pyarrow.parquet as parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, processors
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
 
-from megarl.data.prompts import Prompt, PromptOrder, decode_all, load_demonstrations, load_prompts
+from megarl.data.prompts import Prompt, PromptOrder, load_demonstrations, load_prompts
 from megarl.errors import ConfigError, DataError
 
 Write = Callable[..., Path]
@@ -234,34 +234,3 @@ def test_order_refuses_nonsense() -> None:
         PromptOrder(3, -1)
     with pytest.raises(ValueError, match="negative"):
         PromptOrder(3, 1).take(-1, 2)
-
-
-class Shouting(PreTrainedTokenizerFast):
-    """Has code of its own between ids and text."""
-
-    def _decode(self, *words: object, **options: object) -> str:
-        return super()._decode(*words, **options).upper()  # type: ignore[arg-type]
-
-
-class Whispering(PreTrainedTokenizerFast):
-    def decode(self, *words: object, **options: object) -> str:
-        return f"({super().decode(*words, **options)})"  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("clean_up", [False, True])
-@pytest.mark.parametrize("kind", [PreTrainedTokenizerFast, Shouting, Whispering])
-def test_several_responses_have_the_texts_that_the_tokenizer_gives_for_each(
-    kind: type[PreTrainedTokenizerBase], clean_up: bool, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    own = kind(
-        tokenizer_object=tokenizer.backend_tokenizer,
-        eos_token="<e>",
-        clean_up_tokenization_spaces=clean_up,
-        clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output=True,
-    )
-    own.backend_tokenizer.decoder = decoders.Fuse()
-    ids = [own(text)["input_ids"] for text in ("21 .", "abc", "", "1=<e>2", " x")]
-    found = decode_all(own, [np.array(each, np.int32) for each in ids])
-    assert found == [own.decode(each, skip_special_tokens=True) for each in ids]
-    assert len(set(found)) == 5
-    assert (found[0] == "21.") == clean_up or kind is Whispering

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from megarl.data.reasoning_steps import step_tokens
-from megarl.data.rewards import StepReward, Steps, Verdict
+from megarl.data.rewards import StepReward, Steps, Verdict, read_verdict
 from megarl.data.tiny import CHARACTERS, write_tiny_model
-from megarl.data.verdicts import read_verdict
+from megarl.data.tokenizer import step_tokens
 
 CORPUS = [
     "the step ends here. so it is: 1 + 2 = 3\n\n",

@@ -12,8 +12,8 @@ import math_verify as math_verify_package
 import numpy as np
 import pytest
 
-from megarl.data.rewards import Verdict, exact_match, load_reward, math_verify
-from megarl.data.verdicts import read_verdict
+from megarl.data.judge import load_reward
+from megarl.data.rewards import Verdict, exact_match, math_verify, read_verdict
 from megarl.errors import ConfigError, describe_call, may_pass
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import transformers.dynamic_module_utils
 from families import FAMILIES, byte_level, write_family
@@ -17,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megarl.config import file as config_file
 from megarl.data.tiny import write_tiny_model
-from megarl.data.tokenizer import decode_all, load_tokenizer, tokenize
+from megarl.data.tokenizer import load_tokenizer, tokenize
 from megarl.errors import ConfigError
 from megarl.trainer.engines import server_specs
 
@@ -210,7 +209,7 @@ def test_code_of_the_folder_runs_only_if_the_user_trusts_it(tiktoken_folder: Pat
     assert tokenizer.convert_tokens_to_ids([*SPECIAL]) == [first + place for place in SPECIAL.values()]
     ids = tokenize(tokenizer, [f"<|im_user|>{TEXT}<|im_end|>"], True)[0]
     assert ids == [first + 3, *TEXT.encode(), first + 2]
-    assert decode_all(tokenizer, [np.array(ids)]) == [TEXT]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == TEXT
 
 
 def test_what_transformers_guesses_of_a_tiktoken_folder_is_refused_with_both_ids(tiktoken_folder: Path) -> None:

@@ -542,7 +542,7 @@ class TestCommand:
         assert self.run(copy, tmp_path / "megatron", "--layers", "local") == 0
         config = json.loads((tmp_path / "megatron" / HF_FOLDER / "config.json").read_text())
         config["routed_scaling_factor"] = 1.0
-        from megarl.convert.convert import compare_logits
+        from megarl.convert.conversion import compare_logits
 
         (tmp_path / "megatron" / HF_FOLDER / "config.json").write_text(json.dumps(config))
         with pytest.raises(CheckpointError, match="logits of Megatron and transformers differ"):
@@ -616,7 +616,7 @@ class TestWhatMustNotBeLost:
 
         def another(folder: Path) -> None:
             try:
-                with ConversionJob(tmp_path / "out", {"other": 1}, ALONE, overwrite=True):
+                with ConversionJob("fp8", tmp_path / "out", source, source, [], Options(overwrite=True), ALONE):
                     pass
             except CheckpointError as error:
                 refused.append(str(error))

@@ -18,9 +18,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, FP8Experts,
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from megarl.convert import conversion
-from megarl.convert.fp8_selection import is_misread
 from megarl.convert.job import Options, Ranks
-from megarl.convert.quantization import Quantized, quantize, read_errors
+from megarl.convert.quantization import Quantized, is_misread, quantize, read_errors
 from megarl.core.fp8 import is_fp8_weight, quantize_fp8
 from megarl.errors import ConfigError
 from megarl.models.hf_files import HFCheckpoint

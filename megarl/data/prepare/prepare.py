@@ -45,7 +45,12 @@ def prepare(
     options that contradict each other, and for files that exist, unless ``overwrite`` is set and an earlier call wrote
     the files.
     """
-    _check(recipe)
+    if recipe.template is not None and "{prompt}" not in recipe.template:
+        raise ConfigError(f"--template: found {recipe.template!r}, expected {{prompt}} in it")
+    if recipe.answer_after == "":
+        raise ConfigError("--answer-after: found no text, expected what comes before the answer, such as ####")
+    if recipe.max_prompt_tokens < 1:
+        raise ConfigError(f"--max-prompt-tokens: found {recipe.max_prompt_tokens}, expected at least 1")
     if not 0 <= heldout < 1:
         raise ConfigError(f"--heldout: found {heldout:g}, expected a share from 0 to below 1")
     targets = {True: out / HELDOUT, False: out / TRAIN}
@@ -55,11 +60,11 @@ def prepare(
     if Path(source).exists() and (same := [path for path in existing if path.samefile(source)]):
         raise ConfigError(f"{same[0]} is the source itself, which would be replaced; choose another folder")
     require_own_files(*targets.values())
-    reader, has_chat = _make_reader(recipe)
+    reader = _make_reader(recipe)
     counts: Counter[str] = Counter()
     rows: dict[bool, list[Record]] = {True: [], False: []}
     answers: dict[bytes, str] = {}
-    read = partial(_read, recipe, reader, has_chat, counts)
+    read = partial(_read, recipe, reader, counts)
     for batch in in_batches(read_records(source, split=split, limit=limit), read):
         texts = [text for text, _, _ in batch if text is not None]  # no texts without a tokenizer
         tokens = reader.encode(texts, None) if reader else [[]] * len(batch)
@@ -80,7 +85,12 @@ def prepare(
             f"{source}: {prompts} are left of {counts['read']} ({describe_left_out(counts)}), expected at least "
             f"one{advice}"
         )
-    _write(targets, rows, heldout > 0)
+    require_own_files(*targets.values())  # somebody may have written a file meanwhile
+    for path in filter(Path.exists, targets.values()):
+        path.unlink()
+    # The held-out file first: no training file may stand beside an older held-out file with common prompts.
+    for is_heldout in (True, False) if heldout else (False,):
+        write_jsonl(targets[is_heldout], rows[is_heldout])
     return counts
 
 
@@ -95,37 +105,19 @@ def describe_left_out(counts: Counter[str]) -> str:
     return ", ".join(f"{counts[key]} {words}" for key, words in names.items() if counts[key]) or "nothing left out"
 
 
-def _check(recipe: Recipe) -> None:
-    if recipe.template is not None and "{prompt}" not in recipe.template:
-        raise ConfigError(f"--template: found {recipe.template!r}, expected {{prompt}} in it")
-    if recipe.answer_after == "":
-        raise ConfigError("--answer-after: found no text, expected what comes before the answer, such as ####")
-    if recipe.max_prompt_tokens < 1:
-        raise ConfigError(f"--max-prompt-tokens: found {recipe.max_prompt_tokens}, expected at least 1")
-
-
-def _write(targets: dict[bool, Path], rows: dict[bool, list[Record]], heldout: bool) -> None:
-    """Write the held-out file first: no training file may stand beside an older held-out file with common prompts."""
-    require_own_files(*targets.values())  # somebody may have written a file meanwhile
-    for path in filter(Path.exists, targets.values()):
-        path.unlink()
-    for is_heldout in (True, False) if heldout else (False,):
-        write_jsonl(targets[is_heldout], rows[is_heldout])
-
-
-def _make_reader(recipe: Recipe) -> tuple[PromptReader | None, bool]:
-    """Return (the trainer's reader of prompts, None without a model; whether the model has a chat template)."""
+def _make_reader(recipe: Recipe) -> PromptReader | None:
+    """Return the trainer's reader of prompts; None without a model."""
     arguments = _read_arguments(recipe.chat_template_args)
     if recipe.model is None:
         if arguments:
             raise ConfigError("--chat-template-args: there is no chat template without --model; add it")
-        return None, False
+        return None
     if not recipe.model.is_dir():
         raise ConfigError(f"--model: there is no folder {recipe.model}, expected a Hugging Face folder")
     tokenizer = load_tokenizer(recipe.model, "--model", recipe.trust)
     if recipe.system is not None and not tokenizer.chat_template:
         raise ConfigError(f"--system: the tokenizer of {recipe.model} has no chat template; put the text in --template")
-    return PromptReader(tokenizer, recipe.prompt_field, arguments=arguments), bool(tokenizer.chat_template)
+    return PromptReader(tokenizer, recipe.prompt_field, arguments=arguments)
 
 
 @cache
@@ -139,7 +131,7 @@ def _read_arguments(text: str) -> dict[str, Any]:
 
 
 def _read(
-    recipe: Recipe, reader: PromptReader | None, has_chat: bool, counts: Counter[str], place: str, record: Record
+    recipe: Recipe, reader: PromptReader | None, counts: Counter[str], place: str, record: Record
 ) -> tuple[Text | None, bytes, Record] | None:
     """Return (text to measure, digest, prompt and answer to write) of a record; None, and counted, if left out."""
     counts["read"] += 1
@@ -153,7 +145,7 @@ def _read(
             counts[f"no {name}"] += 1
             return None
     answer = answer_text(answer, recipe.answer_field, place)
-    prompt = _shape(raw, recipe, has_chat, place)
+    prompt = _shape(raw, recipe, reader is not None and reader.has_chat, place)
     text = reader.text({recipe.prompt_field: prompt}, place) if reader else None
     # Of the prompt in the source, without whitespace around the text.
     content = raw.strip() if isinstance(raw, str) else json.dumps(raw, ensure_ascii=False, sort_keys=True)

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 from megarl.config import Config
 from megarl.config.tables.data import FILES
 from megarl.data.records import get_field, read_records
-from megarl.data.rewards import load_reward
 from megarl.errors import CheckpointError, ConfigError, DataError, MegarlError
 from megarl.files.foreign_files import read_object
 from megarl.files.writing import model_files
@@ -115,9 +114,11 @@ def _check_source(key: str, source: str, split: str | None, fields: tuple[str, .
 def _check_reward(config: Config) -> Iterator[Finding]:
     try:
         if ":" in config.reward.function:
+            from megarl.data.judge import load_reward  # takes pebble
+
             with redirect_stdout(sys.stderr):  # the report has stdout for itself
                 load_reward(config.reward.function, config.reward_model)
-    except ConfigError as error:
+    except (ConfigError, ImportError) as error:
         yield Finding("reward.function", "failed", str(error))
 
 

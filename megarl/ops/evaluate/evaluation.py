@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerBase
 from megarl.config import Config
 from megarl.data import benchmarks
 from megarl.data.benchmarks import Benchmark
+from megarl.data.judge import load_reward
 from megarl.data.prompts import Prompt
 from megarl.data.records import require_file
-from megarl.data.rewards import load_reward
 from megarl.data.tokenizer import load_model_tokenizer
 from megarl.engines.player import Key, Sample, describe_input
 from megarl.engines.protocol import Engine
