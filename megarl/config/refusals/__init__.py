@@ -1,7 +1,7 @@
 """Every rule on a run, as rows of (condition, message, remedy); a table's own rows are in the table.
 
-    tables    rules between tables, and settings that bias the gradient; checked when a configuration is read
-    ranks     rules on the number of ranks
+    tables    rules between tables, and settings that bias the gradient, checked when a configuration is read; rules on
+              the number of ranks
     model     rules on the model's config.json; asked by `megarl doctor`, `plan`, `init` and the trainer
     memory    rules on the memory of a GPU; asked by `megarl plan`
 
