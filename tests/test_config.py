@@ -21,7 +21,7 @@ from megarl.core.choices.parts import Factor, Mask, Penalty
 from megarl.core.choices.table import OBJECTIVES
 from megarl.errors import ConfigError
 
-RECIPES = Path(__file__).parents[1] / "launch"
+RECIPES = Path(__file__).parents[1] / "launch" / "recipes"
 SFT = {"data": "demos.jsonl", "steps": 5, "batch_size": 6, "lr": 1e-3}
 
 

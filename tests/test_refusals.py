@@ -73,7 +73,7 @@ reward.function=reward_model | reward_model.urls: found [] | with reward.functio
 recompute.granularity=full | recompute.granularity: found "full" without method
 recompute.num_layers=1 | recompute.num_layers: goes only with
 'recompute.modules=["moe"]' | recompute.modules: goes only with
-'sft={"steps" = 3}' | sft.data, sft.batch_size, sft.lr: missing
+'sft={"steps" = 3}' | sft.lr, sft.data, sft.batch_size: missing
 megatron.num_layers=4 | megatron.num_layers | use model.path instead
 megatron.tensor_model_parallel_size=2 | use parallel.tp instead
 megatron.lr=2.0 | use optim.lr instead

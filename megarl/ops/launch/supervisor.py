@@ -103,9 +103,8 @@ class Supervisor:
             signs = read_signs(self.folder, self.config.launch.ranks, os.environ[ATTEMPT_VARIABLE])
             cause = failure.get("message") or status.get("last_error") or f"exit code {code}"
             if failure.get("kind") in (None, "MegarlError"):  # a killed rank has written no error
-                places = (
-                    [sign | {"error": None} for sign in signs] if failure else signs
-                )  # the cause is known: leave out further errors
+                # Where the cause is known, leave out further errors.
+                places = [sign | {"error": None} for sign in signs] if failure else signs
                 cause += f"; last seen: {describe_ranks(places, now=None)}"
             if failure.get("kind") in _BAD_INPUT:
                 self._tell(f"the trainer cannot go on: {cause}")
@@ -180,7 +179,12 @@ class Supervisor:
         self._write_for_ranks()
         if self._stop_signal is not None:
             return STOPPED
-        step = Step("trainer", self._trainer_words())
+        words = [PYTHON, "-m", "megarl.ops.launch.node", str(self.launch_file)]
+        if self.topology.job is None:
+            words.append("0")
+        else:
+            words = [*srun(self.topology.trainers, het_group=0 if self.topology.het else None), *words]
+        step = Step("trainer", words)
         try:
             while step.code is None:
                 self._wait()
@@ -200,12 +204,6 @@ class Supervisor:
         if time.monotonic() > self._stop_asked_at + grace_s:
             self._tell(f"the trainer has not stopped within {grace_s:.0f} s: killed")
             step.stop(grace_s=1.0)
-
-    def _trainer_words(self) -> list[str]:
-        words = [PYTHON, "-m", "megarl.ops.launch.node", str(self.launch_file)]
-        if self.topology.job is None:
-            return [*words, "0"]
-        return [*srun(self.topology.trainers, het_group=0 if self.topology.het else None), *words]
 
     def _wait_for_servers(self, *, first: bool) -> bool:
         """Wait until each server answers or has failed; return False after a request to stop.

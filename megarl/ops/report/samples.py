@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from heapq import nsmallest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,7 +67,7 @@ def order(
         value = sample[sort]
         return (value is None) == is_last, 0.0 if value is None else sign * value
 
-    return sorted(samples, key=rank) if count is None else nsmallest(count, samples, key=rank)
+    return sorted(samples, key=rank)[:count]
 
 
 def describe(sample: Mapping[str, Any]) -> str:
