@@ -17,7 +17,8 @@ from megarl.data.prepare.command import Data
 from megarl.errors import ConfigError
 from megarl.ops.evaluate.command import Gap
 from megarl.ops.plan.command import Plan
-from megarl.ops.report.command import Report, Samples, Trace
+from megarl.ops.report.command import Report, Trace
+from megarl.ops.report.samples import Samples
 from megarl.ops.starter import Init
 from megarl.text_table import text_table
 

@@ -1,6 +1,5 @@
 """Help on the keys of the configuration, by table: type, choices, unit, default and meaning of each."""
 
-import difflib
 from collections.abc import Mapping
 from itertools import starmap
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ from megarl.config import Config
 from megarl.config import file as config_file
 from megarl.config.plugs import ENGINES
 from megarl.core.choices.table import OBJECTIVES
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, did_you_mean
 from megarl.text_table import text_table
 
 _NAMES: dict[str, Mapping[str, Any]] = {"train.objective": OBJECTIVES, "rollout.engine": ENGINES}
@@ -45,8 +44,7 @@ def describe(topic: str) -> str:
     every = config_file.keys()
     if keys := [key for key in every if name in (key, key.rpartition(".")[2])]:
         return "\n\n".join(_describe_key(key, every[key]) for key in keys)
-    close = difflib.get_close_matches(name, [*tables, *every], n=1)
-    hint = f"did you mean {close[0]}?" if close else f"expected a table, one of {', '.join(tables)}, a key, or all"
+    hint = did_you_mean(name, [*tables, *every], f"expected a table, one of {', '.join(tables)}, a key, or all")
     raise ConfigError(f"megarl help: found {topic!r}; {hint}")
 
 

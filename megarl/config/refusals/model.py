@@ -1,6 +1,9 @@
-"""Rules on the model's config.json: experts, routes, and sizes that tensor parallelism divides."""
+"""Rules on the model's config.json: experts, routes, sizes that tensor parallelism divides, and memory of a GPU.
 
-from collections.abc import Iterator, Mapping
+Amounts of memory are what `megarl plan` computes, in bytes.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.root import Config, Layout
@@ -8,6 +11,8 @@ from megarl.config.rows import Row
 
 if TYPE_CHECKING:  # the configuration is below the models
     from megarl.models.shapes import ModelShape
+
+GIB = 2**30
 
 
 def for_model(config: Config, shape: "ModelShape", can_compare: bool) -> Iterator[Row]:
@@ -127,4 +132,26 @@ def for_reference(path: str, reference: Mapping[str, Any] | None, policy: Mappin
         yield (
             value != policy[name],
             f"model.reference: {path} has {name} {value}, the policy {policy[name]}; expected the same architecture",
+        )
+
+
+def for_cache(weights: int, tokens: int, sequences: int, longest: int) -> Iterator[Row]:
+    """Yield the rule that a server's cache holds one sequence of maximum length."""
+    yield (
+        sequences < 1,
+        f"sglang.mem_fraction: a server's GPU holds {weights / GIB:.1f} GiB of weights and then {tokens} tokens of "
+        f"cache, expected at least one sequence of {longest}",
+        "raise sglang.mem_fraction, sglang.tp or sglang.max_total_tokens",
+    )
+
+
+def for_gpus(limit_gib: float | None, needs: Iterable[tuple[str, int, str]]) -> Iterator[Row]:
+    """Yield the rule that a GPU has enough memory for each holder: (holder, bytes, remedy)."""
+    if limit_gib is None:
+        return
+    for holder, amount, remedy in needs:
+        yield (
+            amount > limit_gib * GIB,
+            f"launch.gpu_memory_gib: {holder} needs {amount / GIB:.1f} GiB, expected at most {limit_gib:g}",
+            remedy,
         )

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config import Config, Layout
-from megarl.config.refusals.memory import for_cache, for_gpus
-from megarl.config.refusals.model import for_layout, for_servers
+from megarl.config.refusals.model import for_cache, for_gpus, for_layout, for_servers
 from megarl.config.rows import refuse
 from megarl.core.fp8 import BLOCK
 from megarl.errors import ConfigError
