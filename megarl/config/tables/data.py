@@ -47,11 +47,7 @@ class DataConfig(Table):
         return self.heldout_split
 
     def rows(self) -> Iterable[Row]:
-        yield (
-            self.heldout_split is not None and self.heldout is None,
-            f"heldout_split: found {self.heldout_split!r} without heldout",
-            "set heldout or remove it",
-        )
+        return self.only_with("heldout", self.heldout, "heldout_split")
 
 
 class RewardConfig(Table):
@@ -75,11 +71,7 @@ class RewardConfig(Table):
     counts. Default: the function returns one number."""
 
     def rows(self) -> Iterable[Row]:
-        yield (
-            self.weights and ":" not in self.function,
-            f'weights: found {self.weights} with function = "{self.function}", which returns one number',
-            "name a function of your own that returns several, or remove them",
-        )
+        return self.only_with("a function of your own that returns several rewards", ":" in self.function, "weights")
 
 
 class RewardModelConfig(Table):
