@@ -5,7 +5,6 @@ user gives one line on stderr and exit code 2, before torch is imported. The com
 """
 
 import argparse
-import difflib
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,7 +19,7 @@ from megarl.commands import COMMANDS
 from megarl.config import file as config_file
 from megarl.config.command import POSITIONAL, Command, OnConfiguration
 from megarl.config.key_help import describe_tables
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, did_you_mean
 from megarl.ops.exits import run_to_exit
 
 _DESCRIPTION = "Stable reinforcement learning of Mixture-of-Experts language models on Megatron-Core."
@@ -69,8 +68,7 @@ def parse_command(arguments: list[str]) -> Command:
         _add_arguments(commands.add_parser(name, argument_default=argparse.SUPPRESS, **options), command)
     first = arguments[0] if arguments else ""
     if first not in COMMANDS and not first.startswith("-"):
-        close = difflib.get_close_matches(first, COMMANDS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(COMMANDS)}"
+        hint = did_you_mean(first, COMMANDS, f"expected one of {', '.join(COMMANDS)}")
         raise ConfigError(f"found {f'the command {first!r}' if first else 'no command'}; {hint}")
     reads_keys = issubclass(COMMANDS.get(first, object), OnConfiguration)
     try:

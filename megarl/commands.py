@@ -6,18 +6,24 @@ import os
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field, PositiveInt
+
 from megarl import enable_cpu
 from megarl.config import Config, process_environment
 from megarl.config import file as config_file
-from megarl.config.command import Command, OnConfiguration, Overrides, Positional, command, world_size
+from megarl.config.command import POSITIONAL, Command, OnConfiguration, Overrides, Positional, command, world_size
 from megarl.convert.command import Convert, Quantize
 from megarl.data.prepare.command import Data
 from megarl.errors import ConfigError
 from megarl.ops.evaluate.command import Gap
 from megarl.ops.plan.command import Plan
-from megarl.ops.report.command import Report, Samples, Trace
+from megarl.ops.report.command import Report, Trace
+from megarl.ops.report.samples import Samples
 from megarl.ops.starter import Init
 from megarl.text_table import text_table
+
+_ZSH = "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n"
+"""Lets zsh read the script for bash."""
 
 
 @command
@@ -138,13 +144,13 @@ class Simulate:
 
     rates: tuple[str, ...] = ()
     """Pass rates of the prompts, each P or P:PROMPTS, such as 0:20 0.3:50 0.9:30."""
-    samples: int = 8
+    samples: int = Field(8, ge=2, le=256)
     """Samples per prompt, for uniform sampling and rules that divide a budget."""
-    train_size: int = 4
+    train_size: int = Field(4, ge=2)
     """Samples of a prompt that train under Ada-Seq."""
-    round_size: int = 8
+    round_size: PositiveInt = 8
     """Samples of a round of Ada-Seq."""
-    max_samples: int = 32
+    max_samples: int = Field(32, le=256)
     """Most samples of a prompt under Ada-Seq."""
     out: Path = Path("runs/simulate.html")
     """The figure, an HTML page."""
@@ -227,9 +233,19 @@ class Completion:
     """The shell."""
 
     def run(self, overrides: Overrides) -> None:
-        from megarl.completion import script
-
-        print(script(self.shell, COMMANDS))
+        infos, cases = config_file.keys(), []
+        keys = [f"--{key}" for key in infos if not key.endswith("*")]
+        for name, kind in COMMANDS.items():
+            fields = kind.__pydantic_fields__
+            flags = [field for field, info in fields.items() if POSITIONAL not in info.metadata]
+            words = [f"--{flag.replace('_', '-')}" for flag in flags]
+            words += ["--help", *(keys if "config" in fields else ())]
+            if name == "help":
+                words += ["all", *dict.fromkeys(key[2:].partition(".")[0] for key in keys)]
+            cases.append(f'        {name}) words="{" ".join(words)}" ;;')
+        text = Path(__file__).with_name("completion.bash").read_text("utf-8")
+        text = text.replace("@COMMANDS@", " ".join(COMMANDS)).replace("@CASES@", "\n".join(cases))
+        print((_ZSH if self.shell == "zsh" else "") + text.rstrip())
 
 
 @command

@@ -5,6 +5,7 @@ callers who do not know megarl. A message says what was found, what was expected
 prints it as one line and exits with code 2.
 """
 
+import difflib
 import socket
 import sysconfig
 import traceback
@@ -133,6 +134,12 @@ def describe(error: BaseException) -> str:
     except Exception:  # a foreign exception may fail to print itself
         text = type(error).__name__
     return " ".join(text.split())[:300]
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str, most: int = 1) -> str:
+    """Return "did you mean NAME?" with the known names that are closest; ``otherwise`` where none is close."""
+    close = difflib.get_close_matches(name, known, n=most)
+    return f"did you mean {' or '.join(close)}?" if close else otherwise
 
 
 def some(names: Iterable[str]) -> str:

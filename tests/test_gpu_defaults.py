@@ -9,7 +9,7 @@ from run_configs import parsed as config
 
 from megarl.config import gpu_defaults, megatron_fields
 from megarl.errors import ConfigError
-from megarl.ops.doctor import details
+from megarl.ops import doctor
 
 ALL = {"overlap_grad_reduce", "overlap_param_gather", "gradient_accumulation_fusion", "moe_permute_fusion"}
 SEVERAL = {"train__mini_batches": 4}
@@ -50,7 +50,7 @@ def test_weights_of_a_plain_optimizer_cannot_be_gathered():
 
 
 def test_the_doctor_tells_each_and_why():
-    table = details.switches(config(megatron__moe_permute_fusion=False), has_te=False)
+    table = doctor.switches(config(megatron__moe_permute_fusion=False), has_te=False)
     shown = {field: f"{on} {reason}" for field, on, reason in table.rows}
     assert shown == {
         "overlap_grad_reduce": "on gradients are reduced while the backward pass runs",

@@ -19,7 +19,7 @@ rollout.temperature=a | rollout.temperature: found 'a' | number
 rollout.temperature=0.0 | rollout.temperature: found 0.0
 rollout.temperature=a run.steps=0 | run.steps | rollout.temperature | 2 problems
 rollout.top_p=1.01 | rollout.top_p: found 1.01
-data.heldout_split=test | heldout_split: found 'test' without heldout
+data.heldout_split=test | heldout_split: found "test", which goes only with heldout
 rollout.prompts_per_step=true | rollout.prompts_per_step: found True | integer
 rollout.prompts_per_step=3.0 | rollout.prompts_per_step: found 3.0 | integer
 'run.steps="3"' | run.steps: found '3' | integer
@@ -32,7 +32,7 @@ model.path.deeper=3 | model.path.deeper | a table was expected
 model.dtype=fp16 | model.dtype: found 'fp16' | 'fp32' or 'bf16'
 parallel.tp=2 parallel.etp=1 | parallel.etp: found 1 with tp = 2 and ep = 1
 parallel.etp=2 parallel.ep=2 | parallel.etp: found 2 with tp = 1
-parallel.vpp=2 | parallel.vpp: found 2 with pp = 1
+parallel.vpp=2 | parallel.vpp: found 2, which goes only with pp > 1
 parallel.pp=2 parallel.vpp=1 | parallel.vpp: found 1
 train.objective=ppo2 | train.objective: found 'ppo2' | minirl
 'train.objective_overrides={"mask" = 1}' | train.objective_overrides: mask: unknown part | mean masks?
@@ -71,9 +71,9 @@ checkpoint.keep_every=3 | checkpoint.keep_every: found 3 | checkpoint.every = 0
 reward.function=reward_model | reward_model.urls: found [] | with reward.function = "reward_model"
 'reward_model.urls=["http://a:1"]' | reward_model.urls: found ['http://a:1'] | "exact_match"
 recompute.granularity=full | recompute.granularity: found "full" without method
-recompute.num_layers=1 | recompute.num_layers: goes only with
-'recompute.modules=["moe"]' | recompute.modules: goes only with
-'sft={"steps" = 3}' | sft.data, sft.batch_size, sft.lr: missing
+recompute.num_layers=1 | recompute.num_layers: found 1, which goes only with
+'recompute.modules=["moe"]' | recompute.modules: found ["moe"], which goes only with
+'sft={"steps" = 3}' | sft.lr, sft.data, sft.batch_size: missing
 megatron.num_layers=4 | megatron.num_layers | use model.path instead
 megatron.tensor_model_parallel_size=2 | use parallel.tp instead
 megatron.lr=2.0 | use optim.lr instead
@@ -103,14 +103,14 @@ train.old_logprobs=rollout log.traces_every=2 train.mini_batches=2 | train.old_l
 'sglang.urls=["http://[::1:30000"]' | sglang.urls: found http://[::1:30000, expected each server once, as http://ho
 'sglang.urls=["http://a:1"]' 'sglang.gpus=[0]' | sglang.gpus: found together with urls
 'sglang.gpus=[0, 0]' sglang.servers=2 | expected each GPU once
-rollout.one_step_off=true | rollout.one_step_off: found true with engine = "local"
+rollout.one_step_off=true | rollout.one_step_off: found true | engine = "sglang"
 sglang.fp8=true rollout.dtype=fp32 | whose kernels compute in bf16 only
 sglang.fp8=true rollout.fp8_rounding=true | whose weights are in FP8 already
 'sglang.gpus=[0, 1, 2]' sglang.tp=2 | sglang.gpus: found 3, expected servers * tp = 2
-rollout.fp8_activations=true | rollout.fp8_activations: found true without fp8_rounding
+rollout.fp8_activations=true | rollout.fp8_activations: found true, which goes only with fp8_rounding
 rollout.engine=sglang rollout.fp8_rounding=true rollout.fp8_activations=true
-    | rollout.fp8_activations: found true with engine = "sglang"
-rollout.engine=sglang rollout.fp8_kv_cache=true | fp8_kv_cache: found true with engine
+    | rollout.fp8_activations: found true | an engine that can round so
+rollout.engine=sglang rollout.fp8_kv_cache=true | fp8_kv_cache: found true | an engine that can round so
 rollout.engine=sglang sglang.sync=ipc 'sglang.urls=["http://a:1"]' | sglang.sync: found "ipc" with sglang.urls
 rollout.engine=sglang sglang.sync=ipc launch.layout=disaggregated launch.server_nodes=1
     | sglang.sync: found "ipc" with launch.layout = "disaggregated"
@@ -137,10 +137,10 @@ credit.scale=std | credit.scale: found 'std', but advantages are the objective's
 sampling.rule=gvm credit.combination=unbiased | credit.combination: found 'unbiased', but
 sampling.rule=gvm sampling.train_size=4 | train_size: found 4 with rule = "gvm", which has no use for it here
 sampling.rule=ada_est sampling.refill=true
-    | refill: found true with rule = "ada_est", which chooses its prompts before the step
-sampling.rule=gvm sampling.refill=true | refill: found true with rule = "gvm"
-sampling.max_prompts=64 | max_prompts: found 64 without refill = true; set that or remove this
-sampling.spare=2 | spare: found 2 without refill = true; set that or remove this
+    | refill: found true | a rule that chooses no prompts before the step
+sampling.rule=gvm sampling.refill=true | refill: found true | a rule that chooses no prompts
+sampling.max_prompts=64 | max_prompts: found 64, which goes only with refill = true; set that, or remove it
+sampling.spare=2 | spare: found 2, which goes only with refill = true; set that, or remove it
 sampling.round_size=0 | sampling.round_size
 sampling.max_samples=0 | sampling.max_samples
 sampling.keep=last | sampling.keep
@@ -203,7 +203,7 @@ credit.weigh=prompt train.objective=kl_grpo
 credit.objective=log train.objective=kl_grpo | credit: its weights do not go with an objective
 'train.objective_overrides={"advantage" = "gdpo"}'
     | reward.weights: found none with advantage 'gdpo', which standardises several rewards one by one
-'reward.weights={"right" = 1.0}' | function = "exact_match", which returns one number; name a function
+'reward.weights={"right" = 1.0}' | reward.weights: found {"right": 1.0}, which goes only with a function of your own
 'reward.weights={"right" = inf}' reward.function=rewards:mine | reward.weights
 'reward.weights={"a/b" = 1.0}' reward.function=rewards:mine | reward.weights
 rollout.group_size=1 | rollout.group_size: found 1 response to a prompt with
@@ -281,7 +281,7 @@ train.replay_bias_every=1 train.replay=r2 train.mini_batches=2 | allowed
 train.replay_reference=true | train.replay_reference: found true with train.replay = "r3" and objective "minirl"
 train.replay_reference=true train.objective=kl_grpo train.replay=none | expected "r2" or "r3"
 launch.layout=disaggregated launch.server_nodes=1 | launch.layout: found "disaggregated" | which has no servers
-launch.nodes=2 | launch.nodes: found 2 with layout = "local"
+launch.nodes=2 | launch.nodes: found 2, which goes only with another layout than "local"
 launch.layout=disaggregated | launch.server_nodes: found 0 with layout = "disaggregated", expected at least 1
 launch.server_nodes=1 | launch.server_nodes: found 1 with layout = "local", expected 0
 sglang.release_memory=true | sglang.release_memory: found true, expected servers that share the trainer's GPUs

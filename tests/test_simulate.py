@@ -115,10 +115,10 @@ def test_prompts_that_are_never_solved_have_no_gradient(tmp_path, capsys):
     ("words", "expected"),
     [
         (["--rates", "4"], "--rates 4: expected P or P:PROMPTS"),
-        (["--train-size", "1"], "--train-size 1"),
+        (["--train-size", "1"], "--train-size: found '1'"),
         (["--max-samples", "3"], "--max-samples 3"),
-        (["--samples", "1"], "--samples 1"),
-        (["--round-size", "0"], "--round-size 0"),
+        (["--samples", "1"], "--samples: found '1'"),
+        (["--round-size", "0"], "--round-size: found '0'"),
         (["--samples", "many"], "many"),
         (["--run.steps", "3"], "megarl simulate reads no configuration"),
         (["--out", "table.txt"], "expected the name of a .html file"),

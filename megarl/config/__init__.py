@@ -11,7 +11,7 @@ torch or Megatron, so a wrong file is reported at once. In the order of the call
     rows             the form of a rule
     plugs            objects named "package.module:name"; sampling engines and their capabilities
     megatron_fields  the [megatron] table, checked against Megatron's source
-    gpu_defaults, process_environment, trust, moved, key_help
+    gpu_defaults, process_environment, trust, key_help
 """
 
 from megarl.config.root import Config, Layout

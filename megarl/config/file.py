@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from os.path import normpath, relpath
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin
@@ -15,7 +16,6 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from megarl.config import Config
-from megarl.config.moved import follow
 from megarl.config.tables.base import Table
 from megarl.config.trust import require_trust
 from megarl.errors import ConfigError, DataError
@@ -50,20 +50,47 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None, *, trust:
         raise ConfigError(f"{path}: not a configuration file: its tables are nested too deeply") from None
 
 
+_PATHS = (
+    *(("model", "path"), ("model", "reference"), ("data", "train"), ("data", "heldout"), ("sft", "data")),
+    ("sft", "out"),
+)
+"""Keys that may name a file or folder."""
+
+
+def follow(table: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the saved configuration of the run in ``folder``, which may have been moved or copied, with current paths.
+
+    run.dir becomes the folder. A missing path is looked up at the old place relative to the run folder, so a tree that
+    was moved as a whole is found again.
+    """
+    old_dir = _text_at(table, "run", "dir")
+    if old_dir is None or Path(old_dir).resolve() == folder.resolve():
+        return table
+    moved = deepcopy(table)
+    moved["run"]["dir"] = str(folder)
+    for name, key in _PATHS:
+        if (value := _text_at(table, name, key)) is not None and not Path(value).exists():
+            new_path = normpath(folder / relpath(value, old_dir))
+            moved[name][key] = new_path if Path(new_path).exists() else value
+    return moved
+
+
+def _text_at(table: Mapping[str, Any], name: str, key: str) -> str | None:
+    inner = table.get(name)
+    value = inner.get(key) if isinstance(inner, Mapping) else None
+    return value if isinstance(value, str) and "\0" not in value else None
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the tables of a TOML file, unchecked. ConfigError, one line, for any content that is no TOML."""
     try:
         require_regular(path)
-        if path.stat().st_size > _MAX_BYTES:
-            raise ConfigError(
-                f"{path}: found {path.stat().st_size} bytes, expected a configuration of at most {_MAX_BYTES}"
-            )
+        if (size := path.stat().st_size) > _MAX_BYTES:
+            raise DataError(f"{path}: found {size} bytes, expected a configuration of at most {_MAX_BYTES}")
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error  # an OSError names the file again
         raise ConfigError(f"{path}: cannot be read as a configuration file: {reason}") from error
-    except ConfigError:
-        raise
     except DataError as error:
         raise ConfigError(str(error)) from error
     except (ValueError, RecursionError) as error:  # a number of too many digits among them
@@ -112,13 +139,15 @@ def keys() -> dict[str, FieldInfo]:
     """Every dotted key with pydantic's description of it, in file order; "megatron.*" stands for the free table."""
     infos: dict[str, FieldInfo] = {}
     for name, info in Config.model_fields.items():
-        options = (info.annotation, *get_args(info.annotation))  # "SftConfig | None" holds a table too
-        tables = [option for option in options if isinstance(option, type) and issubclass(option, Table)]
-        for table in tables:
-            infos |= {f"{name}.{key}": inner for key, inner in table.model_fields.items()}
-        if not tables:
-            infos[f"{name}.*"] = info
+        table = table_of(info)
+        infos |= {f"{name}.{key}": inner for key, inner in table.model_fields.items()} if table else {f"{name}.*": info}
     return infos
+
+
+def table_of(info: FieldInfo) -> type[Table] | None:
+    """The table that a key of ``Config`` holds; None for a free table. "SftConfig | None" holds a table too."""
+    options = (info.annotation, *get_args(info.annotation))
+    return next((option for option in options if isinstance(option, type) and issubclass(option, Table)), None)
 
 
 def annotation_of(dotted: str) -> Any:
@@ -126,9 +155,9 @@ def annotation_of(dotted: str) -> Any:
     infos = keys()
     if dotted in infos:
         return infos[dotted].annotation
-    table, _, key = dotted.partition(".")
-    parents = [infos.get(f"{table}.*"), infos.get(f"{table}.{key.partition('.')[0]}")]
-    return Any if any(info and get_origin(info.annotation) is dict for info in parents) else None
+    table, key = dotted.split(".")[:2]
+    parent = infos.get(f"{table}.*") or infos.get(f"{table}.{key}")
+    return Any if parent and get_origin(parent.annotation) is dict else None
 
 
 def unknown_key(dotted: str) -> str:

@@ -1,13 +1,17 @@
 """Help on the keys of the configuration, by table: type, choices, unit, default and meaning of each."""
 
-import difflib
 from collections.abc import Mapping
-from typing import Any
+from itertools import starmap
+from typing import Annotated, Any
+
+from pydantic import TypeAdapter
+from pydantic.fields import FieldInfo
 
 from megarl.config import Config
+from megarl.config import file as config_file
 from megarl.config.plugs import ENGINES
 from megarl.core.choices.table import OBJECTIVES
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, did_you_mean
 from megarl.text_table import text_table
 
 _NAMES: dict[str, Mapping[str, Any]] = {"train.objective": OBJECTIVES, "rollout.engine": ENGINES}
@@ -36,41 +40,33 @@ def describe(topic: str) -> str:
     name = topic.strip("[]")
     if name in tables:
         meaning, keys = tables[name]
-        return "\n\n".join([f"[{name}]  {meaning}", *(_describe_key(key, schema) for key, schema in keys.items())])
-    every = {key: schema for _, keys in tables.values() for key, schema in keys.items()}
+        return "\n\n".join([f"[{name}]  {meaning}", *starmap(_describe_key, keys.items())])
+    every = config_file.keys()
     if keys := [key for key in every if name in (key, key.rpartition(".")[2])]:
         return "\n\n".join(_describe_key(key, every[key]) for key in keys)
-    close = difflib.get_close_matches(name, [*tables, *every], n=1)
-    hint = f"did you mean {close[0]}?" if close else f"expected a table, one of {', '.join(tables)}, a key, or all"
+    hint = did_you_mean(name, [*tables, *every], f"expected a table, one of {', '.join(tables)}, a key, or all")
     raise ConfigError(f"megarl help: found {topic!r}; {hint}")
 
 
-def _tables() -> dict[str, tuple[str, dict[str, dict[str, Any]]]]:
-    """Table -> (meaning, key -> pydantic's schema)."""
-    schema = Config.model_json_schema()
+def _tables() -> dict[str, tuple[str, dict[str, FieldInfo]]]:
+    """Table -> (meaning, key -> pydantic's description of the key)."""
     tables = {}
-    for name, field in schema["properties"].items():
-        options = [field, *field.get("anyOf", ())]
-        type_name = next((option["$ref"].rpartition("/")[2] for option in options if "$ref" in option), None)
-        table = schema["$defs"][type_name] if type_name else {"description": field["description"]}
-        required = table.get("required", ())
-        keys = {
-            f"{name}.{key}": {**key_schema, "required": key in required}
-            for key, key_schema in table.get("properties", {}).items()
-        }
-        meaning = " ".join(table["description"].split()).removeprefix(f"[{name}]: ")
-        tables[name] = meaning, keys or {f"{name}.*": {**field, "required": False}}
+    for name, info in Config.model_fields.items():
+        meaning = getattr(config_file.table_of(info), "__doc__", None) or info.description or ""
+        keys = {key: inner for key, inner in config_file.keys().items() if key.startswith(f"{name}.")}
+        tables[name] = " ".join(meaning.split()).removeprefix(f"[{name}]: "), keys
     return tables
 
 
-def _describe_key(key: str, schema: Mapping[str, Any]) -> str:
-    kind, default = _kind(schema), schema.get("default")
+def _describe_key(key: str, info: FieldInfo) -> str:
+    annotated: Any = Annotated[info.annotation, info]
+    kind, default = _kind(TypeAdapter(annotated).json_schema()), info.get_default()
     if key in _NAMES:
         kind = f"{' | '.join(_NAMES[key])} | package.module:name"
     unit = next((unit for suffix, unit in _UNITS.items() if key.endswith(suffix)), "")
     about = ", ".join(filter(None, (kind, unit)))
-    says = " [needed]" if schema["required"] else f" [default {_plain(default)}]" if default not in (None, {}) else ""
-    meaning = " ".join(str(schema.get("description", "")).split())
+    says = " [needed]" if info.is_required() else f" [default {_plain(default)}]" if default not in (None, {}) else ""
+    meaning = " ".join((info.description or "").split())
     lines = text_table([("    ", about), *([("    ", meaning)] if meaning else [])])
     return f"  --{key}{says}\n{lines}"
 

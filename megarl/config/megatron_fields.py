@@ -8,7 +8,6 @@ bypass replay.
 """
 
 import ast
-import difflib
 import importlib.util
 import json
 import re
@@ -20,7 +19,7 @@ from typing import Any, List, Literal, Optional, Tuple, Union, get_args  # noqa:
 
 from pydantic import TypeAdapter
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, did_you_mean
 
 RELEASES = "0.12.3 to 0.19"
 """Of Megatron-Core, that megarl runs on."""
@@ -86,8 +85,8 @@ def check(table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     for key, value in table.items():
         owners = [name for name, names in fields().items() if key in names and not key.startswith("_")]
         if not owners:
-            close = difflib.get_close_matches(key, {field for names in fields().values() for field in names}, n=3)
-            hint = f"did you mean {' or '.join(close)}?" if close else "see `megarl doctor` for the installed version"
+            known = {field for names in fields().values() for field in names}
+            hint = did_you_mean(key, known, "see `megarl doctor` for the installed version", most=3)
             raise ConfigError(f"megatron.{key}: no field of Megatron's {', '.join(DATACLASSES)} has this name; {hint}")
         for owner in owners:
             _check_type(key, value, fields()[owner][key])

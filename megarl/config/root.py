@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megarl.config.refusals.ranks import for_ranks
-from megarl.config.refusals.tables import between_tables, find_warnings
+from megarl.config.refusals.tables import between_tables, find_warnings, for_ranks
 from megarl.config.rows import Row, refuse
 from megarl.config.tables import Tables
 

@@ -17,8 +17,7 @@ from megarl.files.disk import describe_room
 from megarl.run.signals import drop_lost_outputs, say_what_ends
 from megarl.run.status import write_failure
 
-DAMAGED = 1
-UNEXPECTED = 1
+DAMAGED = UNEXPECTED = 1
 USAGE_ERROR = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -87,19 +86,15 @@ def _fail_unexpectedly(error: Exception, words: Sequence[str], run_folder: Calla
     rank = int(os.environ.get("RANK", "0"))
     try:
         folder = run_folder()
-        if folder is None:
-            number, name = tempfile.mkstemp(prefix="megarl-", suffix=".error.txt")
-            path = Path(name)
-            os.close(number)
-        else:
-            path = folder / "ranks" / f"{rank:05d}.error.txt"
-            path.parent.mkdir(exist_ok=True)
+        place = folder / "ranks" if folder else Path(tempfile.mkdtemp(prefix="megarl-"))
+        place.mkdir(exist_ok=True)
+        path = place / f"{rank:05d}.error.txt"
         path.write_text(text, errors="backslashreplace")
-        place = f"the traceback is in {path}"
+        traceback_text = f"the traceback is in {path}"
     except OSError as full:
         print(text, file=sys.stderr)
-        place = f"its traceback could not be written ({full.strerror})"
-    _complain(f"unexpected {describe(error)}; {place}, please report it with the command", on_every_rank=True)
+        traceback_text = f"its traceback could not be written ({full.strerror})"
+    _complain(f"unexpected {describe(error)}; {traceback_text}, please report it with the command", on_every_rank=True)
     return UNEXPECTED
 
 

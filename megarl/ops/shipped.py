@@ -1,12 +1,11 @@
 """Finds and copies what is shipped: recipes, scripts, and the config.json of models."""
 
-import difflib
 import os
 import shutil
 import tomllib
 from pathlib import Path
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, did_you_mean
 from megarl.files.shipped import shipped_folder
 
 _LAUNCH = shipped_folder("launch")
@@ -36,8 +35,7 @@ def find(name: str) -> Path:
         path.stem: path for path in RECIPES.glob("*.toml")
     }
     if name not in files:
-        close = difflib.get_close_matches(name, files, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(sorted(files))}"
+        hint = did_you_mean(name, files, f"expected one of {', '.join(sorted(files))}")
         raise ConfigError(f"found no recipe or script {name!r}; {hint}")
     return files[name]
 

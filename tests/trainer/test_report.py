@@ -15,9 +15,8 @@ from megarl import cli
 from megarl.errors import DataError, MegarlError
 from megarl.ops.report.figures import COLORS, PHASES, Run, make_figures
 from megarl.ops.report.panels import Panel, read_glossary, read_panels
-from megarl.ops.report.report import name_runs, write_report
+from megarl.ops.report.report import name_runs, render_verdicts, write_report
 from megarl.ops.report.series import Curve, layer_curves, make_curves, smooth, thin
-from megarl.ops.report.verdicts import render_verdicts
 from megarl.run.metrics_log import MetricsLog, read_metrics
 from megarl.trainer.loop import train
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from forks import Job, run_jobs
 from train_world import GROUP_SIZE, NUM_GROUPS, NUM_MOE_LAYERS, TOP_K, World
 
 from megarl.models.shapes import read_shape
-from megarl.ops.plan.layout import divide_step, stages_of
+from megarl.ops.plan.layout import stages_of
 from megarl.ops.plan.traffic import REWARD_BYTES, step_traffic
 
 pytestmark = pytest.mark.multirank
@@ -61,10 +60,10 @@ def test_the_plan_extrapolates_what_is_measured(
 ) -> None:
     settings, found = world.settings(**step, parallel__tp=2), received[name]
     shape, layout = read_shape(world.model), settings.check_world_size(ranks)
-    batches = divide_step(settings, layout)
-    longest = sum(found["tokens"]) / ranks / (batches.responses / layout.dp)  # as if all were of the mean length
-    measured = replace(batches, longest=longest)
-    planned = step_traffic(settings, shape, layout, stages_of(settings, shape)[0], measured)
+    longest = (
+        sum(found["tokens"]) / ranks / (settings.responses_per_step / layout.dp)
+    )  # as if all were of the mean length
+    planned = step_traffic(settings, shape, layout, stages_of(settings, shape)[0], longest)
     # Beside what is planned each exchange has some two hundred bytes of headers, which are much of so small a step.
     assert max(found["rollouts"]) == pytest.approx(planned.rollouts_per_rank, rel=0.2)
     assert max(found["rewards"]) == pytest.approx(planned.rewards_per_rank, abs=REWARD_BYTES * ranks)

@@ -1,9 +1,9 @@
 """Every rule on a run, as rows of (condition, message, remedy); a table's own rows are in the table.
 
-    tables    rules between tables, and settings that bias the gradient; checked when a configuration is read
-    ranks     rules on the number of ranks
-    model     rules on the model's config.json; asked by `megarl doctor`, `plan`, `init` and the trainer
-    memory    rules on the memory of a GPU; asked by `megarl plan`
+    tables    rules between tables, and settings that bias the gradient, checked when a configuration is read; rules on
+              the number of ranks
+    model     rules on the model's config.json and the memory of a GPU; asked by `megarl doctor`, `plan`, `init` and the
+              trainer
 
 Rows read plain facts, so no module imports torch, Megatron or a model.
 """

@@ -1,30 +1,21 @@
-"""Rules on the model's config.json: experts, routes, and sizes that tensor parallelism divides."""
+"""Rules on the model's config.json: experts, routes, sizes that tensor parallelism divides, and memory of a GPU.
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+Amounts of memory are what `megarl plan` computes, in bytes.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.root import Config, Layout
 from megarl.config.rows import Row
 
+if TYPE_CHECKING:  # the configuration is below the models
+    from megarl.models.shapes import ModelShape
 
-class Shape(Protocol):
-    """What the rules read of ``megarl.models.shapes.ModelShape``."""
-
-    @property
-    def family(self) -> str: ...
-    @property
-    def fields(self) -> Mapping[str, Any]: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_experts(self) -> int: ...
-    @property
-    def moe_layers(self) -> tuple[int, ...]: ...
-    @property
-    def max_sequence_length(self) -> int: ...
+GIB = 2**30
 
 
-def for_model(config: Config, shape: Shape, can_compare: bool) -> Iterator[Row]:
+def for_model(config: Config, shape: "ModelShape", can_compare: bool) -> Iterator[Row]:
     """Yield rules on experts, routes and cache. can_compare: whether the engine's routes and the routers are both
     seen."""
     replay, flip = config.train.replay, config.train.max_native_flip
@@ -53,7 +44,7 @@ def for_model(config: Config, shape: Shape, can_compare: bool) -> Iterator[Row]:
         yield not shape.moe_layers and is_set, f"{message}: {dense}"
 
 
-def for_layout(config: Config, shape: Shape, layout: Layout) -> Iterator[Row]:
+def for_layout(config: Config, shape: "ModelShape", layout: Layout) -> Iterator[Row]:
     """Yield rules on the division of heads, experts and widths, and on the model's positions."""
     yield _uneven("num_attention_heads", shape.fields["num_attention_heads"], "parallel.tp", layout.tp)
     if not shape.fields.get("multi_latent_attention"):
@@ -70,7 +61,7 @@ def for_layout(config: Config, shape: Shape, layout: Layout) -> Iterator[Row]:
     )
 
 
-def for_servers(config: Config, shape: Shape, fp8_block: int) -> Iterator[Row]:
+def for_servers(config: Config, shape: "ModelShape", fp8_block: int) -> Iterator[Row]:
     """Yield rules on the division of the model over servers, and on the reach of CUDA IPC."""
     if not config.rollout.engine_kind.server:
         return
@@ -103,7 +94,7 @@ def _uneven(name: str, size: int, key: str, num: int) -> Row:
     return size % num, f"{key}: found {num}, expected a divisor of the model's {name} = {size}"
 
 
-def _cut_widths(shape: Shape) -> Iterator[tuple[str, int]]:
+def _cut_widths(shape: "ModelShape") -> Iterator[tuple[str, int]]:
     """Yield (name, width) of the gated layers that tensor parallelism divides."""
     fields = shape.fields
     if len(shape.moe_layers) < shape.num_layers:
@@ -114,7 +105,7 @@ def _cut_widths(shape: Shape) -> Iterator[tuple[str, int]]:
         yield "the shared experts' intermediate size", fields["moe_shared_expert_intermediate_size"]
 
 
-def _fp8_widths(shape: Shape, tp: int) -> Iterator[tuple[str, int]]:
+def _fp8_widths(shape: "ModelShape", tp: int) -> Iterator[tuple[str, int]]:
     """Yield (name, width on one of ``tp`` GPUs) of matrices that SGLang takes in whole blocks of 128 x 128 only.
 
     Read in SGLang 0.5.23: joined matrices (queries, keys and values; gate and up) and matrices divided by tp.
@@ -141,4 +132,26 @@ def for_reference(path: str, reference: Mapping[str, Any] | None, policy: Mappin
         yield (
             value != policy[name],
             f"model.reference: {path} has {name} {value}, the policy {policy[name]}; expected the same architecture",
+        )
+
+
+def for_cache(weights: int, tokens: int, sequences: int, longest: int) -> Iterator[Row]:
+    """Yield the rule that a server's cache holds one sequence of maximum length."""
+    yield (
+        sequences < 1,
+        f"sglang.mem_fraction: a server's GPU holds {weights / GIB:.1f} GiB of weights and then {tokens} tokens of "
+        f"cache, expected at least one sequence of {longest}",
+        "raise sglang.mem_fraction, sglang.tp or sglang.max_total_tokens",
+    )
+
+
+def for_gpus(limit_gib: float | None, needs: Iterable[tuple[str, int, str]]) -> Iterator[Row]:
+    """Yield the rule that a GPU has enough memory for each holder: (holder, bytes, remedy)."""
+    if limit_gib is None:
+        return
+    for holder, amount, remedy in needs:
+        yield (
+            amount > limit_gib * GIB,
+            f"launch.gpu_memory_gib: {holder} needs {amount / GIB:.1f} GiB, expected at most {limit_gib:g}",
+            remedy,
         )

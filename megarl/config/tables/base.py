@@ -1,6 +1,7 @@
 """Base class of all tables, and the types of values."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -29,3 +30,11 @@ class Table(BaseModel):
     def rows(self) -> Iterable[Row]:
         """Return the rules on the table's own keys; messages begin with the key."""
         return ()
+
+    def only_with(self, need: str, holds: object, *keys: str) -> Iterator[Row]:
+        """Yield rules that refuse keys of this table with other values than the default where ``need`` does not
+        hold."""
+        for key in keys:
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            message = f"{key}: found {json.dumps(value)}, which goes only with {need}"
+            yield value != default and not holds, message, "set that, or remove it"

@@ -8,8 +8,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.addresses import has_host
 from megarl.config.rows import Row
-from megarl.config.tables.base import Count, NonNegative, Table
-from megarl.config.tables.train import DecayStyle
+from megarl.config.tables.base import Count, Table
+from megarl.config.tables.train import DecayStyle, Schedule
 from megarl.core.choices.stopping import POSITIVE
 
 FILES = (".jsonl", ".json", ".parquet")
@@ -47,11 +47,7 @@ class DataConfig(Table):
         return self.heldout_split
 
     def rows(self) -> Iterable[Row]:
-        yield (
-            self.heldout_split is not None and self.heldout is None,
-            f"heldout_split: found {self.heldout_split!r} without heldout",
-            "set heldout or remove it",
-        )
+        return self.only_with("heldout", self.heldout, "heldout_split")
 
 
 class RewardConfig(Table):
@@ -75,11 +71,7 @@ class RewardConfig(Table):
     counts. Default: the function returns one number."""
 
     def rows(self) -> Iterable[Row]:
-        yield (
-            self.weights and ":" not in self.function,
-            f'weights: found {self.weights} with function = "{self.function}", which returns one number',
-            "name a function of your own that returns several, or remove them",
-        )
+        return self.only_with("a function of your own that returns several rewards", ":" in self.function, "weights")
 
 
 class RewardModelConfig(Table):
@@ -118,7 +110,7 @@ class RewardModelConfig(Table):
         yield "{response}" not in self.text, f"text: found {self.text!r}, expected {{response}} in it"
 
 
-class SftConfig(Table):
+class SftConfig(Schedule):
     """[sft]: the supervised cold start of `megarl sft`. Layout, precision, chat template and longest prompt and
     response are the keys of RL."""
 
@@ -130,16 +122,8 @@ class SftConfig(Table):
     """Optimizer steps."""
     batch_size: PositiveInt
     """Demonstrations per step, over all ranks."""
-    lr: PositiveFloat
-    """Peak learning rate."""
-    min_lr: NonNegative = 0.0
-    """Learning rate at the end of the decay."""
-    warmup_steps: Count = 0
-    """Steps of linear warm-up from 0."""
     decay_style: DecayStyle = "linear"
     """Shape of the decay over all steps."""
-    weight_decay: NonNegative = 0.0
-    """Decoupled weight decay."""
     prompt_field: str = "prompt"
     """Field that holds the prompt."""
     response_field: str = "response"

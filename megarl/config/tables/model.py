@@ -66,8 +66,7 @@ class ParallelConfig(Table):
         return self.tp > 1
 
     def rows(self) -> Iterable[Row]:
-        plain = self.vpp is not None and self.pp == 1
-        yield plain, f"vpp: found {self.vpp} with pp = 1, expected pp > 1", "remove vpp or raise pp"
+        yield from self.only_with("pp > 1", self.pp > 1, "vpp")
         yield self.vpp == 1, "vpp: found 1, expected 2 or more stages per rank", "remove vpp for the plain schedule"
         yield (
             self.expert_tp > self.tp or (self.ep == 1 and self.expert_tp != self.tp),
@@ -89,13 +88,7 @@ class RecomputeConfig(Table):
     """With selective: modules to recompute; default core_attn."""
 
     def rows(self) -> Iterable[Row]:
-        full_keys = [key for key in ("method", "num_layers") if getattr(self, key) is not None]
-        yield (
-            self.granularity == "full" and len(full_keys) < 2,
-            'granularity: found "full" without method and num_layers',
-            'set e.g. "uniform" and 1',
-        )
-        for key in full_keys:
-            yield self.granularity != "full", f'{key}: goes only with granularity = "full"', "remove it"
-        misplaced = self.granularity != "selective" and self.modules is not None
-        yield misplaced, 'modules: goes only with granularity = "selective"', "remove it"
+        is_full, needed = self.granularity == "full", 'granularity: found "full" without method and num_layers'
+        yield is_full and None in (self.method, self.num_layers), needed, 'set e.g. "uniform" and 1'
+        yield from self.only_with('granularity = "full"', is_full, "method", "num_layers")
+        yield from self.only_with('granularity = "selective"', self.granularity == "selective", "modules")

@@ -58,7 +58,7 @@ class RolloutConfig(Table):
         return self.keep_sampling_mask and self.top_p < 1
 
     def rows(self) -> Iterable[Row]:
-        kind, with_engine = self.engine_kind, f'with engine = "{self.engine}", which'
+        kind, rounding = self.engine_kind, "an engine that can round so"
         yield (
             self.top_p < 1 and not kind.nucleus,
             f'top_p: found {self.top_p:g}, expected 1 with engine = "{self.engine}", whose log-probabilities are of '
@@ -70,20 +70,11 @@ class RolloutConfig(Table):
             "return the ids that it draws from",
             "set it to false, with biased importance weights, or top_p = 1",
         )
-        yield (
-            self.one_step_off and not kind.server,
-            f"one_step_off: found true {with_engine} samples in the trainer's own processes and cannot do so while "
-            "they train",
-            'set engine = "sglang"',
-        )
-        for name in ("fp8_rounding", "fp8_activations", "fp8_kv_cache"):
-            can = kind.fp8 if name == "fp8_rounding" else kind.fp8_arithmetic
-            yield getattr(self, name) and not can, f"{name}: found true {with_engine} cannot round so", "remove it"
-        yield (
-            self.fp8_activations and not self.fp8_rounding,
-            "fp8_activations: found true without fp8_rounding, which it adds to",
-            "set both, or neither",
-        )
+        servers = 'an engine that samples in servers while the trainer trains, such as engine = "sglang"'
+        yield from self.only_with(servers, kind.server, "one_step_off")
+        yield from self.only_with(rounding, kind.fp8, "fp8_rounding")
+        yield from self.only_with(rounding, kind.fp8_arithmetic, "fp8_activations", "fp8_kv_cache")
+        yield from self.only_with("fp8_rounding = true, which it adds to", self.fp8_rounding, "fp8_activations")
 
 
 class EnvironmentConfig(Table):

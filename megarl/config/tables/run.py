@@ -102,11 +102,7 @@ class LaunchConfig(Table):
         return self.nodes * self.ranks_per_node
 
     def rows(self) -> Iterable[Row]:
-        yield (
-            self.layout == "local" and self.nodes > 1,
-            f'nodes: found {self.nodes} with layout = "local", which is one machine',
-            "set a layout",
-        )
+        yield from self.only_with('another layout than "local", which is one machine', self.layout != "local", "nodes")
         expected = "at least 1" if self.apart else "0"
         yield (
             self.apart != bool(self.server_nodes),

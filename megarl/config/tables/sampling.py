@@ -136,13 +136,8 @@ class SamplingConfig(Table):
             value = getattr(self, key)
             is_set = value != SamplingConfig.model_fields[key].default
             yield is_set and not fits, f'{key}: found {value} with rule = "{self.rule}", which has no use for it here'
-        yield (
-            self.refill and self.allotted,
-            f'refill: found true with rule = "{self.rule}", which chooses its prompts before the step',
-        )
-        for key in ("max_prompts", "spare"):
-            value = getattr(self, key)
-            yield value and not self.refill, f"{key}: found {value} without refill = true", "set that or remove this"
+        yield from self.only_with("a rule that chooses no prompts before the step", not self.allotted, "refill")
+        yield from self.only_with("refill = true", self.refill, "max_prompts", "spare")
 
 
 class EstimateConfig(Table):

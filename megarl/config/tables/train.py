@@ -112,8 +112,8 @@ def _load_part(key: str, path: str) -> Any:
     return check_function(key, path, load_plug(key, path), OWN_PARTS[key])
 
 
-class OptimConfig(Table):
-    """[optim]: Adam and its learning-rate schedule, counted in optimizer steps."""
+class Schedule(Table):
+    """Learning rate and weight decay; steps are optimizer steps."""
 
     lr: PositiveFloat
     """Peak learning rate."""
@@ -121,12 +121,20 @@ class OptimConfig(Table):
     """Learning rate at the end of the decay."""
     warmup_steps: Count = 0
     """Optimizer steps of linear warm-up from 0."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+
+    def rows(self) -> Iterable[Row]:
+        yield self.min_lr > self.lr, f"min_lr: found {self.min_lr}, expected at most lr = {self.lr}"
+
+
+class OptimConfig(Schedule):
+    """[optim]: Adam and its learning-rate schedule, counted in optimizer steps."""
+
     decay_steps: PositiveInt | None = None
     """Optimizer steps until min_lr, warm-up included; default all steps of the run."""
     decay_style: DecayStyle = "constant"
     """Shape of the decay."""
-    weight_decay: NonNegative = 0.0
-    """Decoupled weight decay."""
     adam_beta1: Beta = 0.9
     """Decay of the first moment."""
     adam_beta2: Beta = 0.95
@@ -137,7 +145,7 @@ class OptimConfig(Table):
     """Largest global gradient norm; 0 = no clipping."""
 
     def rows(self) -> Iterable[Row]:
-        yield self.min_lr > self.lr, f"min_lr: found {self.min_lr}, expected at most lr = {self.lr}"
+        yield from super().rows()
         yield (
             self.decay_steps is not None and self.warmup_steps >= self.decay_steps,
             f"warmup_steps: found {self.warmup_steps}, expected fewer than decay_steps = {self.decay_steps}",

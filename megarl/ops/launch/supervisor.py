@@ -103,9 +103,8 @@ class Supervisor:
             signs = read_signs(self.folder, self.config.launch.ranks, os.environ[ATTEMPT_VARIABLE])
             cause = failure.get("message") or status.get("last_error") or f"exit code {code}"
             if failure.get("kind") in (None, "MegarlError"):  # a killed rank has written no error
-                places = (
-                    [sign | {"error": None} for sign in signs] if failure else signs
-                )  # the cause is known: leave out further errors
+                # Where the cause is known, leave out further errors.
+                places = [sign | {"error": None} for sign in signs] if failure else signs
                 cause += f"; last seen: {describe_ranks(places, now=None)}"
             if failure.get("kind") in _BAD_INPUT:
                 self._tell(f"the trainer cannot go on: {cause}")

@@ -28,13 +28,13 @@ class EngineMemory:
         return self.weights + self.cache
 
 
-def engine_memory(config: Config, shape: ModelShape, longest: int) -> EngineMemory:
+def engine_memory(config: Config, shape: ModelShape) -> EngineMemory:
     """Return the memory of a server within ``mem_fraction`` of a GPU and ``max_total_tokens``, or of the local engine
     with a full batch.
 
     Without either limit, the cache holds one sequence of maximum length, the least that can work.
     """
-    element = ELEMENT[config.rollout.dtype]
+    element, longest = ELEMENT[config.rollout.dtype], config.longest_sequence
     if not config.rollout.engine_kind.server:
         per_token = cache_bytes_per_token(shape, element, expanded=True)
         batch = min(config.rollout.max_batch_size, config.responses_per_step)

@@ -77,24 +77,17 @@ def _layers_per_stage(config: Config, num_layers: int) -> list[int]:
 class StepSchedule:
     """The arithmetic of one step."""
 
-    responses: int  # B G of a step
-    mini_batch: int  # responses of an optimizer step
-    sequences_per_rank: int  # of a mini-batch, on one data-parallel rank
-    longest: int  # tokens of the longest prompt with the longest response
     fewest: int  # micro-batches of a mini-batch if responses are short
     most: int  # micro-batches of a mini-batch if all sequences have the maximum length
-    old_passes: int  # mini-batches of a step with an old-log-prob pass before the first update
-    old_share: float  # of the arithmetic of a step's passes
-    optimizer_steps: int  # of the whole run
+    old_share: float  # of old-log-prob passes in the arithmetic of a step's passes
     bubble_fewest: float  # share of a step's time that a stage is idle with the fewest micro-batches
     bubble_most: float
 
 
 def divide_step(config: Config, layout: Layout) -> StepSchedule:
     """Divide a step; ConfigError where the interleaved schedule has more micro-batches than sequences."""
-    longest, cp = config.longest_sequence, layout.cp
-    multiple = config.parallel.micro_batch_multiple
-    padded = _round_up(longest, 2 * cp) if cp > 1 else longest  # two chunks of a sequence on each of cp ranks
+    cp, multiple = layout.cp, config.parallel.micro_batch_multiple
+    padded = _round_up(config.longest_sequence, 2 * cp if cp > 1 else 1)  # two chunks of a sequence on each of cp ranks
     per_micro_batch = max(1, config.train.micro_batch_tokens * cp // padded)
     num_most = _round_up(-(-layout.sequences_per_rank // per_micro_batch), multiple)
     if num_most > layout.sequences_per_rank:
@@ -104,15 +97,9 @@ def divide_step(config: Config, layout: Layout) -> StepSchedule:
             "rollout.prompts_per_step"
         )
     return StepSchedule(
-        responses=config.responses_per_step,
-        mini_batch=config.responses_per_step // config.train.mini_batches,
-        sequences_per_rank=layout.sequences_per_rank,
-        longest=longest,
         fewest=multiple,
         most=num_most,
-        old_passes=config.old_passes,
         old_share=old_share(config),
-        optimizer_steps=config.optimizer_steps,
         bubble_fewest=bubble(layout.pp, layout.vpp, multiple),
         bubble_most=bubble(layout.pp, layout.vpp, num_most),
     )

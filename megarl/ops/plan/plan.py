@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config import Config, Layout
-from megarl.config.refusals.memory import for_cache
-from megarl.config.refusals.model import for_layout, for_servers
+from megarl.config.refusals.model import for_cache, for_gpus, for_layout, for_servers
 from megarl.config.rows import refuse
 from megarl.core.fp8 import BLOCK
 from megarl.errors import ConfigError
@@ -16,11 +15,26 @@ from megarl.models.hf_folder import read_json
 from megarl.models.shapes import read_shape
 from megarl.ops.plan import traffic
 from megarl.ops.plan.engine_memory import EngineMemory, engine_memory
-from megarl.ops.plan.gpu_memory import GpuMemory, gpu_memory
 from megarl.ops.plan.layout import ModelCount, RankCount, StepSchedule, count_model, count_rank, divide_step, stages_of
 from megarl.ops.plan.traffic import SyncTraffic
 from megarl.ops.plan.trainer_memory import RankMemory, rank_memory
 from megarl.ops.shipped import MODELS
+
+TRAINER_RESERVE = SERVER_RESERVE = 3 << 30
+"""Bytes for CUDA, NCCL, workspaces and fragmentation on a GPU, in addition to what is computed: a guess."""
+
+_USE_LESS = (
+    "raise parallel.tp, pp or ep or the number of GPUs, recompute more, or lower train.micro_batch_tokens "
+    "(not below the longest sequence)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Bytes on the fullest GPU, reserves included."""
+
+    trainer: int  # a GPU of the trainer; the server's share included where both use the GPU
+    server: int  # a GPU that only holds a server; 0 without such a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +71,8 @@ def plan(config: Config, model: Path | None = None) -> Estimate:
     stages, batches = stages_of(config, shape), divide_step(config, layout)
     memories = [rank_memory(config, shape, layout, stage, batches.most) for stage in stages]
     worst = max(range(len(stages)), key=lambda index: memories[index].peak)
-    engine = engine_memory(config, shape, batches.longest)
-    refuse(for_cache(engine.weights, engine.tokens, engine.sequences, batches.longest))
+    engine = engine_memory(config, shape)
+    refuse(for_cache(engine.weights, engine.tokens, engine.sequences, config.longest_sequence))
     count = count_rank(shape, layout, stages[worst])
     nodes = config.launch.server_nodes or (config.launch.nodes if config.sglang.gpus else 0)
     sync = traffic.sync_traffic(config, shape, count)
@@ -77,7 +91,7 @@ def plan(config: Config, model: Path | None = None) -> Estimate:
         spare_weights=sync.sent if config.sglang.spare_weights == "memory" else 0,
         trace=traffic.trace_of(shape),
         batches=batches,
-        step=traffic.step_traffic(config, shape, layout, stages[worst], batches),
+        step=traffic.step_traffic(config, shape, layout, stages[worst], config.longest_sequence),
         traffic=traffic.rank_traffic(config, shape, layout, stages[worst], count),
         sync=sync,
     )
@@ -95,3 +109,34 @@ def find_model(config: Config, model: Path | None) -> Path:
     raise ConfigError(
         f"model.path: found no config.json in {looked}; give the folder of one with --model, a checkpoint is not needed"
     )
+
+
+def gpu_memory(config: Config, rank: RankMemory, engine: EngineMemory) -> GpuMemory:
+    """Return what the fullest GPUs hold; ConfigError if launch.gpu_memory_gib is less."""
+    name, trainer, server, remedy = f"a rank of stage {rank.stage}", rank.peak + TRAINER_RESERVE, 0, _USE_LESS
+    if not config.rollout.engine_kind.server:
+        name, trainer = f"{name} with its engine", trainer + engine.total
+    elif not config.servers_share_gpus:
+        server = engine.total + SERVER_RESERVE
+    else:
+        name, trainer = f"{name} with a server on its GPU", shared_gpu(rank, engine, config.sglang.release_memory)
+        remedy = f"lower sglang.mem_fraction; {_USE_LESS}"
+    needs = [(name, trainer, remedy)]
+    if config.launch.apart or (server and config.sglang.gpus):
+        needs.append(("a server's GPU", server, "raise sglang.tp, or lower sglang.mem_fraction"))
+    refuse(for_gpus(config.launch.gpu_memory_gib, needs))
+    return GpuMemory(trainer, server)
+
+
+def shared_gpu(rank: RankMemory, engine: EngineMemory, handed_over: bool) -> int:
+    """Bytes of a rank and a server on one GPU, reserves included.
+
+    - Both resident: the sum.
+    - Handed over: the largest of training without the server; sampling beside the weights of trainer and reference; and
+      an update, with both copies of the weights and without cache or optimizer states.
+    """
+    reserves = TRAINER_RESERVE + SERVER_RESERVE
+    if not handed_over:
+        return rank.peak + engine.total + reserves
+    update = rank.weights + rank.reference + rank.sync + engine.weights
+    return max(rank.training, engine.total + rank.weights + rank.reference, update) + reserves

@@ -51,6 +51,7 @@ def _derive(plan: Estimate, config: Config) -> SimpleNamespace:
     place = "apart" if config.launch.apart else with_gpus if config.sglang.gpus else "elsewhere"
     return SimpleNamespace(
         in_layers=plan.model.active - plan.model.embeddings,
+        mini_batch=config.responses_per_step // config.train.mini_batches,
         vpp=f", vpp {plan.layout.vpp}" if plan.layout.vpp else "",
         servers=f'{place}, sync = "{config.weight_sync}"' if is_server else "no servers",
         update=plan.memory.states + plan.memory.sync,

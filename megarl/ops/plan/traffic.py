@@ -9,13 +9,14 @@ from math import comb
 from megarl.config import Config, Layout
 from megarl.config.gpu_defaults import settings
 from megarl.core.rollout_codec import num_encoded_bytes
+from megarl.engines.buckets import BUCKET_BYTES
 from megarl.models.fit import wants_routes
 from megarl.models.hf_files import bucket_bytes
 from megarl.models.names import rules_of
 from megarl.models.shapes import ModelShape
 from megarl.ops.plan.engine_memory import cache_bytes_per_token, weight_bytes
-from megarl.ops.plan.layout import RankCount, Stage, StepSchedule, count_model
-from megarl.ops.plan.trainer_memory import BUCKET_BYTES, ELEMENT, cut_of, route_bytes, routed_rows, whole_bytes
+from megarl.ops.plan.layout import RankCount, Stage, count_model
+from megarl.ops.plan.trainer_memory import ELEMENT, cut_of, route_bytes, routed_rows, whole_bytes
 
 REWARD_BYTES = 88
 """What all ranks know of a response: the columns of ``megarl.trainer.sampling.step_rollouts``."""
@@ -38,15 +39,12 @@ class StepTraffic:
 
     columns: int  # tokens and log-probabilities from the engines, 8 bytes a token, before JSON makes text of them
     routes: int  # from the engines, in transport form; 0 unless replayed, watched or written
-    routes_per_rank: (
-        int  # received by one rank's routers from the ranks of the model copy, each of which samples a share
-    )
-    rollouts_per_rank: (
-        int  # received by one rank from the ranks of the model copy; with routes also the places of routes
-    )
-    rewards_per_rank: (
-        int  # of all responses, received by every rank; the only amount that grows with the number of ranks
-    )
+    routes_per_rank: int
+    """Received by one rank's routers from the ranks of the model copy, each of which samples a share."""
+    rollouts_per_rank: int
+    """Received by one rank from the ranks of the model copy; with routes also the places of routes."""
+    rewards_per_rank: int
+    """Of all responses, received by every rank; the only amount that grows with the number of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +82,22 @@ def trace_of(shape: ModelShape) -> TraceSize:
     )
 
 
-def step_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage, batches: StepSchedule) -> StepTraffic:
-    """Return the traffic of a step whose sequences all have maximum length."""
-    tokens, trace = batches.responses * batches.longest, trace_of(shape)
+def step_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage, longest: float) -> StepTraffic:
+    """Return the traffic of a step whose sequences all have ``longest`` tokens."""
+    responses, trace = config.responses_per_step, trace_of(shape)
+    tokens = responses * longest
     short = config.sglang.compact_routes and not config.sglang.urls
     routed, remote = wants_routes(config, shape), config.rollout.engine_kind.server
     of_step = config.train.mini_batches * route_bytes(config, shape, layout, stage)
-    ranks, of_copy = layout.world_size // layout.dp, -(-batches.responses // layout.dp)
-    rollouts = num_encoded_bytes(of_copy, of_copy * batches.longest, routed=routed)
+    ranks, of_copy = layout.world_size // layout.dp, -(-responses // layout.dp)
+    rollouts = num_encoded_bytes(of_copy, of_copy * longest, routed=routed)
     placements = (ranks - 1) * (of_copy + of_copy // ranks) * PLACEMENT_BYTES if routed else 0
     return StepTraffic(
         columns=8 * tokens if remote else 0,
         routes=tokens * (trace.wire_short if short else trace.wire_long) if routed and remote else 0,
         routes_per_rank=_over(ranks, of_step) if routed else 0,
         rollouts_per_rank=_over(ranks, rollouts) + placements,
-        rewards_per_rank=_over(layout.world_size, REWARD_BYTES * batches.responses),
+        rewards_per_rank=_over(layout.world_size, REWARD_BYTES * responses),
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from megarl.config import Config, Layout
+from megarl.engines.buckets import BUCKET_BYTES
 from megarl.errors import ConfigError
 from megarl.megatron.passes.logprobs import COLUMNS, ROWS
 from megarl.models.fit import wants_routes
@@ -19,8 +20,6 @@ from megarl.ops.plan.layout import RankCount, Stage, count_rank, numel
 
 ELEMENT = {"fp32": 4, "bf16": 2}
 """Bytes of a dtype of the configuration."""
-BUCKET_BYTES = 256 << 20
-"""As in ``engines.buckets``, and as much as ``megatron.hf_weights`` gathers of a layer's experts at once."""
 _OPTIMIZER = {"optimizer": "adam", "use_precision_aware_optimizer": False, "optimizer_cpu_offload": False}
 """Fields of Megatron with the values that the formulas assume."""
 

@@ -2,11 +2,10 @@
 
 The way through:
 
-    report    the HTML page of a run, or of several overlaid
+    report    the HTML page of a run, or of several overlaid, with the verdicts on a run's health
     panels    panels and the glossary of metrics, from panels.toml and glossary.toml
     series    curves, from the metrics of a run
     figures   figures as plotly's JSON
-    verdicts  the verdicts on a run's health
     samples   the model's texts
     page      the HTML page around all parts (page.html, page.js)
     traces    tables and comparison of routing-trace files

@@ -1,9 +1,7 @@
-"""``megarl report``, ``megarl samples`` and ``megarl trace``."""
+"""``megarl report`` and ``megarl trace``."""
 
 from pathlib import Path
 from typing import Literal
-
-import pydantic
 
 from megarl.config.command import Overrides, Positional, command
 from megarl.errors import ConfigError, printable
@@ -22,32 +20,6 @@ class Report:
         from megarl.ops.report.report import write_report
 
         print(printable(f"report: {write_report(*self.run_dirs, out=self.out)}"))
-
-
-@command
-class Samples:
-    """Print prompts, responses and rewards that a run has stored, by default of its newest step: docs/report.md."""
-
-    run_dir: Positional[Path]
-    """The folder of the run."""
-    step: int | None = None
-    """Only this step's, from 1."""
-    sort: Literal["reward", "length", "gap"] | None = None
-    """From the best on: the highest reward, the smallest length or gap between the engines."""
-    worst: pydantic.PositiveInt | None = None
-    """Only so many, from the worst on; by reward unless --sort says otherwise."""
-    best: pydantic.PositiveInt | None = None
-    """Only so many, from the best on."""
-    search: str | None = None
-    """Only those with this text in prompt, response or error, in upper or lower case."""
-    json: bool = False
-    """Print JSON lines."""
-
-    def run(self, overrides: Overrides) -> None:
-        from megarl.ops.report import samples
-
-        options = {name: getattr(self, name) for name in ("step", "sort", "worst", "best", "search")}
-        samples.show(self.run_dir, **options, as_json=self.json)
 
 
 @command

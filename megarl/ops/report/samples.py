@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from heapq import nsmallest
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import PositiveInt
+
+from megarl.config.command import Overrides, Positional, command
 from megarl.errors import ConfigError, DataError, printable
 from megarl.run.samples import NAME, read_samples
 
@@ -15,43 +17,56 @@ _PAGE_TEXT = 20_000
 """Most characters of one text in a page; of a longer one, the middle is left out."""
 
 
-def show(
-    run_dir: Path, *, step: int | None, sort: SortKey | None, worst: int | None, best: int | None, search: str | None,
-    as_json: bool,
-) -> None:  # fmt: skip
-    """Print responses of a run, by default of the newest step.
+@command
+class Samples:
+    """Print prompts, responses and rewards that a run has stored, by default of its newest step: docs/report.md."""
 
-    worst, best: number from one end of the order by ``sort``, by default the reward: the best have the highest reward,
-    the smallest length or gap. DataError if the run has stored none; ConfigError if nothing matches.
-    """
-    if worst is not None and best is not None:
-        raise ConfigError("megarl samples: found --worst and --best, expected one of them")
-    if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir}: there is no such folder; expected the folder of a run")
-    if not (run_dir / NAME).is_file():
-        reason = "no step is finished, log.samples_per_step is 0, or this is no run folder"
-        raise DataError(f"{run_dir / NAME}: there is no such file: {reason}")
-    count = worst if worst is not None else best
-    is_newest = step is None and search is None and count is None
-    matching: list[dict[str, Any]] = []
-    total, first, last = 0, None, 0
-    for sample in read_samples(run_dir):
-        total, first, last = total + 1, first or sample["step"], sample["step"]
-        if is_newest and matching and matching[0]["step"] != last:
-            matching = []
-        if is_newest or ((step is None or sample["step"] == step) and _matches(sample, search)):
-            matching.append(sample)
-    if not matching:
-        stored = f"{total} responses of steps {first} to {last}" if total else "none"
-        raise ConfigError(f"{run_dir / NAME}: no response matches, of {stored}")
-    if sort is not None or count is not None:
-        matching = order(matching, sort or "reward", worst is not None, count)
-    if as_json:
-        print(*map(json.dumps, matching), sep="\n")
-        return
-    for sample in matching:
-        print(describe(sample), end="\n\n")
-    print(f"{len(matching)} of {total} responses, of steps {first} to {last}")
+    run_dir: Positional[Path]
+    """The folder of the run."""
+    step: int | None = None
+    """Only this step's, from 1."""
+    sort: SortKey | None = None
+    """From the best on: the highest reward, the smallest length or gap between the engines."""
+    worst: PositiveInt | None = None
+    """Only so many, from the worst on; by reward unless --sort says otherwise."""
+    best: PositiveInt | None = None
+    """Only so many, from the best on."""
+    search: str | None = None
+    """Only those with this text in prompt, response or error, in upper or lower case."""
+    json: bool = False
+    """Print JSON lines."""
+
+    def run(self, overrides: Overrides) -> None:
+        """DataError if the run has stored no samples; ConfigError if nothing matches."""
+        file = self.run_dir / NAME
+        if self.worst is not None and self.best is not None:
+            raise ConfigError("megarl samples: found --worst and --best, expected one of them")
+        if not self.run_dir.is_dir():
+            raise ConfigError(f"{self.run_dir}: there is no such folder; expected the folder of a run")
+        if not file.is_file():
+            reason = "no step is finished, log.samples_per_step is 0, or this is no run folder"
+            raise DataError(f"{file}: there is no such file: {reason}")
+        count = self.worst if self.worst is not None else self.best
+        is_newest = self.step is None and self.search is None and count is None
+        matching: list[dict[str, Any]] = []
+        total, first, last = 0, None, 0
+        for sample in read_samples(self.run_dir):
+            total, first, last = total + 1, first or sample["step"], sample["step"]
+            if is_newest and matching and matching[0]["step"] != last:
+                matching = []
+            if is_newest or ((self.step is None or last == self.step) and _matches(sample, self.search)):
+                matching.append(sample)
+        if not matching:
+            stored = f"{total} responses of steps {first} to {last}" if total else "none"
+            raise ConfigError(f"{file}: no response matches, of {stored}")
+        if self.sort is not None or count is not None:
+            matching = order(matching, self.sort or "reward", self.worst is not None, count)
+        if self.json:
+            print(*map(json.dumps, matching), sep="\n")
+            return
+        for sample in matching:
+            print(describe(sample), end="\n\n")
+        print(f"{len(matching)} of {total} responses, of steps {first} to {last}")
 
 
 def order(
@@ -68,7 +83,7 @@ def order(
         value = sample[sort]
         return (value is None) == is_last, 0.0 if value is None else sign * value
 
-    return sorted(samples, key=rank) if count is None else nsmallest(count, samples, key=rank)
+    return sorted(samples, key=rank)[:count]
 
 
 def describe(sample: Mapping[str, Any]) -> str:

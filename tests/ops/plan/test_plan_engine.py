@@ -13,16 +13,15 @@ import torch
 from plan_worlds import MODELS, config, write_config
 from tiny_families import FAMILIES, write_family
 
-from megarl.engines import buckets
 from megarl.engines.buckets import split_into_buckets
 from megarl.engines.sglang.transports.folder import WeightFolder
 from megarl.engines.weights import WeightForm
 from megarl.models.names import hf_shapes, rules_of
 from megarl.models.shapes import ModelShape, read_shape
 from megarl.ops.plan.engine_memory import cache_bytes_per_token, engine_memory, weight_bytes
-from megarl.ops.plan.layout import count_rank, divide_step, numel, stages_of
+from megarl.ops.plan.layout import count_rank, numel, stages_of
 from megarl.ops.plan.traffic import step_traffic, sync_traffic, trace_of
-from megarl.ops.plan.trainer_memory import BUCKET_BYTES, whole_bytes
+from megarl.ops.plan.trainer_memory import whole_bytes
 from megarl.routes import RoutingTrace, encode
 
 
@@ -106,12 +105,12 @@ def test_servers_share_weights_but_for_what_each_needs_whole() -> None:
 def test_a_server_caches_what_its_share_of_the_gpu_leaves(tmp_path: Path) -> None:
     overrides = {"rollout__engine": "sglang", "sglang__mem_fraction": 0.5, "launch__gpu_memory_gib": 1.0}
     settings, shape = config(write_config(tmp_path, "qwen3_moe"), **overrides), read_shape(tmp_path)
-    found = engine_memory(settings, shape, 32)
+    found = engine_memory(settings, shape)
     assert found.tokens == ((1 << 29) - weight_bytes(shape, 2)) // cache_bytes_per_token(shape, 2)
     assert found.sequences == found.tokens // 32
     assert found.total <= 1 << 29
     capped = config(tmp_path, **overrides, sglang__max_total_tokens=100)
-    assert engine_memory(capped, shape, 32).tokens == 100
+    assert engine_memory(capped, shape).tokens == 100
 
 
 @pytest.mark.parametrize(("experts", "topk"), [(64, 6), (256, 8), (384, 8)])
@@ -140,7 +139,7 @@ def test_routes_travel_only_where_they_are_replayed_watched_or_written(tmp_path:
         settings = config(model, rollout__engine="sglang", parallel__tp=2, **overrides)
         layout = settings.check_world_size(2)
         stage = stages_of(settings, shape)[0]
-        found = step_traffic(settings, shape, layout, stage, divide_step(settings, layout))
+        found = step_traffic(settings, shape, layout, stage, settings.longest_sequence)
         return found.routes, found.routes_per_rank
 
     fetched, unseen = (16 * 32 * 43, 16 * 32 * 3 * 2 // 4), {"train__max_native_flip": "off"}
@@ -151,7 +150,3 @@ def test_routes_travel_only_where_they_are_replayed_watched_or_written(tmp_path:
         assert routes(**others, **unseen) == (0, 0)
         assert routes(**others, **unseen, log__traces_every=5) == fetched
     assert routes(train__replay="none", megatron__moe_router_force_load_balancing=True) == (0, 0)  # no hook compares
-
-
-def test_buckets_are_those_of_the_fleet() -> None:
-    assert buckets.BUCKET_BYTES == BUCKET_BYTES

@@ -10,8 +10,7 @@ from run_configs import read_rows, read_words
 
 from megarl.errors import ConfigError
 from megarl.ops.plan.engine_memory import EngineMemory
-from megarl.ops.plan.gpu_memory import SERVER_RESERVE, TRAINER_RESERVE, shared_gpu
-from megarl.ops.plan.plan import plan
+from megarl.ops.plan.plan import SERVER_RESERVE, TRAINER_RESERVE, plan, shared_gpu
 from megarl.ops.plan.table import to_text
 from megarl.ops.plan.trainer_memory import RankMemory
 
