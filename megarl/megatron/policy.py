@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,10 +23,8 @@ from megarl.core.host_copies import HostCopies
 from megarl.core.replay_blockers import replay_blockers
 from megarl.errors import NumericsError
 from megarl.megatron.config_errors import as_config_error
-from megarl.megatron.field_values import realize
 from megarl.megatron.hf_weights import export_hf, load_hf, place_parameters
-from megarl.megatron.model import build_model, transformer_config
-from megarl.megatron.passes.dispatchers import release_after_use
+from megarl.megatron.model import build_model, release_after_use, transformer_config
 from megarl.models.names import is_fp32
 from megarl.models.shapes import ModelShape, read_shape
 from megarl.replay import RoutingReplay
@@ -297,3 +296,20 @@ def _scheduler(optimizer: Any, schedule: Schedule) -> OptimizerParamScheduler:
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
+
+
+def realize(dataclass_name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return checked values of a dataclass of Megatron from the [megatron] table, with names of dtypes and attention backends replaced by the objects.
+
+    Names of what a CUDA graph captures stay strings, because Megatron parses the names.
+    """
+    result = dict(values)
+    for key, value in values.items():
+        annotation = megatron_fields.fields()[dataclass_name][key]
+        if isinstance(value, list) and "Tuple" in annotation:
+            result[key] = tuple(value)
+        elif isinstance(value, str) and "dtype" in annotation:
+            result[key] = getattr(torch, value)
+        elif isinstance(value, str) and "AttnBackend" in annotation:
+            result[key] = AttnBackend[value]
+    return result

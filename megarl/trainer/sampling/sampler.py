@@ -26,7 +26,7 @@ from megarl.models.shapes import read_shape
 from megarl.routes.provenance import provenance_metrics
 from megarl.run.progress import Advance
 from megarl.trainer.mini_batch import Judged
-from megarl.trainer.sampling import excerpts, requests, seeds
+from megarl.trainer.sampling import excerpts, requests
 from megarl.trainer.sampling.allocators import AdaEst, Allocator, Gvm
 from megarl.trainer.sampling.assignment import (
     Assignment,
@@ -37,8 +37,7 @@ from megarl.trainer.sampling.assignment import (
     Refill,
     SequenceAssignment,
 )
-from megarl.trainer.sampling.evaluation import draw, pool, score_table
-from megarl.trainer.sampling.inputs import read_inputs
+from megarl.trainer.sampling.evaluation import draw, pool, read_inputs, score_table
 from megarl.trainer.sampling.step_rollouts import (
     SampleTable,
     StepRollouts,
@@ -227,12 +226,12 @@ class Sampler:
             if isinstance(self._allocator, Gvm):  # counted now: checkpoints hold the estimates from now on
                 self._spent = self._spent + self._allocator.spent[:2]
         refill = Refill(config.prompts_per_step_at_most, sampling.spare) if sampling.refill else None
-        seed = seeds.sampling_seed(config.run.seed, seeds.KEEP, step, 0, 0) if sampling.keep == "random" else None
+        seed = requests.sampling_seed(config.run.seed, requests.KEEP, step, 0, 0) if sampling.keep == "random" else None
         return _AssignedStep(step, position, PromptAssignment(rule, *sizes, refill=refill, seed=seed))
 
     def _presample(self, step: int, keys: Sequence[Key]) -> dict[Key, Sample]:
         """Draw given samples of a step's prompts, with separate seeds."""
-        make_draw = partial(self._make_draw, FixedSamples(keys), self._step_prompts(step), seeds.PRESAMPLE, step)
+        make_draw = partial(self._make_draw, FixedSamples(keys), self._step_prompts(step), requests.PRESAMPLE, step)
         replayed = self.config.train.replay == "r3"  # the routes have no further use
         params = requests.train_params(self.config, self._stop_tokens, routes=replayed)
         return self._draw(make_draw, params, self._while_waiting)
@@ -248,7 +247,7 @@ class Sampler:
 
     def _make_step_draw(self, assigned: _AssignedStep) -> Draw:
         prompts = self.prompts.take(self.order.take(assigned.position, self.config.prompts_per_step_at_most))
-        return self._make_draw(assigned.assignment.asker(), prompts, seeds.TRAIN, assigned.step)
+        return self._make_draw(assigned.assignment.asker(), prompts, requests.TRAIN, assigned.step)
 
     def _make_draw(self, asker: Asker, prompts: Sequence[Prompt], purpose: int, step: int) -> Draw:
         request_of = requests.make_requests(self.config.run.seed, purpose, step, prompts)

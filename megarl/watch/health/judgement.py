@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.config.tables.health import FALLING, HealthConfig
 from megarl.run.metrics_log import UNJUDGED
-from megarl.run.verdict import LEVELS, HealthVerdict
+from megarl.run.status import LEVELS, HealthVerdict
 from megarl.watch.health.checks import CHECKS, METRICS, Check, largest
 
 _RECENT_STEPS = 50
