@@ -29,6 +29,7 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
     """Megatron's config: defaults of every run, the model's shape, then the layout and the user's overrides.
 
     The router computes in fp32, and there is no dropout, because log-probabilities of two passes must agree.
+    ConfigError for settings that this machine or this release of Megatron cannot run.
     """
     has_te = uses_te(shape)
     defaults: dict[str, Any] = {

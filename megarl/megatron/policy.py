@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -35,29 +34,19 @@ Settings = TypeVar("Settings")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
+class Schedule(NamedTuple):
     """Learning rate over optimizer steps, as Megatron's scheduler understands it."""
 
-    lr: float
-    min_lr: float
-    warmup_steps: int
+    table: Any
+    """The [optim] or [sft] table, with lr, min_lr, warmup_steps, decay_style and weight_decay."""
     decay_steps: int
     """Optimizer steps until ``min_lr``, warm-up included."""
-    decay_style: str
-    weight_decay: float
-
-    @classmethod
-    def of(cls, settings: Any, decay_steps: int) -> Schedule:
-        """Return the schedule of an [optim] or [sft] table."""
-        copied = ("lr", "min_lr", "warmup_steps", "decay_style", "weight_decay")
-        return cls(decay_steps=decay_steps, **{name: getattr(settings, name) for name in copied})
 
 
 def schedule_of(config: Config) -> Schedule:
     """Return the schedule of an RL run."""
     optim = config.optim
-    return Schedule.of(optim, optim.decay_steps or max(config.optimizer_steps, optim.warmup_steps + 1))
+    return Schedule(optim, optim.decay_steps or max(config.optimizer_steps, optim.warmup_steps + 1))
 
 
 class Policy:
@@ -99,7 +88,7 @@ class Policy:
         self.optimizer.zero_grad()
 
     def expert_biases(self) -> list[torch.Tensor]:
-        """The buffers of the routers that a backward pass may move."""
+        """The buffers of the routers, fp32 [E], that a backward pass may move."""
         return [bias for router in self._routers if (bias := router._buffers.get("expert_bias")) is not None]
 
     def optimizer_step(self, more_follow: bool = False) -> tuple[float, float]:
@@ -149,7 +138,7 @@ class Policy:
         return f"the learning rate of the next update is {rates[1]:.4g}, planned was {rates[0]:.4g}: {changes}{keep}"
 
     def export(self, receive: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all weights under Hugging Face names, on the ranks that ``receive``; a collective call."""
+        """Yield all weights, [...] as in the file, under Hugging Face names, on ranks that ``receive``; a collective call."""
         return export_hf(self.chunks, self.shape, receive, self._placed)
 
     def offload(self) -> int:
@@ -274,7 +263,7 @@ def _optimizer_config(config: Config, schedule: Schedule) -> OptimizerConfig:
     return _configure(
         OptimizerConfig,
         config,
-        **{name: getattr(schedule, name) for name in ("lr", "min_lr", "weight_decay")},
+        **{name: getattr(schedule.table, name) for name in ("lr", "min_lr", "weight_decay")},
         **{name: getattr(config.optim, name) for name in ("adam_beta1", "adam_beta2", "adam_eps", "clip_grad")},
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
@@ -285,11 +274,13 @@ def _scheduler(optimizer: Any, schedule: Schedule) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=schedule.lr,
-        min_lr=schedule.min_lr,
-        **{f"lr_{name}": getattr(schedule, name) for name in ("warmup_steps", "decay_steps", "decay_style")},
-        start_wd=schedule.weight_decay,
-        end_wd=schedule.weight_decay,
+        max_lr=schedule.table.lr,
+        min_lr=schedule.table.min_lr,
+        lr_warmup_steps=schedule.table.warmup_steps,
+        lr_decay_steps=schedule.decay_steps,
+        lr_decay_style=schedule.table.decay_style,
+        start_wd=schedule.table.weight_decay,
+        end_wd=schedule.table.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
         # A resumed run may have more steps; the checkpoint then only says how far the schedule has come.
@@ -299,7 +290,9 @@ def _scheduler(optimizer: Any, schedule: Schedule) -> OptimizerParamScheduler:
 
 
 def realize(dataclass_name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return checked values of a dataclass of Megatron from the [megatron] table, with names of dtypes and attention backends replaced by the objects.
+    """Return checked values of a dataclass of Megatron, from the [megatron] table.
+
+    Names of dtypes and attention backends are replaced by the objects.
 
     Names of what a CUDA graph captures stay strings, because Megatron parses the names.
     """

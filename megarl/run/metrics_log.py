@@ -173,13 +173,13 @@ class MetricsLog:
             self._wandb.log({prefix + name: value for name, value in values.items()} | {"global_step": step})
 
 
-def read_metrics(path: str | Path, begin: int = 0) -> list[Record]:
-    """Return all records of a metrics.jsonl from a byte on, in order; errors as of ``iterate_metrics``."""
-    return [*iterate_metrics(path, begin)]
+def read_metrics(path: str | Path) -> list[Record]:
+    """Return all records of a metrics.jsonl, in order; DataError as of ``iterate_metrics``."""
+    return [*iterate_metrics(path)]
 
 
-def iterate_metrics(path: str | Path, begin: int = 0) -> Iterator[Record]:
-    """Yield all records of a metrics.jsonl from a byte on, in order, with one record in memory.
+def iterate_metrics(path: str | Path) -> Iterator[Record]:
+    """Yield all records of a metrics.jsonl, in order, with one record in memory.
 
     A broken last line is passed over: a kill leaves such a line. DataError with file and line for an earlier broken
     line, and without a file.
@@ -188,7 +188,6 @@ def iterate_metrics(path: str | Path, begin: int = 0) -> Iterator[Record]:
     if not path.is_file():
         raise DataError(f"{path}: there is no such file; a run writes it into its run folder")
     with path.open("rb") as file:
-        file.seek(begin)
         for number, line in enumerate(file, start=1):
             if broken is not None and line.strip():
                 raise broken

@@ -74,9 +74,8 @@ class SampleRecords:
 class TraceDump:
     """Writes the routes of steps to files: the engine's routes, and the choice of the training routers.
 
-    ``megarl trace diff`` on the two files shows where the engines disagree, layer by layer. Each rank writes its sampled
-    sequences.
-    ConfigError if Megatron's settings bypass the replay hook.
+    ``megarl trace diff`` on the two files shows where the engines disagree, layer by layer. Each rank writes its
+    sampled sequences. ConfigError if Megatron's settings bypass the replay hook.
     """
 
     def __init__(self, folder: Path, policy: Policy) -> None:

@@ -59,7 +59,7 @@ class SequenceSquares:
             yield
 
     def on_logprobs(self, logprobs: Tensor) -> None:
-        """Measure the output layer, if in the block, in the backward pass of a result of ``linear_logprobs``."""
+        """Measure the output layer, if in the block, in the backward pass of a result [S] of ``linear_logprobs``."""
         if self._block.output:
             weight = WeightGradient(logprobs)
             logprobs.register_hook(lambda gradient: self._add_output(next(self._outputs), weight, gradient))
