@@ -34,7 +34,7 @@ class FrozenModel:
             self.step = checkpoint.load_weights(checkpoint_path, self.chunks, self.shape, verify)
 
     def export(self, receive: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all weights, [...] as in the file, under Hugging Face names, on ranks that ``receive``; a collective call."""
+        """Yield all weights, whole [...], under Hugging Face names, on ranks that ``receive``; a collective call."""
         return export_hf(self.chunks, self.shape, receive)
 
 

@@ -139,7 +139,7 @@ def export_hf(
     receive: bool = True,
     placed: Sequence[Placed] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every Hugging Face tensor of the live model, whole [...], in canonical order, on the ranks that ``receive``.
+    """Yield every Hugging Face tensor [...] of the live model, whole, in canonical order, on ranks that ``receive``.
 
     A collective call: exhaust the iterator, also on ranks that receive nothing. A single parameter, or ``GATHER_BYTES``
     of a layer's experts of a kind, is whole at a time. Tensors of a single rank may be views of the weights: copy what

@@ -138,7 +138,7 @@ class Policy:
         return f"the learning rate of the next update is {rates[1]:.4g}, planned was {rates[0]:.4g}: {changes}{keep}"
 
     def export(self, receive: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all weights, [...] as in the file, under Hugging Face names, on ranks that ``receive``; a collective call."""
+        """Yield all weights, whole [...], under Hugging Face names, on ranks that ``receive``; a collective call."""
         return export_hf(self.chunks, self.shape, receive, self._placed)
 
     def offload(self) -> int:

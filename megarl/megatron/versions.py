@@ -37,7 +37,7 @@ def for_stage(stage: int | None) -> dict[str, Any]:
 
 
 def copy_to_tensor_parallel(replicated: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensor [S, H], with a gradient summed over ``group``, the tensor-parallel group (which 0.12 always uses)."""
+    """Return the tensor [S, H], with a gradient summed over the tensor-parallel group (which 0.12 always uses)."""
     argument = {"group": group} if takes(copy_to_tensor_model_parallel_region, "group") else {}
     return copy_to_tensor_model_parallel_region(replicated, **argument)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,28 +58,16 @@ WITHOUT_RUN: dict[str, Any] = {
 """The minimal configuration, for a bare model: the local engine, bf16."""
 
 
-@dataclass(frozen=True, slots=True)
-class GapRequest:
-    """What to compare."""
+def find_weights(
+    path: Path, file: Path | None, prompts: str | None, overrides: dict[str, Any], trust: bool
+) -> tuple[Config, Path | None]:
+    """Return the configuration of a Hugging Face folder, a run's folder or its checkpoint, and the step folder.
 
-    config: Config
-    checkpoint: Path | None
-    """A step folder; None: the weights in model.path."""
-    num_responses: int
-    max_tokens: int
-    """Of a response."""
-
-
-def gap_request(
-    path: Path, file: Path | None, prompts: str | None, overrides: dict[str, Any], *, responses: int, tokens: int,
-    trust: bool,
-) -> GapRequest:  # fmt: skip
-    """Find weights and configuration of a Hugging Face folder, a run's folder or its checkpoint; ConfigError."""
+    Without a step folder, the weights are in model.path. ConfigError for a folder or flags that do not fit.
+    """
     checkpoint = None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("megarl gap runs in one process: start it without torchrun")
-    if min(responses, tokens) < 1:
-        raise ConfigError(f"--responses {responses} --tokens {tokens}: expected at least 1 of each")
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; expected a Hugging Face folder, a run's folder, or its checkpoint")
     if (path / "config.json").is_file():
@@ -98,26 +86,30 @@ def gap_request(
         raise ConfigError(f"{path} is a model without a run: give --prompts FILE, or --config FILE")
     else:
         config = config_file.parse(WITHOUT_RUN, overrides, source="megarl gap")
-    return GapRequest(config, checkpoint, responses, tokens)
+    return config, checkpoint
 
 
-def measure_and_show(request: GapRequest, max_k3: float, as_json: bool) -> int:
-    """Measure, print, and return the exit code: 0 for a healthy gap, 1 for a bad one."""
-    config = _alone(request)
-    distributed.initialize(config)
+def measure_and_show(
+    config: Config, checkpoint: Path | None, responses: int, tokens: int, max_k3: float, as_json: bool
+) -> int:
+    """Measure, print, and return the exit code: 0 for a healthy gap, 1 for a bad one.
+
+    responses: of each precision; tokens: the longest response.
+    """
+    alone = _alone(config, tokens)
+    distributed.initialize(alone)
     try:
-        pairs = list(_measure_all(request, config))
+        pairs = list(_measure_all(alone, checkpoint, responses))
     finally:
         distributed.shutdown()
-    report: GapReport = judge(pairs, request.config.train.replay, replace(GAP, k3=max_k3))
+    report: GapReport = judge(pairs, config.train.replay, replace(GAP, k3=max_k3))
     print(json.dumps(report.to_json(), indent=2) if as_json else report.to_text())
     return 0 if report.is_healthy else 1
 
 
-def _alone(request: GapRequest) -> Config:
+def _alone(config: Config, tokens: int) -> Config:
     """The configuration for a single process without training; servers record routes, and write to <run.dir>/gap."""
-    config = request.config
-    longest = min(request.max_tokens, config.rollout.max_response_tokens)
+    longest = min(tokens, config.rollout.max_response_tokens)
     rollout = {"prompts_per_step": 1, "group_size": 1, "max_response_tokens": longest}
     room = max(config.train.micro_batch_tokens, (config.data.max_prompt_tokens or 0) + longest)
     train: dict[str, Any] = {"mini_batches": 1, "micro_batch_tokens": room}
@@ -127,16 +119,16 @@ def _alone(request: GapRequest) -> Config:
     return with_keys(one_rank, run={"dir": str(config.run_dir / "gap")}, rollout=rollout, train=train)
 
 
-def _measure_all(request: GapRequest, config: Config) -> Iterator[PairGap]:
+def _measure_all(config: Config, checkpoint: Path | None, responses: int) -> Iterator[PairGap]:
     """By training precision, with a single model in memory at a time."""
     pairs = _pairs(config)
     for training in dict.fromkeys(dtype for _, dtype, _ in pairs):
         of_dtype = with_keys(config, model={"dtype": training})
-        model = TrainingEngine(of_dtype, request.checkpoint)
+        model = TrainingEngine(of_dtype, checkpoint)
         for rollout, dtype, is_configured in pairs:
             if dtype == training:
                 precision = {} if is_configured else PRECISIONS[rollout]
-                rollouts = draw(with_keys(of_dtype, rollout=precision), model, request.num_responses)
+                rollouts = draw(with_keys(of_dtype, rollout=precision), model, responses)
                 yield model.compare(rollouts, rollout, is_configured)
         del model
 
@@ -157,7 +149,10 @@ def _pairs(config: Config) -> list[tuple[str, str, bool]]:
 
 
 def draw(config: Config, model: TrainingEngine, num_responses: int) -> list[Rollout]:
-    """Sample with the rollout engine of a configuration, which gets the model's weights."""
+    """Sample with the rollout engine of a configuration, which gets the model's weights.
+
+    RolloutError if a third party changes the weights meanwhile.
+    """
     tokenizer = load_model_tokenizer(config.model)
     prompts = load_run_prompts(config, tokenizer)
     request_of = make_requests(config.run.seed, EVALUATE, 0, prompts)
