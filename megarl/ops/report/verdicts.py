@@ -8,8 +8,7 @@ import pydantic
 
 from megarl.config.tables.health import HealthConfig
 from megarl.errors import DataError
-from megarl.watch.health import judge_run
-from megarl.watch.health.checks import CHECKS
+from megarl.watch.health import CHECKS, judge_run
 
 
 def render_verdicts(records: Sequence[Mapping[str, Any]], config: Mapping[str, Any], name: str = "") -> str:

@@ -17,7 +17,7 @@ from megarl.data.prompts import Prompt
 from megarl.engines.player import Sample
 from megarl.errors import CheckpointError, ConfigError
 from megarl.megatron import distributed
-from megarl.megatron.gradients.block import find_block
+from megarl.megatron.gradients import find_block
 from megarl.trainer.sampling.assignment import Key
 from megarl.trainer.sampling.gradient_norms import gradient_norms
 from megarl.trainer.sampling.value_head import ValueHead
