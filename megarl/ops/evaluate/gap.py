@@ -35,7 +35,6 @@ from megarl.models.fit import can_compare
 from megarl.models.shapes import read_shape
 from megarl.ops.evaluate.evaluation import find_checkpoint
 from megarl.ops.evaluate.request import with_keys
-from megarl.replay import RoutingReplay
 from megarl.routes import Disagreement
 from megarl.run.progress import StepProgress
 from megarl.trainer.engines import make_engine
@@ -160,7 +159,7 @@ def draw(config: Config, model: TrainingEngine, num_responses: int) -> list[Roll
     params = train_params(config, turn_ends(config, tokenizer), routes=model.replay is not None)
     engine = make_engine(config, StepProgress(enabled=False).line)
     try:
-        engine.update_weights(model.frozen.export(engine.receives_weights), version=0)
+        engine.update_weights(model.export(engine.receives_weights), version=0)
         rollouts = engine.generate(requests, params)
         if is_changed(engine):
             raise RolloutError("somebody else has changed the weights of a server meanwhile; use servers of your own")
@@ -169,23 +168,20 @@ def draw(config: Config, model: TrainingEngine, num_responses: int) -> list[Roll
     return rollouts
 
 
-class TrainingEngine:
+class TrainingEngine(FrozenModel):
     """The model in Megatron, as the old-log-prob pass of a run has it; without an optimizer."""
 
     def __init__(self, config: Config, checkpoint: Path | None) -> None:
-        self.config = config
-        self.frozen = FrozenModel(config, checkpoint)
-        has_routes = can_compare(config, self.frozen.shape)
-        self.replay = RoutingReplay(self.frozen.chunks) if has_routes else None
+        super().__init__(config, checkpoint, can_compare(config, read_shape(config.model.path)))
 
     def compare(self, rollouts: Sequence[Rollout], name: str, is_configured: bool) -> PairGap:
         """Compare rollouts with two passes over them. TraceError for routes of a different model."""
-        config, shape = self.config, self.frozen.shape
+        config, shape = self.config, self.shape
         packed = pack(rollouts, np.zeros(len(rollouts)), routes=False)
         micros = split(config, packed)
         batch = select(packed, [sequence for micro in micros for sequence in micro.sequences])
         sizes = {"temperature": config.rollout.temperature, "vocab_size": shape.vocab_size}
-        run = partial(_gap, batch, self.frozen.chunks, micros, **sizes)
+        run = partial(_gap, batch, self.chunks, micros, **sizes)
         num_tokens, training = int(batch.loss_mask.sum()), config.model.dtype
         if self.replay is None:
             return PairGap(name, training, is_configured, num_tokens, run(), None, None)
