@@ -18,15 +18,7 @@ from megatron.core import parallel_state
 from megarl.errors import CheckpointError
 from megarl.files import outputs
 from megarl.megatron.distributed import all_gather, barrier, gather_objects
-from megarl.models.hf_files import (
-    HFCheckpoint,
-    check_tensors,
-    copy_model_files,
-    describe_left_out,
-    save_tensors,
-    split_by_size,
-    write_index,
-)
+from megarl.models import hf_files
 from megarl.models.names import LAYOUTS, Rule, hf_shapes, rules_of
 from megarl.models.shapes import ModelShape
 from megarl.replay.megatron_state import unwrap
@@ -92,14 +84,14 @@ def load_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, path: str | Pa
     Returns a line about the prediction layers left out, "" without prediction layers. CheckpointError naming every
     missing or unknown tensor, and every wrong shape.
     """
-    with HFCheckpoint(path) as checkpoint:
-        left_out = describe_left_out(check_tensors(checkpoint, hf_shapes(shape)))
+    with hf_files.HFCheckpoint(path) as checkpoint:
+        left_out = hf_files.describe_left_out(hf_files.check_tensors(checkpoint, hf_shapes(shape)))
         for entry in place_parameters(chunks, shape):
             _load_entry(entry, checkpoint, shape)
     return left_out
 
 
-def _load_entry(entry: Placed, checkpoint: HFCheckpoint, shape: ModelShape) -> None:
+def _load_entry(entry: Placed, checkpoint: hf_files.HFCheckpoint, shape: ModelShape) -> None:
     if entry.rule.scope == "expert":
         group = parallel_state.get_expert_tensor_parallel_group()
     else:
@@ -245,13 +237,13 @@ def _write_folder(
     listing: dict[str, str] = {}
     total, dtype = 0, None
     on_host = ((name, tensor.detach().cpu().contiguous().clone()) for name, tensor in tensors)
-    for number, shard in enumerate(split_by_size(on_host, lambda item: item[1].nbytes, _SHARD_BYTES), 1):
+    for number, shard in enumerate(hf_files.split_by_size(on_host, lambda item: item[1].nbytes, _SHARD_BYTES), 1):
         file = f"model-{number:05d}.safetensors"
-        save_tensors(dict(shard), partial / file)
+        hf_files.save_tensors(dict(shard), partial / file)
         listing.update((name, file) for name, _ in shard)
         total += sum(tensor.nbytes for _, tensor in shard)
         dtype = dtype or shard[0][1].dtype  # of the embedding
-    write_index(partial, listing, total)
-    copy_model_files(source, partial, dtype)
+    hf_files.write_index(partial, listing, total)
+    hf_files.copy_model_files(source, partial, dtype)
     outputs.seal(partial, **about)
     outputs.replace_folder(partial, out)
