@@ -9,7 +9,7 @@ import pytest
 from megarl.config import megatron_fields
 from megarl.core.replay_blockers import REPLAY_BLOCKERS, replay_blockers
 from megarl.errors import ConfigError
-from megarl.megatron.field_values import realize
+from megarl.megatron.policy import realize
 
 
 @pytest.fixture(scope="module")

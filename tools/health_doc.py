@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from megarl.config.tables.health import FALLING, HealthConfig
-from megarl.watch.health.checks import CHECKS, Check
+from megarl.watch.health import CHECKS, Check
 
 TARGET = Path(__file__).parent.parent / "docs" / "health.md"
 

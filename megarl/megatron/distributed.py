@@ -283,7 +283,7 @@ def _agree_on_layout(local: Layout | None) -> Layout:
 
 
 def all_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The tensor, which becomes the sum over a group's ranks."""
+    """The tensor [...], which becomes the sum over a group's ranks."""
     if group.size() > 1:
         dist.all_reduce(tensor, group=group)
     return tensor
@@ -299,7 +299,7 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def gather_bytes(local: np.ndarray, group: dist.ProcessGroup) -> list[np.ndarray]:
-    """The uint8 arrays of all ranks of a group, of any lengths, in rank order; sent as tensors, not pickled."""
+    """The uint8 arrays [B] of all ranks of a group, of any lengths, in rank order; sent as tensors, not pickled."""
     if group.size() == 1:
         return [local]
     device = torch.cuda.current_device()

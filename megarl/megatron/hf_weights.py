@@ -18,20 +18,14 @@ from megatron.core import parallel_state
 from megarl.errors import CheckpointError
 from megarl.files import outputs
 from megarl.megatron.distributed import all_gather, barrier, gather_objects
-from megarl.models.hf_files import (
-    HFCheckpoint,
-    check_tensors,
-    copy_model_files,
-    describe_left_out,
-    save_tensors,
-    split_by_size,
-    write_index,
-)
+from megarl.models import hf_files
 from megarl.models.names import LAYOUTS, Rule, hf_shapes, rules_of
 from megarl.models.shapes import ModelShape
 from megarl.replay.megatron_state import unwrap
 
 _SHARD_BYTES = 4 << 30
+_Hop = tuple[dist.ProcessGroup, bool]
+"""A group on the way of tensors to the receiving ranks, and whether any of its ranks needs them."""
 GATHER_BYTES = 256 << 20
 """Limit for experts gathered at once, unless an expert of every rank is more."""
 
@@ -90,14 +84,14 @@ def load_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, path: str | Pa
     Returns a line about the prediction layers left out, "" without prediction layers. CheckpointError naming every
     missing or unknown tensor, and every wrong shape.
     """
-    with HFCheckpoint(path) as checkpoint:
-        left_out = describe_left_out(check_tensors(checkpoint, hf_shapes(shape)))
+    with hf_files.HFCheckpoint(path) as checkpoint:
+        left_out = hf_files.describe_left_out(hf_files.check_tensors(checkpoint, hf_shapes(shape)))
         for entry in place_parameters(chunks, shape):
             _load_entry(entry, checkpoint, shape)
     return left_out
 
 
-def _load_entry(entry: Placed, checkpoint: HFCheckpoint, shape: ModelShape) -> None:
+def _load_entry(entry: Placed, checkpoint: hf_files.HFCheckpoint, shape: ModelShape) -> None:
     if entry.rule.scope == "expert":
         group = parallel_state.get_expert_tensor_parallel_group()
     else:
@@ -131,68 +125,13 @@ class _Piece:
     """Key of LAYOUTS."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Hop:
-    """A group on the way of tensors to the receiving ranks."""
-
-    group: dist.ProcessGroup
-    receivers: Sequence[int]
-    """Ranks of the group that need the tensors of the whole group."""
-
-    @classmethod
-    def route(cls, groups: Sequence[dist.ProcessGroup], receives: bool) -> list[_Hop]:
-        """Return the hops through the groups to the receiving ranks; a collective call."""
-        route: list[_Hop] = []
-        for group in reversed(groups):
-            receivers = [rank for rank, is_receiver in enumerate(gather_objects(receives, group)) if is_receiver]
-            route.insert(0, cls(group, receivers))
-            receives = bool(receivers)
-        return route
-
-    def gather(self, shard: torch.Tensor | None) -> torch.Tensor | None:
-        """[...] of each rank -> [group size, ...] on the receivers, else None."""
-        if not self.receivers:
-            return None
-        assert shard is not None, "every rank of a group with receivers has its shard"
-        if len(self.receivers) == self.group.size():
-            return all_gather(shard, self.group)
-        gathered = None
-        for receiver in self.receivers:
-            slots = None
-            if receiver == self.group.rank():
-                gathered = shard.new_empty((self.group.size(), *shard.shape))
-                slots = list(gathered.unbind())
-            dist.gather(shard.contiguous(), slots, group=self.group, group_dst=receiver)
-        return gathered
-
-    def hand_over(
-        self, whole: torch.Tensor | None, owner: int, shape: Sequence[int], dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        """Return the ``owner``'s tensor, of this shape, on the receivers; None on other ranks."""
-        rank = self.group.rank()
-        if not self.receivers or rank not in (owner, *self.receivers):
-            return None
-        if rank != owner:
-            whole = torch.empty(*shape, dtype=dtype, device=torch.cuda.current_device())
-        assert whole is not None, "the owner has the tensor"
-        if len(self.receivers) == self.group.size() > 1:
-            dist.broadcast(whole, group=self.group, group_src=owner)
-        elif rank != owner:
-            dist.recv(whole, group=self.group, group_src=owner)
-        else:
-            for receiver in self.receivers:
-                if receiver != owner:
-                    dist.send(whole, group=self.group, group_dst=receiver)
-        return whole if rank in self.receivers else None
-
-
 def export_hf(
     chunks: Sequence[torch.nn.Module],
     shape: ModelShape,
     receive: bool = True,
     placed: Sequence[Placed] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every Hugging Face tensor of the live model, whole, in canonical order, on the ranks that ``receive``.
+    """Yield every Hugging Face tensor [...] of the live model, whole, in canonical order, on ranks that ``receive``.
 
     A collective call: exhaust the iterator, also on ranks that receive nothing. A single parameter, or ``GATHER_BYTES``
     of a layer's experts of a kind, is whole at a time. Tensors of a single rank may be views of the weights: copy what
@@ -208,7 +147,7 @@ def export_hf(
             local.setdefault((entry.layer, numbers[entry.rule.megatron]), []).append(entry)
     for piece in _pieces(local):
         rule, entries = rules[piece.order[1]], sorted(local.get(piece.order, []), key=lambda entry: entry.expert)
-        for names, shards in _gather(piece, rule, entries, routes[rule.scope == "expert"]):
+        for names, shards in _gather(piece, rule, entries, routes[rule.scope == "expert"], receive):
             yield from zip(names, LAYOUTS[piece.layout].join(shards, shape), strict=True)
 
 
@@ -221,7 +160,15 @@ def _routes(receive: bool) -> tuple[list[_Hop], list[_Hop]]:
         parallel_state.get_expert_model_parallel_group(),
         pipeline,
     ]
-    return _Hop.route(dense, receive), _Hop.route(experts, receive)
+    return _route(dense, receive), _route(experts, receive)
+
+
+def _route(groups: Sequence[dist.ProcessGroup], receive: bool) -> list[_Hop]:
+    route: list[_Hop] = []
+    for group in reversed(groups):
+        receive = any(gather_objects(receive, group))  # the next group's tensors are made of this one's
+        route.insert(0, (group, receive))
+    return route
 
 
 def _pieces(local: dict[tuple[int, int], list[Placed]]) -> list[_Piece]:
@@ -236,27 +183,29 @@ def _pieces(local: dict[tuple[int, int], list[Placed]]) -> list[_Piece]:
 
 
 def _gather(
-    piece: _Piece, rule: Rule, entries: list[Placed], route: list[_Hop]
+    piece: _Piece, rule: Rule, entries: list[Placed], route: list[_Hop], receive: bool
 ) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
     """Yield (Hugging Face names, shards of all tensor-parallel ranks) of each parameter, on the receiving ranks."""
-    if not route[0].receivers:
+    if not route[0][1]:
         return
-    if all(hop.group.size() == 1 for hop in route):  # without gathering there is no copy
+    if all(group.size() == 1 for group, _ in route):  # without gathering there is no copy
         yield from ((entry.hf_names, [entry.tensor.detach()]) for entry in entries)
         return
-    *inner, pipeline = route
-    sizes = [hop.group.size() for hop in reversed(inner)]  # [expert-parallel ranks if gathered, tensor-parallel ranks]
+    *inner, (pipeline, is_used) = route
+    sizes = [group.size() for group, _ in reversed(inner)]  # [expert-parallel ranks if gathered, tensor-parallel ranks]
     num_local, *of_expert = piece.shape
     step = max(1, GATHER_BYTES // (math.prod(sizes) * math.prod(of_expert) * piece.dtype.itemsize))
     for first in range(0, num_local, step):
         num = min(step, num_local - first)
-        whole = None
-        if piece.stage == pipeline.group.rank():
+        if piece.stage == pipeline.rank():
             whole = torch.stack([entry.tensor.detach() for entry in entries[first : first + num]])
-            for hop in inner:
-                whole = hop.gather(whole)
-        whole = pipeline.hand_over(whole, piece.stage, (*sizes, num, *of_expert), piece.dtype)
-        if whole is None:
+            for group in (group for group, is_needed in inner if is_needed):
+                whole = all_gather(whole, group)
+        else:
+            whole = torch.empty(*sizes, num, *of_expert, dtype=piece.dtype, device=torch.cuda.current_device())
+        if is_used and pipeline.size() > 1:
+            dist.broadcast(whole, group=pipeline, group_src=piece.stage)
+        if not receive:
             continue
         for rank, shards in enumerate(whole.view(-1, sizes[-1], num, *of_expert)):
             for offset, expert in enumerate(shards.unbind(1), rank * num_local + first):
@@ -288,13 +237,13 @@ def _write_folder(
     listing: dict[str, str] = {}
     total, dtype = 0, None
     on_host = ((name, tensor.detach().cpu().contiguous().clone()) for name, tensor in tensors)
-    for number, shard in enumerate(split_by_size(on_host, lambda item: item[1].nbytes, _SHARD_BYTES), 1):
+    for number, shard in enumerate(hf_files.split_by_size(on_host, lambda item: item[1].nbytes, _SHARD_BYTES), 1):
         file = f"model-{number:05d}.safetensors"
-        save_tensors(dict(shard), partial / file)
+        hf_files.save_tensors(dict(shard), partial / file)
         listing.update((name, file) for name, _ in shard)
         total += sum(tensor.nbytes for _, tensor in shard)
         dtype = dtype or shard[0][1].dtype  # of the embedding
-    write_index(partial, listing, total)
-    copy_model_files(source, partial, dtype)
+    hf_files.write_index(partial, listing, total)
+    hf_files.copy_model_files(source, partial, dtype)
     outputs.seal(partial, **about)
     outputs.replace_folder(partial, out)

@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -28,6 +29,7 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
     """Megatron's config: defaults of every run, the model's shape, then the layout and the user's overrides.
 
     The router computes in fp32, and there is no dropout, because log-probabilities of two passes must agree.
+    ConfigError for settings that this machine or this release of Megatron cannot run.
     """
     has_te = uses_te(shape)
     defaults: dict[str, Any] = {
@@ -186,3 +188,37 @@ def _fix_latents(chunk: GPTModel, shape: ModelShape) -> None:
                     f"parallel.tp: found {tp}, expected 1: with Transformer Engine, "
                     f"megatron-core {RELEASE} cuts projections that latent attention needs whole; install 0.16 to 0.19"
                 )
+
+
+def release_after_use(model: torch.nn.Module) -> None:
+    """Let all token dispatchers of a new model drop the tensors of a pass after the last method.
+
+    Megatron's dispatchers keep tensors of a layer's pass until the layer's next pass: probabilities with their graph,
+    routing maps, permutations. The graph of a recomputed layer holds all activations of the layer. With activation
+    checkpointing, the activations of every MoE layer would stay in memory, as if without recomputation.
+    """
+    for module in model.modules():
+        if isinstance(module, BaseMoELayer):
+            _release_after_use(module.token_dispatcher)
+
+
+def _release_after_use(dispatcher: Any) -> None:
+    name = "combine_postprocess" if hasattr(dispatcher, "combine_postprocess") else "token_unpermutation"  # up to 0.12
+    last = getattr(dispatcher, name)
+    # The flex dispatcher leaves the tensors to a manager.
+    holders = [
+        vars(holder) for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None)) if holder is not None
+    ]
+    constants = [set(_tensors_of(holder)) for holder in holders]
+
+    def combine(*arguments: Any, **options: Any) -> Any:
+        output = last(*arguments, **options)
+        for holder, constant in zip(holders, constants, strict=True):
+            holder.update(dict.fromkeys(set(_tensors_of(holder)) - constant))
+        return output
+
+    setattr(dispatcher, name, combine)
+
+
+def _tensors_of(holder: dict[str, Any]) -> list[str]:
+    return [name for name, value in holder.items() if isinstance(value, torch.Tensor)]

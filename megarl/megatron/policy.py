@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,10 +22,8 @@ from megarl.core.host_copies import HostCopies
 from megarl.core.replay_blockers import replay_blockers
 from megarl.errors import NumericsError
 from megarl.megatron.config_errors import as_config_error
-from megarl.megatron.field_values import realize
 from megarl.megatron.hf_weights import export_hf, load_hf, place_parameters
-from megarl.megatron.model import build_model, transformer_config
-from megarl.megatron.passes.dispatchers import release_after_use
+from megarl.megatron.model import build_model, release_after_use, transformer_config
 from megarl.models.names import is_fp32
 from megarl.models.shapes import ModelShape, read_shape
 from megarl.replay import RoutingReplay
@@ -36,29 +34,19 @@ Settings = TypeVar("Settings")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
+class Schedule(NamedTuple):
     """Learning rate over optimizer steps, as Megatron's scheduler understands it."""
 
-    lr: float
-    min_lr: float
-    warmup_steps: int
+    table: Any
+    """The [optim] or [sft] table, with lr, min_lr, warmup_steps, decay_style and weight_decay."""
     decay_steps: int
     """Optimizer steps until ``min_lr``, warm-up included."""
-    decay_style: str
-    weight_decay: float
-
-    @classmethod
-    def of(cls, settings: Any, decay_steps: int) -> Schedule:
-        """Return the schedule of an [optim] or [sft] table."""
-        copied = ("lr", "min_lr", "warmup_steps", "decay_style", "weight_decay")
-        return cls(decay_steps=decay_steps, **{name: getattr(settings, name) for name in copied})
 
 
 def schedule_of(config: Config) -> Schedule:
     """Return the schedule of an RL run."""
     optim = config.optim
-    return Schedule.of(optim, optim.decay_steps or max(config.optimizer_steps, optim.warmup_steps + 1))
+    return Schedule(optim, optim.decay_steps or max(config.optimizer_steps, optim.warmup_steps + 1))
 
 
 class Policy:
@@ -100,7 +88,7 @@ class Policy:
         self.optimizer.zero_grad()
 
     def expert_biases(self) -> list[torch.Tensor]:
-        """The buffers of the routers that a backward pass may move."""
+        """The buffers of the routers, fp32 [E], that a backward pass may move."""
         return [bias for router in self._routers if (bias := router._buffers.get("expert_bias")) is not None]
 
     def optimizer_step(self, more_follow: bool = False) -> tuple[float, float]:
@@ -150,7 +138,7 @@ class Policy:
         return f"the learning rate of the next update is {rates[1]:.4g}, planned was {rates[0]:.4g}: {changes}{keep}"
 
     def export(self, receive: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all weights under Hugging Face names, on the ranks that ``receive``; a collective call."""
+        """Yield all weights, whole [...], under Hugging Face names, on ranks that ``receive``; a collective call."""
         return export_hf(self.chunks, self.shape, receive, self._placed)
 
     def offload(self) -> int:
@@ -275,7 +263,7 @@ def _optimizer_config(config: Config, schedule: Schedule) -> OptimizerConfig:
     return _configure(
         OptimizerConfig,
         config,
-        **{name: getattr(schedule, name) for name in ("lr", "min_lr", "weight_decay")},
+        **{name: getattr(schedule.table, name) for name in ("lr", "min_lr", "weight_decay")},
         **{name: getattr(config.optim, name) for name in ("adam_beta1", "adam_beta2", "adam_eps", "clip_grad")},
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
@@ -286,14 +274,35 @@ def _scheduler(optimizer: Any, schedule: Schedule) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=schedule.lr,
-        min_lr=schedule.min_lr,
-        **{f"lr_{name}": getattr(schedule, name) for name in ("warmup_steps", "decay_steps", "decay_style")},
-        start_wd=schedule.weight_decay,
-        end_wd=schedule.weight_decay,
+        max_lr=schedule.table.lr,
+        min_lr=schedule.table.min_lr,
+        lr_warmup_steps=schedule.table.warmup_steps,
+        lr_decay_steps=schedule.decay_steps,
+        lr_decay_style=schedule.table.decay_style,
+        start_wd=schedule.table.weight_decay,
+        end_wd=schedule.table.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
         # A resumed run may have more steps; the checkpoint then only says how far the schedule has come.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
+
+
+def realize(dataclass_name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return checked values of a dataclass of Megatron, from the [megatron] table.
+
+    Names of dtypes and attention backends are replaced by the objects.
+
+    Names of what a CUDA graph captures stay strings, because Megatron parses the names.
+    """
+    result = dict(values)
+    for key, value in values.items():
+        annotation = megatron_fields.fields()[dataclass_name][key]
+        if isinstance(value, list) and "Tuple" in annotation:
+            result[key] = tuple(value)
+        elif isinstance(value, str) and "dtype" in annotation:
+            result[key] = getattr(torch, value)
+        elif isinstance(value, str) and "AttnBackend" in annotation:
+            result[key] = AttnBackend[value]
+    return result

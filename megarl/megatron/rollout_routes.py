@@ -70,13 +70,13 @@ class Placement:
         return np.concatenate([np.empty(0, np.int64), *(self._rows_of(piece) for piece in self.pieces)])
 
     def encode(self) -> np.ndarray:
-        """Return all numbers of the placement as bytes."""
+        """Return all numbers of the placement as bytes, uint8 [B]."""
         pieces = [(piece.sequences.tolist(), piece.lengths.tolist(), piece.num_slots) for piece in self.pieces]
         return np.frombuffer(json.dumps((pieces, self.layers, self.tp, self.cp), default=int).encode(), np.uint8)
 
     @staticmethod
     def decode(data: np.ndarray) -> Placement:
-        """Inverse of ``encode``."""
+        """Inverse of ``encode``: uint8 [B] -> placement."""
         pieces, *others_ = json.loads(data.tobytes())
         decoded = (
             PackedPiece(np.array(ids, np.int64), np.array(lengths, np.int64), slots) for ids, lengths, slots in pieces
@@ -119,12 +119,7 @@ def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.P
     sizes = [len(columns) * len(places) * rows.size(2) for columns, places, _ in incoming]
     for (columns, places, _), parcel in zip(incoming, _all_to_all(parcels, sizes, group), strict=True):
         block = parcel.view(len(places), len(columns), rows.size(2))
-        if block.shape == result.shape:  # all of them, in their order
-            return _by_layer(block)
-        if len(columns) == len(want.layers):
-            result.index_copy_(0, places, block)
-            filled[places.numpy()] = True
-        elif columns:
+        if columns:
             result[places[:, None], torch.tensor(columns)] = block
             filled[places.numpy()[:, None], columns] = True
     is_lacking = ~filled & (wanted_rows >= 0)[:, None]
@@ -177,30 +172,17 @@ def _all_to_all(parcels: Sequence[torch.Tensor], sizes: Sequence[int], group: di
 def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape) -> None:
     """TraceError naming the first rollout whose routes cannot be of this model. Called before a step."""
     expected = (len(shape.moe_layers), shape.topk)
-    columns: list[tuple[np.ndarray, np.ndarray]] = []
     for r in rollouts:
-        experts, present = r.routed_experts, r.routed_mask
-        if experts is None:
-            if present is not None:
+        if (experts := r.routed_experts) is None:
+            if r.routed_mask is not None:
                 continue  # its routes are on another rank, which checks them
             raise TraceError(f"{r.label}: no routed experts, but replay needs them: was the engine asked for routes?")
-        if experts.shape[1:] != expected or (present is not None and present.shape != experts.shape[:1]):
-            RoutingTrace(experts, shape.num_experts, present, r.label)
+        RoutingTrace(experts, shape.num_experts, r.routed_mask, r.label)
+        if experts.shape[1:] != expected:
             raise TraceError(
                 f"{r.label}: routes of {experts.shape[1]} layers and top-{experts.shape[2]}, but the model "
                 f"has {expected[0]} MoE layers and top-{expected[1]}: engine and trainer run different models"
             )
-        columns.append((experts, np.ones(len(experts), bool) if present is None else present))
-    if not columns:
-        return
-    try:  # all at once: most of the cost of a short response is not its rows
-        traces, masks = map(np.concatenate, zip(*columns, strict=True))
-        RoutingTrace(traces, shape.num_experts, masks)
-    except (TraceError, ValueError):
-        for r in rollouts:
-            if r.routed_experts is not None:
-                RoutingTrace(r.routed_experts, shape.num_experts, r.routed_mask, r.label)
-        raise
 
 
 def deliver_routes(

@@ -37,13 +37,16 @@ def for_stage(stage: int | None) -> dict[str, Any]:
 
 
 def copy_to_tensor_parallel(replicated: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensor, with a gradient summed over ``group``, the tensor-parallel group (which 0.12 always uses)."""
+    """Return the tensor [S, H], with a gradient summed over the tensor-parallel group (which 0.12 always uses)."""
     argument = {"group": group} if takes(copy_to_tensor_model_parallel_region, "group") else {}
     return copy_to_tensor_model_parallel_region(replicated, **argument)
 
 
 def padding_argument(config: TransformerConfig, mask: Tensor | None) -> dict[str, Tensor | None]:
-    """Return the keyword argument that excludes padding from the routers' counts; ConfigError if needed but missing."""
+    """Return the keyword argument that excludes padding, bool [1, S], from the routers' counts.
+
+    ConfigError if it is needed but missing.
+    """
     if TAKES_PADDING_MASK:
         return {"padding_mask": mask}
     if mask is not None:

@@ -3,7 +3,7 @@
 - **Begin**: ``folder`` (resolved configuration, new run or resumption), ``inputs`` (what the run reads), ``lock``.
 - **While it runs**: ``progress`` (terminal), ``metrics_log`` (metrics.jsonl, TensorBoard, wandb), ``audit`` (which
   samples trained), ``samples`` (texts), ``vitals`` (signs of life), ``stop_request``, ``signals``.
-- **From outside**: ``status`` (``megarl status``, and why a rank failed), ``verdict`` (a health check's result).
+- **From outside**: ``status`` (``megarl status``, why a rank failed, the verdicts of health checks).
 
 Nothing here trains. ``megarl.megatron`` gives the names of checkpoints and collective calls only.
 """

@@ -62,9 +62,7 @@ def bind_inputs(config: Config, folder: Path, goes_on: bool, tell: Callable[[str
             f"{json.dumps([*config.checkpoint.accept_inputs, *(accepted[name] for name in refused)])}"
         )
     for name in differing:
-        tell(
-            f"warning: {name} is not what the run began with ({_describe(recorded.get(name), now.get(name))}); accepted"
-        )
+        tell(f"warning: {name} is not what the run began with{changes[name].removeprefix(name)}; accepted")
     history = record.get("accepted") if isinstance(record.get("accepted"), list) else []
     history += [{"input": accepted[name], "before": recorded.get(name), "time": time.time()} for name in differing]
     write_atomically(folder / INPUTS, json.dumps({"inputs": now, "accepted": history}, indent=1).encode())

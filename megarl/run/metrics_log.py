@@ -28,7 +28,6 @@ UNJUDGED = "unjudged"
 """Key of a record with responses without a reward: how many responses have one, and the first failure."""
 TIMING_PREFIXES = ("time/", "speed/")
 """Prefixes of metrics that depend on the clock."""
-_BLOCK = 1 << 20
 _LARGEST = 10**15
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -93,8 +92,8 @@ class MetricsLog:
     def truncate_after(self, step: int, evaluated: bool = True) -> int:
         """Drop all records with a larger step, and a torn last line, when a run resumes; return how many.
 
-        evaluated: False drops the evaluation after the step too, because the run repeats it. Only dropped lines are
-        read, from the end: records before them have no larger step. The cut is a single step: a kill leaves the old or
+        evaluated: False drops the evaluation after the step too, because the run repeats it. A broken line before the
+        records that stay is no error here. The cut is a single step: a kill leaves the old or
         the new file. TensorBoard hides the dropped steps; wandb cannot take points back: a resumed run is a new run of
         the group.
         """
@@ -117,30 +116,34 @@ class MetricsLog:
 
     def _cut(self, last: tuple[float, bool]) -> int:
         """Keep the records up to last, (step, whether its evaluation), and no torn line; return how many lines went."""
-        num_dropped, end, wall_s = 0, 0, 0.0
-        size = self.path.stat().st_size if self.path.is_file() else 0
-        for begin, line in _lines_from_the_end(self.path) if size else ():
-            if not line.strip():
-                continue
-            try:
-                record = _from_json(line)
-            except ValueError as error:
-                if num_dropped:
-                    raise _broken(f"{self.path}: byte {begin}", error) from error
-                record = None
-            if record is not None and (record["step"], record["kind"] == "eval") <= last:
-                end, wall_s = begin + len(line) + 1, float(record["wall_s"])
-                break
-            num_dropped += 1
-        if size != end:
-            with self.path.open("r+b") as file:
+        dropped, end, wall_s, size = list[DataError | None](), 0, 0.0, 0
+        if not self.path.is_file():
+            self._started_s = time.monotonic()
+            return 0
+        with self.path.open("r+b") as file:
+            for line in file:
+                begin, size = size, size + len(line)
+                if not line.strip():
+                    continue
+                try:
+                    record = _from_json(line)
+                except ValueError as error:
+                    dropped.append(_broken(f"{self.path}: byte {begin}", error))
+                    continue
+                if (record["step"], record["kind"] == "eval") <= last:
+                    dropped, end, wall_s = [], begin + len(line.rstrip(b"\n")) + 1, float(record["wall_s"])
+                else:
+                    dropped.append(None)
+            if broken := next(filter(None, dropped[:-1]), None):
+                raise broken
+            if size != end:
                 if end:
                     file.seek(end - 1)
                     file.write(b"\n")  # a kill may have cut off this byte alone
                 file.truncate(end)
                 os.fsync(file.fileno())
         self._started_s = time.monotonic() - wall_s
-        return num_dropped
+        return len(dropped)
 
     def _close_files(self) -> None:
         if self._file is not None:
@@ -170,13 +173,13 @@ class MetricsLog:
             self._wandb.log({prefix + name: value for name, value in values.items()} | {"global_step": step})
 
 
-def read_metrics(path: str | Path, begin: int = 0) -> list[Record]:
-    """Return all records of a metrics.jsonl from a byte on, in order; errors as of ``iterate_metrics``."""
-    return [*iterate_metrics(path, begin)]
+def read_metrics(path: str | Path) -> list[Record]:
+    """Return all records of a metrics.jsonl, in order; DataError as of ``iterate_metrics``."""
+    return [*iterate_metrics(path)]
 
 
-def iterate_metrics(path: str | Path, begin: int = 0) -> Iterator[Record]:
-    """Yield all records of a metrics.jsonl from a byte on, in order, with one record in memory.
+def iterate_metrics(path: str | Path) -> Iterator[Record]:
+    """Yield all records of a metrics.jsonl, in order, with one record in memory.
 
     A broken last line is passed over: a kill leaves such a line. DataError with file and line for an earlier broken
     line, and without a file.
@@ -185,7 +188,6 @@ def iterate_metrics(path: str | Path, begin: int = 0) -> Iterator[Record]:
     if not path.is_file():
         raise DataError(f"{path}: there is no such file; a run writes it into its run folder")
     with path.open("rb") as file:
-        file.seek(begin)
         for number, line in enumerate(file, start=1):
             if broken is not None and line.strip():
                 raise broken
@@ -195,22 +197,6 @@ def iterate_metrics(path: str | Path, begin: int = 0) -> Iterator[Record]:
                 broken = broken or _broken(f"{path}:{number}", error)
             else:
                 yield record
-
-
-def _lines_from_the_end(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (first byte, line without its end) of a file, the last line first; a block of it is in memory."""
-    with path.open("rb") as file:
-        begin, head = file.seek(0, os.SEEK_END), b""
-        while begin:
-            size = min(begin, _BLOCK)
-            begin -= size
-            file.seek(begin)
-            head, *lines = (file.read(size) + head).split(b"\n")
-            start = begin + len(head) + sum(len(line) + 1 for line in lines) + 1
-            for line in reversed(lines):
-                start -= len(line) + 1
-                yield start, line
-        yield 0, head
 
 
 def _broken(place: str, error: ValueError) -> DataError:

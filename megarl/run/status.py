@@ -10,15 +10,15 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megarl.errors import ConfigError, MegarlError, printable
 from megarl.files.foreign_files import read_object
 from megarl.files.writing import read_record
 from megarl.run.lock import is_held, read_holder
-from megarl.run.verdict import HealthVerdict
 
 FAILURE_VARIABLE = "MEGARL_FAILURE"
 """The environment variable with the path of the file that ``write_failure`` writes."""
@@ -232,3 +232,30 @@ def write_failure(error: MegarlError, *, is_cause: bool = False) -> None:
                 draft.replace(path)
         except OSError:  # a file system without links
             draft.replace(path)
+
+
+Level = Literal["ok", "warning", "alarm"]
+LEVELS: tuple[Level, ...] = ("ok", "warning", "alarm")
+
+
+@dataclass(frozen=True, slots=True)
+class HealthVerdict:
+    """What a check (``megarl.watch.health``) says about a run: a record of status.json."""
+
+    check: str
+    """The name of the check, also the key of the limits in [health]."""
+    level: Level
+    found: str
+    """The latest observation, with numbers and limits."""
+    since: int | None
+    """The first step of the observation; None without an observation."""
+    cause: str
+    """The usual cause."""
+    advice: str
+    """What to try."""
+
+    def lines(self) -> list[str]:
+        """Return the verdict for a terminal."""
+        since = "" if self.since is None else f" since step {self.since}"
+        head = f"{self.level}{since}, {self.check}: {self.found}"
+        return [head, f"  cause:  {self.cause}", f"  advice: {self.advice}"]

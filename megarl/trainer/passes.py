@@ -17,7 +17,7 @@ from megarl.core.measures import mismatch_metrics, replay_bias_metrics
 from megarl.core.metrics import Stat, merge
 from megarl.errors import AgreementError, MegarlError, ReplayError
 from megarl.megatron import distributed
-from megarl.megatron.frozen import Reference
+from megarl.megatron.frozen import FrozenModel
 from megarl.megatron.passes import forward
 from megarl.megatron.passes.forward import MicroOutput
 from megarl.megatron.policy import Policy
@@ -106,7 +106,7 @@ def compared(policy: Policy, mini: MiniBatch, plan: StepPlan) -> Routing:
     return policy.replay.record(keep=keep, compared=mini.engine_routes)
 
 
-def ref_pass(policy: Policy, reference: Reference, mini: MiniBatch) -> list[torch.Tensor]:
+def ref_pass(policy: Policy, reference: FrozenModel, mini: MiniBatch) -> list[torch.Tensor]:
     """Return the log-probabilities of the reference, fp32 [T] by micro-batch.
 
     The reference routes natively unless ``train.replay_reference`` lets it replay the policy's routes.

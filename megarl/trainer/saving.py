@@ -15,7 +15,7 @@ from megarl.megatron.checkpoints.saver import Saver
 from megarl.megatron.checkpoints.state import describe_layout
 from megarl.megatron.policy import Policy
 from megarl.run.folder import read_run_id
-from megarl.run.metrics_log import read_metrics
+from megarl.run.metrics_log import iterate_metrics
 from megarl.run.status import describe_ranks, read_signs
 from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
@@ -189,7 +189,7 @@ class BestSteps:
         is_pooled = best == "pooled" or len(config.benchmarks) == 1
         self._key = "eval/pass_rate" if is_pooled else f"eval/{best}/pass_rate"
         self._is_on, self._every = best is not None, config.checkpoint.keep_every
-        self._log, self._num_read = config.run_dir / "metrics.jsonl", 0
+        self._log = config.run_dir / "metrics.jsonl"
         self._scores: dict[int, float] = {}
 
     def find(self) -> int | None:
@@ -204,8 +204,7 @@ class BestSteps:
 
     def _read(self) -> dict[int, float]:
         if self._is_on and self._log.exists():
-            begin, self._num_read = self._num_read, self._log.stat().st_size  # what is appended since the last call
-            for record in read_metrics(self._log, begin):
+            for record in iterate_metrics(self._log):
                 if record["kind"] == "eval" and record["step"] and self._key in record:
                     self._scores[record["step"]] = record[self._key]
         return self._scores

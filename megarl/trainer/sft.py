@@ -36,7 +36,10 @@ _LINE_EVERY_S = 5.0
 
 
 def sft(config: Config) -> None:
-    """Train on ``config.sft`` and write a Hugging Face checkpoint to ``config.sft_out``; a collective call."""
+    """Train on ``config.sft`` and write a Hugging Face checkpoint to ``config.sft_out``; a collective call.
+
+    ConfigError without an [sft] table.
+    """
     settings = config.sft
     if settings is None:
         raise ConfigError("found no [sft] table, expected one with data, steps, batch_size and lr")
@@ -49,7 +52,7 @@ def sft(config: Config) -> None:
     )
     demonstrations = read_demonstrations(config)
     order = PromptOrder(len(demonstrations), config.run.seed)
-    schedule = Schedule.of(settings, max(settings.steps, settings.warmup_steps + 1))
+    schedule = Schedule(settings, max(settings.steps, settings.warmup_steps + 1))
     policy = Policy(config, schedule)
     progress = StepProgress(enabled=distributed.is_main_rank())
     progress.line(

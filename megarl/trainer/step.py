@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,11 @@ from megarl.core.packing import has_routes, pack
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import RolloutError
 from megarl.megatron import distributed
-from megarl.megatron.frozen import Reference
+from megarl.megatron.frozen import FrozenModel
 from megarl.megatron.passes.forward import MicroOutput
 from megarl.megatron.policy import Policy
 from megarl.megatron.rollout_routes import check_rollouts, deliver_routes
-from megarl.models.fit import watches_routes
+from megarl.models.fit import check_reference, watches_routes
 from megarl.run.progress import Advance
 from megarl.trainer import passes
 from megarl.trainer.mini_batch import Judged, MiniBatch, check_missing_rows, over_ranks, split
@@ -46,7 +47,10 @@ class TrainStep:
 
     def __init__(self, config: Config, policy: Policy, objective: Objective) -> None:
         self.config, self.policy, self.objective = config, policy, objective
-        self.reference = Reference(policy, config.reference_path) if objective.needs_ref_logprobs else None
+        self.reference: FrozenModel | None = None
+        if objective.needs_ref_logprobs:
+            check_reference(config.reference_path, policy.shape)
+            self.reference = FrozenModel(config, Path(config.reference_path), config.train.replay_reference)
         watched = watches_routes(config, policy.shape)
         self.tripwires = Tripwires(config.train.model_copy(update={} if watched else {"max_native_flip": "off"}))
         self._old_is_rollout = config.train.old_logprobs == "rollout"

@@ -12,8 +12,6 @@ class StepPlan:
 
     old_passes: int
     """The last mini-batches of the step, which have an old-log-prob pass before the first update."""
-    ref_pass: bool
-    """Run the reference policy over all mini-batches."""
     token_advantages: bool
     """Compute advantages from old and reference log-probabilities."""
     objective_details: bool = True
@@ -38,7 +36,6 @@ class StepPlan:
         needs_all = replay_bias and train.replay == "r2"
         return cls(
             old_passes=train.mini_batches if needs_all else config.old_passes,
-            ref_pass=train.resolved_objective.needs_ref_logprobs,
             token_advantages=train.resolved_objective.advantage == "token_level_kl",
             objective_details=is_last or _is_due(done, log.objective_every),
             replay_bias=replay_bias,

@@ -131,7 +131,7 @@ class Drops:
 
     @classmethod
     def of(cls, gaps: np.ndarray, limits: np.ndarray) -> Self:
-        """Compare each sequence with the limits."""
+        """Compare each sequence, float64 [S, COLUMNS], with the limits, float64 [3]."""
         figures, judged = np.column_stack([_means(gaps), gaps[:, Column.EVIDENCE]]), gaps[:, Column.TOKENS] > 0
         over = (figures > limits) & judged[:, None]
         remaining = judged & ~over.any(1)

@@ -23,9 +23,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tiny_world import config
 
 from megarl.config import Config, megatron_fields
-from megarl.megatron.field_values import realize
 from megarl.megatron.model import build_model, transformer_config
-from megarl.megatron.policy import layout_fields
+from megarl.megatron.policy import layout_fields, realize
 from megarl.models.shapes import ModelShape
 from megarl.replay.megatron_state import unwrap
 

@@ -21,8 +21,7 @@ from megarl import cli
 from megarl.core.sampling.pass_at_k import pass_at_k
 from megarl.ops.evaluate.evaluation import _run_of
 from megarl.run.metrics_log import read_metrics
-from megarl.trainer.sampling.requests import benchmark_number
-from megarl.trainer.sampling.seeds import EVALUATE, sampling_seed
+from megarl.trainer.sampling.requests import EVALUATE, benchmark_number, sampling_seed
 
 Megarl = Callable[..., int]
 

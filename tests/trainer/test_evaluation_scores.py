@@ -18,8 +18,8 @@ from megarl.data.prompts import Prompt
 from megarl.errors import ConfigError, DataError
 from megarl.files.outputs import FILES
 from megarl.ops.evaluate import results
+from megarl.ops.evaluate.evaluation import to_text
 from megarl.ops.evaluate.request import EvalRequest
-from megarl.ops.evaluate.table import to_text
 from megarl.trainer.sampling.scores import Samples, score, score_prompts
 
 NAN = float("nan")

@@ -157,7 +157,7 @@ def test_a_run_brings_its_checkpoint_and_its_configuration(home: Path, capsys: p
         (("moe",), "is a model without a run: give --prompts FILE, or --config FILE"),
         (("task", "--prompts", "p.jsonl"), "holds no complete checkpoint"),
         (("moe", "--prompts", "none.jsonl"), "none.jsonl"),
-        (("moe", "--prompts", "p.jsonl", "--responses", "0"), "--responses 0 --tokens 256: expected at least 1"),
+        (("moe", "--prompts", "p.jsonl", "--responses", "0"), "--responses"),
         (("moe", "--config", "none.toml"), "none.toml: cannot be read"),
         (("moe", "--prompts", "p.jsonl", "--max-k3", "-1"), "--max-k3"),
         (("moe", "--prompts", "p.jsonl", "--rollout.dtype", "fp33"), "--rollout.dtype: found 'fp33'"),

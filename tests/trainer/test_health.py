@@ -24,8 +24,7 @@ from megarl.run.metrics_log import read_metrics
 from megarl.run.progress import StepProgress
 from megarl.run.status import show
 from megarl.run.vitals import Vitals
-from megarl.watch.health import Health, HealthVerdict, judge_run
-from megarl.watch.health.checks import CHECKS, METRICS
+from megarl.watch.health import CHECKS, METRICS, Health, HealthVerdict, judge_run
 
 ROOT = Path(__file__).parents[2]
 RUNS = Path(__file__).with_name("health_runs")

@@ -30,9 +30,8 @@ from megarl.data.tiny import EOS_ID
 from megarl.engines.player import Draw
 from megarl.errors import ConfigError, DataError, RewardError, RolloutError, StopError
 from megarl.trainer.environments import stop_tokens
-from megarl.trainer.sampling.requests import make_requests
+from megarl.trainer.sampling.requests import EVALUATE, TRAIN, make_requests, sampling_seed
 from megarl.trainer.sampling.sampler import Sampler
-from megarl.trainer.sampling.seeds import EVALUATE, TRAIN, sampling_seed
 
 
 def test_each_request_has_a_seed_of_its_own() -> None:

@@ -13,7 +13,7 @@ from train_world import World, training
 from megarl.errors import ConfigError
 from megarl.routes import Disagreement, RoutingTrace, compare
 from megarl.routes.trace_file import TraceFile, read_traces
-from megarl.trainer.trace_dump import TraceDump
+from megarl.trainer.records import TraceDump
 
 SETTINGS = {
     "run__steps": 2,

@@ -20,15 +20,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megarl.errors import SaveError
 from megarl.files.bounded_process import signal_after_parent
 from megarl.files.outputs import partial_of
+from megarl.megatron.checkpoints import versions
 from megarl.megatron.checkpoints.folders import FindLasting, clear_partial, explained, publish
 from megarl.megatron.checkpoints.state import run_state
-from megarl.megatron.checkpoints.versions import (
-    ForkedQueue,
-    checkpoint_metadata,
-    digested_writes,
-    write_errors_are_told_to_all,
-    writer,
-)
 from megarl.megatron.policy import Policy
 
 _CHECK_S = 0.5
@@ -54,14 +48,14 @@ class Saver:
         """
         self.poll(wait=True)
         path = clear_partial(self._folder, step, self._run)
-        filesystem_async._results_queue = ForkedQueue()
-        with explained(path), digested_writes() as self._written:
+        filesystem_async._results_queue = versions.ForkedQueue()
+        with explained(path), versions.digested_writes() as self._written:
             request = dist_checkpointing.save(
                 run_state(policy, step, loop),
                 str(partial_of(path)),
                 async_sharded_save=True,
-                **checkpoint_metadata("content_metadata"),
-                **writer(),
+                **versions.checkpoint_metadata("content_metadata"),
+                **versions.writer(),
             )
             assert request is not None  # as it is for a synchronous save
             if request.async_fn is not None:
@@ -84,7 +78,7 @@ class Saver:
             publish(path, self._run, dict(self._written.drain()), self._keep, self._find_lasting)
         except SaveError as error:
             self._pending = None
-            told_to_all = isinstance(error.__cause__, CheckpointException) and write_errors_are_told_to_all()
+            told_to_all = isinstance(error.__cause__, CheckpointException) and versions.write_errors_are_told_to_all()
             error.on_all_ranks = told_to_all or dist.get_world_size() == 1
             raise
         self._pending = None

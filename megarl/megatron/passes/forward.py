@@ -125,9 +125,9 @@ def run(
 ) -> list[MicroOutput]:
     """Forward all micro-batches; with ``coefficients`` also backward, which adds gradients to the model's.
 
-    ``on_logprobs`` gets the log-probabilities by position, before their backward pass. ``compare_with``: outputs, with
-    hidden states, of a further pass over the micro-batches. Returns a MicroOutput per micro-batch on the last pipeline
-    stage, an empty list elsewhere.
+    ``on_logprobs`` gets the log-probabilities by position, fp32 [S / cp], before their backward pass. ``compare_with``:
+    outputs, with hidden states, of a further pass over the micro-batches. Returns a MicroOutput per micro-batch on the
+    last pipeline stage, an empty list elsewhere.
     """
     training = coefficients is not None
     # Megatron averages the loss over both.

@@ -300,6 +300,7 @@ class WeightGradient:
         self.hidden, self._weight, self._labels, self._log_sum = node.saved_tensors[:4]
 
     def complete(self, gradient: Tensor, whole: Callable[[Tensor], Tensor]) -> None:
+        """Take the gradient [S] of the result."""
         columns = self.hidden.detach(), self._labels, self._log_sum, gradient.float() * self._scale
         self.hidden, self._labels, self._log_sum, self._factor = map(whole, columns)
 

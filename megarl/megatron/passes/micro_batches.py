@@ -67,7 +67,8 @@ def split_micro_batches(
     All data-parallel ranks get the same number, because expert parallelism is collective in every layer. ``max_tokens``
     is per rank and includes padding: a model copy takes cp times as many. ``padded_to_max``: every micro-batch gets as
     many slots as the longest one, because pipelines and all-gather dispatchers exchange no shapes. ``multiple_of``: the
-    interleaved schedule needs a multiple of the pipeline size.
+    interleaved schedule needs a multiple of the pipeline size. ConfigError, on all ranks, if a sequence is longer than
+    ``max_tokens``, or if there are fewer sequences than micro-batches.
     """
     max_tokens *= (cp := parallel_state.get_context_parallel_world_size())
     lengths = np.diff(pad_cu_seqlens(batch.cu_seqlens, _sequence_multiple(cp)).numpy()).tolist()

@@ -122,7 +122,7 @@ def attempts(config: Config, failed: Collection[str]) -> Iterator[tuple[str, Att
 def _read_inputs(config: Config, failed: Collection[str]) -> None:
     """Read the inputs present on this machine, and judge the first prompt's answer as a response."""
     from megarl.data.tokenizer import load_model_tokenizer
-    from megarl.trainer.sampling.inputs import read_inputs
+    from megarl.trainer.sampling.evaluation import read_inputs
 
     data, sets = config.data, {name: source for name, source in config.eval.sets.items() if Path(source).exists()}
     if not Path(data.train).exists() or any(name.startswith(("data.", "eval.", "reward.")) for name in failed):

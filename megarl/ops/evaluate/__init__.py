@@ -3,8 +3,7 @@
 The way through:
 
     request      the command line, checked without torch
-    evaluation   the main path: weights, sampling, scores
-    table        the printed table
+    evaluation   the main path: weights, sampling, scores, the printed table
     results      the folder with all results
     gap          ``megarl gap``
 """

@@ -22,9 +22,9 @@ class Gap:
     """The configuration; default that of the run. Its keys are flags."""
     prompts: str | None = None
     """A file or hub name in the place of data.train; needed for a model without a configuration."""
-    responses: int = 32
+    responses: int = pydantic.Field(32, ge=1)
     """Responses of each precision."""
-    tokens: int = 256
+    tokens: int = pydantic.Field(256, ge=1)
     """Longest response; the configuration's limit if that is lower."""
     max_k3: float = pydantic.Field(GAP.k3, ge=0)
     """A larger gap per token, as configured, is bad."""
@@ -35,9 +35,8 @@ class Gap:
 
     def run(self, overrides: Overrides) -> int:
         enable_cpu()
-        from megarl.ops.evaluate.gap import gap_request, measure_and_show
+        from megarl.ops.evaluate.gap import find_weights, measure_and_show
 
-        limits = {"responses": self.responses, "tokens": self.tokens, "trust": self.trust}
-        request = gap_request(self.checkpoint, self.config, self.prompts, dict(overrides), **limits)
-        process_environment.apply(request.config)
-        return measure_and_show(request, self.max_k3, self.json)
+        config, checkpoint = find_weights(self.checkpoint, self.config, self.prompts, dict(overrides), self.trust)
+        process_environment.apply(config)
+        return measure_and_show(config, checkpoint, self.responses, self.tokens, self.max_k3, self.json)

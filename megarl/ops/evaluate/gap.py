@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,14 +35,12 @@ from megarl.models.fit import can_compare
 from megarl.models.shapes import read_shape
 from megarl.ops.evaluate.evaluation import find_checkpoint
 from megarl.ops.evaluate.request import with_keys
-from megarl.replay import RoutingReplay
 from megarl.routes import Disagreement
 from megarl.run.progress import StepProgress
 from megarl.trainer.engines import make_engine
 from megarl.trainer.environments import turn_ends
 from megarl.trainer.mini_batch import split
-from megarl.trainer.sampling.requests import is_changed, load_run_prompts, make_requests, train_params
-from megarl.trainer.sampling.seeds import EVALUATE
+from megarl.trainer.sampling.requests import EVALUATE, is_changed, load_run_prompts, make_requests, train_params
 from megarl.watch.gap_verdict import Gap, GapReport, PairGap, judge
 from megarl.watch.limits import GAP
 
@@ -59,28 +57,16 @@ WITHOUT_RUN: dict[str, Any] = {
 """The minimal configuration, for a bare model: the local engine, bf16."""
 
 
-@dataclass(frozen=True, slots=True)
-class GapRequest:
-    """What to compare."""
+def find_weights(
+    path: Path, file: Path | None, prompts: str | None, overrides: dict[str, Any], trust: bool
+) -> tuple[Config, Path | None]:
+    """Return the configuration of a Hugging Face folder, a run's folder or its checkpoint, and the step folder.
 
-    config: Config
-    checkpoint: Path | None
-    """A step folder; None: the weights in model.path."""
-    num_responses: int
-    max_tokens: int
-    """Of a response."""
-
-
-def gap_request(
-    path: Path, file: Path | None, prompts: str | None, overrides: dict[str, Any], *, responses: int, tokens: int,
-    trust: bool,
-) -> GapRequest:  # fmt: skip
-    """Find weights and configuration of a Hugging Face folder, a run's folder or its checkpoint; ConfigError."""
+    Without a step folder, the weights are in model.path. ConfigError for a folder or flags that do not fit.
+    """
     checkpoint = None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("megarl gap runs in one process: start it without torchrun")
-    if min(responses, tokens) < 1:
-        raise ConfigError(f"--responses {responses} --tokens {tokens}: expected at least 1 of each")
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; expected a Hugging Face folder, a run's folder, or its checkpoint")
     if (path / "config.json").is_file():
@@ -99,26 +85,30 @@ def gap_request(
         raise ConfigError(f"{path} is a model without a run: give --prompts FILE, or --config FILE")
     else:
         config = config_file.parse(WITHOUT_RUN, overrides, source="megarl gap")
-    return GapRequest(config, checkpoint, responses, tokens)
+    return config, checkpoint
 
 
-def measure_and_show(request: GapRequest, max_k3: float, as_json: bool) -> int:
-    """Measure, print, and return the exit code: 0 for a healthy gap, 1 for a bad one."""
-    config = _alone(request)
-    distributed.initialize(config)
+def measure_and_show(
+    config: Config, checkpoint: Path | None, responses: int, tokens: int, max_k3: float, as_json: bool
+) -> int:
+    """Measure, print, and return the exit code: 0 for a healthy gap, 1 for a bad one.
+
+    responses: of each precision; tokens: the longest response.
+    """
+    alone = _alone(config, tokens)
+    distributed.initialize(alone)
     try:
-        pairs = list(_measure_all(request, config))
+        pairs = list(_measure_all(alone, checkpoint, responses))
     finally:
         distributed.shutdown()
-    report: GapReport = judge(pairs, request.config.train.replay, replace(GAP, k3=max_k3))
+    report: GapReport = judge(pairs, config.train.replay, replace(GAP, k3=max_k3))
     print(json.dumps(report.to_json(), indent=2) if as_json else report.to_text())
     return 0 if report.is_healthy else 1
 
 
-def _alone(request: GapRequest) -> Config:
+def _alone(config: Config, tokens: int) -> Config:
     """The configuration for a single process without training; servers record routes, and write to <run.dir>/gap."""
-    config = request.config
-    longest = min(request.max_tokens, config.rollout.max_response_tokens)
+    longest = min(tokens, config.rollout.max_response_tokens)
     rollout = {"prompts_per_step": 1, "group_size": 1, "max_response_tokens": longest}
     room = max(config.train.micro_batch_tokens, (config.data.max_prompt_tokens or 0) + longest)
     train: dict[str, Any] = {"mini_batches": 1, "micro_batch_tokens": room}
@@ -128,16 +118,16 @@ def _alone(request: GapRequest) -> Config:
     return with_keys(one_rank, run={"dir": str(config.run_dir / "gap")}, rollout=rollout, train=train)
 
 
-def _measure_all(request: GapRequest, config: Config) -> Iterator[PairGap]:
+def _measure_all(config: Config, checkpoint: Path | None, responses: int) -> Iterator[PairGap]:
     """By training precision, with a single model in memory at a time."""
     pairs = _pairs(config)
     for training in dict.fromkeys(dtype for _, dtype, _ in pairs):
         of_dtype = with_keys(config, model={"dtype": training})
-        model = TrainingEngine(of_dtype, request.checkpoint)
+        model = TrainingEngine(of_dtype, checkpoint)
         for rollout, dtype, is_configured in pairs:
             if dtype == training:
                 precision = {} if is_configured else PRECISIONS[rollout]
-                rollouts = draw(with_keys(of_dtype, rollout=precision), model, request.num_responses)
+                rollouts = draw(with_keys(of_dtype, rollout=precision), model, responses)
                 yield model.compare(rollouts, rollout, is_configured)
         del model
 
@@ -158,7 +148,10 @@ def _pairs(config: Config) -> list[tuple[str, str, bool]]:
 
 
 def draw(config: Config, model: TrainingEngine, num_responses: int) -> list[Rollout]:
-    """Sample with the rollout engine of a configuration, which gets the model's weights."""
+    """Sample with the rollout engine of a configuration, which gets the model's weights.
+
+    RolloutError if a third party changes the weights meanwhile.
+    """
     tokenizer = load_model_tokenizer(config.model)
     prompts = load_run_prompts(config, tokenizer)
     request_of = make_requests(config.run.seed, EVALUATE, 0, prompts)
@@ -166,7 +159,7 @@ def draw(config: Config, model: TrainingEngine, num_responses: int) -> list[Roll
     params = train_params(config, turn_ends(config, tokenizer), routes=model.replay is not None)
     engine = make_engine(config, StepProgress(enabled=False).line)
     try:
-        engine.update_weights(model.frozen.export(engine.receives_weights), version=0)
+        engine.update_weights(model.export(engine.receives_weights), version=0)
         rollouts = engine.generate(requests, params)
         if is_changed(engine):
             raise RolloutError("somebody else has changed the weights of a server meanwhile; use servers of your own")
@@ -175,23 +168,20 @@ def draw(config: Config, model: TrainingEngine, num_responses: int) -> list[Roll
     return rollouts
 
 
-class TrainingEngine:
+class TrainingEngine(FrozenModel):
     """The model in Megatron, as the old-log-prob pass of a run has it; without an optimizer."""
 
     def __init__(self, config: Config, checkpoint: Path | None) -> None:
-        self.config = config
-        self.frozen = FrozenModel(config, checkpoint)
-        has_routes = can_compare(config, self.frozen.shape)
-        self.replay = RoutingReplay(self.frozen.chunks) if has_routes else None
+        super().__init__(config, checkpoint, can_compare(config, read_shape(config.model.path)))
 
     def compare(self, rollouts: Sequence[Rollout], name: str, is_configured: bool) -> PairGap:
         """Compare rollouts with two passes over them. TraceError for routes of a different model."""
-        config, shape = self.config, self.frozen.shape
+        config, shape = self.config, self.shape
         packed = pack(rollouts, np.zeros(len(rollouts)), routes=False)
         micros = split(config, packed)
         batch = select(packed, [sequence for micro in micros for sequence in micro.sequences])
         sizes = {"temperature": config.rollout.temperature, "vocab_size": shape.vocab_size}
-        run = partial(_gap, batch, self.frozen.chunks, micros, **sizes)
+        run = partial(_gap, batch, self.chunks, micros, **sizes)
         num_tokens, training = int(batch.loss_mask.sum()), config.model.dtype
         if self.replay is None:
             return PairGap(name, training, is_configured, num_tokens, run(), None, None)

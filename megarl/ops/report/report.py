@@ -24,8 +24,8 @@ from megarl.ops.report.samples import for_page
 from megarl.ops.report.series import Curves, benchmarks, make_curves, sum_judged
 from megarl.run.metrics_log import Record, describe_judged, read_metrics
 from megarl.run.status import format_duration
-from megarl.watch.health import judge_run
-from megarl.watch.health.checks import CHECKS
+from megarl.watch.health import CHECKS, judge_run
+
 
 NOT_RECORDED = "not recorded"
 JUDGED = "Responses with a reward"

@@ -17,7 +17,7 @@ from megarl.data.prompts import Prompt
 from megarl.engines.player import Sample
 from megarl.errors import CheckpointError, ConfigError
 from megarl.megatron import distributed
-from megarl.megatron.gradients.block import find_block
+from megarl.megatron.gradients import find_block
 from megarl.trainer.sampling.assignment import Key
 from megarl.trainer.sampling.gradient_norms import gradient_norms
 from megarl.trainer.sampling.value_head import ValueHead
@@ -75,7 +75,7 @@ class AdaEst:
         return Allotted(tuple(counts.tolist()), self._config.reward.threshold, sampling.train_size, keep, rows)
 
     def learn(self, prompts: Sequence[Prompt], samples: np.ndarray, positives: np.ndarray) -> dict[str, Stat]:
-        """Update the estimates: by prompt, samples with a reward and positive samples. Return metrics."""
+        """Update the estimates from samples with a reward and positive samples, int64 [B] by prompt. Return metrics."""
         metrics = {"estimate/rate_mean": Stat.mean(self._last_rates)}
         drawn = samples > 0
         if self._last_rates.shape == drawn.shape:
@@ -143,7 +143,7 @@ class Gvm:
         return Allotted(tuple(counts.tolist()), self._config.reward.threshold)
 
     def learn(self, prompts: Sequence[Prompt], samples: np.ndarray, positives: np.ndarray) -> dict[str, Stat]:
-        """Returns metrics only: a first stage makes the estimates."""
+        """Return metrics only: a first stage makes the estimates. samples, positives: int64 [B] by prompt."""
         rates, norms = np.array([self._estimates[prompt.index] for prompt in prompts]).T
         # The sums are equal on all ranks: a single model copy reports them.
         spent = (self.spent if distributed.dp_rank() == 0 else np.zeros(3)).tolist()
@@ -160,6 +160,7 @@ class Gvm:
         return {"gvm": {"until": self._until, "estimates": [[i, *pair] for i, pair in sorted(self._estimates.items())]}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``; CheckpointError for the state of a different allocator."""
         if "gvm" not in state:
             raise CheckpointError('the checkpoint holds no estimates of rule = "gvm"; begin a new run, or set its rule')
         self._until = int(state["gvm"]["until"])

@@ -16,13 +16,16 @@ from transformers import PreTrainedTokenizerBase
 from megarl.config import Config
 from megarl.data.benchmarks import Benchmark, choose, load
 from megarl.data.judge import Judge
+from megarl.data.prompt_table import PromptTable
 from megarl.data.prompts import Prompt
+from megarl.data.tokenizer import load_model_tokenizer
 from megarl.engines.player import Draw, Key, Player, Sample
 from megarl.engines.protocol import Engine
 from megarl.run.progress import Advance
-from megarl.trainer.environments import make_player
-from megarl.trainer.sampling import requests, seeds
+from megarl.trainer.environments import make_player, turn_ends
+from megarl.trainer.sampling import requests
 from megarl.trainer.sampling.assignment import FixedSamples
+from megarl.trainer.sampling.requests import load_run_prompts
 from megarl.trainer.sampling.scores import Samples, score
 from megarl.trainer.sampling.step_rollouts import SampleTable
 
@@ -72,7 +75,7 @@ def draw(
     """
     places = range(dist.get_rank(), len(benchmark.prompts) * num_samples, dist.get_world_size())
     keys, number = [divmod(place, num_samples) for place in places], requests.benchmark_number(benchmark.name)
-    request_of = requests.make_requests(config.run.seed, seeds.EVALUATE, number, benchmark.prompts)
+    request_of = requests.make_requests(config.run.seed, requests.EVALUATE, number, benchmark.prompts)
     params, work = requests.eval_params(config, stop_tokens), f"the evaluation on {benchmark.name}"
 
     def make_draw() -> Draw:
@@ -107,3 +110,33 @@ def pool(metrics_of: Mapping[str, Mapping[str, float]], num_prompts: Sequence[in
         return metrics
     by_name = ((f"eval/{name}/{key}", value) for name, table in metrics_of.items() for key, value in table.items())
     return metrics | dict(by_name)
+
+
+@dataclass(frozen=True, slots=True)
+class RunInputs:
+    """What a run reads before sampling. ``megarl doctor`` reads it too."""
+
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptTable
+    judge: Judge
+    player: Player
+    benchmarks: dict[str, PlayedBenchmark]
+    stop_tokens: tuple[int, ...]
+
+    def close(self) -> None:
+        """End the processes of the rewards."""
+        for player in (self.player, *(benchmark.player for benchmark in self.benchmarks.values())):
+            player.close()
+
+
+def read_inputs(config: Config) -> RunInputs:
+    """Read tokenizer, prompts and benchmarks; make reward and environment.
+
+    ConfigError or DataError, naming the key or the file and line, for what cannot be used.
+    """
+    tokenizer = load_model_tokenizer(config.model)
+    prompts = load_run_prompts(config, tokenizer)
+    judge = Judge(config.reward.function, **config.judge_options(config.reward.function))
+    player = make_player(config, tokenizer, judge)
+    benchmarks = load_benchmarks(config, tokenizer, player)
+    return RunInputs(tokenizer, prompts, judge, player, benchmarks, turn_ends(config, tokenizer))

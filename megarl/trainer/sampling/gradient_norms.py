@@ -15,11 +15,10 @@ from megarl.core.metrics import Stat
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import NumericsError
 from megarl.megatron.distributed import dp_size, fail_together, gather_rows, largest, model_group
-from megarl.megatron.gradients.block import embedding_square, find_block, measuring
-from megarl.megatron.gradients.sequence_squares import SequenceSquares
-from megarl.megatron.passes import forward
+from megarl.megatron.gradients import SequenceSquares, embedding_square, find_block, measuring
 from megarl.replay import Recording
 from megarl.trainer.mini_batch import MiniBatch, make_rollout
+from megarl.trainer.passes import run_pass
 from megarl.trainer.sampling.step_rollouts import StepRollouts
 from megarl.trainer.step import TrainStep
 
@@ -114,17 +113,10 @@ def _backward(train_step: TrainStep, mini: MiniBatch, window: slice, measured: S
         weights = torch.where(batch.loss_mask, batch.advantages, 0.0)
         return to_device(weights.to(logprobs.dtype), logprobs.device), None, {}
 
-    replay, block = train_step.policy.replay, nullcontext()
-    if replay is not None and mini.routes is not None:
+    policy, part = train_step.policy, replace(mini, micro_batches=mini.micro_batches[window])
+    routing = nullcontext()
+    if policy.replay is not None and mini.routes is not None:
         routes = Recording(mini.routes[window])  # not checked again, as in ``TrainStep``
         # min_agreement=0: too few tokens to check the routes; the training step checks routes.
-        block = replay.replay(routes, min_agreement=0.0)
-    with block:
-        forward.run(
-            train_step.policy.chunks,
-            mini.micro_batches[window],
-            temperature=train_step.config.rollout.temperature,
-            vocab_size=train_step.policy.shape.vocab_size,
-            coefficients=weigh,
-            on_logprobs=measured.on_logprobs,
-        )
+        routing = policy.replay.replay(routes, min_agreement=0.0)
+    run_pass(policy, part, routing, coefficients=weigh, on_logprobs=measured.on_logprobs)

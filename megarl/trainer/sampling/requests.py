@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache, partial
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import Config
@@ -20,8 +21,9 @@ from megarl.errors import RolloutError
 from megarl.megatron import distributed
 from megarl.routes.provenance import refuse_mixed_versions
 from megarl.run.progress import Advance
-from megarl.trainer.sampling.seeds import sampling_seed
 
+TRAIN, EVALUATE, PRESAMPLE, KEEP = 0, 1, 2, 3
+"""Purposes of a seed. Different purposes keep evaluation, for example, from repeating the noise of training."""
 MOST_DRAWS = 3
 """Tries to draw samples without a change of the engine's weights."""
 
@@ -144,3 +146,9 @@ class BackgroundSampling:
             self._num_finished += number
             if self._on_finish is not None:
                 self._on_finish(number)
+
+
+def sampling_seed(run_seed: int, purpose: int, step: int, group: int, sample: int) -> int:
+    """Return the seed of a response of a run, independent of the drawing rank."""
+    words = np.random.SeedSequence([run_seed, purpose, step, group, sample]).generate_state(1, np.uint64)
+    return int(words[0])

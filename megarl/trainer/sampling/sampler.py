@@ -26,7 +26,7 @@ from megarl.models.shapes import read_shape
 from megarl.routes.provenance import provenance_metrics
 from megarl.run.progress import Advance
 from megarl.trainer.mini_batch import Judged
-from megarl.trainer.sampling import excerpts, requests, seeds
+from megarl.trainer.sampling import excerpts, requests, step_rollouts
 from megarl.trainer.sampling.allocators import AdaEst, Allocator, Gvm
 from megarl.trainer.sampling.assignment import (
     Assignment,
@@ -37,18 +37,7 @@ from megarl.trainer.sampling.assignment import (
     Refill,
     SequenceAssignment,
 )
-from megarl.trainer.sampling.evaluation import draw, pool, score_table
-from megarl.trainer.sampling.inputs import read_inputs
-from megarl.trainer.sampling.step_rollouts import (
-    SampleTable,
-    StepRollouts,
-    count_answers,
-    exchange_rollouts,
-    process_advantages,
-    response_advantages,
-    sampling_metrics,
-    select,
-)
+from megarl.trainer.sampling.evaluation import draw, pool, read_inputs, score_table
 from megarl.trainer.step import TrainStep
 
 
@@ -148,21 +137,21 @@ class Sampler:
             self._redraws += 1
             self._ahead = replace(self._ahead, background=None)
 
-    def sample_step(self, step: int, on_finish: Advance | None = None) -> StepRollouts:
+    def sample_step(self, step: int, on_finish: Advance | None = None) -> step_rollouts.StepRollouts:
         """Sample, judge and distribute the responses of a global step; a collective call."""
         assigned, self._ahead = self._ahead or self._assign(step), None
         assert assigned.step == step, f"step {assigned.step} was begun, step {step} is asked for"
         samples = self._draw(lambda: self._make_step_draw(assigned), self._params(step), on_finish, assigned.background)
-        table = SampleTable.gather(samples, tuple(self.config.reward.weights))
-        selection = select(assigned.assignment, table, step)
-        advantages, trains = response_advantages(self.config, self.objective, selection, table)
+        table = step_rollouts.SampleTable.gather(samples, tuple(self.config.reward.weights))
+        selection = step_rollouts.select(assigned.assignment, table, step)
+        advantages, trains = step_rollouts.response_advantages(self.config, self.objective, selection, table)
         keys = assigned.assignment.keys_of(selection)
-        share = exchange_rollouts(keys, selection, samples)
-        by_token = process_advantages(self.objective, share, selection, samples)
-        metrics = sampling_metrics(self.config, table, selection, trains, self._redraws)
+        share = step_rollouts.exchange_rollouts(keys, selection, samples)
+        by_token = step_rollouts.process_advantages(self.objective, share, selection, samples)
+        metrics = step_rollouts.sampling_metrics(self.config, table, selection, trains, self._redraws)
         self._redraws = 0
         if self.config.rollout.engine_kind.server:
-            metrics |= count_answers(self.engine)
+            metrics |= step_rollouts.count_answers(self.engine)
         if rollouts := share.without_dummies(keys):  # empty: no response of this model copy was selected
             metrics |= provenance_metrics(rollouts, trainer_version=step)
             metrics["rollout/tokens"] = Stat.total(float(sum(rollout.num_tokens for rollout in rollouts)))
@@ -173,7 +162,7 @@ class Sampler:
         is_full = len(selection.pools) == self.config.rollout.prompts_per_step
         used = selection.pools[-1].prompt + 1 if is_full else self.config.prompts_per_step_at_most
         self._position = assigned.position + used
-        return StepRollouts(
+        return step_rollouts.StepRollouts(
             share.mask_unless(trains),
             by_token or [np.append(advantages, 0.0)[rows] for rows in share.rows],
             Judged(np.append(selection.rewards, 0.0), np.append(selection.prompts, -1), share.rows),
@@ -203,7 +192,7 @@ class Sampler:
             number, stop_tokens = self.config.eval.samples, self._stop_tokens
             samples, redraws = draw(self.config, self.engine, benchmark, number, stop_tokens, on_finish)
             self._redraws += redraws
-            table = SampleTable.gather(samples)
+            table = step_rollouts.SampleTable.gather(samples)
             metrics_of[name] = score_table(table, benchmark)
             if note := table.describe_unjudged():
                 unjudged.append(f"{name}: {note}")
@@ -227,12 +216,12 @@ class Sampler:
             if isinstance(self._allocator, Gvm):  # counted now: checkpoints hold the estimates from now on
                 self._spent = self._spent + self._allocator.spent[:2]
         refill = Refill(config.prompts_per_step_at_most, sampling.spare) if sampling.refill else None
-        seed = seeds.sampling_seed(config.run.seed, seeds.KEEP, step, 0, 0) if sampling.keep == "random" else None
+        seed = requests.sampling_seed(config.run.seed, requests.KEEP, step, 0, 0) if sampling.keep == "random" else None
         return _AssignedStep(step, position, PromptAssignment(rule, *sizes, refill=refill, seed=seed))
 
     def _presample(self, step: int, keys: Sequence[Key]) -> dict[Key, Sample]:
         """Draw given samples of a step's prompts, with separate seeds."""
-        make_draw = partial(self._make_draw, FixedSamples(keys), self._step_prompts(step), seeds.PRESAMPLE, step)
+        make_draw = partial(self._make_draw, FixedSamples(keys), self._step_prompts(step), requests.PRESAMPLE, step)
         replayed = self.config.train.replay == "r3"  # the routes have no further use
         params = requests.train_params(self.config, self._stop_tokens, routes=replayed)
         return self._draw(make_draw, params, self._while_waiting)
@@ -248,7 +237,7 @@ class Sampler:
 
     def _make_step_draw(self, assigned: _AssignedStep) -> Draw:
         prompts = self.prompts.take(self.order.take(assigned.position, self.config.prompts_per_step_at_most))
-        return self._make_draw(assigned.assignment.asker(), prompts, seeds.TRAIN, assigned.step)
+        return self._make_draw(assigned.assignment.asker(), prompts, requests.TRAIN, assigned.step)
 
     def _make_draw(self, asker: Asker, prompts: Sequence[Prompt], purpose: int, step: int) -> Draw:
         request_of = requests.make_requests(self.config.run.seed, purpose, step, prompts)
@@ -276,7 +265,7 @@ class Sampler:
         samples[number], positives[number] = num_judged, num_positive
         return self._allocator.learn(prompts, samples, positives)
 
-    def _count_cost(self, step: int, table: SampleTable) -> dict[str, Stat]:
+    def _count_cost(self, step: int, table: step_rollouts.SampleTable) -> dict[str, Stat]:
         """Return the cost of the run up to ``step``; equal on all ranks."""
         self._spent = self._spent + np.array([len(table.rows), table.column("tokens").sum()])
         samples, tokens = self._spent.tolist()

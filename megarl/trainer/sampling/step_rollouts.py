@@ -292,7 +292,7 @@ def count_answers(engine: Engine) -> dict[str, Stat]:
 def process_advantages(
     objective: Objective, share: CopyShare, selection: Selection, samples: Mapping[Key, Sample]
 ) -> list[list[np.ndarray]] | None:
-    """Return the advantages of process rewards, by token of each rollout of the share; a collective call.
+    """Return the advantages of process rewards, float64 [T] of each rollout of the share; a collective call.
 
     None for other objectives. ``samples``: this rank's.
     """

@@ -71,7 +71,7 @@ class ValueHead:
     def update(self, prompts: Sequence[np.ndarray], samples: Integers, positives: Integers) -> float:
         """Learn from a step, in ``STEPS`` full-batch steps of Adam, and return ``pass_rate_loss`` before them.
 
-        samples, positives: numbers by prompt. Arguments are equal on all ranks.
+        samples, positives: numbers [B] by prompt. Arguments are equal on all ranks.
         """
         drawn, good = (torch.as_tensor(np.asarray(counts, np.float64)) for counts in (samples, positives))
         if not len(prompts) or not bool(drawn.any()):
