@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EQUIVALENTS = ROOT / "tests/core/equivalent_mutants.toml"
 TIMEOUT_S = 60
 """A mutant that runs longer counts as killed: it loops."""
-_OBJECTIVES = "objectives_boundaries mask_bounds table objectives_2026 equation objectives"
+_OBJECTIVES = "objectives_boundaries mask_bounds table equation objectives finite_differences"
 SCORED = {
     "objectives/masks": f"{_OBJECTIVES} functions",
     "objectives/weights": f"{_OBJECTIVES} functions",
@@ -52,11 +52,11 @@ SCORED = {
     "advantages/weighted": "weighted_advantages responses",
     "advantages/tokens": "advantages",
     "ratios": f"ratios sequence_ratios {_OBJECTIVES} advantages",
-    "metrics": "metrics pools",
-    "packing": "packing turns",
-    "sampling/collector": "collector pools subsampling credit_assignment",
+    "metrics": "metrics collector",
+    "packing": "packing kept turns",
+    "sampling/collector": "collector subsampling credit_assignment",
     "sampling/credit_assignment": "credit_assignment",
-    "choices/parts": "parts objectives_2026 table family functions",
+    "choices/parts": "parts table family functions",
     "choices/records": "records parts family functions",
 }
 """Module of ``megarl/core`` -> the files ``tests/core/test_*.py`` that must notice a change of it."""

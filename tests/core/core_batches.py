@@ -67,6 +67,37 @@ def likely_columns(seed: int, lengths: list[int], masked: float = 0.3) -> TokenC
     )
 
 
+def columns_of(
+    theta: Any, old: Any = 0.0, mu: Any = 0.0, advantages: Any = 1.0, mask: Any = None, cu_seqlens: Any = None,
+    ref: Any = None, below: float = 30.0,
+) -> TokenColumns:  # fmt: skip
+    """Columns of log-probabilities, all moved down so that each is one; numbers stand for all tokens."""
+    size = len(theta)
+
+    def column(values: Any, shift: float) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.float64).expand(size) - shift
+
+    return TokenColumns(
+        *(column(values, below) for values in (theta, old, mu)),
+        column(advantages, 0.0),
+        torch.tensor([True] * size if mask is None else mask),
+        torch.as_tensor([0, size] if cu_seqlens is None else cu_seqlens),
+        None if ref is None else column(ref, below),
+    )
+
+
+def columns_of_probabilities(
+    theta: Any, old: Any = None, mu: Any = None, advantages: Any = 1.0, lengths: Any = None, ref: Any = None
+) -> TokenColumns:
+    """One response unless lengths are given; old and mu are theta where they are left out."""
+    theta, old, mu, ref = (
+        None if values is None else torch.as_tensor(values, dtype=torch.float64).log()
+        for values in (theta, theta if old is None else old, theta if mu is None else mu, ref)
+    )
+    bounds = torch.tensor([0, *([len(theta)] if lengths is None else lengths)]).cumsum(0)
+    return columns_of(theta, old, mu, advantages, None, bounds, ref, below=0.0)
+
+
 ROWS = {
     name: dataclasses.replace(row, advantage="group_mean") if row.advantage in parts.NON_NEGATIVE_ADVANTAGES else row
     for name, row in OBJECTIVES.items()

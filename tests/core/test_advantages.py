@@ -122,15 +122,6 @@ def test_raft_accepts_what_sampling_counts_as_positive(rewards, threshold):
     assert chosen.sum() == positives
 
 
-@settings(max_examples=40, deadline=None)
-@given(batch=batches, data=st.data())
-def test_order_of_responses_does_not_matter(batch, data):
-    order = list(data.draw(st.permutations(range(len(batch)))))
-    rewards = torch.tensor([r for r, _ in batch], dtype=torch.float64)
-    groups = torch.tensor([g for _, g in batch])
-    close(grpo(rewards[order], groups[order]), grpo(rewards, groups)[order].tolist())
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_reward_that_is_not_finite_names_its_response(value):
     with pytest.raises(NumericsError, match=r"response 2 \(group 5\)"):

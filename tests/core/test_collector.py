@@ -10,8 +10,7 @@ from sampling_driver import drive, table
 
 from megarl.core.choices.stopping import POSITIVE, Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.core.metrics import finalize
-from megarl.core.sampling.collector import Ask, Collector, Rewards, find_rows
-from megarl.core.sampling.stopping_law import stopping_law
+from megarl.core.sampling.collector import Ask, Collector, Pool, PoolRows, Rewards, find_rows
 from megarl.errors import ConfigError, NumericsError
 
 RULES = [
@@ -154,23 +153,6 @@ def test_a_reward_at_the_threshold_is_negative():
     assert metrics(one_class)["sampling/resolved_fraction"] == 0
 
 
-@pytest.mark.parametrize(("rule", "rate"), [(ada_seq_balance(), 0.1), (ada_seq_pos(), 0.1), (ada_seq_balance(), 0.5)])
-def test_monte_carlo_against_the_exact_cost(rule, rate):
-    """20.962, 13.564 and 8.567 samples per prompt, of the collector with arrivals in any order."""
-    prompts = 1500
-    rewards = table(rate, prompts, rule.max_samples, seed=11)
-    found = drive(Collector(rule, prompts), lambda p, s: float(rewards[p, s]), np.random.default_rng(0))
-    law = stopping_law(rule, rate)
-    spread = math.sqrt(law.probabilities @ (law.samples - law.expected_samples) ** 2 / prompts)
-    values = metrics(found)
-    assert abs(values["sampling/samples_per_prompt"] - law.expected_samples) < 4 * spread
-    enough = (law.positives >= rule.positives) & (law.samples - law.positives >= rule.negatives)
-    chance = law.probabilities[enough].sum()
-    assert abs(values["sampling/resolved_fraction"] - chance) < 4 * math.sqrt(chance * (1 - chance) / prompts) + 1e-9
-    assert abs(values["sampling/contrast_fraction"] - law.contrast) < 4 / math.sqrt(4 * prompts)
-    assert len(found.prompts) == prompts * 4
-
-
 class TestRefill:
     def test_prompts_without_contrast_are_replaced_at_once(self):
         rewards = {0: (1, 1), 1: (0, 1), 2: (0, 0), 3: (1, 0)}
@@ -202,19 +184,6 @@ class TestRefill:
                 # exactly as many as a walk through the prompts in order
                 assert found.drawn.shape[1] == mixed[7] + 1
                 assert collector.outstanding() == []
-
-    def test_cost_is_that_of_waiting_for_mixed_groups(self):
-        """E = B / (1 - p^n - q^n) prompts: with p = 0.1 and groups of 8, 43 % are all wrong."""
-        rewards = table(0.1, 4000, 8, seed=2)
-        found = drive(
-            Collector(Uniform(8), 1000, refill=True, max_prompts=4000),
-            lambda p, s: float(rewards[p, s]),
-            np.random.default_rng(1),
-        )
-        chance = stopping_law(Uniform(8), 0.1).contrast
-        expected, spread = 1000 / chance, math.sqrt(1000 * (1 - chance)) / chance
-        assert abs(found.drawn.shape[1] - expected) < 4 * spread
-        assert len(np.unique(found.prompts)) == 1000
 
     def test_a_limit_leaves_places_empty(self):
         rewards = table([0.0, 0.0, 0.5, 0.0, 1.0, 0.0], 6, 8, seed=1)
@@ -355,3 +324,37 @@ def test_rewards_of_what_was_asked_for_as_far_as_it_was_drawn():
     assert rewards.of_ask(Ask(7, range(1))) == rewards.of_ask(Ask(3, range(9))) == {}
     with pytest.raises(NumericsError, match="prompt 2 sample 2: the reward is nan"):
         Rewards.of(prompts, samples, values, np.ones(4, bool))
+
+
+def test_a_pool_orders_by_sample_and_leaves_failures_out():
+    pool = Pool(3, asked=[2, 3])
+    assert pool.num_asked == 5
+    assert pool.waits
+    assert pool.drawn() == [0, 0]
+    for sample, reward in ((4, 0.9), (0, None), (2, 0.2), (1, 0.7), (3, None)):
+        assert pool.waits
+        pool.rewards[sample] = reward
+    assert not pool.waits
+    assert pool.drawn() == [1, 2]
+    assert pool.classes(0.7) == (1, 2)
+    assert pool.has_contrast()
+
+
+def test_a_pool_that_holds_nothing():
+    for pool in (Pool(0), Pool(0, asked=[2], rewards={0: None, 1: None})):
+        assert not pool.waits
+        assert pool.classes(0.7) == (0, 0)
+        assert not pool.has_contrast()
+    assert not Pool(0, asked=[2], rewards={0: 0.3, 1: 0.3}).has_contrast()
+    assert Pool(0).drawn() == []
+
+
+def test_the_rows_of_pools_are_in_the_order_of_pool_and_sample():
+    first = Pool(7, asked=[3], rewards={2: 0.9, 0: None, 1: 0.2})
+    empty = Pool(2, asked=[1], rewards={0: None})
+    last = Pool(4, asked=[2], rewards={1: 1.0, 0: 0.5})
+    rows = PoolRows.of([first, empty, last])
+    assert rows.pool.tolist() == [0, 0, 2, 2]
+    assert rows.sample.tolist() == [1, 2, 0, 1]
+    assert rows.value.tolist() == [0.2, 0.9, 0.5, 1.0]
+    assert rows.bounds.tolist() == [0, 2, 2, 4]

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from differences import Batch, Case, Rows, batch_of, compare, differences, fresh, ppo, token, total
+from core_batches import columns_of_probabilities as tokens
+from differences import Batch, Case, Rows, batch_of, compare, differences, ppo, token, total
+from test_finite_differences import dual, gmpo, gspo, sapo
 
 from megarl.core import advantages
 from megarl.core.choices.records import override
@@ -43,14 +45,6 @@ def ratio(term: Callable[..., np.ndarray], kind: str = "token-mean", constant: f
     return token(kind, lambda lp, at, old, mu, a: term(np.exp(lp - old), a), constant)
 
 
-def dual(r: np.ndarray, a: np.ndarray) -> np.ndarray:
-    return np.where(a < 0, np.maximum(ppo(r, a), 3 * a), ppo(r, a))
-
-
-def gspo(lp, at, old, mu, a):
-    return ppo(fresh(np.exp(np.mean(at - old)), lp, at), a, 1 - 3e-4, 1 + 4e-4)
-
-
 def gspo_through_the_mean(lp, at, old, mu, a):
     """TRL, slime, OpenRLHF, NeMo-RL: the mean is differentiated."""
     return ppo(np.exp(np.mean(lp - old)), a, 1 - 3e-4, 1 + 4e-4)
@@ -58,21 +52,6 @@ def gspo_through_the_mean(lp, at, old, mu, a):
 
 def cispo(low: float | None, high: float) -> Case:
     return token("token-mean", lambda lp, at, old, mu, a: np.clip(np.exp(at - old), low, high) * a * lp)
-
-
-def sapo(r: np.ndarray, a: np.ndarray) -> np.ndarray:
-    tau = np.where(a > 0, 1.0, 1.05)
-    return a * 4 / tau / (1 + np.exp(-tau * (r - 1)))
-
-
-def gmpo(lp: Rows, b: Batch) -> float:
-    values = []
-    for now, old, a in zip(lp, b.old, b.a, strict=True):
-        if len(now):
-            sign, logs = np.sign(a), now - old
-            clipped = sign * np.minimum(sign * logs, sign * np.clip(logs, -0.4, 0.4))
-            values.append(a.mean() * np.exp(clipped.mean()))
-    return float(np.mean(values))
 
 
 def vespo(lp, at, old, mu, a):
@@ -148,14 +127,14 @@ def k3(d: np.ndarray) -> np.ndarray:
 
 
 LOSSES: dict[str, list[Case]] = {
-    "grpo-dual": [ratio(dual)],
+    "grpo-dual": [token("token-mean", dual)],
     "grpo": [ratio(ppo, MEAN)],
     "dapo": [ratio(lambda r, a: ppo(r, a, 0.8, 1.28))],
     "dr-grpo": [ratio(ppo, "seq-mean-token-sum-norm", 64)],
     "gspo": [token(MEAN, gspo), token(MEAN, gspo_through_the_mean)],
     "cispo-two-sided": [cispo(0.8, 1.2)],
     "cispo-upper": [cispo(None, 5.0)],
-    "sapo": [ratio(sapo, MEAN)],
+    "sapo": [token(MEAN, sapo)],
     "gmpo": [gmpo],
     "vespo": [token("token-mean", vespo)],
     "gpg": [token("token-mean", lambda lp, at, old, mu, a: lp * a)],
@@ -209,15 +188,6 @@ def test_the_overrides_matter(key: str) -> None:
 
 def one_token(theta: float, old: float, mu: float, advantage: float, ref: float | None = None) -> TokenColumns:
     return tokens([theta], [old], [mu], advantage, ref=None if ref is None else [ref])
-
-
-def tokens(theta: Any, old: Any, mu: Any, advantage: Any, lengths: Any = None, ref: Any = None) -> TokenColumns:
-    """Probabilities -> columns."""
-    logs = [None if each is None else torch.tensor(each).double().log() for each in (theta, old, mu, ref)]
-    size = len(theta)
-    values = torch.as_tensor(advantage).double().expand(size).clone()
-    bounds = torch.tensor([0, *np.cumsum([size] if lengths is None else lengths)])
-    return TokenColumns(*logs[:3], values, torch.ones(size).bool(), bounds, logs[3])  # type: ignore[arg-type]
 
 
 def value(objective: Objective, columns: TokenColumns) -> float:

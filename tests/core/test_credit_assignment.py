@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_driver import drive, table
 
-from megarl.core.choices.credit import Credit
+from megarl.core.choices.credit import Credit, parse_objective
 from megarl.core.choices.stopping import POSITIVE, Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.core.sampling.allocation import objective_slope
 from megarl.core.sampling.collector import Collector
@@ -104,20 +104,6 @@ def test_the_plain_balanced_batch_is_not():
     assert 1.5 < gradient / (0.15 * 0.85) < (0.85**2 + 0.15**2) / (2 * 0.15 * 0.85)
 
 
-def test_monte_carlo_of_the_unbiased_combination():
-    prompts, rate, rule = 3000, 0.1, ada_seq_balance()
-    found = collected(rule, table(rate, prompts, 32, seed=8), seed=3)
-
-    def mean(credit):
-        values = (assign(credit, found)[0] * (found.rewards - rate)).reshape(prompts, 4).mean(axis=1)
-        return values.mean(), values.std() / prompts**0.5
-
-    value, spread = mean(Credit(combination="unbiased"))
-    assert abs(value - 0.09) < 4 * spread
-    value, spread = mean(Credit())
-    assert value - 0.09 > 20 * spread
-
-
 def test_the_unbiased_combination_needs_both_classes():
     found = collected(Uniform(4, 2, "any"), [[1, 1, 0, 0]])
     with pytest.raises(ConfigError, match="2 positives and 0 negatives"):
@@ -189,3 +175,33 @@ def test_numbers_of_prompts_need_not_ascend(credit):
     found, expected = assign(credit, named), assign(credit, plain)
     np.testing.assert_array_equal(found, expected)
     assert len(np.unique(expected[0] * expected[1])) > 2
+
+
+def test_names_of_objectives():
+    assert parse_objective("log") == ("log", 1.0)
+    assert parse_objective("power:0.25") == ("power", 0.25)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "cubic", "power", "power:", "power:x", "power:0", "power:-1", "power:nan", "power:inf", "log:2", "Log"]
+)
+def test_unknown_objectives(name):
+    with pytest.raises(ConfigError, match="is unknown"):
+        parse_objective(name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"statistics": "all"},
+        {"scale": "variance"},
+        {"combination": "best"},
+        {"weigh": "token"},
+        {"combination": "unbiased", "scale": "std"},
+        {"combination": "unbiased", "statistics": "trained"},
+        {"objective": "cubic"},
+    ],
+)
+def test_a_credit_that_does_not_fit(options):
+    with pytest.raises(ConfigError):
+        Credit(**options)

@@ -8,21 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from core_batches import random_columns, take
+from core_batches import random_columns
 from oracles import reference_objectives as literal
 
 from megarl.core.metrics import finalize
 from megarl.core.objectives import (
     OBJECTIVES,
-    Denominators,
     Objective,
     TokenColumns,
-    coefficients,
     policy_loss,
     token_advantages,
 )
 from megarl.core.ratios import aggregate, ratio_gradient
-from megarl.errors import ConfigError
 
 LENGTHS = [7, 4, 9, 5, 1, 8, 6, 3]
 GROUPS = [4, 4, 4, 4, 2, 2, 2, 9]
@@ -110,15 +107,6 @@ def test_the_three_differ_where_theta_has_moved_and_only_the_literal_one_where_i
     assert not torch.allclose(own, whole, rtol=1e-2)
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_packed_responses_have_the_coefficients_of_single_ones(name: str) -> None:
-    columns = with_advantages(row_of(name), batch(1), batch(1).old_logprobs)
-    whole = coefficients(row_of(name), columns).values
-    denominators = Denominators.of(columns.loss_mask, columns.cu_seqlens)
-    single = [coefficients(row_of(name), take(columns, [n]), denominators).values for n in range(len(LENGTHS))]
-    assert torch.allclose(whole, torch.cat(single), rtol=1e-12)
-
-
 @pytest.mark.parametrize("kind", ["prefix", "future_mean", "future_sum"])
 def test_the_gradient_of_a_ratio_is_its_transpose(kind: Any) -> None:
     columns = batch(2)
@@ -128,17 +116,3 @@ def test_the_gradient_of_a_ratio_is_its_transpose(kind: Any) -> None:
     (expected,) = torch.autograd.grad(aggregate(kind, ratios, mask, bounds), ratios, upstream)
     found = ratio_gradient(kind, upstream, mask, bounds)
     assert torch.allclose(found, torch.where(mask, expected, 0.0), rtol=1e-9)
-
-
-def test_an_exact_case_by_hand() -> None:
-    """One response of four tokens; the numbers of the source's ratios."""
-    zero = torch.zeros(4, dtype=torch.float64)
-    logs = torch.tensor([0.02, 0.05, -0.01, 0.10], dtype=torch.float64)
-    columns = TokenColumns(logs - 1, zero - 1, zero - 1, zero + 1, zero == 0, torch.tensor([0, 4]))
-    expected = [1.0408107741923882, 1.0477726932991602, 1.046027859908717, 1.1051709180756477]
-    assert (4 * coefficients(row_of("kl_grpo"), columns).values).tolist() == pytest.approx(expected, rel=1e-12)
-
-
-def test_kl_at_is_of_this_advantage_alone() -> None:
-    with pytest.raises(ConfigError, match="kl_at is 'theta', but it is for 'token_level_kl'"):
-        dataclasses.replace(OBJECTIVES["grpo"], kl_at="theta")

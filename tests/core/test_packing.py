@@ -114,15 +114,6 @@ class TestPartition:
         assert sorted(i for part in bins for i in part) == list(range(1000))
         assert all(sum(lengths[i] for i in part) <= max_tokens for part in bins)
 
-    @pytest.mark.parametrize("tries", [0, 3])
-    def test_a_bisection_finds_the_fewest_bins_that_fit(self, tries, monkeypatch):
-        monkeypatch.setattr(packing, "_TRIES", tries)
-        monkeypatch.setattr(packing, "_least_bins", lambda *_: 2)
-        for fewest in range(2, 21):
-            fits = {number: [[number]] for number in range(fewest, 21)}
-            monkeypatch.setattr(packing, "_place", lambda _lengths, _order, number, _most, fits=fits: fits.get(number))
-            assert packing._fewest_bins([11] * 20, 20) == [[fewest]]
-
     @pytest.mark.parametrize(
         ("lengths", "least"),
         [
@@ -343,16 +334,3 @@ class TestSelect:
         assert {field.name for field in dataclasses.fields(TrainBatch)} == {
             *(*TOKEN_COLUMNS, "cu_seqlens", "kept_ids", "kept_offsets")
         }
-
-    def test_kept_sets_go_with_their_tokens(self):
-        batch = dataclasses.replace(
-            pack([rollout(0, 3), rollout(1, 2)], [1.0, 2.0]),
-            kept_ids=torch.tensor([7, 8, 9, 5, 6], dtype=torch.int32),
-            kept_offsets=torch.tensor([0, 0, 2, 3, 3, 5]),
-        )
-        part = select(batch, [1, 0])
-        assert part.kept_ids is not None
-        assert part.kept_ids.tolist() == [5, 6, 7, 8, 9]
-        assert part.kept_offsets is not None
-        assert part.kept_offsets.tolist() == [0, 0, 2, 2, 4, 5]
-        assert select(batch, [0]).kept_ids.tolist() == [7, 8, 9]

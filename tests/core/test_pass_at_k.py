@@ -42,24 +42,6 @@ def test_fixed_prompts_interval():
     np.testing.assert_allclose([found.value, found.low, found.high], [0.625, 0.625 - half, 0.625 + half], atol=1e-12)
 
 
-def test_intervals_cover_what_they_claim():
-    """80 % of the intervals hold the truth; one for all prompts like these, one for exactly these."""
-    rng = np.random.default_rng(0)
-    rounds, prompts, samples = 1500, 40, 8
-    inside_all = inside_these = 0
-    for _ in range(rounds):
-        rates = rng.beta(0.5, 0.8, prompts)
-        correct = rng.binomial(samples, rates)
-        wide = mean_interval(correct / samples, 0.8)
-        narrow = fixed_prompts_interval([samples] * prompts, correct, 0.8)
-        inside_all += wide.low <= 0.5 / 1.3 <= wide.high
-        inside_these += narrow.low <= rates.mean() <= narrow.high
-        assert narrow.high - narrow.low < wide.high - wide.low
-    # five standard deviations of Binomial(1500, 0.8), and what the normal approximation misses
-    assert abs(inside_all / rounds - 0.8) < 0.06
-    assert abs(inside_these / rounds - 0.8) < 0.06
-
-
 def test_wilson():
     found = wilson_interval(2, 10)
     # the ends solve (x - p)^2 = z^2 x (1 - x) / n

@@ -133,7 +133,6 @@ def trl_loss(kind: str, **changes: Any) -> Any:
 
 
 MEAN = "seq-mean-token-mean"
-TIS = {"rollout_is": "token", "rollout_is_threshold": 2.0}
 REINFORCE = {"loss_type": "reinforce", "rollout_is": "token", "rollout_is_threshold": 2.0}
 RUNS: dict[tuple[str, str], Any] = {
     ("grpo-dual", "verl vanilla"): verl_loss("vanilla"),

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from dispatch_probe import DispatchProbe
-from matrix_world import MatrixModel, Variant, build, gradients, settings_of
-from tiny_world import coefficients_of, gather_sequences, join, local_routes, micro_batches, pack_own, rollouts
+from matrix_world import MatrixModel, Variant, build, build_alone, gradients, settings_of
+from tiny_world import fixed_coefficients, gather_sequences, join, local_routes, micro_batches, pack_own, rollouts
 
 from megarl.core.types import Rollout, TrainBatch
 from megarl.megatron.passes.forward import MicroOutput, run
@@ -68,9 +68,7 @@ def _write_references(missing: Mapping[Variant, Path]) -> None:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     REFERENCES.mkdir(exist_ok=True)
     for variant, path in missing.items():
-        settings = settings_of({}, variant)
-        join(settings)
-        torch.save(measure(build(settings, variant), variant), path.with_suffix(".part"))
+        torch.save(measure(build_alone(variant), variant), path.with_suffix(".part"))
         os.replace(path.with_suffix(".part"), path)
 
 
@@ -83,14 +81,11 @@ def measure(model: MatrixModel, variant: Variant) -> dict[str, Any]:
     routes = [local_routes(micro, replay.layers, model.shape) for micro in micros]
     keywords: dict[str, Any] = {"temperature": 1.0, "vocab_size": model.shape.vocab_size}
 
-    def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, None, dict[str, Any]]:
-        return coefficients_of(part), None, {}
-
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
     probe = DispatchProbe(model.chunks, micros, model.router)
     with replay.replay(routes):
-        outputs = run(model.chunks, micros, coefficients=coefficients, **keywords)
+        outputs = run(model.chunks, micros, coefficients=fixed_coefficients, **keywords)
     probe.remove()
     few = model.settings.parallel.micro_batch_multiple  # the first alone holds the row, but stages take turns
     tampered = DispatchProbe(model.chunks, micros[:few], model.router)

@@ -3,31 +3,61 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from dispatch_probe import DispatchProbe, tokens_held
 from megatron.core import parallel_state
-from tiny_world import MODELS, coefficients_of, config, local_batch, local_routes, micro_batches, policy_of, rollouts
+from tiny_world import (
+    MODELS,
+    RECOMPUTE,
+    config,
+    fixed_coefficients,
+    local_batch,
+    local_routes,
+    micro_batches,
+    policy_of,
+    rollouts,
+)
 
 from megarl.core.types import TrainBatch
 from megarl.megatron import distributed
 from megarl.megatron.passes.forward import run
 from megarl.megatron.passes.micro_batches import MicroBatch
+from megarl.megatron.policy import Policy
 from megarl.megatron.rollout_routes import gather_shared
 
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "uniform": {"granularity": "full", "method": "uniform", "num_layers": 1},
-    "block": {"granularity": "full", "method": "block", "num_layers": 1},
-    "moe": {"granularity": "selective", "modules": ["moe"]},
-}
+
+class World:
+    """A policy on one rank with a batch, by default the fixed one, and its routes."""
+
+    def __init__(self, model: Path, recompute: str = "none", batch: TrainBatch | None = None) -> None:
+        settings = config(model, recompute=RECOMPUTE[recompute])
+        self.policy: Policy = policy_of(settings)
+        assert self.policy.replay is not None
+        self.replay = self.policy.replay
+        self.micros: list[MicroBatch] = micro_batches(settings, local_batch() if batch is None else batch)
+        self.routes = [local_routes(micro, self.replay.layers, self.policy.shape) for micro in self.micros]
+
+    def run(self, backward: bool = False, micros: list[MicroBatch] | None = None) -> list[torch.Tensor]:
+        outputs = run(
+            self.policy.chunks,
+            self.micros if micros is None else micros,
+            temperature=1.0,
+            vocab_size=self.policy.shape.vocab_size,
+            coefficients=fixed_coefficients if backward else None,
+        )
+        return [output.logprobs for output in outputs]
+
+    def same(self, before: list[torch.Tensor]) -> bool:
+        return all(torch.equal(a, b) for a, b in zip(before, self.run(), strict=True))
 
 
-def dispatched(layout: dict[str, int], recompute: str = "none", dispatcher: str = "alltoall") -> dict[str, Any]:
-    """A forward-only pass and a training pass under replay of the rollouts' routes, seen by the probe."""
-    settings = config(MODELS / "base", layout, recompute=RECOMPUTE[recompute], parallel__dispatcher=dispatcher)
+def dispatched(recompute: str) -> dict[str, Any]:
+    """A forward-only pass and a training pass under replay of the rollouts' routes, seen by the probe, on one rank."""
+    settings = config(MODELS / "base", recompute=RECOMPUTE[recompute])
     policy = policy_of(settings)
     assert policy.replay is not None
     batch = local_batch()
@@ -35,15 +65,12 @@ def dispatched(layout: dict[str, int], recompute: str = "none", dispatcher: str 
     routes = [local_routes(micro, policy.replay.layers, policy.shape) for micro in micros]
     keywords: dict[str, Any] = {"temperature": 1.0, "vocab_size": policy.shape.vocab_size}
 
-    def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, None, dict[str, Any]]:
-        return coefficients_of(part), None, {}
-
     report: dict[str, Any] = {"violations": [], "calls": {}, "gate_error": 0.0, "num_micro_batches": len(micros)}
     policy.zero_grad()
     for name, training in (("scoring", False), ("training", True)):
         probe = DispatchProbe(policy.chunks, micros)
         with policy.replay.replay(routes):
-            run(policy.chunks, micros, coefficients=coefficients if training else None, **keywords)
+            run(policy.chunks, micros, coefficients=fixed_coefficients if training else None, **keywords)
         probe.remove()
         report["violations"] += [f"{name}: {line}" for line in probe.violations(rollouts(), policy.shape.moe_layers)]
         report["calls"][name] = dict(probe.counts())
@@ -52,27 +79,13 @@ def dispatched(layout: dict[str, int], recompute: str = "none", dispatcher: str 
     run(policy.chunks, micros, **keywords)
     native.remove()
     report["native_violations"] = len(native.violations(rollouts(), policy.shape.moe_layers))
-    report["router_gradients"] = {
-        (name, dist.get_rank()): float(parameter.main_grad.abs().max())
+    report["router_gradients"] = [
+        float(parameter.main_grad.abs().max())
         for chunk in policy.chunks
         for name, parameter in chunk.named_parameters()
         if name.endswith("router.weight")
-    }
-    return _merged(report)
-
-
-def _merged(report: dict[str, Any]) -> dict[str, Any]:
-    """The reports of all ranks as one: violations put together, calls as a list by rank."""
-    reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, report)
-    return {
-        "violations": [line for one in reports for line in one["violations"]],
-        "calls": [one["calls"] for one in reports],
-        "gate_error": max(one["gate_error"] for one in reports),
-        "num_micro_batches": [one["num_micro_batches"] for one in reports],
-        "native_violations": sum(one["native_violations"] for one in reports),
-        "router_gradients": {key: value for one in reports for key, value in one["router_gradients"].items()},
-    }
+    ]
+    return report
 
 
 def recorded(layout: dict[str, int], recompute: str = "none", dispatcher: str = "alltoall") -> dict[str, Any]:
@@ -89,12 +102,9 @@ def recorded(layout: dict[str, int], recompute: str = "none", dispatcher: str = 
         first = run(policy.chunks, micros, **keywords)
     probe.remove()
 
-    def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, None, dict[str, Any]]:
-        return coefficients_of(part), None, {}
-
     policy.zero_grad()
     with policy.replay.replay(recording):
-        second = run(policy.chunks, micros, coefficients=coefficients, **keywords)
+        second = run(policy.chunks, micros, coefficients=fixed_coefficients, **keywords)
     same = [torch.equal(a.logprobs, b.logprobs) for a, b in zip(first, second, strict=True)]
     wrong = []
     for one in probe.seen:

@@ -56,6 +56,14 @@ def one_rank() -> None:
 
 
 @pytest.fixture
+def world(models: dict[str, Path], one_rank: None) -> Any:
+    """The base model on one rank with the fixed batch and its routes."""
+    from cases_replay import World
+
+    return World(models["base"])
+
+
+@pytest.fixture
 def in_model_folder(monkeypatch: pytest.MonkeyPatch, models: dict[str, Path], one_rank: None) -> None:
     """Case functions find the checkpoints below the working directory, here as on the launched ranks."""
     monkeypatch.chdir(models["base"].parent.parent)

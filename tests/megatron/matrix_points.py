@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from matrix_world import LAYOUTS, NUM_LAYERS, RECOMPUTES, ROUTERS
+from matrix_world import LAYOUTS, NUM_LAYERS, ROUTERS
 from ranks import Case
+from tiny_world import RECOMPUTE
 
 DISPATCHERS = ("alltoall", "allgather")
 PRECISIONS = ("fp32", "bf16")
-AXES: tuple[tuple[str, ...], ...] = (tuple(LAYOUTS), tuple(RECOMPUTES), DISPATCHERS, tuple(ROUTERS), PRECISIONS)
+AXES: tuple[tuple[str, ...], ...] = (tuple(LAYOUTS), tuple(RECOMPUTE), DISPATCHERS, tuple(ROUTERS), PRECISIONS)
 """Layout, recomputation, dispatcher, router, precision."""
 
 Point = tuple[str, str, str, str, str]

@@ -18,12 +18,14 @@ import torch.distributed as dist
 from dispatch_probe import TopTwo
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from tiny_world import config
+from tiny_world import RECOMPUTE, config, join
 
 from megarl.config import Config, megatron_fields
-from megarl.megatron.model import build_model, transformer_config
+from megarl.megatron.model import build_model, layer_spec, transformer_config
 from megarl.megatron.policy import layout_fields, realize
 from megarl.models.shapes import ModelShape
 from megarl.replay.megatron_state import unwrap
@@ -76,16 +78,6 @@ LAYOUTS: dict[str, tuple[int, tuple[tuple[str, Any], ...]]] = {
 }
 """Name -> (ranks, [parallel] table with, where a layout needs them, fields of Megatron)."""
 
-RECOMPUTES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "uniform": {"granularity": "full", "method": "uniform", "num_layers": 1},
-    "block": {"granularity": "full", "method": "block", "num_layers": 1},
-    "moe": {"granularity": "selective", "modules": ["moe"]},
-    "moe+": {"granularity": "selective", "modules": ["moe", "core_attn", "layernorm"]},
-    "others": {"granularity": "selective", "modules": ["core_attn", "layernorm", "mlp"]},
-}
-"""Activation recomputation; "others" are the selective modules that leave the router alone."""
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -137,7 +129,7 @@ def settings_of(layout: Mapping[str, Any], variant: Variant) -> Config:
     return config(
         "unused",  # type: ignore[arg-type]
         parallel,
-        recompute=RECOMPUTES[variant.recompute],
+        recompute=RECOMPUTE[variant.recompute],
         parallel__dispatcher=variant.dispatcher,
         model__dtype=variant.precision,
         parallel__distributed_optimizer=False,
@@ -167,6 +159,34 @@ def build(settings: Config, variant: Variant, **more: Any) -> MatrixModel:
     fields.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     fill(wrapped)
     return MatrixModel(settings, shape, list(wrapped), router_of(variant.router, wrapped))
+
+
+def build_alone(variant: Variant, **more: Any) -> MatrixModel:
+    """The model on one rank, whose process groups are made."""
+    settings = settings_of({}, variant)
+    join(settings)
+    return build(settings, variant, **more)
+
+
+def build_bare(variant: Variant, prediction_layers: int = 0, **more: Any) -> Any:
+    """A GPTModel on one rank, not in DistributedDataParallel, whose hooks Python does not copy."""
+    settings = settings_of({}, variant)
+    join(settings)
+    predicting = {"mtp_num_layers": prediction_layers, "mtp_loss_scaling_factor": 0.1} if prediction_layers else {}
+    fields = fields_of(settings, variant, **predicting, **more)
+    spec: Any = layer_spec(fields, None, shape_of(variant.router))
+    block = get_gpt_mtp_block_spec(fields, spec, use_transformer_engine=False) if prediction_layers else None
+    torch.manual_seed(0)
+    model = GPTModel(
+        config=fields,
+        transformer_layer_spec=spec,
+        vocab_size=VOCAB,
+        max_sequence_length=64,
+        position_embedding_type="rope",
+        mtp_block_spec=block,
+    )
+    fill([model])
+    return model
 
 
 def shards(chunks: Sequence[torch.nn.Module]) -> Iterator[ShardedTensor]:

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases_replay import RECOMPUTE
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Case, case
-from tiny_world import coefficients_of, config, join, local_batch, micro_batches, policy_of, rollouts
+from tiny_world import RECOMPUTE, config, fixed_coefficients, join, local_batch, micro_batches, policy_of, rollouts
 
 from megarl.core.packing import pack
 from megarl.errors import ConfigError
@@ -158,7 +157,7 @@ def test_no_graph_outlives_its_backward_pass(dispatcher: str, recompute: str, mo
         micro_batches(settings, local_batch()),
         temperature=1.0,
         vocab_size=policy.shape.vocab_size,
-        coefficients=lambda _, part, *__: (coefficients_of(part), None, {}),
+        coefficients=fixed_coefficients,
     )
     known = set(map(id, before))  # Megatron's hooks of earlier models among them
     assert [list(one.shape) for one in _with_graph() if id(one) not in known] == []

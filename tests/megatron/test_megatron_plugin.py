@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from test_megatron_replay_errors import World
+from cases_replay import World
 
 from megarl.errors import ConfigError, ReplayError, UnknownNameError
 from megarl.plugin import (
@@ -144,11 +142,6 @@ def test_rows_of_the_model_are_those_of_the_trainer(world: World) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(before, replayed, strict=True))
 
 
-@pytest.fixture
-def world(models: dict[str, Path], one_rank: None) -> World:
-    return World(models["base"])
-
-
 def traces() -> list[RoutingTrace]:
     experts = [np.tile(np.arange(length)[:, None, None] + np.arange(2), (1, 3, 1)) for length in (3, 5)]
     return [RoutingTrace(experts[0], 64, np.arange(3) < 2), RoutingTrace(experts[1], 64)]
@@ -216,17 +209,3 @@ def test_what_a_loss_of_a_step_refuses(world: World) -> None:
     with pytest.raises(ConfigError, match="must know all tokens of the step beforehand"):
         StepLoss.of(needy, [mask])
     assert reduce_metrics([]) == {}
-
-
-def test_what_a_padded_batch_must_have() -> None:
-    batch = padded_batch()
-    with pytest.raises(ValueError, match="the batch has no advantages"):
-        TokenColumns.of_padded(batch["logprobs"], {k: v for k, v in batch.items() if k != "advantages"})
-    with pytest.raises(ValueError, match=r"advantages is \[6\], expected \[6, 7\]"):
-        TokenColumns.of_padded(batch["logprobs"], {**batch, "advantages": batch["advantages"][:, 0]})
-    with pytest.raises(ValueError, match=r"logprobs is \[42\]"):
-        TokenColumns.of_padded(batch["logprobs"].flatten(), batch)
-    with_ref = TokenColumns.of_padded(batch["logprobs"], {**batch, "ref_logprobs": batch["old_logprobs"]})
-    assert with_ref.ref_logprobs is not None
-    without = replace(with_ref, ref_logprobs=None)
-    assert torch.equal(without.cu_seqlens, torch.arange(0, 43, 7))

@@ -20,15 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases_loops import A, B, C, World, largest_difference
-from matrix_world import NUM_EXPERTS, NUM_LAYERS, VOCAB, Variant, fields_of, fill, gradients, settings_of, shape_of
-from megatron.core.models.gpt import GPTModel
+from matrix_world import NUM_EXPERTS, NUM_LAYERS, VOCAB, Variant, build_bare, gradients
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from tiny_world import join
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from megarl.errors import ReplayError
-from megarl.megatron.model import layer_spec
 from megarl.replay import MicroRoutes, RoutingReplay
 from megarl.replay.megatron_state import unwrap
 
@@ -252,29 +249,6 @@ def _threads_of_two_graphs(lab: Lab) -> None:
     native.backward()
 
 
-def _fresh_thread_after_a_block(lab: Lab) -> None:
-    with lab.block(A, B):
-        (lab.loss(A) + lab.loss(B)).backward()
-    in_a_thread(lambda: lab.loss(C).backward())
-
-
-def _native_thread_beside_a_block(lab: Lab) -> None:
-    with lab.block(A, B):
-        a = lab.loss(A)
-        in_a_thread(lambda: lab.loss(C).backward())
-        (a + lab.loss(B)).backward()
-
-
-def _block_on_a_thread(lab: Lab) -> None:
-    lab.loss(C).backward()
-
-    def step() -> None:
-        with lab.block(A, B):
-            (lab.loss(A) + lab.loss(B)).backward()
-
-    in_a_thread(step)
-
-
 def _two_blocks_at_once(lab: Lab) -> None:
     def step() -> None:
         with lab.block(B):
@@ -290,12 +264,6 @@ def _passes_on_other_threads(lab: Lab) -> None:
     with lab.block(A, B):
         a = in_a_thread(lambda: lab.loss(A))
         (lab.loss(B) + a).backward()
-
-
-def _backward_on_another_thread(lab: Lab) -> None:
-    with lab.block(A, B):
-        loss = lab.loss(A) + lab.loss(B)
-        in_a_thread(loss.backward)
 
 
 # --- errors, modes, wrappers
@@ -339,11 +307,6 @@ def _functional(lab: Lab) -> None:
 
     with lab.block(A, B):
         sum(weigh(call(lab.ids(micro)), micro) for micro in (A, B)).backward()
-
-
-def _offloaded(lab: Lab) -> None:
-    with lab.block(A, B), torch.autograd.graph.save_on_cpu():
-        (lab.loss(A) + lab.loss(B)).backward()
 
 
 def _whole_model_in_a_checkpoint(lab: Lab, reentrant: bool) -> None:
@@ -514,16 +477,11 @@ RIGHT: Mapping[str, tuple[Attempt, Sequence[int], Sequence[int]]] = {
         for reentrant in (True, False)
     },
     "graphs of two threads": (_threads_of_two_graphs, (A, B), (C,)),
-    "a fresh thread after a block": (_fresh_thread_after_a_block, (A, B), (C,)),
-    "a native thread beside a block": (_native_thread_beside_a_block, (A, B), (C,)),
-    "a block on a thread": (_block_on_a_thread, (A, B), (C,)),
     "two blocks at once": (_two_blocks_at_once, (A, B), ()),
-    "backward on another thread": (_backward_on_another_thread, (A, B), ()),
     "failed early and tried again": (partial(_failed_and_tried_again, place=0), (A, B), ()),
     "failed late and tried again": (partial(_failed_and_tried_again, place=3), (A, B), ()),
     "forward itself": (_forward_itself, (A, B), ()),
     "functional call": (_functional, (A, B), ()),
-    "offloaded": (_offloaded, (A, B), ()),
     "whole model, reentrant": (partial(_whole_model_in_a_checkpoint, reentrant=True), (A, B), ()),
     "whole model, not reentrant": (partial(_whole_model_in_a_checkpoint, reentrant=False), (A, B), ()),
     "swapped inputs": (_swapped_inputs, (A,), ()),
@@ -604,18 +562,7 @@ class Copied:
 
     def __init__(self, aux: str) -> None:
         more = {} if aux == "none" else {"moe_router_load_balancing_type": aux, "moe_aux_loss_coeff": 0.5}
-        variant = Variant("uniform")
-        settings = settings_of({}, variant)
-        join(settings)
-        config = fields_of(settings, variant, **more)
-        self.gpt: Any = GPTModel(  # not in DistributedDataParallel, whose hooks Python does not copy
-            config=config,
-            transformer_layer_spec=layer_spec(config, None, shape_of(variant.router)),  # type: ignore[arg-type]
-            vocab_size=VOCAB,
-            max_sequence_length=64,
-            position_embedding_type="rope",
-        )
-        fill([self.gpt])
+        self.gpt = build_bare(Variant("uniform"), **more)
         self.ids = torch.randint(0, VOCAB, (2, 6), generator=torch.Generator().manual_seed(0))
 
     def loss(self, gpt: Any) -> torch.Tensor:

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from matrix_world import VOCAB, MatrixModel, Variant, build, settings_of
+from matrix_world import VOCAB, Variant, build_alone
 from megatron.core.transformer.moe.router import TopKRouter
-from tiny_world import join
 from torch.utils.checkpoint import checkpoint
 
 from megarl.errors import ReplayError
@@ -30,9 +29,7 @@ class Loop:
         self, router: str = "softmax", noise: float = 0.02, shape: tuple[int, int] = (B, S), **more: Any
     ) -> None:
         variant = Variant(router=router if not more else "softmax")
-        settings = settings_of({}, variant)
-        join(settings)
-        self.model: MatrixModel = build(settings, variant, **more)
+        self.model = build_alone(variant, **more)
         source = torch.Generator().manual_seed(0)
         self.batches = [torch.randint(0, VOCAB, shape, generator=source) for _ in range(3)]
         self.replay = RoutingReplay(self.model.chunks)
@@ -442,9 +439,7 @@ class TestRouters:
 
     @pytest.mark.parametrize(("frequency", "layers"), [(1, (0, 1, 2, 3)), (2, (0, 2)), ([0, 1, 1, 0], (1, 2))])
     def test_the_frequency_of_moe_layers(self, frequency: Any, layers: tuple[int, ...], one_rank: None) -> None:
-        settings = settings_of({}, Variant())
-        join(settings)
-        model = build(settings, Variant(), moe_layer_freq=frequency)
+        model = build_alone(Variant(), moe_layer_freq=frequency)
         assert RoutingReplay(model.chunks).layers == layers
         unwrap(model.chunks[0]).decoder.layers[0].config.moe_layer_freq = [1, 1, 1, 1] if layers != (0, 1, 2, 3) else 2
         with pytest.raises(ReplayError, match="by moe_layer_freq"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,66 +12,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases_replay import RECOMPUTE
+from cases_replay import World
 from dispatch_probe import DispatchProbe
 from megatron.core.transformer.moe.router import TopKRouter
-from tiny_world import batch_of, coefficients_of, config, local_batch, local_routes, micro_batches, policy_of, rollouts
+from tiny_world import (
+    batch_of,
+    local_batch,
+    local_routes,
+    rollouts,
+)
 
 from megarl.core.replay_blockers import REPLAY_BLOCKERS
-from megarl.core.types import TrainBatch
 from megarl.data.tiny import write_tiny_model
 from megarl.errors import ReplayError, TraceError
-from megarl.megatron.passes.forward import run
-from megarl.megatron.passes.micro_batches import MicroBatch, micro_batch
+from megarl.megatron.passes.micro_batches import micro_batch
 from megarl.megatron.policy import Policy
 from megarl.megatron.rollout_routes import check_rollouts
 from megarl.models.shapes import read_shape
 from megarl.replay import MicroRoutes, RoutingReplay
-
-
-class World:
-    """A policy on one rank with a batch, by default the fixed one, and its routes."""
-
-    def __init__(self, model: Path, recompute: str = "none", batch: TrainBatch | None = None) -> None:
-        settings = config(model, recompute=RECOMPUTE[recompute])
-        self.policy: Policy = policy_of(settings)
-        assert self.policy.replay is not None
-        self.replay = self.policy.replay
-        self.micros: list[MicroBatch] = micro_batches(settings, local_batch() if batch is None else batch)
-        self.routes = [local_routes(micro, self.replay.layers, self.policy.shape) for micro in self.micros]
-
-    def run(self, backward: bool = False, micros: list[MicroBatch] | None = None) -> list[torch.Tensor]:
-        def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, None, dict[str, Any]]:
-            return coefficients_of(part).cuda(), None, {}
-
-        outputs = run(
-            self.policy.chunks,
-            self.micros if micros is None else micros,
-            temperature=1.0,
-            vocab_size=self.policy.shape.vocab_size,
-            coefficients=coefficients if backward else None,
-        )
-        return [output.logprobs for output in outputs]
-
-    def same(self, before: list[torch.Tensor]) -> bool:
-        return all(torch.equal(a, b) for a, b in zip(before, self.run(), strict=True))
-
-    def loss(self) -> torch.Tensor:
-        """A scalar of one micro-batch with its graph, outside of Megatron's schedules."""
-        micro = self.micros[0]
-        chunk = self.policy.chunks[0]
-        chunk.train()
-        return chunk(
-            input_ids=micro.input_ids,
-            position_ids=torch.zeros_like(micro.input_ids),
-            attention_mask=None,
-            packed_seq_params=micro.packing,
-        ).sum()
-
-
-@pytest.fixture
-def world(models: dict[str, Path], one_rank: None) -> World:
-    return World(models["base"])
 
 
 @pytest.fixture
@@ -134,49 +92,6 @@ def test_routes_for_another_number_of_tokens(world: World) -> None:
     message = rf"layer 0, forward of micro-batch 0: .* {tokens} tokens.* {tokens - 1}\."
     with pytest.raises(ReplayError, match=message), world.replay.replay(short):
         world.run()
-
-
-def test_routes_for_another_number_of_layers(world: World) -> None:
-    wrong = [MicroRoutes(entry.experts[:, :2], entry.present) for entry in world.routes]
-    with pytest.raises(ReplayError, match=r"micro-batch 0: .*3 MoE layers"), world.replay.replay(wrong):
-        pytest.fail("the block must not run")
-
-
-@pytest.mark.parametrize("between", ["nothing", "a native pass", "a recorded pass", "a replayed pass", "training"])
-@pytest.mark.parametrize("kind", ["uniform", "moe"])
-def test_backward_outside_of_the_block_is_an_error(
-    kind: str, between: str, models: dict[str, Path], one_rank: None
-) -> None:
-    world = World(models["base"], kind)
-    routes, losses = world.routes[:1], []
-    with world.replay.replay(routes):
-        losses.append(world.loss())
-    if between == "a native pass":
-        world.run()
-    elif between == "a recorded pass":
-        with world.replay.record():
-            world.run()
-    elif between == "a replayed pass":
-        with world.replay.replay(world.routes):
-            world.run()
-    elif between == "training":
-        with world.replay.replay(world.routes):
-            world.run(backward=True)
-    with pytest.raises(ReplayError, match=r"layer \d: recomputation of an unknown forward pass: .* has closed"):
-        losses[0].backward()
-
-
-def test_a_recorded_pass_with_gradients_goes_backward_in_its_block_too(recomputing: World) -> None:
-    with recomputing.replay.record():
-        late = recomputing.loss()
-        recomputing.loss().backward()
-    with pytest.raises(ReplayError, match="has closed"):
-        late.backward()
-
-
-def test_backward_inside_of_the_block_is_right(recomputing: World) -> None:
-    with recomputing.replay.replay(recomputing.routes[:1]):
-        recomputing.loss().backward()
 
 
 def test_a_fresh_pass_after_a_broken_block_is_native(recomputing: World) -> None:
@@ -276,16 +191,6 @@ def test_a_thousand_replays_leave_nothing_behind(world: World) -> None:
     tracemalloc.stop()
     assert len(gc.get_objects()) - objects < 100
     assert after - before < 100_000
-
-
-def test_missing_rows_route_natively(world: World) -> None:
-    absent = [
-        MicroRoutes(torch.zeros_like(entry.experts), torch.zeros(len(entry.experts), dtype=torch.bool))
-        for entry in world.routes
-    ]
-    before = world.run()
-    with world.replay.replay(absent):
-        assert all(torch.equal(a, b) for a, b in zip(world.run(), before, strict=True))
 
 
 def test_observing_tells_what_the_routers_wanted_and_comparing_how_much_is_shared(world: World) -> None:
@@ -392,73 +297,32 @@ def test_something_that_is_no_model_is_refused() -> None:
         RoutingReplay(torch.nn.Linear(2, 2))
 
 
-def _broken(kind: str) -> Any:
-    one = rollouts()[3]
-    assert one.routed_experts is not None
-    experts = one.routed_experts.copy()
-    if kind == "duplicate":
-        experts[0, 1] = 5
-    elif kind == "range":
-        experts[0, 1, 0] = 8
-    elif kind == "layers":
-        experts = experts[:, :2]
-    elif kind == "topk":
-        experts = experts[:, :, :1]
-    if kind == "missing":
-        return replace(one, routed_experts=None, routed_mask=None)
-    return replace(one, routed_experts=experts)
+def _expert(value: int, *place: int) -> Callable[[np.ndarray], np.ndarray]:
+    def change(experts: np.ndarray) -> np.ndarray:
+        experts = experts.copy()
+        experts[place] = value
+        return experts
+
+    return change
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("change", "message"),
     [
-        ("duplicate", "different ones of 0 to 7"),
-        ("range", "8.*different ones of 0 to 7"),
-        ("layers", "2 layers.*3 MoE layers"),
-        ("topk", "top-1.*top-2"),
-        ("missing", "no routed experts"),
+        (_expert(5, 0, 1), "different ones of 0 to 7"),
+        (_expert(8, 0, 1, 0), "8.*different ones of 0 to 7"),
+        (lambda experts: experts[:, :2], "2 layers.*3 MoE layers"),
+        (lambda experts: experts[:, :, :1], "top-1.*top-2"),
+        (None, "no routed experts"),
     ],
 )
-def test_routes_that_cannot_be_of_this_model_are_named(kind: str, message: str, models: dict[str, Path]) -> None:
+def test_routes_that_cannot_be_of_this_model_are_named(change: Any, message: str, models: dict[str, Path]) -> None:
     shape = read_shape(models["base"])
     check_rollouts(rollouts(), shape)
+    *others, last = rollouts()[:4]
+    if change is None:
+        broken = replace(last, routed_experts=None, routed_mask=None)
+    else:
+        broken = replace(last, routed_experts=change(last.routed_experts))
     with pytest.raises(TraceError, match=rf"group 1 sample 1.*{message}"):
-        check_rollouts([*rollouts()[:3], _broken(kind)], shape)
-
-
-def test_routes_of_padding_and_of_a_layer_subset(world: World) -> None:
-    batch = local_batch()
-    micro = micro_batch(batch, batch.num_tokens + 3)
-    found = local_routes(micro, (3, 0), world.policy.shape)
-    assert batch.routed_experts is not None
-    assert batch.routed_mask is not None
-    assert torch.equal(found.experts[:-3], batch.routed_experts[:, [2, 0]])
-    assert found.present is not None
-    assert found.present.tolist() == [*batch.routed_mask.tolist(), False, False, False]
-    whole = local_batch(holes=False)
-    assert local_routes(micro_batch(whole, whole.num_tokens), (0,), world.policy.shape).present is None
-
-
-def test_shares_of_sequence_parallel_ranks(monkeypatch: pytest.MonkeyPatch, models: dict[str, Path]) -> None:
-    from megatron.core import parallel_state
-
-    shape = read_shape(models["base"])
-    batch = local_batch_of_all()
-    slots = -(-batch.num_tokens // 4) * 4
-    parts = []
-    for rank in range(4):
-        monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 4)
-        monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
-        monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 1)
-        monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda: 0)
-        parts.append(local_routes(micro_batch(batch, slots), shape.moe_layers, shape))
-    assert {len(part.experts) for part in parts} == {slots // 4}
-    joined = torch.cat([part.experts for part in parts])[: batch.num_tokens]
-    assert batch.routed_experts is not None
-    assert torch.equal(joined, batch.routed_experts)
-
-
-def local_batch_of_all() -> TrainBatch:
-    from tiny_world import batch_of
-
-    return batch_of(rollouts())
+        check_rollouts([*others, broken], shape)

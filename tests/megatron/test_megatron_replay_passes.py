@@ -140,19 +140,6 @@ def test_a_graph_may_go_backward_more_than_once(kind: str) -> None:
     assert router.mistakes() == []
 
 
-def test_the_node_of_a_checkpoint_may_be_the_first_of_a_block_or_follow_a_pass_without_gradients() -> None:
-    router = Router()
-    x = torch.ones(2, requires_grad=True)
-    router.open()
-    a = forward(router, "reentrant", x)
-    forward(router, "no_grad", x)
-    b = forward(router, "reentrant", x)
-    for graph in (b, a):
-        assert graph is not None
-        graph.sum().backward()
-    assert router.again == [(2, 2), (0, 0)]
-
-
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
 def test_blocks_that_have_closed_are_refused_and_passes_between_them_are_native(kind: str) -> None:
     router = Router()

@@ -11,17 +11,13 @@ import numpy as np
 import pytest
 import torch
 from dispatch_probe import DispatchProbe, tap
-from matrix_world import SIGMOID, MatrixModel, Variant, build, fields_of, fill, settings_of, shape_of
+from matrix_world import SIGMOID, Variant, build_alone, build_bare, fields_of, settings_of
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
-from tiny_world import batch_of, coefficients_of, join, local_routes, micro_batches, rollouts
+from tiny_world import batch_of, fixed_coefficients, local_routes, micro_batches, rollouts
 
-from megarl.core.types import TrainBatch
 from megarl.errors import ConfigError, ReplayError
-from megarl.megatron.model import layer_spec
 from megarl.megatron.passes.forward import run
 from megarl.megatron.passes.micro_batches import MicroBatch
 from megarl.megatron.versions import TAKES_PADDING_MASK
@@ -36,24 +32,19 @@ class Setup:
     """A model of the matrix on one rank, with the fixed batch in micro-batches and its routes."""
 
     def __init__(self, variant: Variant = PLAIN, aux_loss: Any = "dispatch", padded: bool = False, **more: Any) -> None:
-        settings = settings_of({}, variant)
-        join(settings)
-        self.model: MatrixModel = build(settings, variant, **more)
+        self.model = build_alone(variant, **more)
         shape = self.model.shape
         self.rollouts = rollouts(30, len(shape.moe_layers), shape.num_experts, shape.topk, holes=False)
-        self.micros: list[MicroBatch] = micro_batches(settings, batch_of(self.rollouts))
+        self.micros: list[MicroBatch] = micro_batches(self.model.settings, batch_of(self.rollouts))
         if padded:
             self.micros = [_with_padding(micro) for micro in self.micros]
         self.replay = RoutingReplay(self.model.chunks, aux_loss, min_agreement=0.0)  # the routes are random
         self.routes = [local_routes(micro, self.replay.layers, shape) for micro in self.micros]
 
     def train(self) -> None:
-        def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, None, dict[str, Any]]:
-            return coefficients_of(part), None, {}
-
         for chunk in self.model.chunks:
             chunk.zero_grad_buffer()
-        run(self.model.chunks, self.micros, temperature=1.0, vocab_size=32, coefficients=coefficients)
+        run(self.model.chunks, self.micros, temperature=1.0, vocab_size=32, coefficients=fixed_coefficients)
 
     def score(self) -> None:
         run(self.model.chunks, self.micros, temperature=1.0, vocab_size=32)
@@ -262,29 +253,11 @@ def test_the_slot_order_of_a_row_is_replayed_and_changes_rounding_alone() -> Non
 class TestMultiTokenPrediction:
     """A model with a multi-token-prediction layer whose router shares a layer number with the decoder's."""
 
-    def model(self, recompute: str) -> GPTModel:
-        variant = Variant(recompute)
-        settings = settings_of({}, variant)
-        join(settings)
-        config = fields_of(settings, variant, mtp_num_layers=1, mtp_loss_scaling_factor=0.1)
-        spec = layer_spec(config, None, shape_of(variant.router))
-        torch.manual_seed(0)
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=spec,  # type: ignore[arg-type]
-            vocab_size=32,
-            max_sequence_length=64,
-            position_embedding_type="rope",
-            mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False),  # type: ignore[arg-type]
-        )
-        fill([model])
-        return model
-
     @pytest.mark.parametrize("recompute", ["none", "moe"])
     def test_decoder_layers_replay_and_the_prediction_layer_routes_natively_and_is_counted(
         self, recompute: str
     ) -> None:
-        model = self.model(recompute)
+        model = build_bare(Variant(recompute), prediction_layers=1)
         tokens = torch.randint(0, 30, (1, 10), generator=torch.Generator().manual_seed(1))
         inputs: dict[str, Any] = {
             "input_ids": tokens,

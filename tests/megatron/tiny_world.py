@@ -35,6 +35,15 @@ MODELS = Path("models")
 TEMPERATURE = 0.8
 MICRO_TOKENS = 32
 NUM_SEQUENCES = 8
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "uniform": {"granularity": "full", "method": "uniform", "num_layers": 1},
+    "block": {"granularity": "full", "method": "block", "num_layers": 1},
+    "moe": {"granularity": "selective", "modules": ["moe"]},
+    "moe+": {"granularity": "selective", "modules": ["moe", "core_attn", "layernorm"]},
+    "others": {"granularity": "selective", "modules": ["core_attn", "layernorm", "mlp"]},
+}
+"""Activation recomputation; "others" are the selective modules that leave the router alone."""
 
 
 def write_models(folder: Path) -> dict[str, Path]:
@@ -160,6 +169,11 @@ def coefficients_of(batch: TrainBatch) -> torch.Tensor:
     """Some coefficients [T] that depend on the token alone: the sequence's advantage, varied by the token id."""
     varied = batch.advantages * (1.0 + 0.1 * (batch.tokens % 5))
     return torch.where(batch.loss_mask, varied, 0.0)
+
+
+def fixed_coefficients(_: int, batch: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, None, dict[str, Any]]:
+    """``coefficients_of`` as a training pass asks for them: no part of the entropies, and no metrics."""
+    return coefficients_of(batch).cuda(), None, {}
 
 
 def entropy_coefficients_of(batch: TrainBatch) -> torch.Tensor:

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases_replay import RECOMPUTE
 from cases_training import forward_backward
 from null_gpu.computing import computing
 from null_gpu.nccl_cases import library
-from tiny_world import MODELS, config, exported, join, local_batch, policy_of
+from tiny_world import MODELS, RECOMPUTE, config, exported, join, local_batch, policy_of
 
 from megarl.errors import RolloutError
 from megarl.megatron import distributed

@@ -298,29 +298,9 @@ def through_the_ratio(scope: str, terms: Floats) -> list[float]:
     return [math.fsum(share * x for share, x in zip(shares[: j + 1], terms, strict=False)) for j in range(len(terms))]
 
 
-def aggregate(aggregation: str, terms: TensorRows, norm_length: int | None = None) -> Tensor:
-    """The aggregate of the loss tokens' terms, one list per sequence; empty sequences do not count."""
-    sequences = [row for row in terms if len(row)]
-    if not sequences:
-        return torch.zeros((), dtype=torch.float64)
-    sums = [torch.stack(list(row)).sum() for row in sequences]
-    if aggregation == "token-mean":
-        return torch.stack(sums).sum() / sum(len(row) for row in sequences)
-    if aggregation == "seq-mean-token-sum":
-        return torch.stack(sums).mean()
-    if aggregation == "seq-mean-token-mean":
-        return torch.stack([total / len(row) for total, row in zip(sums, sequences, strict=True)]).mean()
-    assert aggregation == "seq-mean-token-sum-norm"
-    assert norm_length is not None
-    return torch.stack(sums).mean() / norm_length
-
-
-def clipped(ratio: Tensor, advantage: float, low: float, high: float, dual: float | None = None) -> Tensor:
-    """PPO's min(ratio A, clip(ratio) A); for A < 0 no less than dual A."""
-    term = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-    if dual is not None and advantage < 0:
-        term = torch.maximum(term, torch.full_like(term, dual * advantage))
-    return term
+def clipped(ratio: Tensor, advantage: float, low: float, high: float) -> Tensor:
+    """PPO's min(ratio A, clip(ratio) A)."""
+    return torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
 
 
 def kl_grpo_loss(
@@ -362,4 +342,4 @@ def kl_grpo_loss(
                 log_rho = log_rho.detach() + lp - lp.detach()
             row.append(clipped(log_rho.exp(), advantage(n, j), 1 - eps, 1 + eps))
         terms.append(row)
-    return -aggregate("seq-mean-token-mean", terms)
+    return -torch.stack([torch.stack(row).mean() for row in terms if row]).mean()

@@ -26,7 +26,6 @@ from megarl.run.metrics_log import Record, describe_judged, read_metrics
 from megarl.run.status import format_duration
 from megarl.watch.health import CHECKS, judge_run
 
-
 NOT_RECORDED = "not recorded"
 JUDGED = "Responses with a reward"
 TILES = (
