@@ -100,7 +100,7 @@ class Fleet(FleetState):
         server gets the weights when it is back.
         """
         started, line = time.perf_counter(), Line()
-        intake, delivery = Intake.for_servers(self._shapes, version, form), Delivery(self, line)
+        intake, delivery = Intake.for_servers(self._shapes, version, form), Delivery(self, line, self.tell)
         buckets = self.transport.stream(intake, tensors, delivery)
         self.no_starts.clear()
         try:

@@ -40,7 +40,7 @@ class Broadcast(Transport):
                 return broadcast(senders, bucket)
             except WeightSyncError as error:
                 self._is_split = True
-                delivery.receivers.tell(
+                delivery.tell(
                     f"warning: a broadcast of weights to all servers failed, each gets them by itself: {error}"
                 )
         delivery.receivers.each(lambda sender: broadcast([sender], bucket), daemon=False)

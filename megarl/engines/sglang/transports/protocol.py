@@ -22,10 +22,6 @@ class Receivers(Protocol):
         """One for each server."""
         ...
 
-    def tell(self, line: str, /) -> None:
-        """Print one line for the user."""
-        ...
-
     def each(self, step: Callable[[WeightSender], object], *, daemon: bool = True) -> list[WeightSender]:
         """Run a step for all servers at the same time; return the senders of the servers that have done the step.
 
@@ -42,6 +38,8 @@ class Delivery:
     receivers: Receivers
     line: Line
     """Sends one bucket while the next bucket is made."""
+    tell: Callable[[str], None]
+    """Prints one line for the user."""
     folder: WeightFolder | None = None
     """The copy on disk, or None; complete after all buckets have passed the line."""
 
