@@ -4,7 +4,7 @@ subject."""
 import json
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -235,7 +235,7 @@ class Completion:
     def run(self, overrides: Overrides) -> None:
         infos, cases = config_file.keys(), []
         keys = [f"--{key}" for key in infos if not key.endswith("*")]
-        for name, kind in COMMANDS.items():
+        for name, kind in dict[str, Any](COMMANDS).items():
             fields = kind.__pydantic_fields__
             flags = [field for field, info in fields.items() if POSITIONAL not in info.metadata]
             words = [f"--{flag.replace('_', '-')}" for flag in flags]
