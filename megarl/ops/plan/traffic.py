@@ -85,12 +85,12 @@ def trace_of(shape: ModelShape) -> TraceSize:
 def step_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage, longest: float) -> StepTraffic:
     """Return the traffic of a step whose sequences all have ``longest`` tokens."""
     responses, trace = config.responses_per_step, trace_of(shape)
-    tokens = responses * longest
+    tokens = round(responses * longest)
     short = config.sglang.compact_routes and not config.sglang.urls
     routed, remote = wants_routes(config, shape), config.rollout.engine_kind.server
     of_step = config.train.mini_batches * route_bytes(config, shape, layout, stage)
     ranks, of_copy = layout.world_size // layout.dp, -(-responses // layout.dp)
-    rollouts = num_encoded_bytes(of_copy, of_copy * longest, routed=routed)
+    rollouts = num_encoded_bytes(of_copy, round(of_copy * longest), routed=routed)
     placements = (ranks - 1) * (of_copy + of_copy // ranks) * PLACEMENT_BYTES if routed else 0
     return StepTraffic(
         columns=8 * tokens if remote else 0,
