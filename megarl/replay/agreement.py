@@ -2,9 +2,10 @@
 
 Routes of the batch agree with the training routers in most experts, because both engines run one model. Shifted or
 transposed rows, and rows of another micro-batch, layer or model, agree by chance. Agreement is measured beyond chance,
-as Cohen's kappa: ``kappa = (agreement - chance) / (1 - chance)``. Chance is the larger of ``K / E`` and the agreement with rows of other tokens in the layer, at most MOST_CHANCE. Two
-standard errors are added to the agreement (Agresti and Coull 1998), and fewer than LEAST_JUDGED rows are never judged.
-Both checks read the device once, when the block closes. The error names the usual mistake that explains the rows.
+as Cohen's kappa: ``kappa = (agreement - chance) / (1 - chance)``. Chance is the larger of ``K / E`` and the agreement
+with rows of other tokens in the layer, at most MOST_CHANCE. Two standard errors are added to the agreement (Agresti and
+Coull 1998), and fewer than LEAST_JUDGED rows are never judged. Both checks read the device once, when the block closes.
+The error names the usual mistake that explains the rows.
 """
 
 import itertools
