@@ -5,7 +5,6 @@ transposed rows, and rows of another micro-batch, layer or model, agree by chanc
 as Cohen's kappa: ``kappa = (agreement - chance) / (1 - chance)``. Chance is the larger of ``K / E`` and the agreement
 with rows of other tokens in the layer, at most MOST_CHANCE. Two standard errors are added to the agreement (Agresti and
 Coull 1998), and fewer than LEAST_JUDGED rows are never judged. Both checks read the device once, when the block closes.
-The error names the usual mistake that explains the rows.
 """
 
 import itertools
