@@ -209,17 +209,18 @@ def test_an_update_that_is_confirmed_and_not_made_is_an_error(
 def test_an_update_that_was_not_made_is_found_again_when_it_is_sent_again():
     """As a keeper does, whose server has refused nothing."""
     says = [-1.0, -2.0]
-    member = sglang_member.Member("server", None, 1, None, False, False, Path(), print)
+    fleet: Any = SimpleNamespace(prompt=[], tell=print)
+    member = sglang_member.Member("server", None, fleet)
     scorer: Any = SimpleNamespace(score=lambda _: np.array(says))
     member.connection = scorer
     first, second = (sglang_member.Update(number, [], sums=(number, number)) for number in (1, 2))
-    member.settle(first, [])
+    member.settle(first)
     for _ in range(2):
         with pytest.raises(WeightSyncError, match="confirmed the update to weights 2 and did not make it"):
-            member.settle(second, [])
+            member.settle(second)
         assert member.holds is first
     says[0] = -1.5
-    member.settle(second, [])
+    member.settle(second)
     assert member.holds is second
 
 
