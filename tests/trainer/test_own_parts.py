@@ -66,7 +66,7 @@ def test_the_settings_of_fp8_reach_the_local_engine(world: World, settings: dict
         ({"rollout__engine": "own_parts:without_routes"}, 'train.replay: found "r3" with rollout.engine = "own_parts:'),
         (
             {"rollout__engine": "own_parts:counting", "rollout__fp8_rounding": True},
-            "rollout.fp8_rounding: found true with engine",
+            "rollout.fp8_rounding: found true, which goes only with an engine",
         ),
         ({"rollout__engine": "own_parts:counting", "rollout__top_p": 0.9}, "rollout.top_p: found 0.9, expected 1"),
         (
