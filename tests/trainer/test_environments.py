@@ -131,6 +131,11 @@ def test_a_function_of_the_user_gets_its_options() -> None:
             {"function": "tools", "tools": ["calculator"] * 2, "format": "hermes"},
             "expected at least one, with own names",
         ),
+        pytest.param(
+            {"function": "tools", "tools": ["python"], "python_memory_mb": 1},
+            "memory_bytes may be too small",
+            marks=pytest.mark.needs("bwrap"),
+        ),
     ],
 )
 def test_what_cannot_be_made_is_refused(settings: dict[str, Any], told: str) -> None:

@@ -214,7 +214,7 @@ def _classify_exit(status: int, was_full: bool) -> ToolExit:
 
 def _try(sandbox: Sandbox) -> bool:
     """Run a line of code; return whether the number of files is limited. ConfigError for a wrong output."""
-    child = sandbox.start("print(6 * 7)")
+    child = sandbox.start("bytearray(1 << 20); print(6 * 7)")  # more than the interpreter may have left by chance
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.process.wait(TRY_S)
