@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +18,7 @@ from megarl.engines.episodes import EpisodeLimits, EpisodeResult, one_turn, play
 from megarl.engines.protocol import Engine, OnFinish, SamplingParams, Session
 from megarl.engines.tools.protocol import Environment
 from megarl.errors import RequestError
+from megarl.files.per_loop import PerLoop
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,8 @@ class Player:
     ) -> None:
         """concurrency: how many answers the environment works on at a time."""
         self._tokenizer, self._judge, self._limits = tokenizer, judge, limits
-        self._environment, self._concurrency = environment, concurrency
-        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._environment = environment
+        self._places = PerLoop(partial(asyncio.Semaphore, concurrency))
 
     async def play(self, session: Session, request: SampleRequest, prompt: Prompt) -> Sample:
         """Draw and judge one sample. Failures of environment or reward, and refused requests, are part of the sample.
@@ -86,7 +88,7 @@ class Player:
             if self._environment is None:
                 played = one_turn(await session.sample(request))
             else:
-                world = self._environment, self._tokenizer, self._limits, self._semaphore()
+                world = self._environment, self._tokenizer, self._limits, self._places.get()
                 played = await play(session, request, prompt.text, *world)
         except RequestError as error:
             failure = Failure(str(error), describe_input(prompt=prompt.text), may_pass=True, of_episode=True)
@@ -109,12 +111,6 @@ class Player:
     def close(self) -> None:
         """End the processes of the reward."""
         self._judge.close()
-
-    def _semaphore(self) -> asyncio.Semaphore:
-        loop = asyncio.get_running_loop()
-        if self._places is None or self._places[0] is not loop:
-            self._places = loop, asyncio.Semaphore(self._concurrency)
-        return self._places[1]
 
     def _find_steps(self, played: EpisodeResult, rollout: Rollout, verdict: Verdict) -> tuple[tuple[int, float], ...]:
         """Collect the process rewards: of turns with a reward from the environment, and of the reward function's steps.
