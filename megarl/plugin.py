@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megarl.core.choices.table import find_objective
 from megarl.core.metrics import Stat, finalize, merge, to_host
 from megarl.core.objectives import OBJECTIVES, Denominators, Objective, TokenColumns, policy_loss
 from megarl.core.objectives.columns import count_loss_tokens
@@ -73,11 +74,7 @@ class StepLoss:
         mask of another dtype or shape, for objectives that must know all tokens of the step beforehand, without
         micro-batches, and if ranks have different numbers of micro-batches.
         """
-        if isinstance(objective, str):
-            objective = OBJECTIVES[objective]
-        if not isinstance(objective, Objective):
-            kind = type(objective).__name__
-            raise ConfigError(f'objective is a {kind}, expected a row, such as OBJECTIVES["minirl"], or its name')
+        objective = find_objective(objective)
         if objective.beforehand:
             raise ConfigError(
                 "objective: a part of it must know all tokens of the step beforehand: use gather_facts and policy_loss "

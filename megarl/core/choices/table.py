@@ -56,6 +56,16 @@ OBJECTIVES: Mapping[str, Objective] = MappingProxyType(_Objectives({name: TABLE[
 """Name -> the parts of the named algorithm. An unknown name raises UnknownNameError, a KeyError."""
 
 
+def find_objective(value: object) -> Objective:
+    """Return a row, given the row or its name. UnknownNameError for an unknown name, ConfigError for other types."""
+    if isinstance(value, str):
+        return OBJECTIVES[value]
+    if isinstance(value, Objective):
+        return value
+    kind = type(value).__name__
+    raise ConfigError(f'objective is a {kind}, expected a row, such as OBJECTIVES["minirl"], or its name')
+
+
 def require_objective(value: object) -> Objective:
     """Return the value if it is an Objective; ConfigError with the correction for a name or any other value."""
     if isinstance(value, Objective):

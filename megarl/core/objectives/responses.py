@@ -15,7 +15,7 @@ from megarl.core.advantages import Values, grpo, token_level_kl
 from megarl.core.advantages.groups import as_tensor, extremes, fill, prepare, take
 from megarl.core.choices.parts import TOKEN_ADVANTAGES, Objective
 from megarl.core.choices.stopping import POSITIVE
-from megarl.core.choices.table import OBJECTIVES
+from megarl.core.choices.table import find_objective
 from megarl.core.objectives.columns import call_part
 from megarl.core.ratios import segment_sum
 from megarl.core.segments import segment_expand
@@ -54,7 +54,7 @@ def advantages_of(
     (``token_advantages``) and "process" (``step_advantages``). UnknownNameError for an unknown name, NumericsError if a
     reward is not finite.
     """
-    objective = OBJECTIVES[objective] if isinstance(objective, str) else objective
+    objective = find_objective(objective)
     if valid is not None:
         return _of_valid(advantages_of, valid, objective, rewards, groups, threshold, lengths, components)
     if objective.selection == "all":
@@ -176,7 +176,7 @@ def select_responses(
     """
     if valid is not None:
         return _of_valid(select_responses, valid, objective, rewards, groups, threshold, lengths, components)
-    objective = OBJECTIVES[objective] if isinstance(objective, str) else objective
+    objective = find_objective(objective)
     if objective.selection == "positive":
         return advantages_of(objective, rewards, groups, threshold, lengths=lengths, components=components) > 0
     mixed = _in_mixed_groups(rewards, groups)
