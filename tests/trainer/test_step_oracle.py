@@ -16,7 +16,6 @@ from train_world import NUM_SEQUENCES, ROWS, Going, World, fixed_advantages, tra
 from transformers import AutoModelForCausalLM
 
 from megarl.config import Config
-from megarl.core.choices.parts import NON_NEGATIVE_ADVANTAGES
 from megarl.core.types import Rollout
 from megarl.megatron.hf_weights import save_hf
 
@@ -123,9 +122,11 @@ def test_loss_and_gradient_norm_are_those_of_plain_pytorch(world: World, tmp_pat
         rollout__fp8_rounding=False,
         **ROWS[name],
     )
-    rollouts, rewards, half = world.rollouts("fp32"), fixed_advantages(), NUM_SEQUENCES // 2
-    if settings.train.resolved_objective.advantage in NON_NEGATIVE_ADVANTAGES:
-        rewards = np.abs(rewards)
+    rollouts, rewards, half = (
+        world.rollouts("fp32"),
+        fixed_advantages(settings.train.resolved_objective),
+        NUM_SEQUENCES // 2,
+    )
     with training(settings) as step:
         going, found = Going(step, rollouts, rewards).look(), []
         for index in range(2):

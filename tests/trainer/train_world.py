@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer
 import megarl.trainer.step as train_step
 from megarl.config import Config
 from megarl.config.file import parse
-from megarl.core.choices.parts import NON_NEGATIVE_ADVANTAGES
+from megarl.core.choices.parts import NON_NEGATIVE_ADVANTAGES, Objective
 from megarl.core.choices.table import OBJECTIVES
 from megarl.core.metrics import Stat, finalize
 from megarl.core.types import Rollout, SampleRequest
@@ -195,9 +195,10 @@ def sample(
     return made
 
 
-def fixed_advantages(seed: int = 0) -> np.ndarray:
-    """float64 [NUM_SEQUENCES], of both signs."""
-    return np.random.default_rng(seed).normal(size=NUM_SEQUENCES)
+def fixed_advantages(objective: Objective | None = None) -> np.ndarray:
+    """float64 [NUM_SEQUENCES], of both signs where the objective can have them."""
+    values = np.random.default_rng(0).normal(size=NUM_SEQUENCES)
+    return np.abs(values) if objective and objective.advantage in NON_NEGATIVE_ADVANTAGES else values
 
 
 @contextmanager
@@ -266,12 +267,10 @@ class Going:
         if old_pass or (plan.get("replay_bias") and step.config.train.replay == "r2"):
             plan["old_passes"] = len(self.owned)
         self.plan = replace(planned, **plan)
-        rewards = fixed_advantages() if rewards is None else rewards
+        rewards = fixed_advantages(step.objective) if rewards is None else rewards
         groups = np.repeat(np.arange(NUM_GROUPS), GROUP_SIZE) if groups is None else groups
         self.judged = Judged(rewards, groups, self.owned)
         advantages = np.zeros_like(rewards) if planned.token_advantages else rewards
-        if step.objective.advantage in NON_NEGATIVE_ADVANTAGES:
-            advantages = np.abs(advantages)
         self.minis = [step.prepare([rollouts[s] for s in rows], advantages[rows]) for rows in self.owned]
 
     def look(self) -> Self:
