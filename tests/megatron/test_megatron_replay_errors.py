@@ -94,6 +94,38 @@ def test_routes_for_another_number_of_tokens(world: World) -> None:
         world.run()
 
 
+def loss_of(world: World) -> torch.Tensor:
+    """A scalar of one micro-batch with its graph, outside of Megatron's schedules."""
+    micro, chunk = world.micros[0], world.policy.chunks[0]
+    chunk.train()
+    inputs = {"input_ids": micro.input_ids, "position_ids": torch.zeros_like(micro.input_ids)}
+    return chunk(**inputs, attention_mask=None, packed_seq_params=micro.packing).sum()
+
+
+@pytest.mark.parametrize("between", ["nothing", "a native pass", "a recorded pass", "a replayed pass", "training"])
+@pytest.mark.parametrize("kind", ["uniform", "moe"])
+def test_backward_outside_of_the_block_is_an_error(
+    kind: str, between: str, models: dict[str, Path], one_rank: None
+) -> None:
+    world = World(models["base"], kind)
+    routes, losses = world.routes[:1], []
+    with world.replay.replay(routes):
+        losses.append(loss_of(world))
+    if between == "a native pass":
+        world.run()
+    elif between == "a recorded pass":
+        with world.replay.record():
+            world.run()
+    elif between == "a replayed pass":
+        with world.replay.replay(world.routes):
+            world.run()
+    elif between == "training":
+        with world.replay.replay(world.routes):
+            world.run(backward=True)
+    with pytest.raises(ReplayError, match=r"layer \d: recomputation of an unknown forward pass: .* has closed"):
+        losses[0].backward()
+
+
 def test_a_fresh_pass_after_a_broken_block_is_native(recomputing: World) -> None:
     before = recomputing.run()
     with pytest.raises(ReplayError, match="used the routes of 1"), recomputing.replay.replay(recomputing.routes[:1]):
@@ -191,6 +223,16 @@ def test_a_thousand_replays_leave_nothing_behind(world: World) -> None:
     tracemalloc.stop()
     assert len(gc.get_objects()) - objects < 100
     assert after - before < 100_000
+
+
+def test_missing_rows_route_natively(world: World) -> None:
+    absent = [
+        MicroRoutes(torch.zeros_like(entry.experts), torch.zeros(len(entry.experts), dtype=torch.bool))
+        for entry in world.routes
+    ]
+    before = world.run()
+    with world.replay.replay(absent):
+        assert all(torch.equal(a, b) for a, b in zip(world.run(), before, strict=True))
 
 
 def test_observing_tells_what_the_routers_wanted_and_comparing_how_much_is_shared(world: World) -> None:
