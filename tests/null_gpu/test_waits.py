@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from null_gpu.counting import host_waits
 
+from megarl.core.choices.parts import NON_NEGATIVE_ADVANTAGES
 from megarl.core.devices import to_device
 from megarl.core.host_copies import HostCopies
 from megarl.core.measures import mismatch_metrics, surrogate_metrics
@@ -21,6 +23,7 @@ from megarl.core.objectives import (
     OBJECTIVES,
     BatchFacts,
     Denominators,
+    Objective,
     TokenColumns,
     TopK,
     coefficients,
@@ -46,15 +49,23 @@ def columns_on(device: str) -> TokenColumns:
     return TokenColumns(theta, old, mu, advantages, mask, bounds.to(device), ref, topk)
 
 
+def columns_for(objective: Objective, device: str) -> TokenColumns:
+    """Advantages of both signs where the objective can have them."""
+    columns = columns_on(device)
+    can_be_negative = objective.advantage not in NON_NEGATIVE_ADVANTAGES
+    return columns if can_be_negative else replace(columns, advantages=columns.advantages.abs())
+
+
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
 def test_the_loss_of_every_objective_waits_once_and_is_that_of_the_cpu(computing: None, name: str) -> None:
-    columns, objective = columns_on("cuda"), OBJECTIVES[name]
+    objective = OBJECTIVES[name]
+    columns, of_cpu = columns_for(objective, "cuda"), columns_for(objective, "cpu")
     exponents = tuple(0.5 if factor.fn == "adaptive_power" else None for factor in objective.factors)
     facts = BatchFacts(exponents, (None,) * len(exponents), DENOMINATORS)
     with host_waits() as waits:
         found = coefficients(objective, columns, DENOMINATORS, facts=facts)
     assert len(waits) == 1, waits
-    wanted = coefficients(objective, columns_on("cpu"), DENOMINATORS, facts=facts)
+    wanted = coefficients(objective, of_cpu, DENOMINATORS, facts=facts)
     torch.testing.assert_close(found.values.cpu(), wanted.values, rtol=1e-5, atol=1e-7)
     assert finalize(to_host(found.metrics)) == pytest.approx(finalize(wanted.metrics), rel=1e-5, abs=1e-7)
 
