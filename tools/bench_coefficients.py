@@ -23,10 +23,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from megarl.core.choices.parts import NON_NEGATIVE_ADVANTAGES
 from megarl.core.objectives import OBJECTIVES, Denominators, Factor, Mask, Penalty, TokenColumns, coefficients
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -97,9 +99,11 @@ def main() -> int:
     libc.mallopt(M_MMAP_MAX, 0)
     libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     columns = random_columns(arguments.tokens)
+    positive = replace(columns, advantages=columns.advantages.abs())
     denominators = Denominators.of(columns.loss_mask, columns.cu_seqlens)
+    columns_of = {name: positive if ROWS[name].advantage in NON_NEGATIVE_ADVANTAGES else columns for name in ROWS}
     calls: dict[str, Callable[[], object]] = {
-        name: (lambda row=ROWS[name]: coefficients(row, columns, denominators)) for name in arguments.rows
+        name: partial(coefficients, ROWS[name], columns_of[name], denominators) for name in arguments.rows
     }
     calls["grpo, counts only"] = lambda: coefficients(OBJECTIVES["grpo"], columns, denominators, detailed=False)
     ratios: dict[str, list[float]] = defaultdict(list)
