@@ -9,7 +9,17 @@ import torch
 import torch.distributed as dist
 from dispatch_probe import DispatchProbe, tokens_held
 from megatron.core import parallel_state
-from tiny_world import MODELS, coefficients_of, config, local_batch, local_routes, micro_batches, policy_of, rollouts
+from tiny_world import (
+    MODELS,
+    coefficients_of,
+    config,
+    experts_of,
+    local_batch,
+    local_routes,
+    micro_batches,
+    policy_of,
+    rollouts,
+)
 
 from megarl.core.types import TrainBatch
 from megarl.megatron import distributed
@@ -136,11 +146,11 @@ def _count_shared(probe: DispatchProbe, micros: list[MicroBatch], moe_layers: tu
             for layer in moe_layers
         ]
         columns = micro.batch
-        assert columns.routed_experts is not None
         assert columns.routed_mask is not None
+        experts = experts_of(columns).long()
         counted.append(
             [
-                [int(used[token, columns.routed_experts[token, at].long()].sum()) for at, used in enumerate(by_layer)]
+                [int(used[token, experts[token, at]].sum()) for at, used in enumerate(by_layer)]
                 for token in columns.routed_mask.nonzero()[:, 0].tolist()
             ]
         )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from test_megatron_replay_errors import World
+from tiny_world import experts_of
 
 from megarl.errors import ConfigError, ReplayError
 from megarl.plugin import (
@@ -124,8 +125,7 @@ def test_the_shape_of_megatrons_configurations() -> None:
 def test_rows_of_the_model_are_those_of_the_trainer(world: World) -> None:
     for micro, routes in zip(world.micros, world.routes, strict=True):
         batch = micro.batch
-        assert batch.routed_experts is not None
-        found = world.replay.rows(batch.routed_experts, batch.routed_mask, batch.tokens, batch.cu_seqlens)
+        found = world.replay.rows(experts_of(batch), batch.routed_mask, batch.tokens, batch.cu_seqlens)
         there = found.present
         assert there is not None
         assert torch.equal(there, torch.ones_like(there) if routes.present is None else routes.present)
@@ -134,7 +134,7 @@ def test_rows_of_the_model_are_those_of_the_trainer(world: World) -> None:
     before = world.run()
     with world.replay.replay(
         [
-            world.replay.rows(m.batch.routed_experts, m.batch.routed_mask, m.batch.tokens, m.batch.cu_seqlens)
+            world.replay.rows(experts_of(m.batch), m.batch.routed_mask, m.batch.tokens, m.batch.cu_seqlens)
             for m in world.micros
         ],
         min_agreement=0.0,

@@ -15,7 +15,17 @@ import torch
 from cases_replay import RECOMPUTE
 from dispatch_probe import DispatchProbe
 from megatron.core.transformer.moe.router import TopKRouter
-from tiny_world import batch_of, coefficients_of, config, local_batch, local_routes, micro_batches, policy_of, rollouts
+from tiny_world import (
+    batch_of,
+    coefficients_of,
+    config,
+    experts_of,
+    local_batch,
+    local_routes,
+    micro_batches,
+    policy_of,
+    rollouts,
+)
 
 from megarl.core.replay_blockers import REPLAY_BLOCKERS
 from megarl.core.types import TrainBatch
@@ -430,9 +440,8 @@ def test_routes_of_padding_and_of_a_layer_subset(world: World) -> None:
     batch = local_batch()
     micro = micro_batch(batch, batch.num_tokens + 3)
     found = local_routes(micro, (3, 0), world.policy.shape)
-    assert batch.routed_experts is not None
     assert batch.routed_mask is not None
-    assert torch.equal(found.experts[:-3], batch.routed_experts[:, [2, 0]])
+    assert torch.equal(found.experts[:-3], experts_of(batch)[:, [2, 0]])
     assert found.present is not None
     assert found.present.tolist() == [*batch.routed_mask.tolist(), False, False, False]
     whole = local_batch(holes=False)
@@ -454,8 +463,7 @@ def test_shares_of_sequence_parallel_ranks(monkeypatch: pytest.MonkeyPatch, mode
         parts.append(local_routes(micro_batch(batch, slots), shape.moe_layers, shape))
     assert {len(part.experts) for part in parts} == {slots // 4}
     joined = torch.cat([part.experts for part in parts])[: batch.num_tokens]
-    assert batch.routed_experts is not None
-    assert torch.equal(joined, batch.routed_experts)
+    assert torch.equal(joined, experts_of(batch))
 
 
 def local_batch_of_all() -> TrainBatch:
