@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megarl.core.choices.table import require_objective
 from megarl.core.metrics import Stat, finalize, merge, to_host
 from megarl.core.objectives import OBJECTIVES, Denominators, Objective, TokenColumns, policy_loss
 from megarl.core.objectives.columns import count_loss_tokens
@@ -73,11 +74,7 @@ class StepLoss:
         dtype or shape, for objectives that must know all tokens of the step beforehand, and if ranks have different
         numbers of micro-batches.
         """
-        if isinstance(objective, str):
-            objective = _find_objective(objective)
-        if not isinstance(objective, Objective):
-            kind = type(objective).__name__
-            raise ConfigError(f'objective is a {kind}, expected a row, such as OBJECTIVES["minirl"], or its name')
+        objective = OBJECTIVES[objective] if isinstance(objective, str) else require_objective(objective)
         if objective.beforehand:
             raise ConfigError(
                 "objective: a part of it must know all tokens of the step beforehand: use gather_facts and policy_loss "
@@ -106,12 +103,6 @@ class StepLoss:
         """
         loss, statistics = policy_loss(self.objective, columns, self.denominators)
         return loss * self.scale, statistics
-
-
-def _find_objective(name: str) -> Objective:
-    if name not in OBJECTIVES:
-        raise ConfigError(f"objective {name!r} is unknown, expected one of {', '.join(OBJECTIVES)}")
-    return OBJECTIVES[name]
 
 
 def _check_mask(label: str, mask: Tensor, is_packed: bool) -> None:

@@ -203,9 +203,9 @@ def test_what_a_loss_of_a_step_refuses(world: World) -> None:
         StepLoss.of(OBJECTIVES["minirl"], [mask, mask.float()])
     with pytest.raises(ConfigError, match=r"loss mask 0 is \[42\], expected \[b, s\]; packed \[T\] needs cu_seqlens"):
         StepLoss.of(OBJECTIVES["minirl"], [mask.flatten()])
-    with pytest.raises(ConfigError, match=r"objective .grpoo. is unknown, expected one of .*minirl, "):
+    with pytest.raises(ConfigError, match=r"objective .grpoo. is unknown; did you mean grpo or "):
         StepLoss.of("grpoo", [mask])
-    with pytest.raises(ConfigError, match=r'objective is a list, expected a row, such as OBJECTIVES\["minirl"\]'):
+    with pytest.raises(ConfigError, match=r"objective is list, expected a megarl.core.objectives.Objective"):
         StepLoss.of([], [mask])  # type: ignore[arg-type]
     assert StepLoss.of("minirl", [mask]) == StepLoss.of(OBJECTIVES["minirl"], [mask])
     needy = next(row for row in OBJECTIVES.values() if row.beforehand)
