@@ -3,7 +3,7 @@
     header   20 bytes: magic, version, CRC32 of all that follows it, whether there is a mask, L, K, E - 1, T
     payload  mask | the rows of the tokens that have one, token by token, layer by layer
 
-Numbers are little-endian. A row is the number of its set (``cells``; for other shapes ``combinations``), written in
+Numbers are little-endian. A row is the number of its set (``numbering``), written in
 planes of at most 2^15 rows (``rows``). A mask, one bit per token, is written only for a trace with a mask. A trace
 without a mask takes at most the header and the bytes of the experts (one per expert for E <= 256, else two).
 """
@@ -16,8 +16,8 @@ from functools import lru_cache
 import numpy as np
 
 from megarl.errors import TraceError
-from megarl.routes import cells
-from megarl.routes.combinations import MAX_TOP_K, Combinations
+from megarl.routes import numbering
+from megarl.routes.numbering import MAX_TOP_K, Cells, Combinations
 from megarl.routes.rows import blocks, num_bytes, pack, sort_columns, unpack
 from megarl.routes.trace import RoutingTrace, narrow_dtype
 
@@ -119,9 +119,9 @@ def decode(data: bytes | bytearray | memoryview, label: str = "routing trace") -
 
 
 @lru_cache(maxsize=4)
-def _numbering(num_experts: int, top_k: int) -> cells.Cells | Combinations:
-    in_tables = num_experts <= cells.MOST_EXPERTS and cells.LEAST_TOP_K <= top_k <= cells.MOST_TOP_K
-    return (cells.Cells if in_tables else Combinations)(num_experts, top_k)
+def _numbering(num_experts: int, top_k: int) -> Cells | Combinations:
+    in_tables = num_experts <= numbering.MOST_EXPERTS and numbering.LEAST_TOP_K <= top_k <= numbering.MOST_TOP_K
+    return (Cells if in_tables else Combinations)(num_experts, top_k)
 
 
 def _read_rows(stream: np.ndarray, num_present: int, shape: _Shape, label: str) -> np.ndarray:
