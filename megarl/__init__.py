@@ -19,8 +19,8 @@ def enable_cpu() -> bool:
     4. ``torch.compile`` returns functions unchanged while Megatron is imported. If Megatron was imported before,
        ``torch.compiler.set_stance("force_eager")`` is set instead, for the whole process.
     5. Megatron's functions name ``"cpu"`` where they named ``"cuda"`` (``stand_ins/cpu.py`` lists the modules).
-    6. Megatron: the token dispatcher, unequal shares of expert-tensor parallelism, exchanges of a rank with itself,
-       the generator of tensor parallelism, and rotary embeddings of packed sequences have versions for a CPU.
+    6. Megatron: the token dispatcher, unequal shares of expert-tensor parallelism, the generator of tensor
+       parallelism, and rotary embeddings of packed sequences have versions for a CPU.
 
     Without TE, with or without CUDA:
 

@@ -69,7 +69,7 @@ def requests() -> list[SampleRequest]:
 def compare_routes(rollouts: Sequence[Rollout], policy: Any, settings: Any, oracle: Any) -> float:
     """Share of (token, layer) rows where engine and policy choose the same experts, of those before the first tie of a
     sequence in transformers; one rank."""
-    from tiny_world import TEMPERATURE, batch_of, micro_batches
+    from tiny_world import TEMPERATURE, batch_of, experts_of, micro_batches
 
     from megarl.megatron.passes import forward
     from megarl.megatron.passes.micro_batches import router_tokens
@@ -81,8 +81,7 @@ def compare_routes(rollouts: Sequence[Rollout], policy: Any, settings: Any, orac
     for micro, native in zip(micros, recording.routes, strict=True):
         token = router_tokens(micro.batch.cu_seqlens, micro.num_slots, (1, 0), (1, 0))
         ours = native.experts[token >= 0][token[token >= 0].argsort()].long().sort(-1).values
-        assert micro.batch.routed_experts is not None
-        same = (ours == micro.batch.routed_experts.long().sort(-1).values).all(-1)
+        same = (ours == experts_of(micro.batch).long().sort(-1).values).all(-1)
         for first, last in itertools.pairwise(micro.batch.cu_seqlens.tolist()):
             clear = clear_tokens(oracle, micro.batch.tokens[first:last].numpy())
             equal.append(same[first : min(first + clear, last - 1)])  # the last token has no routes

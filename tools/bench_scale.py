@@ -104,9 +104,7 @@ def packing(number: int, _: Path) -> Run:
 def splitting(number: int, _: Path) -> Run:
     """A mini-batch of short sequences, taken apart into micro-batches of 64."""
     tokens = torch.zeros(4 * number)
-    batch = TrainBatch(
-        tokens.long(), torch.arange(number + 1) * 4, tokens.bool(), tokens, tokens, None, None, tokens.int()
-    )
+    batch = TrainBatch(tokens.long(), torch.arange(number + 1) * 4, tokens.bool(), tokens, tokens, None, tokens.int())
     bins = [list(range(first, first + 64)) for first in range(0, number, 64)]
     return lambda: [select(batch, indices) for indices in bins]
 

@@ -120,7 +120,6 @@ def codecs(model: Model) -> dict[str, Codec]:
         "int16": plain(model, "<i2"),
         **narrow,
         "unordered": (encode, decode),
-        "ordered": (lambda trace: encode(trace, ordered=True), decode),
     }
 
 

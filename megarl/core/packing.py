@@ -23,17 +23,15 @@ TOKEN_COLUMNS = tuple(
     field.name for field in fields(TrainBatch) if field.name not in ("cu_seqlens", "kept_ids", "kept_offsets")
 )
 """The fields of TrainBatch with one entry per token."""
-_TRIES = 8
-"""Numbers of micro-batches above the least that are tried one by one, before they are bisected."""
 
 
 def partition(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> list[list[int]]:
-    """Split sequences into balanced micro-batches of at most max_tokens each, in O(n log^2 n).
+    """Split sequences into balanced micro-batches of at most max_tokens each, in O(n log n).
 
-    Longest-first placement into the emptiest bin, into the smallest number of bins for which it is found to fit: at
-    most as many as first-fit-decreasing needs, and at least min_bins. Returns sequence indices, ascending within a bin,
-    bins ordered by their first index. Raises ValueError if one sequence alone exceeds max_tokens, or there are fewer
-    sequences than min_bins.
+    Longest-first placement into the emptiest of as many bins as first-fit-decreasing needs, or min_bins if that is
+    more; the bins of first-fit if they alone hold all. Returns sequence indices, ascending within a bin, bins ordered
+    by their first index. Raises ValueError if one sequence alone exceeds max_tokens, or there are fewer sequences than
+    min_bins.
     """
     _check_lengths(lengths, min_bins)
     for sequence, length in enumerate(lengths):
@@ -66,13 +64,13 @@ def partition_into(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
     return _place(lengths, _longest_first(lengths), num_bins) or []
 
 
-def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray], routes: bool = True) -> TrainBatch:
+def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray]) -> TrainBatch:
     """Put rollouts back to back, in the given order, with their advantages.
 
-    advantages: [N], one per sequence; or a list of N arrays, [T_n], one per token. Routes of 16 bits become int16,
-    which torch can index on every device; without ``routes`` only their mask is packed. Raises RolloutError or
-    TraceError, naming group and sample, if a column does not fit its tokens or only some rollouts carry routes or kept
-    sets; NumericsError if the log-probability of a loss token is NaN or above 0, or an advantage is not finite.
+    advantages: [N], one per sequence; or a list of N arrays, [T_n], one per token. Of routes only the mask is packed.
+    Raises RolloutError or TraceError, naming group and sample, if a column does not fit its tokens or only some
+    rollouts carry kept sets; NumericsError if the log-probability of a loss token is NaN or above 0, or an advantage is
+    not finite.
     """
     if not rollouts:
         raise ValueError("there are no rollouts to pack, expected at least one")
@@ -82,7 +80,6 @@ def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray],
     logprobs = np.concatenate([r.rollout_logprobs for r in rollouts])
     bounds = np.cumsum([0, *(len(rollout.tokens) for rollout in rollouts)])
     _check_values(rollouts, loss_mask, logprobs, bounds)
-    routed_experts, routed_mask = _pack_routes(rollouts) if routes else (None, _pack_masks(rollouts))
     kept_ids, kept_offsets = pack_kept(rollouts)
     return TrainBatch(
         tokens=_concatenate([r.tokens for r in rollouts], np.int64),
@@ -90,8 +87,7 @@ def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray],
         loss_mask=_tensor(loss_mask, np.bool_),
         rollout_logprobs=_tensor(logprobs, np.float32),
         advantages=_per_token(advantages, rollouts, bounds),
-        routed_experts=routed_experts,
-        routed_mask=routed_mask,
+        routed_mask=_pack_masks(rollouts),
         weight_versions=_concatenate([r.weight_versions for r in rollouts], np.int32),
         kept_ids=kept_ids,
         kept_offsets=kept_offsets,
@@ -194,59 +190,21 @@ def _place(
 
 
 def _fewest_bins(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    if sum(lengths) <= max_tokens:
-        return [[*range(len(lengths))]]
-    order, low = _longest_first(lengths), _least_bins(lengths, max_tokens)
-    if best_bins := _place(lengths, order, low, max_tokens):
-        return best_bins
-    # Longest-first placement balances better than first-fit, but can miss a split that first-fit finds.
-    best_bins = _first_fit_decreasing(lengths, order, max_tokens)
-    high = len(best_bins)
-    for num_bins in range(low + 1, min(low + _TRIES, high) + 1):
-        if better := _place(lengths, order, num_bins, max_tokens):
-            return better
-    low = min(low + _TRIES, high)
-    while low + 1 <= high:  # a search over all counts would be quadratic in the sequences
-        middle = (low + high + 1) // 2
-        if better := _place(lengths, order, middle, max_tokens):
-            best_bins, high = better, middle - 1
-        else:
-            low = middle
-    return best_bins
-
-
-def _least_bins(lengths: Sequence[int], max_tokens: int) -> int:
-    """A number of bins without which the sequences cannot fit: by their sum, or by those of which no two fit in one.
-
-    The bound L2 of Martello and Toth (1990): beside each sequence longer than max_tokens - a there is no room for those
-    of a or more tokens.
-    """
-    ordered = np.sort(np.asarray(lengths, np.int64))
-    sums = np.concatenate([[0], np.cumsum(ordered)])
-    half = int(np.searchsorted(ordered, max_tokens // 2, "right"))  # from here on two do not fit
-    thresholds = np.unique(np.concatenate([[1], ordered[:half]]))
-    begin, above = np.searchsorted(ordered, thresholds), np.searchsorted(ordered, max_tokens - thresholds, "right")
-    free = (above - half) * max_tokens - (sums[above] - sums[half])
-    num_more = -((free - (sums[half] - sums[begin])) // max_tokens)
-    return max(int((len(ordered) - half + np.maximum(num_more, 0)).max()), 1)
+    """As many bins as first-fit needs, balanced by longest-first placement, which can miss the split of first-fit."""
+    order = _longest_first(lengths)
+    bins = _first_fit_decreasing(lengths, order, max_tokens)
+    return _place(lengths, order, len(bins), max_tokens) or bins
 
 
 def _divide(bins: list[list[int]], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
     """Halve the fullest bin until there are num_bins; this only shortens bins, so they still fit."""
-    done = [members for members in bins if len(members) == 1]
-    heap = [
-        (-sum(lengths[i] for i in members), index, members) for index, members in enumerate(bins) if len(members) > 1
-    ]
-    heapq.heapify(heap)
-    for index in range(len(bins), 2 * num_bins - len(bins), 2):
-        _, _, fullest = heapq.heappop(heap)
-        for number, half in enumerate(partition_into([lengths[i] for i in fullest], 2), index):
-            members = [fullest[i] for i in half]
-            if len(members) > 1:
-                heapq.heappush(heap, (-sum(lengths[i] for i in members), number, members))
-            else:
-                done.append(members)
-    return sorted([*done, *(members for _, _, members in heap)])
+    bins = list(bins)
+    while len(bins) < num_bins:
+        fullest = max((members for members in bins if len(members) > 1), key=lambda m: sum(lengths[i] for i in m))
+        bins.remove(fullest)
+        halves = partition_into([lengths[i] for i in fullest], 2)
+        bins += [[fullest[i] for i in half] for half in halves]
+    return sorted(bins)
 
 
 def _first_fit_decreasing(lengths: Sequence[int], order: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -280,34 +238,12 @@ def _tensor(column: np.ndarray, dtype: type[np.generic]) -> Tensor:
     return torch.from_numpy(column.astype(dtype, copy=False))
 
 
-def _pack_routes(rollouts: Sequence[Rollout]) -> tuple[Tensor | None, Tensor | None]:
-    with_routes = [r for r in rollouts if r.routed_experts is not None]
-    if not with_routes:
-        return None, _pack_masks(rollouts)
-    for rollout in rollouts:
-        if rollout.routed_experts is None:
-            raise TraceError(
-                f"{rollout.label} has no routes, but others of the batch do: give it zero rows "
-                f"with routed_mask False if the engine lost its trace"
-            )
-    shapes = {r.routed_experts.shape[1:] for r in with_routes if r.routed_experts is not None}
-    if len(shapes) > 1:
-        raise TraceError(f"routes of different [L, K] in one batch: {sorted(shapes)}; they are of different models")
-    experts = np.concatenate([r.routed_experts for r in with_routes if r.routed_experts is not None])
-    if experts.dtype != np.uint8:
-        if experts.size and experts.max() > np.iinfo(np.int16).max:
-            raise TraceError(f"expert {experts.max()} does not fit 16 signed bits: more than 32768 experts")
-        experts = experts.astype(np.int16)
-    return torch.from_numpy(experts), _pack_masks(rollouts)
-
-
 def _pack_masks(rollouts: Sequence[Rollout]) -> Tensor | None:
-    """bool [T], where there are routes, or would be on another rank; None if some rollouts have none at all."""
+    """bool [T], where there are routes, here or on another rank; None if some rollouts have none at all."""
     if not all(map(has_routes, rollouts)):
         return None
-    return _concatenate(
-        [np.ones(r.num_tokens, bool) if r.routed_mask is None else r.routed_mask for r in rollouts], np.bool_
-    )
+    masks = [np.ones(r.num_tokens, bool) if r.routed_mask is None else r.routed_mask for r in rollouts]
+    return _concatenate(masks, np.bool_)
 
 
 def _check_shapes(rollout: Rollout) -> None:

@@ -108,10 +108,8 @@ class TrainBatch:
     """float32 [T]."""
     advantages: torch.Tensor
     """float32 [T]."""
-    routed_experts: torch.Tensor | None = None
-    """uint8 or int16/uint16 [T, L, K]."""
     routed_mask: torch.Tensor | None = None
-    """bool [T]; rows that are False route natively and are counted."""
+    """bool [T]; rows that are False route natively and are counted. The routes themselves stay with the rollouts."""
     weight_versions: torch.Tensor | None = None
     """int32 [T]."""
     kept_ids: torch.Tensor | None = None

@@ -2,8 +2,8 @@
 
 Start with ``trace``, the record. ``answers`` reads answers of inference engines, ``codec`` encodes a trace as bytes,
 ``trace_file`` stores many traces, ``disagreement`` compares two traces, ``provenance`` names the weights behind a row,
-and ``turns`` joins the turns of a conversation. For the codec, ``rows`` sorts and packs, ``cells`` numbers expert sets
-of usual shapes, and ``combinations`` numbers expert sets of any shape.
+and ``turns`` joins the turns of a conversation. For the codec, ``rows`` sorts and packs, and ``numbering`` numbers sets
+of experts.
 """
 
 from megarl.routes.codec import decode, encode

@@ -73,7 +73,7 @@ class TrainStep:
                 )
             if is_r3 or is_recorded:
                 check_rollouts(rollouts, shape)
-            batch = pack(rollouts, advantages, routes=False)
+            batch = pack(rollouts, advantages)
             if is_r3:
                 check_missing_rows(batch, config.train.max_missing_rows)
             return batch

@@ -6,8 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from megarl.routes.cells import MAX_PREFIX_BITS, Cells
-from megarl.routes.combinations import Combinations
+from megarl.routes.numbering import MAX_PREFIX_BITS, Cells, Combinations
 from megarl.routes.rows import BLOCK_ROWS, blocks, find_doubled, num_bytes, pack, sort_columns, unpack
 
 
@@ -120,7 +119,7 @@ def colex(chosen: list[int]) -> int:
 
 
 def numbers_by_definition(num_experts: int, top_k: int, rows: np.ndarray) -> list[int]:
-    """The formula of ``cells`` in Python's integers, one cell and one row at a time."""
+    """The formula of ``Cells`` in Python's integers, one cell and one row at a time."""
     middle = (top_k - 1) // 2
     low = top_k - 2 - middle
     cells = [(p, q) for q in range(num_experts) for p in range(q)]

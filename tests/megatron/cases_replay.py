@@ -14,6 +14,7 @@ from tiny_world import (
     MODELS,
     RECOMPUTE,
     config,
+    experts_of,
     fixed_coefficients,
     local_batch,
     local_routes,
@@ -146,11 +147,11 @@ def _count_shared(probe: DispatchProbe, micros: list[MicroBatch], moe_layers: tu
             for layer in moe_layers
         ]
         columns = micro.batch
-        assert columns.routed_experts is not None
         assert columns.routed_mask is not None
+        experts = experts_of(columns).long()
         counted.append(
             [
-                [int(used[token, columns.routed_experts[token, at].long()].sum()) for at, used in enumerate(by_layer)]
+                [int(used[token, experts[token, at]].sum()) for at, used in enumerate(by_layer)]
                 for token in columns.routed_mask.nonzero()[:, 0].tolist()
             ]
         )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases_replay import World
+from tiny_world import experts_of
 
 from megarl.errors import ConfigError, ReplayError, UnknownNameError
 from megarl.plugin import (
@@ -122,8 +123,7 @@ def test_the_shape_of_megatrons_configurations() -> None:
 def test_rows_of_the_model_are_those_of_the_trainer(world: World) -> None:
     for micro, routes in zip(world.micros, world.routes, strict=True):
         batch = micro.batch
-        assert batch.routed_experts is not None
-        found = world.replay.rows(batch.routed_experts, batch.routed_mask, batch.tokens, batch.cu_seqlens)
+        found = world.replay.rows(experts_of(batch), batch.routed_mask, batch.tokens, batch.cu_seqlens)
         there = found.present
         assert there is not None
         assert torch.equal(there, torch.ones_like(there) if routes.present is None else routes.present)
@@ -132,7 +132,7 @@ def test_rows_of_the_model_are_those_of_the_trainer(world: World) -> None:
     before = world.run()
     with world.replay.replay(
         [
-            world.replay.rows(m.batch.routed_experts, m.batch.routed_mask, m.batch.tokens, m.batch.cu_seqlens)
+            world.replay.rows(experts_of(m.batch), m.batch.routed_mask, m.batch.tokens, m.batch.cu_seqlens)
             for m in world.micros
         ],
         min_agreement=0.0,
@@ -196,7 +196,7 @@ def test_what_a_loss_of_a_step_refuses(world: World) -> None:
         StepLoss.of(OBJECTIVES["minirl"], [mask, mask.float()])
     with pytest.raises(ConfigError, match=r"loss mask 0 is \[42\], expected \[b, s\]; packed \[T\] needs cu_seqlens"):
         StepLoss.of(OBJECTIVES["minirl"], [mask.flatten()])
-    with pytest.raises(UnknownNameError, match=r"objective .grpoo. is unknown; did you mean grpo "):
+    with pytest.raises(UnknownNameError, match="objective .grpoo. is unknown; did you mean grpo "):
         StepLoss.of("grpoo", [mask])
     with pytest.raises(ConfigError, match="no loss masks: give those of all micro-batches"):
         StepLoss.of("minirl", [])

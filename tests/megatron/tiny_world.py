@@ -194,7 +194,7 @@ def with_kept_sets(batch: TrainBatch) -> TrainBatch:
 
 def batch_of(made: Sequence[Rollout], seed: int = 0) -> TrainBatch:
     advantages = np.random.default_rng(seed + 100).normal(size=len(made))
-    return pack(made, advantages)
+    return _pack(made, advantages)
 
 
 def local_batch(seed: int = 0, vocab_size: int = 30, holes: bool = True) -> TrainBatch:
@@ -206,7 +206,23 @@ def pack_own(made: Sequence[Rollout], seed: int = 0) -> TrainBatch:
     """This data-parallel rank's share of given rollouts, with the advantages that they have on one rank."""
     advantages = np.random.default_rng(seed + 100).normal(size=len(made))
     own = own_share(len(made))
-    return pack(made[own], advantages[own])
+    return _pack(made[own], advantages[own])
+
+
+_EXPERTS: dict[tuple[int, ...], np.ndarray] = {}
+
+
+def _pack(made: Sequence[Rollout], advantages: np.ndarray) -> TrainBatch:
+    """A packed batch, whose routes ``experts_of`` finds by the tokens of each sequence."""
+    _EXPERTS.update({tuple(r.tokens.tolist()): r.routed_experts for r in made if r.routed_experts is not None})
+    return pack(made, advantages)
+
+
+def experts_of(batch: TrainBatch) -> torch.Tensor:
+    """uint8 or int16 [T, L, K], the routes of a batch, or of a micro-batch of one."""
+    sequences = batch.tokens.split(batch.cu_seqlens.diff().tolist())
+    experts = np.concatenate([_EXPERTS[tuple(tokens.tolist())] for tokens in sequences])
+    return torch.from_numpy(experts.astype(np.uint8 if experts.dtype == np.uint8 else np.int16))
 
 
 def own_share(num_sequences: int) -> slice:
@@ -226,14 +242,13 @@ def micro_batches(settings: Config, batch: TrainBatch) -> list[MicroBatch]:
 
 
 def local_routes(micro: MicroBatch, layers: Sequence[int], shape: ModelShape) -> MicroRoutes:
-    """The rows of a micro-batch's ``routed_experts`` column that the routers of this rank use.
+    """The rows of a micro-batch's routes that the routers of this rank use.
 
     ``layers`` are the 0-based global layers of the rank (``RoutingReplay.layers``). The batch holds the routes whole.
     """
-    assert micro.batch.routed_experts is not None
     token = router_tokens(micro.batch.cu_seqlens, micro.num_slots, tp_position(), cp_position())
     columns = [shape.moe_layers.index(layer) for layer in layers]
-    return select_routes(token, micro.batch.routed_experts[token.clamp(min=0)][:, columns], micro.batch)
+    return select_routes(token, experts_of(micro.batch)[token.clamp(min=0)][:, columns], micro.batch)
 
 
 def gather_sequences(columns: Sequence[tuple[TrainBatch, torch.Tensor]]) -> dict[tuple[int, ...], torch.Tensor] | None:

@@ -4,7 +4,7 @@ All functions take the responses of a whole step, over all data-parallel ranks, 
 groups may span ranks, and some advantages have statistics over the whole batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -55,17 +55,20 @@ def advantages_of(
     reward is not finite.
     """
     objective = find_objective(objective)
-    if valid is not None:
-        return _of_valid(advantages_of, valid, objective, rewards, groups, threshold, lengths, components)
-    if objective.selection == "all":
-        return _all_advantages(objective, rewards, groups, threshold, lengths, components)
-    if objective.selection == "positive":
-        return _all_advantages(objective, rewards, groups, threshold, lengths, components).clamp(min=0)
-    mixed = _in_mixed_groups(rewards, groups)
-    if lengths is not None:
+    keep = None if valid is None else as_tensor(valid).bool()
+    if keep is not None:
+        rewards, groups = take(rewards, keep), take(groups, keep)
+        lengths = None if lengths is None else take(lengths, keep)
+        components = None if components is None else (take(components[0], keep), components[1])
+    mixed = _in_mixed_groups(rewards, groups) if objective.selection == "mixed_groups" else None
+    if mixed is not None and lengths is not None:
         lengths = as_tensor(lengths) * mixed.to(as_tensor(lengths).device)
     values = _all_advantages(objective, rewards, groups, threshold, lengths, components)
-    return torch.where(mixed.to(values.device), values, 0.0)
+    if mixed is not None:
+        values = torch.where(mixed.to(values.device), values, 0.0)
+    elif objective.selection == "positive":
+        values = values.clamp(min=0)
+    return values if keep is None else fill(values, keep)
 
 
 def _all_advantages(
@@ -174,33 +177,16 @@ def select_responses(
     Arguments and errors as in ``advantages_of``; a response that is not valid does not train. Clear the loss_mask of
     the other responses before packing: an advantage of 0 leaves their tokens in the denominators.
     """
-    if valid is not None:
-        return _of_valid(select_responses, valid, objective, rewards, groups, threshold, lengths, components)
     objective = find_objective(objective)
     if objective.selection == "positive":
-        return advantages_of(objective, rewards, groups, threshold, lengths=lengths, components=components) > 0
+        columns = objective, rewards, groups, threshold
+        return advantages_of(*columns, lengths=lengths, components=components, valid=valid) > 0
+    keep = None if valid is None else as_tensor(valid).bool()
+    if keep is not None:
+        rewards, groups = take(rewards, keep), take(groups, keep)
     mixed = _in_mixed_groups(rewards, groups)
-    return mixed if objective.selection == "mixed_groups" else torch.ones_like(mixed)
-
-
-def _of_valid(
-    function: Callable[..., Tensor],
-    valid: Values,
-    objective: Objective | str,
-    rewards: Values,
-    groups: Values,
-    threshold: float,
-    lengths: Values | None,
-    components: Components | None,
-) -> Tensor:
-    """Return the function's result of the valid responses alone, and 0 (False) for all others."""
-    keep = as_tensor(valid).bool()
-    if lengths is not None:
-        lengths = take(lengths, keep)
-    if components is not None:
-        components = take(components[0], keep), components[1]
-    arguments = take(rewards, keep), take(groups, keep), threshold
-    return fill(function(objective, *arguments, lengths=lengths, components=components), keep)
+    trains = mixed if objective.selection == "mixed_groups" else torch.ones_like(mixed)
+    return trains if keep is None else fill(trains, keep)
 
 
 def _in_mixed_groups(rewards: Values, groups: Values) -> Tensor:

@@ -177,7 +177,7 @@ class TrainingEngine(FrozenModel):
     def compare(self, rollouts: Sequence[Rollout], name: str, is_configured: bool) -> PairGap:
         """Compare rollouts with two passes over them. TraceError for routes of a different model."""
         config, shape = self.config, self.shape
-        packed = pack(rollouts, np.zeros(len(rollouts)), routes=False)
+        packed = pack(rollouts, np.zeros(len(rollouts)))
         micros = split(config, packed)
         batch = select(packed, [sequence for micro in micros for sequence in micro.sequences])
         sizes = {"temperature": config.rollout.temperature, "vocab_size": shape.vocab_size}

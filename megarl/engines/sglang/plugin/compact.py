@@ -21,11 +21,10 @@ import numpy as np
 from megarl.errors import TraceError
 from megarl.files.moe_shape import MoeShape
 from megarl.routes.answers import read_routes
-from megarl.routes.codec import encode
+from megarl.routes.codec import VERSION, encode
 
 HEADER = "megarl-routes"
 SEAL = "megarl_seal"
-VERSION = 3  # of the trace
 _COUNTS = ("num_layers", "num_experts", "topk")
 
 

@@ -1,18 +1,24 @@
-"""Numbers for sets of 2 to 8 out of up to 256 experts that are read from tables.
+"""Numbers of ceil(log2 C(E, K)) bits for sets of K out of E experts: ``Cells`` for usual E, ``Combinations`` for any.
+
+    colex {c_1 < ... < c_K} = sum_i C(c_i, i)      (the combinatorial number system)
+
+``Cells`` reads sets of 2 to 8 out of up to 256 experts from tables:
 
     row   = low | p | middle | q            ascending; middle has (K - 1) // 2 experts, low the rest
     rank  = start(p, q) + colex(low) * C(q - p - 1, |middle|) + colex(middle - p - 1)
 
-``colex`` is the combinatorial number system. The numbers of a *cell*, a pair of pivots (p, q), begin at a multiple of
-2^g, with the largest g that lets all cells fit into ceil(log2 C(E, K)) bits: the bits above g tell the cell. Where that
-takes more than 2^18 entries, g is 0 and the cell is searched for.
+The numbers of a *cell*, a pair of pivots (p, q), begin at a multiple of 2^g, with the largest g that lets all cells fit
+into the bits: those above g tell the cell. Where that takes more than 2^18 entries, g is 0, and the cell is searched.
 """
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+MAX_TOP_K = 64
+"""Of ``Combinations``."""
 MOST_EXPERTS, LEAST_TOP_K, MOST_TOP_K = 256, 2, 8
 MAX_PREFIX_BITS = 18
 
@@ -53,10 +59,7 @@ class Cells:
         number += np.take(self._start, cell)
         p = p + np.uint8(1)
         number += _colex([expert - p for expert in columns[self._low + 1 : -1]], num_rows)
-        words = np.empty((-(-self.bits // 32), len(number)), dtype=np.uint32)
-        for i, word in enumerate(words):
-            np.copyto(word, number >> 32 * i, casting="unsafe")
-        return words
+        return _to_words(number, self.bits)
 
     def unrank(self, words: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """The inverse: uint32 [W, N] -> ``rows``, uint8 [N, K]. Returns bool [N], True where a number is of no set."""
@@ -85,6 +88,62 @@ class Cells:
         if self._cell_of_prefix is None:
             return np.searchsorted(self._starts, number, side="right") - 1
         return np.take(self._cell_of_prefix, number >> self._shift).astype(np.intp)
+
+
+class Combinations:
+    """The K-subsets of 0..E-1, numbered by ``colex``; vectorised over rows. For 0 <= K <= 64, K <= E <= 65536.
+
+    Numbers above 63 bits, which no usual model needs, are Python's integers, and take a hundred times as long.
+    """
+
+    def __init__(self, num_experts: int, top_k: int) -> None:
+        if not (0 <= top_k <= min(num_experts, MAX_TOP_K) and num_experts <= 65536):
+            raise ValueError(f"top-{top_k} of {num_experts}; expected top-k up to {MAX_TOP_K}, experts up to 65536")
+        self.num_experts, self.top_k = num_experts, top_k
+        self.count = math.comb(num_experts, top_k)
+        """C(E, K)."""
+        self.bits = (self.count - 1).bit_length()
+        """ceil(log2 C(E, K)), the width of a row."""
+        self._dtype = np.int64 if self.bits < 63 else object
+
+    def rank(self, columns: Sequence[np.ndarray], num_rows: int) -> np.ndarray:
+        """Number the sets: K columns [N], ascending in a row -> uint32 [ceil(bits / 32), N], lowest first."""
+        total = np.zeros(num_rows, self._dtype)
+        for column, binomials in zip(columns, self._columns(), strict=True):
+            total += np.take(binomials, column)
+        return _to_words(total, self.bits)
+
+    def unrank(self, words: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """The inverse: uint32 [W, N] -> ``rows``, integers [N, K]. Returns bool [N], True where it is of no set."""
+        number = np.zeros(len(rows), self._dtype)
+        for word in words[::-1]:
+            number = (number << 32) + word.astype(self._dtype)
+        is_wrong = (number >= self.count).astype(bool)
+        # The last column is kept and not all: a header alone must not ask for much memory.
+        column, *_ = deque(self._columns(), maxlen=1) or [np.zeros(0, self._dtype)]
+        for slot in reversed(range(self.top_k)):
+            experts = np.searchsorted(column, number, side="right") - 1
+            rows[:, slot] = experts
+            number = number - column[experts]
+            column = np.diff(column)  # C(c, i) = C(c+1, i+1) - C(c, i+1)
+        return is_wrong
+
+    def _columns(self) -> Iterator[np.ndarray]:
+        """For i = 1..K, integers [E-K+i]: C(c, i) for all c that the i-th smallest expert can be."""
+        column = np.ones(self.num_experts - self.top_k, self._dtype)  # C(c, 0)
+        for _ in range(self.top_k):
+            column = np.concatenate([np.zeros(1, self._dtype), np.cumsum(column)])
+            yield column
+
+
+def _to_words(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """Integers [N] of so many bits -> uint32 [ceil(bits / 32), N], lowest first."""
+    words = np.empty((-(-bits // 32), len(numbers)), dtype=np.uint32)
+    for i, word in enumerate(words):
+        np.copyto(
+            word, numbers >> 32 * i if numbers.dtype != object else numbers >> 32 * i & 0xFFFFFFFF, casting="unsafe"
+        )
+    return words
 
 
 def _place(sizes: np.ndarray, bits: int) -> tuple[np.ndarray, int]:
