@@ -2,8 +2,7 @@
 
 Start with ``trace``, the record. ``answers`` reads answers of inference engines, ``codec`` encodes a trace as bytes,
 ``trace_file`` stores many traces, ``disagreement`` compares two traces, ``provenance`` names the weights behind a row,
-and ``turns`` joins the turns of a conversation. For the codec, ``rows`` sorts and packs, and ``numbering`` numbers sets
-of experts.
+and ``turns`` joins the turns of a conversation.
 """
 
 from megarl.routes.codec import decode, encode

@@ -3,11 +3,13 @@
     header   20 bytes: magic, version, CRC32 of all that follows it, whether there is a mask, L, K, E - 1, T
     payload  mask | the rows of the tokens that have one, token by token, layer by layer
 
-Numbers are little-endian. A row is the number of its set (``numbering``), written in
-planes of at most 2^15 rows (``rows``). A mask, one bit per token, is written only for a trace with a mask. A trace
-without a mask takes at most the header and the bytes of the experts (one per expert for E <= 256, else two).
+Numbers are little-endian. A row is the number of its set, ``sum_i C(c_i, i)`` of the experts c_1 < ... < c_K (the
+combinatorial number system). Where these numbers take more than 63 bits, a row is K numbers instead, its experts in
+ascending order. Numbers stand in planes: the lowest byte of all, the next byte of all, and then the remaining bits of
+all, lowest first. A mask, one bit per token, is written only for a trace with a mask.
 """
 
+import math
 import struct
 import zlib
 from dataclasses import dataclass
@@ -16,13 +18,11 @@ from functools import lru_cache
 import numpy as np
 
 from megarl.errors import TraceError
-from megarl.routes import numbering
-from megarl.routes.numbering import MAX_TOP_K, Cells, Combinations
-from megarl.routes.rows import blocks, num_bytes, pack, sort_columns, unpack
 from megarl.routes.trace import RoutingTrace, narrow_dtype
 
 MAGIC = b"MRLT"
-VERSION = 4
+VERSION = 5
+MAX_TOP_K = 64
 MAX_FREE_BYTES = 1 << 28
 """Bytes in memory of the rows that cost no payload: missing rows, and rows of no bits (K = 0, K = E, no layers)."""
 _START = struct.Struct("<4sBI")
@@ -40,9 +40,18 @@ class _Shape:
     num_experts: int
 
     @property
+    def width(self) -> int:
+        """Experts of one number: K, or 1 where a number for K of them has too many bits."""
+        return self.top_k if math.comb(self.num_experts, self.top_k) <= 1 << 63 else 1
+
+    @property
     def bits(self) -> int:
-        """Of one row: of a token in one layer."""
-        return _numbering(self.num_experts, self.top_k).bits
+        """Of one number."""
+        return (math.comb(self.num_experts, self.width) - 1).bit_length()
+
+    def num_numbers(self, num_tokens: int) -> int:
+        """Numbers of the rows of so many tokens."""
+        return num_tokens * self.num_layers * (self.top_k // max(self.width, 1) or 1)
 
     def check(self, label: str) -> None:
         """TraceError unless a header can hold this shape, and a number each of its rows."""
@@ -76,10 +85,9 @@ def encode(trace: RoutingTrace) -> bytes:
     has_mask = trace.present is not None
     mask = np.packbits(trace.present, bitorder="little").tobytes() if has_mask else b""
     experts = trace.experts[trace.present] if has_mask else trace.experts
-    rows, sets = experts.reshape(len(experts) * num_layers, top_k), _numbering(trace.num_experts, top_k)
-    row_blocks = (rows[block] for block in blocks(len(rows)))
-    packed = (pack(sets.rank(sort_columns(row_block), len(row_block)), sets.bits) for row_block in row_blocks)
-    body = _SHAPE.pack(has_mask, num_layers, top_k, trace.num_experts - 1, num_tokens) + mask + b"".join(packed)
+    rows = np.sort(experts, axis=2).reshape(-1, shape.width) if shape.width else np.empty((0, 0), np.uint8)
+    body = _SHAPE.pack(has_mask, num_layers, top_k, trace.num_experts - 1, num_tokens) + mask
+    body += _pack(_rank(rows, trace.num_experts), shape.bits)
     return _START.pack(MAGIC, VERSION, zlib.crc32(body)) + body
 
 
@@ -102,42 +110,81 @@ def decode(data: bytes | bytearray | memoryview, label: str = "routing trace") -
             )
         present = np.unpackbits(payload[:size], count=shape.num_tokens, bitorder="little").astype(bool)
         payload, num_present = payload[size:], int(np.count_nonzero(present))
-    expected = num_bytes(num_present * shape.num_layers, shape.bits)
+    count = shape.num_numbers(num_present)
+    expected = -(-count * shape.bits // 8)
     if len(payload) != expected:  # before anything large is allocated
         raise TraceError(
             f"{label}: {len(payload)} bytes of routes, expected {expected} for {num_present} tokens of "
             f"{shape.num_layers} layers, top-{shape.top_k} of {shape.num_experts}: the data is damaged"
         )
     shape.check_free(num_present, label)
-    rows = _read_rows(payload, num_present, shape, label)
-    experts = rows.reshape(num_present, shape.num_layers, shape.top_k)
-    if present is not None:
-        scattered = np.zeros((shape.num_tokens, shape.num_layers, shape.top_k), dtype=experts.dtype)
-        scattered[present] = experts
-        experts = scattered
+    experts = np.zeros((shape.num_tokens, shape.num_layers, shape.top_k), dtype=narrow_dtype(shape.num_experts))
+    experts[slice(None) if present is None else present] = _read_rows(payload, count, num_present, shape, label)
     return RoutingTrace.of_sets(experts, shape.num_experts, present, label)  # numbers of sets need no other check
 
 
+def _read_rows(stream: np.ndarray, count: int, num_present: int, shape: _Shape, label: str) -> np.ndarray:
+    """Integers [present tokens, L, K], or [K] of all rows that take no bits."""
+    if not shape.bits:
+        return np.arange(shape.top_k)
+    numbers = _unpack(stream, count, shape.bits)
+    rows, is_wrong = _unrank(numbers, shape.num_experts, shape.width)
+    rows = rows.reshape(-1, shape.top_k)
+    is_wrong = is_wrong.reshape(-1, shape.top_k // shape.width).any(1)
+    is_wrong |= (rows[:, 1:] <= rows[:, :-1]).any(1)
+    if is_wrong.any():
+        token, layer = divmod(int(is_wrong.argmax()), shape.num_layers)
+        raise TraceError(
+            f"{label}: present row {token}, layer {layer} holds a number that is of no {shape.top_k} of "
+            f"{shape.num_experts} experts: the data is damaged or was not written by megarl"
+        )
+    return rows.reshape(num_present, shape.num_layers, shape.top_k)
+
+
 @lru_cache(maxsize=4)
-def _numbering(num_experts: int, top_k: int) -> Cells | Combinations:
-    in_tables = num_experts <= numbering.MOST_EXPERTS and numbering.LEAST_TOP_K <= top_k <= numbering.MOST_TOP_K
-    return (Cells if in_tables else Combinations)(num_experts, top_k)
+def _binomials(num_experts: int, top_k: int) -> list[np.ndarray]:
+    """For i = 1..K, int64 [E-K+i]: C(c, i) for all c that the i-th smallest expert can be."""
+    columns = [np.ones(num_experts - top_k, np.int64)]  # C(c, 0)
+    for _ in range(top_k):
+        columns.append(np.concatenate([np.zeros(1, np.int64), np.cumsum(columns[-1])]))
+    return columns[1:]
 
 
-def _read_rows(stream: np.ndarray, num_present: int, shape: _Shape, label: str) -> np.ndarray:
-    sets = _numbering(shape.num_experts, shape.top_k)
-    num_rows = num_present * shape.num_layers
-    rows = np.empty((num_rows, shape.top_k), dtype=narrow_dtype(shape.num_experts))
-    for block in blocks(num_rows):
-        first, last = num_bytes(block.start, sets.bits), num_bytes(block.stop, sets.bits)
-        wrong = sets.unrank(unpack(stream[first:last], block.stop - block.start, sets.bits), rows[block])
-        if wrong.any():
-            token, layer = divmod(block.start + int(wrong.argmax()), shape.num_layers)
-            raise TraceError(
-                f"{label}: present row {token}, layer {layer} holds a number that is of no {shape.top_k} of "
-                f"{shape.num_experts} experts: the data is damaged or was not written by megarl"
-            )
-    return rows
+def _rank(rows: np.ndarray, num_experts: int) -> np.ndarray:
+    """Number the sets: integers [N, K], ascending in a row -> int64 [N]."""
+    numbers = np.zeros(len(rows), np.int64)
+    for column, binomials in zip(rows.T, _binomials(num_experts, rows.shape[1]), strict=True):
+        numbers += binomials[column]
+    return numbers
+
+
+def _unrank(numbers: np.ndarray, num_experts: int, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The inverse: int64 [N] -> the sets [N, K], and bool [N], True where a number is of no set."""
+    rows = np.empty((len(numbers), top_k), narrow_dtype(num_experts))
+    is_wrong = numbers >= math.comb(num_experts, top_k)
+    for slot, binomials in reversed(list(enumerate(_binomials(num_experts, top_k)))):
+        found = np.searchsorted(binomials, numbers, side="right") - 1
+        rows[:, slot] = found
+        numbers = numbers - binomials[found]
+    return rows, is_wrong
+
+
+def _pack(numbers: np.ndarray, bits: int) -> bytes:
+    """Write N numbers of ``bits`` bits, at most 63: int64 [N] -> ceil(N * bits / 8) bytes."""
+    octets = numbers.astype("<i8").view(np.uint8).reshape(-1, 8).T
+    whole, rest = divmod(bits, 8)
+    flags = octets[whole] >> np.arange(rest, dtype=np.uint8)[:, None] & 1
+    return octets[:whole].tobytes() + np.packbits(flags, bitorder="little").tobytes()
+
+
+def _unpack(stream: np.ndarray, num_rows: int, bits: int) -> np.ndarray:
+    """The inverse: uint8 [ceil(N * bits / 8)] -> int64 [N]."""
+    whole, rest = divmod(bits, 8)
+    octets = np.zeros((8, num_rows), np.uint8)
+    octets[:whole] = stream[: whole * num_rows].reshape(whole, num_rows)
+    flags = np.unpackbits(stream[whole * num_rows :], count=rest * num_rows, bitorder="little").reshape(rest, num_rows)
+    octets[whole] = np.bitwise_or.reduce(flags << np.arange(rest, dtype=np.uint8)[:, None], axis=0)
+    return np.ascontiguousarray(octets.T).view("<i8")[:, 0]
 
 
 def _read_header(data: memoryview, label: str) -> tuple[_Shape, bool]:

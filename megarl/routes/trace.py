@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.errors import TraceError
-from megarl.routes.rows import find_doubled
 
 
 def narrow_dtype(num_experts: int, signed: bool = False) -> type[np.integer]:
@@ -106,7 +105,8 @@ def describe_wrong_row(
         num_wrong = int(np.count_nonzero(is_wrong))
     else:
         sets = rows.astype(narrow_dtype(num_experts), copy=False).reshape(len(rows) * num_layers, top_k)
-        doubled = find_doubled(sets)
+        sets = np.sort(sets, axis=1)
+        doubled = np.flatnonzero((sets[:, 1:] == sets[:, :-1]).any(1))
         if not len(doubled):
             return None
         row, column = divmod(int(doubled[0]), num_layers)
