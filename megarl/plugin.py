@@ -32,7 +32,7 @@ from megarl.files.moe_shape import MoeShape
 from megarl.replay import MicroRoutes, Recording, RoutingReplay, stack_routes
 from megarl.replay.megatron_state import cp_position, tp_position
 from megarl.routes import RoutingTrace
-from megarl.routes.answers import routes_from_sglang, routes_from_vllm
+from megarl.routes.answers import routes_from_sglang
 
 __all__ = [
     "OBJECTIVES",
@@ -48,7 +48,6 @@ __all__ = [
     "policy_loss",
     "reduce_metrics",
     "routes_from_sglang",
-    "routes_from_vllm",
     "stack_routes",
 ]
 

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 from megarl.core.choices import parts
-from megarl.core.choices.family import family_warning
 from megarl.core.choices.parts import Factor, Gate, Mask, Objective, Penalty
 from megarl.core.choices.records import options_of
 from megarl.core.choices.table import TABLE
@@ -146,8 +145,6 @@ def engines_agree(columns):
 - Each is called once on a tiny batch on the run's device before the run begins, and checked in every step. An
   exception, a wrong shape, kind or device, and a value that is not finite on a token that trains end the run with an
   error that names the function and what was expected.
-- Whether a function of a factor lies in the family $\min(\rho, 1) \le f(\rho) \le \max(\rho, 1)$ is not checked:
-  `megarl.core.choices.family.in_family` does, for a function of numbers.
 
 [sampling.md](sampling.md#a-rule-of-your-own) shows a sampling rule of your own.
 """
@@ -387,8 +384,6 @@ def rows() -> str:
             if value != field.default:
                 lines.append(f"{field.name} = {toml(value)}")
         lines.append("```")
-        if warning := family_warning(row.objective):
-            lines += ["", f"Note: {warning.removeprefix('objective: ')}."]
     return "\n".join(lines) + "\n"
 
 

@@ -1,8 +1,8 @@
-"""Routes in the answers of inference engines, as one checked trace of the whole sequence.
+"""Routes in SGLang's answers, as one checked trace of the whole sequence.
 
-``routes_from_sglang`` is for megarl's client and for a loop of your own, ``routes_from_vllm`` for a loop of your own.
-An answer has a row for each token that the model read: prompt and response without the last token. A row of -1 is
-missing: the token routes natively, and is counted.
+``routes_from_sglang`` is for megarl's client and for a loop of your own. An answer has a row for each token that the
+model read: prompt and response without the last token. A row of -1 is missing: the token routes natively, and is
+counted.
 
 An engine that routes inside a kernel captures nothing, and answers with zeros of a new buffer, with padding, or with
 one row of an earlier pass for all tokens. ``refuse_uncaptured`` refuses these answers.
@@ -10,7 +10,6 @@ one row of an earlier pass for all tokens. ``refuse_uncaptured`` refuses these a
 
 import base64
 import binascii
-import io
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,7 +45,11 @@ def routes_from_sglang(
     of range or twice in a row, or with rows that no router has chosen (``refuse_uncaptured``).
     """
     if not isinstance(response, Mapping) or not isinstance(meta := response.get("meta_info"), Mapping):
-        raise _no_answer(label, response, "the JSON object of one /generate request, with meta_info", "n above 1")
+        kind = f"a list of {len(response)}" if isinstance(response, list) else f"a {type(response).__name__}"
+        raise TraceError(
+            f"{label} is {kind}, expected the JSON object of one /generate request, with meta_info; with n above 1, "
+            "call once for each"
+        )
     text = meta.get("routed_experts")
     if not isinstance(text, str):
         raise TraceError(
@@ -63,68 +66,6 @@ def routes_from_sglang(
         tokens = [*prompt, *output]
     row_tokens = None if tokens is None or len(tokens) != total else tokens[start : total - 1]
     return _place(decode_routes(text, total - 1, shape, label, start, row_tokens), start, total, earlier)
-
-
-def routes_from_vllm(
-    output: Any, shape: MoeShape, index: int = 0, earlier: RoutingTrace | None = None, start: int | None = None
-) -> RoutingTrace:
-    """Return the routes [T, L, K] of prompt and completion ``index`` from vLLM's RequestOutput, or its JSON answer.
-
-    Start vLLM with ``--enable-return-routed-experts``, or ``LLM(enable_return_routed_experts=True)``. The forms of its
-    releases are told apart: rows of all tokens in ``routed_experts`` of a completion, or those of the prompt in
-    ``prompt_routed_experts``; MoE layers, or all layers; arrays, lists, or base64 of a .npy file in JSON, which also
-    needs ``return_token_ids``. A row of -1, which stands for a cached token, is not present. The last token's row, if
-    there is one, is left out. ``shape``, ``earlier`` and ``start`` (vLLM left out a prefix) are as for SGLang.
-    Not tried against a running vLLM. TraceError as ``routes_from_sglang``.
-    """
-    label = "vLLM's output"
-    outputs = _get(output, "outputs") or _get(output, "choices")
-    if not isinstance(outputs, Sequence) or not outputs:
-        raise _no_answer(label, output, "one RequestOutput with outputs, or one JSON answer with choices", "prompts")
-    if not 0 <= index < len(outputs):
-        raise TraceError(f"{label} has {len(outputs)} completions, there is none of index {index}")
-    completion = outputs[index]
-    if _get(output, "finished") is False:
-        raise TraceError(f"{label} is not finished: routes come with the last output of a request")
-    label = f"{label}, completion {index}"
-    prompt = _get(output, "prompt_token_ids") or _get(completion, "prompt_token_ids")
-    response = _get(completion, "token_ids")
-    if prompt is None or response is None:
-        raise TraceError(f"{label} names no token ids, so rows cannot be counted: send return_token_ids = true")
-    route_columns = [_get(output, "prompt_routed_experts"), _get(completion, "routed_experts")]
-    if route_columns[1] is None:
-        raise TraceError(
-            f"{label} has no routed_experts: start vLLM with --enable-return-routed-experts. Some releases also lose "
-            "them when they preempt a request: send it again"
-        )
-    start = _find_start(label, total := len(prompt) + len(response), shape, start, earlier)
-    row_blocks = [_read_array(column, shape, label) for column in route_columns if column is not None]
-    if route_columns[0] is not None and len(row_blocks[0]) != len(prompt):
-        raise TraceError(
-            f"{label}: prompt_routed_experts of {len(row_blocks[0])} rows, expected {len(prompt)}, one for each prompt "
-            "token"
-        )
-    rows = np.concatenate(row_blocks)
-    if len(rows) in (total, total - 1):
-        rows = rows[start : total - 1]  # nothing is predicted from the last token
-    elif len(rows) != total - 1 - start:
-        raise TraceError(
-            f"{label}: {len(rows)} rows, expected {total - 1} for {len(prompt)} prompt and {len(response)} response "
-            f"tokens, or {total - 1 - start} after start = {start}: vLLM lost rows, or these are not all tokens of the "
-            "request (ask for output_kind FINAL_ONLY); give start if it was told to leave out a cached prefix"
-        )
-    trace = RoutingTrace.of_rows(rows, shape.num_experts, label)
-    refuse_uncaptured(trace, [*prompt, *response][start : total - 1])
-    return _place(trace, start, total, earlier)
-
-
-def _no_answer(label: str, answer: Any, expected: str, several: str) -> TraceError:
-    kind = f"a list of {len(answer)}" if isinstance(answer, (list, tuple)) else f"a {type(answer).__name__}"
-    return TraceError(f"{label} is {kind}, expected {expected}; of several ({several}), call once for each")
-
-
-def _get(record: Any, name: str) -> Any:
-    return record.get(name) if isinstance(record, Mapping) else getattr(record, name, None)
 
 
 def _find_start(label: str, total: int, shape: MoeShape, start: int | None, earlier: RoutingTrace | None) -> int:
@@ -158,26 +99,6 @@ def _place(trace: RoutingTrace, start: int, total: int, earlier: RoutingTrace | 
     end = start + len(trace.experts)
     experts[start:end], mask[start:end] = trace.experts, trace.row_mask
     return RoutingTrace.of_sets(experts, trace.num_experts, mask, trace.label)
-
-
-def _read_array(value: Any, shape: MoeShape, label: str) -> np.ndarray:
-    """int64 [rows, L, K] of the MoE layers from any form of vLLM."""
-    try:
-        if isinstance(value, str):
-            value = np.load(io.BytesIO(base64.b64decode(value, validate=True)), allow_pickle=False)
-        rows = np.asarray(value)
-    except (binascii.Error, ValueError, EOFError) as error:
-        raise TraceError(f"{label}: routed_experts are no array, and no base64 of a .npy file ({error})") from error
-    if rows.size == 0:
-        return np.empty((0, len(shape.moe_layers), shape.topk), np.int64)
-    layers = (len(shape.moe_layers), shape.num_layers)
-    if rows.dtype.kind not in "iu" or rows.ndim != 3 or rows.shape[1] not in layers or rows.shape[2] != shape.topk:
-        raise TraceError(
-            f"{label}: routes are {rows.dtype} {list(rows.shape)}, expected integers [rows, {layers[0]} MoE layers or "
-            f"{layers[1]} layers, top-{shape.topk}]: engine and trainer run different models"
-        )
-    rows = rows.astype(np.int64)
-    return rows[:, list(shape.moe_layers)] if rows.shape[1] != layers[0] else rows
 
 
 def read_routes(raw: bytes, shape: MoeShape, label: str = "routes") -> RoutingTrace:
@@ -230,7 +151,7 @@ def longest_text(num_rows: int, shape: MoeShape) -> int:
     return (num_rows + 16) * shape.num_layers * shape.topk * 16 // 3 + 256
 
 
-ANSWER_BITS, ROW_BITS, LEAST_ROWS = 24.0, 40.0, 8
+LEAST_ROWS = 8
 
 
 def refuse_uncaptured(trace: RoutingTrace, tokens: Sequence[int] | None = None) -> None:
@@ -240,7 +161,7 @@ def refuse_uncaptured(trace: RoutingTrace, tokens: Sequence[int] | None = None) 
 
         every row is the same                                            L (D - 1)     >= 24
         every row is 0..K-1 in every layer (zeros of a top-1 model)      b + L (D - 1) >= 24
-        rows of D of N different tokens are, others are not              b + L (D - 1) - log2 C(N, D) >= 40
+        any row is                                                       b             >= 64
         8 rows or more are expected, and none is there
 
     A router that sends at most half of all tokens to any one set of experts is refused in one of 2^24 answers at most,
@@ -252,24 +173,20 @@ def refuse_uncaptured(trace: RoutingTrace, tokens: Sequence[int] | None = None) 
     if not rows.any() or top_k == trace.num_experts:
         return
     experts = trace.experts[rows]
-    names = np.flatnonzero(rows) if tokens is None else np.asarray(tokens)[rows]
-    is_padding = experts[:, 0].max(1) < top_k  # K different experts below K
-    is_padding[is_padding] = (experts[is_padding].max(2) < top_k).all(1)
+    is_padding = experts.max((1, 2)) < top_k  # K different experts below K
     bits = layers * math.log2(math.comb(trace.num_experts, top_k))
-    fault = None
-    if is_padding.any():
-        padded, different = len(np.unique(names[is_padding])), len(np.unique(names))
-        ways = math.lgamma(different + 1) - math.lgamma(padded + 1) - math.lgamma(different - padded + 1)
-        limit = ANSWER_BITS if is_padding.all() else ROW_BITS + ways / math.log(2)
-        if bits + layers * (padded - 1) >= limit:
-            fault = f"{np.count_nonzero(is_padding)} of {len(experts)} rows name experts 0..{top_k - 1} in every layer"
-    elif layers * (len(np.unique(names)) - 1) >= ANSWER_BITS and (experts == experts[:1]).all():
-        fault = f"all {len(experts)} rows are the same, of {len(np.unique(names))} different tokens"
-    if fault is not None:
-        raise TraceError(
-            f"{trace.label}: {fault}: no router chose them. The engine routes inside a kernel and captures nothing "
-            "(SGLang: take --moe-runner-backend triton), or serves padding for rows that it has lost"
-        )
+    different = len(np.unique(np.flatnonzero(rows) if tokens is None else np.asarray(tokens)[rows]))
+    surprise = layers * (different - 1) + bits * bool(is_padding.all())
+    if is_padding.any() and bits >= 64:
+        fault = f"{np.count_nonzero(is_padding)} of {len(experts)} rows name experts 0..{top_k - 1} in every layer"
+    elif surprise >= 24 and (is_padding.all() or (experts == experts[:1]).all()):
+        fault = f"all {len(experts)} rows are the same, of {different} different tokens"
+    else:
+        return
+    raise TraceError(
+        f"{trace.label}: {fault}: no router chose them. The engine routes inside a kernel and captures nothing "
+        "(SGLang: take --moe-runner-backend triton), or serves padding for rows that it has lost"
+    )
 
 
 def _decode_short(raw: bytes, shape: MoeShape, label: str) -> RoutingTrace:

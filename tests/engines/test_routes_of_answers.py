@@ -1,15 +1,8 @@
-"""Routes of SGLang's and vLLM's answers for loops of one's own: every form, and every way to be wrong.
-
-vLLM is not installed here: records with the fields of its RequestOutput and CompletionOutput (vllm/outputs.py, read at
-003d3ee22261, and docs/training/routed_experts_replay.md of 0.21) stand for them.
-"""
+"""Routes of SGLang's answers for loops of one's own: every way to be wrong."""
 
 from __future__ import annotations
 
 import base64
-import io
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +11,7 @@ import pytest
 from megarl.errors import TraceError
 from megarl.files.moe_shape import MoeShape
 from megarl.routes import RoutingTrace
-from megarl.routes.answers import routes_from_sglang, routes_from_vllm
+from megarl.routes.answers import routes_from_sglang
 
 SHAPE = MoeShape(num_layers=4, moe_layers=(1, 3), num_experts=16, topk=3)
 PROMPT, RESPONSE = 5, 4
@@ -42,29 +35,6 @@ def sglang(rows: np.ndarray | None, prompt: Any = PROMPT, response: Any = RESPON
     meta = {"id": "x", "finish_reason": {"type": "stop"}, "prompt_tokens": prompt, "completion_tokens": response}
     text = None if rows is None else base64.b64encode(rows.tobytes()).decode()
     return {"text": "abc", "output_ids": [1] * RESPONSE, "meta_info": {**meta, "routed_experts": text}}
-
-
-@dataclass
-class CompletionOutput:
-    token_ids: list[int] = field(default_factory=lambda: [2] * RESPONSE)
-    routed_experts: Any = None
-    index: int = 0
-    text: str = ""
-    finish_reason: str | None = "stop"
-
-
-@dataclass
-class RequestOutput:
-    outputs: list[CompletionOutput]
-    prompt_token_ids: list[int] | None = field(default_factory=lambda: [1] * PROMPT)
-    finished: bool = True
-    num_cached_tokens: int | None = None
-
-
-def npy(rows: np.ndarray) -> str:
-    file = io.BytesIO()
-    np.save(file, rows)
-    return base64.b64encode(file.getvalue()).decode()
 
 
 def check(trace: RoutingTrace, rows: np.ndarray, present: list[bool] | None = None) -> None:
@@ -128,106 +98,9 @@ def test_a_model_without_experts_has_no_routes() -> None:
         routes_from_sglang(sglang(routes()), MoeShape(4, (), 0, 0))
 
 
-@pytest.mark.parametrize("dtype", [np.int16, np.uint8, np.uint16, np.int32, np.int64])
-@pytest.mark.parametrize("layers", ["moe", "all"])
-@pytest.mark.parametrize("rows", [TOTAL - 1, TOTAL])
-def test_vllm_has_rows_in_the_completion(dtype: Any, layers: str, rows: int) -> None:
-    given = routes(rows).astype(dtype)
-    output = RequestOutput([CompletionOutput(routed_experts=given if layers == "all" else moe(given))])
-    check(routes_from_vllm(output, SHAPE), routes(rows)[: TOTAL - 1])
-
-
-@pytest.mark.parametrize("generated", [RESPONSE - 1, RESPONSE])
-def test_vllm_has_rows_of_prompt_and_completion_apart(generated: int) -> None:
-    whole = routes(TOTAL).astype(np.int16)
-    output: Any = RequestOutput([CompletionOutput(routed_experts=moe(whole)[PROMPT : PROMPT + generated])])
-    output.prompt_routed_experts = moe(whole)[:PROMPT]
-    check(routes_from_vllm(output, SHAPE), whole[:-1])
-
-
-def test_cached_tokens_of_vllm_are_missing_or_known() -> None:
-    whole = routes().astype(np.int16)
-    cached = moe(whole).copy()
-    cached[:3] = -1
-    output = RequestOutput([CompletionOutput(routed_experts=cached)])
-    check(routes_from_vllm(output, SHAPE), whole, [False] * 3 + [True] * 5 + [False])
-    known = RoutingTrace(moe(whole)[:3], 16)
-    check(routes_from_vllm(output, SHAPE, earlier=known), whole)
-    left_out = RequestOutput([CompletionOutput(routed_experts=moe(whole)[3:])])
-    check(routes_from_vllm(left_out, SHAPE, start=3), whole, [False] * 3 + [True] * 5 + [False])
-    check(routes_from_vllm(left_out, SHAPE, earlier=known), whole)
-
-
-def test_completions_of_one_prompt_are_taken_by_index() -> None:
-    rows = [routes(seed=seed) for seed in range(2)]
-    output = RequestOutput([CompletionOutput(routed_experts=moe(one), index=i) for i, one in enumerate(rows)])
-    for index, one in enumerate(rows):
-        check(routes_from_vllm(output, SHAPE, index), one)
-    with pytest.raises(TraceError, match="2 completions, there is none of index 2"):
-        routes_from_vllm(output, SHAPE, 2)
-
-
-@pytest.mark.parametrize("form", [npy, np.ndarray.tolist], ids=["npy", "lists"])
-def test_vllm_in_json(form: Any) -> None:
-    choice = {"token_ids": [2] * RESPONSE, "routed_experts": form(moe(routes()).astype(np.uint8))}
-    check(routes_from_vllm({"choices": [choice], "prompt_token_ids": [1] * PROMPT}, SHAPE), routes())
-    check(routes_from_vllm({"choices": [{**choice, "prompt_token_ids": [1] * PROMPT}]}, SHAPE), routes())
-
-
-PARTLY = moe(routes()).astype(np.int16)
-PARTLY[2, 1] = -1
-
-
-def of_rows(rows: Any, **changed: Any) -> RequestOutput:
-    return RequestOutput([CompletionOutput(routed_experts=rows)], **changed)
-
-
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        ([of_rows(moe(routes()))], "is a list of 1, expected one RequestOutput"),
-        (SimpleNamespace(outputs=[]), "is a SimpleNamespace"),
-        (of_rows(None), "no routed_experts: start vLLM with --enable-return-routed-experts.*preempt"),
-        (of_rows(moe(routes()), finished=False), "not finished: routes come with the last output"),
-        (of_rows(moe(routes()), prompt_token_ids=None), "send return_token_ids = true"),
-        (of_rows(moe(routes())[:-1]), "7 rows, expected 8 for 5 prompt and 4 response tokens.*vLLM lost rows"),
-        (of_rows(moe(routes(TOTAL + 1))), "10 rows, expected 8"),
-        (of_rows(routes()[:, :3]), r"int32 \[8, 3, 3\], expected integers \[rows, 2 MoE layers or 4 layers, top-3\]"),
-        (of_rows(moe(routes())[..., :2]), r"\[8, 2, 2\], expected"),
-        (of_rows(moe(routes())[0]), r"\[2, 3\], expected"),
-        (of_rows(moe(routes()).astype(np.float32)), "float32"),
-        (of_rows(moe(routes()) * 0), r"experts \[0, 0.*has padding"),
-        (of_rows(moe(routes()) + 10), "of 0 to 15"),
-        (of_rows(PARTLY), r"experts \[-1"),
-        (of_rows("no base64"), "no array, and no base64 of a .npy file"),
-        (of_rows(base64.b64encode(b"abc").decode()), "no array, and no base64 of a .npy file"),
-        (of_rows(npy(np.array([{}], object))), "no array, and no base64 of a .npy file"),
-        (of_rows([[[1, 2], [3]]]), "are no array"),
-    ],
-)
-def test_what_is_wrong_with_an_output_of_vllm(output: Any, message: str) -> None:
-    with pytest.raises(TraceError, match=message):
-        routes_from_vllm(output, SHAPE)
-
-
-def test_prompt_rows_of_another_prompt() -> None:
-    output: Any = of_rows(moe(routes())[PROMPT:])
-    output.prompt_routed_experts = moe(routes())[: PROMPT - 1]
-    with pytest.raises(TraceError, match="prompt_routed_experts of 4 rows, expected 5"):
-        routes_from_vllm(output, SHAPE)
-
-
-def vllm(rows: np.ndarray, tokens: list[int], shape: MoeShape) -> RequestOutput:
-    return RequestOutput([CompletionOutput(tokens[-1:], moe(rows, shape))], prompt_token_ids=tokens[:-1])
-
-
 def from_sglang(rows: np.ndarray, tokens: list[int], shape: MoeShape) -> RoutingTrace:
     whole = sglang(rows, len(tokens) - 1, 1) | {"prompt_token_ids": tokens[:-1], "output_ids": tokens[-1:]}
     return routes_from_sglang(whole, shape)
-
-
-def from_vllm(rows: np.ndarray, tokens: list[int], shape: MoeShape) -> RoutingTrace:
-    return routes_from_vllm(vllm(rows, tokens, shape), shape)
 
 
 def shape_of(layers: int, experts: int, topk: int) -> MoeShape:
@@ -257,15 +130,13 @@ def missing(shape: MoeShape, rows: slice) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("reader", [from_sglang, from_vllm])
 @pytest.mark.parametrize(
     ("rows", "tokens", "shape", "told"),
     [
-        (padded(TOP_1, slice(None)), OTHER_TOKENS, TOP_1, "11 of 11 rows name experts 0..0 in every layer"),
-        (padded(SMALL, slice(None)), OTHER_TOKENS, SMALL, "11 of 11 rows name experts 0..1"),
-        (padded(SMALL, slice(None))[..., ::-1], OTHER_TOKENS, SMALL, "11 of 11 rows"),
-        (padded(SMALL, slice(None)), SAME_TOKENS, SMALL, "11 of 11 rows"),
-        (padded(SMALL, slice(8)), OTHER_TOKENS, SMALL, "8 of 11 rows"),
+        (padded(TOP_1, slice(None)), OTHER_TOKENS, TOP_1, "all 11 rows are the same"),
+        (padded(SMALL, slice(None)), OTHER_TOKENS, SMALL, "all 11 rows are the same"),
+        (padded(SMALL, slice(None))[..., ::-1], OTHER_TOKENS, SMALL, "all 11 rows are the same"),
+        (padded(SMALL, slice(None)), SAME_TOKENS, SMALL, "all 11 rows are the same"),
         (padded(LARGE, slice(7, 8)), OTHER_TOKENS, LARGE, "1 of 11 rows name experts 0..7"),
         (repeated(SMALL), OTHER_TOKENS, SMALL, "all 11 rows are the same, of 11 different tokens"),
         (repeated(LARGE), [1, 2] + [3] * 10, LARGE, "all 11 rows are the same, of 3 different tokens"),
@@ -284,13 +155,13 @@ def missing(shape: MoeShape, rows: slice) -> np.ndarray:
     ],
 )
 def test_rows_that_no_router_has_chosen_are_refused(
-    reader: Any, rows: np.ndarray, tokens: list[int], shape: MoeShape, told: str | None
+    rows: np.ndarray, tokens: list[int], shape: MoeShape, told: str | None
 ) -> None:
     if told is not None:
         with pytest.raises(TraceError, match=told):
-            reader(rows, tokens, shape)
+            from_sglang(rows, tokens, shape)
         return
-    trace = reader(rows, tokens, shape)
+    trace = from_sglang(rows, tokens, shape)
     assert trace.present.tolist() == [*(rows[:, 0, 0] >= 0).tolist(), False]
     assert np.array_equal(trace.experts[:-1], np.maximum(rows, 0))
 

@@ -196,7 +196,7 @@ def test_what_a_loss_of_a_step_refuses(world: World) -> None:
         StepLoss.of(OBJECTIVES["minirl"], [mask, mask.float()])
     with pytest.raises(ConfigError, match=r"loss mask 0 is \[42\], expected \[b, s\]; packed \[T\] needs cu_seqlens"):
         StepLoss.of(OBJECTIVES["minirl"], [mask.flatten()])
-    with pytest.raises(UnknownNameError, match="objective .grpoo. is unknown; did you mean grpo "):
+    with pytest.raises(UnknownNameError, match=r"objective .grpoo. is unknown; did you mean grpo "):
         StepLoss.of("grpoo", [mask])
     with pytest.raises(ConfigError, match="no loss masks: give those of all micro-batches"):
         StepLoss.of("minirl", [])

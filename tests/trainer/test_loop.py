@@ -349,19 +349,6 @@ def test_whole_runs_of_rows_that_need_more_than_a_ratio(world: World, tmp_path: 
     assert ("time/advantages_s" in timing) == (row == "kl_grpo")
 
 
-def test_a_weight_outside_the_family_is_warned_of_once(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for cap, warnings in ((0.5, 1), (5.0, 0)):
-        settings = world.settings(
-            run__dir=str(tmp_path / f"run{cap}"), train__objective_overrides={"factors": {"0": {"high": cap}}}
-        )
-        distributed.initialize(settings)
-        trainer_of(settings)
-        distributed.shutdown()
-        assert capsys.readouterr().out.count("warning: objective: the factor") == warnings
-
-
 def test_sampling_from_a_nucleus_is_warned_of_and_its_mass_is_in_the_gap_unless_the_sets_are_kept(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from megarl.config import megatron_fields
 from megarl.config.rows import Row
 from megarl.config.tables import EstimateConfig, GvmConfig, Tables
-from megarl.core.choices.family import family_warning
 from megarl.core.choices.parts import GROUP_ADVANTAGES, TOKEN_ADVANTAGES
 from megarl.core.replay_blockers import replay_blockers
 from megarl.errors import ConfigError
@@ -357,5 +356,4 @@ def find_warnings(config: Tables) -> tuple[str, ...]:
             f"the responses of the other {num - 1} are trained unseen",
         ),
     )
-    of_family = family_warning(config.train.resolved_objective)
-    return (*filter(None, (of_family,)), *(sentence for applies, sentence in rows if applies))
+    return tuple(sentence for applies, sentence in rows if applies)
