@@ -27,7 +27,6 @@ from megarl.core.choices.credit import Credit
 from megarl.core.choices.stopping import Uniform
 from megarl.core.metrics import Stat, flatten, join_layouts, layout_of, unflatten
 from megarl.core.packing import partition, select
-from megarl.core.sampling.collector import Rewards
 from megarl.core.sampling.credit_assignment import assign
 from megarl.core.types import TrainBatch
 from megarl.data import prompt_table
@@ -57,12 +56,12 @@ class Cost:
     budget: float = LINEAR
 
 
-def rewards_of(number: int) -> Rewards:
+def rewards_of(number: int) -> dict[tuple[int, int], float | None]:
     """8 samples of each prompt, half of the prompts with contrast."""
     draws = np.random.default_rng(0).random((number // GROUP, GROUP))
     rates = np.random.default_rng(1).choice([0.0, 0.5, 1.0], (number // GROUP, 1), p=[0.2, 0.6, 0.2])
-    prompts, samples = np.repeat(np.arange(number // GROUP), GROUP), np.tile(np.arange(GROUP), number // GROUP)
-    return Rewards.of(prompts, samples, (draws < rates).astype(float).ravel(), np.ones(number, bool))
+    rewards = (draws < rates).astype(float).tolist()
+    return {(prompt, sample): reward for prompt, row in enumerate(rewards) for sample, reward in enumerate(row)}
 
 
 def assignment_of(number: int, ranks: int) -> PromptAssignment:

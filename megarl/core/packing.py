@@ -26,12 +26,12 @@ TOKEN_COLUMNS = tuple(
 
 
 def partition(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> list[list[int]]:
-    """Split sequences into balanced micro-batches of at most max_tokens each, in O(n log n).
+    """Split sequences into balanced micro-batches of at most max_tokens each.
 
     Longest-first placement into the emptiest of as many bins as first-fit-decreasing needs, or min_bins if that is
-    more; the bins of first-fit if they alone hold all. Returns sequence indices, ascending within a bin, bins ordered
-    by their first index. Raises ValueError if one sequence alone exceeds max_tokens, or there are fewer sequences than
-    min_bins.
+    more; the bins of first-fit if they alone hold all.
+    Returns sequence indices, ascending within a bin, bins ordered by their first index. Raises ValueError if one
+    sequence alone exceeds max_tokens, or there are fewer sequences than min_bins.
     """
     _check_lengths(lengths, min_bins)
     for sequence, length in enumerate(lengths):
@@ -40,7 +40,17 @@ def partition(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> lis
                 f"sequence {sequence} has {length} tokens, more than the {max_tokens} of a micro-batch: "
                 f"raise the tokens per micro-batch, or limit prompt and response length"
             )
-    return spread(_fewest_bins(lengths, max_tokens), lengths, max_tokens, min_bins) if lengths else []
+    first_fit: list[list[int]] = []
+    room: list[int] = []
+    for sequence in _longest_first(lengths):
+        index = next((i for i, left in enumerate(room) if lengths[sequence] <= left), len(room))
+        if index == len(room):
+            first_fit.append([])
+            room.append(max_tokens)
+        first_fit[index].append(sequence)
+        room[index] -= lengths[sequence]
+    bins = _place(lengths, len(first_fit), max_tokens) if lengths else []
+    return spread(sorted(map(sorted, first_fit)) if bins is None else bins, lengths, max_tokens, min_bins)
 
 
 def spread(bins: list[list[int]], lengths: Sequence[int], max_tokens: int, min_bins: int) -> list[list[int]]:
@@ -51,7 +61,7 @@ def spread(bins: list[list[int]], lengths: Sequence[int], max_tokens: int, min_b
     """
     if len(bins) >= min_bins:
         return bins
-    return _place(lengths, _longest_first(lengths), min_bins, max_tokens) or _divide(bins, lengths, min_bins)
+    return _place(lengths, min_bins, max_tokens) or _divide(bins, lengths, min_bins)
 
 
 def partition_into(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
@@ -61,7 +71,7 @@ def partition_into(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
     4/3 of the best possible (Graham 1969). Raises ValueError if there are fewer sequences than bins.
     """
     _check_lengths(lengths, num_bins)
-    return _place(lengths, _longest_first(lengths), num_bins) or []
+    return _place(lengths, num_bins) or []
 
 
 def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray]) -> TrainBatch:
@@ -168,10 +178,9 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
     return np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist()
 
 
-def _place(
-    lengths: Sequence[int], order: Sequence[int], num_bins: int, max_tokens: int | None = None
-) -> list[list[int]] | None:
+def _place(lengths: Sequence[int], num_bins: int, max_tokens: int | None = None) -> list[list[int]] | None:
     """Put sequences, longest first, into the emptiest of num_bins; None as soon as one would exceed max_tokens."""
+    order = _longest_first(lengths)
     bin_of = [0] * len(order)
     # One integer, load * num_bins + index, compares as the pair does, and much faster. The first sequences go to
     # empty bins.
@@ -189,13 +198,6 @@ def _place(
     return _gather_bins(bin_of)
 
 
-def _fewest_bins(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """As many bins as first-fit needs, balanced by longest-first placement, which can miss the split of first-fit."""
-    order = _longest_first(lengths)
-    bins = _first_fit_decreasing(lengths, order, max_tokens)
-    return _place(lengths, order, len(bins), max_tokens) or bins
-
-
 def _divide(bins: list[list[int]], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
     """Halve the fullest bin until there are num_bins; this only shortens bins, so they still fit."""
     bins = list(bins)
@@ -205,21 +207,6 @@ def _divide(bins: list[list[int]], lengths: Sequence[int], num_bins: int) -> lis
         halves = partition_into([lengths[i] for i in fullest], 2)
         bins += [[fullest[i] for i in half] for half in halves]
     return sorted(bins)
-
-
-def _first_fit_decreasing(lengths: Sequence[int], order: Sequence[int], max_tokens: int) -> list[list[int]]:
-    # A tree of maxima finds the first bin with room. At most one bin is not more than half full.
-    size = 1 << min(len(lengths), 2 * sum(lengths) // max_tokens + 1).bit_length()
-    room, bin_of = [max_tokens] * (2 * size), [0] * len(lengths)
-    for sequence in order:
-        length, node = lengths[sequence], 1
-        while node < size:
-            node = 2 * node if room[2 * node] >= length else 2 * node + 1
-        bin_of[sequence] = node
-        room[node] -= length
-        while (node := node // 2) and room[node] != (largest_room := max(room[2 * node], room[2 * node + 1])):
-            room[node] = largest_room
-    return _gather_bins(bin_of)
 
 
 def _gather_bins(bin_of: Sequence[int]) -> list[list[int]]:

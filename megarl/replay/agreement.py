@@ -8,8 +8,7 @@ Coull 1998), and fewer than LEAST_JUDGED rows are never judged. Both checks read
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -18,11 +17,14 @@ from megarl.errors import AgreementError, ReplayError
 from megarl.replay.records import MicroRoutes
 
 MOST_SAMPLED = 128  # rows of a micro-batch for which the routers' own choice is computed
-MOST_SHIFT = 2  # in rows, that is tried
-MOST_TRIED = 8  # micro-batches on which mistakes are tried
-LEAST_JUDGED = 8  # fewer rows are neither refused nor explained by a mistake, because a few rows can fit by chance
+LEAST_JUDGED = 8  # fewer rows are never refused, because a few rows disagree by chance
 MOST_CHANCE = 0.5  # a larger one would make the normal disagreement of two engines count as much as a mistake
 LEAST_FOR_CHANCE = 64  # sampled rows of a layer that are needed to measure its chance; with fewer, it is K / E
+
+_USUAL = (
+    "Likely rows are shifted, transposed ([b, s] in place of [s, b]), of another micro-batch, or in another order of "
+    "layers than RoutingReplay.layers; or routes are of another model, of much older weights, or of another rank"
+)
 
 
 def sample_rows(routes: MicroRoutes) -> torch.Tensor:
@@ -31,24 +33,6 @@ def sample_rows(routes: MicroRoutes) -> torch.Tensor:
     if len(present) > MOST_SAMPLED:
         present = present[np.arange(MOST_SAMPLED) * len(present) // MOST_SAMPLED]
     return torch.from_numpy(present)
-
-
-def _mistakes(num_rows: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Wrong orders of rows, int64 [T]: the place of each token's row under the mistake; -1 if the row is lost."""
-    rows = np.arange(num_rows)
-    for shift in (shift for size in range(1, MOST_SHIFT + 1) for shift in (size, -size)):
-        description = (
-            f"rows shifted: each lies {abs(shift)} place{'s' if abs(shift) > 1 else ''} too "
-            f"{'early' if shift < 0 else 'late'} (row t holds the experts of the token that goes in at t)"
-        )
-        order = rows + shift
-        yield description, np.where((order >= 0) & (order < num_rows), order, -1)
-    for size in (size for size in range(2, num_rows // 2 + 1) if num_rows % size == 0):
-        description = (
-            f"rows transposed: [{num_rows // size}, {size}] in place of [{size}, {num_rows // size}] (routers see "
-            "[s, b], so transpose a [b, s] column before it is flattened)"
-        )
-        yield description, rows.reshape(num_rows // size, size).T.ravel()
 
 
 def check_tokens(routes: Sequence[MicroRoutes], input_tokens: Mapping[int, torch.Tensor]) -> int:
@@ -73,32 +57,12 @@ def check_tokens(routes: Sequence[MicroRoutes], input_tokens: Mapping[int, torch
         mask = routes[micro].present
         differs = ids != input_ids if mask is None else (ids != input_ids) & mask.numpy()
         if differs.any():
-            masks = (routes[number].present for number in compared)
-            masks_of = [
-                np.ones(len(id_column), bool) if mask is None else mask.numpy()
-                for id_column, mask in zip(carried, masks, strict=True)
-            ]
-            carried_by_micro = dict(zip(compared, zip(carried, masks_of, strict=True), strict=True))
-            rows, wrong = int(carried_by_micro[micro][1].sum()), np.flatnonzero(differs)
+            wrong = np.flatnonzero(differs)
             raise ReplayError(
-                f"micro-batch {micro}: {len(wrong)} of {rows} routes are of other tokens than the model gets "
-                f"(row {wrong[0]}: token {ids[wrong[0]]}, expected {input_ids[wrong[0]]}). "
-                f"{_explain_tokens(micro, input_ids, carried_by_micro)}"
+                f"micro-batch {micro}: {len(wrong)} of {len(ids)} routes are of other tokens than the model gets "
+                f"(row {wrong[0]}: token {ids[wrong[0]]}, expected {input_ids[wrong[0]]}). {_USUAL}"
             )
     return len(compared)
-
-
-def _explain_tokens(micro: int, input_ids: np.ndarray, carried: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> str:
-    """Name the mistake that explains the tokens ``found``; ``given``: (ids, present) by micro-batch."""
-    swaps = [other for other in carried if other != micro and len(carried[other][0]) == len(input_ids)]
-    tried = [(other, _describe_swap(other), np.arange(len(input_ids))) for other in swaps]
-    tried += [(micro, *mistake) for mistake in _mistakes(len(input_ids))]
-    for source, description, order in tried:
-        ids, present = carried[source]
-        is_known = (order >= 0) & present[order]
-        if is_known.sum() >= LEAST_JUDGED and (ids[order] == input_ids)[is_known].all():
-            return f"Likely {description}"
-    return "No shift, transposition or swap within the block explains it: likely routes of another batch or rank"
 
 
 def check_agreement(
@@ -135,12 +99,11 @@ def check_agreement(
         place = f"micro-batch {wrong[0]}" if wrong else f"layer {layers[columns[0]]}"
         share = by_micro[wrong[0]].mean() if wrong else all_rows[:, columns[0]].mean()
         by_chance = overall if wrong else float(chance[columns[0]])
-        trial = _Trial(routes, sampled, preferred_rows, layers, overall, limit)
         error = AgreementError(
             f"{place}: the router itself would have chosen {share:.0%} of the replayed experts, {by_chance:.0%} would "
             f"be chance, expected at least {by_chance + limit * (1 - by_chance):.0%} (min_agreement = {limit:g}). "
             f"{len(wrong)} of {len(by_micro)} micro-batches and {len(columns)} of {len(layers)} layers are below. "
-            f"{trial.explain(wrong or range(len(by_micro)))}"
+            f"{_USUAL}"
         )
         error.micro_batches = tuple(wrong)
         raise error
@@ -185,72 +148,3 @@ def _is_too_low(by_row: np.ndarray, chance: float, min_agreement: float) -> bool
     share = (float(by_row.sum()) + 2) / count
     highest = share + 2 * (share * (1 - share) / count) ** 0.5
     return len(by_row) >= LEAST_JUDGED and _kappa(highest, chance) < min_agreement
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """Finds the mistake that explains rows that do not agree."""
-
-    routes: Sequence[MicroRoutes]
-    sampled: Sequence[torch.Tensor]
-    chosen: Sequence[np.ndarray]
-    """Integers [S, L, K] per micro-batch: what the routers chose in the sampled rows."""
-    layers: Sequence[int]
-    chance: float
-    min_agreement: float
-
-    def explain(self, wrong: Sequence[int]) -> str:
-        """Name the mistake under which these micro-batches agree best, if they then agree enough."""
-        tried = sorted(wrong, key=lambda micro: -len(self.sampled[micro]))[:MOST_TRIED]
-        fits = [*self._orders(tried), *self._swaps(tried), *self._layer_orders(tried)]
-        best, description = max(fits, default=(0.0, ""), key=lambda fit: fit[0])
-        if best < self.min_agreement:
-            return (
-                "No shift, transposition, swap of micro-batches or order of layers makes them agree: likely routes of "
-                "another model, of much older weights, or of another rank's tokens"
-            )
-        return f"Likely {description}; in that order, {self.chance + best * (1 - self.chance):.0%} agree"
-
-    def _orders(self, tried: Sequence[int]) -> Iterator[tuple[float, str]]:
-        """Row orders, each for all tried micro-batches of the first one's length."""
-        length = len(self.routes[tried[0]].experts)
-        same_length = [micro for micro in tried if len(self.routes[micro].experts) == length]
-        for description, order in _mistakes(length):
-            yield self._fit([(micro, micro) for micro in same_length], order), description
-
-    def _swaps(self, tried: Sequence[int]) -> Iterator[tuple[float, str]]:
-        for micro, other in itertools.product(tried, range(len(self.routes))):
-            if other != micro:
-                order = np.arange(len(self.routes[micro].experts))
-                order[len(self.routes[other].experts) :] = -1
-                yield self._fit([(micro, other)], order), _describe_swap(other, micro)
-
-    def _layer_orders(self, tried: Sequence[int]) -> Iterator[tuple[float, str]]:
-        if len(self.layers) < 2:
-            return
-        preferred = np.concatenate([self.chosen[micro] for micro in tried])
-        replayed = np.concatenate(_to_host([_rows_of(self.routes[micro], self.sampled[micro]) for micro in tried]))
-        columns = range(len(self.layers))
-        match = np.array([[_agreement(preferred[:, i], replayed[:, j]).mean() for j in columns] for i in columns])
-        best = match.argmax(1)
-        if len(preferred) >= LEAST_JUDGED and len(set(best)) == len(best) and (best != columns).any():
-            order = ", ".join(f"layer {self.layers[i]} in column {j}" for i, j in enumerate(best) if i != j)
-            fit = _kappa(float(match.max(1).mean()), self.chance)
-            yield fit, f"layers in another order than RoutingReplay.layers: {order}"
-
-    def _fit(self, pairs: Sequence[tuple[int, int]], order: np.ndarray) -> float:
-        """Kappa if, for each pair, the rows of the first micro-batch were in the second in this order."""
-        shares = []
-        for micro, source in pairs:
-            rows = order[self.sampled[micro].numpy()]
-            is_known = rows >= 0
-            if is_known.any():
-                replayed = _to_host([_rows_of(self.routes[source], torch.from_numpy(rows[is_known]))])[0]
-                shares.append(_agreement(self.chosen[micro][is_known], replayed))
-        rows = sum(map(len, shares))
-        return _kappa(float(np.concatenate(shares).mean()), self.chance) if rows >= LEAST_JUDGED else 0.0
-
-
-def _describe_swap(other: int, micro: int | None = None) -> str:
-    first = "they" if micro is None else f"the rows of micro-batch {micro}"
-    return f"micro-batches swapped: {first} are in entry {other}, so give routes in the order of the data iterator"

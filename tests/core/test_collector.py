@@ -10,7 +10,7 @@ from sampling_driver import drive, table
 
 from megarl.core.choices.stopping import POSITIVE, Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.core.metrics import finalize
-from megarl.core.sampling.collector import Ask, Collector, Pool, PoolRows, Rewards, find_rows
+from megarl.core.sampling.collector import Ask, Collector, Pool, PoolRows, find_rows
 from megarl.errors import ConfigError, NumericsError
 
 RULES = [
@@ -304,26 +304,14 @@ def test_each_prompt_and_sample_has_its_own_key():
 @pytest.mark.parametrize("options", [{}, {"refill": True, "max_prompts": 6, "spare": 1}])
 def test_a_replay_selects_what_was_selected_as_the_samples_arrived(options):
     rule, rewards = Sequential(1, 1, 2, 6, train_size=2), table(0.3, 6, 6, seed=3)
-    everything = np.ones(36, bool)
-    prompts, samples = np.divmod(np.arange(36), 6)
-    drawn = Rewards.of(prompts, samples, rewards.ravel(), everything)
+    drawn = {(prompt, sample): float(rewards[prompt, sample]) for prompt in range(6) for sample in range(6)}
     found = Collector(rule, 3, **options).replay(drawn)
     same(found, drive(Collector(rule, 3, **options), lambda p, s: float(rewards[p, s])))
     assert len(found.prompts) == 6
     with pytest.raises(ValueError, match="2 samples are still to arrive"):
-        Collector(rule, 1).replay(Rewards.of(prompts[:0], samples[:0], rewards[0, :0], everything[:0]))
-
-
-def test_rewards_of_what_was_asked_for_as_far_as_it_was_drawn():
-    prompts, samples = np.array([2, 2, 2, 7]), np.array([0, 2, 3, 1])
-    values, judged = np.array([0.5, math.nan, 1.0, 0.0]), np.array([True, False, True, True])
-    rewards = Rewards.of(prompts, samples, values, judged)
-    assert rewards.of_ask(Ask(2, range(4))) == {0: 0.5, 2: None, 3: 1.0}
-    assert rewards.of_ask(Ask(2, range(1, 3))) == {2: None}
-    assert rewards.of_ask(Ask(7, range(2))) == {1: 0.0}
-    assert rewards.of_ask(Ask(7, range(1))) == rewards.of_ask(Ask(3, range(9))) == {}
-    with pytest.raises(NumericsError, match="prompt 2 sample 2: the reward is nan"):
-        Rewards.of(prompts, samples, values, np.ones(4, bool))
+        Collector(rule, 1).replay({})
+    with pytest.raises(NumericsError, match="prompt 0 sample 1: the reward is nan"):
+        Collector(rule, 1).replay({(0, 0): 1.0, (0, 1): math.nan})
 
 
 def test_a_pool_orders_by_sample_and_leaves_failures_out():

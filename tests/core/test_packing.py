@@ -101,9 +101,6 @@ class TestPartition:
         assert spread(bins, lengths, max_tokens, min_bins) == partition(lengths, max_tokens, min_bins)
         assert partition_into(lengths, min_bins) == _slow_placement(lengths, min_bins)
 
-    def test_first_fit_has_room_for_sequences_of_more_than_half_a_bin(self):
-        assert packing._first_fit_decreasing([6, 6, 6], [0, 1, 2], 11) == [[0], [1], [2]]
-
     def test_as_many_bins_as_first_fit_needs_are_balanced(self):
         assert partition([5, 7, 2, 5, 3], max_tokens=11) == [[0, 4], [1], [2, 3]], "first-fit gives 10, 10 and 2"
 

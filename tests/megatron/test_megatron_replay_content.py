@@ -1,4 +1,4 @@
-"""Routes of another batch are noticed, and the likely mistake is named."""
+"""Routes of another batch are noticed."""
 
 from __future__ import annotations
 
@@ -78,33 +78,29 @@ def _transposed(rows: torch.Tensor) -> torch.Tensor:
     return rows.unflatten(0, (S, B)).transpose(0, 1).flatten(0, 1)
 
 
-MISTAKES: dict[str, tuple[Any, str]] = {
-    "transposed": (_each(_transposed), rf"Likely rows transposed: \[{B}, {S}\] in place of \[{S}, {B}\]"),
-    "shifted": (_each(lambda rows: rows.roll(-1, 0)), "Likely rows shifted: each lies 1 place too early"),
-    "shifted late": (_each(lambda rows: rows.roll(2, 0)), "Likely rows shifted: each lies 2 places too late"),
-    "swapped": (lambda routes: [routes[0], routes[2], routes[1]], "Likely micro-batches swapped: .* in entry 2"),
+MISTAKES: dict[str, Any] = {
+    "transposed": _each(_transposed),
+    "shifted": _each(lambda rows: rows.roll(-1, 0)),
+    "shifted late": _each(lambda rows: rows.roll(2, 0)),
+    "swapped": lambda routes: [routes[0], routes[2], routes[1]],
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("carried", ["token ids carried", "experts alone"])
-def test_a_typical_mistake_is_caught_and_named(mistake: str, carried: str, loop: Loop) -> None:
-    make, message = MISTAKES[mistake]
-    routes = make(loop.bare if carried == "experts alone" else loop.routes)
-    with pytest.raises(ReplayError, match=message) as raised:
-        loop.replayed(routes)
+def test_a_typical_mistake_is_caught(mistake: str, carried: str, loop: Loop) -> None:
+    routes = MISTAKES[mistake](loop.bare if carried == "experts alone" else loop.routes)
     about = "would have chosen" if carried == "experts alone" else "are of other tokens than the model gets"
-    assert about in str(raised.value)
+    with pytest.raises(ReplayError, match=f"{about}.*Likely rows are shifted"):
+        loop.replayed(routes)
 
 
 @pytest.mark.parametrize("router", ["softmax", "grouped", "every_other", "top3"])
-def test_layers_in_another_order_are_caught_and_named(router: str, one_rank: None) -> None:
+def test_layers_in_another_order_are_caught(router: str, one_rank: None) -> None:
     loop = Loop(router)
-    layers = loop.replay.layers
-    order = [1, 0, *range(2, len(layers))]
+    order = [1, 0, *range(2, len(loop.replay.layers))]
     routes = [MicroRoutes(one.experts[:, order], token_ids=one.token_ids) for one in loop.routes]
-    wanted = f"layer {layers[0]} in column 1, layer {layers[1]} in column 0"
-    with pytest.raises(ReplayError, match=f"Likely layers in another order than RoutingReplay.layers: {wanted}"):
+    with pytest.raises(ReplayError, match=r"2 of . layers are below"):
         loop.replayed(routes)
 
 
@@ -121,7 +117,7 @@ def test_routes_of_another_model_are_caught(loop: Loop) -> None:
         MicroRoutes(torch.rand((*one.experts.shape[:2], 8), generator=source).argsort(2)[..., :2])
         for one in loop.routes
     ]
-    with pytest.raises(ReplayError, match=r"No shift, transposition, swap .* routes of another model") as raised:
+    with pytest.raises(ReplayError, match="or routes are of another model") as raised:
         loop.replayed(random)
     assert re.search(r"2[4-8]% would be chance, expected at least 6[2-4]% \(min_agreement = 0\.5\)", str(raised.value))
     assert "3 of 3 micro-batches and 4 of 4 layers are below" in str(raised.value)
@@ -130,7 +126,7 @@ def test_routes_of_another_model_are_caught(loop: Loop) -> None:
 
 def test_token_ids_of_another_batch_are_caught(loop: Loop) -> None:
     foreign = [replace(one, token_ids=torch.full((B * S,), 3)) for one in loop.routes]
-    with pytest.raises(ReplayError, match=r"row \d+: token 3, expected \d+\)\. No shift, transposition or swap"):
+    with pytest.raises(ReplayError, match=r"row \d+: token 3, expected \d+\)\. Likely"):
         loop.replayed(foreign)
 
 
@@ -177,7 +173,7 @@ def test_a_recording_is_refused_for_other_micro_batches(loop: Loop) -> None:
     with loop.replay.record() as recording:
         loop.run()
     with (
-        pytest.raises(ReplayError, match="Likely micro-batches swapped: they are in entry 1"),
+        pytest.raises(ReplayError, match=r"micro-batch 0: .* are of other tokens"),
         loop.replay.replay(recording),
     ):
         loop.run([loop.batches[1], loop.batches[0], loop.batches[2]])
@@ -204,13 +200,6 @@ def test_a_whole_model_in_one_checkpoint_shows_its_tokens_once(loop: Loop) -> No
         for tokens in loop.batches:
             checkpoint(run, scale, tokens, use_reentrant=True).backward()
     assert seen.compared_tokens == 3
-
-
-def test_swapped_micro_batches_are_named_although_rows_are_missing(loop: Loop) -> None:
-    present = torch.arange(B * S) % 5 > 0
-    holes = [MicroRoutes(one.experts, present, torch.where(present, one.token_ids, 0)) for one in loop.routes]
-    with pytest.raises(ReplayError, match="Likely micro-batches swapped: they are in entry 1"):
-        loop.replayed([holes[1], holes[0], holes[2]])
 
 
 @pytest.mark.parametrize("router", ["softmax", "one layer"])
@@ -275,7 +264,7 @@ class TestThreshold:
         assert self.check(0, LEAST_JUDGED - 1, 1.0).tolist() == [[0.0]]
         # p = 2 / 12, on top 2 sqrt(p (1 - p) / 12) = 0.21517: (0.38184 - 0.25) / 0.75 = 0.17578
         assert self.check(0, LEAST_JUDGED, 0.175).tolist() == [[0.0]]
-        with pytest.raises(ReplayError, match=r"would have chosen 0%.*No shift, transposition, swap"):
+        with pytest.raises(ReplayError, match=r"would have chosen 0%"):
             self.check(0, LEAST_JUDGED, 0.176)
 
     def test_where_all_experts_are_chosen_nothing_can_be_told(self) -> None:
@@ -288,10 +277,10 @@ def test_mistakes_are_caught_although_few_experts_take_most_tokens(mistake: str,
     source = torch.Generator().manual_seed(2)
     scores = torch.rand(3, B * S, 4, 8, generator=source) + torch.tensor([0.6, 0.4, 0.2, 0, 0, 0, 0, 0])
     own = [one.topk(2).indices.to(torch.uint8) for one in scores]
-    given = MISTAKES[mistake][0]([MicroRoutes(one) for one in own])
+    given = MISTAKES[mistake]([MicroRoutes(one) for one in own])
     rows = [sample_rows(one) for one in given]
     arguments = (rows, [one[at] for one, at in zip(own, rows, strict=True)], [0, 1, 2, 3], 8, 0.5)
-    with pytest.raises(ReplayError, match=MISTAKES[mistake][1]) as raised:
+    with pytest.raises(ReplayError, match="Likely rows are shifted") as raised:
         check_agreement(given, *arguments)
     assert int(re.findall(r"chosen (\d+)%", str(raised.value))[0]) > 33
     assert check_agreement([MicroRoutes(one) for one in own], *arguments).min() == 1.0
@@ -377,13 +366,6 @@ def test_ids_of_a_pass_that_failed_are_forgotten(loop: Loop) -> None:
         handle.remove()
         loop.run()
     assert seen.compared_tokens == 3
-
-
-def test_an_entry_without_rows_fits_nothing(loop: Loop) -> None:
-    shifted = replace(loop.routes[0], token_ids=loop.routes[0].token_ids.roll(1))
-    empty = replace(loop.routes[1], present=torch.zeros(B * S, dtype=torch.bool))
-    with pytest.raises(ReplayError, match="Likely rows shifted"):
-        loop.replayed([shifted, empty, loop.routes[2]])
 
 
 def _overriding(method: str) -> type[TopKRouter]:

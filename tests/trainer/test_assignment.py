@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from megarl.core.choices.stopping import Allotted, SamplingRule, Sequential, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.core.metrics import finalize
-from megarl.core.sampling.collector import Collector, Rewards, Selection
+from megarl.core.sampling.collector import Collector, Selection
 from megarl.errors import ConfigError
 from megarl.trainer.sampling.assignment import (
     Assignment,
@@ -67,7 +66,7 @@ class Ranks:
     def agreed(self, drawn: list[list[dict[Key, float | None]]]) -> tuple[Selection, list[list[list[Key]]]]:
         """The selection, and what each copy trains on by mini-batch; all ranks must find the same."""
         known = {key: reward for copy in drawn for rank in copy for key, reward in rank.items()}
-        found = [[assignment.select(as_rewards(known)) for assignment in copy] for copy in self.assignments]
+        found = [[assignment.select(known) for assignment in copy] for copy in self.assignments]
         for each in (selection for copy in found for selection in copy):
             same(each, found[0][0])
         owned = [[assignment.keys_of(found[0][0]) for assignment in copy] for copy in self.assignments]
@@ -89,12 +88,6 @@ def _drawn(assignment: Assignment, reward: Reward, rng: np.random.Generator) -> 
         got[prompt, sample] = reward(prompt, sample)
         ask(asker.add(prompt, sample, got[prompt, sample]))
     return got
-
-
-def as_rewards(known: dict[Key, float | None]) -> Rewards:
-    """The same, as all ranks get it."""
-    rows = np.array([(*key, math.nan if known[key] is None else known[key]) for key in sorted(known)]).reshape(-1, 3)
-    return Rewards.of(*rows[:, :2].astype(np.int64).T, rows[:, 2], ~np.isnan(rows[:, 2]))
 
 
 def same(first: Selection, second: Selection) -> None:
@@ -311,7 +304,7 @@ class TestGroupPlan:
         assert [(ask.prompt, ask.samples) for ask in idle.asker().start()] == [(1, range(7, 8))]
         rewards: dict[Key, float | None] = {(1, sample): float(sample % 2) for sample in (*range(6), 7)}
         for assignment in (busy, idle):
-            selection = assignment.select(as_rewards(rewards))
+            selection = assignment.select(rewards)
             assert keys_of(selection) == [(1, sample) for sample in range(6)]
         assert [len(part) for part in busy.keys_of(selection)] == [6, 0]
         assert idle.keys_of(selection) == [[], []]

@@ -14,11 +14,9 @@ rewards by (prompt, sample), not on the order of arrival.
 """
 
 import math
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
 from typing import Self
 
 import numpy as np
@@ -80,38 +78,6 @@ class Pool:
         """Whether not all rewards are equal."""
         arrived = [reward for reward in self.rewards.values() if reward is not None]
         return bool(arrived) and min(arrived) < max(arrived)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Rewards:
-    """Rewards of samples drawn earlier, in the order of (prompt, sample)."""
-
-    prompts: list[int]
-    samples: list[int]
-    values: list[float | None]
-    """None for a sample that failed."""
-    rows_of: dict[int, tuple[int, int]]
-    """By prompt: the first row, and the row after the last."""
-
-    @classmethod
-    def of(cls, prompts: np.ndarray, samples: np.ndarray, values: np.ndarray, judged: np.ndarray) -> Self:
-        """Return the rewards of columns [S] in this order; NumericsError if a judged one is not finite."""
-        if (wrong := np.flatnonzero(judged & ~np.isfinite(values))).size:
-            raise _not_finite(int(prompts[wrong[0]]), int(samples[wrong[0]]), float(values[wrong[0]]))
-        numbers, begins = np.unique(prompts, return_index=True)
-        bounds = [*begins.tolist(), len(prompts)]
-        rows_of = dict(zip(numbers.tolist(), pairwise(bounds), strict=True))
-        rewards = [
-            value if is_judged else None for value, is_judged in zip(values.tolist(), judged.tolist(), strict=True)
-        ]
-        return cls(prompts.tolist(), samples.tolist(), rewards, rows_of)
-
-    def of_ask(self, ask: Ask) -> dict[int, float | None]:
-        """Return the rewards of the requested samples by sample, as far as drawn."""
-        first, last = self.rows_of.get(ask.prompt, (0, 0))
-        begin = bisect_left(self.samples, ask.samples.start, first, last)
-        end = bisect_left(self.samples, ask.samples.stop, begin, last)
-        return dict(zip(self.samples[begin:end], self.values[begin:end], strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,16 +179,18 @@ class Collector:
             raise ValueError(f"prompt {prompt} sample {sample} was not asked for")
         if sample in pool.rewards:
             raise ValueError(f"prompt {prompt} sample {sample} arrived twice")
-        if reward is not None and not math.isfinite(reward):
-            raise _not_finite(prompt, sample, reward)
         return self._take(pool, {sample: reward})
 
-    def replay(self, rewards: Rewards) -> Selection:
-        """Return the selection from rewards of samples drawn earlier, as if the samples arrived on request."""
+    def replay(self, rewards: Mapping[tuple[int, int], float | None]) -> Selection:
+        """Return the selection from rewards of samples drawn earlier, as if the samples arrived on request.
+
+        rewards: by (prompt, sample), None for a sample that failed. Errors as in ``add`` and ``select``.
+        """
         asks = deque(self.start())
         while asks and not self.done:
             ask = asks.popleft()
-            asks.extend(self._take(self._pool_of[ask.prompt], rewards.of_ask(ask)))
+            drawn = {i: rewards[ask.prompt, i] for i in ask.samples if (ask.prompt, i) in rewards}
+            asks.extend(self._take(self._pool_of[ask.prompt], drawn))
         return self.select()
 
     @property
@@ -284,6 +252,12 @@ class Collector:
         )
 
     def _take(self, pool: Pool, rewards: Mapping[int, float | None]) -> list[Ask]:
+        for sample, reward in rewards.items():
+            if reward is not None and not math.isfinite(reward):
+                raise NumericsError(
+                    f"prompt {pool.prompt} sample {sample}: the reward is {reward}, expected a finite number, or None "
+                    "for a sample that failed"
+                )
         pool.rewards |= rewards
         return [] if pool.waits else self._after_round(pool)
 
@@ -346,18 +320,12 @@ class PoolRows:
 
     @classmethod
     def of(cls, pools: Sequence[Pool]) -> Self:
-        arrived = [len(pool.rewards) for pool in pools]
-        pool = np.repeat(np.arange(len(pools)), arrived)
-        sample = np.fromiter(chain.from_iterable(pool.rewards for pool in pools), np.int64, len(pool))
-        value = np.array([*chain.from_iterable(pool.rewards.values() for pool in pools)], np.float64)  # None: nan
-        order = np.lexsort((sample, pool))
-        order = order[~np.isnan(value[order])]
-        bounds = np.concatenate([[0], np.cumsum(np.bincount(pool[order], minlength=len(pools)))])
-        return cls(pool[order], sample[order], value[order], bounds)
-
-
-def _not_finite(prompt: int, sample: int, reward: float) -> NumericsError:
-    return NumericsError(
-        f"prompt {prompt} sample {sample}: the reward is {reward}, expected a finite number, or None for a sample that "
-        "failed"
-    )
+        rows = [
+            (index, sample, reward)
+            for index, pool in enumerate(pools)
+            for sample, reward in sorted(pool.rewards.items())
+            if reward is not None
+        ]
+        pool, sample, value = np.array(rows, np.float64).reshape(-1, 3).T
+        bounds = np.searchsorted(pool, np.arange(len(pools) + 1))
+        return cls(pool.astype(np.int64), sample.astype(np.int64), value, bounds)

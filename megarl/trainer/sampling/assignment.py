@@ -19,7 +19,7 @@ import numpy as np
 from megarl.core.choices.stopping import Allotted, SamplingRule, Uniform
 from megarl.core.metrics import merge
 from megarl.core.packing import partition_into
-from megarl.core.sampling.collector import Ask, Collector, Rewards, Selection
+from megarl.core.sampling.collector import Ask, Collector, Selection
 from megarl.engines.player import Asker, Key
 from megarl.errors import ConfigError
 
@@ -64,7 +64,7 @@ class SequenceAssignment:
         """Return the asker for this rank's samples."""
         return FixedSamples(self._drawn)
 
-    def select(self, rewards: Rewards) -> Selection:
+    def select(self, rewards: Mapping[Key, float | None]) -> Selection:
         """Return the training samples, equal on all ranks. ``rewards``: of all samples drawn by any rank."""
         return Collector(self._rule, self._num_prompts).replay(rewards)
 
@@ -109,7 +109,7 @@ class PromptAssignment:
         count += max(self._rule.more[prompt]) if self._rule.more else 0
         return FixedSamples([(prompt, count + self._at.copy)])
 
-    def select(self, rewards: Rewards) -> Selection:
+    def select(self, rewards: Mapping[Key, float | None]) -> Selection:
         if self._refill is None:
             return Collector(self._rule, self._num_prompts, seed=self._seed).replay(rewards)
         return join_selections([self._share(*place).replay(rewards) for place in self._turns], self._rule)

@@ -19,7 +19,7 @@ from megarl.core.choices.parts import TOKEN_ADVANTAGES
 from megarl.core.measures import effective_prompt_ratio
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective, advantages_of, select_responses, step_advantages
-from megarl.core.sampling.collector import PoolRows, Rewards, Selection, find_rows
+from megarl.core.sampling.collector import PoolRows, Selection, find_rows
 from megarl.core.sampling.credit_assignment import assign, weigh
 from megarl.core.types import Rollout
 from megarl.engines.player import Failure, Sample
@@ -74,9 +74,11 @@ class SampleTable:
         prompts, samples = self._numbers()
         return replace(self, rows=self.rows[find_rows(prompts, samples, selection.prompts, selection.samples)])
 
-    def rewards(self) -> Rewards:
-        """Return the rewards alone."""
-        return Rewards.of(*self._numbers(), self.column("reward"), self.is_judged)
+    def rewards(self) -> dict[Key, float | None]:
+        """Return the rewards by (prompt, sample), None for a failed sample."""
+        prompts, samples = self._numbers()
+        columns = prompts.tolist(), samples.tolist(), self.column("reward").tolist(), self.is_judged.tolist()
+        return {(p, s): reward if judged else None for p, s, reward, judged in zip(*columns, strict=True)}
 
     def _numbers(self) -> tuple[np.ndarray, np.ndarray]:
         return self.column("prompt").astype(np.int64), self.column("sample").astype(np.int64)
