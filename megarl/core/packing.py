@@ -29,8 +29,7 @@ def partition(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> lis
     """Split sequences into balanced micro-batches of at most max_tokens each.
 
     Longest-first placement into the emptiest of as many bins as first-fit-decreasing needs, or min_bins if that is
-    more; the bins of first-fit if they alone hold all.
-    Returns sequence indices, ascending within a bin, bins ordered by their first index. Raises ValueError if one
+    more; the bins of first-fit if they alone hold all. Returns sequence indices, ascending within a bin, bins ordered by their first index. Raises ValueError if one
     sequence alone exceeds max_tokens, or there are fewer sequences than min_bins.
     """
     _check_lengths(lengths, min_bins)
@@ -40,6 +39,8 @@ def partition(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> lis
                 f"sequence {sequence} has {length} tokens, more than the {max_tokens} of a micro-batch: "
                 f"raise the tokens per micro-batch, or limit prompt and response length"
             )
+    if not lengths:
+        return []
     first_fit: list[list[int]] = []
     room: list[int] = []
     for sequence in _longest_first(lengths):
@@ -49,8 +50,8 @@ def partition(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> lis
             room.append(max_tokens)
         first_fit[index].append(sequence)
         room[index] -= lengths[sequence]
-    bins = _place(lengths, len(first_fit), max_tokens) if lengths else []
-    return spread(sorted(map(sorted, first_fit)) if bins is None else bins, lengths, max_tokens, min_bins)
+    bins = _place(lengths, len(first_fit), max_tokens) or sorted(map(sorted, first_fit))
+    return spread(bins, lengths, max_tokens, min_bins)
 
 
 def spread(bins: list[list[int]], lengths: Sequence[int], max_tokens: int, min_bins: int) -> list[list[int]]:
