@@ -70,7 +70,7 @@ def test_under_torchrun_the_layout_is_checked_and_only_the_first_rank_complains(
     [
         (["--foo"], "megarl: unrecognized arguments: --foo; see megarl --help"),
         (["train", "c.toml", "--lr=1"], "unrecognized arguments: --lr=1; did you mean --optim.lr or --sft.lr?"),
-        (["status", "--steps", "3"], "unrecognized arguments: --steps 3; see megarl status --help"),
+        (["quickstart", "--steps", "3"], "unrecognized arguments: --steps 3; see megarl quickstart --help"),
         (["gap", "x", "--tokens", "many"], "--tokens: found 'many': Input should be a valid integer"),
         (["trace", "look", "x"], "invalid choice: 'look'"),
         (["doctor", "--run.steps", "3"], "reads no configuration"),
