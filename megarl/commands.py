@@ -4,14 +4,12 @@ subject."""
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import Field, PositiveInt
+from typing import Literal
 
 from megarl import enable_cpu
 from megarl.config import Config, process_environment
 from megarl.config import file as config_file
-from megarl.config.command import POSITIONAL, Command, OnConfiguration, Overrides, Positional, command, world_size
+from megarl.config.command import Command, OnConfiguration, Overrides, Positional, command, world_size
 from megarl.convert.command import Convert, Quantize
 from megarl.data.prepare.command import Data
 from megarl.errors import ConfigError
@@ -19,11 +17,7 @@ from megarl.ops.evaluate.command import Gap
 from megarl.ops.plan.command import Plan
 from megarl.ops.report.command import Report, Trace
 from megarl.ops.report.samples import Samples
-from megarl.ops.starter import Init
 from megarl.text_table import text_table
-
-_ZSH = "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n"
-"""Lets zsh read the script for bash."""
 
 
 @command
@@ -139,32 +133,6 @@ class Status:
 
 
 @command
-class Simulate:
-    """Compare the sampling rules on prompts with given pass rates: exact cost, contrast and efficiency."""
-
-    rates: tuple[str, ...] = ()
-    """Pass rates of the prompts, each P or P:PROMPTS, such as 0:20 0.3:50 0.9:30."""
-    samples: int = Field(8, ge=2, le=256)
-    """Samples per prompt, for uniform sampling and rules that divide a budget."""
-    train_size: int = Field(4, ge=2)
-    """Samples of a prompt that train under Ada-Seq."""
-    round_size: PositiveInt = 8
-    """Samples of a round of Ada-Seq."""
-    max_samples: int = Field(32, le=256)
-    """Most samples of a prompt under Ada-Seq."""
-    out: Path = Path("runs/simulate.html")
-    """The figure, an HTML page."""
-    json: bool = False
-    """Print the results as JSON."""
-
-    def run(self, overrides: Overrides) -> None:
-        from megarl.ops.simulate import Budget, simulate
-
-        budget = Budget(self.samples, self.train_size, self.round_size, self.max_samples)
-        simulate(self.rates, budget, self.out, self.json)
-
-
-@command
 class Patch:
     """Put the replay hook into a Megatron-Core before 0.16, or take it out again: docs/patches.md."""
 
@@ -226,29 +194,6 @@ class Help:
 
 
 @command
-class Completion:
-    """Print a script that completes commands, flags and keys in a shell: docs/install.md."""
-
-    shell: Positional[Literal["bash", "zsh"]]
-    """The shell."""
-
-    def run(self, overrides: Overrides) -> None:
-        infos, cases = config_file.keys(), []
-        keys = [f"--{key}" for key in infos if not key.endswith("*")]
-        for name, kind in dict[str, Any](COMMANDS).items():
-            fields = kind.__pydantic_fields__
-            flags = [field for field, info in fields.items() if POSITIONAL not in info.metadata]
-            words = [f"--{flag.replace('_', '-')}" for flag in flags]
-            words += ["--help", *(keys if "config" in fields else ())]
-            if name == "help":
-                words += ["all", *dict.fromkeys(key[2:].partition(".")[0] for key in keys)]
-            cases.append(f'        {name}) words="{" ".join(words)}" ;;')
-        text = Path(__file__).with_name("completion.bash").read_text("utf-8")
-        text = text.replace("@COMMANDS@", " ".join(COMMANDS)).replace("@CASES@", "\n".join(cases))
-        print((_ZSH if self.shell == "zsh" else "") + text.rstrip())
-
-
-@command
 class Quickstart:
     """Make a tiny model and a task, train it with RL on the CPU, write a report to OUT/report."""
 
@@ -264,8 +209,8 @@ class Quickstart:
 
 
 _LISTED = (
-    Train, Launch, Sft, Eval, Gap, Data, Plan, Doctor, Report, Samples, Status, Trace, Simulate, Convert, Quantize,
-    Patch, Recipes, Init, Help, Completion, Quickstart,
+    Train, Launch, Sft, Eval, Gap, Data, Plan, Doctor, Report, Samples, Status, Trace, Convert, Quantize,
+    Patch, Recipes, Help, Quickstart,
 )  # fmt: skip
 COMMANDS: dict[str, type[Command]] = {kind.__name__.lower(): kind for kind in _LISTED}
 """By the name on the command line, in the order of the help text."""

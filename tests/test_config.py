@@ -242,6 +242,7 @@ def test_ranks_wait_longer_for_each_other_than_for_a_server():
         ("qwen3-30b-a3b-8gpu", "ipc"),
         ("qwen3-30b-a3b-32gpu", "distributed"),
         ("qwen3-30b-a3b-64gpu", "distributed"),
+        ("starter", "ipc"),
     ],
 )
 def test_how_weights_reach_the_servers_of_a_recipe(recipe: str, expected: str):

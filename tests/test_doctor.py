@@ -430,23 +430,14 @@ def test_slurm_is_looked_for(path: Path, monkeypatch: pytest.MonkeyPatch):
     assert "launch.layout" not in failed(path)
 
 
-@pytest.mark.parametrize(
-    ("code", "says"),
-    [
-        ("raise OSError('libcudart.so.12: cannot open shared object file')", "libcudart.so.12"),
-        ("import os; os.kill(os.getpid(), 11)", "ends the process by SIGSEGV"),
-        ("import os; os._exit(3)", "with exit code 3"),
-        ("import time; time.sleep(60)", "takes longer than"),
-    ],
-)
-def test_a_broken_package_is_one_line(code: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "torch.py").write_text(code)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    if "sleep" in code:
-        monkeypatch.setattr(trial, "TIME_LIMIT_S", 5.0)
-    checks, facts = trial.run_trial(None, set())
-    assert facts.get("torch") is None
-    assert says in next(check.says() for check in checks if check.name == "torch")
+def test_a_broken_package_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(name: str) -> None:
+        raise OSError("libcudart.so.12: cannot open shared object file")
+
+    monkeypatch.setattr(trial.importlib, "import_module", fail)
+    says = {check.name: check.says() for check in trial.run_trial(None, set())[0]}
+    assert "libcudart.so.12" in says["datasets"]
+    assert "torch" not in says
 
 
 def test_a_wrong_configuration_is_refused(path: Path):

@@ -39,6 +39,7 @@ def test_the_list_describes_every_recipe(capsys: pytest.CaptureFixture[str]) -> 
             },
         ),
         ("cpu-quickstart", {"cpu-quickstart.toml", "local.sh"}),
+        ("starter", {"starter.toml", "local.sh"}),
         ("colocated.sbatch", {"colocated.sbatch"}),
         ("Containerfile", {"Containerfile", "requirements-sglang.txt", "requirements-trainer.txt"}),
     ],

@@ -3,7 +3,7 @@
     tests/null_gpu/python tests/null_gpu/plan_rank.py RECIPE [--rank N] [--set table.key=value ...]
 
 torch's caching allocator gives the memory; layers are those of Transformer Engine with its compiled extension. The
-process group is torch's fake one, which moves nothing; its calls are counted. Prints JSON: measured and planned bytes.
+process group is torch's fake one, which moves nothing. Prints JSON: measured and planned bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,8 @@ from megatron.core import parallel_state  # noqa: E402
 
 from megarl.megatron import distributed, policy  # noqa: E402
 from megarl.megatron.passes import forward, micro_batches  # noqa: E402
-from megarl.ops.plan.layout import Stage, count_rank, stages_of  # noqa: E402
+from megarl.ops.plan.layout import stages_of  # noqa: E402
 from megarl.ops.plan.plan import find_model  # noqa: E402
-from megarl.ops.plan.traffic import rank_traffic  # noqa: E402
 from megarl.ops.plan.trainer_memory import rank_memory  # noqa: E402
 from megarl.ops.shipped import RECIPES  # noqa: E402
 from megarl.trainer.mini_batch import make_rollout, split  # noqa: E402
@@ -80,44 +79,12 @@ def measure(config: Config, rank: int) -> dict[str, Any]:
     with observed:
         step(config, built, num)
         before = torch.cuda.memory_allocated()
-        observed.received.clear()
         torch.cuda.reset_peak_memory_stats()
         step(config, built, num)
         peak = torch.cuda.max_memory_allocated()
     found = {name: (size, getattr(planned, name)) for name, size in states(built).items()}
     found |= {"states": (before, planned.states), "peak": (peak, planned.training)}
-    return {"rank": rank, "memory": found, "received": received(config, built, stage, num, observed.received)}
-
-
-def received(
-    config: Config, built: policy.Policy, stage: Stage, num: int, counted: Mapping[tuple[str, str], int]
-) -> dict[str, tuple[int, int]]:
-    """Bytes that the rank receives in one step, by what they are for."""
-    layout, shape, groups = config.check_world_size(dist.get_world_size()), built.shape, parallel_state
-    planned = rank_traffic(config, shape, layout, stage, count_rank(shape, layout, stage))
-    dense, expert = groups.get_data_parallel_group(with_context_parallel=True), groups.get_expert_data_parallel_group()
-    kinds = {
-        "reduced_gradients": ((dense, expert), ("reduce_scatter", "allreduce"), planned.gradients),
-        "gathered_weights": ((dense, expert), ("allgather",), planned.gathered_weights),
-        "experts": (
-            (groups.get_expert_model_parallel_group(), groups.get_expert_tensor_parallel_group()),
-            ("alltoall", "allgather", "reduce_scatter"),
-            num * planned.experts,
-        ),
-        "tensor": (
-            (groups.get_tensor_model_parallel_group(),),
-            ("allgather", "reduce_scatter"),
-            num * planned.tensor,
-        ),
-        "pipeline": ((groups.get_pipeline_model_parallel_group(),), ("recv",), num * planned.pipeline),
-    }
-    rest, found = dict(counted), {}
-    for kind, (of, operations, amount) in kinds.items():
-        names = {group.group_name for group in of}
-        taken = [key for key in rest if key[0] in names and any(each in key[1] for each in operations)]
-        found[kind] = (sum(rest.pop(key) for key in taken), amount)
-    found["other"] = (sum(rest.values()), 0)
-    return found
+    return {"rank": rank, "memory": found}
 
 
 def states(built: policy.Policy) -> dict[str, int]:

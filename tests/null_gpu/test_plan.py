@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.skipif(not os.environ.get("NULL_GPU"), reason="a real GPU has not the memory of every recipe")
-STATES, PEAK, TRAFFIC = 0.03, 0.05, 0.001
+STATES, PEAK = 0.03, 0.05
 RANKS = {
     "latent attention": ("moonlight-16b-a3b.toml",),
     "last stage": ("glm-4.5-air.toml", "--rank", "31"),
@@ -29,7 +29,3 @@ def test_a_rank_of_a_recipe(case: str) -> None:
     for name, within in {"weights": 1e-5, "gradients": 1e-3, "optimizer": 1e-3, "states": STATES, "peak": PEAK}.items():
         measured, planned = found["memory"][name]
         assert planned == pytest.approx(measured, rel=within), name
-    unplanned, _ = found["received"].pop("other")
-    for name, (measured, planned) in found["received"].items():
-        assert planned == pytest.approx(measured, rel=TRAFFIC), name
-    assert found["received"]["experts"][0] > 100 * unplanned

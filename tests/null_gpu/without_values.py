@@ -8,30 +8,14 @@ and Transformer Engine are imported, then ``balance_routes``.
 from __future__ import annotations
 
 import importlib
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_leaves, tree_map_only
 
 LONG = 4096
-RECEIVED: dict[str, tuple[int, int | None]] = {
-    "allreduce_": (0, 2),
-    "_allgather_base_": (0, 1),
-    "allgather_": (0, 1),
-    "allgather_into_tensor_coalesced_": (0, 1),
-    "_reduce_scatter_base_": (1, 1),
-    "reduce_scatter_tensor_coalesced_": (1, 1),
-    "alltoall_base_": (0, 1),
-    "broadcast_": (0, 1),
-    "send": (0, 0),
-    "recv_": (0, None),
-    "barrier": (0, 0),
-}
-"""Call -> (which argument is the whole of all ranks, how often a rank receives the others' parts of it; None: all)."""
 
 
 def install() -> None:
@@ -109,12 +93,10 @@ def balance_routes(top_k: int) -> None:
 
 
 class Observed(TorchDispatchMode):
-    """Counts the calls of torch.distributed, and gives ``masked_select`` the size that balanced routes have."""
+    """Gives ``masked_select`` the size that balanced routes have."""
 
     def __init__(self, top_k: int) -> None:
         super().__init__()
-        self.received: Counter[tuple[str, str]] = Counter()
-        """(name of the group, operation) -> bytes that this rank receives."""
         self._top_k = top_k
 
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
@@ -124,19 +106,10 @@ class Observed(TorchDispatchMode):
         if operation is torch.ops.aten.index.Tensor:
             source, indices = arguments
             arguments = source, [each if each is None else _positions(each) for each in indices]
-        if operation.namespace == "c10d":
-            self._count(operation.__name__.split(".")[0], arguments)
         result = operation(*arguments, **(named or {}))
         if operation.namespace == "aten" and not operation._schema.is_mutable and _is_index(result):
             _compute(operation, arguments, named or {}, result)
         return result
-
-    def _count(self, name: str, arguments: Any) -> None:
-        group = ProcessGroup.unbox(next(each for each in arguments if isinstance(each, torch.ScriptObject)))
-        place, rounds = RECEIVED[name]
-        size = sum(each.nbytes for each in tree_leaves(arguments[place]) if isinstance(each, torch.Tensor))
-        others = group.size() - 1
-        self.received[group.group_name, name] += size if rounds is None else rounds * size * others // group.size()
 
 
 def _positions(index: torch.Tensor) -> torch.Tensor:

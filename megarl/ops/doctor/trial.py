@@ -1,30 +1,21 @@
-"""A trial of the trainer's first imports and, with a configuration, of all reads and checks before the first step, in a
-separate process. A broken package becomes one line, even if the package ends the process or never returns.
+"""A trial of the trainer's first imports and, with a configuration, of all reads and checks before the first step.
 
-Run as ``python -m megarl.ops.doctor.trial``, with JSON on stdin: the configuration as JSON (null: no configuration),
-and the names of failed inputs.
+Everything is tried in this process. A broken package becomes one line, unless the package ends the process.
 """
 
 import asyncio
 import importlib
-import json
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from megarl import enable_cpu
 from megarl.config import Config
-from megarl.config.trust import safe_environment
 from megarl.errors import ConfigError, MegarlError, describe
 from megarl.ops.doctor.report import Finding
 
-TIME_LIMIT_S = 900.0
-"""Mostly for prompts: a node tokenizes some thousand in a second."""
-_MARK = "megarl-trial "
 Attempt = Callable[[], object]
 """Raises the problem; a returned dictionary holds facts, such as a note."""
 _SINGLE = ("psutil", "safetensors", "transformers", "datasets", "math_verify", "pebble", "torch.utils.tensorboard")
@@ -38,41 +29,32 @@ def run_trial(
 
     Missing modules in ``absent`` are not reported again; inputs with a ``failed`` check are not tried.
     """
-    environment = safe_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    words = [sys.executable, "-W", "ignore", "-m", "megarl.ops.doctor.trial"]
-    config_json = None if config is None else config.model_dump_json()
-    request = json.dumps({"config": config_json, "failed": sorted(failed)})
-    try:
-        ended = subprocess.run(
-            words, input=request.encode(), capture_output=True, timeout=TIME_LIMIT_S, env=environment
-        )
-        output, code = ended.stdout, ended.returncode
-        errors = ended.stderr.decode(errors="replace").strip().splitlines()
-    except subprocess.TimeoutExpired as error:
-        output, code, errors = error.stdout or b"", None, []
-    checks, facts, attempt = [], {}, "Python"
-    for line in output.decode(errors="replace").splitlines():
-        message = json.loads(line.removeprefix(_MARK)) if line.startswith(_MARK) else {}
-        attempt = message.get("begin", attempt)
-        facts |= message.get("facts", {})
-        if note := facts.pop("note", ""):
-            checks.append(Finding(attempt, "ok", note))
-        if "error" in message and message["module"] not in absent:
-            checks.append(Finding(attempt, "failed", message["error"], advice=message["advice"]))
-    if code != 0:
-        ending = f"takes longer than {TIME_LIMIT_S:.0f} s" if code is None else _how_it_ended(code, errors)
-        checks.append(Finding(attempt, "failed", f"trying it {ending}", advice=_advice(attempt)))
+    checks: list[Finding] = []
+    facts: dict[str, Any] = {}
+    with redirect_stdout(sys.stderr):  # the report has stdout for itself
+        for name, attempt in _all_attempts(config, failed):
+            try:
+                found = attempt()
+                facts |= found if isinstance(found, dict) else {}
+                if note := facts.pop("note", ""):
+                    checks.append(Finding(name, "ok", note))
+            except MegarlError as error:
+                checks.append(Finding(name, "failed", " ".join(str(error).split())))
+            except Exception as error:  # a broken package fails with whatever its shared libraries raise
+                module = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else None
+                if module not in absent:
+                    problem = f"cannot be used ({describe(error)})"
+                    checks.append(Finding(name, "failed", problem, advice="install a release that fits the others"))
     return checks, facts
 
 
-def _how_it_ended(code: int, errors: list[str]) -> str:
-    if code < 0:
-        return f"ends the process by {signal.Signals(-code).name}"
-    return f"ends the process with exit code {code} ({errors[-1] if errors else 'no message'})"
-
-
-def _advice(name: str) -> str:
-    return "" if "." in name and not name.startswith("torch.") else "install a release that fits the others"
+def _all_attempts(config: Config | None, failed: Collection[str]) -> Iterator[tuple[str, Attempt]]:
+    yield "torch", _torch
+    for name in _SINGLE:
+        yield name, lambda name=name: importlib.import_module(name)
+    yield "the trainer", _trainer
+    if config is not None and "model.path" not in failed:
+        yield from attempts(config, failed)
 
 
 def _torch() -> dict[str, Any]:
@@ -149,39 +131,3 @@ def _read_weights(folder: str) -> dict[str, Any]:
 
     with HFCheckpoint(folder) as checkpoint:
         return {"note": describe_left_out(check_tensors(checkpoint, hf_shapes(read_shape(folder))))}
-
-
-def _try(name: str, attempt: Attempt) -> None:
-    _tell(begin=name)
-    try:
-        facts = attempt()
-        _tell(facts=facts if isinstance(facts, dict) else {})
-    except MegarlError as error:
-        _tell(error=" ".join(str(error).split()), module=None, advice="")
-    except Exception as error:  # a broken package fails with whatever its shared libraries raise
-        module = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else None
-        _tell(error=f"cannot be used ({describe(error)})", module=module, advice=_advice(name))
-
-
-def _tell(**words: Any) -> None:
-    print(f"\n{_MARK}{json.dumps(words)}", file=_ANSWERS, flush=True)
-
-
-def main() -> None:
-    """Try everything in turn; write a line before and after each attempt."""
-    request = json.load(sys.stdin)
-    failed = request["failed"]
-    config = None if request["config"] is None else Config.model_validate_json(request["config"])
-    _try("torch", _torch)
-    for name in _SINGLE:
-        _try(name, lambda name=name: importlib.import_module(name))
-    _try("the trainer", _trainer)
-    if config is not None and "model.path" not in failed:
-        for name, attempt in attempts(config, failed):
-            _try(name, attempt)
-
-
-if __name__ == "__main__":
-    _ANSWERS = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what packages print is no answer
-    main()

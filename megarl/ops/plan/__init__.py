@@ -1,4 +1,4 @@
-"""The needs of a run: memory, bytes moved, and the arithmetic of batches, from the configuration alone.
+"""The needs of a run: memory and the arithmetic of batches, from the configuration alone.
 
 No model is built. docs/plan.md has the formulas and measurements. In the order of the call:
 
@@ -6,6 +6,5 @@ No model is built. docs/plan.md has the formulas and measurements. In the order 
     layout           layers of each stage, parameters of each rank, batches and pipeline bubble of a step
     trainer_memory   bytes of a rank of the trainer: states, and tensors of a step's passes, module by module
     engine_memory    bytes of a GPU of the sampling engine
-    traffic          bytes between engine and trainer, and between ranks
     table            prints a plan
 """

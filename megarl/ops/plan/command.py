@@ -8,7 +8,7 @@ from megarl.errors import printable
 
 @command
 class Plan(OnConfiguration):
-    """Estimate memory, bytes moved and batches from the configuration alone; refuse what cannot fit or divide."""
+    """Estimate memory and batches from the configuration alone; refuse what cannot fit or divide."""
 
     model: Path | None = None
     """Folder with the model's config.json; default model.path, or the shipped folder of that name."""

@@ -13,11 +13,9 @@ from megarl.files.hf_config import count_prediction_layers
 from megarl.models.fit import check_fit
 from megarl.models.hf_folder import read_json
 from megarl.models.shapes import read_shape
-from megarl.ops.plan import traffic
-from megarl.ops.plan.engine_memory import EngineMemory, engine_memory
+from megarl.ops.plan.engine_memory import EngineMemory, engine_memory, weight_bytes
 from megarl.ops.plan.layout import ModelCount, RankCount, StepSchedule, count_model, count_rank, divide_step, stages_of
-from megarl.ops.plan.traffic import SyncTraffic
-from megarl.ops.plan.trainer_memory import RankMemory, rank_memory
+from megarl.ops.plan.trainer_memory import ELEMENT, RankMemory, rank_memory
 from megarl.ops.shipped import MODELS
 
 TRAINER_RESERVE = SERVER_RESERVE = 3 << 30
@@ -47,17 +45,13 @@ class Estimate:
     layout: Layout
     server_gpus: int  # GPUs that hold servers; the trainer's GPUs if shared
     model: ModelCount
-    rank: RankCount  # of the rank with the most memory; so are memory and traffic
+    rank: RankCount  # of the rank with the most memory; so is memory
     memory: RankMemory
     stages: tuple[RankMemory, ...]  # a rank of each pipeline stage
     engine: EngineMemory
     gpu: GpuMemory
     spare_weights: int  # on the host of each node's first rank: the weights for a restarted server
-    trace: traffic.TraceSize
     batches: StepSchedule
-    step: traffic.StepTraffic
-    traffic: traffic.RankTraffic
-    sync: SyncTraffic  # imported by name, because the field before hides the module
 
 
 def plan(config: Config, model: Path | None = None) -> Estimate:
@@ -75,7 +69,8 @@ def plan(config: Config, model: Path | None = None) -> Estimate:
     refuse(for_cache(engine.weights, engine.tokens, engine.sequences, config.longest_sequence))
     count = count_rank(shape, layout, stages[worst])
     nodes = config.launch.server_nodes or (config.launch.nodes if config.sglang.gpus else 0)
-    sync = traffic.sync_traffic(config, shape, count)
+    sent = weight_bytes(shape, ELEMENT[config.rollout.dtype], fp8=config.sglang.fp8)
+    has_spare = config.rollout.engine_kind.server and config.sglang.spare_weights == "memory"
     return Estimate(
         model_path=str(folder),
         family=shape.family,
@@ -88,12 +83,8 @@ def plan(config: Config, model: Path | None = None) -> Estimate:
         stages=tuple(memories),
         engine=engine,
         gpu=gpu_memory(config, memories[worst], engine),
-        spare_weights=sync.sent if config.sglang.spare_weights == "memory" else 0,
-        trace=traffic.trace_of(shape),
+        spare_weights=sent if has_spare else 0,
         batches=batches,
-        step=traffic.step_traffic(config, shape, layout, stages[worst], config.longest_sequence),
-        traffic=traffic.rank_traffic(config, shape, layout, stages[worst], count),
-        sync=sync,
     )
 
 

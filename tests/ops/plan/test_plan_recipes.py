@@ -19,7 +19,7 @@ from megarl.ops.quickstart import RANKS, config_text
 from megarl.ops.shipped import MODELS, RECIPES
 
 NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))
-LARGE = [name for name in NAMES if name != "cpu-quickstart"]
+LARGE = [name for name in NAMES if name not in ("cpu-quickstart", "starter")]
 OFF_POLICY = re.findall(r"`(--rollout\.prompts_per_step[^`]*)`", (ROOT / "docs/recipes.md").read_text())
 
 
@@ -28,7 +28,8 @@ def test_a_recipe_is_planned_where_it_says(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(RECIPES)
-    assert cli.main(["plan", f"{name}.toml"]) == 0
+    model = ["--model", str(MODELS / "Moonlight-16B-A3B")] if name == "starter" else []
+    assert cli.main(["plan", f"{name}.toml", *model]) == 0
     told = capsys.readouterr().out
     assert "trainer's GPU, with reserves" in told
 

@@ -1,19 +1,19 @@
-"""``megarl simulate``: the exact cost and gain of each sampling rule at given pass rates (docs/simulate.md)."""
+"""The exact cost and gain of each sampling rule at given pass rates (docs/simulate.md).
 
-import json
+python tools/simulate.py --rates 0:20 0.3:50 0.9:30 --samples 16
+"""
+
+import argparse
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 
 from megarl.core.choices.stopping import Allotted, SamplingRule, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.core.sampling import allocate, allocate_by_weights, budget_weights, gvm_allocate, stopping_law
 from megarl.core.sampling.subsampling import positives_to_keep
-from megarl.errors import ConfigError, printable
-from megarl.files.outputs import write_output
-from megarl.ops.report.figures import COLORS, Figure, numbers
-from megarl.ops.report.page import PLOT, make_page
+from megarl.errors import ConfigError
 from megarl.text_table import text_table
 
 DEFAULT_RATES = (
@@ -43,8 +43,6 @@ class Arm:
     """The rule of each prompt [P]; rules that divide a budget draw a different number of samples for each prompt."""
     replaces: bool = False
     """Whether prompts without contrast are replaced by others, as in DAPO."""
-    plotted: bool = True
-    """Whether the picture shows it too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,30 +67,15 @@ class Result:
         return self.samples / self.contrast if self.contrast else float("inf")
 
 
-def simulate(words: Sequence[str], budget: Budget, out: Path, as_json: bool = False) -> list[Result]:
-    """Print a table, or JSON, for pass rates (``P`` or ``P:PROMPTS``, none for the default); write a page.
-
-    Raises ConfigError.
-    """
-    if budget.train_size > budget.max_samples:
-        found = f"--max-samples {budget.max_samples}: found fewer than --train-size {budget.train_size}"
-        raise ConfigError(f"{found}; raise one or lower the other")
+def simulate(words: Sequence[str], budget: Budget) -> list[Result]:
+    """Print a table for pass rates (``P`` or ``P:PROMPTS``, none for the default). Raises ConfigError."""
+    if not 2 <= budget.train_size <= budget.max_samples or budget.samples < 2 or budget.round_size < 1:
+        raise ConfigError(
+            f"found {budget}, expected at least 2 samples, 1 in a round, and a train size from 2 to max_samples"
+        )
     rates = parse_rates(words or DEFAULT_RATES)
-    if out.suffix != ".html" or out.is_dir():
-        raise ConfigError(f"--out {out}: expected the name of a .html file")
-    compared = arms(rates, budget)
-    results = [evaluate(arm, rates) for arm in compared]
-    try:
-        subtitle = f"{rates.size} prompts, mean pass rate {rates.mean():.3f}"
-        write_output(out, make_page("Sampling rules", subtitle, PLOT, [_plot(compared, rates)]))
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot write the file ({error.strerror}); choose another one") from error
-    if as_json:
-        rules = [asdict(result) | {"cost": result.cost if result.contrast else None} for result in results]
-        print(json.dumps({"prompts": rates.size, "mean_pass_rate": rates.mean(), "rules": rules, "figure": str(out)}))
-        return results
-    print(f"{rates.size} prompts, mean pass rate {rates.mean():.3f}\n")
-    print(_table(results, f"uniform {budget.samples}"), printable(f"\nfigure: {out}"), sep="\n")
+    results = [evaluate(arm, rates) for arm in arms(rates, budget)]
+    print(f"{rates.size} prompts, mean pass rate {rates.mean():.3f}\n\n{_table(results, f'uniform {budget.samples}')}")
     return results
 
 
@@ -117,13 +100,13 @@ def arms(rates: np.ndarray, budget: Budget) -> list[Arm]:
     """Return the rules to compare. rates: [P]; rules that divide a budget get true pass rates, where a run has
     estimates."""
     n, keep, size = budget.samples, budget.train_size, rates.size
-    compared = [Arm(f"uniform {m}", [Uniform(m)] * size, plotted=m == n) for m in sorted({keep, n, 2 * n})]
+    compared = [Arm(f"uniform {m}", [Uniform(m)] * size) for m in sorted({keep, n, 2 * n})]
     for name, make in (("ada-seq-pos", ada_seq_pos), ("ada-seq-balance", ada_seq_balance)):
         arm = Arm(name, [make(keep, round_size=budget.round_size, max_samples=budget.max_samples)] * size)
         # Ada-Seq stops by itself, so no budget can be set: compare with uniform sampling at equal cost.
         same = max(round(evaluate(arm, rates).samples), keep)
-        compared += [arm, Arm(f"uniform {same}, {keep} train", [Uniform(same, keep, "balance")] * size, plotted=False)]
-    compared.append(Arm(f"dapo {n}", [Uniform(n)] * size, replaces=True, plotted=False))
+        compared += [arm, Arm(f"uniform {same}, {keep} train", [Uniform(same, keep, "balance")] * size)]
+    compared.append(Arm(f"dapo {n}", [Uniform(n)] * size, replaces=True))
     total, high = n * size, max(32, n)
     shares = {
         "allotted, linear": allocate(rates, total, "linear", 2),  # at least 2: one sample has no contrast
@@ -198,36 +181,20 @@ def _ratio(value: float, base: float) -> str:
     return f"{value / base:.2f}" if base else "-"
 
 
-def _plot(compared: list[Arm], rates: np.ndarray) -> Figure:
-    values, counts = np.unique(rates, return_counts=True)
-    bars = {"type": "bar", "x": numbers(values), "y": numbers(counts / rates.size), "name": "share of the prompts"}
-    data: list[Figure] = [{**bars, "xaxis": "x2", "yaxis": "y2", "width": 0.03, "marker": {"color": COLORS["grey"]}}]
-    colors = iter(COLORS.values())
-    for arm in compared:
-        if not arm.plotted:
-            continue
-        same = len(set(arm.rules)) == 1
-        # One rule for all prompts is a curve over pass rates. A divided budget has counts at the given rates only.
-        points = np.linspace(0, 1, 51) if same else values
-        ends = np.array([_mean_law(arm, rates, point, same) for point in points.tolist()])
-        line = {"color": next(colors), "width": 2.2 if same else 1.2, "dash": "solid" if same else "dot"}
-        look = {"type": "scatter", "mode": "lines" if same else "lines+markers", "line": line, "x": numbers(points)}
-        look |= {"name": arm.name, "legendgroup": arm.name}
-        right = {"xaxis": "x2", "yaxis": "y2", "showlegend": False}
-        data += [{**look, "y": numbers(ends[:, 0])}, {**look, **right, "y": numbers(ends[:, 1])}]
-    across = {"title": {"text": "pass rate p"}, "range": [-0.02, 1.02]}
-    layout = {
-        "xaxis": {**across, "domain": [0, 0.45]},
-        "xaxis2": {**across, "domain": [0.55, 1], "anchor": "y2"},
-        "yaxis": {"title": {"text": "samples drawn"}, "rangemode": "tozero"},
-        "yaxis2": {"title": {"text": "chance of contrast"}, "tickformat": ".0%", "anchor": "x2"},
-        "height": 420,
-    }
-    return {"data": data, "layout": layout}
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", nargs="*", default=(), help="pass rates of the prompts, each P or P:PROMPTS")
+    parser.add_argument("--samples", type=int, default=8, help="samples per prompt")
+    parser.add_argument("--train-size", type=int, default=4, help="samples of a prompt that train under Ada-Seq")
+    parser.add_argument("--round-size", type=int, default=8, help="samples of a round of Ada-Seq")
+    parser.add_argument("--max-samples", type=int, default=32, help="most samples of a prompt under Ada-Seq")
+    options = parser.parse_args(words)
+    try:
+        simulate(options.rates, Budget(options.samples, options.train_size, options.round_size, options.max_samples))
+    except ConfigError as error:
+        parser.error(str(error))
+    return 0
 
 
-def _mean_law(arm: Arm, rates: np.ndarray, rate: float, same: bool) -> np.ndarray:
-    """Samples and contrast at one pass rate, averaged over the prompts, whose counts may differ."""
-    rules = arm.rules[:1] if same else [arm.rules[place] for place in np.flatnonzero(rates == rate)]
-    laws = [stopping_law(rule, rate) for rule in rules]
-    return np.mean([(law.expected_samples, law.contrast) for law in laws], axis=0)
+if __name__ == "__main__":
+    sys.exit(main())
