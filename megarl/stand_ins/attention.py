@@ -123,9 +123,6 @@ class PackedAttention(torch.nn.Module):
             out = self._attend(*(x.transpose(0, 1) for x in (query, key, value)))
             return out.transpose(0, 1).reshape(query.size(0), query.size(1), -1)
         buckets = getattr(packed_seq_params, "length_buckets", ()) or length_buckets(packed_seq_params.cu_seqlens_q)
-        if len(buckets) == 1 and buckets[0].numel() == query.size(0):  # all of one length: views, no gathering
-            views = (x.view(*buckets[0].shape, -1, x.size(-1)) for x in (query, key, value))
-            return self._attend(*views).reshape(query.size(0), -1)
         outputs = [self._attend(query[rows], key[rows], value[rows]).flatten(0, 1) for rows in buckets]
         order = torch.cat([rows.flatten() for rows in buckets])
         return torch.cat(outputs)[torch.argsort(order)].flatten(1)
@@ -177,30 +174,6 @@ class RMSNorm(torch.nn.RMSNorm):
             )
         super().__init__(hidden_size, eps=eps if own_eps is None else own_eps, dtype=config.params_dtype)
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.is_cuda else _Normalized.apply(x, self.weight, self.eps or 0.0)
-
-
-class _Normalized(torch.autograd.Function):
-    """``x / rms(x) * weight``, whose backward pass takes half the time of torch's on a CPU."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return torch.rms_norm(x, weight.shape, weight, eps)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        exact = torch.promote_types(x.dtype, torch.float32)
-        wide, gradient = x.to(exact), gradients[0].to(exact)
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
-        unit, inner = wide * scale, gradient * weight
-        along = (inner * unit).mean(-1, keepdim=True)
-        of_x = torch.addcmul(inner, unit, along, value=-1).mul_(scale)
-        return of_x.to(x.dtype), (gradient * unit).flatten(0, -2).sum(0).to(weight.dtype), None
 
 
 class NormOverHeads(RMSNorm):

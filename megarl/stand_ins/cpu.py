@@ -1,6 +1,6 @@
 """Runs megatron-core 0.12 to 0.19 without CUDA: gloo and CPU tensors.
 
-Megatron-Core assumes a GPU in seven ways. ``enable`` applies one remedy for each. It changes nothing else of torch or
+Megatron-Core assumes a GPU in five ways. ``enable`` applies one remedy for each. It changes nothing else of torch or
 Megatron, and nothing at all on a machine with CUDA.
 
 1. Calls of ``torch.cuda`` for streams, events, synchronisation, the current device and the random generator. A CPU has
@@ -13,8 +13,6 @@ Megatron, and nothing at all on a machine with CUDA.
    (expert-tensor parallelism).
 5. Each of its dozens of process groups starts an event loop of gloo, a thread that wakes up a hundred times a second.
    All groups of a process share one loop.
-6. Without a fused kernel, packed sequences are rotated one by one in every layer. Here all are rotated at once.
-7. One rank exchanges gradients and weights with itself, and sorts sorted tokens. Both copies are left out.
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
-
-from megarl.stand_ins.rotation import rotate_packed
 
 _RETARGETED_MODULES = (
     "distributed.param_and_grad_buffer dist_checkpointing.exchange_utils"
@@ -196,48 +192,12 @@ def _allow_unequal_shares(mappings: Any) -> None:
     mappings._reduce_scatter_along_first_dim = reduce_scatter_unequal
 
 
-def _keep_in_place(buffers: types.ModuleType) -> None:
-    """Remedy 7: a rank alone has its share of the gradients, and all weights, already where they belong."""
-    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
-        exchange = getattr(buffers, name)
-
-        def exchange_if_needed(
-            target: torch.Tensor,
-            source: torch.Tensor,
-            *,
-            group: Any,
-            async_op: bool = False,
-            exchange: Any = exchange,
-            **options: Any,
-        ) -> Any:
-            if group.size() == 1 and not async_op and target.data_ptr() == source.data_ptr():
-                return None
-            return exchange(target, source, group=group, async_op=async_op, **options)
-
-        setattr(buffers, name, exchange_if_needed)
-
-
-def _keep_in_order(dispatcher: Any) -> None:
-    """Remedy 7 of the all-to-all dispatcher: the tokens of one expert-parallel rank are sorted by expert already."""
-    sort = dispatcher.sort_chunks_by_idxs
-
-    def sort_if_needed(tokens: Any, sizes: Any, order: torch.Tensor, probs: Any = None, fused: bool = False) -> Any:
-        is_sorted = bool((order[1:] > order[:-1]).all())
-        return (tokens, probs) if is_sorted else sort(tokens, sizes, order, probs, fused)
-
-    dispatcher.sort_chunks_by_idxs = sort_if_needed
-
-
 def _replace_helpers() -> None:
-    """Remedies 1 (generator of the tensor-parallel tracker), 4, 6 and 7."""
+    """Remedies 1 (generator of the tensor-parallel tracker) and 4."""
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state, random._set_cuda_rng_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
-    _keep_in_order(dispatcher)
     _allow_unequal_shares(importlib.import_module("megatron.core.tensor_parallel.mappings"))
-    rope: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
-    rope._apply_rotary_pos_emb_thd = rotate_packed(rope)
-    _keep_in_place(importlib.import_module("megatron.core.distributed.param_and_grad_buffer"))
