@@ -95,12 +95,3 @@ def test_routes_in_memory(tmp_path: Path) -> None:
     assert memory("r2") == (0, 2 * mini_batch, 0)
     assert memory("r3") == (2 * mini_batch, 0, 2 * 2 * mini_batch)
     assert memory("none", "learn") == memory("r3")  # the tripwire compares them
-
-
-def test_hidden_states_that_the_update_compares_with(tmp_path: Path) -> None:
-    """16 sequences of 32 tokens on the last of two stages, e H each."""
-    settings = config(write_config(tmp_path, "mixtral"), parallel__pp=2, train__replay="r3", train__replay_bias_every=5)
-    shape, layout = read_shape(tmp_path), settings.check_world_size(2)
-    first, last = (rank_memory(settings, shape, layout, stage, 4) for stage in stages_of(settings, shape))
-    assert (first.compared, last.compared) == (0, 16 * 32 * BF16 * H)
-    assert last.training == last.states + last.activations + last.working + last.compared
