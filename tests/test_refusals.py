@@ -128,7 +128,6 @@ sampling.rule=tiers sampling.max_samples=9 | max_samples: found 9 with rule = "t
 sampling.rule=tiers 'sampling.tiers=[8, 4]' | tiers are (8, 4), expected to rise
 estimate.objective=inverse:0 | or "inverse:A", or "ada_est"
 sampling.rule=ada_est estimate.probe=9 | expected estimate.probe = 9 to sampling.max_samples = 32
-log.variance_every=2 train.objective=kl_grpo | log.variance_every: expected 0
 sampling.keep=random | keep: found random with rule = "uniform"
 sampling.subsample=pos | subsample: found pos with rule = "uniform"
 estimate.decay=0.1 | estimate: found with sampling.rule = "uniform", but only "ada_est" reads
@@ -160,7 +159,6 @@ estimate.eps=0.0 | estimate.eps
 estimate.decay=1.5 | estimate.decay
 estimate.prior_positives=0.0 | estimate.prior_positives
 estimate.prior_negatives=-1.0 | estimate.prior_negatives
-estimate.head_lr=0.0 | estimate.head_lr
 sampling.rule=ada_est sampling.max_samples=7 | rollout.group_size: found 8, the mean number
     | expected estimate.min_samples = 1 to sampling.max_samples = 7
 sampling.rule=ada_est estimate.min_samples=9 | expected estimate.min_samples = 9 to sampling.max_samples = 32
@@ -275,9 +273,6 @@ train.objective=kl_grpo 'train.objective_overrides={kl_at = "theta"}' rollout.pr
 megatron.overlap_param_gather=true parallel.distributed_optimizer=false
     | megatron.overlap_param_gather: found true | set parallel.distributed_optimizer = true
 megatron.hidden_dropout=0.1 | megatron.hidden_dropout: found 0.1, expected 0
-train.replay_bias_every=1 train.replay=none | train.replay_bias_every: found 1 | because nothing is replayed
-train.replay_bias_every=1 train.replay=r2 | replays what the routers choose anyway | or train.replay = "r3"
-train.replay_bias_every=1 train.replay=r2 train.mini_batches=2 | allowed
 train.replay_reference=true | train.replay_reference: found true with train.replay = "r3" and objective "minirl"
 train.replay_reference=true train.objective=kl_grpo train.replay=none | expected "r2" or "r3"
 launch.layout=disaggregated launch.server_nodes=1 | launch.layout: found "disaggregated" | which has no servers

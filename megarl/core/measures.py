@@ -6,7 +6,6 @@ Here rho = pi_old / mu is the mismatch between the training engine and the engin
 import math
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -102,25 +101,6 @@ def surrogate_metrics(
     }
 
 
-def replay_bias_metrics(divergence: Tensor, replayed: Tensor, native: Tensor, loss_mask: Tensor) -> dict[str, Stat]:
-    """Compare a policy with replayed routes to the policy with native routes, at equal weights.
-
-    divergence: [T], KL[replayed || native] of the distributions of each token, full vocabulary; replayed, native:
-    log-probabilities of the sampled tokens [T]; loss_mask: bool [T]. Returns, by name:
-
-    - ``replay_bias/kl``: spread over tokens
-    - ``replay_bias/ratio``: summary and quantiles of pi_replayed / pi_native of the sampled tokens
-    - ``replay_bias/extreme_2``: share of tokens with a ratio above 2 or below 1/2
-    """
-    keep = loss_mask & ~torch.isneginf(replayed) & ~torch.isneginf(native)
-    ratio = log_ratio(replayed, native, keep)
-    return {
-        "replay_bias/kl": Stat.spread(divergence, loss_mask),
-        "replay_bias/ratio": Stat.ratio(ratio, keep),
-        "replay_bias/extreme_2": Stat.mean(ratio.abs() > math.log(2), keep),
-    }
-
-
 def effective_prompt_ratio(rewards: Values, groups: Values) -> Stat:
     """Return the share of groups with non-uniform rewards, which alone train.
 
@@ -128,42 +108,3 @@ def effective_prompt_ratio(rewards: Values, groups: Values) -> Stat:
     Merges exactly if no group is split between the parts.
     """
     return Stat.mean(~uniform_groups(rewards, groups))
-
-
-def optimal_baselines(rewards: np.ndarray, groups: np.ndarray, squares: np.ndarray) -> np.ndarray:
-    """Return the baselines of least variance, ``b* = sum w r / sum w`` over the group of the response; float64 [N].
-
-    w = ``||grad log pi(y)||^2`` (``squares``): b* minimises ``sum w (r - b)^2``, and the mean reward does if all w are
-    equal. All arguments [N]; where all w of a group are 0, its mean. Source: Greensmith et al. (JMLR 2004), theorem 8.
-    """
-    _, inverse = np.unique(groups, return_inverse=True)
-    sums = np.bincount(inverse, weights=squares)
-    weights = np.where(sums[inverse] > 0, squares, 1.0)
-    return (np.bincount(inverse, weights=weights * rewards) / np.bincount(inverse, weights=weights))[inverse]
-
-
-def variance_metrics(
-    rewards: np.ndarray, groups: np.ndarray, advantages: np.ndarray, squares: np.ndarray, square_of_sum: float
-) -> dict[str, Stat]:
-    """Return the variance of the gradient ``g = A grad log pi(y)`` of a response, and a comparison with the best
-    baseline.
-
-    - ``variance/gradient``: ``(sum ||g||^2 - ||sum g||^2 / N) / (N - 1)``, the trace of the covariance.
-    - ``variance/signal``: ``||mean g||^2`` without its bias, ``variance / N``; may be negative.
-    - ``baseline/mean``, ``baseline/optimal``: the groups' mean rewards and ``optimal_baselines``, over responses.
-    - ``baseline/variance_ratio``: ``sum w (r - b*)^2 / sum w (r - mean)^2``, at most 1; 1 without any contrast.
-
-    All [N], N at least 2, of one step; square_of_sum: ``||sum g||^2``.
-    """
-    count = len(rewards)
-    variance = (float(advantages**2 @ squares) - square_of_sum / count) / (count - 1)
-    mean, best = (optimal_baselines(rewards, groups, weights) for weights in (np.ones(count), squares))
-    around_mean, around_best = (float(squares @ (rewards - baseline) ** 2) for baseline in (mean, best))
-    numbers = {
-        "variance/gradient": variance,
-        "variance/signal": square_of_sum / count**2 - variance / count,
-        "baseline/mean": mean.mean(),
-        "baseline/optimal": best.mean(),
-        "baseline/variance_ratio": around_best / around_mean if around_mean else 1.0,
-    }
-    return {name: Stat.mean(value) for name, value in numbers.items()}

@@ -9,7 +9,7 @@ A file imports only files above in the list:
 - ``replay``: routing replay.
 - ``policy``: model, optimizer, schedule and replay together.
 - ``checkpoints``: checkpoints of a run.
-- ``frozen``, ``gradients``: models that are not trained; gradients of single samples.
+- ``frozen``: models that are not trained.
 
 It may import ``models``, ``data``, ``config``, ``core`` and ``errors``.
 """

@@ -27,7 +27,6 @@ from megarl.megatron.model import build_model, release_after_use, transformer_co
 from megarl.models.names import is_fp32
 from megarl.models.shapes import ModelShape, read_shape
 from megarl.replay import RoutingReplay
-from megarl.stand_ins.experts import join_experts
 from megarl.stand_ins.te import uses_te
 
 Settings = TypeVar("Settings")
@@ -65,8 +64,6 @@ class Policy:
                 for index, chunk in enumerate(chunks)
             ]
             self.optimizer = get_megatron_optimizer(_optimizer_config(config, schedule), [*self.chunks])
-            for group in () if torch.cuda.is_available() else (g for adam in self._adams() for g in adam.param_groups):
-                group["fused"] = True  # torch's Adam steps in one call; a loaded checkpoint brings its own setting
             self.scheduler = _scheduler(self.optimizer, schedule)
         self._placed = place_parameters(self.chunks, self.shape)
         modules: list[Any] = [module for chunk in self.chunks for module in chunk.modules()]
@@ -188,11 +185,8 @@ def build_chunks(config: Config, shape: ModelShape) -> tuple[TransformerConfig, 
     with as_config_error("build the model", config.megatron):
         megatron_config = model_config(config, shape)
         chunks: list[torch.nn.Module] = [*build_model(shape, megatron_config)]
-    overlapped = _overrides(config, DistributedDataParallelConfig).get("overlap_grad_reduce", False)
     for chunk in chunks:
         release_after_use(chunk)
-        if not torch.cuda.is_available():
-            join_experts(chunk, adds_gradients=not overlapped)
     if config.model.dtype != "fp32":
         chunks = [_in_16_bits(megatron_config, chunk) for chunk in chunks]
     return megatron_config, chunks

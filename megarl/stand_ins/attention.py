@@ -123,9 +123,6 @@ class PackedAttention(torch.nn.Module):
             out = self._attend(*(x.transpose(0, 1) for x in (query, key, value)))
             return out.transpose(0, 1).reshape(query.size(0), query.size(1), -1)
         buckets = getattr(packed_seq_params, "length_buckets", ()) or length_buckets(packed_seq_params.cu_seqlens_q)
-        if len(buckets) == 1 and buckets[0].numel() == query.size(0):  # all of one length: views, no gathering
-            views = (x.view(*buckets[0].shape, -1, x.size(-1)) for x in (query, key, value))
-            return self._attend(*views).reshape(query.size(0), -1)
         outputs = [self._attend(query[rows], key[rows], value[rows]).flatten(0, 1) for rows in buckets]
         order = torch.cat([rows.flatten() for rows in buckets])
         return torch.cat(outputs)[torch.argsort(order)].flatten(1)

@@ -1,6 +1,6 @@
 """Runs megatron-core 0.12 to 0.19 without CUDA: gloo and CPU tensors.
 
-Megatron-Core assumes a GPU in six ways. ``enable`` applies one remedy for each. It changes nothing else of torch or
+Megatron-Core assumes a GPU in five ways. ``enable`` applies one remedy for each. It changes nothing else of torch or
 Megatron, and nothing at all on a machine with CUDA.
 
 1. Calls of ``torch.cuda`` for streams, events, synchronisation, the current device and the random generator. A CPU has
@@ -13,7 +13,6 @@ Megatron, and nothing at all on a machine with CUDA.
    (expert-tensor parallelism).
 5. Each of its dozens of process groups starts an event loop of gloo, a thread that wakes up a hundred times a second.
    All groups of a process share one loop.
-6. Without a fused kernel, packed sequences are rotated one by one in every layer. Here all are rotated at once.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
-
-from megarl.stand_ins.rotation import rotate_packed
 
 _RETARGETED_MODULES = (
     "distributed.param_and_grad_buffer dist_checkpointing.exchange_utils"
@@ -196,7 +193,7 @@ def _allow_unequal_shares(mappings: Any) -> None:
 
 
 def _replace_helpers() -> None:
-    """Remedies 1 (generator of the tensor-parallel tracker), 4 and 6."""
+    """Remedies 1 (generator of the tensor-parallel tracker) and 4."""
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state, random._set_cuda_rng_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
@@ -204,5 +201,3 @@ def _replace_helpers() -> None:
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
     _allow_unequal_shares(importlib.import_module("megatron.core.tensor_parallel.mappings"))
-    rope: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
-    rope._apply_rotary_pos_emb_thd = rotate_packed(rope)

@@ -40,7 +40,6 @@ from megarl.trainer.engines import make_engine
 from megarl.trainer.mini_batch import MiniBatch
 from megarl.trainer.monitor import Monitor
 from megarl.trainer.records import SampleRecords
-from megarl.trainer.sampling.gradient_norms import gradient_variance
 from megarl.trainer.sampling.sampler import Sampler
 from megarl.trainer.sampling.step_rollouts import StepRollouts
 from megarl.trainer.saving import ERRORS_ON_ALL_RANKS, RunCheckpoints, record_ending
@@ -188,8 +187,6 @@ class Trainer:
     def _prepare(self, plan: StepPlan, rollouts: StepRollouts) -> list[MiniBatch]:
         """Pack each mini-batch, split the tokens into micro-batches, and fetch the rank's routes."""
         with self.monitor.phase("prepare"):
-            if plan.gradient_variance:
-                rollouts.metrics.update(gradient_variance(self.train_step, rollouts))
             pairs = zip(rollouts.mini_batches, rollouts.advantages, strict=True)
             minis = [self.train_step.prepare(of_mini, advantages) for of_mini, advantages in pairs]
         if not plan.writes_traces:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megarl.core.devices import to_device
-from megarl.core.measures import mismatch_metrics, replay_bias_metrics
+from megarl.core.measures import mismatch_metrics
 from megarl.core.metrics import Stat, merge
 from megarl.errors import AgreementError, MegarlError, ReplayError
 from megarl.megatron import distributed
@@ -116,28 +116,6 @@ def ref_pass(policy: Policy, reference: FrozenModel, mini: MiniBatch) -> list[to
         assert mini.replayed is not None, "routes are known before this pass"
         routing = reference.replay.replay(mini.replayed, min_agreement=0.0, checked=True)
     return run_pass(policy, mini, routing, chunks=reference.chunks).logprobs
-
-
-def native_pass(policy: Policy, mini: MiniBatch) -> PassOutput | None:
-    """Run a pass with the routers' own choice, which keeps hidden states; None without routes to compare."""
-    if policy.replay is None or mini.replayed is None:
-        return None
-    return run_pass(policy, mini, policy.replay.record(keep=False, compared=mini.replayed), keep_hidden=True)
-
-
-def measure_replay_bias(
-    policy: Policy, mini: MiniBatch, output: PassOutput, native: PassOutput
-) -> list[dict[str, Stat]]:
-    """Return what replay changes: flips by layer, and of each micro-batch the divergence from the native pass."""
-    assert policy.replay is not None
-    assert native.recording is not None
-    counts = np.concatenate(gather_shared([native.recording.shared], mini.micro_batches, policy.replay.layers))
-    statistics = [Disagreement.of(counts[..., 0], policy.shape.topk).stats("replay_bias")]
-    for micro, of_micro, of_native in zip(mini.micro_batches, output.micros, native.micros, strict=False):
-        assert of_micro.divergence is not None
-        mask = to_device(micro.batch.loss_mask, of_micro.logprobs.device)
-        statistics.append(replay_bias_metrics(of_micro.divergence, of_micro.logprobs, of_native.logprobs, mask))
-    return statistics
 
 
 def compare_engines(policy: Policy, mini: MiniBatch, output: PassOutput, plan: StepPlan) -> FirstPass:

@@ -27,7 +27,6 @@ from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import RolloutError
 from megarl.megatron import distributed
 from megarl.megatron.frozen import FrozenModel
-from megarl.megatron.passes.forward import MicroOutput
 from megarl.megatron.policy import Policy
 from megarl.megatron.rollout_routes import check_rollouts, deliver_routes
 from megarl.models.fit import check_reference, watches_routes
@@ -133,12 +132,10 @@ class TrainStep:
         minis, policy = list(minis), self.policy
         if index and plan.token_advantages and self.objective.kl_at == "theta":
             [minis[index]] = self._set_token_advantages([minis[index]], judged and judged.only(index), is_current=True)
-        native = passes.native_pass(policy, minis[index]) if plan.replay_bias else None
         is_first_pass = index == 0 and minis[0].first is None
         biases = policy.expert_biases() if is_first_pass else []
         biases_before = [buffer.clone() for buffer in biases]
-        hidden = None if native is None else native.micros
-        output = self.backward(plan, minis, index, hidden, advance)
+        output = self.backward(plan, minis, index, advance)
         if is_first_pass:
             minis[0] = replace(minis[0], first=passes.compare_engines(policy, minis[0], output, plan))
             with_pass = [place for place, mini in enumerate(minis) if mini.first is not None]
@@ -148,18 +145,16 @@ class TrainStep:
             if any_dropped:
                 for buffer, value in zip(biases, biases_before, strict=True):
                     buffer.copy_(value)  # each pass moves the bias
-                output = self.backward(plan, minis, index, hidden)
+                output = self.backward(plan, minis, index)
         norm, lr = policy.optimizer_step(more_follow=index + 1 < len(minis))
         equal_on_ranks = Stat.means_of({"grad_norm": (norm, 1.0), "lr": (lr, 1.0)})
-        bias = [] if native is None else passes.measure_replay_bias(policy, minis[index], output, native)
-        return minis, merge([equal_on_ranks, *bias, *(micro.metrics for micro in output.micros)])
+        return minis, merge([equal_on_ranks, *(micro.metrics for micro in output.micros)])
 
     def backward(
         self,
         plan: StepPlan,
         minis: Sequence[MiniBatch],
         index: int,
-        native: Sequence[MicroOutput] | None,
         advance: Advance | None = None,
     ) -> PassOutput:
         """Leave the gradients of mini-batch ``index`` in the model."""
@@ -185,7 +180,7 @@ class TrainStep:
 
         self.policy.zero_grad()
         is_first_pass = index == 0 and mini.first is None
-        options: dict[str, Any] = {"coefficients": weigh, "compare_with": native}
+        options: dict[str, Any] = {"coefficients": weigh}
         if advance is not None:
             options["on_micro_batch"] = partial(advance, 1)
         return run_pass(

@@ -16,10 +16,6 @@ class StepPlan:
     """Compute advantages from old and reference log-probabilities."""
     objective_details: bool = True
     """Measure the objective's effect on tokens, beyond the needs of the update."""
-    replay_bias: bool = False
-    """Before each update, run a native pass, and compare layers and distributions."""
-    gradient_variance: bool = False
-    """Measure the variance of the gradient over the responses, at the weights that the step begins with."""
     writes_traces: bool = False
     """Keep the routers' own choice in the first pass, and write the routes of the step."""
     evaluates: bool = False
@@ -31,15 +27,10 @@ class StepPlan:
     def of(cls, config: Config, done: int) -> Self:
         """Return the plan of the step after which ``done`` steps are finished."""
         log, train, is_last = config.log, config.train, done == config.run.steps
-        replay_bias = _is_due(done, train.replay_bias_every)
-        # The bias of r2 is 0 in the first update, which replays a choice of equal weights: the measurement shows it.
-        needs_all = replay_bias and train.replay == "r2"
         return cls(
-            old_passes=train.mini_batches if needs_all else config.old_passes,
+            old_passes=config.old_passes,
             token_advantages=train.resolved_objective.advantage == "token_level_kl",
             objective_details=is_last or _is_due(done, log.objective_every),
-            replay_bias=replay_bias,
-            gradient_variance=_is_due(done, log.variance_every),
             writes_traces=log.writes_traces(done),
             evaluates=bool(config.eval.every) and (is_last or _is_due(done, config.eval.every)),
             saves=(is_last and config.checkpoint.at_end) or _is_due(done, config.checkpoint.every),

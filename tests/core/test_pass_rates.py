@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
-import torch
 
-from megarl.core.sampling.pass_rates import PassRateCounts, pass_rate_loss
+from megarl.core.sampling.pass_rates import PassRateCounts
 from megarl.errors import CheckpointError, ConfigError
 
 
@@ -105,17 +102,3 @@ def test_refusals():
         with pytest.raises(ValueError, match=message):
             rates.update(*arguments)
     assert rates.rates().tolist() == [0.5, 0.5]
-
-
-def test_loss_of_a_head_is_that_of_each_outcome():
-    logits = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64, requires_grad=True)
-    loss = pass_rate_loss(logits, torch.tensor([4, 2, 0]), torch.tensor([1, 2, 0]))
-    good, bad = (lambda z: math.log1p(math.exp(-z))), (lambda z: math.log1p(math.exp(z)))
-    assert abs(loss.item() - (good(0.3) + 3 * bad(0.3) + 2 * good(-1.0)) / 6) < 1e-12
-    loss.backward()
-    sigmoid = 1 / (1 + math.exp(-0.3))
-    assert logits.grad is not None
-    assert abs(logits.grad[0].item() - (4 * sigmoid - 1) / 6) < 1e-12
-    assert logits.grad[2].item() == 0
-    with pytest.raises(ValueError, match=r"\[B\]"):
-        pass_rate_loss(logits, torch.tensor([4]), torch.tensor([1]))

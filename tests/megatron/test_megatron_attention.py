@@ -146,59 +146,6 @@ def test_rms_norm_is_the_formula_and_marks_its_weight() -> None:
     assert RMSNorm(parallel, 16).weight.sequence_parallel is True  # type: ignore[attr-defined]
 
 
-def rotated(tokens: torch.Tensor, lengths: list[int], angles: torch.Tensor, scale: float) -> torch.Tensor:
-    """Pair i of a token at position p is turned by ``angles[p, i]``; one token and one pair at a time."""
-    out = torch.zeros_like(tokens)
-    half = angles.size(1)
-    row = 0
-    for length in lengths:
-        for position in range(length):
-            for pair in range(half):
-                low, high = tokens[row, :, pair], tokens[row, :, pair + half]
-                cos, sin = angles[position, pair].cos() * scale, angles[position, pair].sin() * scale
-                out[row, :, pair], out[row, :, pair + half] = low * cos - high * sin, high * cos + low * sin
-            row += 1
-    return out
-
-
-@pytest.mark.parametrize("lengths", [[1], [3], [2, 1, 4], [5, 5], [1, 1, 1]])
-@pytest.mark.parametrize("longest", [5, 9])
-@pytest.mark.parametrize("scale", [1.0, 1.5])
-def test_packed_sequences_are_rotated_by_the_position_in_their_own(
-    lengths: list[int], longest: int, scale: float
-) -> None:
-    generator = torch.Generator().manual_seed(4)
-    angles = torch.rand(longest, WIDTH // 2, generator=generator, dtype=torch.float64)
-    frequencies = torch.cat((angles, angles), -1)[:, None, None]
-    tokens, weights = (
-        torch.randn(sum(lengths), HEADS, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2)
-    )
-    tokens.requires_grad_()
-    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    found = rope_utils._apply_rotary_pos_emb_thd(
-        tokens, bounds, frequencies, rotary_interleaved=False, mscale=scale, **CP_GROUP
-    )
-    expected = rotated(tokens, lengths, angles, scale)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    gradients = [torch.autograd.grad((out * weights).sum(), tokens)[0] for out in (found, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("option", [{"rotary_interleaved": True}, {LATENT: True}, {"width": WIDTH // 2}])
-def test_other_rotations_are_megatrons_for_each_sequence(option: dict[str, int]) -> None:
-    lengths, width = [2, 1, 4], option.pop("width", WIDTH)
-    generator = torch.Generator().manual_seed(4)
-    frequencies = torch.rand(6, 1, 1, width, generator=generator)
-    tokens = torch.randn(sum(lengths), HEADS, WIDTH, generator=generator)
-    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    found = rope_utils._apply_rotary_pos_emb_thd(tokens, bounds, frequencies, **option, **CP_GROUP)
-    each = [
-        rope_utils._apply_rotary_pos_emb_bshd(part[:, None], frequencies[: len(part)], **option)[:, 0]
-        for part in tokens.split(lengths)
-    ]
-    assert torch.equal(found, torch.cat(each))
-
-
 def test_other_norms_are_refused() -> None:
     with pytest.raises(ConfigError, match="LayerNorm"):
         RMSNorm(settings(normalization="LayerNorm"), 16)

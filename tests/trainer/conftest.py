@@ -40,7 +40,6 @@ SHARES_GROUPS = {
     "test_sampler",
     "test_adaptive_sampling",
     "test_gradient_norms",
-    "test_value_head",
 }
 """Modules whose tests enter and leave by ``train_world.layout``, which keeps the groups of a lone rank."""
 

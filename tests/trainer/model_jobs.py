@@ -1,4 +1,4 @@
-"""What forked ranks run for the tests of single samples' gradients, and of the value head."""
+"""What forked ranks run for the tests of single samples' gradients."""
 
 from __future__ import annotations
 
@@ -15,14 +15,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from train_world import World, take_step, training, weights_of
 
-from megarl.core.metrics import finalize
 from megarl.core.packing import drop_routes
 from megarl.core.types import Rollout
 from megarl.megatron import distributed
-from megarl.trainer.mini_batch import Judged
-from megarl.trainer.sampling.gradient_norms import gradient_norms, gradient_variance
-from megarl.trainer.sampling.step_rollouts import StepRollouts
-from megarl.trainer.sampling.value_head import ValueHead, prompt_features
+from megarl.trainer.sampling.gradient_norms import gradient_norms
 from megarl.trainer.step import TrainStep
 
 BLOCKS = {
@@ -35,11 +31,6 @@ BLOCKS = {
     ],
 }
 """Names in transformers by block. The last one mixes layers divided by rows and by columns, of both pipeline stages."""
-
-
-ADVANTAGES = np.array([0.5, -1.0, 0.0, 2.0, 1.0, -0.5, 0.25, 1.5])
-REWARDS = np.arange(8) % 3 / 2
-"""Of the first eight rollouts."""
 
 
 @dataclass(frozen=True)
@@ -90,26 +81,6 @@ def norms(world: World, cases: Mapping[str, Case]) -> dict[str, dict[str, np.nda
     return found
 
 
-def variances(world: World, cases: Mapping[str, Case]) -> dict[str, dict[str, float]]:
-    """By case, the variance of the gradient over the rollouts of all copies, in two mini-batches; equal on all ranks.
-
-    ``ADVANTAGES``, ``REWARDS`` and groups of four are those of the whole step.
-    """
-    found: dict[str, dict[str, float]] = {}
-    for name, case in cases.items():
-        with case_training(world, case) as step:
-            mine = rollouts_here(world, case)
-            first = sum(case.counts[: distributed.dp_rank()])
-            parts = [slice(0, len(mine) // 2), slice(len(mine) // 2, len(mine))]
-            owned = list(range(first, first + len(mine)))
-            judged = Judged(REWARDS, np.arange(len(REWARDS)) // 4, [owned[part] for part in parts])
-            advantages = [ADVANTAGES[owned][part] for part in parts]
-            rollouts = StepRollouts([mine[part] for part in parts], advantages, judged, {}, None, 0, [])
-            found[name] = finalize(gradient_variance(step, rollouts))
-            assert all(other == found[name] for other in distributed.gather_objects(found[name])), name
-    return found
-
-
 def of_all_copies(values: np.ndarray) -> np.ndarray:
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (distributed.dp_rank(), values))
@@ -141,52 +112,4 @@ def steps_around(world: World, cases: Mapping[str, Case]) -> dict[str, list[Any]
 def parameters_of(step: TrainStep) -> list[Any]:
     found = [parameter for chunk in step.policy.chunks for parameter in chunk.parameters()]
     assert all(parameter.requires_grad for parameter in found)
-    return found
-
-
-FIRST_TOKENS, RATES = (3, 11), (0.1, 0.9)
-NUM_UPDATES = 12
-
-
-def prompts_and_rates(seed: int, num: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Prompts of 2 to 6 tokens, and their pass rates, which hang on the first token."""
-    generator = np.random.default_rng(seed)
-    kinds = generator.integers(2, size=num)
-    prompts = [generator.integers(16, size=generator.integers(2, 7)).astype(np.int32) for _ in range(num)]
-    for prompt, kind in zip(prompts, kinds, strict=True):
-        prompt[0] = FIRST_TOKENS[kind]
-    return prompts, np.array(RATES)[kinds]
-
-
-def learn(head: ValueHead, updates: range, num: int = 33) -> list[float]:
-    """Updates with pools of 0 to 8 samples of new prompts each time; their losses."""
-    losses = []
-    for seed in updates:
-        prompts, rates = prompts_and_rates(100 + seed, num)
-        generator = np.random.default_rng(200 + seed)
-        samples = generator.integers(9, size=num)
-        losses.append(head.update(prompts, samples, generator.binomial(samples, rates)))
-    return losses
-
-
-def heads(world: World, cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
-    """By case: features of a few prompts and of one, and what a head has learned; equal on all ranks."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, case in cases.items():
-        with case_training(world, case) as step:
-            prompts, _ = prompts_and_rates(0, 7)
-            head = ValueHead(step.policy, micro_batch_tokens=16)
-            mine = {
-                "features": prompt_features(step.policy, prompts, 16).numpy(),
-                "one": prompt_features(step.policy, prompts[:1], 16).numpy(),
-                "before": head.rates(prompts),
-                "losses": np.array(learn(head, range(NUM_UPDATES))),
-                "rates": head.rates(prompts_and_rates(1, 64)[0]),
-            }
-            ranks: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(ranks, (mine, head.state_dict()))
-            for of_rank, state in ranks:
-                assert state == head.state_dict(), f"{name}: ranks hold different heads"
-                assert all(np.array_equal(of_rank[key], mine[key]) for key in mine), name
-            found[name] = mine
     return found

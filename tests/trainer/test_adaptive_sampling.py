@@ -43,10 +43,9 @@ BALANCE = {
 POS = {**BALANCE, "sampling__rule": "ada_seq_pos", "sampling__keep": "random"}
 REFILL = {**COMMON, "sampling__refill": True, "sampling__spare": 2}
 COUNTS = {**COMMON, "sampling__rule": "ada_est", "sampling__max_samples": 9}
-HEAD = {**COUNTS, "estimate__by": "value_head"}
 GVM = {**COMMON, "sampling__rule": "gvm", "gvm__pre_samples": 3, "gvm__refresh_every": 2}
 FEWER = {**COMMON, "sampling__train_size": 2, "sampling__subsample": "any", "sampling__advantages": "objective"}
-RULES = {"balance": BALANCE, "pos": POS, "refill": REFILL, "counts": COUNTS, "head": HEAD, "gvm": GVM, "fewer": FEWER}
+RULES = {"balance": BALANCE, "pos": POS, "refill": REFILL, "counts": COUNTS, "gvm": GVM, "fewer": FEWER}
 TWICE: dict[str, dict[str, Any]] = {
     "ragged": {},
     "ragged kl": {"train__objective": "kl_grpo"},
@@ -112,7 +111,7 @@ def by_layout(
 
 def cases() -> list[tuple[str, str]]:
     """All rules on all layouts, but for those that differ little from another one."""
-    few = ("pos", "head", "fewer")
+    few = ("pos", "fewer")
     return [(layout, rule) for layout in LAYOUTS for rule in (*RULES, "ragged") if rule not in few or layout == "ep2"]
 
 
@@ -219,7 +218,7 @@ def runs(world: World, settings_of: dict[str, dict[str, Any]], tmp_path_factory:
     runs of one step on one rank and on two."""
     folder = tmp_path_factory.mktemp("runs")
     jobs = []
-    for rule in ("refill", "counts", "head", "gvm"):
+    for rule in ("refill", "counts", "gvm"):
         common = {
             **settings_of[rule],
             "run__steps": 4,
@@ -249,7 +248,7 @@ def runs(world: World, settings_of: dict[str, dict[str, Any]], tmp_path_factory:
 
 @pytest.mark.slow
 @pytest.mark.multirank
-@pytest.mark.parametrize("rule", ["refill", "counts", "head", "gvm"])
+@pytest.mark.parametrize("rule", ["refill", "counts", "gvm"])
 def test_a_run_that_is_killed_resumes_as_if_it_had_not_been(runs: Path, rule: str) -> None:
     whole, cut = (without_timing(read_metrics(runs / f"{rule}_{name}" / "metrics.jsonl")) for name in ("whole", "cut"))
     assert cut == whole
@@ -384,9 +383,7 @@ def test_ada_est_allots_more_to_prompts_that_failed_before(
     assert np.ptp(counts) > 0
 
 
-@pytest.mark.parametrize(
-    ("saved", "loaded"), [("counts", "head"), ("head", "counts"), ("gvm", "counts"), ("balance", "gvm")]
-)
+@pytest.mark.parametrize(("saved", "loaded"), [("gvm", "counts"), ("balance", "gvm")])
 def test_estimates_of_another_kind_are_refused(
     world: World, settings_of: dict[str, dict[str, Any]], saved: str, loaded: str
 ) -> None:

@@ -144,16 +144,15 @@ def test_the_pass_runs_over_all_mini_batches_but_the_first_unless_something_need
 
 
 def test_a_step_takes_as_many_passes_as_the_configuration_says(world: World) -> None:
-    def passes(settings: dict[str, Any], measures: bool = False) -> int:
+    def passes(settings: dict[str, Any]) -> int:
         with training(world.settings(**settings)) as step, counted_passes() as counts:
-            take_step(step, world.rollouts(), replay_bias=measures)
+            take_step(step, world.rollouts())
         return len(counts)
 
     assert passes({}) == 1 + 2
     assert passes({"train__mini_batches": 4}) == 3 + 4
     assert passes({"train__mini_batches": 4, "train__old_logprobs": "rollout"}) == 4
     assert passes(ROWS["kl_grpo"]) == 2 + 2 + 2  # the reference too
-    assert passes({"train__replay": "r2"}, measures=True) == 2 + 2 + 2  # also of the first, whose bias must be 0
 
 
 ROLLOUT: dict[str, Any] = {"train__old_logprobs": "rollout"}

@@ -42,8 +42,7 @@ def write_run(run_dir: Path, steps: int = 12) -> None:
             for minibatch in range(2):
                 log.write("minibatch", step, {"grad_norm": 0.5 + minibatch, "ratio/std": 0.1}, minibatch=minibatch)
             values = {name: 0.1 + 0.01 * step for name in step_names if not name.startswith(("eval/", "grad_norm"))}
-            for kind in ("router", "replay_bias"):
-                values |= {f"{kind}/flip/layer_{layer:02d}": 0.01 * layer for layer in (1, 2, 10)}
+            values |= {f"router/flip/layer_{layer:02d}": 0.01 * layer for layer in (1, 2, 10)}
             log.write(
                 "step",
                 step,

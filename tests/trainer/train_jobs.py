@@ -77,15 +77,6 @@ def overlapped(world: World, variants: Mapping[str, Mapping[str, Any]]) -> dict[
     return found
 
 
-def biases(world: World, variants: Mapping[str, Mapping[str, Any]], measure: bool = True) -> dict[str, Taken | None]:
-    """As ``steps``, of a policy that moves, in a step that measures the replay bias."""
-    found = {}
-    for name, overrides in variants.items():
-        with training(world.settings(optim__lr=0.01, **overrides)) as step:
-            found[name] = take_step(step, world.rollouts(), replay_bias=measure)
-    return found
-
-
 def misrouted(world: World, dp_rank: int) -> list[str]:
     """What each rank is told where the routes of one data-parallel rank are shifted by one token."""
     rollouts = world.rollouts()

@@ -264,7 +264,7 @@ class Going:
         """
         self.step, self.owned = step, owned_by_this_rank(step)
         planned = StepPlan.of(step.config, step.config.run.steps)
-        if old_pass or (plan.get("replay_bias") and step.config.train.replay == "r2"):
+        if old_pass:
             plan["old_passes"] = len(self.owned)
         self.plan = replace(planned, **plan)
         rewards = fixed_advantages(step.objective) if rewards is None else rewards

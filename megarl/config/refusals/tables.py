@@ -108,10 +108,6 @@ def _advantages(config: Tables) -> Iterator[Row]:
         set_objective,
     )
     yield (
-        config.log.variance_every and by_token,
-        "log.variance_every: expected 0 with an objective whose advantages differ between tokens",
-    )
-    yield (
         sampling.uses_credit and (by_token or callable(name)),
         f"{credit} an objective whose advantages differ between tokens, or are your own",
         set_objective,
@@ -182,13 +178,6 @@ def _megatron(config: Tables) -> Iterator[Row]:
 
 def _replay(config: Tables) -> Iterator[Row]:
     train, engine, replay = config.train, config.rollout.engine, config.train.replay
-    same = "nothing is replayed" if replay == "none" else "the only update replays what the routers choose anyway"
-    yield (
-        train.replay_bias_every and (replay == "none" or (replay == "r2" and train.mini_batches == 1)),
-        f'train.replay_bias_every: found {train.replay_bias_every} with train.replay = "{replay}" and '
-        f"train.mini_batches = {train.mini_batches}, where the replay bias is 0 by definition, because {same}",
-        'set it to 0, or train.replay = "r3"',
-    )
     yield (
         train.replay_reference and (replay == "none" or not train.resolved_objective.needs_ref_logprobs),
         f'train.replay_reference: found true with train.replay = "{replay}" and objective "{train.objective}", '

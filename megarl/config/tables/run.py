@@ -128,9 +128,6 @@ class LogConfig(Table):
     objective_every: Count = 1
     """Steps between the objective's statistics (ratio, clip/*, tis/*, kl/*, gap/*, first_order/*); 0 = never. Losses,
     counts, rewards and inputs of tripwires are logged in every step."""
-    variance_every: Count = 0
-    """Steps between measurements of the gradient's variance and the best baseline (variance/*, baseline/*); a
-    measurement costs one more forward and backward pass; 0 = never."""
 
     def writes_traces(self, done: int) -> bool:
         """Whether step ``done``, from 1, dumps its routes."""

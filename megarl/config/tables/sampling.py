@@ -143,9 +143,6 @@ class SamplingConfig(Table):
 class EstimateConfig(Table):
     """[estimate]: pass rates for sampling.rule = "ada_est", and the resulting counts."""
 
-    by: Literal["counts", "value_head"] = "counts"
-    """Fading counts of each prompt, or a head on the policy's last hidden state of a prompt, which also estimates
-    prompts that were never drawn."""
     objective: str = "ada_est"
     """Allocation of counts: "inverse:A" in proportion to 1 / (p + eps)^A ("ada_est" is A = 0.5), or with least variance
     for the objective "log", "raft", "linear", "arcsin" or "power:A"."""
@@ -163,9 +160,7 @@ class EstimateConfig(Table):
     prior_negatives: PositiveFloat = 1.0
     """beta of the Beta prior: initial number of negative responses of every prompt."""
     pooled: bool = True
-    """With by = "counts": the mean of the prior follows the pass rate of all prompts drawn so far."""
-    head_lr: float = Field(default=0.1, gt=0, lt=10)
-    """Learning rate of the value head: approximate change of a logit in one of the 8 steps per update."""
+    """The mean of the prior follows the pass rate of all prompts drawn so far."""
 
     def rows(self) -> Iterable[Row]:
         try:

@@ -65,9 +65,6 @@ class TrainConfig(Table):
     many steps in which smaller drops persist; the first step after a start stops the run at once. 0: never."""
     mixed_versions: Literal["allow", "refuse"] = "allow"
     """Whether a response may mix weight versions, in the tokens or between a token and its routes."""
-    replay_bias_every: Count = 0
-    """Steps between measurements of the replay bias (docs/theory.md); a measurement costs one more forward pass with
-    the routers' own choice in each update, and memory for the hidden states of one mini-batch. 0: never."""
     replay_aux_loss: Literal["dispatch", "off"] = "dispatch"
     """Experts counted by load-balancing losses under replay: the experts that tokens are sent to, or nothing (off)."""
 

@@ -3,9 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from megarl.errors import CheckpointError, ConfigError
 
@@ -82,19 +79,3 @@ class PassRateCounts:
             loaded.append(counts)
         self._samples, self._positives = loaded
         self._pool = np.array(state.get("pool", (0.0, 0.0)))  # absent in an earlier megarl: learn again
-
-
-def pass_rate_loss(logits: Tensor, samples: Tensor, positives: Tensor) -> Tensor:
-    """Return the mean over all samples of ``-ln P(outcome)``, for a head on the prompt that predicts its pass rate.
-
-    The binary cross-entropy of sigmoid(logits) against the pools' means, each pool weighing as many as it has samples.
-    logits: [B]; samples, positives: [B]; result: scalar with gradient to logits. ValueError for other shapes.
-    """
-    if not logits.shape == samples.shape == positives.shape or logits.dim() != 1:
-        raise ValueError(
-            f"logits {list(logits.shape)}, samples {list(samples.shape)} and positives {list(positives.shape)}: all [B]"
-        )
-    counts = samples.to(logits.dtype)
-    targets = positives.to(logits.dtype) / counts.clamp(min=1)
-    losses = F.binary_cross_entropy_with_logits(logits, targets, weight=counts, reduction="sum")
-    return losses / torch.clamp(counts.sum(), min=1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -19,14 +19,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megarl.core.devices import to_device
 from megarl.core.metrics import Stat
 from megarl.core.parallel import sequence_parallel_slice
 from megarl.core.types import TrainBatch
-from megarl.megatron.passes.logprobs import linear_kl, linear_logprobs
-from megarl.megatron.passes.micro_batches import MicroBatch, router_tokens, to_slots, to_tokens
+from megarl.megatron.passes.logprobs import linear_logprobs
+from megarl.megatron.passes.micro_batches import MicroBatch, to_slots, to_tokens
 from megarl.megatron.versions import copy_to_tensor_parallel, padding_argument
-from megarl.replay.megatron_state import cp_position, tp_position, unwrap
+from megarl.replay.megatron_state import tp_position, unwrap
 
 CoefficientFn = Callable[[int, TrainBatch, Tensor, Tensor], tuple[Tensor, Tensor | None, dict[str, Stat]]]
 """(index of the micro-batch, columns, logprobs [T], entropies [T], detached) -> (coefficients [T], entropy_values [T],
@@ -34,8 +33,6 @@ metrics): dJ/dlogprobs, and dJ/dentropies or None.
 
 Called on all tensor-parallel ranks of the last pipeline stage, with equal arguments.
 """
-
-Output = TypeVar("Output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +44,6 @@ class MicroOutput:
     entropies: Tensor
     """float32 [T], of the distribution that the token was drawn from; natural logarithm, full vocabulary."""
     metrics: dict[str, Stat]
-    hidden: Tensor | None = None
-    """[S / cp / sp, H], the hidden states after the final norm; None unless kept."""
-    divergence: Tensor | None = None
-    """float32 [T], KL[pass || compared pass] of each token's distribution, full vocabulary, or None."""
 
 
 @contextmanager
@@ -96,15 +89,6 @@ def _output_weight(gpt: GPTModel) -> Tensor:
     return weight
 
 
-def _divergence(gpt: GPTModel, hidden: Tensor, other: Tensor, temperature: float, vocab_size: int) -> Tensor:
-    """fp32 [S] by position, KL of the distributions of two passes, from hidden states [S / tp or S, H] of each."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    pair = [hidden.detach().to(other.dtype), other]
-    if gpt.config.sequence_parallel:
-        pair = [gather_from_sequence_parallel_region(states, group=group) for states in pair]
-    return linear_kl(pair[0], pair[1], _output_weight(gpt), temperature, vocab_size, group)
-
-
 def _weigh(weights: Tensor, column: Tensor) -> Tensor:
     """``-(weights * column).sum()``."""
     # Skip weights of 0, because 0 times a log-probability of -inf is NaN.
@@ -119,15 +103,10 @@ def run(
     vocab_size: int,
     coefficients: CoefficientFn | None = None,
     on_micro_batch: Callable[[], None] | None = None,
-    on_logprobs: Callable[[Tensor], None] | None = None,
-    keep_hidden: bool = False,
-    compare_with: Sequence[MicroOutput] | None = None,
 ) -> list[MicroOutput]:
     """Forward all micro-batches; with ``coefficients`` also backward, which adds gradients to the model's.
 
-    ``on_logprobs`` gets the log-probabilities by position, fp32 [S / cp], before their backward pass. ``compare_with``:
-    outputs, with hidden states, of a further pass over the micro-batches. Returns a MicroOutput per micro-batch on the
-    last pipeline stage, an empty list elsewhere.
+    Returns a MicroOutput per micro-batch on the last pipeline stage, an empty list elsewhere.
     """
     training = coefficients is not None
     # Megatron averages the loss over both.
@@ -138,8 +117,6 @@ def run(
         by_slot, entropy_by_slot = _logprobs(gpt, hidden, micro, temperature, vocab_size)
         logprobs, entropies = (to_tokens(column.detach(), micro) for column in (by_slot, entropy_by_slot))
         metrics: dict[str, Stat] = {}
-        if on_logprobs is not None:
-            on_logprobs(by_slot)
         value = by_slot.sum() * 0.0
         if coefficients is not None:
             weights, entropy_weights, metrics = coefficients(index, micro.batch, logprobs, entropies)
@@ -150,41 +127,7 @@ def run(
             metrics = {**metrics, "loss": Stat.total(reported)}
         if on_micro_batch is not None:
             on_micro_batch()
-        divergence = None
-        if compare_with is not None and (other := compare_with[index].hidden) is not None:
-            divergence = to_tokens(_divergence(gpt, hidden, other, temperature, vocab_size), micro)
-        states = hidden.detach().to(_output_weight(gpt).dtype) if keep_hidden else None
-        return value * undo_average, MicroOutput(logprobs, entropies, metrics, states, divergence)
-
-    return _run_schedule(chunks, micro_batches, training, loss)
-
-
-def last_hidden_states(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """fp32 [N, H] per micro-batch: the hidden state after the final norm at the last token of each sequence.
-
-    A row is on the rank of a model copy that holds the token, and zeros elsewhere on the last pipeline stage; an empty
-    list on earlier stages.
-    """
-
-    def take(index: int, gpt: GPTModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        micro = micro_batches[index]
-        # The rank's hidden states are of the tokens of its routers.
-        token = router_tokens(micro.batch.cu_seqlens, micro.num_slots, tp_position(), cp_position())
-        sequence, place = (micro.batch.cu_seqlens[1:, None] - 1 == token).nonzero(as_tuple=True)
-        rows = torch.zeros(micro.batch.num_sequences, hidden.size(-1), device=hidden.device)
-        rows[to_device(sequence, hidden.device)] = hidden[to_device(place, hidden.device)].float()
-        return hidden.new_zeros(()), rows
-
-    return _run_schedule(chunks, micro_batches, False, take)
-
-
-def _run_schedule(
-    chunks: Sequence[torch.nn.Module],
-    micro_batches: Sequence[MicroBatch],
-    training: bool,
-    finish: Callable[[int, GPTModel, Tensor], tuple[Tensor, Output]],
-) -> list[Output]:
-    """On the last stage, the outputs of ``finish``: (micro-batch, model, hidden [S / cp / tp, H]) -> (loss, output)."""
+        return value * undo_average, MicroOutput(logprobs, entropies, metrics)
 
     def forward_step(iterator: Iterator[tuple[int, MicroBatch]], model: torch.nn.Module) -> tuple[Any, Any]:
         index, micro = next(iterator)
@@ -196,7 +139,7 @@ def _run_schedule(
                 packed_seq_params=micro.packing,
                 **padding_argument(gpt.config, _padding_mask(gpt, micro)),
             )
-        return output, lambda hidden: finish(index, gpt, hidden[0])
+        return output, lambda hidden: loss(index, gpt, hidden[0])
 
     iterators = [enumerate(micro_batches) for _ in chunks]
     for chunk in chunks:

@@ -14,7 +14,6 @@ combine a split vocabulary, a coefficient per token and the entropy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from torch import Tensor
 from megarl.core.devices import to_device
 from megarl.core.ratios import segment_ids
 from megarl.core.segments import segment_lengths
-from megarl.errors import ConfigError
 
 Group = dist.ProcessGroup | None
 ROWS, COLUMNS = 1024, 8192
@@ -56,48 +54,6 @@ def linear_logprobs(
     """
     sets = None if kept is None else _Kept(*kept, labels)
     return _LinearLogprobs.apply(hidden, weight, labels, temperature, vocab_size, group, sets)
-
-
-@torch.no_grad()
-def linear_kl(
-    first: Tensor, second: Tensor, weight: Tensor, temperature: float, vocab_size: int, group: Group = None
-) -> Tensor:
-    """``KL[p || q] = sum_w p_w (q_w / p_w - 1 - log q_w / p_w)`` with p of ``first``, q of ``second``: fp32 [S].
-
-    first, second: hidden states [S, H]; the rest as in ``linear_logprobs``. No term is negative, so a small KL is not
-    lost in rounding, and equal states give exactly 0. The logits are computed twice.
-    """
-    shard, pair_of_states = _Shard(weight, vocab_size, group), [states.to(weight.dtype) for states in (first, second)]
-
-    def logits() -> Iterator[tuple[slice, list[Tensor]]]:
-        for start, end in shard.blocks:
-            block_weight = _operand(weight[start:end]).t()
-            for top in range(0, first.size(0), ROWS):
-                rows = slice(top, top + ROWS)
-                yield (
-                    rows,
-                    [
-                        _product(_operand(states[rows]), block_weight).mul_(1.0 / temperature)
-                        for states in pair_of_states
-                    ],
-                )
-
-    log_sums = torch.full((2, first.size(0)), float("-inf"), device=first.device)
-    for rows, pair in logits():
-        for log_sum, block in zip(log_sums[:, rows], pair, strict=True):
-            log_sum.copy_(torch.logaddexp(log_sum, block.logsumexp(1)))
-    largest = log_sums.clone()
-    shard.all_reduce(largest, dist.ReduceOp.MAX)
-    sums = (log_sums - largest).exp()
-    shard.all_reduce(sums)
-    log_sums = sums.log() + largest
-    divergence = torch.zeros(first.size(0), device=first.device)
-    for rows, pair in logits():
-        p, q = (block.sub_(log_sum[:, None]) for block, log_sum in zip(pair, log_sums[:, rows], strict=True))
-        log_ratio = (q - p).clamp_(max=80.0)  # its exponential is finite
-        divergence[rows] += torch.linalg.vecdot(p.exp(), torch.expm1(log_ratio) - log_ratio)
-    shard.all_reduce(divergence)
-    return divergence
 
 
 class _Shard:
@@ -268,70 +224,6 @@ def _by_logit(
     hit, column = shard.local_labels(labels, *block)
     by_logit.scatter_(1, column, by_logit.gather(1, column) + hit)
     return by_logit.mul_(factor[:, None])
-
-
-def outer_squares(first: Tensor, second: Tensor) -> Tensor:
-    """Return ``||sum_t left_t right_t^T||_F^2`` of each sample, float64 [n]; left [n, L, A], right [n, L, B], fp32.
-
-    It equals ``sum_{t, u} (left_t . left_u) (right_t . right_u)``, the form computed if it takes fewer operations: L (A
-    + B) instead of A B per token. Source: Li et al., arXiv 2110.05679, section 4.
-    """
-    length, products = first.size(1), first.size(2) * second.size(2)
-    if length * (first.size(2) + second.size(2)) < products:
-        return ((first @ first.mT) * (second @ second.mT)).sum((1, 2), dtype=torch.float64)
-    return (first.mT @ second).square().sum((1, 2), dtype=torch.float64)
-
-
-class WeightGradient:
-    """The weight gradient ``sum_t dz_t h_t^T`` of ``linear_logprobs``, sequence by sequence.
-
-    Made of its first result, before the backward pass; ``complete`` gives the result's gradient [S]. ``whole`` makes a
-    column of all S positions from this rank's. Methods take positions [n, L] of n sequences of equal length.
-    """
-
-    def __init__(self, logprobs: Tensor) -> None:
-        node: Any = logprobs.grad_fn
-        if node.kept is not None:
-            raise ConfigError(
-                "gradient norms of single samples are of log-probabilities over the whole vocabulary, but these are "
-                "over the sampler's kept sets; sample without top-p and top-k, or leave the kept sets out"
-            )
-        self._shard, self._scale = node.shard, node.scale
-        self.hidden, self._weight, self._labels, self._log_sum = node.saved_tensors[:4]
-
-    def complete(self, gradient: Tensor, whole: Callable[[Tensor], Tensor]) -> None:
-        """Take the gradient [S] of the result."""
-        columns = self.hidden.detach(), self._labels, self._log_sum, gradient.float() * self._scale
-        self.hidden, self._labels, self._log_sum, self._factor = map(whole, columns)
-
-    def squares(self, positions: Tensor) -> Tensor:
-        """Return the squared norm of this rank's rows, float64 [n]."""
-        count, length = positions.shape
-        total = torch.zeros(count, dtype=torch.float64, device=positions.device)
-        for first in range(0, count, step := max(1, ROWS // length)):
-            places = positions[first : first + step]
-            rows, hidden = places.flatten(), _operand(self.hidden[places.flatten()])
-            columns = self._labels[rows], self._log_sum[rows], self._factor[rows]
-            for start, end in self._shard.blocks:
-                weight = _operand(self._weight[start:end])
-                logits = _product(hidden, weight.t()).mul_(self._scale)
-                by_logit = _by_logit(self._shard, (start, end), logits, *columns)
-                pair = (factor.float().unflatten(0, places.shape) for factor in (by_logit, hidden))
-                total[first : first + step] += outer_squares(*pair)
-        return total
-
-    def at_tokens(self, positions: Tensor, tokens: Tensor) -> Tensor:
-        """Return the rows of the tokens at the same positions, fp32 [n, L, H]; 0 where another rank has them."""
-        hidden, targets = self.hidden[positions].float(), tokens[positions]
-        rows = self._shard.blocks[-1][1] if self._shard.blocks else 0
-        local = targets - self._shard.first
-        is_local = (local >= 0) & (local < rows)
-        weight = self._weight[local.clamp(0, self._weight.size(0) - 1)].float()
-        logits = (hidden @ weight.mT) * self._scale
-        by_logit = (self._labels[positions][..., None] == targets[:, None]).float()
-        by_logit -= (logits - self._log_sum[positions][..., None]).exp()
-        by_logit *= self._factor[positions][..., None] * is_local[:, None]
-        return by_logit.mT @ hidden
 
 
 def _fold(largest: Tensor, sums: Tensor, logits: Tensor) -> None:

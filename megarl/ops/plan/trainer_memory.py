@@ -36,7 +36,6 @@ class RankMemory:
     sync: int  # what gathering for the engine takes at most, a bucket's tensors, and two buckets
     exchange: int  # routes of a mini-batch, sent and received, while ranks exchange them
     recorded: int  # routes that the old-log-prob pass recorded (r2), of all mini-batches of the step
-    compared: int  # hidden states of a mini-batch, routed natively, for the comparison in the update
     host_routes: int  # routes of a step on the host: routes sampled by the rank, and routes of its routers
 
     @property
@@ -45,7 +44,7 @@ class RankMemory:
 
     @property
     def training(self) -> int:
-        return self.states + self.activations + self.working + self.recorded + self.compared
+        return self.states + self.activations + self.working + self.recorded
 
     @property
     def peak(self) -> int:
@@ -59,7 +58,6 @@ def rank_memory(config: Config, shape: ModelShape, layout: Layout, stage: Stage,
     weights, gradients, optimizer = state_bytes(config, layout, count)
     activations, moment = activation_bytes(config, shape, layout, stage, micro_batches)
     routes, routed = route_bytes(config, shape, layout, stage), wants_routes(config, shape)
-    rows, compares = _rows(config, layout), config.train.replay_bias_every > 0
     of_step, is_exchanged = routes * config.train.mini_batches, layout.tp * layout.cp * layout.pp > 1
     return RankMemory(
         stage=stage.rank,
@@ -72,7 +70,6 @@ def rank_memory(config: Config, shape: ModelShape, layout: Layout, stage: Stage,
         sync=gathered_bytes(shape, element, layout.ep) + (3 * BUCKET_BYTES if config.rollout.engine_kind.server else 0),
         exchange=2 * routes if routed and is_exchanged else 0,
         recorded=of_step if config.train.replay == "r2" else 0,
-        compared=element * shape.fields["hidden_size"] * rows if compares and stage.is_last else 0,
         host_routes=2 * of_step if routed else 0,
     )
 

@@ -5,8 +5,7 @@
 - ``requests``: prompts, seeds and sampling parameters; sampling in a thread, for one-step-off runs.
 - ``assignment``: the ranks that draw and train each sample.
 - ``step_rollouts``: from samples to the rank's training data: the exchange between ranks, and advantages from rewards.
-- ``allocators``: numbers of samples by prompt, for Ada-Est (optionally with a ``value_head``) and GVM (with
-  ``gradient_norms``).
+- ``allocators``: numbers of samples by prompt, for Ada-Est and GVM (with ``gradient_norms``).
 
 Imports ``megarl.trainer.step`` and packages below ``megarl.trainer``.
 """

@@ -17,10 +17,8 @@ from megarl.data.prompts import Prompt
 from megarl.engines.player import Sample
 from megarl.errors import CheckpointError, ConfigError
 from megarl.megatron import distributed
-from megarl.megatron.gradients import find_block
 from megarl.trainer.sampling.assignment import Key
-from megarl.trainer.sampling.gradient_norms import gradient_norms
-from megarl.trainer.sampling.value_head import ValueHead
+from megarl.trainer.sampling.gradient_norms import find_block, gradient_norms
 from megarl.trainer.step import TrainStep
 
 Presample = Callable[[int, Sequence[Key]], dict[Key, Sample]]
@@ -33,24 +31,12 @@ class AdaEst:
     All methods are collective calls with equal arguments on all ranks.
     """
 
-    def __init__(self, config: Config, num_prompts: int, train_step: TrainStep | None) -> None:
-        """``train_step``: for a value head on the policy."""
+    def __init__(self, config: Config, num_prompts: int) -> None:
         estimate = config.estimate
         self._config = config
-        self._estimator: PassRateCounts | ValueHead
-        if estimate.by == "counts":
-            self._estimator = PassRateCounts(
-                num_prompts, estimate.decay, estimate.prior_positives, estimate.prior_negatives, pooled=estimate.pooled
-            )
-        else:
-            assert train_step is not None, "a value head needs a policy"
-            self._estimator = ValueHead(
-                train_step.policy,
-                micro_batch_tokens=config.train.micro_batch_tokens,
-                lr=estimate.head_lr,
-                decay=min(estimate.decay, 0.99),  # without any decay, its statistics would not follow the policy
-                prior=estimate.prior_positives / (estimate.prior_positives + estimate.prior_negatives),
-            )
+        self._estimator = PassRateCounts(
+            num_prompts, estimate.decay, estimate.prior_positives, estimate.prior_negatives, pooled=estimate.pooled
+        )
         self._last_rates = np.zeros(0)
 
     def allot(self, step: int, prompts: Sequence[Prompt]) -> Allotted:
@@ -58,14 +44,13 @@ class AdaEst:
 
         With ``estimate.probe``, the first samples of a prompt decide on further samples, and the sum is an expectation.
         """
-        self._last_rates = rates = self._estimator.rates(self._inputs(prompts))
+        indices = [prompt.index for prompt in prompts]
+        self._last_rates = rates = self._estimator.rates(indices)
         estimate, sampling, size = self._config.estimate, self._config.sampling, self._config.rollout.group_size
         total, bounds = size * len(prompts), (estimate.min_samples, sampling.max_samples)
         counts, after_probe = np.full(len(prompts), estimate.probe), np.zeros((0, 0), np.int64)
         if estimate.probe:
-            worth = np.full(len(prompts), estimate.prior_positives + estimate.prior_negatives)
-            if isinstance(self._estimator, PassRateCounts):
-                worth = self._estimator.strengths(self._inputs(prompts))
+            worth = self._estimator.strengths(indices)
             weighed = (estimate.objective, estimate.eps)
             after_probe = allocate_after_probe(rates, worth, estimate.probe, total, *weighed, *bounds) - estimate.probe
         else:
@@ -81,29 +66,21 @@ class AdaEst:
         if self._last_rates.shape == drawn.shape:
             gaps = np.abs(self._last_rates - positives / np.maximum(samples, 1))
             metrics["estimate/error"] = Stat.mean(gaps, drawn)
-        loss = self._estimator.update(self._inputs(prompts), samples, positives)
-        if loss is not None:
-            metrics["estimate/loss"] = Stat.mean(loss)
+        self._estimator.update([prompt.index for prompt in prompts], samples, positives)
         return metrics
-
-    def _inputs(self, prompts: Sequence[Prompt]) -> Any:
-        return [p.tokens if isinstance(self._estimator, ValueHead) else p.index for p in prompts]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint; plain, and equal on all ranks."""
-        if isinstance(self._estimator, ValueHead):
-            return {"value_head": self._estimator.state_dict()}
         return {"counts": {name: column.tolist() for name, column in self._estimator.state_dict().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``; CheckpointError for the state of a different allocator."""
-        kind = "value_head" if isinstance(self._estimator, ValueHead) else "counts"
-        if kind not in state:
+        if "counts" not in state:
             raise CheckpointError(
-                f'the checkpoint holds estimates of the kind {", ".join(state) or "none"}, expected "{kind}"; set '
-                "[estimate] as it was, or begin a new run"
+                f'the checkpoint holds estimates of the kind {", ".join(state) or "none"}, expected "counts"; set '
+                "sampling.rule as it was, or begin a new run"
             )
-        self._estimator.load_state_dict(state[kind])
+        self._estimator.load_state_dict(state["counts"])
 
 
 class Gvm:

@@ -1,29 +1,35 @@
-"""Gradient norms of single samples, for GVM (``megarl.core.sampling.gvm``)."""
+"""Gradient norms of single samples, for GVM (``megarl.core.sampling.gvm``): a backward pass for each sample.
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+``find_block`` finds the parameters, ``measuring`` prepares passes that train nothing, ``gradient_norms`` measures.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+from torch.nn import Parameter
 
 from megarl.core.devices import to_device
-from megarl.core.measures import variance_metrics
 from megarl.core.metrics import Stat
 from megarl.core.types import Rollout, TrainBatch
-from megarl.errors import NumericsError
-from megarl.megatron.distributed import dp_size, fail_together, gather_rows, largest, model_group
-from megarl.megatron.gradients import SequenceSquares, embedding_square, find_block, measuring
+from megarl.errors import ConfigError, NumericsError
+from megarl.megatron.distributed import dp_size, fail_together, largest, model_group
+from megarl.megatron.policy import Policy
 from megarl.replay import Recording
+from megarl.replay.megatron_state import tp_position, unwrap
 from megarl.trainer.mini_batch import MiniBatch, make_rollout
 from megarl.trainer.passes import run_pass
-from megarl.trainer.sampling.step_rollouts import StepRollouts
 from megarl.trainer.step import TrainStep
 
-LEAST = 1e-3
-"""Least advantage for measuring a gradient."""
+EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: str) -> np.ndarray:
@@ -31,70 +37,38 @@ def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: st
 
     The sum is over the rollout's loss tokens, without division, at the temperature of the rollout. Routes are replayed
     if ``train.replay`` is "r3", else the routers choose. block: see ``find_block``; the released GVM code uses
-    "embedding". Products are summed in fp32.
+    "embedding".
 
     A collective call. The ranks of a model copy hold equal rollouts, as for ``TrainStep.prepare``; numbers of rollouts
-    may differ between copies. The cost is a forward and backward pass over packed micro-batches
-    (``megarl.megatron.gradients``). Weights and optimizer do not change; gradients are zero afterwards. Raises
-    ConfigError for an unknown block, NumericsError naming a rollout with a norm that is not finite, and the errors of
-    ``prepare``.
+    may differ between copies. Each rollout costs a forward and a backward pass. Weights and optimizer do not change;
+    gradients are zero afterwards. Raises ConfigError for an unknown block, NumericsError naming a rollout with a norm
+    that is not finite, and the errors of ``prepare``.
     """
-    return _measure(train_step, rollouts, block, np.ones(len(rollouts)))[0]
-
-
-def gradient_variance(train_step: TrainStep, step: StepRollouts) -> dict[str, Stat]:
-    """Return ``variance_metrics`` of the training responses, on the embedding, at the present weights.
-
-    A collective call: a forward and backward pass. Empty for fewer than two responses.
-    """
-    minis = zip(step.mini_batches, step.advantages, step.judged.owned, strict=True)
-    responses = [response for mini in minis for response in zip(*mini, strict=True) if response[0].loss_mask.any()]
-    advantages = np.array([float(advantage) for _, advantage, _ in responses])
-    # Without an advantage the norm cannot be measured: count a thousandth of the response.
-    scales = np.where(np.abs(advantages) < LEAST, LEAST, advantages)
-    norms, square_of_sum = _measure(train_step, [rollout for rollout, *_ in responses], "embedding", scales, total=True)
-    rows = np.column_stack([np.array([row for *_, row in responses]), scales, (norms / scales) ** 2])
-    table = gather_rows(rows if not model_group().rank() else rows[:0])
-    if len(table) < 2:
-        return {}
-    column, scales, squares = table.T
-    row = column.astype(np.int64)
-    return variance_metrics(step.judged.rewards[row], step.judged.groups[row], scales, squares, square_of_sum)
-
-
-def _measure(
-    train_step: TrainStep, rollouts: Sequence[Rollout], block: str, scales: np.ndarray, total: bool = False
-) -> tuple[np.ndarray, float]:
-    """Norms of the rollouts' gradients times ``scales``; with ``total`` the square of their sum over all ranks, of the
-    embedding."""
-    policy, multiple = train_step.policy, train_step.config.parallel.micro_batch_multiple
-    target = find_block(policy, block)
-    num_longest = largest(len(rollouts), parallel_state.get_data_parallel_group())
-    if num_longest == 0:
-        return np.zeros(0), 0.0
-    # Dummies, two tokens without loss, make as many sequences on all copies, and enough for all micro-batches.
-    size = -(-num_longest // multiple) * multiple
+    policy, parallel = train_step.policy, train_step.config.parallel
+    parameters = find_block(policy, block)
+    number = largest(len(rollouts), parallel_state.get_data_parallel_group())
+    squares = torch.zeros(number, dtype=torch.float64, device=torch.cuda.current_device())
+    # Dummies, two tokens without loss, make as many passes on all copies, and enough micro-batches.
     experts = np.broadcast_to(
         np.arange(policy.shape.topk, dtype=np.uint8), (2, len(policy.shape.moe_layers), policy.shape.topk)
     )
     dummy = replace(make_rollout(np.zeros(2)), routed_experts=experts, routed_mask=np.ones(2, bool))
-    padded = [*rollouts, *[dummy] * (size - len(rollouts))]
-    if train_step.config.train.replay != "r3":  # no comparison with the routes is made
-        padded = [replace(rollout, routed_experts=None, routed_mask=None) for rollout in padded]
-    mini = train_step.prepare(padded, np.append(scales, np.zeros(size - len(rollouts))))
-    measured = SequenceSquares(policy, target, mini.micro_batches, size)
-    tied = target.embedding and target.output
-    # With tied embeddings, hidden states of a window are kept until all its passes are done.
-    window = 2 * multiple if tied else len(mini.micro_batches)
-    with measuring(policy), measured.watch():
-        for start in range(0, len(mini.micro_batches), window):
-            _backward(train_step, mini, slice(start, start + window), measured)
-            measured.add_products()
-        square = embedding_square(policy) if total else 0.0
-    dist.all_reduce(measured.values, group=model_group())
+    with measuring(policy, parameters):
+        for index in range(number):
+            batch = [*rollouts[index : index + 1], *[dummy] * parallel.micro_batch_multiple][
+                : parallel.micro_batch_multiple
+            ]
+            if train_step.config.train.replay != "r3":  # no comparison with the routes is made
+                batch = [replace(rollout, routed_experts=None, routed_mask=None) for rollout in batch]
+            for parameter in parameters:
+                vars(parameter)["main_grad"].zero_()
+            _backward(train_step, train_step.prepare(batch, np.ones(len(batch))))
+            for parameter in parameters:
+                squares[index] += _square(parameter)
+    dist.all_reduce(squares, group=model_group())
     # forward.run scales the loss for Megatron's average over the ranks. No average happens here.
     averaged_over = dp_size() * parallel_state.get_context_parallel_world_size()
-    norms = measured.values.clamp(min=0).sqrt().cpu().numpy()[: len(rollouts)] / averaged_over
+    norms = squares.sqrt().cpu().numpy()[: len(rollouts)] / averaged_over
     failure: NumericsError | None = None
     if len(bad := np.flatnonzero(~np.isfinite(norms))):
         first = rollouts[int(bad[0])]
@@ -103,20 +77,137 @@ def _measure(
             f"({bad.size} such samples of this rank); look for log-probabilities of minus infinity"
         )
     fail_together(failure, "gradient norms of samples")
-    return norms, square / averaged_over**2
+    return norms
 
 
-def _backward(train_step: TrainStep, mini: MiniBatch, window: slice, measured: SequenceSquares) -> None:
-    def weigh(
-        _: int, batch: TrainBatch, logprobs: torch.Tensor, __: torch.Tensor
-    ) -> tuple[torch.Tensor, None, dict[str, Stat]]:
-        weights = torch.where(batch.loss_mask, batch.advantages, 0.0)
-        return to_device(weights.to(logprobs.dtype), logprobs.device), None, {}
+def _backward(train_step: TrainStep, mini: MiniBatch) -> None:
+    def weigh(_: int, batch: TrainBatch, logprobs: Tensor, __: Tensor) -> tuple[Tensor, None, dict[str, Stat]]:
+        return to_device(batch.loss_mask.to(logprobs.dtype), logprobs.device), None, {}
 
-    policy, part = train_step.policy, replace(mini, micro_batches=mini.micro_batches[window])
-    routing = nullcontext()
+    policy, routing = train_step.policy, nullcontext()
     if policy.replay is not None and mini.routes is not None:
-        routes = Recording(mini.routes[window])  # not checked again, as in ``TrainStep``
         # min_agreement=0: too few tokens to check the routes; the training step checks routes.
-        routing = policy.replay.replay(routes, min_agreement=0.0)
-    run_pass(policy, part, routing, coefficients=weigh, on_logprobs=measured.on_logprobs)
+        routing = policy.replay.replay(Recording(mini.routes), min_agreement=0.0)
+    run_pass(policy, mini, routing, coefficients=weigh)
+
+
+def _square(parameter: Parameter) -> Tensor:
+    """Return this rank's part of the squared norm of a parameter's gradient, float64; a collective call."""
+    gradient: Tensor = vars(parameter)["main_grad"]
+    (tp, tp_rank), is_shard = tp_position(), getattr(parameter, "tensor_model_parallel", False)
+    if getattr(parameter, "shared_embedding", False) and parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        dist.all_reduce(gradient, group=parallel_state.get_embedding_group())
+    if tp > 1 and not is_shard and getattr(parameter, "sequence_parallel", False):
+        dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
+    if parallel_state.get_context_parallel_world_size() > 1:
+        dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
+    is_copy = (tp_rank and not is_shard) or parallel_state.get_context_parallel_rank() or _is_second(parameter)
+    return torch.linalg.vector_norm(gradient, dtype=torch.float64).square() * (not is_copy)
+
+
+def _is_second(parameter: Parameter) -> bool:
+    """Whether the parameter is the last stage's copy of a tied embedding."""
+    return getattr(parameter, "shared", False)
+
+
+def find_block(policy: Policy, block: str) -> list[Parameter]:
+    """Return this rank's parameters of ``block``; a collective call of the model copy.
+
+    block: "embedding", "output_layer" (equal with tied embeddings), or a regular expression to search in Megatron's
+    parameter names, with layers counted from 0 over all pipeline stages. ConfigError for a wrong regular expression,
+    and for a match of no parameter, of experts, or of vectors.
+    """
+    output = EMBEDDING if policy.shape.tied_embeddings else OUTPUT_LAYER
+    try:
+        pattern = re.compile({"embedding": re.escape(EMBEDDING), "output_layer": re.escape(output)}.get(block, block))
+    except re.error as error:
+        raise ConfigError(f"parameter block {block!r} is no regular expression: {error}") from error
+    parameters = [entry for chunk in policy.chunks for entry in _named_parameters(unwrap(chunk))]
+    matches = [(name, parameter) for name, parameter in parameters if pattern.search(name)]
+    experts = [f", as {name}" for name, _ in matches if ".experts." in name]
+    if largest(len(experts), model_group()):
+        raise ConfigError(
+            f"parameter block {block!r} matches parameters of experts{''.join(experts[:1])}: their gradients mix the "
+            "samples of several ranks; expected parameters outside of experts"
+        )
+    vectors = [f", as {name}" for name, parameter in matches if parameter.ndim < 2]
+    if largest(len(vectors), model_group()):
+        raise ConfigError(
+            f"parameter block {block!r} matches other parameters{''.join(vectors[:1])}: expected matrices, such as the "
+            "weights of the embedding, the output layer, linear layers and routers"
+        )
+    if not largest(len(matches), model_group()):
+        raise ConfigError(
+            f'parameter block {block!r} matches no parameter; expected "embedding", "output_layer", or a regular '
+            f"expression on names such as {', '.join(name for name, _ in parameters[:3])}"
+        )
+    return [parameter for _, parameter in matches]
+
+
+def _named_parameters(gpt: Any) -> Iterator[tuple[str, Parameter]]:
+    """Yield (name, parameter). Names as without pipeline stages: global layer numbers, a single name for both copies of
+    tied embeddings.
+    """
+    for name, parameter in gpt.named_parameters():
+        if _is_second(parameter):
+            yield EMBEDDING, parameter
+        elif layer := re.match(r"decoder\.layers\.(\d+)\.", name):
+            number = gpt.decoder.layers[int(layer[1])].layer_number - 1
+            yield f"decoder.layers.{number}.{name[layer.end() :]}", parameter
+        else:
+            yield name, parameter
+
+
+@contextmanager
+def measuring(policy: Policy, parameters: Sequence[Parameter]) -> Iterator[None]:
+    """Inside, backward passes compute no weight gradients but those of ``parameters`` and of the embedding.
+
+    Nothing is reduced over data-parallel ranks, and routers add no balancing loss. Afterwards all gradients are zero,
+    and the routers' counts for the expert bias are restored.
+    """
+    config = policy.megatron_config
+    names = ("finalize_model_grads_func", "no_sync_func", "grad_scale_func")
+    originals = {name: getattr(config, name) for name in names}
+    # The embedding's gradient makes gradients flow through every layer and activation checkpointing.
+    trained = set(map(id, [*parameters, *_embeddings(policy)]))
+    frozen = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad and id(p) not in trained]
+    policy.zero_grad()
+    hooked = [chunk for chunk in policy.chunks if chunk.use_forward_hook]
+    for chunk in hooked:  # their hooks gather weights, and assert that all weights are trained
+        chunk.disable_forward_pre_hook()
+    try:
+        vars(config).update(dict.fromkeys(names))
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        with ExitStack() as stack:
+            for context in (*(chunk.no_sync() for chunk in policy.chunks), _quiet_routers(policy)):
+                stack.enter_context(context)
+            yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        for chunk in hooked:
+            chunk.enable_forward_pre_hook()
+        vars(config).update(originals)
+        policy.zero_grad()
+
+
+def _embeddings(policy: Policy) -> list[Parameter]:
+    chunks = [unwrap(chunk) for chunk in policy.chunks]
+    return [gpt.embedding.word_embeddings.weight for gpt in chunks if gpt.pre_process]
+
+
+@contextmanager
+def _quiet_routers(policy: Policy) -> Iterator[None]:
+    """Keep routers in evaluation mode, where they add no losses; restore their counts for the expert bias."""
+    routers = [m for chunk in policy.chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
+    counts = [(count, count.clone()) for r in routers if (count := r.local_tokens_per_expert) is not None]
+    # A hook, because every pass sets the whole model to training mode.
+    handles = [router.register_forward_pre_hook(lambda module, _: module.eval() and None) for router in routers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for count, original in counts:
+            count.copy_(original)

@@ -63,7 +63,7 @@ class Sampler:
         train_step: TrainStep | None = None,
         while_waiting: Advance | None = None,
     ) -> None:
-        """``train_step``: for rules based on the policy: GVM, and Ada-Est with a value head.
+        """``train_step``: for the rule based on the policy, GVM.
 
         ``while_waiting`` is called with responses outside all progress bars, and may be called with 0. An error of the
         callback ends the sampling.
@@ -84,7 +84,7 @@ class Sampler:
         self._while_waiting = while_waiting
         self._allocator: Allocator | None = None
         if config.sampling.rule == "ada_est":
-            self._allocator = AdaEst(config, len(self.prompts), train_step)
+            self._allocator = AdaEst(config, len(self.prompts))
         elif config.sampling.rule == "gvm":
             assert train_step is not None, "gradients are of a policy"
             self._allocator = Gvm(config, train_step, self._step_prompts, self._presample)

@@ -130,7 +130,7 @@ def test_a_model_that_is_nowhere(tmp_path: Path) -> None:
 def test_memory_on_a_shared_gpu_by_hand() -> None:
     """Resident: the sum of both. Handed over: the largest of the three phases."""
     sizes = {"weights": 2, "gradients": 4, "optimizer": 12, "activations": 5, "working": 1, "sync": 3, "exchange": 2}
-    rank = RankMemory(0, **sizes, reference=0, recorded=0, compared=0, host_routes=9)
+    rank = RankMemory(0, **sizes, reference=0, recorded=0, host_routes=9)
     engine, reserves = EngineMemory(7, 20, 1, 20, 1), TRAINER_RESERVE + SERVER_RESERVE
     assert (rank.states, rank.training, rank.peak) == (18, 24, 24)
     assert shared_gpu(rank, engine, handed_over=False) == 24 + 27 + reserves
