@@ -122,7 +122,6 @@ class TestDefaults:
             ({"sampling__rule": "ada_est", "credit__scale": "std"}, Credit(scale="std", rate_eps=1e-3)),
             ({"sampling__rule": "ada_est", "credit__rate_eps": 0.0}, Credit(scale="root_rate")),
             ({"sampling__rule": "ada_est", "sampling__advantages": "objective"}, Credit()),
-            ({"sampling__rule": "ada_est", "credit__combination": "unbiased"}, Credit(combination="unbiased")),
             (
                 {"credit__objective": "power:0.5", "credit__weigh": "prompt"},
                 Credit(objective="power:0.5", weigh="prompt"),

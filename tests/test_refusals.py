@@ -127,13 +127,11 @@ sampling.rule=gvm sampling.max_samples=9 | max_samples: found 9 with rule = "gvm
 sampling.rule=tiers sampling.max_samples=9 | max_samples: found 9 with rule = "tiers"
 sampling.rule=tiers 'sampling.tiers=[8, 4]' | tiers are (8, 4), expected to rise
 estimate.objective=inverse:0 | or "inverse:A", or "ada_est"
-sampling.rule=ada_est estimate.probe=9 | expected estimate.probe = 9 to sampling.max_samples = 32
 sampling.keep=random | keep: found random with rule = "uniform"
 sampling.subsample=pos | subsample: found pos with rule = "uniform"
 estimate.decay=0.1 | estimate: found with sampling.rule = "uniform", but only "ada_est" reads
 gvm.pre_samples=4 | gvm: found with sampling.rule = "uniform", but only "gvm" reads
 credit.scale=std | credit.scale: found 'std', but advantages are the objective's
-sampling.rule=gvm credit.combination=unbiased | credit.combination: found 'unbiased', but
 sampling.rule=gvm sampling.train_size=4 | train_size: found 4 with rule = "gvm", which has no use for it here
 sampling.rule=ada_est sampling.refill=true
     | refill: found true | a rule that chooses no prompts before the step
@@ -168,9 +166,6 @@ gvm.pre_samples=0 | gvm.pre_samples
 gvm.refresh_every=0 | gvm.refresh_every
 gvm.solved_above=1.1 | gvm.solved_above
 gvm.average=median | gvm.average
-credit.combination=unbiased credit.scale=std | credit: combination "unbiased" uses neither scale nor other statistics
-credit.combination=unbiased credit.statistics=trained
-    | credit: combination "unbiased" uses neither scale nor other statistics
 credit.objective=entropy | sampling: objective 'entropy' is unknown
 credit.scale=variance | credit.scale
 credit.ddof=2 | credit.ddof
@@ -233,36 +228,12 @@ rollout.group_size=1 'train.objective_overrides={"advantage" = "reinforce_pp"}' 
     | rollout.group_size: found 1 response to a prompt with
 rollout.group_size=1 'train.objective_overrides={"entropy_coef" = 0.1}'
     | rollout.group_size: found 1 response to a prompt with
-credit.combination=unbiased sampling.advantages=credit sampling.train_size=4 | allowed
-credit.combination=unbiased sampling.advantages=credit sampling.train_size=4 sampling.subsample=any
-    | credit.combination: found "unbiased"
-credit.combination=unbiased sampling.advantages=credit sampling.train_size=1 | credit.combination: found "unbiased"
-credit.combination=unbiased sampling.advantages=credit sampling.train_size=8 | allowed
-credit.combination=unbiased sampling.advantages=credit sampling.train_size=4 sampling.refill=true sampling.subsample=any
-    | credit.combination: found "unbiased"
-credit.combination=unbiased sampling.advantages=credit sampling.refill=true | allowed
-credit.combination=unbiased sampling.advantages=credit | allowed
-credit.combination=unbiased sampling.advantages=credit sampling.rule=ada_seq_balance | allowed
-credit.combination=unbiased sampling.advantages=credit sampling.rule=ada_seq_pos sampling.train_size=2 | allowed
-credit.combination=unbiased sampling.advantages=credit sampling.rule=ada_seq_balance sampling.train_size=1
-    | credit.combination: found "unbiased"
-credit.combination=unbiased sampling.advantages=credit sampling.rule=ada_seq_pos sampling.train_size=1
-    | credit.combination: found "unbiased"
-credit.combination=unbiased sampling.advantages=credit sampling.rule=ada_est | allowed
-credit.combination=unbiased sampling.advantages=credit sampling.rule=ada_est sampling.train_size=4 | allowed
-credit.combination=unbiased sampling.advantages=credit sampling.rule=ada_est sampling.train_size=1
-    | credit.combination: found "unbiased"
-credit.combination=unbiased sampling.rule=ada_est sampling.train_size=8 sampling.subsample=any
-    | credit.combination: found "unbiased"
-credit.combination=unbiased sampling.advantages=credit sampling.rule=tiers | allowed
-credit.combination=unbiased sampling.advantages=credit sampling.rule=gvm | allowed
 sampling.rule=ada_seq_balance train.objective=kl_grpo sampling.advantages=objective | allowed
 sampling.rule=gvm train.objective=kl_grpo | allowed
 sampling.refill=true train.mini_batches=32 | allowed
 sampling.rule=ada_est sampling.max_samples=8 estimate.min_samples=8 | allowed
 sampling.rule=ada_seq_pos sampling.max_samples=8 | allowed
  | allowed
-sampling.rule=ada_est estimate.objective=inverse:1 estimate.probe=8 | allowed
 sampling.rule=ada_est sampling.train_size=4 sampling.subsample=any | allowed
 sampling.refill=true sampling.max_prompts=32 | allowed
 'reward.weights={"right" = 1, "long" = -0.1}' reward.function=rewards:mine | allowed

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from megarl.core.choices.stopping import SamplingRule, Uniform, ada_seq_balance, ada_seq_pos
-from megarl.core.sampling import stopping_law
 from megarl.core.sampling.collector import Collector
 from megarl.errors import ConfigError
 
 TOOL = runpy.run_path(str(Path(__file__).parents[1] / "tools" / "simulate.py"))
 DEFAULT_RATES, Budget = TOOL["DEFAULT_RATES"], TOOL["Budget"]
+stopping_law = TOOL["stopping_law"]
 arms, evaluate, moments, parse_rates = TOOL["arms"], TOOL["evaluate"], TOOL["moments"], TOOL["parse_rates"]
 
 

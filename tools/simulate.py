@@ -11,10 +11,68 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.core.choices.stopping import Allotted, SamplingRule, Uniform, ada_seq_balance, ada_seq_pos
-from megarl.core.sampling import allocate, allocate_by_weights, budget_weights, gvm_allocate, stopping_law
+from megarl.core.sampling import allocate, allocate_by_weights, budget_weights, gvm_allocate
 from megarl.core.sampling.subsampling import positives_to_keep
 from megarl.errors import ConfigError
 from megarl.text_table import text_table
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoppingLaw:
+    """Where a prompt's sampling ends: one row per possible end."""
+
+    samples: np.ndarray
+    """int64 [S], samples drawn."""
+    positives: np.ndarray
+    """int64 [S], positive samples."""
+    probabilities: np.ndarray
+    """float64 [S], adds up to 1."""
+
+    @property
+    def expected_samples(self) -> float:
+        """E[n], what the prompt costs."""
+        return float(self.probabilities @ self.samples)
+
+    @property
+    def contrast(self) -> float:
+        """Probability of a pool with both classes: of a prompt that teaches something."""
+        mixed = (self.positives > 0) & (self.positives < self.samples)
+        return float(self.probabilities[mixed].sum())
+
+
+def stopping_law(rule: SamplingRule, pass_rate: float, prompt: int = 0) -> StoppingLaw:
+    """Return the law of the samples drawn by ``rule`` for a prompt with the pass rate.
+
+    For rounds of M this gives ``E[n] = M * sum_r P(not done after r rounds)``. Raises ValueError unless
+    0 <= pass_rate <= 1.
+    """
+    if not 0 <= pass_rate <= 1:
+        raise ValueError(f"the pass rate is {pass_rate}, expected 0 to 1")
+    pending: dict[int, np.ndarray] = {0: np.ones(1)}
+    ends: dict[tuple[int, int], float] = {}
+    while pending:
+        num_asked = min(pending)
+        for positives, probability in enumerate(pending.pop(num_asked)):
+            if probability == 0:
+                continue
+            count = rule.next_samples(prompt, num_asked, positives, num_asked - positives)
+            if not count:
+                ends[num_asked, positives] = probability
+                continue
+            next_counts = pending.setdefault(num_asked + count, np.zeros(num_asked + count + 1))
+            next_counts[positives : positives + count + 1] += probability * binomial(count, pass_rate)
+    points = np.array(list(ends), dtype=np.int64)
+    return StoppingLaw(points[:, 0], points[:, 1], np.array(list(ends.values())))
+
+
+def binomial(size: int, rate: float) -> np.ndarray:
+    """Return float64 [size + 1], the probabilities of 0..size positives among ``size`` samples."""
+    if size == 0:
+        return np.ones(1)
+    half = binomial(size // 2, rate)
+    whole = np.convolve(half, half)
+    return np.convolve(whole, [1 - rate, rate]) if size % 2 else whole
+
 
 DEFAULT_RATES = (
     *("0:19", "0.05:7", "0.15:10", "0.25:11", "0.35:11", "0.45:10"),

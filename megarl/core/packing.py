@@ -29,8 +29,9 @@ def partition(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> lis
     """Split sequences into balanced micro-batches of at most max_tokens each.
 
     Longest-first placement into the emptiest of as many bins as first-fit-decreasing needs, or min_bins if that is
-    more; the bins of first-fit if they alone hold all. Returns sequence indices, ascending within a bin, bins ordered by their first index. Raises ValueError if one
-    sequence alone exceeds max_tokens, or there are fewer sequences than min_bins.
+    more; the bins of first-fit if they alone hold all. Returns sequence indices, ascending within a bin, bins ordered
+    by their first index. Raises ValueError if one sequence alone exceeds max_tokens, or there are fewer sequences than
+    min_bins.
     """
     _check_lengths(lengths, min_bins)
     for sequence, length in enumerate(lengths):

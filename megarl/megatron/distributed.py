@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
@@ -19,7 +20,6 @@ from megarl import enable_cpu
 from megarl.core.devices import to_device
 from megarl.core.metrics import Layout, Stat, flatten, join_layouts, layout_of, to_host, unflatten
 from megarl.core.packing import drop_routes
-from megarl.core.rollout_codec import decode_rollouts, encode_rollouts
 from megarl.core.types import Rollout
 from megarl.errors import ConfigError, MegarlError, PeerError, RolloutError
 from megarl.replay.megatron_state import cp_position, tp_position
@@ -299,7 +299,7 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def gather_bytes(local: np.ndarray, group: dist.ProcessGroup) -> list[np.ndarray]:
-    """The uint8 arrays [B] of all ranks of a group, of any lengths, in rank order; sent as tensors, not pickled."""
+    """The uint8 arrays [B] of all ranks of a group, of any lengths, in rank order; sent as tensors."""
     if group.size() == 1:
         return [local]
     device = torch.cuda.current_device()
@@ -317,8 +317,9 @@ def gather_rollouts(local: Sequence[Rollout]) -> list[Rollout]:
     """The rollouts of all ranks of this model copy in rank order; without routes if there are several ranks."""
     if model_group().size() == 1:
         return list(local)
-    bare = encode_rollouts([drop_routes(rollout) for rollout in local])
-    return [rollout for data in gather_bytes(bare, model_group()) for rollout in decode_rollouts(data)]
+    bare = pickle.dumps([drop_routes(rollout) for rollout in local], pickle.HIGHEST_PROTOCOL)
+    of_ranks = gather_bytes(np.frombuffer(bare, np.uint8), model_group())
+    return [rollout for data in of_ranks for rollout in pickle.loads(data.tobytes())]
 
 
 def gather_rows(rows: np.ndarray) -> np.ndarray:

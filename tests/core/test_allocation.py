@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from megarl.core.sampling.allocation import (
     allocate,
-    allocate_after_probe,
     allocate_by_weights,
     budget_weights,
     clamp_rates,
@@ -49,31 +48,6 @@ def test_weights_and_boxes():
     assert allocate(P, 32, "log", 4, 12).tolist() == [12, 10, 6, 4]
     boxed = allocate(P, 32 * 10**6, "log", 4 * 10**6, 12 * 10**6) / 1e6
     np.testing.assert_allclose(boxed, [12, 9.6696972, 6.3303028, 4], atol=1e-6)
-
-
-@pytest.mark.parametrize("allocation", ["inverse:1", "ada_est", "log", "linear", "arcsin", "power:0.3"])
-def test_after_a_probe_the_expected_sum_is_the_total(allocation):
-    rates, strengths, probe = np.array([0.05, 0.3, 0.3, 0.9]), np.array([2.0, 2.0, 10.0, 3.0]), 4
-    counts = allocate_after_probe(rates, strengths, probe, 64, allocation, 1e-3, 1, 40)
-    assert counts.shape == (4, probe + 1)
-    assert (counts >= probe).all()
-    assert (counts <= 40).all()
-    generator, sums = np.random.default_rng(0), []
-    truth = generator.beta(rates * strengths, (1 - rates) * strengths, size=(20000, 4))
-    positives = generator.binomial(probe, truth)
-    sums = counts[np.arange(4), positives].sum(1)
-    assert abs(sums.mean() - 64) < 4 * sums.std() / len(sums) ** 0.5 + 1.5  # counts are rounded
-    # One scale for all prompts and outcomes explains all counts inside of the bounds.
-    means = ((rates * strengths)[:, None] + np.arange(5)) / (strengths[:, None] + probe)
-    weights = budget_weights(means.ravel(), allocation, 1e-3).reshape(means.shape)
-    inside = (counts > probe) & (counts < 40)
-    assert ((counts - 0.5) / weights)[inside].max() <= ((counts + 0.5) / weights)[inside].min()
-
-
-def test_a_probe_of_all_the_budget_leaves_nothing_to_decide():
-    assert allocate_after_probe([0.2, 0.7], [2, 2], 4, 8, "log", 1e-3, 1, 32).tolist() == [[4] * 5] * 2
-    with pytest.raises(ValueError, match="cannot take 7"):
-        allocate_after_probe([0.2, 0.7], [2, 2], 4, 7, "log", 1e-3, 1, 32)
 
 
 def test_weights_of_zero():

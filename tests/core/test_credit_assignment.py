@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sampling_driver import drive, table
 
 from megarl.core.choices.credit import Credit, parse_objective
-from megarl.core.choices.stopping import POSITIVE, Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
+from megarl.core.choices.stopping import Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.core.sampling.allocation import objective_slope
 from megarl.core.sampling.collector import Collector
 from megarl.core.sampling.credit_assignment import assign
@@ -63,8 +63,6 @@ def test_rewards_that_are_not_binary():
     pool = np.array(rewards[0])
     np.testing.assert_allclose(assign(Credit(), found)[0], [0.1 - 0.65, 0.9 - 0.65])
     np.testing.assert_allclose(assign(Credit(scale="std"), found)[0], ([0.1, 0.9] - pool.mean()) / pool.std(ddof=1))
-    unbiased = assign(Credit(combination="unbiased"), found)[0]
-    np.testing.assert_allclose(unbiased, [-2 * (2 * 2 / 12), 2 * (2 * 2 / 12)])
 
 
 def expected_gradient(rule, size, rate, credit, seed=None):
@@ -78,41 +76,11 @@ def expected_gradient(rule, size, rate, credit, seed=None):
     return float(np.sum(chance * np.bincount(found.prompts, weights=terms, minlength=len(outcomes)) / sizes))
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.5, 0.8])
-@pytest.mark.parametrize(
-    ("rule", "size"),
-    [
-        (Sequential(1, 1, 2, 6, train_size=2), 6),
-        (Sequential(2, 1, 3, 9, train_size=3), 9),
-        (Sequential(1, 0, 2, 7, train_size=4, fallback="pos"), 7),
-        (Uniform(6, 4, "balance"), 6),
-        (Uniform(5), 5),
-        (Allotted((4,) * 16), 4),
-    ],
-)
-@pytest.mark.parametrize("seed", [None, 7])
-def test_the_unbiased_combination_is_unbiased(rule, size, rate, seed):
-    """dp/dt = p (1 - p) exactly, over every outcome of the real rule, collector and choice."""
-    gradient = expected_gradient(rule, size, rate, Credit(combination="unbiased"), seed)
-    assert abs(gradient - rate * (1 - rate)) < 1e-12
-
-
 def test_the_plain_balanced_batch_is_not():
     rule = Sequential(1, 1, 2, 10, train_size=2)
     gradient = expected_gradient(rule, 10, 0.15, Credit())
     # c(p) = 2.9 times grad p if the baseline were p itself and no prompt gave up
     assert 1.5 < gradient / (0.15 * 0.85) < (0.85**2 + 0.15**2) / (2 * 0.15 * 0.85)
-
-
-def test_the_unbiased_combination_needs_both_classes():
-    found = collected(Uniform(4, 2, "any"), [[1, 1, 0, 0]])
-    with pytest.raises(ConfigError, match="2 positives and 0 negatives"):
-        assign(Credit(combination="unbiased"), found)
-    at_threshold = collected(Uniform(2), [[POSITIVE, 1.0]])
-    assert np.sign(assign(Credit(combination="unbiased"), at_threshold)[0]).tolist() == [-1, 1]
-    # nothing to say about a pool of one class
-    dead = collected(Uniform(4, 2, "any"), [[1, 1, 1, 1]])
-    assert assign(Credit(combination="unbiased"), dead)[0].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("objective", ["log", "raft", "linear", "power:0.5", "arcsin"])
@@ -156,16 +124,14 @@ def test_mean_over_samples_and_mean_over_prompts(counts, seed):
     assert abs(gap - np.sum((sizes - sizes.mean()) * (rates - rates.mean()))) < 1e-9
 
 
-@pytest.mark.parametrize(
-    "credit", [Credit(), Credit(statistics="trained"), Credit(combination="unbiased"), Credit(weigh="prompt")]
-)
+@pytest.mark.parametrize("credit", [Credit(), Credit(statistics="trained"), Credit(weigh="prompt")])
 def test_nothing_selected(credit):
     found = drive(Collector(ada_seq_pos(), 2), lambda p, s: None)
     advantages, weights = assign(credit, found)
     assert advantages.shape == weights.shape == (0,)
 
 
-@pytest.mark.parametrize("credit", [Credit(), Credit(combination="unbiased", objective="log", weigh="prompt")])
+@pytest.mark.parametrize("credit", [Credit(), Credit(objective="log", weigh="prompt")])
 def test_numbers_of_prompts_need_not_ascend(credit):
     rewards, numbers = table(0.5, 4, 6, seed=2), [5, 9, 2, 7]
     plain = collected(Uniform(6, 4, "balance"), rewards)
@@ -195,10 +161,7 @@ def test_unknown_objectives(name):
     [
         {"statistics": "all"},
         {"scale": "variance"},
-        {"combination": "best"},
         {"weigh": "token"},
-        {"combination": "unbiased", "scale": "std"},
-        {"combination": "unbiased", "statistics": "trained"},
         {"objective": "cubic"},
     ],
 )

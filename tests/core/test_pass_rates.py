@@ -35,7 +35,6 @@ def test_a_pooled_prior_learns_from_prompts_that_came_before():
     hand.update([0, 1], [4, 2], [1, 2])
     mean = (1 + 1 / 4 + 1) / (2 + 2)
     np.testing.assert_allclose(hand.rates(), [(1 + 2 * mean) / 6, (2 + 2 * mean) / 4, mean])
-    assert hand.strengths([0, 2]).tolist() == [6, 2]
     again = PassRateCounts(3, decay=1.0, pooled=True)
     again.load_state_dict(hand.state_dict())
     np.testing.assert_array_equal(again.rates(), hand.rates())

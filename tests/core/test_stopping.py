@@ -34,14 +34,6 @@ def test_tiers_reuse_samples_and_cost_what_the_oracle_says():
             pass_tiers(tiers=tiers)
 
 
-def test_a_probe_decides_on_the_rest():
-    rule = Allotted((2, 2), more=((6, 1, 0), (2, 2, 2)), train_size=2, keep="balance")
-    assert [rule.next_samples(0, 2, k, 2 - k) for k in range(3)] == [6, 1, 0]
-    assert rule.next_samples(0, 8, 1, 7) == rule.next_samples(1, 4, 0, 4) == 0
-    with pytest.raises(ConfigError, match="for each number of positives"):
-        Allotted((2,), more=((6, 1),))
-
-
 def test_released_defaults():
     pos, balance = ada_seq_pos(), ada_seq_balance()
     assert (pos.positives, pos.negatives, pos.round_size, pos.max_samples, pos.fallback) == (1, 0, 8, 32, "pos")

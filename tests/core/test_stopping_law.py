@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import math
+import runpy
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_driver import play
 
 from megarl.core.choices.stopping import Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
-from megarl.core.sampling.stopping_law import expected_samples, stopping_law, unbiased_rates
+from megarl.core.sampling import expected_samples
+
+stopping_law = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "simulate.py"))["stopping_law"]
 
 RULES = [
     ada_seq_balance(),
@@ -85,31 +88,6 @@ def test_contrast():
     close(stopping_law(Uniform(4), 0.5).contrast, 0.875)
 
 
-def rounds_of(rule, samples):
-    """The rounds that lead to so many samples: those of a rule whose rounds do not depend on what is drawn."""
-    sizes, asked = [], 0
-    while asked < samples:
-        sizes.append(rule.next_samples(0, asked, 0, 0) if asked == 0 else min(sizes[0], rule.max_samples - asked))
-        asked += sizes[-1]
-    return sizes
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("rate", [0.02, 0.1, 0.5, 0.85])
-def test_unbiased_rates_are_unbiased(rule, rate):
-    """Over all ends of the rule, weighted by the law: exactly p and p (1 - p)."""
-    law = stopping_law(rule, rate)
-    found = [
-        unbiased_rates(rule, rounds_of(rule, n), rounds_of(rule, n), s)
-        for n, s in zip(law.samples.tolist(), law.positives.tolist(), strict=True)
-    ]
-    close(law.probabilities @ [estimate for estimate, _ in found], rate, 1e-12)
-    close(law.probabilities @ [product for _, product in found], rate * (1 - rate), 1e-12)
-    if isinstance(rule, Sequential) and rate == 0.1:
-        # the naive share is not
-        assert abs(expected_rate(law) - rate) > 1e-3
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_sums_over_prompts_are_unbiased(rule):
     """Wald: E[positives] = p E[samples], whatever the rule looks at."""
@@ -122,45 +100,6 @@ def test_large_counts_do_not_overflow():
     close(law.probabilities.sum(), 1)
     close(expected_rate(law), 0.5)
     assert 2000 < expected_samples(0.5, 1000, 1000) < 2100
-
-
-def test_unbiased_rates_of_fixed_and_inverse_sampling():
-    rate, product = unbiased_rates(Uniform(6), [6], [6], 2)
-    close(rate, 2 / 6)
-    close(product, 2 * 4 / 30)
-    rule = Sequential(3, 0, 1, 50, train_size=None)
-    close(unbiased_rates(rule, [1] * 11, [1] * 11, 3)[0], (3 - 1) / (11 - 1))
-    assert unbiased_rates(rule, [1] * 11, [1] * 11, 3)[1] == 0
-
-
-def test_unbiased_rates_with_failures():
-    """Failures that do not depend on the reward only make rounds smaller."""
-    rate, product = unbiased_rates(Uniform(6), [6], [4], 1)
-    close(rate, 0.25)
-    close(product, 1 * 3 / 12)
-    # The first round of 4 held one positive or the rule would have ended; the second brought the other one.
-    close(unbiased_rates(ada_seq_balance(), [8, 8], [4, 6], 2)[0], (4 * 6 * 1) / (4 * 6 + 15) / 4)
-
-
-def test_unbiased_rates_refuse_what_cannot_be():
-    with pytest.raises(ValueError, match="cannot end with 9 positives"):
-        unbiased_rates(Uniform(6), [6], [6], 9)
-    with pytest.raises(ValueError, match="cannot end with 12 positives"):
-        unbiased_rates(ada_seq_pos(), [8, 8], [8, 8], 12)
-    with pytest.raises(ValueError, match="cannot end with 1 positives"):
-        unbiased_rates(ada_seq_pos(), [8, 5], [8, 5], 1)
-    with pytest.raises(ValueError, match="arrived"):
-        unbiased_rates(Uniform(6), [6], [7], 2)
-
-
-@settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 1000), rate=st.floats(0.05, 0.95))
-def test_unbiased_rates_are_rates(seed, rate):
-    rule = ada_seq_balance(round_size=16, max_samples=128)
-    samples, positives = play(rule, rate, 1, seed)[0].tolist()
-    found, product = unbiased_rates(rule, rounds_of(rule, samples), rounds_of(rule, samples), positives)
-    assert 0 <= found <= 1
-    assert 0 <= product <= 0.25 * 16 / 15 + 1e-12
 
 
 @pytest.mark.parametrize(

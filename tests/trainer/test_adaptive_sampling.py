@@ -540,12 +540,6 @@ def test_rewards_from_worker_processes_and_their_timing_change_nothing(
     assert found[0] == found[1]
 
 
-def test_a_credit_that_needs_both_classes_is_refused_before_anything_is_drawn(world: World) -> None:
-    overrides = {**FEWER, "sampling__advantages": "credit", "credit__combination": "unbiased"}
-    with pytest.raises(ConfigError, match=r"credit\.combination"), sampler(world, **overrides):
-        pass
-
-
 def test_no_contrast_under_refill_ends_the_run_and_says_what_to_do(world: World, tmp_path: Path) -> None:
     overrides = {**REFILL, "data__train": data_of(tmp_path, set(range(64)))}
     expected = pytest.raises(RolloutError, match="step 1: none of 32 prompts had rewards that differ: take other")

@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from train_jobs import recorded, sampler_of
-from train_world import NUM_GROUPS, World, trainer_of, training
+from train_world import World, trainer_of
 
-from megarl.core.choices.stopping import Allotted
 from megarl.megatron import distributed
 from megarl.run.metrics_log import read_metrics, without_timing
 
@@ -18,7 +16,6 @@ ADA_EST: dict[str, Any] = {"sampling__rule": "ada_est", "sampling__max_samples":
 RULES: dict[str, dict[str, Any]] = {
     "one over p": {**ADA_EST, "estimate__objective": "inverse:1"},
     "log": {**ADA_EST, "estimate__objective": "log"},
-    "probe, fixed training size": {**ADA_EST, "estimate__probe": 2, "sampling__train_size": 2},
     "tiers": {"sampling__rule": "tiers", "sampling__tiers": [2, 4, 12]},
     "gvm": {"sampling__rule": "gvm", "gvm__pre_samples": 2, "gvm__refresh_every": 2},
 }
@@ -46,25 +43,3 @@ def test_each_rule_trains_and_resumes(world: World, tmp_path: Path, rule: str) -
         np.testing.assert_allclose([step[f"cost/{key}"] for step in records[0]], np.cumsum(drawn))
     assert [step["cost/updates"] for step in records[0]] == [2, 4, 6, 8]
     assert (np.sum(stage["samples"]) > 0) == (rule == "gvm")
-    if rule == "probe, fixed training size":
-        assert all(step["sampling/trained"] <= 2 * NUM_GROUPS for step in records[0])
-        assert max(step["sampling/rounds"] for step in records[0]) > 1
-
-
-def test_with_a_probe_the_first_step_is_adaptive_already(world: World) -> None:
-    overrides = {**ADA_EST, "estimate__probe": 2, "estimate__objective": "inverse:1"}
-    overrides["reward__function"] = "train_rewards:starts_low"
-    with training(world.settings(**overrides)) as step:
-        made = sampler_of(world, step.config, step)
-        selections = recorded(made)
-        made.sample_step(0)
-        made.close()
-        made.engine.close()
-    (selection,) = selections
-    assert isinstance(selection.rule, Allotted)
-    assert selection.rule.counts == (2,) * NUM_GROUPS
-    rows = selection.rule.more
-    assert all(row[0] > row[1] > row[2] for row in rows)
-    for pool in selection.pools:
-        positives = sum(pool.rewards[sample] > 0.7 for sample in (0, 1))  # type: ignore[operator]
-        assert pool.asked == [2, rows[pool.prompt][positives]][: 1 + bool(rows[pool.prompt][positives])]

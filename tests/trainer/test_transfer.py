@@ -16,7 +16,7 @@ NUM_RESPONSES = NUM_GROUPS * GROUP_SIZE
 REWARD_BYTES = 88
 """What all ranks know of a response: the columns of ``megarl.trainer.sampling.step_rollouts``."""
 PER_TOKEN = 14
-"""Bytes of a token with its log-probability, version and masks (``megarl.core.rollout_codec``)."""
+"""Bytes of a token with its log-probability, version and masks (``megarl.core.types.Rollout``)."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_a_rank_receives_what_its_copy_drew_elsewhere_and_routes_of_its_own_toke
     for rank in range(2):
         tokens = found["tokens"][rank]
         # Half of the responses were drawn by the other rank of the copy; headers and placements come on top.
-        assert 0.4 * PER_TOKEN * tokens < found["rollouts"][rank] < 0.6 * PER_TOKEN * tokens + 100 * NUM_RESPONSES
+        assert 0.4 * PER_TOKEN * tokens < found["rollouts"][rank] < 0.6 * PER_TOKEN * tokens + 1500 * NUM_RESPONSES
         # Of the routes it gets those of its half of the tokens that the other rank has drawn, one byte per expert.
         assert 0 < found["routes"][rank] < tokens / 2 * NUM_MOE_LAYERS * TOP_K
         assert found["rewards"][rank] <= REWARD_BYTES * (NUM_RESPONSES / 2 + 1)

@@ -77,12 +77,11 @@ def _sampling(config: Tables) -> Iterator[Row]:
         high is not None and high < group_size,
         f"gvm.max_samples: found {high}, expected at least rollout.group_size = {group_size}, the mean number",
     )
-    key = max("min_samples", "probe", key=lambda name: getattr(config.estimate, name))
-    low = getattr(config.estimate, key)
+    low = config.estimate.min_samples
     yield (
         sampling.rule == "ada_est" and not low <= group_size <= sampling.max_samples,
-        f"rollout.group_size: found {group_size}, the mean number of responses, expected estimate.{key} = {low} to "
-        f"sampling.max_samples = {sampling.max_samples}",
+        f"rollout.group_size: found {group_size}, the mean number of responses, expected "
+        f"estimate.min_samples = {low} to sampling.max_samples = {sampling.max_samples}",
     )
 
 

@@ -86,7 +86,7 @@ class Tables(Table):
     def credit_record(self) -> Credit:
         """[credit] with its defaults resolved; ConfigError for parts that contradict each other."""
         table = self.credit
-        estimated = self.sampling.rule == "ada_est" and self.sampling.uses_credit and table.combination == "plain"
+        estimated = self.sampling.rule == "ada_est" and self.sampling.uses_credit
         default_eps = self.estimate.eps if estimated else 0.0
         return Credit(
             **table.model_dump(exclude={"scale", "rate_eps"}),

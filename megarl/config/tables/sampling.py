@@ -8,7 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from megarl.config.plugs import check_function, load_plug
 from megarl.config.rows import Row
 from megarl.config.tables.base import Count, NonNegative, Table
-from megarl.core.choices.credit import Combination, Credit, Statistics, Weigh, parse_allocation
+from megarl.core.choices.credit import Credit, Statistics, Weigh, parse_allocation
 from megarl.core.choices.parts import PoolScale
 from megarl.core.choices.stopping import POSITIVE, Own, SamplingRule, Uniform, ada_seq_balance, ada_seq_pos, pass_tiers
 from megarl.errors import ConfigError
@@ -16,7 +16,7 @@ from megarl.errors import ConfigError
 Rule = Literal["uniform", "ada_seq_pos", "ada_seq_balance", "tiers", "ada_est", "gvm"]
 
 _SEQUENTIAL = ("ada_seq_pos", "ada_seq_balance", "tiers")
-_ADVANTAGE_PARTS = ("statistics", "scale", "ddof", "floor", "rate_eps", "combination")
+_ADVANTAGE_PARTS = ("statistics", "scale", "ddof", "floor", "rate_eps")
 
 
 class SamplingConfig(Table):
@@ -98,7 +98,7 @@ class SamplingConfig(Table):
         return Uniform(group_size, self.train_size, "any" if self.train_size is None else keep, threshold)
 
     def check_credit(self, credit: Credit, group_size: int) -> None:
-        """ConfigError if [credit] is set but not used, or needs a class that may be missing among trained responses."""
+        """ConfigError if [credit] is set but not used."""
         if not self.uses_credit:
             unused = [name for name in _ADVANTAGE_PARTS if getattr(credit, name) != getattr(Credit(), name)]
             if unused:
@@ -106,17 +106,6 @@ class SamplingConfig(Table):
                     f"credit.{unused[0]}: found {getattr(credit, unused[0])!r}, but advantages are the objective's; "
                     'set sampling.advantages = "credit", or remove it'
                 )
-        if not self.uses_credit or credit.combination != "unbiased":
-            return
-        size = self.train_size if self.allotted else self.rule_of(group_size).train_size
-        classed = self.rule in _SEQUENTIAL or self.subsample != "any"
-        if size is None or (size > 1 and (classed or (size == group_size and not self.allotted))):
-            return
-        raise ConfigError(
-            f'credit.combination: found "unbiased" with sampling.rule = "{self.rule}", which trains on {size} '
-            "responses of a prompt that may be all of one class, but it needs both where both were drawn; leave "
-            'sampling.train_size out, or set 2 or more, and not sampling.subsample = "any"'
-        )
 
     def rows(self) -> Iterable[Row]:
         if custom := self.rule not in get_args(Rule):
@@ -148,9 +137,6 @@ class EstimateConfig(Table):
     for the objective "log", "raft", "linear", "arcsin" or "power:A"."""
     eps: PositiveFloat = 1e-3
     """The eps of objectives "ada_est" and "inverse:A"."""
-    probe: Count = 0
-    """Responses to a prompt that, with the estimate, decide on further responses: the first visit of a prompt is then
-    adaptive too, and prompts_per_step * group_size is the expected total. 0: all counts are decided before the step."""
     min_samples: Count = 1
     """Least responses to a prompt; the most are sampling.max_samples."""
     decay: float = Field(default=0.9, ge=0, le=1)
@@ -207,8 +193,6 @@ class CreditConfig(Table):
     """Least standard deviation to divide by."""
     rate_eps: NonNegative | None = None
     """Added to a pass rate before a division; default estimate.eps with ada_est, otherwise 0."""
-    combination: Combination = "plain"
-    """unbiased: remove the bias of selection by reward; the expected gradient is then the gradient of the pass rate."""
     objective: str | None = None
     """Weight of a prompt with pass rate p: f'(p), for f = "log", "raft", "arcsin" or "power:A". Only for sampling that
     does not already follow f."""

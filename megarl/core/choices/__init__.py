@@ -6,5 +6,5 @@ Imports neither torch nor numpy: a configuration is checked before heavy package
     table      the named objectives
     own        calls of functions of the user
     stopping   rules for the number of samples of a prompt
-    credit     choices of baseline, unbiased combination and weights; names of objectives f(p)
+    credit     choices of baseline and weights; names of objectives f(p)
 """

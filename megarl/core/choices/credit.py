@@ -1,7 +1,7 @@
 """Credit of the samples selected by adaptive sampling, and the names of objectives f(p). Imports no torch.
 
-If a sampling rule reads rewards, the selected samples are no fair draw from the policy. The record chooses the samples
-of the baseline, and whether to remove the bias of the selection.
+If a sampling rule reads rewards, the selected samples are no fair draw from the policy. With "plain" advantages of a
+balanced batch the expected gradient is c(p) grad p, ``c = (q^2 + p^2) / (2 p q)`` (docs/sampling.md).
 """
 
 from dataclasses import dataclass
@@ -11,10 +11,9 @@ from megarl.core.choices.parts import PoolScale
 from megarl.errors import ConfigError
 
 Statistics = Literal["pool", "trained"]
-Combination = Literal["plain", "unbiased"]
 Weigh = Literal["sample", "prompt"]
 
-_CHOICES = {"statistics": Statistics, "scale": PoolScale, "combination": Combination, "weigh": Weigh}
+_CHOICES = {"statistics": Statistics, "scale": PoolScale, "weigh": Weigh}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +34,6 @@ class Credit:
     """Least standard deviation to divide by."""
     rate_eps: float = 0.0
     """Added to the pass rate before the division; Ada-Est: scale "root_rate" with 1e-3."""
-    combination: Combination = "plain"
-    """"unbiased": of n trained samples, each of n+ positives gets v n / n+, each of n- negatives -v n / n-, with v an
-    unbiased estimate of p (1 - p) from the pool (``unbiased_rates``), without statistics and scale. The expectation
-    is grad p for any selection by class, with p the rate of rewards above the rule's threshold. "plain" with a
-    balanced batch has c(p) grad p, ``c = (q^2 + p^2) / (2 p q)`` (docs/sampling.md)."""
     objective: str | None = None
     """Maximise f(p) by the weight f'(p), with the pool's pass rate (``objective_slope``); None for no weight. Do not
     combine with counts allotted for f, scale "std" and weigh "sample": a sum over ``n ~ f' std`` samples with
@@ -51,10 +45,6 @@ class Credit:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in get_args(choices):
                 raise ConfigError(f"credit: {name} is {getattr(self, name)!r}, expected one of {get_args(choices)}")
-        if self.combination == "unbiased" and (self.scale != "none" or self.statistics != "pool"):
-            raise ConfigError(
-                'credit: combination "unbiased" uses neither scale nor other statistics; leave these at their defaults'
-            )
         if self.objective is not None:
             parse_objective(self.objective)
 

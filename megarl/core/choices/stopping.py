@@ -1,8 +1,8 @@
 """Rules for the number of samples of a prompt, called after all samples of the previous round have arrived.
 
 A rule sees only counts of the prompt: samples requested, positives, negatives. Prompts do not wait for each other, the
-order of arrival does not matter, and ``megarl.core.sampling.stopping_law`` computes the exact law of a rule by calling
-the rule. Imports neither torch nor numpy: a configuration makes rules.
+order of arrival does not matter, and ``tools/simulate.py`` computes the exact law of a rule by calling the rule.
+Imports neither torch nor numpy: a configuration makes rules.
 """
 
 import numbers
@@ -79,20 +79,14 @@ class Allotted(SamplingRule):
     threshold: float = POSITIVE
     train_size: int | None = None
     keep: Keep = "any"
-    more: tuple[tuple[int, ...], ...] = ()
-    """If ``counts`` is a probe: further samples by prompt and by number of positives in the probe."""
 
     def __post_init__(self) -> None:
-        if (smallest := min([0, *self.counts, *(count for row in self.more for count in row)])) < 0:
+        if (smallest := min([0, *self.counts])) < 0:
             raise ConfigError(f"Allotted: a count is {smallest}, expected 0 or more")
-        if self.more and [len(row) for row in self.more] != [count + 1 for count in self.counts]:
-            raise ConfigError("Allotted: expected what follows each prompt's probe for each number of positives in it")
 
     def next_samples(self, prompt: int, num_asked: int, positives: int, negatives: int) -> int:
         if not 0 <= prompt < len(self.counts):
             raise ValueError(f"prompt {prompt} has no count, there are {len(self.counts)}: allot to all prompts")
-        if self.more and num_asked == self.counts[prompt]:
-            return self.more[prompt][positives]
         return self.counts[prompt] if num_asked == 0 else 0
 
 

@@ -8,15 +8,13 @@ The way through (rules and choices of a configuration: ``megarl.core.choices``):
     allocation         counts from estimated pass rates (Ada-Est), for nonlinear objectives
     gvm                counts from acceptance rates and gradient norms
     pass_rates         estimates that last from step to step
-    stopping_law       the exact law of any rule, and unbiased estimates from its pools
     pass_at_k          avg@k and pass@k with intervals
 
 Nothing here samples from a model: the caller asks the engine, and reports samples to the collector.
 """
 
-from megarl.core.sampling.allocation import allocate, allocate_by_weights, budget_weights
+from megarl.core.sampling.allocation import allocate, allocate_by_weights, budget_weights, expected_samples
 from megarl.core.sampling.gvm import gvm_allocate
-from megarl.core.sampling.stopping_law import expected_samples, stopping_law
 from megarl.core.sampling.subsampling import subsample
 
 __all__ = [
@@ -25,6 +23,5 @@ __all__ = [
     "budget_weights",
     "expected_samples",
     "gvm_allocate",
-    "stopping_law",
     "subsample",
 ]

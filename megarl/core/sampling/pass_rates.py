@@ -58,10 +58,6 @@ class PassRateCounts:
         mean = (self.alpha + pool[1]) / (strength + pool[0])
         return (self._positives[index] + strength * mean) / (self._samples[index] + strength)
 
-    def strengths(self, prompts: Integers) -> np.ndarray:
-        """Return how many samples each estimate is worth, the prior's included; float64 [B]."""
-        return self._samples[np.asarray(prompts, dtype=np.int64)] + self.alpha + self.beta
-
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return copies of the counts, float64 [number of prompts] each, and of the pool of all, [2]."""
         return {"samples": self._samples.copy(), "positives": self._positives.copy(), "pool": self._pool.copy()}

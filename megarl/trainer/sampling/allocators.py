@@ -9,7 +9,7 @@ from megarl.config import Config
 from megarl.core.choices.stopping import Allotted
 from megarl.core.metrics import Stat
 from megarl.core.packing import drop_routes
-from megarl.core.sampling.allocation import allocate_after_probe, allocate_by_weights, budget_weights
+from megarl.core.sampling.allocation import allocate_by_weights, budget_weights
 from megarl.core.sampling.gvm import gvm_allocate, gvm_estimates
 from megarl.core.sampling.pass_rates import PassRateCounts
 from megarl.core.types import Rollout
@@ -40,24 +40,14 @@ class AdaEst:
         self._last_rates = np.zeros(0)
 
     def allot(self, step: int, prompts: Sequence[Prompt]) -> Allotted:
-        """Return the number of samples by prompt; the sum is prompts_per_step * group_size.
-
-        With ``estimate.probe``, the first samples of a prompt decide on further samples, and the sum is an expectation.
-        """
+        """Return the number of samples by prompt; the sum is prompts_per_step * group_size."""
         indices = [prompt.index for prompt in prompts]
         self._last_rates = rates = self._estimator.rates(indices)
         estimate, sampling, size = self._config.estimate, self._config.sampling, self._config.rollout.group_size
         total, bounds = size * len(prompts), (estimate.min_samples, sampling.max_samples)
-        counts, after_probe = np.full(len(prompts), estimate.probe), np.zeros((0, 0), np.int64)
-        if estimate.probe:
-            worth = self._estimator.strengths(indices)
-            weighed = (estimate.objective, estimate.eps)
-            after_probe = allocate_after_probe(rates, worth, estimate.probe, total, *weighed, *bounds) - estimate.probe
-        else:
-            counts = allocate_by_weights(budget_weights(rates, estimate.objective, estimate.eps), total, *bounds)
+        counts = allocate_by_weights(budget_weights(rates, estimate.objective, estimate.eps), total, *bounds)
         keep = sampling.subsample or "balance"
-        rows = tuple(map(tuple, after_probe.tolist()))
-        return Allotted(tuple(counts.tolist()), self._config.reward.threshold, sampling.train_size, keep, rows)
+        return Allotted(tuple(counts.tolist()), self._config.reward.threshold, sampling.train_size, keep)
 
     def learn(self, prompts: Sequence[Prompt], samples: np.ndarray, positives: np.ndarray) -> dict[str, Stat]:
         """Update the estimates from samples with a reward and positive samples, int64 [B] by prompt. Return metrics."""

@@ -106,7 +106,6 @@ class PromptAssignment:
         # A copy without prompts needs a sample to run the model on, without training.
         assert isinstance(self._rule, Allotted), "other rules have a prompt for each copy"
         prompt, count = max(enumerate(self._rule.counts), key=lambda item: item[1])
-        count += max(self._rule.more[prompt]) if self._rule.more else 0
         return FixedSamples([(prompt, count + self._at.copy)])
 
     def select(self, rewards: Mapping[Key, float | None]) -> Selection:
@@ -126,7 +125,7 @@ class PromptAssignment:
             ]
             shares = [np.array_split(np.array(sorted(pools.intersection(n)), int), len(self._bins)) for n in begun]
             groups = [[mini.tolist() for mini in share] for share in shares]
-        if not isinstance(self._rule, Allotted) or self._rule.more:  # otherwise the numbers were known beforehand
+        if not isinstance(self._rule, Allotted):  # otherwise the numbers were known beforehand
             groups = exchange_prompts(groups, Counter(selection.prompts.tolist()))
         places = set(self._places[self._at.copy])
         minis = groups[self._at.copy] if self._refill else [[n for n in mini if n in places] for mini in groups[0]]

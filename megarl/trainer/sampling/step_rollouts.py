@@ -318,7 +318,7 @@ def process_advantages(
 
 def _require_rates(credit: Credit, selection: Selection) -> None:
     """Raise ConfigError at the first negative reward, not at the first prompt whose mean is negative."""
-    if credit.combination == "unbiased" or credit.scale not in ("rate", "root_rate"):
+    if credit.scale not in ("rate", "root_rate"):
         return
     if (lowest := PoolRows.of(selection.pools).value.min(initial=0.0)) < 0:
         raise ConfigError(
