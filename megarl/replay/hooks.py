@@ -134,45 +134,32 @@ class Hook(RouterHook):
 class Tap:
     """Reports running forward passes of a chunk to the log, and input ids to the session."""
 
-    def __init__(
-        self, log: PassLog | None = None, chunk: int = 0, module: Any = None, place: int | None = None
-    ) -> None:
-        self._log, self._chunk, self._module, self._place = log, chunk, module, place
+    def __init__(self, log: PassLog | None = None, chunk: int = 0) -> None:
+        self._log, self._chunk = log, chunk
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Tap, ()  # inert
 
-    def attach(self) -> list[RemovableHandle]:
-        """Set the hooks of the module."""
-        on_enter = self._module.register_forward_pre_hook(self.enter, with_kwargs=True)
-        on_leave = self._module.register_forward_hook(self.leave, with_kwargs=True, always_call=True)
-        return [on_enter, on_leave]
-
     def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The module is called."""
-        if self._log is None or not self._log.is_watching:
-            return
-        if self._place is None:
+        if self._log is not None and self._log.is_watching:
             self._log.enter(module, self._chunk)
-        else:
-            self._log.enter_layer(module, self._chunk, self._place == 0, kwargs.get("hidden_states", *args[:1]))
 
     def leave(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """The module has returned, or raised."""
-        ended = None if self._log is None else self._log.leave(module, result)
-        if self._place is None and ended is not None and ended.block is not None and ended.block.session is not None:
+        ended = None if self._log is None else self._log.leave(module)
+        if ended is not None and ended.block is not None and ended.block.session is not None:
             ids = kwargs.get("input_ids", args[0] if args else None)  # as other hooks of the module have left them
             if isinstance(ids, torch.Tensor) and not ids.is_floating_point() and ids.dim() == 2:
                 ended.block.session.tokens[ended.micro] = _router_order(ids, module.config, kwargs)
 
 
 def tap(chunk: Any, index: int, log: PassLog) -> list[RemovableHandle]:
-    """Hook a chunk and its layers."""
-    taps = [
-        Tap(log, index, chunk),
-        *(Tap(log, index, layer, place) for place, layer in enumerate(chunk.decoder.layers)),
-    ]
-    return [handle for module_tap in taps for handle in module_tap.attach()]
+    """Hook a chunk."""
+    chunk_tap = Tap(log, index)
+    on_enter = chunk.register_forward_pre_hook(chunk_tap.enter, with_kwargs=True)
+    on_leave = chunk.register_forward_hook(chunk_tap.leave, with_kwargs=True, always_call=True)
+    return [on_enter, on_leave]
 
 
 def _router_order(ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> torch.Tensor:

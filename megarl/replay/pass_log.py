@@ -2,8 +2,8 @@
 
 ``PassLog._find_context`` walks Python's stack from the router outwards. The innermost of three frames decides:
 
-- The call of a chunk, or of a layer that the caller runs (hooks of the modules note the frames). All routers of the
-  call share one ``Pass``. A pass inside another pass is a probe, and routes natively.
+- The call of a chunk (hooks of the modules note the frames). All routers of the call share one ``Pass``. A pass inside
+  another pass is a probe, and routes natively. A caller may also run the layers, one micro-batch after the other.
 - The backward method of an autograd function: a *reentrant* checkpoint (Megatron's, Transformer Engine's, torch's with
   ``use_reentrant=True``, a caller's own). Autograd passes one object to ``forward`` and ``backward``.
 - The hook for saved tensors of a *non-reentrant* checkpoint (torch's, Transformer Engine's), with an object per region.
@@ -25,7 +25,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._C import _autograd
 from torch.autograd.function import BackwardCFunction, FunctionCtx
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from megarl.errors import ReplayError
 
@@ -48,16 +47,13 @@ class PassBlock:
     """None once the block has closed."""
     passes: list[Pass] = field(default_factory=list)
     """Passes that have not ended in an exception."""
-    carried: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
-    """The pass of hidden states that a layer returned, where the caller runs the layers."""
     elsewhere: int = 0
     """Native passes on other threads while the block was open."""
 
-    def start(self, chunk: int, by_layers: bool, is_recomputable: bool = False, micro: int | None = None) -> Pass:
+    def start(self, chunk: int, by_layers: bool, is_recomputable: bool = False) -> Pass:
         """Start a pass of the first micro-batch that has no pass of this chunk."""
-        if micro is None:
-            micros = {earlier.micro for earlier in self.passes if earlier.chunk == chunk}
-            micro = next(number for number in itertools.count() if number not in micros)
+        micros = {earlier.micro for earlier in self.passes if earlier.chunk == chunk}
+        micro = next(number for number in itertools.count() if number not in micros)
         self.passes.append(Pass(chunk, micro, self, by_layers, is_recomputable))
         return self.passes[-1]
 
@@ -149,7 +145,6 @@ class PassLog:
         self._blocks = {thread: entry for thread, entry in self._blocks.items() if entry is not block}
         self._running = {frame: entry for frame, entry in self._running.items() if entry.of.block is not block}
         block.session = None
-        block.carried.clear()
 
     def enter(self, module: torch.nn.Module, chunk: int) -> None:
         """A pass of a chunk begins, or begins again in a recomputation; called by a hook of the module."""
@@ -176,40 +171,16 @@ class PassLog:
                 self._remember(outer_region).begun.append(new)
         self._running[frame] = _Running(new, first, module, around)
 
-    def enter_layer(self, module: torch.nn.Module, chunk: int, is_first: bool, hidden: object) -> None:
-        """A layer of a chunk is called; only layers that the caller runs matter."""
-        block = self._blocks.get(get_ident())
-        in_pass = any(entry.thread == get_ident() for entry in self._running.values())
-        if block is None or in_pass or torch._C._current_graph_task_id() != -1:
-            return
-        carried_pass = block.carried.get(hidden) if isinstance(hidden, torch.Tensor) else None
-        if carried_pass is not None and carried_pass.chunk == chunk:
-            current = carried_pass
-        elif is_first:
-            current = block.start(chunk, True, False, None if carried_pass is None else carried_pass.micro)
-        else:
-            return  # its router says whether the pass is clear
-        frame = _frame_of_call(True)
-        assert frame is not None
-        _, _, around = self._find_context(frame)
-        for entry in around:
-            self._remember(entry).inside.append(current)
-        self._running[frame] = _Running(current, True, module, around)
-
-    def leave(self, module: torch.nn.Module, result: object) -> Pass | None:
-        """End the call of ``enter`` or ``enter_layer``; returns the pass of a whole first call."""
+    def leave(self, module: torch.nn.Module) -> Pass | None:
+        """End the call of ``enter``; returns the pass of a whole first call."""
         frame = sys._getframe(2)
         ended = self._running.pop(frame, None)
         if ended is not None:
-            if ended.of.by_layers and ended.of.block is not None:
-                hidden = result[0] if isinstance(result, tuple) else result
-                if isinstance(hidden, torch.Tensor):
-                    ended.of.block.carried[hidden] = ended.of
             return ended.of if ended.first and ended.of.block is not None else None
         for frame, entry in reversed(self._running.items()):  # after an exception
             if entry.module is module and entry.thread == get_ident():
                 del self._running[frame]
-                if entry.first and entry.of.block is not None and not entry.of.by_layers:
+                if entry.first and entry.of.block is not None:
                     entry.of.block.passes.remove(entry.of)  # its number is the next one's: a caller tries again
                 break
         return None
@@ -317,8 +288,7 @@ class PassLog:
         if len(flying) != 1:
             raise ReplayError(
                 f"layer {hook.layer}: called outside of a forward pass of the model, and it could belong to "
-                f"{len(flying)} micro-batches; give each layer the very tensor that the layer before returned, or call "
-                "the model for each micro-batch"
+                f"{len(flying)} micro-batches; run the layers of one micro-batch after the other, or call the model"
             )
         return flying[0]
 

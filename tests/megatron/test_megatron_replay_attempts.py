@@ -219,22 +219,14 @@ def _backward_in_forward(lab: Lab) -> None:
 # --- layers run by the caller
 
 
-def _layer_by_layer(lab: Lab, order: Sequence[int], wrap: Callable[..., Any] | None = None) -> None:
+def _layer_by_layer(lab: Lab, order: Sequence[int]) -> None:
     with lab.block(A, B):
         hidden = {micro: lab.hidden(micro) for micro in (A, B)}
         at = {A: 0, B: 0}
         for micro in order:
-            step = partial(lab.run_layer, at[micro])
-            hidden[micro] = step(hidden[micro]) if wrap is None else wrap(step, hidden[micro])
+            hidden[micro] = lab.run_layer(at[micro], hidden[micro])
             at[micro] += 1
         sum(lab.end(hidden[micro], micro) for micro in (A, B)).backward()
-
-
-OVERTAKING = (A, B, B, A, A, B, B, A)
-
-
-def _cloned_between(lab: Lab) -> None:
-    _layer_by_layer(lab, OVERTAKING, lambda step, hidden: step(hidden.clone()))
 
 
 # --- threads
@@ -466,16 +458,7 @@ RIGHT: Mapping[str, tuple[Attempt, Sequence[int], Sequence[int]]] = {
         )
     },
     "a backward pass in a forward pass": (_backward_in_forward, (A, B), ()),
-    "layers in turn": (partial(_layer_by_layer, order=(A, B) * 4), (A, B), ()),
-    "layers overtake": (partial(_layer_by_layer, order=OVERTAKING), (A, B), ()),
-    **{
-        f"layers overtake in checkpoints, {reentrant}": (
-            partial(_layer_by_layer, order=OVERTAKING, wrap=partial(checkpoint, use_reentrant=reentrant)),
-            (A, B),
-            (),
-        )
-        for reentrant in (True, False)
-    },
+    "layers one after the other": (partial(_layer_by_layer, order=(A,) * 4 + (B,) * 4), (A, B), ()),
     "graphs of two threads": (_threads_of_two_graphs, (A, B), (C,)),
     "two blocks at once": (_two_blocks_at_once, (A, B), ()),
     "failed early and tried again": (partial(_failed_and_tried_again, place=0), (A, B), ()),
@@ -494,7 +477,10 @@ RIGHT: Mapping[str, tuple[Attempt, Sequence[int], Sequence[int]]] = {
 
 LOUD: Mapping[str, tuple[Attempt, str]] = {
     "probe of a layer": (_layer_probed, "layer 1: its router was called twice in the forward pass of micro-batch 0"),
-    "layers overtake, cloned": (_cloned_between, r"layer \d: called outside of a forward pass .* 2 micro-batches"),
+    "layers in turn": (
+        partial(_layer_by_layer, order=(A, B) * 4),
+        r"layer \d: called outside of a forward pass .* 2 micro-batches",
+    ),
     "passes on other threads": (_passes_on_other_threads, "1 forward passes ran on other threads"),
     "failed and left out": (_failed_and_left_out, "2 forward passes used the routes of 3 micro-batches"),
     "a checkpoint without ctx": (partial(_checkpoint_without_ctx, in_block=True), "no known checkpoint started it"),
