@@ -18,15 +18,15 @@ class _Rewrite:
     source: Positional[Path]
     """A Hugging Face folder, a torch_dist checkpoint of Megatron-LM or megarl, or a folder with some."""
     out: Positional[Path]
-    """The folder to write; it appears when it is complete. An interrupted command goes on when it is given again."""
+    """The folder to write; it appears when it is complete."""
     model: Path | None = None
     """For a Megatron source, a folder with config and tokenizer; a converted checkpoint has its own."""
     shard_gib: float = pydantic.Field(2.0, gt=0, allow_inf_nan=False)
     """Size of a safetensors file."""
     overwrite: bool = False
     """Replace OUT if it exists, at the end and in one step."""
-    json: bool = False
-    """Print the results as JSON."""
+    no_verify: bool = False
+    """Do not read everything back and compare the bits."""
 
     @property
     def shard_bytes(self) -> int:
@@ -45,8 +45,6 @@ class Convert(_Rewrite):
     """One tensor for all layers, as Megatron-LM asks for by default under --moe-layer-freq 1."""
     drop: tuple[str, ...] = ()
     """Globs of tensors that the model does not have and that may be left out (prediction layers)."""
-    verify: Literal["none", "checksums", "logits"] = "checksums"
-    """Read everything back and compare bits; logits also builds both models and compares their logits."""
 
     def run(self, overrides: Overrides) -> None:
         enable_cpu()
@@ -59,11 +57,11 @@ class Convert(_Rewrite):
             layers=installed_layers() if self.layers == "installed" else self.layers,
             stack_layers=self.stack_layers,
             drop=self.drop,
-            verify=self.verify != "none",
+            verify=not self.no_verify,
             overwrite=self.overwrite,
             shard_bytes=self.shard_bytes,
         )
-        convert(self.source, self.out, self.model, options, self.verify == "logits", self.json)
+        convert(self.source, self.out, self.model, options)
 
 
 @command
@@ -74,8 +72,6 @@ class Quantize(_Rewrite):
     """Rows and columns that share a scale."""
     keep: tuple[str, ...] = ()
     """Globs of tensors to leave in high precision too."""
-    no_verify: bool = False
-    """Do not read everything back."""
 
     def run(self, overrides: Overrides) -> None:
         enable_cpu()
@@ -84,4 +80,4 @@ class Quantize(_Rewrite):
 
         verify, size = not self.no_verify, self.shard_bytes
         options = Options(block=self.block, keep=self.keep, verify=verify, overwrite=self.overwrite, shard_bytes=size)
-        quantize_and_show(self.source, self.out, self.model, options, self.json)
+        quantize_and_show(self.source, self.out, self.model, options)

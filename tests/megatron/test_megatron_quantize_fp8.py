@@ -19,7 +19,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 from megarl.convert import conversion
 from megarl.convert.job import Options, Ranks
-from megarl.convert.quantization import Quantized, is_misread, quantize, read_errors
+from megarl.convert.quantization import Quantized, is_misread, quantize
 from megarl.core.fp8 import is_fp8_weight, quantize_fp8
 from megarl.errors import ConfigError
 from megarl.models.hf_files import HFCheckpoint
@@ -63,9 +63,6 @@ def test_transformers_reads_the_rounded_weights_bit_for_bit(
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor), name
-    zeros = sum(one.num_zero_blocks for one in done.errors.values())
-    halves = sorted(name for name, weight in weights.items() if weight.dim() == 2)[::2]
-    assert zeros == len([name for name in halves if is_fp8_weight(name)]) > 10
 
 
 def fp8_modules_of_transformers(folder: Path) -> set[str]:
@@ -126,9 +123,8 @@ def test_ragged_edges_and_zeros_against_loops(shape: tuple[int, int], tmp_path: 
     weights["model.layers.0.self_attn.o_proj.weight"][:16, :16] = 0.0
     weights["model.layers.1.self_attn.o_proj.weight"].zero_()
     weights["model.layers.2.self_attn.o_proj.weight"] *= 1e-30
-    done = quantized(write_plain(tmp_path / "source", weights), tmp_path / "fp8")
+    quantized(write_plain(tmp_path / "source", weights), tmp_path / "fp8")
     grid = (-(-shape[0] // 16), -(-shape[1] // 16))
-    assert done.errors["model.layers.1.self_attn.o_proj.weight"].num_zero_blocks == grid[0] * grid[1]
     found = safetensors_of(tmp_path / "fp8")
     with HFCheckpoint(tmp_path / "fp8") as hf:
         for layer in (0, 1):
@@ -138,7 +134,6 @@ def test_ragged_edges_and_zeros_against_loops(shape: tuple[int, int], tmp_path: 
             assert torch.equal(hf.read(name), rounded_by_loops(weights[name]))
         tiny = hf.read("model.layers.2.self_attn.o_proj.weight")
         assert tiny.isfinite().all()
-        assert done.errors["model.layers.2.self_attn.o_proj.weight"].underflow > 0.9
 
 
 @pytest.mark.parametrize(
@@ -172,7 +167,6 @@ def test_from_megatron_as_from_hugging_face(
     from_hf = quantized(families[family], tmp_path / "from_hf", shard_bytes=20_000)
     from_megatron = quantized(tmp_path / "megatron", tmp_path / "from_megatron", shard_bytes=20_000)
     assert same_tensors(from_hf.out, from_megatron.out)
-    assert from_hf.errors == from_megatron.errors == read_errors(from_hf.out)
     assert (from_hf.bytes_before, from_hf.bytes_after) == (from_megatron.bytes_before, from_megatron.bytes_after)
     configs = [json.loads((done.out / "config.json").read_text()) for done in (from_hf, from_megatron)]
     listed = [set(one.pop("quantization_config")["modules_to_not_convert"]) for one in configs]
