@@ -16,11 +16,9 @@ class _Rewrite:
     """A checkpoint that is written as another one."""
 
     source: Positional[Path]
-    """A Hugging Face folder, a torch_dist checkpoint of Megatron-LM or megarl, or a folder with some."""
+    """The folder of a checkpoint."""
     out: Positional[Path]
     """The folder to write; it appears when it is complete."""
-    model: Path | None = None
-    """For a Megatron source, a folder with config and tokenizer; a converted checkpoint has its own."""
     shard_gib: float = pydantic.Field(2.0, gt=0, allow_inf_nan=False)
     """Size of a safetensors file."""
     overwrite: bool = False
@@ -35,8 +33,10 @@ class _Rewrite:
 
 @command
 class Convert(_Rewrite):
-    """Convert a Hugging Face checkpoint into Megatron's torch_dist format, or back; also under torchrun."""
+    """Convert a Hugging Face checkpoint into Megatron's torch_dist format, or back."""
 
+    model: Path | None = None
+    """For a Megatron source, a folder with config and tokenizer; a converted checkpoint has its own."""
     dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep"
     """Of the output."""
     layers: Literal["installed", "local", "te"] = "installed"
@@ -66,12 +66,10 @@ class Convert(_Rewrite):
 
 @command
 class Quantize(_Rewrite):
-    """Write a checkpoint with FP8 weights, as SGLang and transformers read it; also under torchrun: docs/fp8.md."""
+    """Write a checkpoint with FP8 weights, as SGLang and transformers read it: docs/fp8.md."""
 
     block: tuple[pydantic.PositiveInt, pydantic.PositiveInt] = (128, 128)
     """Rows and columns that share a scale."""
-    keep: tuple[str, ...] = ()
-    """Globs of tensors to leave in high precision too."""
 
     def run(self, overrides: Overrides) -> None:
         enable_cpu()
@@ -79,5 +77,5 @@ class Quantize(_Rewrite):
         from megarl.convert.quantization import quantize_and_show
 
         verify, size = not self.no_verify, self.shard_bytes
-        options = Options(block=self.block, keep=self.keep, verify=verify, overwrite=self.overwrite, shard_bytes=size)
-        quantize_and_show(self.source, self.out, self.model, options)
+        options = Options(block=self.block, verify=verify, overwrite=self.overwrite, shard_bytes=size)
+        quantize_and_show(self.source, self.out, options)

@@ -1,7 +1,6 @@
 """``megarl convert``: Hugging Face checkpoints into Megatron's ``torch_dist`` format and back, without a model.
 
-Memory: a parameter at a time towards Megatron, a file of ``shard_bytes`` towards Hugging Face. Under torchrun the
-ranks divide the files.
+Memory: a parameter at a time towards Megatron, a file of ``shard_bytes`` towards Hugging Face.
 """
 
 import math
@@ -15,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from megarl.convert.job import ConversionJob, Options, Ranks, require_unchanged, same_bits
+from megarl.convert.job import ConversionJob, Options, require_unchanged, same_bits
 from megarl.convert.megatron_files import (
     HF_FOLDER,
     Keys,
@@ -47,16 +46,14 @@ class Converted:
     num_files: int
     dropped: list[str]
     """Tensors of the source that were left out."""
-    source_checksums: bool
-    """Whether the source had checksums of its writer, and the checksums were compared."""
     keys: Keys
     shape: ModelShape = field(repr=False)
     num_padded_rows: int = 0
     """Rows of the source's vocabulary that were left out."""
 
 
-def to_megatron(source: Path, out: Path, options: Options, ranks: Ranks) -> Converted:
-    """Convert a Hugging Face folder into a ``torch_dist`` checkpoint, on all ranks alike.
+def to_megatron(source: Path, out: Path, options: Options) -> Converted:
+    """Convert a Hugging Face folder into a ``torch_dist`` checkpoint.
 
     ConfigError for an unknown model, CheckpointError for an incomplete source or a full disk; ``out`` then stays.
     """
@@ -66,9 +63,10 @@ def to_megatron(source: Path, out: Path, options: Options, ranks: Ranks) -> Conv
         raise ConfigError("--stack-layers needs layers of one kind; this model has dense and MoE layers")
     units = units_of(shape)
     with HFCheckpoint(source) as hf:
-        job = ConversionJob(out, source, source, options, ranks)
+        job = ConversionJob(out, source, source, options)
         dropped = check_tensors(hf, hf_shapes(shape), options.drop)
-        is_compared = options.verify and require_unchanged(source, ranks)
+        if options.verify:
+            require_unchanged(source)
         chunks = [[_chunk(piece, keys, shape, hf, options) for piece in unit] for unit in units]
         states = [sorted({name for piece in unit for name in keys.extra_states(piece, shape)}) for unit in units]
         sizes = [sum(math.prod(chunk.shape) * chunk.dtype.itemsize for chunk in unit) for unit in chunks]
@@ -90,10 +88,10 @@ def to_megatron(source: Path, out: Path, options: Options, ranks: Ranks) -> Conv
             about = {"family": shape.family, "keys": asdict(keys), "verified": options.verify, "dropped": dropped}
             job.publish(to="megatron", **about)
     num_parameters = sum(map(len, units))
-    return Converted(out, num_parameters, sum(sizes), len(units), dropped, is_compared, keys, shape)
+    return Converted(out, num_parameters, sum(sizes), len(units), dropped, keys, shape)
 
 
-def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: Ranks) -> Converted:
+def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> Converted:
     """Convert a ``torch_dist`` checkpoint into a Hugging Face folder; errors as in ``to_megatron``.
 
     model: a folder with config and tokenizer; None for the folder inside a converted checkpoint.
@@ -101,9 +99,10 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: 
     source = torch_dist_folder(source)
     model = model_folder(source, model)
     shape = read_shape(model)
-    job = ConversionJob(out, source, model, options, ranks)
+    job = ConversionJob(out, source, model, options)
     megatron = MegatronCheckpoint(source, shape, options.drop)
-    is_compared = options.verify and require_unchanged(source, ranks)
+    if options.verify:
+        require_unchanged(source)
     pieces = list(chain(*units_of(shape)))
     dtypes = [options.dtype_of(piece.rule.hf[0], megatron.dtype(piece)) for piece in pieces]
     cast_dtypes = set(compress(dtypes, (not is_fp32(piece.rule.hf[0]) for piece in pieces)))
@@ -124,7 +123,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: 
                 job.verify(shards, sizes, lambda piece: _changed_parameter(piece, hf, megatron, options))
         about = {"family": shape.family, "verified": options.verify, "dropped": megatron.dropped}
         job.publish(to="hf", keys=asdict(megatron.keys), **about)
-    about_source = (megatron.dropped, is_compared, megatron.keys, shape, megatron.num_padded_rows)
+    about_source = (megatron.dropped, megatron.keys, shape, megatron.num_padded_rows)
     return Converted(out, len(pieces), sum(sizes), len(shards), *about_source)
 
 
@@ -199,27 +198,25 @@ def installed_layers() -> Literal["local", "te"]:
 
 
 def convert(source: Path, out: Path, model: Path | None, options: Options) -> None:
-    """Convert a checkpoint into the other format and print a summary; all ranks call together.
+    """Convert a checkpoint into the other format and print a summary.
 
     ConfigError for a source that is no checkpoint.
     """
-    ranks = Ranks()
     if not source.exists():
         raise ConfigError(f"{source} does not exist, expected a checkpoint folder")
     start_s = time.monotonic()
     checkpoint = torch_dist_folder(source)
     if checkpoint != source or (checkpoint / "metadata.json").is_file():
-        result = to_hf(checkpoint, out, model, options, ranks)
+        result = to_hf(checkpoint, out, model, options)
     elif os.path.lexists(source / "config.json"):
         if model is not None:
             raise ConfigError("--model belongs to a Megatron source; a Hugging Face folder has its own config.json")
-        result = to_megatron(source, out, options, ranks)
+        result = to_megatron(source, out, options)
     else:
         raise ConfigError(
             f"{source} is neither a Hugging Face folder (config.json) nor a torch_dist checkpoint (metadata.json)"
         )
-    if ranks.rank == 0:
-        _print_summary(result, time.monotonic() - start_s, options.verify)
+    _print_summary(result, time.monotonic() - start_s, options.verify)
 
 
 def _print_summary(result: Converted, seconds: float, verified: bool) -> None:
@@ -227,10 +224,6 @@ def _print_summary(result: Converted, seconds: float, verified: bool) -> None:
         print(f"left out: {result.num_padded_rows} rows of the vocabulary beyond the model's {result.shape.vocab_size}")
     if line := describe_left_out(result.dropped):
         print(printable(line))
-    if result.source_checksums:
-        print("the source's files have the checksums of the run or the conversion that wrote them")
-    elif verified:
-        print("the source has no checksums: whether its files are as they were written is not verified")
     print(
         f"{result.out}: {result.num_parameters} parameters, {result.num_bytes / 2**30:.3f} GiB in {result.num_files} "
         f"files, {seconds:.1f} s ({result.shape.family}, "

@@ -1,34 +1,29 @@
-"""Write the folder of a conversion file by file, on several ranks.
+"""Write the folder of a conversion file by file.
 
 Until all files are written and verified, the folder is called ``OUT.partial``. A later start begins anew.
 """
 
-import atexit
 import fcntl
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from safetensors import SafetensorError
 
 from megarl.core.fp8 import BLOCK
-from megarl.errors import CheckpointError, ConfigError, MegarlError, some
+from megarl.errors import CheckpointError, MegarlError, some
 from megarl.files import outputs
 from megarl.files.disk import describe_write_error
 from megarl.files.outputs import partial_of, replace_folder, require_apart, require_own
 from megarl.files.writing import sha256_of, write_atomically
 from megarl.megatron.checkpoints.manifest import MANIFEST as RUN_MANIFEST
 from megarl.megatron.checkpoints.manifest import read_manifest
-from megarl.megatron.distributed import shutdown
 from megarl.models.hf_files import MANIFEST, save_tensors, write_index
 from megarl.models.hf_folder import read_json
 from megarl.models.names import is_fp32
@@ -37,8 +32,6 @@ _LOCK = ".megarl.lock"
 _WRITTEN = (*outputs.HF_FILES, "__*_0.distcp", ".metadata*", "metadata.json", "common.pt", MANIFEST)
 """Names of the files that a conversion makes, without the copies from the model's folder."""
 T = TypeVar("T")
-_WAIT = timedelta(hours=24)
-"""Time limit of a barrier: a conversion of a large model takes hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +48,6 @@ class Options:
     """Globs of source tensors to leave out, for instance prediction layers."""
     block: tuple[int, int] = BLOCK
     """Rows and columns of an FP8 block."""
-    keep: tuple[str, ...] = ()
-    """Globs of tensors that stay in high precision."""
     verify: bool = True
     """Read the output back, and compare with the source bit for bit."""
     overwrite: bool = False
@@ -70,36 +61,8 @@ class Options:
         return torch.float32 if is_fp32(name) else self.dtype
 
 
-class Ranks:
-    """The processes of torchrun, which divide the files; without torchrun, a single process."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        if self.size > 1 and "RANK" not in os.environ:
-            raise ConfigError("found WORLD_SIZE without RANK; start with torchrun, or unset WORLD_SIZE")
-        if self.size > 1 and not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=_WAIT)
-            atexit.register(shutdown)  # gloo's threads abort a process that ends with them
-
-    def wait(self) -> None:
-        """Wait until all ranks are here."""
-        if self.size > 1:
-            dist.barrier()
-
-    def gather(self, local: T) -> list[T]:
-        """Return the plain data of all ranks, in rank order."""
-        gathered = [local] * self.size
-        if self.size > 1:
-            dist.all_gather_object(gathered, local)
-        return gathered
-
-    def share(self, units: Sequence[T]) -> list[tuple[int, T]]:
-        """Return (number, unit) of this rank's units."""
-        return list(enumerate(units))[self.rank :: self.size]
-
-
-def require_unchanged(folder: Path, ranks: Ranks) -> bool:
-    """Compare a folder with the checksums of the run or conversion that wrote the folder; False without checksums.
+def require_unchanged(folder: Path) -> None:
+    """Compare a folder with the checksums of the run or conversion that wrote the folder, if any.
 
     DamageError for a damaged checkpoint of a run, CheckpointError for a changed output of a conversion.
     """
@@ -113,11 +76,10 @@ def require_unchanged(folder: Path, ranks: Ranks) -> bool:
         if not isinstance(digests, dict):
             raise CheckpointError(f"{folder / MANIFEST} holds no checksums; remove it if it is not of a conversion")
     else:
-        return False
-    for _, (name, digest) in ranks.share(sorted(digests.items())):
+        return
+    for name, digest in sorted(digests.items()):
         if not (folder / name).is_file() or sha256_of(folder / name) != digest:
             raise CheckpointError(f"{folder / name} is not the file that was written: {advice}")
-    return True
 
 
 def same_bits(tensor: torch.Tensor, reference: torch.Tensor) -> bool:
@@ -128,29 +90,27 @@ def same_bits(tensor: torch.Tensor, reference: torch.Tensor) -> bool:
 
 
 class ConversionJob:
-    """Writes folder ``out``; a context manager, on every rank.
+    """Writes folder ``out``; a context manager.
 
     ConfigError if ``out`` holds anything that megarl did not write. CheckpointError if ``out`` exists and must not be
     replaced, if another process writes ``out``, or if the disk fails.
     """
 
-    def __init__(self, out: Path, source: Path, model: Path, options: Options, ranks: Ranks) -> None:
+    def __init__(self, out: Path, source: Path, model: Path, options: Options) -> None:
         """``model``: the folder whose config and tokenizer are copied.
 
         ConfigError if ``out`` would replace the source or the model.
         """
         require_apart(out, source, model)
         self.out = out.resolve()  # a link stays; its target is replaced
-        self.folder, self.ranks = partial_of(self.out), ranks
+        self.folder = partial_of(self.out)
         self._overwrite, self._model, self._lock = options.overwrite, model, None
 
     def __enter__(self) -> Self:
         require_own(self.out)
         self._require_free("exists; remove it, choose another folder, or ask for --overwrite")
-        if self.ranks.rank == 0:
-            with self._explain_disk_errors():
-                self._claim()
-        self.ranks.wait()
+        with self._explain_disk_errors():
+            self._claim()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -190,19 +150,12 @@ class ConversionJob:
         write_unit: Callable[[int, Any], Any],
         finish: Callable[[list[Any]], None],
     ) -> None:
-        """Write this rank's units with ``write_unit(number, unit)``, which returns a record of plain data.
+        """Write all units with ``write_unit(number, unit)``, then call ``finish`` with the results, in order.
 
-        Rank 0 then calls ``finish`` with the records of all units, in order. CheckpointError if the disk fails.
+        CheckpointError if the disk fails.
         """
-        written = {}
-        for number, unit in self._share("converting", units, sizes):
-            with self._explain_disk_errors():
-                written[number] = write_unit(number, unit)
-        by_number = {number: record for of_rank in self.ranks.gather(written) for number, record in of_rank.items()}
-        if self.ranks.rank == 0:
-            with self._explain_disk_errors():
-                finish([by_number[number] for number in range(len(units))])
-        self.ranks.wait()
+        with self._explain_disk_errors():
+            finish([write_unit(number, unit) for number, unit in enumerate(self._shown("converting", units, sizes))])
 
     def write_shards(
         self,
@@ -213,7 +166,7 @@ class ConversionJob:
     ) -> None:
         """Write a Hugging Face folder: a safetensors file for each shard, and the index.
 
-        ``encode(piece)`` returns the tensors of a piece. Rank 0 calls ``finish`` at the end.
+        ``encode(piece)`` returns the tensors of a piece; ``finish`` is called at the end.
         """
         files = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
 
@@ -231,36 +184,29 @@ class ConversionJob:
 
     def verify(self, units: Sequence[Sequence[T]], sizes: Sequence[int], changed: Callable[[T], list[str]]) -> None:
         """Raise CheckpointError if ``changed(piece)`` returns names."""
-        parts = self._share("verifying", units, sizes)
-        if names := [name for _, unit in parts for piece in unit for name in changed(piece)]:
+        parts = self._shown("verifying", units, sizes)
+        if names := [name for unit in parts for piece in unit for name in changed(piece)]:
             raise CheckpointError(
                 f"{some(names)} came out different from the source; nothing was put in place. Run the command "
                 "again. If it repeats, disk or memory is damaged, the source changes, or the map is wrong"
             )
-        self.ranks.wait()
 
-    def _share(self, label: str, units: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[int, Any]]:
-        """Yield (number, unit) of this rank; rank 0 shows a progress bar in bytes."""
-        own_units = self.ranks.share(units)
+    def _shown(self, label: str, units: Sequence[T], sizes: Sequence[int]) -> Iterator[T]:
+        """Yield the units with a progress bar in bytes."""
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        console = Console(stderr=True)
-        with Progress(*columns, TimeRemainingColumn(), console=console, disable=self.ranks.rank != 0) as bar:
-            task = bar.add_task(label, total=sum(sizes[number] for number, _ in own_units))
-            for number, unit in own_units:
-                yield number, unit
-                bar.advance(task, sizes[number])
+        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+            task = bar.add_task(label, total=sum(sizes))
+            for unit, size in zip(units, sizes, strict=True):
+                yield unit
+                bar.advance(task, size)
 
     def publish(self, **manifest: Any) -> None:
         """Rename the folder to ``out``, with ``manifest`` and the SHA-256 of every file of weights in the folder."""
         files = sorted(path for path in self.folder.iterdir() if path.suffix in (".safetensors", ".distcp"))
-        digests = {file.name: sha256_of(file) for _, file in self.ranks.share(files)}
-        digests = {name: digest for of_rank in self.ranks.gather(digests) for name, digest in sorted(of_rank.items())}
-        if self.ranks.rank == 0:
-            with self._explain_disk_errors():
-                text = json.dumps({**manifest, "sha256": digests}, indent=1)
-                write_atomically(self.folder / MANIFEST, text.encode())
-                outputs.seal(self.folder)
-                self._require_free(f"has appeared meanwhile; {self.folder} is whole: rename one")
-                replace_folder(self.folder, self.out)
-                (self.out / _LOCK).unlink()
-        self.ranks.wait()
+        with self._explain_disk_errors():
+            text = json.dumps({**manifest, "sha256": {file.name: sha256_of(file) for file in files}}, indent=1)
+            write_atomically(self.folder / MANIFEST, text.encode())
+            outputs.seal(self.folder)
+            self._require_free(f"has appeared meanwhile; {self.folder} is whole: rename one")
+            replace_folder(self.folder, self.out)
+            (self.out / _LOCK).unlink()

@@ -23,8 +23,6 @@ from megarl.models.hf_folder import INDEX, SINGLE, read_json, weight_files
 MANIFEST = "conversion.json"
 """A conversion's file with checksums, and with the names of left-out tensors."""
 T = TypeVar("T")
-_MAPPED_BYTES = 256 << 20
-"""After reading this many bytes a file is reopened, because the pages stay mapped into memory."""
 _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8},
@@ -47,7 +45,6 @@ class HFCheckpoint:
         self.path = Path(path)
         self._config = read_json(self.path / "config.json") if (self.path / "config.json").is_file() else {}
         self._open: tuple[Path, Any] | None = None
-        self.num_read = 0
         try:
             self._block = read_fp8_block(self._config)
             self._num_prediction_layers = count_prediction_layers(self._config)
@@ -106,7 +103,6 @@ class HFCheckpoint:
             tensor = self._handle(file).get_tensor(name)
         except (SafetensorError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"{file}: {name} cannot be read ({error})") from error
-        self.num_read += tensor.nbytes
         return tensor
 
     def read(self, name: str) -> torch.Tensor:
@@ -136,8 +132,8 @@ class HFCheckpoint:
         return self._handle(self._files[name]).get_slice(name)
 
     def _handle(self, file: Path) -> Any:
-        if self._open is None or self._open[0] != file or self.num_read > _MAPPED_BYTES:
-            self._open, self.num_read = (file, _opened(file)), 0
+        if self._open is None or self._open[0] != file:
+            self._open = file, _opened(file)
         return self._open[1]
 
     def _high_precision(self) -> torch.dtype:

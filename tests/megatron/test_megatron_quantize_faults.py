@@ -17,7 +17,7 @@ import torch
 from fp8_worlds import BLOCK, matrices, same_tensors, write_plain
 
 from megarl.convert import job
-from megarl.convert.job import Options, Ranks
+from megarl.convert.job import Options
 from megarl.convert.quantization import Quantized, quantize
 from megarl.errors import CheckpointError, ConfigError, NumericsError
 
@@ -26,9 +26,9 @@ ONE_FILE = 2000
 """Bytes for two of the matrices of ``matrices``."""
 
 
-def quantized(source: Path, out: Path, model: Path | None = None, **settings: Any) -> Quantized:
+def quantized(source: Path, out: Path, **settings: Any) -> Quantized:
     options = Options(**{"block": BLOCK, "shard_bytes": ONE_FILE, **settings})
-    return quantize(source, out, model, options, Ranks())
+    return quantize(source, out, options)
 
 
 @pytest.fixture
@@ -58,19 +58,16 @@ def test_what_is_fp8_already_is_refused(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "again").exists()
 
 
-def test_experts_in_one_tensor_are_refused_or_kept(tmp_path: Path) -> None:
+def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
     weights = matrices(2) | {"model.layers.0.mlp.experts.w13": torch.ones(2, 16, 16)}
     source = write_plain(tmp_path / "source", weights)
     with pytest.raises(ConfigError, match="w13 hold all experts of a layer, expected one matrix per expert"):
         quantized(source, tmp_path / "fp8")
-    quantized(source, tmp_path / "fp8", keep=("*.experts.*",))
-    config = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
-    assert config["modules_to_not_convert"] == ["lm_head", "model.layers.0.mlp.experts"]
 
 
 @pytest.mark.parametrize(
     ("folder", "message"),
-    [("absent", "is no folder"), ("empty", "holds no config.json"), ("no_config", "config.json cannot be read")],
+    [("absent", "is no folder"), ("empty", r"has no \*\.safetensors"), ("no_config", "config.json cannot be read")],
 )
 def test_what_is_no_checkpoint(folder: str, message: str, source: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
@@ -108,32 +105,20 @@ def test_files_may_be_read_by_others_and_have_checksums(source: Path, tmp_path: 
     assert manifest["to"] == "fp8"
 
 
-def tool(*words: str | Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}") if ranks > 1 else ()
-    command = [sys.executable, *torchrun, "-m", "megarl.cli", "quantize", *map(str, words)]
+def tool(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megarl.cli", "quantize", *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return preloaded.run(command, env=environment, timeout=1800)
 
 
 def test_the_command(source: Path, tmp_path: Path) -> None:
-    words = (source, tmp_path / "fp8", "--block", "16", "16", "--keep", "*.7.*", "--shard-gib", "2e-6")
+    words = (source, tmp_path / "fp8", "--block", "16", "16", "--shard-gib", "2e-6")
     done = tool(*words)
     assert done.returncode == 0, done.stderr
-    assert "7 of 9 tensors in FP8, blocks of 16 x 16; 30.8 kB -> " in done.stdout
+    assert "8 of 9 tensors in FP8, blocks of 16 x 16; 30.8 kB -> " in done.stdout
     assert done.stdout.count("o_proj.weight") == 3  # in the note on ragged shapes
-    quantized(source, tmp_path / "here", keep=("*.7.*",))
+    quantized(source, tmp_path / "here")
     assert same_tensors(tmp_path / "fp8", tmp_path / "here")
     again = tool(*words)
     assert again.returncode == 2
     assert re.fullmatch(r"megarl: error: \S+fp8 exists; .*\n", again.stderr)
-
-
-@pytest.mark.multirank
-def test_ranks_divide_the_files(source: Path, tmp_path: Path) -> None:
-    done = tool(source, tmp_path / "fp8", "--block", "16", "16", "--shard-gib", "2e-6", ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("8 of 9 tensors in FP8") == 1
-    quantized(source, tmp_path / "alone", shard_bytes=int(2e-6 * 2**30))
-    assert same_tensors(tmp_path / "fp8", tmp_path / "alone")
-    names = ("config.json", "model.safetensors.index.json")
-    assert all((tmp_path / "fp8" / name).read_text() == (tmp_path / "alone" / name).read_text() for name in names)

@@ -15,7 +15,7 @@ from tiny_families import FAMILIES, write_family
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.convert.conversion import to_hf, to_megatron
-from megarl.convert.job import Options, Ranks
+from megarl.convert.job import Options
 from megarl.convert.quantization import quantize
 from megarl.engines.local.engine import LocalEngine
 from megarl.errors import CheckpointError, ConfigError
@@ -28,7 +28,7 @@ from megarl.models.shapes import read_shape
 Tensors = dict[str, torch.Tensor]
 MOE = [name for name, (_, config) in FAMILIES.items() if any("expert" in key for key in config)]
 WITH_PREDICTION = [name for name in MOE if "num_nextn_predict_layers" in FAMILIES[name][1] or name == "glm4_moe"]
-ALONE, LOCAL = Ranks(), Options(layers="local")
+LOCAL = Options(layers="local")
 
 
 def read_all(folder: Path) -> Tensors:
@@ -229,9 +229,9 @@ class TestPredictionLayers:
             left_out = check_tensors(found, hf_shapes(read_shape(folder)))
         assert left_out == layer
         assert f"left out: {len(layer)} tensors of prediction layer 4 (" in describe_left_out(left_out)
-        done = to_megatron(folder, tmp_path / "megatron", LOCAL, ALONE)
+        done = to_megatron(folder, tmp_path / "megatron", LOCAL)
         assert done.dropped == layer
-        to_hf(tmp_path / "megatron", tmp_path / "back", None, Options(), ALONE)
+        to_hf(tmp_path / "megatron", tmp_path / "back", None, Options())
         written = json.loads((tmp_path / "back" / "config.json").read_text())
         assert not written.get("num_nextn_predict_layers")
         views = LocalEngine.from_pretrained(folder)._views
@@ -240,7 +240,7 @@ class TestPredictionLayers:
     def test_quantized_they_stay(self, tmp_path: Path) -> None:
         """Engines speculate with them, and training has not moved the other layers."""
         layer = with_prediction_layer(tmp_path / "model", "glm4_moe", num_nextn_predict_layers=1)
-        quantize(tmp_path / "model", tmp_path / "out", None, Options(), ALONE)
+        quantize(tmp_path / "model", tmp_path / "out", Options())
         assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
         with HFCheckpoint(tmp_path / "out") as found:
             assert found.names_of_prediction_layers() == {*layer}
@@ -249,22 +249,22 @@ class TestPredictionLayers:
     def test_a_count_that_is_none(self, count: Any, tmp_path: Path) -> None:
         with_prediction_layer(tmp_path / "model", "glm4_moe", num_nextn_predict_layers=count)
         with pytest.raises(ConfigError, match=r"num_nextn_predict_layers is .*, expected"):
-            to_megatron(tmp_path / "model", tmp_path / "out", LOCAL, ALONE)
+            to_megatron(tmp_path / "model", tmp_path / "out", LOCAL)
 
     def test_layers_that_nothing_explains_are_refused(self, tmp_path: Path) -> None:
         """A config.json with too few layers is not the model."""
         folder = write_family(tmp_path / "model", "qwen3_moe")
         edit_config(folder, num_hidden_layers=3)
         with pytest.raises(CheckpointError, match=r"tensors unknown: model\.layers\.3.*num_nextn_predict_layers"):
-            to_megatron(folder, tmp_path / "out", LOCAL, ALONE)
+            to_megatron(folder, tmp_path / "out", LOCAL)
         with_prediction_layer(tmp_path / "glm", "glm4_moe", num_nextn_predict_layers=1)
         tensors = load_file(tmp_path / "glm" / SINGLE)
         single(tmp_path / "glm", tensors | {"model.layers.5.enorm.weight": torch.ones(32)})
         with pytest.raises(CheckpointError, match=r"1 tensors unknown: model\.layers\.5\."):
-            to_megatron(tmp_path / "glm", tmp_path / "out", LOCAL, ALONE)
+            to_megatron(tmp_path / "glm", tmp_path / "out", LOCAL)
         with_prediction_layer(tmp_path / "few", "glm4_moe", num_nextn_predict_layers=1, num_hidden_layers=3)
         with pytest.raises(CheckpointError, match=r"tensors unknown: model\.layers\.3\."):
-            to_megatron(tmp_path / "few", tmp_path / "out", LOCAL, ALONE)
+            to_megatron(tmp_path / "few", tmp_path / "out", LOCAL)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2])

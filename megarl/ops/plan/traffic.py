@@ -8,7 +8,6 @@ from math import comb
 
 from megarl.config import Config, Layout
 from megarl.config.gpu_defaults import settings
-from megarl.core.rollout_codec import num_encoded_bytes
 from megarl.engines.buckets import BUCKET_BYTES
 from megarl.models.fit import wants_routes
 from megarl.models.hf_files import bucket_bytes
@@ -20,6 +19,8 @@ from megarl.ops.plan.trainer_memory import ELEMENT, cut_of, route_bytes, routed_
 
 REWARD_BYTES = 88
 """What all ranks know of a response: the columns of ``megarl.trainer.sampling.step_rollouts``."""
+TOKEN_BYTES = 14
+"""What the ranks of a model copy know of a token of a rollout, without its routes; with them a byte more."""
 PLACEMENT_BYTES = 16
 """Number and length of a sequence whose routes a rank has or needs."""
 
@@ -90,7 +91,7 @@ def step_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage
     routed, remote = wants_routes(config, shape), config.rollout.engine_kind.server
     of_step = config.train.mini_batches * route_bytes(config, shape, layout, stage)
     ranks, of_copy = layout.world_size // layout.dp, -(-responses // layout.dp)
-    rollouts = num_encoded_bytes(of_copy, round(of_copy * longest), routed=routed)
+    rollouts = round(of_copy * longest) * (TOKEN_BYTES + routed)
     placements = (ranks - 1) * (of_copy + of_copy // ranks) * PLACEMENT_BYTES if routed else 0
     return StepTraffic(
         columns=8 * tokens if remote else 0,
