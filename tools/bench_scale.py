@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -25,7 +26,7 @@ import torch
 
 from megarl.core.choices.credit import Credit
 from megarl.core.choices.stopping import Uniform
-from megarl.core.metrics import Stat, flatten, join_layouts, layout_of, unflatten
+from megarl.core.metrics import Stat, merge
 from megarl.core.packing import partition, select
 from megarl.core.sampling.credit_assignment import assign
 from megarl.core.types import TrainBatch
@@ -164,9 +165,7 @@ def metrics(number: int, _: Path) -> Run:
     stats = {f"layer/{index}": Stat.spread(values, values > 0.5) for index in range(number)}
 
     def run() -> object:
-        layout = join_layouts([layout_of(stats)])
-        repr(layout)
-        return unflatten(*flatten(stats, layout), layout)
+        return merge([pickle.loads(pickle.dumps(stats))])
 
     return run
 

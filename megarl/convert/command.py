@@ -16,17 +16,15 @@ class _Rewrite:
     """A checkpoint that is written as another one."""
 
     source: Positional[Path]
-    """A Hugging Face folder, a torch_dist checkpoint of Megatron-LM or megarl, or a folder with some."""
+    """The folder of a checkpoint."""
     out: Positional[Path]
-    """The folder to write; it appears when it is complete. An interrupted command goes on when it is given again."""
-    model: Path | None = None
-    """For a Megatron source, a folder with config and tokenizer; a converted checkpoint has its own."""
+    """The folder to write; it appears when it is complete."""
     shard_gib: float = pydantic.Field(2.0, gt=0, allow_inf_nan=False)
     """Size of a safetensors file."""
     overwrite: bool = False
     """Replace OUT if it exists, at the end and in one step."""
-    json: bool = False
-    """Print the results as JSON."""
+    no_verify: bool = False
+    """Do not read everything back and compare the bits."""
 
     @property
     def shard_bytes(self) -> int:
@@ -35,8 +33,10 @@ class _Rewrite:
 
 @command
 class Convert(_Rewrite):
-    """Convert a Hugging Face checkpoint into Megatron's torch_dist format, or back; also under torchrun."""
+    """Convert a Hugging Face checkpoint into Megatron's torch_dist format, or back."""
 
+    model: Path | None = None
+    """For a Megatron source, a folder with config and tokenizer; a converted checkpoint has its own."""
     dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep"
     """Of the output."""
     layers: Literal["installed", "local", "te"] = "installed"
@@ -45,8 +45,6 @@ class Convert(_Rewrite):
     """One tensor for all layers, as Megatron-LM asks for by default under --moe-layer-freq 1."""
     drop: tuple[str, ...] = ()
     """Globs of tensors that the model does not have and that may be left out (prediction layers)."""
-    verify: Literal["none", "checksums", "logits"] = "checksums"
-    """Read everything back and compare bits; logits also builds both models and compares their logits."""
 
     def run(self, overrides: Overrides) -> None:
         enable_cpu()
@@ -59,23 +57,19 @@ class Convert(_Rewrite):
             layers=installed_layers() if self.layers == "installed" else self.layers,
             stack_layers=self.stack_layers,
             drop=self.drop,
-            verify=self.verify != "none",
+            verify=not self.no_verify,
             overwrite=self.overwrite,
             shard_bytes=self.shard_bytes,
         )
-        convert(self.source, self.out, self.model, options, self.verify == "logits", self.json)
+        convert(self.source, self.out, self.model, options)
 
 
 @command
 class Quantize(_Rewrite):
-    """Write a checkpoint with FP8 weights, as SGLang and transformers read it; also under torchrun: docs/fp8.md."""
+    """Write a checkpoint with FP8 weights, as SGLang and transformers read it: docs/fp8.md."""
 
     block: tuple[pydantic.PositiveInt, pydantic.PositiveInt] = (128, 128)
     """Rows and columns that share a scale."""
-    keep: tuple[str, ...] = ()
-    """Globs of tensors to leave in high precision too."""
-    no_verify: bool = False
-    """Do not read everything back."""
 
     def run(self, overrides: Overrides) -> None:
         enable_cpu()
@@ -83,5 +77,5 @@ class Quantize(_Rewrite):
         from megarl.convert.quantization import quantize_and_show
 
         verify, size = not self.no_verify, self.shard_bytes
-        options = Options(block=self.block, keep=self.keep, verify=verify, overwrite=self.overwrite, shard_bytes=size)
-        quantize_and_show(self.source, self.out, self.model, options, self.json)
+        options = Options(block=self.block, verify=verify, overwrite=self.overwrite, shard_bytes=size)
+        quantize_and_show(self.source, self.out, options)

@@ -1,26 +1,20 @@
 """``megarl convert``: Hugging Face checkpoints into Megatron's ``torch_dist`` format and back, without a model.
 
-Memory: a parameter at a time towards Megatron, a file of ``shard_bytes`` towards Hugging Face. Under torchrun the
-ranks divide the files.
+Memory: a parameter at a time towards Megatron, a file of ``shard_bytes`` towards Hugging Face.
 """
 
-import json
 import math
 import os
-import resource
-import sys
 import time
 from argparse import Namespace
-from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from itertools import chain, compress
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
-from megarl.convert.job import ConversionJob, Options, Ranks, require_unchanged, same_bits
+from megarl.convert.job import ConversionJob, Options, require_unchanged, same_bits
 from megarl.convert.megatron_files import (
     HF_FOLDER,
     Keys,
@@ -31,14 +25,11 @@ from megarl.convert.megatron_files import (
     torch_dist_folder,
     units_of,
 )
-from megarl.convert.torch_dist import Chunk, write_file, write_metadata
+from megarl.convert.torch_dist import Chunk, Written, write_file, write_metadata
 from megarl.errors import CheckpointError, ConfigError, NumericsError, printable
-from megarl.megatron.checkpoints.checkpoint import read_weights
-from megarl.megatron.model import build_model, transformer_config
 from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, describe_left_out, pack_shards
 from megarl.models.names import LAYOUTS, hf_shapes, is_fp32
 from megarl.models.shapes import ModelShape, read_shape
-from megarl.stand_ins.attention import PackedSequences
 from megarl.stand_ins.te import find_te
 
 _MODEL_ARGUMENTS = ("num_layers", "hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "num_attention_heads")
@@ -53,20 +44,16 @@ class Converted:
     num_parameters: int
     num_bytes: int
     num_files: int
-    num_kept: int
-    """Files of this rank that an interrupted conversion had finished."""
     dropped: list[str]
     """Tensors of the source that were left out."""
-    source_checksums: bool
-    """Whether the source had checksums of its writer, and the checksums were compared."""
     keys: Keys
     shape: ModelShape = field(repr=False)
     num_padded_rows: int = 0
     """Rows of the source's vocabulary that were left out."""
 
 
-def to_megatron(source: Path, out: Path, options: Options, ranks: Ranks) -> Converted:
-    """Convert a Hugging Face folder into a ``torch_dist`` checkpoint, on all ranks alike.
+def to_megatron(source: Path, out: Path, options: Options) -> Converted:
+    """Convert a Hugging Face folder into a ``torch_dist`` checkpoint.
 
     ConfigError for an unknown model, CheckpointError for an incomplete source or a full disk; ``out`` then stays.
     """
@@ -76,16 +63,17 @@ def to_megatron(source: Path, out: Path, options: Options, ranks: Ranks) -> Conv
         raise ConfigError("--stack-layers needs layers of one kind; this model has dense and MoE layers")
     units = units_of(shape)
     with HFCheckpoint(source) as hf:
-        job = ConversionJob("megatron", out, source, source, hf.files(), options, ranks)
+        job = ConversionJob(out, source, source, options)
         dropped = check_tensors(hf, hf_shapes(shape), options.drop)
-        is_compared = options.verify and require_unchanged(source, ranks)
+        if options.verify:
+            require_unchanged(source)
         chunks = [[_chunk(piece, keys, shape, hf, options) for piece in unit] for unit in units]
         states = [sorted({name for piece in unit for name in keys.extra_states(piece, shape)}) for unit in units]
         sizes = [sum(math.prod(chunk.shape) * chunk.dtype.itemsize for chunk in unit) for unit in chunks]
         with job:
 
-            def write_unit(number: int, unit: list[Chunk]) -> tuple[Path, Any]:
-                return job.folder / f"__{number}_0.distcp", write_file(job.folder, number, unit, states[number])
+            def write_unit(number: int, unit: list[Chunk]) -> list[Written]:
+                return write_file(job.folder, number, unit, states[number])
 
             def finish(results: list[Any]) -> None:
                 write_metadata(job.folder, chain(*chunks), chain(*states), results)
@@ -100,10 +88,10 @@ def to_megatron(source: Path, out: Path, options: Options, ranks: Ranks) -> Conv
             about = {"family": shape.family, "keys": asdict(keys), "verified": options.verify, "dropped": dropped}
             job.publish(to="megatron", **about)
     num_parameters = sum(map(len, units))
-    return Converted(out, num_parameters, sum(sizes), len(units), job.num_kept, dropped, is_compared, keys, shape)
+    return Converted(out, num_parameters, sum(sizes), len(units), dropped, keys, shape)
 
 
-def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: Ranks) -> Converted:
+def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> Converted:
     """Convert a ``torch_dist`` checkpoint into a Hugging Face folder; errors as in ``to_megatron``.
 
     model: a folder with config and tokenizer; None for the folder inside a converted checkpoint.
@@ -111,9 +99,10 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: 
     source = torch_dist_folder(source)
     model = model_folder(source, model)
     shape = read_shape(model)
-    job = ConversionJob("hf", out, source, model, source.glob("*.distcp"), options, ranks)
+    job = ConversionJob(out, source, model, options)
     megatron = MegatronCheckpoint(source, shape, options.drop)
-    is_compared = options.verify and require_unchanged(source, ranks)
+    if options.verify:
+        require_unchanged(source)
     pieces = list(chain(*units_of(shape)))
     dtypes = [options.dtype_of(piece.rule.hf[0], megatron.dtype(piece)) for piece in pieces]
     cast_dtypes = set(compress(dtypes, (not is_fp32(piece.rule.hf[0]) for piece in pieces)))
@@ -125,8 +114,8 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: 
         job.write_shards(
             shards,
             sizes,
-            encode=lambda piece: (dict(hf_tensors(piece, megatron, options)), None),
-            finish=lambda _: copy_model_files(model, job.folder, config_dtype),
+            encode=lambda piece: dict(hf_tensors(piece, megatron, options)),
+            finish=lambda: copy_model_files(model, job.folder, config_dtype),
         )
         if options.verify:
             with HFCheckpoint(job.folder) as hf:
@@ -134,12 +123,12 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: 
                 job.verify(shards, sizes, lambda piece: _changed_parameter(piece, hf, megatron, options))
         about = {"family": shape.family, "verified": options.verify, "dropped": megatron.dropped}
         job.publish(to="hf", keys=asdict(megatron.keys), **about)
-    about_source = (megatron.dropped, is_compared, megatron.keys, shape, megatron.num_padded_rows)
-    return Converted(out, len(pieces), sum(sizes), len(shards), job.num_kept, *about_source)
+    about_source = (megatron.dropped, megatron.keys, shape, megatron.num_padded_rows)
+    return Converted(out, len(pieces), sum(sizes), len(shards), *about_source)
 
 
 def _chunk(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, options: Options) -> Chunk:
-    (place,) = keys.places(piece, shape)
+    place = keys.place(piece, shape)
     dtypes = {options.dtype_of(piece.rule.hf[0], hf.dtype(name)) for name in piece.hf}
     if len(dtypes) > 1:
         names = ", ".join(piece.hf)
@@ -181,7 +170,7 @@ def _changed_parameter(piece: Piece, written: HFCheckpoint, source: MegatronChec
     expected = source.read(piece)
     expected = expected[: source.shape.vocab_size] if piece.rule.layout == "vocab" else expected
     is_same = same_bits(inverted, expected.to(options.dtype_of(piece.rule.hf[0], expected.dtype)))
-    return [] if is_same else [source.keys.places(piece, source.shape)[0].key]
+    return [] if is_same else [source.keys.place(piece, source.shape).key]
 
 
 def _common_state(shape: ModelShape, keys: Keys) -> dict[str, Any]:
@@ -201,9 +190,6 @@ def _common_state(shape: ModelShape, keys: Keys) -> dict[str, Any]:
 
 
 DTYPES = {"keep": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_LENGTHS = (17, 32, 5)
-TOLERANCE = 1e-5
-"""Largest difference of fp32 logits: absolute for logits up to 1, relative to the largest logit beyond."""
 
 
 def installed_layers() -> Literal["local", "te"]:
@@ -211,42 +197,26 @@ def installed_layers() -> Literal["local", "te"]:
     return "te" if find_te()[0] else "local"
 
 
-def convert(
-    source: Path, out: Path, model: Path | None, options: Options, compare: bool = False, as_json: bool = False
-) -> None:
-    """Convert a checkpoint into the other format and print a summary; all ranks call together.
+def convert(source: Path, out: Path, model: Path | None, options: Options) -> None:
+    """Convert a checkpoint into the other format and print a summary.
 
-    compare: build both models, and compare the logits. ConfigError for a source that is no checkpoint.
+    ConfigError for a source that is no checkpoint.
     """
-    ranks = Ranks()
-    if compare and ranks.size > 1:
-        raise ConfigError("--verify logits builds the models in one process, found torchrun; use --verify checksums")
     if not source.exists():
         raise ConfigError(f"{source} does not exist, expected a checkpoint folder")
     start_s = time.monotonic()
     checkpoint = torch_dist_folder(source)
     if checkpoint != source or (checkpoint / "metadata.json").is_file():
-        result = to_hf(checkpoint, out, model, options, ranks)
-        hf, megatron = out, checkpoint
+        result = to_hf(checkpoint, out, model, options)
     elif os.path.lexists(source / "config.json"):
         if model is not None:
             raise ConfigError("--model belongs to a Megatron source; a Hugging Face folder has its own config.json")
-        result = to_megatron(source, out, options, ranks)
-        hf, megatron = source, out
+        result = to_megatron(source, out, options)
     else:
         raise ConfigError(
             f"{source} is neither a Hugging Face folder (config.json) nor a torch_dist checkpoint (metadata.json)"
         )
-    if ranks.rank == 0:
-        (_print_json if as_json else _print_summary)(result, time.monotonic() - start_s, options.verify)
-    if compare:
-        if result.keys != (needed := Keys.of_megatron(result.shape, installed_layers())):
-            raise ConfigError(
-                f"{result.out} is complete, but logits cannot be compared here: the Megatron checkpoint has the names "
-                f"{result.keys}, and a model built here needs {needed}"
-            )
-        with redirect_stdout(sys.stderr) if as_json else nullcontext():
-            compare_logits(hf, megatron, result.shape)
+    _print_summary(result, time.monotonic() - start_s, options.verify)
 
 
 def _print_summary(result: Converted, seconds: float, verified: bool) -> None:
@@ -254,84 +224,10 @@ def _print_summary(result: Converted, seconds: float, verified: bool) -> None:
         print(f"left out: {result.num_padded_rows} rows of the vocabulary beyond the model's {result.shape.vocab_size}")
     if line := describe_left_out(result.dropped):
         print(printable(line))
-    if result.num_kept:
-        print(f"kept {result.num_kept} of {result.num_files} files from an interrupted conversion")
-    if result.source_checksums:
-        print("the source's files have the checksums of the run or the conversion that wrote them")
-    elif verified:
-        print("the source has no checksums: whether its files are as they were written is not verified")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(
         f"{result.out}: {result.num_parameters} parameters, {result.num_bytes / 2**30:.3f} GiB in {result.num_files} "
-        f"files, {seconds:.1f} s, peak memory {peak:.2f} GiB ({result.shape.family}, "
+        f"files, {seconds:.1f} s ({result.shape.family}, "
         f"names of {result.keys.layers} layers)"
     )
     if verified:
         print("read back, inverted and compared with the source: every bit is equal")
-
-
-def _print_json(result: Converted, seconds: float, verified: bool) -> None:
-    names = ("num_parameters", "num_bytes", "num_files", "num_kept", "num_padded_rows", "source_checksums", "dropped")
-    fields = {name: getattr(result, name) for name in names} | {"family": result.shape.family}
-    print(json.dumps({"out": str(result.out), "seconds": seconds, "verified": verified, **fields}, indent=1))
-
-
-def compare_logits(hf: Path, megatron: Path, shape: ModelShape) -> None:
-    """Load both checkpoints in fp32, each with the library of its format, and compare logits of three random sequences.
-
-    The process holds the model twice. CheckpointError if the logits differ by more than TOLERANCE.
-    """
-    logits, expected = _compute_megatron(megatron, shape), _compute_hf(hf, shape)
-    difference, largest = float((logits - expected).abs().max()), float(expected.abs().max())
-    if not difference <= TOLERANCE * max(1.0, largest):
-        raise CheckpointError(
-            f"logits of Megatron and transformers differ by {difference:.3g} (largest {largest:.3g}), expected at most "
-            f"{TOLERANCE:g} of it: the weights are equal, so one of the two built another model"
-        )
-    print(f"logits of Megatron and transformers differ by at most {difference:.2g} (largest {largest:.3g})")
-
-
-def _make_sequences(shape: ModelShape) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    lengths = (min(length, shape.max_sequence_length) for length in _LENGTHS)
-    return [torch.randint(shape.vocab_size, (length,), generator=generator) for length in lengths]
-
-
-@torch.no_grad()
-def _compute_hf(folder: Path, shape: ModelShape) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        settings = {"dtype": torch.float32, "attn_implementation": "eager", "local_files_only": True}
-        model = AutoModelForCausalLM.from_pretrained(folder, **settings)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{folder}: transformers cannot load it, so logits cannot be compared ({error})") from error
-    return torch.cat([model.eval()(tokens[None]).logits[0] for tokens in _make_sequences(shape)])
-
-
-@torch.no_grad()
-def _compute_megatron(path: Path, shape: ModelShape) -> torch.Tensor:
-    from megatron.core import parallel_state, tensor_parallel
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    is_guest = parallel_state.model_parallel_is_initialized()  # another model lives in this process
-    if not is_guest:
-        parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    try:
-        (model,) = build_model(shape, transformer_config(shape, {}, torch.float32))
-        read_weights(path, [model])
-        sequences = _make_sequences(shape)
-        tokens = torch.cat(sequences)[None]
-        bounds = torch.tensor([0, *map(len, sequences)]).cumsum(0)
-        logits = model.eval()(
-            input_ids=tokens,
-            position_ids=torch.zeros_like(tokens),
-            attention_mask=None,
-            packed_seq_params=PackedSequences.of(bounds),
-        )
-    finally:
-        if not is_guest:
-            parallel_state.destroy_model_parallel()
-    return logits[0]

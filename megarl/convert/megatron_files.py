@@ -54,37 +54,28 @@ class Keys:
     """Layers that load the checkpoint: Megatron's local layers, or Transformer Engine's."""
     stacked: bool
     """A tensor [L, ...] for all layers, Megatron's default for layers of a single kind; else a tensor per layer."""
-    single_experts: bool = False
-    """A key per expert, gate and up apart (``singleton_local_shards``); else an axis for the experts."""
 
     @staticmethod
     def all_of(shape: ModelShape) -> "list[Keys]":
         can_stack = len(shape.moe_layers) in (0, shape.num_layers)
-        plain = [Keys(layers, stacked) for stacked in ([False, True] if can_stack else [False]) for layers in _LAYERS]
-        return [*plain, *(Keys(layers, False, single_experts=True) for layers in _LAYERS)]
+        return [Keys(layers, stacked) for stacked in ([False, True] if can_stack else [False]) for layers in _LAYERS]
 
     @staticmethod
     def of_megatron(shape: ModelShape, layers: Literal["local", "te"], stacked: bool = False) -> "Keys":
         """Return Megatron's scheme: layers are stacked unless ``moe_layer_freq`` is a list, as in a MoE model."""
         return Keys("local" if shape.norm_over_heads else layers, stacked or not shape.moe_layers)
 
-    def places(self, piece: Piece, shape: ModelShape) -> list[Place]:
-        """Return the place of a parameter; with ``single_experts`` the places of the halves of a gated matrix."""
+    def place(self, piece: Piece, shape: ModelShape) -> Place:
+        """Return the place of a parameter."""
         rule, layer, expert = piece.rule, piece.layer, piece.expert
         name, index, sizes = self._name(rule, shape), [], []
-        if rule.scope != "model":
-            if self.stacked:
-                name = name.replace(_LAYER, "layers.")
-                index, sizes = [layer], [shape.num_layers]
-            else:
-                name = name.replace(_LAYER, f"layers.{layer}.")
-        if rule.scope == "expert" and self.single_experts:
-            name = name.replace("{expert}", str(expert))
-        elif rule.scope == "expert":
-            name = name.replace("{expert}.", "")
-            index, sizes = [*index, expert], [*sizes, shape.num_experts]
-        halves = ("_w", "_v") if self.single_experts and rule.layout == "gate_up" else ("",)
-        return [Place(name + half, tuple(index), tuple(sizes)) for half in halves]
+        if rule.scope != "model" and self.stacked:
+            name, index, sizes = name.replace(_LAYER, "layers."), [layer], [shape.num_layers]
+        elif rule.scope != "model":
+            name = name.replace(_LAYER, f"layers.{layer}.")
+        if rule.scope == "expert":
+            name, index, sizes = name.replace("{expert}.", ""), [*index, expert], [*sizes, shape.num_experts]
+        return Place(name, tuple(index), tuple(sizes))
 
     def _name(self, rule: Rule, shape: ModelShape) -> str:
         if rule.scope == "expert":  # equal for both kinds of layers
@@ -97,7 +88,7 @@ class Keys:
 
     def extra_states(self, piece: Piece, shape: ModelShape) -> list[str]:
         """Return the names of the ``_extra_state`` objects of the parameter's module; without FP8 training: None."""
-        place = self.places(piece, shape)[0]
+        place = self.place(piece, shape)
         module = place.key.rpartition(".")[0]
         leaf = module.rpartition(".")[2]
         is_whole = piece.rule.scope == "model" and leaf != "final_layernorm"
@@ -162,7 +153,7 @@ def model_folder(source: Path, model: Path | None) -> Path:
 class MegatronCheckpoint:
     """Read access to the parameters of a model in a ``torch_dist`` checkpoint.
 
-    Recognises the names of local and Transformer Engine layers, with layers and experts stacked or single.
+    Recognises the names of local and Transformer Engine layers, with layers stacked or single.
     CheckpointError for tensors that are missing, unknown (unless a glob in ``drop`` matches) or mis-shaped.
     """
 
@@ -200,27 +191,22 @@ class MegatronCheckpoint:
     def _recognise(self, pieces: Sequence[Piece]) -> tuple[Keys, set[str]]:
         """Return the naming scheme with the fewest missing parameters, and the keys of the scheme."""
         candidates = [
-            (keys, {place.key for piece in pieces for place in keys.places(piece, self.shape)})
-            for keys in Keys.all_of(self.shape)
+            (keys, {keys.place(piece, self.shape).key for piece in pieces}) for keys in Keys.all_of(self.shape)
         ]
         return min(candidates, key=lambda candidate: len(candidate[1] - set(self._stored)))
 
     def _check_shape(self, piece: Piece) -> None:
-        places = self.keys.places(piece, self.shape)
-        first, *inner = parameter_shape(piece, self.shape)
-        for place in places:
-            expected = (*place.sizes, first // len(places), *inner)
-            size = tuple(self._stored[place.key].size)
-            if piece.rule.layout == "vocab" and size[1:] == expected[1:] and size[0] > expected[0]:
-                self.num_padded_rows = size[0] - expected[0]
-            elif size != expected:
-                raise CheckpointError(f"{self._reader.path}: {place.key} has shape {size}, expected {expected}")
+        place, inner = self.keys.place(piece, self.shape), parameter_shape(piece, self.shape)
+        size, expected = tuple(self._stored[place.key].size), (*place.sizes, *inner)
+        if piece.rule.layout == "vocab" and size[1:] == expected[1:] and size[0] > expected[0]:
+            self.num_padded_rows = size[0] - expected[0]
+        elif size != expected:
+            raise CheckpointError(f"{self._reader.path}: {place.key} has shape {size}, expected {expected}")
 
     def dtype(self, piece: Piece) -> torch.dtype:
         """Return the stored dtype of a parameter."""
-        return self._stored[self.keys.places(piece, self.shape)[0].key].properties.dtype
+        return self._stored[self.keys.place(piece, self.shape).key].properties.dtype
 
     def read(self, piece: Piece) -> torch.Tensor:
         """Return the whole parameter; a vocabulary may be padded."""
-        tensors = [self._reader.read(place) for place in self.keys.places(piece, self.shape)]
-        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        return self._reader.read(self.keys.place(piece, self.shape))

@@ -1,6 +1,6 @@
-"""``megarl quantize``: write a Hugging Face or Megatron checkpoint as a Hugging Face folder with FP8 blocks.
+"""``megarl quantize``: write a Hugging Face folder as one with FP8 blocks.
 
-Memory: a file of ``shard_bytes``, and a parameter. Under torchrun the ranks divide the files.
+Memory: a file of ``shard_bytes``, and a tensor.
 
 transformers and SGLang treat every linear module as FP8, except for the modules in ``modules_to_not_convert`` of the
 config. They match the names differently:
@@ -8,41 +8,29 @@ config. They match the names differently:
 - transformers 5.12: a regular expression for the beginning of a module's name, or for the end;
 - SGLang 0.5.23: whole components of the name; some earlier releases: any substring.
 
-Both hold the experts of a layer as a single module. SGLang also joins some projections.
+Both hold the experts of a layer as a single module.
 """
 
-import fnmatch
-import json
 import math
 import re
-import statistics
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.filesize import decimal
 
-from megarl.convert.conversion import hf_tensors
-from megarl.convert.job import ConversionJob, Options, Ranks, require_unchanged, same_bits
-from megarl.convert.megatron_files import MegatronCheckpoint, Piece, model_folder, torch_dist_folder, units_of
-from megarl.core.fp8 import SCALE, BlockErrors, ErrorSum, fp8_config, grid_of, is_fp8_weight, quantize_by_stripes
+from megarl.convert.job import ConversionJob, Options, require_unchanged, same_bits
+from megarl.core.fp8 import SCALE, fp8_config, grid_of, is_fp8_weight, quantize_by_stripes
 from megarl.errors import CheckpointError, ConfigError, NumericsError, some
 from megarl.files.hf_config import find_quantization
-from megarl.files.writing import write_atomically
-from megarl.models.hf_files import FP8_ERRORS, HFCheckpoint, copy_model_files, pack_shards
+from megarl.models.hf_files import HFCheckpoint, copy_model_files, pack_shards
 from megarl.models.hf_folder import read_json
-from megarl.models.names import hf_shapes
-from megarl.models.shapes import read_shape
 
 _WEIGHT = ".weight"
 _HIGH = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _EXPERTS = re.compile(r"(.*\.experts)\.")
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
-"""Projections that engines join into a single matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,33 +52,22 @@ class Tensor:
         return experts[1] if experts else self.name.removesuffix(_WEIGHT)
 
 
-def select_tensors(
-    tensors: Sequence[Tensor], keep: Sequence[str], block: tuple[int, int]
-) -> tuple[set[str], dict[str, Any]]:
+def select_tensors(tensors: Sequence[Tensor], block: tuple[int, int]) -> tuple[set[str], dict[str, Any]]:
     """Return (names of the tensors that become FP8, ``quantization_config`` of the result).
 
-    keep: globs of names, with or without ``.weight``, that stay in high precision.
-
-    ConfigError for a glob without a match, weights that cannot be quantised, and a selection that engines would
-    misunderstand.
+    ConfigError for weights that cannot be quantised, and for names that engines would confuse.
     """
     if min(block) < 1:
         raise ConfigError(f"blocks of {block[0]} x {block[1]} are empty, expected two numbers of at least 1")
-    high = _match(tensors, keep)
-    matrices = [tensor for tensor in tensors if len(tensor.shape) == 2 and is_fp8_weight(tensor.name)]
-    quantized = {tensor.name for tensor in matrices} - high
+    quantized = {tensor.name for tensor in tensors if len(tensor.shape) == 2 and is_fp8_weight(tensor.name)}
     if not quantized:
-        raise ConfigError("no linear weight is left to be quantised: the model has none, or --keep names all of them")
+        raise ConfigError("no linear weight is left to be quantised: the model has none")
     if integers := [f"{t.name} ({t.dtype})" for t in tensors if t.name in quantized and t.dtype not in _HIGH]:
         raise ConfigError(f"{some(integers)} are quantised already, expected weights in high precision")
-    if fused := [t.name for t in tensors if t.name not in high and len(t.shape) > 2 and _EXPERTS.match(t.name)]:
-        raise ConfigError(
-            f"{some(fused)} hold all experts of a layer, expected one matrix per expert; to leave them in high "
-            "precision, --keep them"
-        )
-    _require_whole_matrices(matrices, quantized)
+    if fused := [t.name for t in tensors if len(t.shape) > 2 and _EXPERTS.match(t.name)]:
+        raise ConfigError(f"{some(fused)} hold all experts of a layer, expected one matrix per expert")
     modules = _modules_to_keep([tensor for tensor in tensors if tensor.name not in quantized])
-    _require_distinct(modules, list(dict.fromkeys(t.module for t in matrices if t.name in quantized)))
+    _require_distinct(modules, list(dict.fromkeys(t.module for t in tensors if t.name in quantized)))
     return quantized, fp8_config(modules, block)
 
 
@@ -101,37 +78,6 @@ def is_misread(shape: Sequence[int], block: tuple[int, int]) -> bool:
     """
     axes = zip(shape, block, grid_of(shape, block), strict=True)
     return any(count > 1 and size % length for size, length, count in axes)
-
-
-def _match(tensors: Sequence[Tensor], keep: Sequence[str]) -> set[str]:
-    names: set[str] = set()
-    for pattern in keep:
-        globs = (pattern, pattern + _WEIGHT)
-        matched = {t.name for t in tensors if any(fnmatch.fnmatchcase(t.name, glob) for glob in globs)}
-        if not matched:
-            raise ConfigError(f"--keep {pattern!r} matches no tensor of the model, such as {tensors[-1].name}")
-        names |= matched
-    return names
-
-
-def _require_whole_matrices(matrices: Sequence[Tensor], quantized: set[str]) -> None:
-    """Refuse two precisions within a matrix of the engine."""
-    groups: dict[tuple[str, Any], list[str]] = defaultdict(list)
-    for tensor in matrices:
-        if _EXPERTS.match(tensor.name):
-            groups[tensor.module, None].append(tensor.name)
-            continue
-        parent, _, leaf = tensor.name.removesuffix(_WEIGHT).rpartition(".")
-        for fused in _FUSED:
-            if leaf in fused:
-                groups[parent, fused].append(tensor.name)
-    for (module, _), names in groups.items():
-        high = [name for name in names if name not in quantized]
-        if high and len(high) < len(names):
-            raise ConfigError(
-                f"--keep leaves {some(high)} in high precision, but not {some(quantized & set(names))}: engines hold "
-                f"them as one matrix of {module}, so --keep all of them or none"
-            )
 
 
 def _modules_to_keep(tensors: Sequence[Tensor]) -> list[str]:
@@ -148,12 +94,8 @@ def _require_distinct(high: Sequence[str], quantized: Sequence[str]) -> None:
         if confused:
             raise ConfigError(
                 f"{name} stays in high precision, and its name would make engines take {some(confused)} for such a "
-                f"module too: --keep {confused[0]!r} as well"
+                "module too: rename one in the checkpoint"
             )
-
-
-NUM_WORST = 5
-HEADER = ("rel. error", "max error", "of block", "underflow", "zero blocks", "saturated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,99 +103,66 @@ class Quantized:
     """Result of a quantisation."""
 
     out: Path
-    errors: dict[str, BlockErrors]
-    """Errors of each quantised tensor."""
+    names: list[str]
+    """Names of the quantised tensors."""
     shapes: dict[str, tuple[int, ...]]
     """Shapes of all tensors."""
     bytes_before: int
     bytes_after: int
     num_files: int
-    num_resumed: int
-    """Files of this rank that an interrupted start had finished."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Tensors of the source that are read together."""
-
-    tensors: list[Tensor]
-    read: Callable[[], list[torch.Tensor]]
-
-
-def quantize(source: Path, out: Path, model: Path | None, options: Options, ranks: Ranks) -> Quantized:
-    """Write ``source``, a Hugging Face folder or a ``torch_dist`` checkpoint, as an FP8 checkpoint, on all ranks alike.
-
-    model: the folder with config and tokenizer of a Megatron checkpoint; None for the folder inside a converted one.
+def quantize(source: Path, out: Path, options: Options) -> Quantized:
+    """Write ``source``, a Hugging Face folder, as an FP8 checkpoint.
 
     ConfigError for a source that is quantised already, CheckpointError for an incomplete source or a full disk,
     NumericsError for a value that is not finite; ``out`` is then unchanged.
     """
-    is_hf = source.is_dir() and any(source.glob("*.safetensors"))
-    source, model, files, groups = _open_hf(source, model) if is_hf else _open_megatron(source, model)
-    job = ConversionJob("fp8", out, source, model, files, options, ranks)
+    hf = _open(source)
+    job = ConversionJob(out, source, source, options)
     if options.verify:
-        require_unchanged(source, ranks)
-    tensors = [tensor for group in groups for tensor in group.tensors]
-    quantized, config = select_tensors(tensors, options.keep, options.block)
-    encode = partial(_encode, quantized=quantized, block=options.block)
-    sizes = [sum(_num_bytes(tensor, quantized, options.block) for tensor in group.tensors) for group in groups]
-    shards, totals = pack_shards(groups, sizes, options.shard_bytes)
+        require_unchanged(source)
+    tensors = [Tensor(name, hf.shape(name), hf.dtype(name)) for name in hf.names()]
+    quantized, config = select_tensors(tensors, options.block)
+    sizes = [_num_bytes(tensor, quantized, options.block) for tensor in tensors]
+    shards, totals = pack_shards(tensors, sizes, options.shard_bytes)
+
+    def encode(tensor: Tensor) -> dict[str, torch.Tensor]:
+        return _encode(tensor.name, hf.read(tensor.name), tensor.name in quantized, options.block)
+
     with job:
 
-        def finish(notes: list[dict[str, dict[str, Any]]]) -> None:
-            copy_model_files(model, job.folder, None, config, predicts=is_hf)
-            errors = {name: figures for by_name in notes for name, figures in by_name.items()}
-            content = {"block": options.block, "tensors": errors}
-            write_atomically(job.folder / FP8_ERRORS, json.dumps(content, indent=1).encode())
+        def finish() -> None:
+            copy_model_files(source, job.folder, None, config, predicts=True)
 
         job.write_shards(shards, totals, encode, finish)
         if options.verify:
             with HFCheckpoint(job.folder) as written:
 
-                def find_changed(group: _Group) -> list[str]:
-                    expected = encode(group, measure=False)[0].items()
+                def find_changed(tensor: Tensor) -> list[str]:
+                    expected = encode(tensor).items()
                     return [name for name, tensor in expected if not same_bits(written.stored(name), tensor)]
 
                 job.verify(shards, totals, find_changed)
-        job.publish(to="fp8", block=options.block, keep=options.keep, verified=options.verify)
+        job.publish(to="fp8", block=options.block, verified=options.verify)
     bytes_before = sum(tensor.num_bytes for tensor in tensors)
     shapes = {tensor.name: tensor.shape for tensor in tensors}
-    return Quantized(out, read_errors(out), shapes, bytes_before, sum(totals), len(shards), job.num_kept)
+    return Quantized(out, sorted(quantized), shapes, bytes_before, sum(totals), len(shards))
 
 
-def read_errors(folder: Path) -> dict[str, BlockErrors]:
-    """Return the errors of each quantised tensor of an FP8 folder."""
-    tables = json.loads((folder / FP8_ERRORS).read_text())["tensors"]
-    return {name: BlockErrors(**figures) for name, figures in tables.items()}
-
-
-def _open_hf(source: Path, model: Path | None) -> tuple[Path, Path, list[Path], list[_Group]]:
-    if model is not None:
-        raise ConfigError(f"{source} is a Hugging Face folder, which has its own config; --model goes with Megatron's")
+def _open(source: Path) -> HFCheckpoint:
+    if not source.is_dir():
+        raise CheckpointError(f"{source} is no folder, expected a Hugging Face checkpoint")
+    if not any(source.glob("*.safetensors")):
+        raise ConfigError(
+            f"{source} has no *.safetensors, expected a Hugging Face checkpoint; convert a Megatron one first"
+        )
     if (table := find_quantization(read_json(source / "config.json"))) is not None:
         raise ConfigError(
             f"{source} is quantised already ({table.get('quant_method')!r}, blocks {table.get('weight_block_size')}), "
             "expected a model in high precision: quantising twice adds errors"
         )
-    hf = HFCheckpoint(source)
-    tensors = [Tensor(name, hf.shape(name), hf.dtype(name)) for name in hf.names()]
-    return source, source, hf.files(), [_Group([t], lambda name=t.name: [hf.read(name)]) for t in tensors]
-
-
-def _open_megatron(source: Path, model: Path | None) -> tuple[Path, Path, list[Path], list[_Group]]:
-    if not source.is_dir():
-        raise CheckpointError(f"{source} is no folder, expected a Hugging Face or Megatron checkpoint")
-    source = torch_dist_folder(source)
-    model = model_folder(source, model)
-    shape = read_shape(model)
-    megatron, shapes = MegatronCheckpoint(source, shape), hf_shapes(shape)
-
-    def group(piece: Piece) -> _Group:
-        tensors = [Tensor(name, shapes[name], megatron.dtype(piece)) for name in piece.hf]
-        return _Group(tensors, lambda: [tensor for _, tensor in hf_tensors(piece, megatron, Options())])
-
-    groups = [group(piece) for unit in units_of(shape) for piece in unit]
-    return source, model, sorted(source.glob("*.distcp")), groups
+    return HFCheckpoint(source)
 
 
 def _num_bytes(tensor: Tensor, quantized: set[str], block: tuple[int, int]) -> int:
@@ -262,65 +171,29 @@ def _num_bytes(tensor: Tensor, quantized: set[str], block: tuple[int, int]) -> i
     return math.prod(tensor.shape) + torch.float32.itemsize * math.prod(grid_of(tensor.shape, block))
 
 
-def _encode(
-    group: _Group, quantized: set[str], block: tuple[int, int], measure: bool = True
-) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-    """Return the tensors of a group as stored, and with ``measure`` the errors of the quantised tensors."""
-    stored: dict[str, torch.Tensor] = {}
-    errors: dict[str, dict[str, Any]] = {}
-    for tensor, content in zip(group.tensors, group.read(), strict=True):
-        name = tensor.name
-        if content.is_floating_point() and not (finite := content.isfinite()).all():
-            raise NumericsError(
-                f"{name} holds {int((~finite).sum())} values of {content.numel()} that are not finite; the source is "
-                "not worth quantising, and nothing was put in place"
-            )
-        if name not in quantized:
-            stored[name] = content.contiguous()
-            continue
-        total = ErrorSum(block) if measure else None
-        stored[name], stored[name + SCALE] = quantize_by_stripes(content, block, total)
-        if total is not None:
-            errors[name] = asdict(total.total())
-    return stored, errors
+def _encode(name: str, content: torch.Tensor, is_quantized: bool, block: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """Return a tensor as stored, with its scales."""
+    if content.is_floating_point() and not (finite := content.isfinite()).all():
+        raise NumericsError(
+            f"{name} holds {int((~finite).sum())} values of {content.numel()} that are not finite; the source is not "
+            "worth quantising, and nothing was put in place"
+        )
+    if not is_quantized:
+        return {name: content.contiguous()}
+    return dict(zip((name, name + SCALE), quantize_by_stripes(content, block), strict=True))
 
 
-def quantize_and_show(source: Path, out: Path, model: Path | None, options: Options, as_json: bool = False) -> None:
-    """Run ``quantize`` on all ranks; rank 0 prints what was written, and the tensors with the largest errors."""
-    ranks = Ranks()
-    result = quantize(source, out, model, options, ranks)
-    if ranks.rank == 0:
-        print(json.dumps(_as_json(result, options), indent=1) if as_json else _summarise(result, options))
-
-
-def _as_json(result: Quantized, options: Options) -> dict[str, Any]:
-    counts = {name: getattr(result, name) for name in ("bytes_before", "bytes_after", "num_files", "num_resumed")}
-    about = {"out": str(result.out), "block": options.block, "verified": options.verify}
-    errors = {name: asdict(figures) for name, figures in result.errors.items()}
-    return {**about, "num_tensors": len(result.shapes), **counts, "errors": errors}
-
-
-def _summarise(result: Quantized, options: Options) -> str:
-    files = f"{result.num_files} file" + "s" * (result.num_files > 1)
-    if result.num_resumed:
-        files += f", {result.num_resumed} of them from an interrupted start"
-    sizes = f"{decimal(result.bytes_before)} -> {decimal(result.bytes_after)}"
-    lines = [
-        f"{len(result.errors)} of {len(result.shapes)} tensors in FP8, blocks of {options.block[0]} x "
-        f"{options.block[1]}; {sizes} in {files}; {'verified' if options.verify else 'not verified'}",
-        " ".join([*(f"{word:>11}" for word in HEADER), " tensor"]),
-    ]
-    errors = result.errors.values()
-    for name, e in sorted(result.errors.items(), key=lambda item: -item[1].relative_error)[:NUM_WORST]:
-        figures = f"{e.relative_error:11.5f} {e.max_error:11.3g} {e.max_error_of_block:11.5f}"
-        lines.append(f"{figures} {e.underflow:11.3g} {e.num_zero_blocks:11d} {e.num_saturated:11d}  {name}")
-    median = statistics.median(e.relative_error for e in errors)
-    zeros, saturated = sum(e.num_zero_blocks for e in errors), sum(e.num_saturated for e in errors)
-    totals = f"{zeros} blocks of zeros, {saturated} saturated values"
-    lines.append(f"{median:11.5f} median; {totals}; all in {result.out / FP8_ERRORS}")
-    if ragged := [name for name in result.errors if is_misread(result.shapes[name], options.block)]:
-        lines.append(
+def quantize_and_show(source: Path, out: Path, options: Options) -> None:
+    """Run ``quantize``, and print what was written."""
+    result = quantize(source, out, options)
+    rows, columns = options.block
+    print(
+        f"{result.out}: {len(result.names)} of {len(result.shapes)} tensors in FP8, blocks of {rows} x {columns}; "
+        f"{decimal(result.bytes_before)} -> {decimal(result.bytes_after)}, {result.num_files} files; "
+        f"{'verified' if options.verify else 'not verified'}"
+    )
+    if ragged := [name for name in result.names if is_misread(result.shapes[name], options.block)]:
+        print(
             f"note: {some(ragged)} are no whole number of blocks; transformers 5.12 refuses or misreads such weights "
             "where it dequantises, and SGLang refuses some of them"
         )
-    return "\n".join(lines)

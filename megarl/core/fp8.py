@@ -7,7 +7,6 @@ upper left corner; those at the right and lower edge are smaller.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -21,8 +20,6 @@ SCALE = "_scale_inv"
 _SMALLEST = 1e-12
 """The maximum of a block of zeros: a scale of 0 would give NaN."""
 
-_HALF_STEP = 16.0
-"""Half the distance between e4m3's largest values: values further beyond 448 were cut off, not rounded."""
 _STRIPE_VALUES = 1 << 20
 _EXPONENT_BITS = 0x7F800000
 
@@ -172,67 +169,13 @@ def _as_matrix(blocks: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return whole[..., : shape[-2], : shape[-1]]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockErrors:
-    """Errors of a quantised weight."""
-
-    relative_error: float
-    """Frobenius norm of the difference over that of the weight; 0 for a weight of zeros."""
-    max_error: float
-    """Largest absolute difference."""
-    max_error_of_block: float
-    """Largest difference over the largest absolute value of its block."""
-    underflow: float
-    """Share of all values that were not 0 and are."""
-    num_zero_blocks: int
-    """Blocks without another value than 0."""
-    num_saturated: int
-    """Values beyond the range of their block by more than half a step; 0 unless a scale is wrong."""
-
-
-class ErrorSum:
-    """Adds up the errors of a weight's stripes."""
-
-    def __init__(self, block: tuple[int, int] = BLOCK) -> None:
-        self._block = block
-        self._sums = torch.zeros(6, dtype=torch.float64)
-        self._maxima = torch.zeros(2, dtype=torch.float64)
-
-    def add(self, weight: torch.Tensor, quantized: torch.Tensor, scale: torch.Tensor) -> None:
-        """One more stripe: ``weight`` [rows, in] of any floating dtype, with the result of ``quantize_fp8``."""
-        values = as_blocks(weight.float(), self._block)
-        codes = as_blocks(quantized.float(), self._block)
-        spread = _spread(scale)
-        error = (codes * spread).sub_(values).abs_()
-        size = values.abs()
-        largest, largest_error = size.amax((1, 3)), error.amax((1, 3))
-        of_block = torch.where(largest > 0, largest_error / largest, 0.0)
-        squares = [torch.linalg.vector_norm(blocks, dtype=torch.float64).square() for blocks in (values, error)]
-        flushed, saturated = (codes == 0) & (values != 0), size > spread * (E4M3_MAX + _HALF_STEP)
-        counts = [torch.tensor(weight.numel()), flushed.sum(), (largest == 0).sum(), saturated.sum()]
-        self._sums += torch.stack([*squares, *(count.double() for count in counts)])
-        self._maxima = torch.maximum(self._maxima, torch.stack([largest_error.max(), of_block.max()]))
-
-    def total(self) -> BlockErrors:
-        squares, squared_errors, values, flushed, zero_blocks, saturated = self._sums.tolist()
-        relative_error = (squared_errors / squares) ** 0.5 if squares else 0.0
-        underflow, (largest, of_block) = flushed / max(values, 1), self._maxima.tolist()
-        return BlockErrors(relative_error, largest, of_block, underflow, int(zero_blocks), int(saturated))
-
-
-def quantize_by_stripes(
-    weight: torch.Tensor, block: tuple[int, int] = BLOCK, errors: ErrorSum | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``quantize_fp8`` returns, with intermediate values of about a million elements at a time instead of all;
-    ``errors`` are added up on the way."""
+def quantize_by_stripes(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``quantize_fp8`` returns, with intermediate values of about a million elements at a time instead of all."""
     rows, columns = weight.shape
     height = max(1, _STRIPE_VALUES // (block[0] * max(1, columns)))  # in blocks
     quantized = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
     scale = torch.empty(grid_of(weight.shape, block))
     for top in range(0, len(scale), height):
         stripe = slice(top * block[0], (top + height) * block[0])
-        result = quantize_fp8(weight[stripe], block)
-        if errors is not None:
-            errors.add(weight[stripe], *result)
-        quantized[stripe], scale[top : top + height] = result
+        quantized[stripe], scale[top : top + height] = quantize_fp8(weight[stripe], block)
     return quantized, scale

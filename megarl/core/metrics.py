@@ -10,7 +10,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -161,43 +161,6 @@ def merge(dictionaries: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
         for name, stat in statistics.items():
             merged[name] = merged[name].merge(stat) if name in merged else stat
     return merged
-
-
-def layout_of(statistics: Mapping[str, Stat]) -> Layout:
-    """Return the layout of statistics for ``flatten``, in order."""
-    return tuple((name, stat.kind, len(stat.sums), len(stat.maxima)) for name, stat in statistics.items())
-
-
-def join_layouts(layouts: Iterable[Layout]) -> Layout:
-    """Return the layout of all names; ValueError if a name has two kinds."""
-    layout: dict[str, tuple[str, Kind, int, int]] = {}
-    for entry in chain.from_iterable(layouts):
-        if layout.setdefault(entry[0], entry) != entry:
-            raise ValueError(f"cannot merge {entry} into {layout[entry[0]]}: two uses of one name")
-    return tuple(layout.values())
-
-
-def flatten(statistics: Mapping[str, Stat], layout: Layout) -> tuple[Tensor, Tensor]:
-    """Return all sums and all maxima, float64 on the host, of names in this order.
-
-    statistics: on the host, with names of the layout. Sums and maxima of several ranks merge by addition and by
-    maximum: an absent name is -0 and -inf (neutral), and NaN among maxima becomes inf (a maximum could lose NaN).
-    """
-
-    def column(read: Callable[[Stat], Tensor], sizes: Iterable[int], absent: float) -> Tensor:
-        stats = zip((statistics.get(name) for name, *_ in layout), sizes, strict=True)
-        columns = [_vector().new_full((size,), absent) if stat is None else read(stat) for stat, size in stats]
-        return torch.cat([_vector(), *columns])
-
-    sums = column(lambda stat: stat.sums, (size for *_, size, _ in layout), -0.0)
-    maxima = column(lambda stat: stat.maxima, (size for *_, size in layout), -math.inf)
-    return sums, torch.where(maxima.isnan(), math.inf, maxima)
-
-
-def unflatten(sums: Tensor, maxima: Tensor, layout: Layout) -> dict[str, Stat]:
-    """Return statistics from what ``flatten`` gave."""
-    pairs = zip(sums.split([a for *_, a, _ in layout]), maxima.split([b for *_, b in layout]), strict=True)
-    return {name: Stat(kind, *pair) for (name, kind, *_), pair in zip(layout, pairs, strict=True)}
 
 
 def to_host(statistics: Mapping[str, Stat]) -> dict[str, Stat]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
@@ -17,8 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megarl import enable_cpu
-from megarl.core.devices import to_device
-from megarl.core.metrics import Layout, Stat, flatten, join_layouts, layout_of, to_host, unflatten
+from megarl.core.metrics import Stat, merge, to_host
 from megarl.core.packing import drop_routes
 from megarl.core.types import Rollout
 from megarl.errors import ConfigError, MegarlError, PeerError, RolloutError
@@ -30,8 +28,6 @@ if TYPE_CHECKING:  # replay needs no pydantic
 Result = TypeVar("Result")
 
 _TWIN = "over gloo"
-_LAYOUTS: dict[int, Layout] = {}
-"""By hash, the layouts of metrics that all ranks have agreed on; equal on all ranks."""
 _COLLECTIVE_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe")
 
 
@@ -93,7 +89,6 @@ def shutdown() -> None:
     if dist.is_initialized():
         leave_layout()
         _connect_by_gloo.cache_clear()
-        _LAYOUTS.clear()
         dist.destroy_process_group()
 
 
@@ -254,32 +249,8 @@ def from_main_rank(action: Callable[[], Result]) -> Result:
 def collect_metrics(statistics: Mapping[str, Stat]) -> dict[str, Stat] | None:
     """Merge the statistics of all model copies; None except on the main rank; a collective call."""
     local = to_host(statistics) if holds_outputs() else {}
-    if dist.get_world_size() == 1:
-        return local
-    layout = _agree_on_layout(layout_of(local) if holds_outputs() else None)
-    sums, maxima = flatten(local, layout)
-    for column, operation in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
-        if len(column):
-            dist.reduce(column, 0, operation, group=over_gloo())
-    return unflatten(sums, maxima, layout) if is_main_rank() else None
-
-
-def _agree_on_layout(local: Layout | None) -> Layout:
-    """The layout of all ranks' statistics; None on a rank without any; a collective call.
-
-    Ranks compare hashes. Names travel only when a hash is new, or not the same everywhere.
-    """
-    digest = int.from_bytes(hashlib.sha256(repr(local).encode()).digest()[:7], "little")
-    none = -(1 << 62)
-    bounds = torch.tensor([none, none] if local is None else [digest, -digest])
-    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=over_gloo())
-    highest, lowest = int(bounds[0]), -int(bounds[1])
-    if highest == lowest in _LAYOUTS:
-        return _LAYOUTS[highest]
-    layout = join_layouts(of_rank for of_rank in gather_objects(local) if of_rank is not None)
-    if highest == lowest:
-        _LAYOUTS[highest] = layout
-    return layout
+    of_ranks = gather_on_main_rank(local)
+    return None if of_ranks is None else merge(of_ranks)
 
 
 def all_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -298,31 +269,14 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return gathered
 
 
-def gather_bytes(local: np.ndarray, group: dist.ProcessGroup) -> list[np.ndarray]:
-    """The uint8 arrays [B] of all ranks of a group, of any lengths, in rank order; sent as tensors."""
-    if group.size() == 1:
-        return [local]
-    device = torch.cuda.current_device()
-    counts = torch.zeros(group.size(), dtype=torch.int64, device=device)
-    counts[group.rank()] = len(local)
-    dist.all_reduce(counts, group=group)
-    sizes = counts.tolist()
-    longest = torch.zeros(max(1, *sizes), dtype=torch.uint8)
-    longest[: len(local)] = torch.from_numpy(np.array(local))  # torch warns of what is read-only
-    padded = all_gather(to_device(longest, device), group).cpu().numpy()
-    return [data[:size] for data, size in zip(padded, sizes, strict=True)]
-
-
 def gather_rollouts(local: Sequence[Rollout]) -> list[Rollout]:
     """The rollouts of all ranks of this model copy in rank order; without routes if there are several ranks."""
     if model_group().size() == 1:
         return list(local)
-    bare = pickle.dumps([drop_routes(rollout) for rollout in local], pickle.HIGHEST_PROTOCOL)
-    of_ranks = gather_bytes(np.frombuffer(bare, np.uint8), model_group())
-    return [rollout for data in of_ranks for rollout in pickle.loads(data.tobytes())]
+    bare = [drop_routes(rollout) for rollout in local]
+    return [rollout for of_rank in gather_objects(bare, model_group()) for rollout in of_rank]
 
 
 def gather_rows(rows: np.ndarray) -> np.ndarray:
     """The rows, float64 [n, C], of all ranks back to back in rank order; n may differ between ranks."""
-    by_rank = gather_bytes(np.ascontiguousarray(rows).view(np.uint8).ravel(), require_group(dist.group.WORLD))
-    return np.concatenate([data.view(np.float64) for data in by_rank]).reshape(-1, rows.shape[1])
+    return np.concatenate(gather_objects(rows))

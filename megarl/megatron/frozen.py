@@ -32,7 +32,7 @@ class FrozenModel:
         if (folder / "config.json").is_file():
             load_hf(self.chunks, self.shape, folder)
         else:
-            self.step = checkpoint.load_weights(folder, self.chunks, self.shape, config.checkpoint.verify_gib)
+            self.step = checkpoint.load_weights(folder, self.chunks, self.shape)
         self.replay = RoutingReplay(self.chunks) if replays else None
 
     def export(self, receive: bool = True) -> Iterator[tuple[str, torch.Tensor]]:

@@ -24,8 +24,6 @@ from megarl.models.shapes import ModelShape
 from megarl.replay.megatron_state import unwrap
 
 _SHARD_BYTES = 4 << 30
-_Hop = tuple[dist.ProcessGroup, bool]
-"""A group on the way of tensors to the receiving ranks, and whether any of its ranks needs them."""
 GATHER_BYTES = 256 << 20
 """Limit for experts gathered at once, unless an expert of every rank is more."""
 
@@ -139,20 +137,6 @@ def export_hf(
     again takes longer than copying a small model.
     """
     rules = rules_of(shape)
-    routes = _routes(receive)
-    numbers = {rule.megatron: number for number, rule in enumerate(rules)}
-    local: dict[tuple[int, int], list[Placed]] = {}
-    for entry in place_parameters(chunks, shape) if placed is None else placed:
-        if entry.rule.megatron in numbers:
-            local.setdefault((entry.layer, numbers[entry.rule.megatron]), []).append(entry)
-    for piece in _pieces(local):
-        rule, entries = rules[piece.order[1]], sorted(local.get(piece.order, []), key=lambda entry: entry.expert)
-        for names, shards in _gather(piece, rule, entries, routes[rule.scope == "expert"], receive):
-            yield from zip(names, LAYOUTS[piece.layout].join(shards, shape), strict=True)
-
-
-def _routes(receive: bool) -> tuple[list[_Hop], list[_Hop]]:
-    """Return the groups that dense parameters and experts pass, the pipeline's last; a collective call."""
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     dense = [parallel_state.get_tensor_model_parallel_group(), pipeline]
     experts = [
@@ -160,15 +144,16 @@ def _routes(receive: bool) -> tuple[list[_Hop], list[_Hop]]:
         parallel_state.get_expert_model_parallel_group(),
         pipeline,
     ]
-    return _route(dense, receive), _route(experts, receive)
-
-
-def _route(groups: Sequence[dist.ProcessGroup], receive: bool) -> list[_Hop]:
-    route: list[_Hop] = []
-    for group in reversed(groups):
-        receive = any(gather_objects(receive, group))  # the next group's tensors are made of this one's
-        route.insert(0, (group, receive))
-    return route
+    numbers = {rule.megatron: number for number, rule in enumerate(rules)}
+    local: dict[tuple[int, int], list[Placed]] = {}
+    for entry in place_parameters(chunks, shape) if placed is None else placed:
+        if entry.rule.megatron in numbers:
+            local.setdefault((entry.layer, numbers[entry.rule.megatron]), []).append(entry)
+    for piece in _pieces(local):
+        rule, entries = rules[piece.order[1]], sorted(local.get(piece.order, []), key=lambda entry: entry.expert)
+        groups = experts if rule.scope == "expert" else dense
+        for names, shards in _gather(piece, rule, entries, groups, receive):
+            yield from zip(names, LAYOUTS[piece.layout].join(shards, shape), strict=True)
 
 
 def _pieces(local: dict[tuple[int, int], list[Placed]]) -> list[_Piece]:
@@ -183,27 +168,25 @@ def _pieces(local: dict[tuple[int, int], list[Placed]]) -> list[_Piece]:
 
 
 def _gather(
-    piece: _Piece, rule: Rule, entries: list[Placed], route: list[_Hop], receive: bool
+    piece: _Piece, rule: Rule, entries: list[Placed], groups: Sequence[dist.ProcessGroup], receive: bool
 ) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
     """Yield (Hugging Face names, shards of all tensor-parallel ranks) of each parameter, on the receiving ranks."""
-    if not route[0][1]:
+    if all(group.size() == 1 for group in groups):  # without gathering there is no copy
+        yield from ((entry.hf_names, [entry.tensor.detach()]) for entry in entries if receive)
         return
-    if all(group.size() == 1 for group, _ in route):  # without gathering there is no copy
-        yield from ((entry.hf_names, [entry.tensor.detach()]) for entry in entries)
-        return
-    *inner, (pipeline, is_used) = route
-    sizes = [group.size() for group, _ in reversed(inner)]  # [expert-parallel ranks if gathered, tensor-parallel ranks]
+    *inner, pipeline = groups
+    sizes = [group.size() for group in reversed(inner)]  # [expert-parallel ranks if gathered, tensor-parallel ranks]
     num_local, *of_expert = piece.shape
     step = max(1, GATHER_BYTES // (math.prod(sizes) * math.prod(of_expert) * piece.dtype.itemsize))
     for first in range(0, num_local, step):
         num = min(step, num_local - first)
         if piece.stage == pipeline.rank():
             whole = torch.stack([entry.tensor.detach() for entry in entries[first : first + num]])
-            for group in (group for group, is_needed in inner if is_needed):
+            for group in inner:
                 whole = all_gather(whole, group)
         else:
             whole = torch.empty(*sizes, num, *of_expert, dtype=piece.dtype, device=torch.cuda.current_device())
-        if is_used and pipeline.size() > 1:
+        if pipeline.size() > 1:
             dist.broadcast(whole, group=pipeline, group_src=piece.stage)
         if not receive:
             continue

@@ -7,7 +7,6 @@ rank has or wants. Ranks exchange placements and compute the rest. Then each row
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from megatron.core import parallel_state
 from megarl.core.devices import to_device
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import TraceError
-from megarl.megatron.distributed import gather_bytes, gather_objects, model_group
+from megarl.megatron.distributed import gather_objects, model_group
 from megarl.megatron.passes.micro_batches import MicroBatch, gather_slots, router_tokens
 from megarl.models.shapes import ModelShape
 from megarl.replay.megatron_state import cp_position, tp_position
@@ -69,20 +68,6 @@ class Placement:
         """int64 [R]: sequence * 2^32 + position of each row, -1 for padding."""
         return np.concatenate([np.empty(0, np.int64), *(self._rows_of(piece) for piece in self.pieces)])
 
-    def encode(self) -> np.ndarray:
-        """Return all numbers of the placement as bytes, uint8 [B]."""
-        pieces = [(piece.sequences.tolist(), piece.lengths.tolist(), piece.num_slots) for piece in self.pieces]
-        return np.frombuffer(json.dumps((pieces, self.layers, self.tp, self.cp), default=int).encode(), np.uint8)
-
-    @staticmethod
-    def decode(data: np.ndarray) -> Placement:
-        """Inverse of ``encode``: uint8 [B] -> placement."""
-        pieces, *others_ = json.loads(data.tobytes())
-        decoded = (
-            PackedPiece(np.array(ids, np.int64), np.array(lengths, np.int64), slots) for ids, lengths, slots in pieces
-        )
-        return Placement(tuple(decoded), *map(tuple, others_))
-
     def rows_by_piece(self) -> list[int]:
         """How many rows each piece has."""
         return [piece.num_slots // (self.tp[0] * self.cp[0]) for piece in self.pieces]
@@ -102,11 +87,8 @@ def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.P
     rows_here, wanted_rows = have.rows(), want.rows()
     if len(rows_here) != len(rows) or rows.size(1) != len(have.layers):
         raise TraceError(f"routes are {list(rows.shape)}, expected {len(rows_here)} rows of {len(have.layers)} layers")
-    if group.size() == 1:
-        has, wants = [(have, rows_here)], [(want, wanted_rows)]
-    else:  # as tensors: no pickled object travels in a step
-        placements_of_ranks = ([Placement.decode(d) for d in gather_bytes(p.encode(), group)] for p in (have, want))
-        has, wants = ([(placement, placement.rows()) for placement in placements] for placements in placements_of_ranks)
+    placements = gather_objects((have, want), group)
+    has, wants = ([(placement, placement.rows()) for placement in of_kind] for of_kind in zip(*placements, strict=True))
     outgoing = [_find_common(have, rows_here, *other) for other in wants]
     incoming = outgoing if group.size() == 1 else [_find_common(*other, want, wanted_rows) for other in has]
     parcels = []

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -23,44 +22,21 @@ from megarl.models.hf_folder import INDEX, SINGLE, read_json, weight_files
 
 MANIFEST = "conversion.json"
 """A conversion's file with checksums, and with the names of left-out tensors."""
-FP8_ERRORS = "fp8_errors.json"
-"""File of an FP8 folder with the errors of each tensor."""
 T = TypeVar("T")
-_MAPPED_BYTES = 256 << 20
-"""After reading this many bytes a file is reopened, because the pages stay mapped into memory."""
 _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8},
 }
 
 
-# Family with other expert names than Qwen's -> names of the MoE module, of gate, up and down.
-_EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
-_OF_QWEN = ("mlp", "gate_proj", "up_proj", "down_proj")
-_FUSED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)(_scale_inv)?")
-"""All experts of a layer in a single tensor of transformers 5: [E, 2 I, H], the gates first, and [E, H, I]."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The place of a tensor in a file."""
-
-    file: Path
-    name: str
-    """Name in the file."""
-    expert: int | None = None
-    """Index in a fused tensor [E, rows, columns]; None for a separate tensor."""
-    first: int = 0
-    height: int = 0
-    """First row and number of rows within the expert."""
 
 
 class HFCheckpoint:
     """Read access by name to the safetensors files of a Hugging Face checkpoint folder; a context manager.
 
     Block-quantised FP8 weights (``quantization_config`` with ``weight_block_size``) are dequantised to the dtype of the
-    config; scales have no names. Fused experts of transformers 5 have the names of single experts, and are read singly.
+    config; scales have no names.
 
     CheckpointError, naming the file or tensor, for a tensor that is missing, unreadable, or contradicts the index.
     """
@@ -69,15 +45,14 @@ class HFCheckpoint:
         self.path = Path(path)
         self._config = read_json(self.path / "config.json") if (self.path / "config.json").is_file() else {}
         self._open: tuple[Path, Any] | None = None
-        self.num_read = 0
         try:
             self._block = read_fp8_block(self._config)
             self._num_prediction_layers = count_prediction_layers(self._config)
         except ConfigError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
-        self._places = self._unfuse(self._locate())
-        scales = {name + SCALE for name in self._places} if self._block else set()
-        self._names = {name: None for name in self._places if name not in scales}
+        self._files = self._locate()
+        scales = {name + SCALE for name in self._files} if self._block else set()
+        self._names = {name: None for name in self._files if name not in scales}
 
     def __enter__(self) -> Self:
         return self
@@ -91,12 +66,7 @@ class HFCheckpoint:
 
     def files(self) -> list[Path]:
         """Return the files of the weights."""
-        return sorted({place.file for place in self._places.values()})
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether the files hold the experts of a layer in a single tensor."""
-        return any(place.expert is not None for place in self._places.values())
+        return sorted({*self._files.values()})
 
     def names_of_prediction_layers(self) -> set[str]:
         """Return the tensors of layers behind the model's layers: with ``eh_proj``, or counted by the config."""
@@ -112,34 +82,27 @@ class HFCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, from the file's header."""
-        place = self._places[name]
-        shape = tuple(self._handle(place.file).get_slice(place.name).get_shape())
-        return shape if place.expert is None else (place.height, *shape[2:])
+        return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of ``read(name)``. CheckpointError for an unknown dtype."""
-        place = self._places[name]
-        stored = self._handle(place.file).get_slice(place.name).get_dtype()
+        stored = self._slice(name).get_dtype()
         if stored not in _DTYPES:
-            raise CheckpointError(f"{place.file}: {name} has dtype {stored}, expected one of {', '.join(_DTYPES)}")
-        is_fp8 = self._block is not None and name + SCALE in self._places
+            raise CheckpointError(
+                f"{self._files[name]}: {name} has dtype {stored}, expected one of {', '.join(_DTYPES)}"
+            )
+        is_fp8 = self._block is not None and name + SCALE in self._files
         return self._high_precision() if is_fp8 else _DTYPES[stored]
 
     def stored(self, name: str) -> torch.Tensor:
         """Return a tensor of ``shape(name)`` as stored, also FP8 weights and scales. CheckpointError if unreadable."""
-        if name not in self._places:
+        if name not in self._files:
             raise CheckpointError(f"{self.path} holds no {name}")
-        place = self._places[name]
-        handle = self._handle(place.file)
+        file = self._files[name]
         try:
-            if place.expert is None:
-                tensor = handle.get_tensor(place.name)
-            else:
-                rows = slice(place.first, place.first + place.height)
-                tensor = handle.get_slice(place.name)[place.expert, rows]
+            tensor = self._handle(file).get_tensor(name)
         except (SafetensorError, RuntimeError, ValueError) as error:
-            raise CheckpointError(f"{place.file}: {name} cannot be read ({error})") from error
-        self.num_read += tensor.nbytes
+            raise CheckpointError(f"{file}: {name} cannot be read ({error})") from error
         return tensor
 
     def read(self, name: str) -> torch.Tensor:
@@ -152,37 +115,39 @@ class HFCheckpoint:
 
     def check_values(self, name: str) -> None:
         """Raise CheckpointError for a tensor of integers, and for FP8 without a scale for each block; reads headers."""
-        place = self._places[name]
-        stored = self._handle(place.file).get_slice(place.name).get_dtype()
+        stored = self._slice(name).get_dtype()
         if stored in ("F64", "F32", "F16", "BF16"):
             return
         if self._block is None or stored != "F8_E4M3":
             expected = "weights in 16 bits or more, or in FP8 with a quantization_config that says so"
-            raise CheckpointError(f"{place.file}: {name} has dtype {stored}, expected {expected}")
+            raise CheckpointError(f"{self._files[name]}: {name} has dtype {stored}, expected {expected}")
         shape = self.shape(name)
         expected = grid_of(shape, self._block) if len(shape) == 2 else "a matrix"
-        scale = self.shape(name + SCALE) if name + SCALE in self._places else "absent"
+        scale = self.shape(name + SCALE) if name + SCALE in self._files else "absent"
         if scale != expected:
             problem = f"{name}{SCALE} of this FP8 tensor is {scale}, expected {expected} for blocks of {self._block}"
-            raise CheckpointError(f"{place.file}: {problem}")
+            raise CheckpointError(f"{self._files[name]}: {problem}")
+
+    def _slice(self, name: str) -> Any:
+        return self._handle(self._files[name]).get_slice(name)
 
     def _handle(self, file: Path) -> Any:
-        if self._open is None or self._open[0] != file or self.num_read > _MAPPED_BYTES:
-            self._open, self.num_read = (file, _opened(file)), 0
+        if self._open is None or self._open[0] != file:
+            self._open = file, _opened(file)
         return self._open[1]
 
     def _high_precision(self) -> torch.dtype:
         return getattr(torch, read_dtype(self._config))
 
-    def _locate(self) -> dict[str, _Place]:
-        """Return tensor name -> place. CheckpointError if index and files differ."""
+    def _locate(self) -> dict[str, Path]:
+        """Return tensor name -> file. CheckpointError if index and files differ."""
         files, listed = weight_files(self.path)
-        places: dict[str, _Place] = {}
+        places: dict[str, Path] = {}
         for file in files:
             for name in _opened(file).keys():  # noqa: SIM118  (no mapping)
                 if name in places:
-                    raise CheckpointError(f"{name} is both in {places[name].file} and in {file.name}, expected it once")
-                places[name] = _Place(file, name)
+                    raise CheckpointError(f"{name} is both in {places[name]} and in {file.name}, expected it once")
+                places[name] = file
         if listed is None:
             for file in sorted({*self.path.glob("[!.]*.safetensors")} - {*files}):
                 if doubled := [name for name in _opened(file).keys() if name in places]:  # noqa: SIM118
@@ -191,45 +156,11 @@ class HFCheckpoint:
                         f"{file.name}, which SGLang reads too: move the file away that is not the model"
                     )
             return places
-        if absent := [name for name, file in listed.items() if name not in places or places[name].file.name != file]:
+        if absent := [name for name, file in listed.items() if name not in places or places[name].name != file]:
             raise CheckpointError(f"{self.path}: {INDEX} names {some(absent)}, which are not in the file that it says")
         if unlisted := [name for name in places if name not in listed]:
             raise CheckpointError(f"{self.path}: the files hold {some(unlisted)}, which {INDEX} does not name")
         return places
-
-    def _unfuse(self, stored: dict[str, _Place]) -> dict[str, _Place]:
-        """Return the places by the names of the family's checkpoints, which differ from the names in transformers 5."""
-        module, *projections = _EXPERTS.get(str(self._config.get("model_type")), _OF_QWEN)
-        places: dict[str, _Place] = {}
-        for name, place in stored.items():
-            family_name = name.replace(".mlp.", f".{module}.")
-            match = _FUSED.fullmatch(family_name)
-            members = {family_name: place} if match is None else self._experts(place, match, projections)
-            if doubled := members.keys() & places.keys():
-                raise CheckpointError(f"{place.file}: {name} holds {some([*doubled])}, which another tensor holds too")
-            places |= members
-        return places
-
-    def _experts(self, place: _Place, match: re.Match[str], projections: Sequence[str]) -> dict[str, _Place]:
-        """Return name -> place of each matrix, or of each matrix of scales, in a fused tensor."""
-        experts, kind, scale = match.groups(default="")
-        fused = self._handle(place.file).get_slice(place.name)
-        shape = fused.get_shape()
-        names = projections[:2] if kind == "gate_up_proj" else projections[2:]
-        if len(shape) != 3 or shape[1] % len(names):
-            expected = "[experts, 2 x width, hidden size]" if len(names) == 2 else "[experts, hidden size, width]"
-            raise CheckpointError(f"{place.file}: {place.name} has shape {tuple(shape)}, expected {expected}")
-        height = shape[1] // len(names)
-        if len(names) == 2 and self._block and fused.get_dtype() == "F8_E4M3" and height % self._block[0]:
-            raise CheckpointError(
-                f"{place.file}: {place.name} has gates of {height} rows, expected a multiple of the {self._block[0]} "
-                "that share a scale: a block would belong to gate and up projection"
-            )
-        return {
-            f"{experts}.{expert}.{name}.weight{scale}": _Place(place.file, place.name, expert, number * height, height)
-            for expert in range(shape[0])
-            for number, name in enumerate(names)
-        }
 
 
 def _opened(file: Path) -> Any:
@@ -264,6 +195,10 @@ def check_tensors(hf: HFCheckpoint, expected: dict[str, tuple[int, ...]], drop: 
     }
     if text := describe_faults(faults):
         hint = "; what may be left out is for --drop GLOB of megarl convert" if faults["unknown"] else ""
+        if any(".experts.gate_up_proj" in name for name in faults["unknown"]):
+            hint += (
+                ", and experts of a layer in one tensor: save the model with transformers' names (save_original_format)"
+            )
         if any(_LAYER.fullmatch(name) for name in faults["unknown"]):
             hint += ", or, where these are prediction layers, for num_nextn_predict_layers of config.json"
         raise CheckpointError(f"{hf.path} does not hold the model of its config.json: {text}{hint}")
@@ -353,7 +288,7 @@ def copy_model_files(
     predicts: the new checkpoint has the prediction layers.
     """
     for file in model_files(source):
-        if file.name not in (MANIFEST, FP8_ERRORS):
+        if file.name != MANIFEST:
             shutil.copyfile(file, target / file.name)
     config = read_json(source / "config.json")
     for key in QUANTIZATION:

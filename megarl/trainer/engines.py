@@ -38,7 +38,6 @@ from megarl.files.writing import find_tokenizer_code
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES
 from megarl.models.fit import servers_record
-from megarl.models.hf_files import HFCheckpoint
 from megarl.models.hf_folder import read_json
 from megarl.models.names import hf_shapes
 from megarl.models.shapes import read_shape
@@ -268,13 +267,12 @@ def server_specs(config: Config, host: str, key: str | None, folder: Path) -> li
 def _served_model(config: Config, folder: Path) -> Path:
     """Return the model folder for servers: model.path, or a folder without weights before the first update.
 
-    Servers cannot load model.path if only the trainer or only the servers use FP8, if the experts of a layer are one
-    tensor, or without weights.
+    Servers cannot load model.path if only the trainer or only the servers use FP8, or without weights.
     """
     source = Path(config.model.path)
     if not (source / "config.json").is_file():  # not on this machine
         return source
     is_quantized = find_quantization(read_json(source / "config.json")) is not None
-    if config.sglang.fp8 or is_quantized or not any(source.glob("*.safetensors")) or HFCheckpoint(source).is_fused:
+    if config.sglang.fp8 or is_quantized or not any(source.glob("*.safetensors")):
         return write_empty_model(source, folder / "model", config.sglang.fp8)
     return source

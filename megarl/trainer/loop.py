@@ -159,8 +159,9 @@ class Trainer:
             self.tripwires.stop_if_bad()
             if not self.config.rollout.one_step_off:
                 self._sync(done)
-        is_best = plan.evaluates and self._evaluate(done)
-        if is_best or plan.saves:
+        if plan.evaluates:
+            self._evaluate(done)
+        if plan.saves:
             self.checkpoints.save(done)
 
     def _sample(self, step: int) -> StepRollouts:
@@ -218,8 +219,8 @@ class Trainer:
             self.engine.update_weights(self.policy.export(self.engine.receives_weights), version=version)
         self.monitor.seconds |= {f"sync_{name}": seconds for name, seconds in self.engine.sync_seconds.items()}
 
-    def _evaluate(self, done: int) -> bool:
-        """Evaluate on all benchmarks after ``done`` steps; return whether the step is the best so far, to be saved."""
+    def _evaluate(self, done: int) -> None:
+        """Evaluate on all benchmarks after ``done`` steps."""
         num_prompts = {name: len(benchmark.prompts) for name, benchmark in self.sampler.benchmarks.items()}
         total = sum(num_prompts.values()) * self.config.eval.samples
         per_rank = -(-total // dist.get_world_size())
@@ -240,7 +241,6 @@ class Trainer:
             f"held-out after step {done}: pass rate {metrics['eval/pass_rate']:.1%} of {total} responses, "
             f"{by_name}{seconds:.1f} s" + (f"; {unjudged}" if unjudged else "")
         )
-        return self.checkpoints.is_best(done)
 
     def _resume(self) -> int:
         """Load the newest checkpoint, if any; return the number of finished steps."""

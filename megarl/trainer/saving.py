@@ -2,7 +2,7 @@
 
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from megarl.megatron.checkpoints.saver import Saver
 from megarl.megatron.checkpoints.state import describe_layout
 from megarl.megatron.policy import Policy
 from megarl.run.folder import read_run_id
-from megarl.run.metrics_log import iterate_metrics
 from megarl.run.status import describe_ranks, read_signs
 from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
@@ -48,8 +47,7 @@ class RunCheckpoints:
         self.eval_is_due = False
         """Saved too: a run that ends before an evaluation makes up for the evaluation."""
         self._run = distributed.from_main_rank(lambda: read_run_id(config.run_dir))
-        self._best = BestSteps(config)
-        self.saver = Saver(self.folder, config.checkpoint.keep, self._run, self._best.choose_lasting)
+        self.saver = Saver(self.folder, config.checkpoint.keep, self._run, config.checkpoint.keep_every)
         self._config, self._policy, self._sampler, self._tripwires = config, policy, sampler, tripwires
         self._monitor, self._stop = monitor, stop
 
@@ -89,14 +87,14 @@ class RunCheckpoints:
 
         Damaged newer checkpoints are named and set aside. DamageError if all are damaged; all stay unchanged.
         """
-        limit, say, faults = self._config.checkpoint.verify_gib, self._monitor.say, dict[Path, str]()
+        say, faults = self._monitor.say, dict[Path, str]()
         for step, path in reversed(self._complete()):
-            fault, extent = checkpoint.find_damage(path, limit, self._run)
+            fault = checkpoint.find_damage(path, self._run)
             if fault is None:
                 for damage in faults.values():
                     say(f"warning: {damage}; step {step} is used instead, the damaged one is renamed to *.damaged")
                 distributed.from_main_rank(lambda: folders.set_aside(faults))
-                say(f"verified {path}: {extent}")
+                say(f"verified {path}")
                 return step, path
             faults[path] = fault
         if faults:
@@ -126,10 +124,6 @@ class RunCheckpoints:
         """Finish the save in the background if it is written; ``wait`` until it is."""
         if path := self.saver.poll(wait=wait):
             self._monitor.say(f"saved {path}")
-
-    def is_best(self, done: int) -> bool:
-        """Return whether ``checkpoint.keep_best`` wants this step saved: no earlier evaluation was as good."""
-        return distributed.from_main_rank(lambda: self._best.find() == done)
 
     @contextmanager
     def save_on_failure(self, done: int, sampling: dict[str, Any] | None = None) -> Iterator[None]:
@@ -176,42 +170,6 @@ class RunCheckpoints:
             self._monitor.say(
                 f"sampling cannot go on; {state}" + ("; the next start continues from there" if done else "")
             )
-
-
-class BestSteps:
-    """The pass rates for ``checkpoint.keep_best``, from the log, which survives a restart; on the main rank.
-
-    They decide which checkpoints stay on the disk.
-    """
-
-    def __init__(self, config: Config) -> None:
-        best = config.checkpoint.keep_best
-        is_pooled = best == "pooled" or len(config.benchmarks) == 1
-        self._key = "eval/pass_rate" if is_pooled else f"eval/{best}/pass_rate"
-        self._is_on, self._every = best is not None, config.checkpoint.keep_every
-        self._log = config.run_dir / "metrics.jsonl"
-        self._scores: dict[int, float] = {}
-
-    def find(self) -> int | None:
-        """Return the first of the steps with the highest score; None if no step has a score."""
-        return _find_best(self._read())
-
-    def choose_lasting(self, steps: Sequence[int]) -> set[int]:
-        """Return which of the complete checkpoints stay: every ``keep_every``-th, and the best on the disk."""
-        scores = self._read()
-        best = _find_best({step: scores[step] for step in steps if step in scores})
-        return {step for step in steps if step == best or (self._every and step % self._every == 0)}
-
-    def _read(self) -> dict[int, float]:
-        if self._is_on and self._log.exists():
-            for record in iterate_metrics(self._log):
-                if record["kind"] == "eval" and record["step"] and self._key in record:
-                    self._scores[record["step"]] = record[self._key]
-        return self._scores
-
-
-def _find_best(scores: Mapping[int, float]) -> int | None:
-    return max(scores, key=lambda step: (scores[step], -step), default=None)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ class StepPlan:
     evaluates: bool = False
     """Evaluate after the step."""
     saves: bool = False
-    """Save a checkpoint after the step, whatever the evaluation finds."""
+    """Save a checkpoint after the step."""
 
     @classmethod
     def of(cls, config: Config, done: int) -> Self:

@@ -16,12 +16,8 @@ from megarl.core.metrics import (
     SPREAD_EDGES,
     Stat,
     finalize,
-    flatten,
-    join_layouts,
-    layout_of,
     merge,
     to_host,
-    unflatten,
 )
 from megarl.errors import NumericsError
 
@@ -165,24 +161,6 @@ def test_at_the_ends():
     assert finalize({"m": Stat.max(torch.empty(0, dtype=torch.int64))}) == {}
     flags, mask = torch.tensor([True, True, False, True]), torch.tensor([True, True, True, False])
     assert float(Stat.mean(flags, mask)) == pytest.approx(2 / 3)
-
-
-def test_flat_columns_of_several_ranks_add_up_to_their_merge():
-    left = {"a": Stat.total(-0.0), "b": Stat.summary(torch.tensor([1.0, 3.0])), "d": Stat.total(-0.0)}
-    right = {"c": Stat.max(torch.tensor([math.nan])), "b": Stat.summary(torch.tensor([5.0])), "a": Stat.total(-0.0)}
-    right["e"] = Stat.max([-2.0])
-    layout = join_layouts([layout_of(left), layout_of(right)])
-    assert [name for name, *_ in layout] == ["a", "b", "d", "c", "e"]
-    (sums, maxima), (more, larger) = flatten(left, layout), flatten(right, layout)
-    found = unflatten(sums + more, torch.maximum(maxima, larger), layout)
-    expected = merge([left, right])
-    for name in ("a", "b", "d", "e"):
-        assert str(found[name].sums.tolist()) == str(expected[name].sums.tolist()), "-0 stays -0"
-        assert found[name].maxima.tolist() == expected[name].maxima.tolist()
-    assert found["c"].maxima.tolist() == [math.inf], "a maximum of a collective may lose a NaN"
-    assert unflatten(*flatten({}, ()), ()) == {}
-    with pytest.raises(ValueError, match="two uses of one name"):
-        join_layouts([layout_of({"a": Stat.total(1.0)}), layout_of({"a": Stat.max([1.0])})])
 
 
 def test_means_of_columns_are_the_means_over_their_mask() -> None:

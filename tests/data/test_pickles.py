@@ -18,7 +18,6 @@ from megatron.core.rerun_state_machine import RerunMode
 from megatron.core.transformer.enums import AttnBackend
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from megarl.convert.job import ConversionJob, Options, Ranks
 from megarl.convert.torch_dist import Chunk, Place, TorchDistReader, write_file, write_metadata
 from megarl.errors import CheckpointError
 from megarl.files.pickles import load_metadata, require_plain
@@ -149,23 +148,6 @@ def test_a_pickle_may_not_rename_what_is_examined(folder: Path):
     with pytest.raises(pickle.UnpicklingError, match="it changes BytesStorageMetadata"):
         require_plain(folder)
     assert BytesStorageMetadata.__name__ == "BytesStorageMetadata"
-
-
-def test_the_record_of_a_unit_is_no_pickle(tmp_path: Path):
-    def write_unit(number: int, unit: int) -> tuple[Path, int]:
-        written.append(unit)
-        file = job.folder / "__0_0.distcp"
-        file.write_bytes(b"x")
-        return file, unit
-
-    (tmp_path / "config.json").write_text("{}")
-    for damaged in (pickle.dumps(Evil(tmp_path / "marker")), b"[1, 2]", b"{}", b"\xff", b'{"file": 3}'):
-        written: list[int] = []
-        with ConversionJob("hf", tmp_path / "out", tmp_path, tmp_path, [], Options(), Ranks()) as job:
-            (job.folder / ".megarl-unit-000000").write_bytes(damaged)
-            job.write([7], [1], write_unit, lambda records: None)
-        assert written == [7], damaged
-    assert not (tmp_path / "marker").exists()
 
 
 def test_no_module_unpickles_without_limits():

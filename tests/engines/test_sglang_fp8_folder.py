@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from sglang_fixtures import START_DEADLINE_S
 from sglang_oracle import CLOSE, Weights, oracle_of
 
-from megarl.convert import conversion
-from megarl.convert.job import Options, Ranks
+from megarl.convert.job import Options
 from megarl.convert.quantization import quantize
 from megarl.core.fp8 import is_fp8_weight, round_through_fp8
 from megarl.data.tiny import write_tiny_model
@@ -36,11 +35,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(sglang_spec: ServerSpec, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """From Megatron's format, with attention of one layer and experts of the other in high precision."""
+    """With attention of one layer and experts of the other in high precision."""
     folder = tmp_path_factory.mktemp("served")
-    conversion.to_megatron(model, folder / "megatron", Options(), Ranks())
-    options = Options(keep=KEEP, shard_bytes=1 << 20)
-    assert quantize(folder / "megatron", folder / "fp8", None, options, Ranks()).num_files > 1
+    options = Options(shard_bytes=1 << 20)
+    assert quantize(model, folder / "fp8", options).num_files > 1
     spec = replace(sglang_spec, model_path=folder / "fp8", log_file=folder / "log")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(PLUGIN))

@@ -82,5 +82,5 @@ def verdicts(layout: dict[str, int]) -> dict[str, set[str]]:
 
 def _said(path: Path) -> set[str]:
     found: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(found, checkpoint.find_damage(path, 1.0)[0] or "")
+    dist.all_gather_object(found, checkpoint.find_damage(path) or "")
     return set(found)

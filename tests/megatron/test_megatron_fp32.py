@@ -18,7 +18,7 @@ from tiny_families import FAMILIES, write_family
 from tiny_world import config, policy_of, safetensors_of, transformers_model
 
 from megarl.convert.conversion import to_hf, to_megatron
-from megarl.convert.job import Options, Ranks
+from megarl.convert.job import Options
 from megarl.core.fp8 import is_fp8_weight
 from megarl.engines.buckets import Bucket, split_into_buckets
 from megarl.engines.local.engine import LocalEngine
@@ -138,11 +138,11 @@ def test_a_conversion_to_bf16_spares_the_list_in_both_directions(
 ) -> None:
     source, to_bf16 = models[model], Options(dtype=torch.bfloat16, layers="local")
     expected = bf16_but_for_the_list(safetensors_of(source))
-    to_megatron(source, tmp_path / "megatron", to_bf16, Ranks())
-    to_hf(tmp_path / "megatron", tmp_path / "hf", None, Options(), Ranks())
+    to_megatron(source, tmp_path / "megatron", to_bf16)
+    to_hf(tmp_path / "megatron", tmp_path / "hf", None, Options())
     assert_equal(safetensors_of(tmp_path / "hf"), expected)
-    to_megatron(source, tmp_path / "wide", Options(layers="local"), Ranks())
-    to_hf(tmp_path / "wide", tmp_path / "narrow", None, to_bf16, Ranks())
+    to_megatron(source, tmp_path / "wide", Options(layers="local"))
+    to_hf(tmp_path / "wide", tmp_path / "narrow", None, to_bf16)
     assert_equal(safetensors_of(tmp_path / "narrow"), expected)
     frozen = FrozenModel(config(source, model__dtype="bf16"), None)
     for tensor in (*frozen.chunks[0].parameters(), *frozen.chunks[0].buffers()):

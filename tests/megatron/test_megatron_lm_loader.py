@@ -15,7 +15,7 @@ from tiny_world import config, join
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.convert.conversion import to_megatron
-from megarl.convert.job import Options, Ranks
+from megarl.convert.job import Options
 from megarl.megatron.checkpoints.checkpoint import read_weights
 from megarl.megatron.model import build_model, transformer_config
 from megarl.models.shapes import ModelShape, read_shape
@@ -36,7 +36,7 @@ def converted(model: Path, folder: Path, stack_layers: bool = False) -> ModelSha
     """DIR of the page: ``release`` inside, and the tracker file."""
     join(config(Path("unused")))
     options = Options(layers="local", stack_layers=stack_layers)
-    done = to_megatron(model, folder / "release", options, Ranks())
+    done = to_megatron(model, folder / "release", options)
     (folder / "latest_checkpointed_iteration.txt").write_text("release\n")
     return done.shape
 

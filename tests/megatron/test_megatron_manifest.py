@@ -18,7 +18,7 @@ from tiny_world import config, policy_of
 from megarl.errors import CheckpointError, DamageError, SaveError
 from megarl.megatron.checkpoints import checkpoint, manifest
 from megarl.megatron.checkpoints.folders import complete_checkpoints
-from megarl.megatron.checkpoints.manifest import MANIFEST, choose, read_manifest
+from megarl.megatron.checkpoints.manifest import MANIFEST, read_manifest
 from megarl.megatron.policy import Policy
 
 RUN = "this run"
@@ -50,7 +50,7 @@ def copy(path: Path, to: Path, name: str = "", data: bytes | None = None) -> Pat
 
 
 def damage(path: Path, run: str = RUN) -> str:
-    return checkpoint.find_damage(path, 1.0, run)[0] or "nothing"
+    return checkpoint.find_damage(path, run) or "nothing"
 
 
 def test_a_file_that_cannot_be_read_is_no_damage(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_files_and_folders_of_another_step_or_run_are_found(saved: Path, tmp_pat
     assert damage(copy(two, tmp_path / "best")) == "nothing"  # a copy to keep, under a name of its own
     assert "lacks" in damage(copy(two, to, ".metadata"))
     with pytest.raises(DamageError, match=r"lacks \.metadata; the checkpoint is damaged, choose another one"):
-        checkpoint.require_intact(to, 1.0)
+        checkpoint.require_intact(to)
 
 
 @pytest.mark.multirank
@@ -115,15 +115,6 @@ def test_all_ranks_come_to_one_verdict(case: Case, outcome: dict[str, set[str]])
     for name, said in outcome.items():
         (verdict,) = said
         assert f"{name} is not the file that was written" in verdict
-
-
-def test_small_files_and_a_random_part_of_large_ones_are_compared_beyond_the_limit() -> None:
-    files = {f"{number}.distcp": (100 << 20, "digest") for number in range(40)} | {"common.pt": (5, "digest")}
-    assert {name for name, _ in choose(files, 4100 << 20)} == set(files)
-    chosen = [{name for name, _ in choose(files, 1000 << 20)} for _ in range(5)]
-    assert all(len(names) == 10 and "common.pt" in names for names in chosen)  # 9 large ones and 5 bytes
-    assert len({frozenset(names) for names in chosen}) > 1
-    assert choose(files, 0) == [("common.pt", "digest")]
 
 
 def test_everything_is_flushed_before_it_gets_its_name_and_before_the_older_one_goes(

@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_worlds import BLOCK, FAMILIES, matrices, rounded_by_loops, same_tensors, write_family, write_plain
+from fp8_worlds import BLOCK, FAMILIES, matrices, rounded_by_loops, write_family, write_plain
 from safetensors.torch import load_file, save_file
 from tiny_world import safetensors_of
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, FP8Experts, FP8Linear
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-from megarl.convert import conversion
-from megarl.convert.job import Options, Ranks
-from megarl.convert.quantization import Quantized, is_misread, quantize, read_errors
+from megarl.convert.job import Options
+from megarl.convert.quantization import Quantized, is_misread, quantize
 from megarl.core.fp8 import is_fp8_weight, quantize_fp8
 from megarl.errors import ConfigError
 from megarl.models.hf_files import HFCheckpoint
@@ -32,7 +31,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def quantized(source: Path, out: Path, **settings: Any) -> Quantized:
-    return quantize(source, out, None, Options(**{"block": BLOCK, **settings}), Ranks())
+    return quantize(source, out, Options(**{"block": BLOCK, **settings}))
 
 
 def loaded(folder: Path, dtype: torch.dtype, **settings: Any) -> dict[str, torch.Tensor]:
@@ -63,9 +62,6 @@ def test_transformers_reads_the_rounded_weights_bit_for_bit(
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor), name
-    zeros = sum(one.num_zero_blocks for one in done.errors.values())
-    halves = sorted(name for name, weight in weights.items() if weight.dim() == 2)[::2]
-    assert zeros == len([name for name in halves if is_fp8_weight(name)]) > 10
 
 
 def fp8_modules_of_transformers(folder: Path) -> set[str]:
@@ -84,27 +80,17 @@ def fp8_modules_in(folder: Path) -> set[str]:
     return {re.sub(r"\.experts\..*", ".experts", name).replace("block_sparse_moe", "mlp") for name in names}
 
 
-@pytest.mark.parametrize("keep", [(), ("*.layers.0.*experts.*", "*.o_proj")], ids=["all", "keep"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_makes_fp8_modules_of_what_is_fp8(
-    family: str, keep: tuple[str, ...], families: dict[str, Path], tmp_path: Path
-) -> None:
-    if family == "deepseek_v3":  # its first layer is dense
-        keep = tuple(glob.replace("layers.0", "layers.1") for glob in keep)
-    quantized(families[family], tmp_path / "fp8", keep=keep)
-    in_files = fp8_modules_in(tmp_path / "fp8")
-    assert fp8_modules_of_transformers(tmp_path / "fp8") == in_files
-    layer = 1 if family == "deepseek_v3" else 0
-    assert (f"model.layers.{layer}.mlp.experts" in in_files) is not bool(keep)
-    assert ("model.layers.0.self_attn.o_proj" in in_files) is not bool(keep)
+def test_transformers_makes_fp8_modules_of_what_is_fp8(family: str, families: dict[str, Path], tmp_path: Path) -> None:
+    quantized(families[family], tmp_path / "fp8")
+    assert fp8_modules_of_transformers(tmp_path / "fp8") == fp8_modules_in(tmp_path / "fp8")
 
 
 def test_kept_tensors_are_as_they_were(families: dict[str, Path], tmp_path: Path) -> None:
     source = write_family("qwen3_moe", tmp_path / "half", torch.bfloat16)
-    quantized(source, tmp_path / "fp8", keep=("*.q_proj", "*.k_proj.weight", "*.v_proj.weight"))
+    quantized(source, tmp_path / "fp8")
     before, after = safetensors_of(source), safetensors_of(tmp_path / "fp8")
-    high = {name for name in before if not is_fp8_weight(name) or re.search(r"[qkv]_proj", name)}
-    assert "model.layers.0.self_attn.q_proj.weight" in high
+    high = {name for name in before if not is_fp8_weight(name)}
     for name in before:
         assert (name + "_scale_inv" in after) == (name not in high)
         if name in high:
@@ -126,9 +112,8 @@ def test_ragged_edges_and_zeros_against_loops(shape: tuple[int, int], tmp_path: 
     weights["model.layers.0.self_attn.o_proj.weight"][:16, :16] = 0.0
     weights["model.layers.1.self_attn.o_proj.weight"].zero_()
     weights["model.layers.2.self_attn.o_proj.weight"] *= 1e-30
-    done = quantized(write_plain(tmp_path / "source", weights), tmp_path / "fp8")
+    quantized(write_plain(tmp_path / "source", weights), tmp_path / "fp8")
     grid = (-(-shape[0] // 16), -(-shape[1] // 16))
-    assert done.errors["model.layers.1.self_attn.o_proj.weight"].num_zero_blocks == grid[0] * grid[1]
     found = safetensors_of(tmp_path / "fp8")
     with HFCheckpoint(tmp_path / "fp8") as hf:
         for layer in (0, 1):
@@ -138,7 +123,6 @@ def test_ragged_edges_and_zeros_against_loops(shape: tuple[int, int], tmp_path: 
             assert torch.equal(hf.read(name), rounded_by_loops(weights[name]))
         tiny = hf.read("model.layers.2.self_attn.o_proj.weight")
         assert tiny.isfinite().all()
-        assert done.errors["model.layers.2.self_attn.o_proj.weight"].underflow > 0.9
 
 
 @pytest.mark.parametrize(
@@ -163,41 +147,6 @@ def test_the_latent_projection_of_deepseek_v3_is_one_of_them() -> None:
         Fp8Dequantize(None)._dequantize_one(*quantize_fp8(torch.ones(576, 128)), torch.float32)
 
 
-@pytest.mark.parametrize("layers", ["local", "te"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_from_megatron_as_from_hugging_face(
-    family: str, layers: Any, families: dict[str, Path], tmp_path: Path
-) -> None:
-    conversion.to_megatron(families[family], tmp_path / "megatron", Options(layers=layers), Ranks())
-    from_hf = quantized(families[family], tmp_path / "from_hf", shard_bytes=20_000)
-    from_megatron = quantized(tmp_path / "megatron", tmp_path / "from_megatron", shard_bytes=20_000)
-    assert same_tensors(from_hf.out, from_megatron.out)
-    assert from_hf.errors == from_megatron.errors == read_errors(from_hf.out)
-    assert (from_hf.bytes_before, from_hf.bytes_after) == (from_megatron.bytes_before, from_megatron.bytes_after)
-    configs = [json.loads((done.out / "config.json").read_text()) for done in (from_hf, from_megatron)]
-    listed = [set(one.pop("quantization_config")["modules_to_not_convert"]) for one in configs]
-    assert configs[0] == configs[1]
-    assert listed[0] == listed[1]
-
-
-@pytest.mark.parametrize(
-    ("keep", "message"),
-    [
-        (("*.0.*q_proj",), "not model.layers.0.self_attn.k_proj.weight.*one matrix"),
-        (("*.experts.3.*",), r"one matrix of model.layers.0.mlp.experts"),
-        (("*.layers.1.mlp.up_proj",), "one matrix of model.layers.1.mlp"),
-        (("*.nonsense",), "matches no tensor"),
-        (("*_proj",), "no linear weight is left"),
-    ],
-)
-def test_choices_that_engines_would_not_understand(
-    keep: tuple[str, ...], message: str, families: dict[str, Path], tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        quantized(families["qwen3_moe"], tmp_path / "fp8", keep=keep)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_name_that_engines_would_take_for_another(tmp_path: Path) -> None:
     weights = matrices(1)
     weights["model.layers.0.mlp.gate_proj.weight"] = torch.ones(16, 16)
@@ -205,4 +154,3 @@ def test_a_name_that_engines_would_take_for_another(tmp_path: Path) -> None:
     source = write_plain(tmp_path / "source", weights)
     with pytest.raises(ConfigError, match=r"gate stays in high precision, and its name would .*mlp.gate_proj"):
         quantized(source, tmp_path / "fp8")
-    quantized(source, tmp_path / "fp8", keep=("*.gate_proj",))

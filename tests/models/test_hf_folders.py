@@ -15,9 +15,8 @@ from tiny_families import FAMILIES, write_family
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.convert.conversion import to_hf, to_megatron
-from megarl.convert.job import Options, Ranks
+from megarl.convert.job import Options
 from megarl.convert.quantization import quantize
-from megarl.core.fp8 import SCALE, quantize_fp8
 from megarl.engines.local.engine import LocalEngine
 from megarl.errors import CheckpointError, ConfigError
 from megarl.files.hf_config import read_dtype
@@ -29,7 +28,7 @@ from megarl.models.shapes import read_shape
 Tensors = dict[str, torch.Tensor]
 MOE = [name for name, (_, config) in FAMILIES.items() if any("expert" in key for key in config)]
 WITH_PREDICTION = [name for name in MOE if "num_nextn_predict_layers" in FAMILIES[name][1] or name == "glm4_moe"]
-ALONE, LOCAL = Ranks(), Options(layers="local")
+LOCAL = Options(layers="local")
 
 
 def read_all(folder: Path) -> Tensors:
@@ -48,119 +47,17 @@ def edit_config(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(kept))
 
 
-class TestFusedExperts:
-    """transformers 5 writes all experts of a layer as one tensor, unless it is to write the older names."""
-
-    @pytest.fixture(params=MOE)
-    def pair(self, request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
-        """One model under the older names, and in several files as transformers 5 holds it."""
-        plain = write_family(tmp_path / "plain", request.param)
-        model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
-        model.save_pretrained(plain)
-        model.save_pretrained(tmp_path / "fused", save_original_format=False, max_shard_size="60KB")
-        assert (tmp_path / "fused" / INDEX).is_file()
-        return plain, tmp_path / "fused"
-
-    def test_every_bit_is_read_and_converted(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
-        plain, fused = pair
-        stored = load_file(plain / SINGLE)
-        assert not load_file(next(fused.glob("*1-of*"))).keys() <= stored.keys()
-        assert are_equal(read_all(fused), stored)
-        with HFCheckpoint(fused) as found:
-            assert check_tensors(found, hf_shapes(read_shape(fused))) == []
-            assert {name: found.dtype(name) for name in stored} == {name: stored[name].dtype for name in stored}
-        to_megatron(fused, tmp_path / "megatron", LOCAL, ALONE)
-        to_hf(tmp_path / "megatron", tmp_path / "back", None, Options(), ALONE)
-        assert are_equal(read_all(tmp_path / "back"), stored)
-        views = LocalEngine.from_pretrained(fused, dtype=torch.bfloat16)._views
-        assert all(torch.equal(views[name], stored[name].to(views[name].dtype)) for name in stored)
-
-    def test_quantized_it_has_the_older_names(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
-        for source, out in zip(pair, ("from_plain", "from_fused"), strict=True):
-            quantize(source, tmp_path / out, None, Options(), ALONE)
-        stored = [load_file(next((tmp_path / out).glob("*.safetensors"))) for out in ("from_plain", "from_fused")]
-        assert are_equal(*({name: tensor.float() for name, tensor in of.items()} for of in stored))
-
-
-def test_only_the_part_of_an_expert_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_family(tmp_path / "model", "qwen3_moe")
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    model.save_pretrained(folder, save_original_format=False)
-    with HFCheckpoint(folder) as found:
-        name = "model.layers.0.mlp.experts.5.up_proj.weight"
-        assert found.read(name).nbytes == found.num_read == 16 * 32 * 4
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
-def test_fused_fp8_is_read_as_what_it_stands_for(model_type: str, tmp_path: Path) -> None:
-    """In blocks of 16 x 16; a gate and an up projection of 16 rows share none."""
-    gate, up, down = ("w1", "w3", "w2") if model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    generator = torch.Generator().manual_seed(1)
-    shapes = {gate: (16, 32), up: (16, 32), down: (32, 16)}
-    matrices = {name: torch.randn(3, *shape, generator=generator) for name, shape in shapes.items()}
-    coded = {name: quantize_fp8(matrix, (16, 16)) for name, matrix in matrices.items()}
-    q, scales = ({name: pair[part] for name, pair in coded.items()} for part in (0, 1))
-    parts = {
-        "gate_up_proj": torch.cat([q[gate], q[up]], 1),
-        "gate_up_proj" + SCALE: torch.cat([scales[gate], scales[up]], 1),
-        "down_proj": q[down],
-        "down_proj" + SCALE: scales[down],
-    }
-    stored = {f"model.layers.0.mlp.experts.{name}": tensor for name, tensor in parts.items()}
-    save_file(stored, tmp_path / SINGLE)
-    block = {"quant_method": "fp8", "weight_block_size": [16, 16]}
-    config = {"model_type": model_type, "dtype": "float32", "quantization_config": block}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    module = "block_sparse_moe" if model_type == "mixtral" else "mlp"
-    found = read_all(tmp_path)
-    assert len(found) == 9
-    for name in matrices:
-        for expert in range(3):
-            codes, scale = (
-                q[name][expert].float(),
-                scales[name][expert].repeat_interleave(16, 0).repeat_interleave(16, 1),
-            )
-            assert torch.equal(found[f"model.layers.0.{module}.experts.{expert}.{name}.weight"], codes * scale)
-    edit_config(tmp_path, quantization_config=block | {"weight_block_size": [32, 16]})
-    with pytest.raises(CheckpointError, match=r"gates of 16 rows, expected a multiple of the 32 that share a scale"):
-        HFCheckpoint(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "says"),
-    [
-        ("gate_up_proj", lambda t: t.transpose(1, 2).contiguous(), "of another shape"),
-        ("down_proj", lambda t: t.transpose(1, 2).contiguous(), "of another shape"),
-        ("gate_up_proj", lambda t: t[:, 1:].contiguous(), r"expected \[experts, 2 x width, hidden size\]"),
-        ("down_proj", lambda t: t.flatten(0, 1), r"expected \[experts, hidden size, width\]"),
-        ("down_proj", lambda t: t[:7].contiguous(), "1 tensors missing: model.layers.0.mlp.experts.7.down_proj.weight"),
-        (
-            "down_proj",
-            lambda t: torch.cat([t, t[:1]]),
-            "1 tensors unknown: model.layers.0.mlp.experts.8.down_proj.weight",
-        ),
-    ],
-)
-def test_fused_tensors_of_another_form_are_refused(
-    name: str, change: Callable[[torch.Tensor], torch.Tensor], says: str, tmp_path: Path
-) -> None:
-    """Also a transposed one whose matrices are square: one of the two is not."""
-    folder = write_family(tmp_path, "qwen3_moe", moe_intermediate_size=16 if name == "down_proj" else 24)
-    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, save_original_format=False)
-    tensors = load_file(folder / SINGLE)
-    key = f"model.layers.0.mlp.experts.{name}"
-    save_file(tensors | {key: change(tensors[key])}, folder / SINGLE)
-    with pytest.raises(CheckpointError, match=says), HFCheckpoint(folder) as found:
-        check_tensors(found, hf_shapes(read_shape(folder)))
-
-
-def test_experts_that_are_there_twice_are_refused(tmp_path: Path) -> None:
+def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    """transformers 5 writes all experts of a layer as one tensor only if it is asked to."""
     folder = write_family(tmp_path, "qwen3_moe")
-    single = load_file(folder / SINGLE)
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, save_original_format=False)
-    save_file(load_file(folder / SINGLE) | single, folder / SINGLE)
-    with pytest.raises(CheckpointError, match=r"experts\.0\.down_proj\.weight.*, which another tensor holds too"):
-        HFCheckpoint(folder)
+    with pytest.raises(CheckpointError, match=r"experts of a layer in one tensor.*save_original_format"):
+        read_checked(folder)
+
+
+def read_checked(folder: Path) -> None:
+    with HFCheckpoint(folder) as found:
+        check_tensors(found, hf_shapes(read_shape(folder)))
 
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -332,9 +229,9 @@ class TestPredictionLayers:
             left_out = check_tensors(found, hf_shapes(read_shape(folder)))
         assert left_out == layer
         assert f"left out: {len(layer)} tensors of prediction layer 4 (" in describe_left_out(left_out)
-        done = to_megatron(folder, tmp_path / "megatron", LOCAL, ALONE)
+        done = to_megatron(folder, tmp_path / "megatron", LOCAL)
         assert done.dropped == layer
-        to_hf(tmp_path / "megatron", tmp_path / "back", None, Options(), ALONE)
+        to_hf(tmp_path / "megatron", tmp_path / "back", None, Options())
         written = json.loads((tmp_path / "back" / "config.json").read_text())
         assert not written.get("num_nextn_predict_layers")
         views = LocalEngine.from_pretrained(folder)._views
@@ -343,7 +240,7 @@ class TestPredictionLayers:
     def test_quantized_they_stay(self, tmp_path: Path) -> None:
         """Engines speculate with them, and training has not moved the other layers."""
         layer = with_prediction_layer(tmp_path / "model", "glm4_moe", num_nextn_predict_layers=1)
-        quantize(tmp_path / "model", tmp_path / "out", None, Options(), ALONE)
+        quantize(tmp_path / "model", tmp_path / "out", Options())
         assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
         with HFCheckpoint(tmp_path / "out") as found:
             assert found.names_of_prediction_layers() == {*layer}
@@ -352,22 +249,22 @@ class TestPredictionLayers:
     def test_a_count_that_is_none(self, count: Any, tmp_path: Path) -> None:
         with_prediction_layer(tmp_path / "model", "glm4_moe", num_nextn_predict_layers=count)
         with pytest.raises(ConfigError, match=r"num_nextn_predict_layers is .*, expected"):
-            to_megatron(tmp_path / "model", tmp_path / "out", LOCAL, ALONE)
+            to_megatron(tmp_path / "model", tmp_path / "out", LOCAL)
 
     def test_layers_that_nothing_explains_are_refused(self, tmp_path: Path) -> None:
         """A config.json with too few layers is not the model."""
         folder = write_family(tmp_path / "model", "qwen3_moe")
         edit_config(folder, num_hidden_layers=3)
         with pytest.raises(CheckpointError, match=r"tensors unknown: model\.layers\.3.*num_nextn_predict_layers"):
-            to_megatron(folder, tmp_path / "out", LOCAL, ALONE)
+            to_megatron(folder, tmp_path / "out", LOCAL)
         with_prediction_layer(tmp_path / "glm", "glm4_moe", num_nextn_predict_layers=1)
         tensors = load_file(tmp_path / "glm" / SINGLE)
         single(tmp_path / "glm", tensors | {"model.layers.5.enorm.weight": torch.ones(32)})
         with pytest.raises(CheckpointError, match=r"1 tensors unknown: model\.layers\.5\."):
-            to_megatron(tmp_path / "glm", tmp_path / "out", LOCAL, ALONE)
+            to_megatron(tmp_path / "glm", tmp_path / "out", LOCAL)
         with_prediction_layer(tmp_path / "few", "glm4_moe", num_nextn_predict_layers=1, num_hidden_layers=3)
         with pytest.raises(CheckpointError, match=r"tensors unknown: model\.layers\.3\."):
-            to_megatron(tmp_path / "few", tmp_path / "out", LOCAL, ALONE)
+            to_megatron(tmp_path / "few", tmp_path / "out", LOCAL)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2])

@@ -24,13 +24,8 @@ from megarl.trainer.step import TrainStep
 BLOCKS = {
     "embedding": ["model.embed_tokens.weight"],
     "output_layer": ["lm_head.weight"],
-    r"layers\.2\.mlp\.router": ["model.layers.2.mlp.gate.weight"],
-    r"layers\.(0|3)\.self_attention\.linear_(proj|qkv)\.weight|layers\.1\.mlp\.linear_fc2": [
-        *(f"model.layers.{layer}.self_attn.{name}_proj.weight" for layer in (0, 3) for name in "qkvo"),
-        "model.layers.1.mlp.down_proj.weight",
-    ],
 }
-"""Names in transformers by block. The last one mixes layers divided by rows and by columns, of both pipeline stages."""
+"""Names in transformers by block."""
 
 
 @dataclass(frozen=True)

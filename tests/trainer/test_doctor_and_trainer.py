@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from train_world import World, trainer_of
 
 from megarl.config import Config
-from megarl.convert.job import Options, Ranks
+from megarl.convert.job import Options
 from megarl.convert.quantization import quantize
 from megarl.core.fp8 import SCALE
 from megarl.errors import MegarlError
@@ -78,7 +78,7 @@ def quantized(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Pat
     """Write the model in FP8, and change its tensors."""
 
     def rewrite(folder: Path) -> None:
-        quantize(folder / "model", folder / "fp8", None, Options(), Ranks())
+        quantize(folder / "model", folder / "fp8", Options())
         shutil.rmtree(folder / "model")
         (folder / "fp8").rename(folder / "model")
         (folder / "model" / INDEX).unlink()

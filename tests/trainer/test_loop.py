@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,6 @@ from megarl.models.hf_files import HFCheckpoint
 from megarl.ops.report.report import write_report
 from megarl.run.metrics_log import read_metrics, without_timing
 from megarl.trainer.loop import Trainer, train
-from megarl.trainer.saving import BestSteps
 from megarl.watch.health import judge_run
 
 
@@ -418,7 +416,7 @@ def test_how_many_responses_are_judged_and_why_the_others_are_not_is_said_everyw
 def test_several_benchmarks_and_the_checkpoints_that_stay(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each benchmark has its curve; the average weighs 16 and 64 prompts; the best step is saved and stays."""
+    """Each benchmark has its curve; the average weighs 16 and 64 prompts; every second step stays."""
     common: dict[str, Any] = {"run__steps": 5, "eval__every": 1, "optim__lr": 3e-2}
     settings = world.settings(
         run__dir=str(tmp_path / "run"),
@@ -426,7 +424,6 @@ def test_several_benchmarks_and_the_checkpoints_that_stay(
         checkpoint__every=2,
         checkpoint__keep=1,
         checkpoint__keep_every=2,
-        checkpoint__keep_best="other",
         reward__threshold=0.5,
         **common,
     )
@@ -438,30 +435,7 @@ def test_several_benchmarks_and_the_checkpoints_that_stay(
         assert record["eval/responses"] == 80
     said = capsys.readouterr().out
     assert f"of 80 responses, heldout {evals[-1]['eval/heldout/pass_rate']:.1%}, other" in said
-    scores = {record["step"]: record["eval/other/pass_rate"] for record in evals if record["step"]}
-    best = min(step for step, score in scores.items() if score == max(scores.values()))
-    assert [step for step, _ in complete_checkpoints(tmp_path / "run" / "checkpoints")] == sorted({2, 4, 5, best})
+    assert [step for step, _ in complete_checkpoints(tmp_path / "run" / "checkpoints")] == [2, 4, 5]
     alone = of_kind(run(world.settings(run__dir=str(tmp_path / "alone"), reward__threshold=0.5, **common)), "eval")
     assert [r["eval/pass_rate"] for r in alone] == [r["eval/heldout/pass_rate"] for r in evals]
     assert not any(key.startswith("eval/heldout") for record in alone for key in record)
-
-
-@pytest.mark.parametrize(
-    ("on_disk", "lasting"),
-    [([1, 2, 3], {2}), ([1, 3], {3}), ([2, 3, 4], {4}), ([3, 5], {3}), ([5], set()), ([], set())],
-)
-def test_the_best_checkpoint_stays_until_a_better_one_is_complete(
-    on_disk: list[int], lasting: set[int], world: World, tmp_path: Path
-) -> None:
-    """4 is the best, but counts only once it is on the disk; 2 and 3 are equal; 5 was not evaluated; 0 is no step."""
-    scores = {0: 1.0, 1: 0.2, 2: 0.5, 3: 0.5, 4: 0.9}
-    other = {"minibatch": None, "wall_s": 0.0}
-    records: list[dict[str, Any]] = [
-        {"kind": "eval", "step": s, "eval/pass_rate": of, **other} for s, of in scores.items()
-    ]
-    lines = map(json.dumps, [*records, {"kind": "step", "step": 5, **other}])
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "ev']))
-    settings = world.settings(run__dir=str(tmp_path), eval__every=1, checkpoint__keep_best="heldout")
-    best = BestSteps(settings)
-    assert best.choose_lasting(on_disk) == lasting
-    assert best.find() == 4

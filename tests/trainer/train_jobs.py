@@ -297,35 +297,20 @@ def transferred(world: World, layouts: Mapping[str, Mapping[str, Any]]) -> dict[
 
 @contextmanager
 def counted_calls() -> Iterator[dict[str, int]]:
-    """Bytes that collective calls bring to this rank from others; calls that send objects are under "objects"."""
-    received: dict[str, int] = {}
-    originals = {name: getattr(dist, name) for name in ("all_gather", "all_to_all_single", "all_gather_object")}
-
-    def count(kind: str, number: int) -> None:
-        received[kind] = received.get(kind, 0) + number
-
-    def all_gather(parts: Any, mine: Any, **rest: Any) -> Any:
-        kind = "rewards" if rest["group"] is dist.group.WORLD else "rollouts"  # a copy's own, or known everywhere
-        count(kind, sum(part.nbytes for part in parts) - mine.nbytes)
-        return originals["all_gather"](parts, mine, **rest)
+    """Bytes of routes that this rank receives from others."""
+    received: dict[str, int] = {"routes": 0}
+    original = dist.all_to_all_single
 
     def all_to_all_single(output: Any, given: Any, output_sizes: Any, *sizes: Any, **rest: Any) -> Any:
         own = output_sizes[dist.get_rank(rest["group"])]
-        count("routes", output.nbytes - own * output.element_size())
-        return originals["all_to_all_single"](output, given, output_sizes, *sizes, **rest)
+        received["routes"] += output.nbytes - own * output.element_size()
+        return original(output, given, output_sizes, *sizes, **rest)
 
-    def all_gather_object(*arguments: Any, **rest: Any) -> Any:
-        count("objects", 1)
-        return originals["all_gather_object"](*arguments, **rest)
-
-    calls = {"all_gather": all_gather, "all_to_all_single": all_to_all_single, "all_gather_object": all_gather_object}
-    for name, call in calls.items():
-        setattr(dist, name, call)
+    dist.all_to_all_single = all_to_all_single
     try:
         yield received
     finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+        dist.all_to_all_single = original
 
 
 def judged(

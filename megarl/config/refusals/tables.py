@@ -57,11 +57,6 @@ def _sampling(config: Tables) -> Iterator[Row]:
             _ = sampling.rule_of(group_size)
     except ConfigError as error:
         yield True, f"sampling: {error}"
-    yield (
-        sampling.rule == "gvm" and config.gvm.block == "output_layer" and config.rollout.keeps_sets,
-        'gvm.block: found "output_layer" with rollout.keep_sampling_mask and top_p below 1: no norms per response',
-        'use gvm.block = "embedding"',
-    )
     for table, default, rule in (("estimate", EstimateConfig(), "ada_est"), ("gvm", GvmConfig(), "gvm")):
         yield (
             sampling.rule != rule and getattr(config, table) != default,
@@ -267,7 +262,7 @@ def _engine(config: Tables) -> Iterator[Row]:
 
 def _judgement(config: Tables) -> Iterator[Row]:
     function, urls = config.reward.function, config.reward_model.urls
-    every, best, sets, saved = config.eval.every, config.checkpoint.keep_best, config.benchmarks, config.checkpoint
+    every, sets, saved = config.eval.every, config.benchmarks, config.checkpoint
     yield (
         (function == "reward_model") != bool(urls),
         f'reward_model.urls: found {urls} with reward.function = "{function}"',
@@ -277,11 +272,6 @@ def _judgement(config: Tables) -> Iterator[Row]:
         every and not sets,
         f"eval.every: found {every} without data.heldout",
         "set it, or eval.sets, or eval.every = 0",
-    )
-    yield (
-        best is not None and not (every and best in ("pooled", *sets)),
-        f'checkpoint.keep_best: found "{best}" with eval.every = {every}, expected evaluations, and '
-        f"{' or '.join(('pooled', *sets))}",
     )
     yield (
         saved.keep_every and (not saved.every or saved.keep_every % saved.every),

@@ -54,17 +54,12 @@ class CheckpointConfig(Table):
     at_end: bool = True
     """Save the last step, for any value of `every`; false for a benchmark that needs no weights."""
     keep: PositiveInt = 2
-    """Number of newest checkpoints that stay on disk, in addition to checkpoints of keep_every and keep_best."""
+    """Number of newest checkpoints that stay on disk, in addition to checkpoints of keep_every."""
     keep_every: Count = 0
     """Keep checkpoints of steps that are multiples of this number, a multiple of `every`, for later evaluation; 0 = no
     extra checkpoints."""
-    keep_best: str | None = None
-    """Save and keep the step with the best pass rate so far: on this benchmark, or "pooled" over all."""
     asynchronous: bool = False
     """Write checkpoints in background processes while training continues; needs host memory for a copy."""
-    verify_gib: NonNegative = 64.0
-    """GiB that a rank reads to compare a checkpoint with the manifest before loading. Of a larger checkpoint, random
-    files are compared, and names and sizes of all files."""
     resume: bool = True
     """Continue from the newest checkpoint in run.dir, if present; false refuses a folder that holds a run."""
     accept_inputs: list[str] = []

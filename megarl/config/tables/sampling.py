@@ -166,9 +166,8 @@ class GvmConfig(Table):
     """alpha of n ~ G / sqrt(p + alpha / p^(beta - 1)): the larger, the fewer responses to hard prompts."""
     beta: float = Field(default=2.0, ge=2)
     """beta of the formula of alpha."""
-    block: str = "embedding"
-    """Parameters whose gradient is measured: "embedding", "output_layer", or a regular expression on parameter
-    names."""
+    block: Literal["embedding", "output_layer"] = "embedding"
+    """Parameters whose gradient norms count; equal with tied embeddings."""
     average: Literal["mean", "rms"] = "mean"
     """How the gradient norms of a prompt's accepted responses are averaged: mean (released code) or rms (theory)."""
     solved_above: float = Field(default=1.0, ge=0, le=1)

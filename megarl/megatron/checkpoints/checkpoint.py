@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megarl.errors import CheckpointError, DamageError
 from megarl.files.pickles import require_plain
 from megarl.megatron.checkpoints.folders import WRITE_ERRORS
-from megarl.megatron.checkpoints.manifest import choose, find_change, read_manifest
+from megarl.megatron.checkpoints.manifest import find_change, read_manifest
 from megarl.megatron.checkpoints.state import (
     describe_layout,
     group_multipliers,
@@ -43,43 +43,37 @@ _UNREACHABLE = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.
 """Errors of a network file system that is away."""
 
 
-def find_damage(path: Path, gib_per_rank: float, run: str = "") -> tuple[str | None, str]:
-    """Return what is wrong with a checkpoint or None, and how much was read; a collective call.
+def find_damage(path: Path, run: str = "") -> str | None:
+    """Return what is wrong with a checkpoint or None; a collective call.
 
-    The ranks share the reading. Of a checkpoint beyond ``gib_per_rank`` for each rank, some files are compared. run: as
-    in ``read_manifest``. CheckpointError on all ranks if one cannot read a file.
+    The ranks share the reading. run: as in ``read_manifest``. CheckpointError on all ranks if one cannot read a file.
     """
-    ranks, rank = dist.get_world_size(), dist.get_rank()
 
-    def plan() -> tuple[list[tuple[str, str]], str | None, str]:
+    def plan() -> tuple[list[tuple[str, str]], str | None]:
         try:
-            files = read_manifest(path, run)
+            return [(name, digest) for name, (_, digest) in sorted(read_manifest(path, run).items())], None
         except DamageError as error:
-            return [], str(error), ""
-        sample = choose(files, gib_per_rank * ranks * 2**30)
-        sizes = [sum(files[name][0] for name in names) / 2**30 for names in ([name for name, _ in sample], files)]
-        return sample, None, f"{len(sample)} of {len(files)} files, {sizes[0]:.3g} of {sizes[1]:.3g} GiB"
+            return [], str(error)
 
     def compare() -> tuple[str | None, str | None]:
         try:
-            return find_change(path, sample[rank::ranks]), None
+            return find_change(path, files[dist.get_rank() :: dist.get_world_size()]), None
         except OSError as error:
             return None, str(error)
 
-    sample, fault, read = from_main_rank(plan)
+    files, fault = from_main_rank(plan)
     results = gather_objects(compare())
     unreadable = next((problem for _, problem in results if problem), None)
     if unreadable:  # no damage: the file system may be away
         raise CheckpointError(
             f"{path} cannot be read: {unreadable}; if that stays so, remove it to go on from the checkpoint before it"
         )
-    return next((problem for problem in (fault, *(change for change, _ in results)) if problem), None), read
+    return next((problem for problem in (fault, *(change for change, _ in results)) if problem), None)
 
 
-def require_intact(path: Path, gib_per_rank: float) -> None:
+def require_intact(path: Path) -> None:
     """DamageError if a checkpoint is damaged; a collective call."""
-    fault, _ = find_damage(path, gib_per_rank)
-    if fault:
+    if fault := find_damage(path):
         raise DamageError(f"{fault}; the checkpoint is damaged, choose another one")
 
 
@@ -93,8 +87,7 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
     is_same = written["layout"] == describe_layout(policy)
     advice = (
         f". It was written with {written['layout']}, and this is {describe_layout(policy)}: other layouts load with "
-        "Megatron-Core 0.15 or newer and the distributed optimizer, else continue in the layout that wrote it. If "
-        "checkpoint.verify_gib left files out, it may also be damaged: raise it"
+        "Megatron-Core 0.15 or newer and the distributed optimizer, else continue in the layout that wrote it"
     )
     with _explain_errors(path, "does not load into this run", advice):
         targets = sharded_state(policy, is_loading=True)
@@ -113,12 +106,9 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
     return state["loop"] | {"scheduler": state["scheduler"]}
 
 
-def load_weights(path: Path, chunks: Sequence[torch.nn.Module], shape: ModelShape, gib_per_rank: float) -> int:
-    """Restore the weights alone, in any layout; returns the checkpoint's step. A collective call, without optimizer.
-
-    gib_per_rank: see ``find_damage``.
-    """
-    require_intact(path, gib_per_rank)
+def load_weights(path: Path, chunks: Sequence[torch.nn.Module], shape: ModelShape) -> int:
+    """Restore the weights alone, in any layout; returns the checkpoint's step. A collective call, without optimizer."""
+    require_intact(path)
     step = int(_read_loop(path, shape)["step"])
     _load_weights(path, chunks)  # reading the loop state has examined the pickles
     return step

@@ -7,7 +7,7 @@ manifest are on disk: a folder with the final name was once complete.
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from megarl.files.writing import sha256_of, sync
 from megarl.megatron.checkpoints.manifest import MANIFEST, Files, saved_files, step_name, write_manifest
 from megarl.megatron.distributed import from_main_rank, gather_on_main_rank, is_collective_error, is_main_rank
 
-FindLasting = Callable[[Sequence[int]], Collection[int]]
 _NAME = re.compile(r"step_(\d+)")
 _WRITTEN = ("__*_*.distcp*", ".metadata*", "metadata.json*", "common.pt*", MANIFEST, ".*.tmp")
 """Names of what Megatron and megarl write into the folder of a checkpoint."""
@@ -99,10 +98,10 @@ def set_aside(damaged: Iterable[Path]) -> None:
         path.rename(free_name(path.with_name(f"{path.name}.damaged")))
 
 
-def publish(path: Path, run: str, files: Files, keep: int, find_lasting: FindLasting) -> None:
+def publish(path: Path, run: str, files: Files, keep: int, keep_every: int) -> None:
     """Put a written checkpoint in place with a manifest, and keep the newest ``keep``; a collective call.
 
-    ``find_lasting`` returns, on the main rank, which complete steps stay besides.
+    Multiples of ``keep_every`` stay besides; 0: none.
 
     ``files``: written and flushed by the rank's processes. The whole checkpoint and its name are on disk before an
     older checkpoint is removed.
@@ -118,8 +117,7 @@ def publish(path: Path, run: str, files: Files, keep: int, find_lasting: FindLas
             sync(partial)
             replace_folder(partial, path, lambda folder: saved_files(folder, run))
         complete = complete_checkpoints(path.parent)
-        lasting = {*find_lasting([step for step, _ in complete]), int(path.name.removeprefix("step_"))}
-        for old in (old for step, old in complete[:-keep] if step not in lasting):
+        for old in (old for step, old in complete[:-keep] if old != path and (not keep_every or step % keep_every)):
             if foreign := _find_foreign(old, saved_files(old, run)):
                 reason = f"it is or holds {foreign[0]}, which this run did not save"
                 warnings.warn(f"{old} stays although checkpoint.keep is {keep}: {reason}", stacklevel=2)

@@ -7,7 +7,6 @@ damaged: a changed, truncated, missing or additional file, a file of another ste
 import hashlib
 import json
 import os
-import random
 import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,8 +21,6 @@ from megarl.files.writing import read_record, sha256_of, write_atomically
 MANIFEST = "manifest.json"
 Files = Mapping[str, tuple[int, str]]
 """Bytes and SHA-256 of each file by name."""
-_SMALL = 64 << 20
-"""Files up to this size are always compared."""
 _CLOCKS_NS = 60 * 10**9
 """The clocks of two nodes differ by less."""
 
@@ -113,18 +110,6 @@ def saved_files(path: Path, run: str) -> IsOwn:
         return status.st_size == size and (is_older or sha256_of(path / name) == digest)
 
     return is_saved
-
-
-def choose(files: Files, num_bytes: float) -> list[tuple[str, str]]:
-    """(name, SHA-256) of all small files and of others in random order, up to ``num_bytes`` in all."""
-    order = sorted(files, key=lambda name: (files[name][0] > _SMALL, random.SystemRandom().random()))
-    sample, budget = [], num_bytes
-    for name in order:  # in an order that changes no random generator of the run
-        size, digest = files[name]
-        budget -= size
-        if size <= _SMALL or budget >= 0:
-            sample.append((name, digest))
-    return sample
 
 
 def find_change(path: Path, sample: Iterable[tuple[str, str]]) -> str | None:

@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megarl.errors import SaveError
 from megarl.files.bounded_process import signal_after_parent
 from megarl.files.outputs import partial_of
+from megarl.files.writing import sha256_of
 from megarl.megatron.checkpoints import versions
-from megarl.megatron.checkpoints.folders import FindLasting, clear_partial, explained, publish
+from megarl.megatron.checkpoints.folders import clear_partial, explained, publish
 from megarl.megatron.checkpoints.state import run_state
 from megarl.megatron.policy import Policy
 
@@ -35,9 +36,9 @@ class Saver:
     One at a time. A checkpoint gets manifest and name when all ranks have written.
     """
 
-    def __init__(self, folder: Path, keep: int, run: str = "", find_lasting: FindLasting = lambda steps: ()) -> None:
-        """run: the name of the run, for the manifests; find_lasting: which complete steps stay besides the newest."""
-        self._folder, self._keep, self._run, self._find_lasting = folder, keep, run, find_lasting
+    def __init__(self, folder: Path, keep: int, run: str = "", keep_every: int = 0) -> None:
+        """run: the name of the run, for the manifests; keep, keep_every: which checkpoints stay."""
+        self._folder, self._keep, self._run, self._keep_every = folder, keep, run, keep_every
         self._calls = AsyncCallsQueue()
         self._pending: Path | None = None
 
@@ -49,7 +50,9 @@ class Saver:
         self.poll(wait=True)
         path = clear_partial(self._folder, step, self._run)
         filesystem_async._results_queue = versions.ForkedQueue()
-        with explained(path), versions.digested_writes() as self._written:
+        self._written = versions.ForkedQueue()
+        versions.adapt_libraries()
+        with explained(path):
             request = dist_checkpointing.save(
                 run_state(policy, step, loop),
                 str(partial_of(path)),
@@ -59,7 +62,11 @@ class Saver:
             )
             assert request is not None  # as it is for a synchronous save
             if request.async_fn is not None:
-                request = request._replace(async_fn=partial(_write_until_parent_ends, os.getpid(), request.async_fn))
+                request = request._replace(
+                    async_fn=partial(
+                        _write_until_parent_ends, os.getpid(), request.async_fn, partial_of(path), self._written
+                    )
+                )
             self._calls.schedule_async_request(request)
         self._pending = path
 
@@ -75,7 +82,7 @@ class Saver:
             with explained(path):
                 if not self._calls.maybe_finalize_async_calls(blocking=wait):
                     return None
-            publish(path, self._run, dict(self._written.drain()), self._keep, self._find_lasting)
+            publish(path, self._run, dict(self._written.drain()), self._keep, self._keep_every)
         except SaveError as error:
             self._pending = None
             told_to_all = isinstance(error.__cause__, CheckpointException) and versions.write_errors_are_told_to_all()
@@ -95,7 +102,9 @@ class Saver:
         self._pending = None
 
 
-def _write_until_parent_ends(trainer: int, write: Callable[..., None], *arguments: Any) -> None:
+def _write_until_parent_ends(
+    trainer: int, write: Callable[..., None], folder: Path, written: versions.ForkedQueue, *arguments: Any
+) -> None:
     """In the forked process: write, but end with the trainer, and end if one of the writer's own children dies.
 
     Megatron would wait for the results of a dead child forever; so the save fails instead."""
@@ -103,6 +112,8 @@ def _write_until_parent_ends(trainer: int, write: Callable[..., None], *argument
     os.register_at_fork(after_in_child=partial(_end_with_parent, os.getpid()))
     threading.Thread(target=_end_with_a_child, daemon=True).start()
     write(*arguments)
+    for file in folder.glob(f"__{dist.get_rank()}_*.distcp"):
+        written.put((file.name, (file.stat().st_size, sha256_of(file))))
 
 
 def _end_with_parent(parent: int) -> None:

@@ -1,13 +1,12 @@
 """Differences between checkpoints of Megatron-Core 0.12 to 0.19, detected by accepted arguments, not by number."""
 
-import hashlib
 import io
 import os
 import pickle
 import queue
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -69,41 +68,6 @@ class ForkedQueue:
         item = pickle.load(data)
         self._read += data.tell()
         return item
-
-
-class _DigestedFile(io.BufferedWriter):
-    """A file that reports name, size and SHA-256 of the written bytes on closing."""
-
-    def __init__(self, digests: ForkedQueue, path: str, mode: str) -> None:
-        super().__init__(io.FileIO(path, mode))
-        self._told, self._digest, self._size = digests, hashlib.sha256(), 0
-
-    def write(self, data: Any) -> int:
-        self._digest.update(data)
-        self._size += memoryview(data).nbytes
-        return super().write(data)
-
-    def fileno(self) -> int:
-        """Flush first: Megatron calls fsync on the number."""
-        self.flush()
-        return super().fileno()
-
-    def close(self) -> None:
-        if not self.closed:
-            super().close()
-            self._told.put((os.path.basename(self.name), (self._size, self._digest.hexdigest())))
-
-
-@contextmanager
-def digested_writes() -> Iterator[ForkedQueue]:
-    """Collect (name, (bytes, SHA-256)) of the files of Megatron's writers forked inside."""
-    adapt_libraries()
-    digests = ForkedQueue()
-    filesystem_async.__dict__["open"] = partial(_DigestedFile, digests)  # found before the built-in function
-    try:
-        yield digests
-    finally:
-        del filesystem_async.__dict__["open"]
 
 
 @cache

@@ -15,10 +15,10 @@ from megarl.core.sampling.pass_rates import PassRateCounts
 from megarl.core.types import Rollout
 from megarl.data.prompts import Prompt
 from megarl.engines.player import Sample
-from megarl.errors import CheckpointError, ConfigError
+from megarl.errors import CheckpointError
 from megarl.megatron import distributed
 from megarl.trainer.sampling.assignment import Key
-from megarl.trainer.sampling.gradient_norms import find_block, gradient_norms
+from megarl.trainer.sampling.gradient_norms import gradient_norms
 from megarl.trainer.step import TrainStep
 
 Presample = Callable[[int, Sequence[Key]], dict[Key, Sample]]
@@ -82,10 +82,6 @@ class Gvm:
     def __init__(
         self, config: Config, train_step: TrainStep, prompts_of: Callable[[int], Sequence[Prompt]], presample: Presample
     ) -> None:
-        try:
-            find_block(train_step.policy, config.gvm.block)  # refuse a wrong name before anything is sampled
-        except ConfigError as error:
-            raise ConfigError(f"gvm.block: {error}") from error
         self._config, self._train_step = config, train_step
         self._prompts_of, self._presample = prompts_of, presample
         self._until = 0

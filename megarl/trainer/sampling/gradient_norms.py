@@ -3,11 +3,10 @@
 ``find_block`` finds the parameters, ``measuring`` prepares passes that train nothing, ``gradient_norms`` measures.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,28 +19,27 @@ from torch.nn import Parameter
 from megarl.core.devices import to_device
 from megarl.core.metrics import Stat
 from megarl.core.types import Rollout, TrainBatch
-from megarl.errors import ConfigError, NumericsError
+from megarl.errors import NumericsError
 from megarl.megatron.distributed import dp_size, fail_together, largest, model_group
 from megarl.megatron.policy import Policy
 from megarl.replay import Recording
-from megarl.replay.megatron_state import tp_position, unwrap
+from megarl.replay.megatron_state import unwrap
 from megarl.trainer.mini_batch import MiniBatch, make_rollout
 from megarl.trainer.passes import run_pass
 from megarl.trainer.step import TrainStep
 
-EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
+Block = Literal["embedding", "output_layer"]
 
 
-def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: str) -> np.ndarray:
+def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: Block) -> np.ndarray:
     """Return ``||d/d(block) sum_t log pi(y_t)||_2`` by rollout, float64 [n], on every rank of the model copy.
 
     The sum is over the rollout's loss tokens, without division, at the temperature of the rollout. Routes are replayed
-    if ``train.replay`` is "r3", else the routers choose. block: see ``find_block``; the released GVM code uses
-    "embedding".
+    if ``train.replay`` is "r3", else the routers choose. block: the released GVM code uses "embedding".
 
     A collective call. The ranks of a model copy hold equal rollouts, as for ``TrainStep.prepare``; numbers of rollouts
     may differ between copies. Each rollout costs a forward and a backward pass. Weights and optimizer do not change;
-    gradients are zero afterwards. Raises ConfigError for an unknown block, NumericsError naming a rollout with a norm
+    gradients are zero afterwards. Raises NumericsError naming a rollout with a norm
     that is not finite, and the errors of ``prepare``.
     """
     policy, parallel = train_step.policy, train_step.config.parallel
@@ -94,14 +92,11 @@ def _backward(train_step: TrainStep, mini: MiniBatch) -> None:
 def _square(parameter: Parameter) -> Tensor:
     """Return this rank's part of the squared norm of a parameter's gradient, float64; a collective call."""
     gradient: Tensor = vars(parameter)["main_grad"]
-    (tp, tp_rank), is_shard = tp_position(), getattr(parameter, "tensor_model_parallel", False)
     if getattr(parameter, "shared_embedding", False) and parallel_state.get_pipeline_model_parallel_world_size() > 1:
         dist.all_reduce(gradient, group=parallel_state.get_embedding_group())
-    if tp > 1 and not is_shard and getattr(parameter, "sequence_parallel", False):
-        dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
     if parallel_state.get_context_parallel_world_size() > 1:
         dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
-    is_copy = (tp_rank and not is_shard) or parallel_state.get_context_parallel_rank() or _is_second(parameter)
+    is_copy = parallel_state.get_context_parallel_rank() or _is_second(parameter)
     return torch.linalg.vector_norm(gradient, dtype=torch.float64).square() * (not is_copy)
 
 
@@ -110,52 +105,12 @@ def _is_second(parameter: Parameter) -> bool:
     return getattr(parameter, "shared", False)
 
 
-def find_block(policy: Policy, block: str) -> list[Parameter]:
-    """Return this rank's parameters of ``block``; a collective call of the model copy.
-
-    block: "embedding", "output_layer" (equal with tied embeddings), or a regular expression to search in Megatron's
-    parameter names, with layers counted from 0 over all pipeline stages. ConfigError for a wrong regular expression,
-    and for a match of no parameter, of experts, or of vectors.
-    """
-    output = EMBEDDING if policy.shape.tied_embeddings else OUTPUT_LAYER
-    try:
-        pattern = re.compile({"embedding": re.escape(EMBEDDING), "output_layer": re.escape(output)}.get(block, block))
-    except re.error as error:
-        raise ConfigError(f"parameter block {block!r} is no regular expression: {error}") from error
-    parameters = [entry for chunk in policy.chunks for entry in _named_parameters(unwrap(chunk))]
-    matches = [(name, parameter) for name, parameter in parameters if pattern.search(name)]
-    experts = [f", as {name}" for name, _ in matches if ".experts." in name]
-    if largest(len(experts), model_group()):
-        raise ConfigError(
-            f"parameter block {block!r} matches parameters of experts{''.join(experts[:1])}: their gradients mix the "
-            "samples of several ranks; expected parameters outside of experts"
-        )
-    vectors = [f", as {name}" for name, parameter in matches if parameter.ndim < 2]
-    if largest(len(vectors), model_group()):
-        raise ConfigError(
-            f"parameter block {block!r} matches other parameters{''.join(vectors[:1])}: expected matrices, such as the "
-            "weights of the embedding, the output layer, linear layers and routers"
-        )
-    if not largest(len(matches), model_group()):
-        raise ConfigError(
-            f'parameter block {block!r} matches no parameter; expected "embedding", "output_layer", or a regular '
-            f"expression on names such as {', '.join(name for name, _ in parameters[:3])}"
-        )
-    return [parameter for _, parameter in matches]
-
-
-def _named_parameters(gpt: Any) -> Iterator[tuple[str, Parameter]]:
-    """Yield (name, parameter). Names as without pipeline stages: global layer numbers, a single name for both copies of
-    tied embeddings.
-    """
-    for name, parameter in gpt.named_parameters():
-        if _is_second(parameter):
-            yield EMBEDDING, parameter
-        elif layer := re.match(r"decoder\.layers\.(\d+)\.", name):
-            number = gpt.decoder.layers[int(layer[1])].layer_number - 1
-            yield f"decoder.layers.{number}.{name[layer.end() :]}", parameter
-        else:
-            yield name, parameter
+def find_block(policy: Policy, block: Block) -> list[Parameter]:
+    """Return this rank's weight of the block, or its copy on the last stage: one that is tied is both blocks."""
+    chunks = [unwrap(chunk) for chunk in policy.chunks]
+    if block == "embedding" or policy.shape.tied_embeddings:
+        return _embeddings(policy) or [p for gpt in chunks for p in gpt.parameters() if _is_second(p)]
+    return [gpt.output_layer.weight for gpt in chunks if gpt.post_process]
 
 
 @contextmanager
