@@ -1,7 +1,6 @@
 """The commands of ``megarl``, by name: here commands that need the whole package; other commands beside their
 subject."""
 
-import json
 import os
 from pathlib import Path
 from typing import Literal
@@ -142,15 +141,11 @@ class Patch:
     """A folder that contains megatron/core; default the folder that this Python would import."""
     version: str | None = None
     """Release of the patch; default the target's release, or the nearest that fits."""
-    dry_run: bool = False
-    """Print what apply or revert would change, as a patch."""
-    json: bool = False
-    """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.ops.patching import patch
 
-        patch.run(self.action, self.target, self.version, self.dry_run, self.json)
+        patch.run(self.action, self.target, self.version)
 
 
 @command
@@ -163,15 +158,12 @@ class Recipes:
     """A recipe, a script such as colocated.sbatch, or Containerfile with the requirements on GPUs."""
     folder: Positional[Path] = Path()
     """Where to copy to; default this folder."""
-    json: bool = False
-    """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.ops import shipped
 
         if self.action == "list":
-            recipes = shipped.list_recipes()
-            print(json.dumps(recipes) if self.json else text_table(recipes.items()))
+            print(text_table(shipped.list_recipes().items()))
         elif self.name is None:
             raise ConfigError(f"megarl recipes {self.action}: found no name; megarl recipes lists them")
         elif self.action == "path":
