@@ -12,7 +12,6 @@ from megarl.config.command import Command, OnConfiguration, Overrides, Positiona
 from megarl.convert.command import Convert, Quantize
 from megarl.data.prepare.command import Data
 from megarl.errors import ConfigError
-from megarl.ops.evaluate.command import Gap
 from megarl.ops.plan.command import Plan
 from megarl.ops.report.command import Report, Trace
 from megarl.ops.report.samples import Samples
@@ -201,7 +200,7 @@ class Quickstart:
 
 
 _LISTED = (
-    Train, Launch, Sft, Eval, Gap, Data, Plan, Doctor, Report, Samples, Status, Trace, Convert, Quantize,
+    Train, Launch, Sft, Eval, Data, Plan, Doctor, Report, Samples, Status, Trace, Convert, Quantize,
     Patch, Recipes, Help, Quickstart,
 )  # fmt: skip
 COMMANDS: dict[str, type[Command]] = {kind.__name__.lower(): kind for kind in _LISTED}
