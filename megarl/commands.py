@@ -1,7 +1,6 @@
 """The commands of ``megarl``, by name: here commands that need the whole package; other commands beside their
 subject."""
 
-import json
 import os
 from pathlib import Path
 from typing import Literal
@@ -13,7 +12,6 @@ from megarl.config.command import Command, OnConfiguration, Overrides, Positiona
 from megarl.convert.command import Convert, Quantize
 from megarl.data.prepare.command import Data
 from megarl.errors import ConfigError
-from megarl.ops.evaluate.command import Gap
 from megarl.ops.plan.command import Plan
 from megarl.ops.report.command import Report, Trace
 from megarl.ops.report.samples import Samples
@@ -142,15 +140,11 @@ class Patch:
     """A folder that contains megatron/core; default the folder that this Python would import."""
     version: str | None = None
     """Release of the patch; default the target's release, or the nearest that fits."""
-    dry_run: bool = False
-    """Print what apply or revert would change, as a patch."""
-    json: bool = False
-    """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.ops.patching import patch
 
-        patch.run(self.action, self.target, self.version, self.dry_run, self.json)
+        patch.run(self.action, self.target, self.version)
 
 
 @command
@@ -163,15 +157,12 @@ class Recipes:
     """A recipe, a script such as colocated.sbatch, or Containerfile with the requirements on GPUs."""
     folder: Positional[Path] = Path()
     """Where to copy to; default this folder."""
-    json: bool = False
-    """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.ops import shipped
 
         if self.action == "list":
-            recipes = shipped.list_recipes()
-            print(json.dumps(recipes) if self.json else text_table(recipes.items()))
+            print(text_table(shipped.list_recipes().items()))
         elif self.name is None:
             raise ConfigError(f"megarl recipes {self.action}: found no name; megarl recipes lists them")
         elif self.action == "path":
@@ -209,7 +200,7 @@ class Quickstart:
 
 
 _LISTED = (
-    Train, Launch, Sft, Eval, Gap, Data, Plan, Doctor, Report, Samples, Status, Trace, Convert, Quantize,
+    Train, Launch, Sft, Eval, Data, Plan, Doctor, Report, Samples, Status, Trace, Convert, Quantize,
     Patch, Recipes, Help, Quickstart,
 )  # fmt: skip
 COMMANDS: dict[str, type[Command]] = {kind.__name__.lower(): kind for kind in _LISTED}

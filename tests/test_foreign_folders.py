@@ -68,7 +68,6 @@ COMMANDS = {
     "data prepare": "data prepare task/train.jsonl theirs --overwrite",
     "report": "report made --out theirs/page.html",
     "report, inside": "report theirs",
-    "trace": "trace diff a b --out theirs/page.html",
     "quickstart": "quickstart --out theirs",
     "quickstart, other files": "quickstart --out theirs/notes",
     "train": "train run.toml --run.dir theirs",

@@ -1,9 +1,7 @@
-"""State that megarl reads back, changed by anybody: manifests, samples.jsonl, results of evaluations."""
+"""Manifests that megarl reads back, changed by anybody."""
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_fuzz_run_folder import damaged, odd
 
-from megarl.errors import DamageError, DataError
+from megarl.errors import DamageError
 from megarl.megatron.checkpoints import manifest
-from megarl.ops.evaluate.results import complete_results
-from megarl.run.audit import check
 
 DIGEST = "0" * 64
 MANIFEST = {"run": "r", "step": 3, "files": {"a": [1, DIGEST]}}
@@ -68,25 +64,3 @@ def test_a_manifest_of_100_mb_or_deep_is_damage(step: Path) -> None:
         (step / manifest.MANIFEST).write_bytes(data)
         with pytest.raises(DamageError, match=r"expected at most|levels of lists"):
             manifest.read_manifest(step)
-
-
-LINE = {"step": 1, "weights": 0, "prompts": {"0": [0, 1]}}
-
-
-@given(damaged(LINE) | damaged({"resumed_after": 1}), odd)
-@settings(max_examples=150)
-def test_samples_are_read_or_refused(step: Path, line: bytes, value: Any) -> None:
-    path, last = step.parent / "samples.jsonl", json.dumps({"step": 2, "weights": 1, "prompts": {"1": value}})
-    path.write_bytes(json.dumps(LINE).encode() + b"\n" + line + b"\n" + last.encode() + b"\n")
-    with suppress(DataError):
-        check(path, 2)
-
-
-@given(damaged({"settings": {}, "figures": {}}))
-@settings(max_examples=50)
-def test_results_are_read_or_refused(step: Path, data: bytes) -> None:
-    folder = step.parent / "eval" / "one"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "result.json").write_bytes(data)
-    with suppress(DataError):
-        assert isinstance(complete_results(folder.parent)["one"]["settings"], dict)

@@ -78,7 +78,6 @@ def test_there_is_no_megatron_to_patch(lean):
 @pytest.mark.parametrize(
     ("words", "package"),
     [
-        (("trace", "diff", "a", "b", "--out", "p.html"), "plotly"),
         (("quickstart",), "plotly"),
     ],
 )

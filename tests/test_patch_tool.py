@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import resource
@@ -16,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from patch_trees import FILES, VERSIONS, commit_all, contents, edit, git, refuse, run, succeed
+from patch_trees import FILES, VERSIONS, commit_all, contents, edit, git, refuse, succeed
 from release_checks import NEWER
 
 from megarl.ops.patching import patch as tool
@@ -55,28 +54,6 @@ def test_apply_twice_and_revert_leaves_no_trace(version: str, core_tree: Callabl
     assert succeed("revert", root) == said("restored")
     assert contents(root) == before
     assert (root / FILES[0]).stat().st_mode & 0o777 == 0o640
-
-
-def test_a_dry_run_prints_the_change_and_makes_none(core_tree: Callable[..., Path], tmp_path: Path) -> None:
-    root, other = core_tree("0.14.0"), core_tree("0.14.0", tmp_path / "other")
-    for folder in (root, other):
-        (folder / FILES[1]).write_text("# ours\n" * 3 + (folder / FILES[1]).read_text())
-    before, stamps = contents(root), [(root / name).stat().st_mtime_ns for name in FILES]
-    printed = succeed("apply", root, "--dry-run")
-    assert contents(root) == before
-    assert [(root / name).stat().st_mtime_ns for name in FILES] == stamps
-    git(other, "apply", "-", input=printed)
-    succeed("apply", root)
-    assert contents(root) == contents(other)
-    git(other, "apply", "-", input=succeed("revert", root, "--dry-run"))
-    assert contents(other) == before
-    assert succeed("apply", root, "--dry-run") == ""
-    assert "--dry-run goes with apply or revert" in run("check", root, "--dry-run").stderr
-    as_json = json.loads(succeed("revert", root, "--dry-run", "--json"))
-    assert as_json["difference"] == succeed("revert", root, "--dry-run")
-    assert (as_json["megatron_core"], as_json["patch"], as_json["target"]) == ("0.14.0", "0.14.0", str(root))
-    assert [(file["path"], file["state"]) for file in as_json["files"]] == [(str(name), "restored") for name in FILES]
-    assert "difference" not in json.loads(succeed("status", root, "--json"))
 
 
 def test_without_a_target_it_is_the_megatron_core_of_this_python_and_that_is_not_imported() -> None:
@@ -156,7 +133,7 @@ def test_an_error_between_the_files_puts_back_the_first(
     with monkeypatch.context() as patched:
         Interruption(patched, 1, error)
         with pytest.raises(tool.PatchError if kind is OSError else kind) as caught:
-            tool.run(command, root, None, False)
+            tool.run(command, root, None)
     if kind is OSError:
         assert str(caught.value) == "cannot write target: No space left on device; nothing was changed"
     assert contents(root) == before  # no file is left over either
@@ -183,7 +160,7 @@ def test_when_even_that_fails_the_message_says_how_to_go_on(
     with monkeypatch.context() as patched:
         patched.setattr(tool.os, "replace", failing)
         with pytest.raises(tool.PatchError, match="some files are changed: run the opposite command"):
-            tool.run(command, root, None, False)
+            tool.run(command, root, None)
     assert b"router_replay=self." not in (root / FILES[1]).read_bytes()  # the half that still routes
     assert b"get_replay_topk" in (root / FILES[0]).read_bytes()
     assert contents(root) != before
@@ -301,8 +278,7 @@ def test_a_guard_without_a_hook_is_refused(
                 f"0.16.1.patch fits Megatron-Core {version} in {root}, but leaves routers that do not pass on" in told
             )
         else:
-            assert f"no patch fits Megatron-Core 0.16.0rc0 in {root}: it has no hook (router_replay)" in told
-            assert "none of 0.15.3, 0.14.0, 0.13.1, 0.12.3, 0.16.1 brings it in" in told
+            assert f"no patch fits Megatron-Core 0.16.0rc0 in {root}, which has no hook (router_replay)" in told
             assert re.search(r"0\.15\.3\.patch: \S+moe_utils\.py:\d+: the lines that 0\.15\.3\.patch expects", told)
         assert "nothing was changed" in told
     assert contents(root) == before
@@ -313,10 +289,7 @@ def test_a_guard_that_was_put_in_without_a_hook_is_named_and_comes_out(core_tree
     rename(root, "0.16.0rc0")
     before = contents(root)
     git(root, "apply", str(tool.PATCHES / "0.16.1.patch"))
-    assert (
-        "0.16.1.patch is in, which only guards one; take that out first: megarl patch revert --version 0.16.1"
-        in refuse("apply", root)
-    )
+    assert "which has no hook (router_replay)" in refuse("apply", root)
     succeed("revert", root, "--version", "0.16.1")
     assert contents(root) == before
     assert "0.15.3.patch" in succeed("apply", root)
@@ -333,17 +306,16 @@ def test_a_tree_that_has_the_hook_and_that_nothing_fits_needs_nothing(
     before = contents(root)
     for command in ("status", "check", "apply", "revert"):
         assert succeed(command, root).endswith(f" in {root}: has the hook and needs no patch\n")
-    assert succeed("apply", root, "--dry-run") == ""
     assert contents(root) == before
     edit(root / FILES[0], "return router_replay.get_replay_topk(", "return _compute_topk(")
-    assert "it has no hook (router_replay)" in refuse("apply", root)
+    assert "has no hook (router_replay)" in refuse("apply", root)
 
 
 @pytest.mark.parametrize("version", NEWER)
 def test_a_newer_router_that_does_not_pass_the_hook_on_is_seen(version: str, core_tree: Callable[..., Path]) -> None:
     root = core_tree(version)
     edit(root / FILES[1], "                router_replay=self.router_replay,\n", "")
-    assert "it has no hook (router_replay)" in refuse("status", root)
+    assert "has no hook (router_replay)" in refuse("status", root)
 
 
 def test_a_choice_of_experts_that_does_not_ask_the_hook_is_seen(core_tree: Callable[..., Path]) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import replace
 
 import numpy as np
-import plotly.graph_objects
 import pytest
 
 from megarl import cli
-from megarl.ops.report.traces import compare_files
 from megarl.routes import RoutingTrace
 from megarl.routes.trace_file import TracedSequence, TraceInfo, read_traces, write_traces
 
@@ -90,44 +86,6 @@ def test_diff(files, capsys):
     assert "The models differ: tiny against tiny-fp8." in text
     assert "3 tokens of 1 sequences compared; only in the first file 1, only in the second 1." in text
     assert "66.667% of the tokens differ in at least one layer, 1.000 layers per token" in text
-    assert not list(files.glob("*.html"))
-
-
-def plotted(path):
-    """The figure of a page, checked by plotly."""
-    (text,) = re.findall(r'id="data-figures">(.*?)</script>', path.read_text())
-    (figure,) = json.loads(text)
-    return plotly.graph_objects.Figure(figure).to_dict()
-
-
-def test_diff_plots_a_heat_map(files, capsys):
-    lines = run(capsys, "diff", "a.safetensors", "b.safetensors", "--out", "h.html")
-    assert lines[-1] == ["heat", "map:", "h.html"]
-    heat, bars = plotted(files / "h.html")["data"]
-    assert heat["z"] == [[1.0, 0.0, 1.0, None], [0.0, 0.0, 1.0, None]]
-    assert list(heat["x"]) == [0.0, 1.0, 2.0, 3.0]
-    assert list(bars["x"]) == pytest.approx([2 / 3, 1 / 3], abs=1e-6)
-    assert sorted(path.name for path in files.glob("[!.]*")) == ["a.safetensors", "b.safetensors", "h.html"]
-
-
-def test_the_map_counts_by_layer_and_position(files):
-    found = compare_files(read_traces("a.safetensors"), read_traces("b.safetensors"))
-    assert found.flips.tolist() == [[1, 0, 1, 0], [0, 0, 1, 0]]
-    assert found.counts.tolist() == [1, 1, 1, 0]
-    rows = np.argsort(np.random.default_rng(0).random((150, 2, 4)), axis=2)[:, :, :2]
-    changed = rows.copy()
-    changed[140, 1] = np.setdiff1d(np.arange(4), rows[140, 1])
-    write_traces("c.safetensors", INFO, [traced("s0", rows.tolist())])
-    write_traces("d.safetensors", INFO, [traced("s0", changed.tolist())])
-    found = compare_files(read_traces("c.safetensors"), read_traces("d.safetensors"))
-    assert found.bin_tokens == 3
-    assert found.counts.tolist() == [3] * 50
-    assert np.argwhere(found.flips).tolist() == [[1, 46]]
-
-
-def test_equal_files_can_be_plotted(files, capsys):
-    run(capsys, "diff", "a.safetensors", "a.safetensors", "--out", "h.html")
-    assert plotted(files / "h.html")["layout"]["annotations"][0]["text"] == "no token differs"
 
 
 @pytest.mark.parametrize(
@@ -145,9 +103,6 @@ def test_equal_files_can_be_plotted(files, capsys):
         (["diff", "a.safetensors", "text.safetensors"], "s0: token 0 is 0 in one file and 50 in the other"),
         (["diff", "a.safetensors", "long.safetensors"], "only traces of the same tokens and model compare"),
         (["diff", "a.safetensors", "holes.safetensors"], "no token has routes in both files"),
-        (["diff", "a.safetensors", "b.safetensors", "--out", "no/h.html"], "--out: found no/h.html"),
-        (["diff", "a.safetensors", "b.safetensors", "--out", "h.txt"], "expected a .html file"),
-        (["stats", "a.safetensors", "--out", "h.html"], "remove --out"),
         (["stats", "a.safetensors", "--run.steps", "3"], "megarl trace reads no configuration"),
     ],
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 from megarl import __version__
 from megarl.errors import ConfigError, DamageError, MegarlError, StopError, describe, printable
 from megarl.files.disk import describe_room
-from megarl.run.signals import drop_lost_outputs, say_what_ends
+from megarl.run.signals import drop_lost_outputs
 from megarl.run.status import write_failure
 
 DAMAGED = UNEXPECTED = 1
@@ -28,13 +28,6 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _PATH_ERRORS = (*_DISK_ERRORS, errno.EROFS, errno.EACCES, errno.EPERM)
 _PATH_ERRORS += (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 _FIRST_RANK_SPEAKS_S = 3.0
-_NEWEST = "steps since the newest checkpoint are lost, and the next start continues from there"
-_KEPT = {
-    "train": _NEWEST,
-    "launch": f"the ranks are told so, and save if they can; else {_NEWEST}",
-    **dict.fromkeys(("convert", "quantize"), "files that are complete stay, and the command goes on when given again"),
-}
-"""State left behind by a command after a signal; other commands leave nothing."""
 
 
 def run_to_exit(
@@ -44,10 +37,8 @@ def run_to_exit(
 
     words: the command line after ``megarl``. run_folder: finds the run folder for an unexpected error.
     """
-    name = words[0] if words else ""
     try:
-        with say_what_ends(name, _KEPT.get(name, "nothing is saved")):
-            return work() or 0
+        return work() or 0
     except StopError as error:
         _complain(str(error), on_every_rank=False)
         return STOPPED

@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from audit_reader import check
 from chaos_world import SAMPLES, STEPS, ChaosError, Run
 
 from megarl.errors import DataError
-from megarl.run.audit import check
 from megarl.run.metrics_log import read_metrics, without_timing
 
 TEMPORARY = ("*.partial", "[!.]*.tmp", "*.new", "*.damaged.*")

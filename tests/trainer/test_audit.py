@@ -5,9 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from audit_reader import check, read_used
 
 from megarl.errors import DataError
-from megarl.run.audit import Audit, check, read_used
+from megarl.run.audit import Audit
 
 
 def test_steps_that_a_resumption_has_undone_do_not_count(tmp_path: Path) -> None:
@@ -77,26 +78,3 @@ def test_a_line_after_a_torn_one_stands_alone(tmp_path: Path) -> None:
     assert len(audit.path.read_text().splitlines()) == 6
     audit.record_resume(0)
     assert "" not in audit.path.read_text().splitlines()
-
-
-def test_errors_name_the_line_and_the_first_missing_steps(tmp_path: Path) -> None:
-    audit = Audit(tmp_path)
-    audit.record_step(2, 0, [(1, 0)], {})
-    with pytest.raises(DataError, match=r"no record of steps \[1\]$"):
-        check(audit.path, 2)
-    with pytest.raises(DataError, match=r"no record of steps \[1, 3, 4, 5, 6\]$"):
-        check(audit.path, 9)
-    with audit.path.open("a") as file:
-        file.write("broken\n")
-    audit.record_step(3, 0, [(2, 0)], {})
-    with pytest.raises(DataError, match=r"samples\.jsonl:2: broken record"):
-        read_used(audit.path)
-    audit.record_resume(3)
-    audit.record_step(2, 0, [(1, 0)], {})
-    with pytest.raises(DataError):
-        read_used(audit.path)
-    audit.path.unlink()
-    audit.record_step(1, 0, [(1, 0)], {})
-    audit.record_step(1, 0, [(1, 0)], {})
-    with pytest.raises(DataError, match=r"samples\.jsonl:2: step 1 has trained twice"):
-        read_used(audit.path)

@@ -1,25 +1,16 @@
-"""Figures of an evaluation: hand-computed, with rewards that failed; and what is written reads back."""
+"""Figures of an evaluation: hand-computed, with rewards that failed."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megarl.config import Config
-from megarl.config.tables.data import RewardConfig
 from megarl.core.sampling.pass_at_k import fixed_prompts_interval, wilson_interval
-from megarl.data.benchmarks import Benchmark
-from megarl.data.prompts import Prompt
-from megarl.errors import ConfigError, DataError
-from megarl.files.outputs import FILES
-from megarl.ops.evaluate import results
 from megarl.ops.evaluate.evaluation import to_text
-from megarl.ops.evaluate.request import EvalRequest
 from megarl.trainer.sampling.scores import Samples, score, score_prompts
 
 NAN = float("nan")
@@ -97,49 +88,3 @@ def test_the_table_fits_a_pipe_and_says_what_was_not_judged() -> None:
     assert "aime24: 7 of 8 responses judged" in shown
     assert "first failure: [odd] one" in shown
     assert {len(line) for line in shown.splitlines()[:4]} == {79}
-
-
-def line(prompt: int, sample: int, text: str = "x", reward: float | None = 1.0) -> dict[str, Any]:
-    return {
-        "prompt": prompt,
-        "sample": sample,
-        "reward": reward,
-        "finish_reason": "stop",
-        "length": len(text),
-        "response": text,
-    }
-
-
-def test_responses_read_back_whatever_they_hold(tmp_path: Path) -> None:
-    prompts = [Prompt(0, np.array([1], np.int32), "q\u2028", "a", "here:1")]
-    lines = [line(0, 0, "a\u2028b\x85c\n\x0bd\x1ce"), line(0, 1, "", None)]
-    benchmark = Benchmark("b", "here.jsonl", threshold=0.4)
-    request = EvalRequest(Config.model_construct(reward=RewardConfig(threshold=0.7)), (benchmark,), samples=2, ks=(1,))
-    written = results.write_benchmark(tmp_path, request, "b", prompts, lines)
-    read = results.read_samples(tmp_path, request, "b", 1)
-    for name in ("rewards", "lengths", "truncated"):
-        np.testing.assert_array_equal(getattr(read, name), getattr(written, name))
-    assert np.isnan(read.rewards[0, 1])
-    assert read.threshold == written.threshold == 0.4
-    path = tmp_path / "b" / "responses.jsonl"
-    assert json.loads(path.read_text().split("\n")[0])["response"] == lines[0]["response"]
-    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == [FILES, "prompts.jsonl", "responses.jsonl"]
-    with pytest.raises(DataError, match="found 2 responses, expected 1 prompts \\* 3 samples"):
-        results.read_samples(tmp_path, replace(request, samples=3), "b", 1)
-    path.write_text(json.dumps(line(0, 1)) + "\n" + json.dumps(line(0, 0)) + "\n")
-    with pytest.raises(DataError, match="samples in this order; remove"):
-        results.read_samples(tmp_path, request, "b", 1)
-    path.write_text(path.read_text()[:-9])
-    with pytest.raises(DataError, match="broken JSON"):
-        results.read_samples(tmp_path, request, "b", 1)
-
-
-def test_other_settings_are_refused_with_what_to_remove(tmp_path: Path) -> None:
-    known = {"b": {"settings": {"seed": 0, "samples": 4}}, "c": {"settings": {"seed": 0, "samples": 9}}}
-    results.refuse_other_settings(tmp_path, known, {"seed": 0}, {"b": {"samples": 4}})
-    with pytest.raises(ConfigError, match=f"b evaluated with samples = 4, this call has 5; .* remove {tmp_path}/b$"):
-        results.refuse_other_settings(tmp_path, known, {"seed": 0}, {"b": {"samples": 5}})
-    with pytest.raises(ConfigError, match=rf"with seed = 0, this call has 1 \(and 1 more: samples\); .* {tmp_path}$"):
-        results.refuse_other_settings(tmp_path, known, {"seed": 1}, {"b": {"samples": 5}})
-    with pytest.raises(ConfigError, match="holds c evaluated with seed = 0"):  # also of benchmarks not asked for
-        results.refuse_other_settings(tmp_path, {"c": known["c"]}, {"seed": 1}, {"b": {"samples": 4}})

@@ -210,18 +210,9 @@ def stored(tmp_path: Path) -> Path:
     [
         ([], [5]),
         (["--step", "2"], [2]),
-        (["--worst", "2"], [1, 2]),
-        (["--best", "2"], [5, 4]),
-        (["--best", "2", "--sort", "length"], [5, 4]),
-        (["--worst", "2", "--sort", "length"], [1, 2]),
-        (["--worst", "9", "--sort", "gap"], [4, 1, 5, 3, 2]),
-        (["--best", "9", "--sort", "gap"], [3, 5, 1, 4, 2]),
-        (["--search", "THE end"], [5]),
-        (["--search", "p", "--sort", "reward"], [5, 4, 3, 2, 1]),
-        (["--search", "p"], [1, 2, 3, 4, 5]),
     ],
 )
-def test_samples_are_searched_and_sorted(
+def test_samples_are_chosen_by_step(
     stored: Path, capsys: pytest.CaptureFixture[str], words: list[str], steps: list[int]
 ) -> None:
     assert cli.main(["samples", str(stored), *words, "--json"]) == 0
@@ -232,28 +223,10 @@ def test_samples_are_searched_and_sorted(
     assert f"{len(steps)} of 5 responses, of steps 1 to 5" in shown
 
 
-def test_responses_without_a_reward_are_the_worst(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    SampleFile(stored).append(pack([response(6, reward=None, error="TypeError: None")]))
-    for words, steps in ((["--worst", "2"], [6, 1]), (["--best", "9"], [5, 4, 3, 2, 1, 6])):
-        assert cli.main(["samples", str(stored), *words, "--json"]) == 0
-        assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()] == steps
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--step", "6"], "no response matches, of 5 responses of steps 1 to 5"),
-        (["--worst", "1", "--best", "1"], "found --worst and --best"),
-        (["--worst", "0"], "--worst: found '0'"),
-        (["--sort", "name"], "--sort: found 'name'"),
-    ],
-)
-def test_a_mistake_costs_one_line(
-    stored: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
-) -> None:
-    assert cli.main(["samples", str(stored), *words]) == 2
+def test_a_step_without_samples_is_told(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["samples", str(stored), "--step", "6"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert expected in line
+    assert "no response matches, of 5 responses of steps 1 to 5" in line
 
 
 def test_a_folder_without_samples_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,8 +237,9 @@ def test_a_folder_without_samples_says_so(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_terminal_gets_no_control_characters(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    SampleFile(stored).append(pack([response(6, parts=[["model", "a"], ["environment\x1b", "\x07"]], error="\x9b")]))
-    assert cli.main(["samples", str(stored), "--best", "9"]) == 0
+    parts = [["model", "a"], ["environment\x1b", "\x07"], ["model", "\x1b[31mred\x1b[0m a\u202eb"]]
+    SampleFile(stored).append(pack([response(6, parts=parts, error="\x9b")]))
+    assert cli.main(["samples", str(stored)]) == 0
     shown = capsys.readouterr().out
     assert all(letter.isprintable() or letter == "\n" for letter in shown)
     assert r"\x1b[31mred" in shown

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from audit_reader import check
 from train_world import World, trainer_of
 
 from megarl.errors import SaveError, StopError
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.folders import complete_checkpoints
-from megarl.run.audit import check
 from megarl.run.metrics_log import read_metrics, without_timing
 from megarl.run.stop_request import StopRequest
 from megarl.trainer.loop import train
@@ -107,10 +107,10 @@ def test_a_stop_in_the_middle_of_sampling_keeps_what_is_done_and_draws_the_rest_
     trainer = trainer_of(settings("asked"))
     original: Callable[..., Any] = getattr(trainer.sampler, "sample_step" if where == "rollout" else "evaluate")
 
-    def asked_meanwhile(step: int, advance: Any) -> Any:
+    def asked_meanwhile(step: int, *arguments: Any) -> Any:
         if step >= 1:  # steps count from 0 when they are drawn: the second; evaluation of two done
             trainer.stop.ask("a test")
-        return original(step, advance)
+        return original(step, *arguments)
 
     setattr(trainer.sampler, "sample_step" if where == "rollout" else "evaluate", asked_meanwhile)
     with pytest.raises(StopError):

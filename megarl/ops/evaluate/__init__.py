@@ -4,6 +4,4 @@ The way through:
 
     request      the command line, checked without torch
     evaluation   the main path: weights, sampling, scores, the printed table
-    results      the folder with all results
-    gap          ``megarl gap``
 """

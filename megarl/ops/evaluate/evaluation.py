@@ -3,17 +3,26 @@
     weights -> engine;  for each benchmark: prompts -> responses and rewards -> files -> scores
 
 Sampling and scoring are shared with runs (``megarl.trainer.sampling.evaluation``); this command brings the weights, the
-engine and the folder of results.
+engine and the folder of results, whose files are written atomically:
+
+    <out>/eval.json                    scores of all benchmarks, weights, configuration, versions of packages
+    <out>/<benchmark>/responses.jsonl  one line per response, by prompt and sample
+    <out>/<benchmark>/prompts.jsonl    one line per prompt, with its pass rate
 """
 
+import json
+import platform
 import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
@@ -22,19 +31,18 @@ from megarl.data import benchmarks
 from megarl.data.benchmarks import Benchmark
 from megarl.data.judge import load_reward
 from megarl.data.prompts import Prompt
-from megarl.data.records import require_file
+from megarl.data.records import require_file, write_jsonl
 from megarl.data.tokenizer import load_model_tokenizer
 from megarl.engines.player import Key, Sample, describe_input
 from megarl.engines.protocol import Engine
 from megarl.errors import ConfigError, RewardError, printable
-from megarl.files.outputs import require_own_files
+from megarl.files.outputs import require_own_files, write_output
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.megatron.frozen import FrozenModel
 from megarl.models.hf_files import HFCheckpoint, check_tensors, describe_left_out
 from megarl.models.names import hf_shapes
 from megarl.models.shapes import read_shape
-from megarl.ops.evaluate import results
 from megarl.ops.evaluate.request import EvalRequest, with_keys
 from megarl.run.folder import read_run_id
 from megarl.run.progress import StepProgress
@@ -42,8 +50,14 @@ from megarl.text_table import text_table
 from megarl.trainer.engines import make_engine
 from megarl.trainer.environments import make_environment, turn_ends
 from megarl.trainer.sampling.evaluation import PlayedBenchmark, draw
+from megarl.trainer.sampling.scores import Samples, score, score_prompts
 
+Json = dict[str, Any]
 _STEP_FOLDER = re.compile(r"step_\d+")
+_TRAINING = {"sampling", "estimate", "gvm", "credit", "train", "optim", "recompute", "checkpoint", "log", "sft"}
+"""Tables of the configuration that do not affect an evaluation."""
+_FILES = ("responses.jsonl", "prompts.jsonl")
+_PACKAGES = ("megarl", "torch", "transformers", "megatron-core", "numpy", "math-verify", "datasets")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +68,7 @@ class Task:
     """A step folder; None: the weights of model.path."""
     out: Path
     prompts: Mapping[str, Sequence[Prompt]]
-    """By benchmark, including complete benchmarks."""
-    common: dict[str, Any]
-    """Settings common to all benchmarks."""
-    settings: dict[str, dict[str, Any]]
-    """Further settings of each benchmark."""
-    complete: frozenset[str]
+    """By benchmark."""
 
 
 def evaluate(request: EvalRequest, world_size: int) -> Path:
@@ -71,19 +80,17 @@ def evaluate(request: EvalRequest, world_size: int) -> Path:
     progress = StepProgress(distributed.is_main_rank(), sys.stderr if request.json else None)
     task = distributed.from_main_rank(lambda: _prepare(request))
     tokenizer = load_model_tokenizer(config.model)
-    for name in sorted(task.complete):
-        progress.line(f"{name}: complete in {task.out}, not sampled again")
-    if missing := [benchmark for benchmark in request.benchmarks if benchmark.name not in task.complete]:
-        # Servers write below run.dir. Keep the files out of a run in progress.
-        config = with_keys(config, run={"dir": str(task.out)})
-        engine = make_engine(config, progress.line)
-        try:
-            _send_weights(engine, config, task.checkpoint, progress)
-            for benchmark in missing:
-                _draw_benchmark(engine, request, benchmark, task, tokenizer, progress)
-        finally:
-            engine.close()
-    distributed.from_main_rank(lambda: _conclude(request, task))
+    # Servers write below run.dir. Keep the files out of a run in progress.
+    config = with_keys(config, run={"dir": str(task.out)})
+    engine = make_engine(config, progress.line)
+    tables: dict[str, Json] = {}
+    try:
+        _send_weights(engine, config, task.checkpoint, progress)
+        for benchmark in request.benchmarks:
+            _draw_benchmark(engine, request, benchmark, task, tokenizer, progress, tables)
+    finally:
+        engine.close()
+    distributed.from_main_rank(lambda: _show(request, task, tables))
     distributed.shutdown()
     return task.out
 
@@ -142,18 +149,12 @@ def _prepare(request: EvalRequest) -> Task:
         load_reward(benchmark.reward, config.reward_model)
     make_environment(config.environment)
     prompts = {benchmark.name: benchmarks.load(benchmark, tokenizer, config) for benchmark in request.benchmarks}
-    common = results.common_settings(request, checkpoint)
-    settings = {b.name: results.benchmark_settings(request, b, prompts[b.name]) for b in request.benchmarks}
-    complete = results.complete_results(out)
-    results.refuse_other_settings(out, complete, common, settings)
-    folders = [out / name for name in prompts if name not in complete]
-    names = ("responses.jsonl", "prompts.jsonl", "result.json")
-    require_own_files(out / "eval.json", *(folder / name for folder in folders for name in names))
+    require_own_files(out / "eval.json", *(out / name / file for name in prompts for file in _FILES))
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out: {out} cannot be made: {error}") from error
-    return Task(checkpoint, out, prompts, common, settings, frozenset(complete) & frozenset(prompts))
+    return Task(checkpoint, out, prompts)
 
 
 def _draw_benchmark(
@@ -163,8 +164,9 @@ def _draw_benchmark(
     task: Task,
     tokenizer: PreTrainedTokenizerBase,
     progress: StepProgress,
+    tables: dict[str, Json],
 ) -> None:
-    """Sample, judge and save one benchmark; a collective call."""
+    """Sample, judge and save one benchmark, and add the result to ``tables``; a collective call."""
     started, config, name = time.perf_counter(), request.config, benchmark.name
     prompts = task.prompts[name]
     played = distributed.run_together(
@@ -178,11 +180,12 @@ def _draw_benchmark(
         played.player.close()
     gathered = distributed.gather_on_main_rank([_line(key, sample, tokenizer) for key, sample in samples.items()])
     lines = [line for of_rank in gathered or () for line in of_rank]
-    distributed.from_main_rank(lambda: _save(request, benchmark, task, lines, engine.weight_version))
+    tables[name] = distributed.from_main_rank(lambda: _save(request, benchmark, task, lines, engine.weight_version))
+    distributed.from_main_rank(lambda: _write_summary(request, task, tables))
     progress.line(f"{name}: {total} responses in {time.perf_counter() - started:.1f} s")
 
 
-def _line(key: Key, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> results.Json:
+def _line(key: Key, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Json:
     """Return a line. ``length`` counts the model's tokens; ``response`` includes tokens of the environment."""
     rollout = sample.rollout
     return {
@@ -197,40 +200,60 @@ def _line(key: Key, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> resul
     }
 
 
-def _describe_failure(line: results.Json, prompts: Sequence[Prompt]) -> str:
+def _describe_failure(line: Json, prompts: Sequence[Prompt]) -> str:
     prompt = prompts[line["prompt"]]
     about = describe_input(prompt=prompt.text, response=line["response"], answer=prompt.answer)
     return f"{line['error']}; {about}"
 
 
-def _save(request: EvalRequest, benchmark: Benchmark, task: Task, lines: list[results.Json], version: int) -> None:
-    """Save a benchmark; on the main rank. Without any reward the responses are kept, but the benchmark stays
-    incomplete."""
+def _save(request: EvalRequest, benchmark: Benchmark, task: Task, lines: list[Json], version: int) -> Json:
+    """Save a benchmark, and return the result; on the main rank. RewardError without any reward."""
     lines.sort(key=lambda line: (line["prompt"], line["sample"]))
-    prompts = task.prompts[benchmark.name]
+    name, prompts = benchmark.name, task.prompts[benchmark.name]
     first_error = next((_describe_failure(line, prompts) for line in lines if line["error"] is not None), None)
-    samples = results.write_benchmark(task.out, request, benchmark.name, prompts, lines)
+    write_jsonl(task.out / name / "responses.jsonl", lines)
+    samples = _to_samples(lines, (len(prompts), request.samples), benchmark.threshold)
+    rows = (
+        {"prompt": p.index, "source": p.source, "answer": p.answer, **row, "text": p.text}
+        for p, row in zip(prompts, score_prompts(samples), strict=True)
+    )
+    write_jsonl(task.out / name / "prompts.jsonl", rows)
     if not samples.num_judged.any():
         raise RewardError(
-            f"{benchmark.name}: no response has a reward, {benchmark.reward} or the environment failed; first: "
-            f"{first_error}"
+            f"{name}: no response has a reward, {benchmark.reward} or the environment failed; first: {first_error}"
         )
+    place = {key: getattr(benchmark, key) for key in ("source", "split", "template", "reward")}
     facts = {"weights_version": version, "first_error": first_error}
-    settings = task.common | task.settings[benchmark.name]
-    results.write_result(task.out, benchmark, settings, facts, samples, request.ks)
+    return {**place, **facts, "figures": score(samples, request.ks)}
 
 
-def _conclude(request: EvalRequest, task: Task) -> None:
-    """Compute scores for the k of this call, write eval.json, print the table; on the main rank."""
-    tables: dict[str, results.Json] = {}
-    complete = results.complete_results(task.out)
-    for benchmark in request.benchmarks:
-        name = benchmark.name
-        facts = {key: complete[name][key] for key in ("weights_version", "first_error")}
-        samples = results.read_samples(task.out, request, name, len(task.prompts[name]))
-        settings = task.common | task.settings[name]
-        tables[name] = results.write_result(task.out, benchmark, settings, facts, samples, request.ks)
-    results.write_summary(task.out, request, task.common)
+def _to_samples(lines: Sequence[Json], shape: tuple[int, int], threshold: float) -> Samples:
+    """Return the sorted responses as arrays [P, S]."""
+    rewards = np.array([np.nan if line["reward"] is None else line["reward"] for line in lines], dtype=np.float64)
+    lengths = np.array([line["length"] for line in lines], dtype=np.int64)
+    truncated = np.array([line["finish_reason"] == "length" for line in lines], dtype=bool)
+    return Samples(rewards.reshape(shape), lengths.reshape(shape), truncated.reshape(shape), threshold)
+
+
+def _write_summary(request: EvalRequest, task: Task, tables: Mapping[str, Json]) -> None:
+    """Write eval.json: the results so far, weights, configuration and versions of packages."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    summary = {
+        "checkpoint": None if task.checkpoint is None else str(task.checkpoint),
+        "samples": request.samples,
+        "benchmarks": tables,
+        "config": request.config.model_dump(mode="json", exclude=_TRAINING),
+        "packages": versions,
+    }
+    text = json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False)
+    write_output(task.out / "eval.json", f"{text}\n".encode())
+
+
+def _show(request: EvalRequest, task: Task, tables: Mapping[str, Json]) -> None:
+    """Print the table; on the main rank."""
     if request.json:
         return print((task.out / "eval.json").read_text())
     weights = request.config.model.path if task.checkpoint is None else task.checkpoint

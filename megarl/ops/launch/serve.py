@@ -20,7 +20,6 @@ from megarl.errors import ConfigError, MegarlError, RolloutError, printable
 from megarl.files.writing import write_atomically
 from megarl.ops.launch.steps import end_file, ready_file
 from megarl.ops.launch.topology import read_topology
-from megarl.run.signals import say_what_ends
 from megarl.trainer.engines import server_specs
 
 
@@ -66,8 +65,7 @@ def main(words: list[str]) -> int:
     launch_file, index = Path(words[0]), int(words[1])
     words_left, overrides = config_file.split_overrides(json.loads(launch_file.read_text())["server_command"])
     try:
-        with say_what_ends(f"server {index}", "the launcher starts it again"):
-            serve(config_file.load(Path(words_left[-1]), overrides, trust="--trust" in words_left), launch_file, index)
+        serve(config_file.load(Path(words_left[-1]), overrides, trust="--trust" in words_left), launch_file, index)
     except MegarlError as error:
         print(f"megarl: error: server {index}: {printable(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1

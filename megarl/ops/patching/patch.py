@@ -1,17 +1,13 @@
 """``megarl patch``: apply a patch to a Megatron-Core, or revert the patch: all files or no file (docs/patches.md).
 
-``git apply`` does the work on a copy of each file. If a fork has edited the context of a patch, the file is merged
-3-way, provided that the target's git repository contains the release's file.
+``git apply`` does the work on a copy of each file.
 """
 
-import difflib
 import importlib.util
-import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +26,7 @@ WORDS = {
 """Command -> state of a file -> word to print."""
 _MOE = "megatron/core/transformer/moe/"
 _ROUTER = f"{_MOE}router.py"
-_FILE = re.compile(r"^diff --git a/(\S+) b/\S+\nindex ([0-9a-f]{40})", re.MULTILINE)
+_FILE = re.compile(r"^diff --git a/(\S+) b/\S+$", re.MULTILINE)
 _REFUSED = re.compile(r"^    def quantile_balancing\(.*?(?=^    def )", re.MULTILINE | re.DOTALL)
 """Router of 0.19 without the hook; replay refuses quantile balancing."""
 
@@ -106,15 +102,6 @@ def _apply(content: bytes, release: str, name: str, *options: str) -> tuple[byte
         return (None if done.returncode else file.read_bytes()), done.stderr.decode()
 
 
-def _merge(current: bytes, base: bytes, other: bytes) -> bytes | None:
-    """Return the current content with the changes from base to other; None if they conflict."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name, content in (("current", current), ("base", base), ("other", other)):
-            Path(folder, name).write_bytes(content)
-        done = _git(Path(folder), "merge-file", "-p", "-q", "current", "base", "other")
-    return None if done.returncode else done.stdout
-
-
 def _content(file: Path) -> bytes:
     if file.is_symlink() or not file.is_file():
         kind = "a symbolic link" if file.is_symlink() else "missing"
@@ -125,17 +112,17 @@ def _content(file: Path) -> bytes:
 def examine(root: Path, release: str) -> list[FileState]:
     """Return the state of each file in the patch of a release. git gets LF line ends; CRLF is restored afterwards."""
     states = []
-    for name, blob in _FILE.findall((PATCHES / f"{release}.patch").read_text(encoding="utf-8")):
+    for name in _FILE.findall((PATCHES / f"{release}.patch").read_text(encoding="utf-8")):
         current = _content(root / name)
         is_crlf = current.count(b"\r\n") == current.count(b"\n") > 0
         text = current.replace(b"\r\n", b"\n") if is_crlf else current
-        state, result, notes = _examine_file(root / name, text, release, name, blob)
+        state, result, notes = _examine_file(text, release, name)
         result = result.replace(b"\n", b"\r\n") if is_crlf else result
         states.append(FileState(name, root / name, state, current, result, tuple(notes)))
     return states
 
 
-def _examine_file(file: Path, text: bytes, release: str, name: str, blob: str) -> tuple[str, bytes, list[str]]:
+def _examine_file(text: bytes, release: str, name: str) -> tuple[str, bytes, list[str]]:
     """Return (state, result, notes). A state counts only if the opposite command restores the file byte for byte."""
     ways = {"out": ((), ("-R",)), "in": (("-R",), ())}
     fits, failed_lines = [], [1]
@@ -147,27 +134,8 @@ def _examine_file(file: Path, text: bytes, release: str, name: str, blob: str) -
         failed_lines += map(int, re.findall(r"patch failed: \S+:(\d+)", output))
     if len(fits) == 1:
         return fits[0]
-    merged, reason = _three_way(file, text, release, name, blob)
-    if merged is not None:
-        return (*merged, ["merged 3-way: lines that a hunk expects have been edited"])
     # Forward and reverse fail at different hunks: the later hunk is the likely place of the edit.
-    return "unfit", text, [f"{name}:{max(failed_lines)}: the lines that {release}.patch expects differ ({reason})"]
-
-
-def _three_way(file: Path, text: bytes, release: str, name: str, blob: str) -> tuple[tuple[str, bytes] | None, str]:
-    """Return ((state, result), "") of git's merge with the file of the release, or (None, reason)."""
-    release_file = _git(file.parent, "cat-file", "blob", blob)
-    if release_file.returncode:
-        return None, f"no 3-way merge, for git has no object {blob[:12]} here"
-    plain = release_file.stdout.replace(b"\r\n", b"\n")
-    patched = _apply(plain, release, name)[0] or plain
-    applied, reverted = _merge(text, plain, patched), _merge(text, patched, plain)
-    if applied not in (None, text) and _merge(applied, patched, plain) == text:
-        return ("out", applied), ""
-    if reverted not in (None, text) and _merge(reverted, plain, patched) == text:
-        return ("in", reverted), ""
-    is_conflict = applied is None or reverted is None
-    return None, "a 3-way merge conflicts" if is_conflict else "git can merge, but revert could not undo it"
+    return "unfit", text, [f"{name}:{max(failed_lines)}: the lines that {release}.patch expects differ"]
 
 
 def has_hook(root: Path, changes: Sequence[FileState] = ()) -> bool:
@@ -201,7 +169,12 @@ def choose(root: Path, version: str, requested: str | None) -> tuple[str, list[F
             return release, states
     if has_hook(root):
         return None
-    raise PatchError(_explain_no_fit(root, version, tried))
+    nearest, states = next(iter(tried.items()))
+    raise PatchError(
+        f"no patch fits Megatron-Core {version} in {root}, which has no hook (router_replay). Put the change of the "
+        f"nearest in by hand, or use a release that has a patch or the hook. {nearest}.patch: "
+        f"{_unfit(states)[0].notes[0] if _unfit(states) else 'leaves no hook'}; nothing was changed"
+    )
 
 
 def _unfit(states: Sequence[FileState]) -> list[FileState]:
@@ -210,21 +183,6 @@ def _unfit(states: Sequence[FileState]) -> list[FileState]:
 
 def _adds_no_hook(release: str) -> bool:
     return f"a/{_ROUTER} " not in (PATCHES / f"{release}.patch").read_text(encoding="utf-8")
-
-
-def _explain_no_fit(root: Path, version: str, tried: dict[str, list[FileState]]) -> str:
-    problem = f"no patch fits Megatron-Core {version} in {root}: it has no hook (router_replay), and"
-    for release, states in tried.items():
-        if _adds_no_hook(release) and all(state.state == "in" for state in states):
-            return (
-                f"{problem} {release}.patch is in, which only guards one; take that out first: megarl patch revert "
-                f"--version {release}; nothing was changed"
-            )
-    release, states = next(iter(tried.items()))
-    return (
-        f"{problem} none of {', '.join(tried)} brings it in. Put the change of the nearest in by hand, or use a "
-        f"release that has a patch or the hook. {release}.patch: {_unfit(states)[0].notes[0]}; nothing was changed"
-    )
 
 
 def replace_files(root: Path, changes: Sequence[FileState]) -> None:
@@ -265,40 +223,23 @@ def _stage(change: FileState, old: Path, new: Path) -> None:
         os.chown(new, owner.st_uid, owner.st_gid)
 
 
-def difference(changes: Sequence[FileState]) -> str:
-    """Return the changes as a patch of the target's files."""
-    rows: list[str] = []
-    for change in changes:
-        contents = (change.current, change.result)
-        current, result = (content.decode("utf-8", "surrogateescape").split("\n") for content in contents)
-        rows += difflib.unified_diff(current, result, f"a/{change.name}", f"b/{change.name}", lineterm="")
-    return "".join(f"{row}\n" for row in rows)
+def run(command: str, target: Path | None, version: str | None) -> None:
+    """Run one command, a key of ``WORDS``, and print the state of each file. PatchError if the command is refused.
 
-
-def run(command: str, target: Path | None, version: str | None, dry_run: bool, as_json: bool = False) -> None:
-    """Run one command, a key of ``WORDS``, and print the result. PatchError if the command is refused.
-
-    version: take the patch of this release. dry_run: print the difference to the target's files, change nothing.
-    as_json: print target, release of Megatron-Core, patch, and path, state and notes of each file.
+    version: take the patch of this release.
     """
-    if dry_run and command not in ("apply", "revert"):
-        raise PatchError(f"--dry-run goes with apply or revert; {command} changes nothing anyway")
     try:
-        _run(command, target, version, dry_run, as_json)
+        _run(command, target, version)
     except OSError as error:
         raise PatchError(f"cannot read {error.filename}: {error.strerror}; nothing was changed") from error
 
 
-def _run(command: str, target: Path | None, version: str | None, dry_run: bool, as_json: bool) -> None:
+def _run(command: str, target: Path | None, version: str | None) -> None:
     root = (target or find_installed()).resolve()
     core = read_version(root)
     choice = choose(root, core, version)
-    answer = {"target": str(root), "megatron_core": core, "patch": None, "files": []}
     if choice is None:
-        if as_json:
-            print(json.dumps(answer, indent=1))
-        elif not dry_run:
-            print(f"megatron-core {core} in {root}: has the hook and needs no patch")
+        print(f"megatron-core {core} in {root}: has the hook and needs no patch")
         return
     release, states = choice
     unfit = _unfit(states)
@@ -309,21 +250,12 @@ def _run(command: str, target: Path | None, version: str | None, dry_run: bool, 
             "it (--version); nothing was changed"
         )
     changes = [state for state in states if state.state == {"apply": "out", "revert": "in"}.get(command)]
-    if changes and not unfit and not dry_run:
+    if changes and not unfit:
         # moe_utils.py first: a patched router would pass the hook to a function without the argument.
         replace_files(root, changes if command == "apply" else changes[::-1])
-    if dry_run and not unfit and not as_json:
-        sys.stdout.buffer.write(difference(changes).encode("utf-8", "surrogateescape"))
-        return
-    words = ["not changed" if unfit and state in changes else WORDS[command][state.state] for state in states]
-    if as_json:
-        answer |= {"patch": release, "difference": difference(changes)} if dry_run else {"patch": release}
-        files = [{"path": s.name, "state": word, "notes": s.notes} for s, word in zip(states, words, strict=True)]
-        print(json.dumps(answer | {"files": files}, indent=1))
-    else:
-        print(f"megatron-core {core} in {root}: {release}.patch")
-        for state, word in zip(states, words, strict=True):
-            print(f"  {state.name}: {word}", *state.notes, sep="\n    ")
+    print(f"megatron-core {core} in {root}: {release}.patch")
+    for state in states:
+        word = "not changed" if unfit and state in changes else WORDS[command][state.state]
+        print(f"  {state.name}: {word}", *state.notes, sep="\n    ")
     if unfit and command != "status":
-        num_more = sum(len(state.notes) for state in unfit) - 1
-        raise PatchError(unfit[0].notes[0] + (f", and {num_more} more" if num_more else "") + "; nothing was changed")
+        raise PatchError(f"{unfit[0].notes[0]}; nothing was changed")

@@ -24,23 +24,17 @@ class Report:
 
 @command
 class Trace:
-    """Look into files of routing traces: inspect FILE, stats FILE, or diff A B [--out heatmap.html]."""
+    """Look into files of routing traces: inspect FILE, stats FILE, or or diff A B."""
 
     action: Positional[Literal["inspect", "stats", "diff"]]
     """What to do."""
     files: Positional[tuple[Path, ...]]
     """One file, or two for diff."""
-    out: Path | None = None
-    """A map of the difference, an HTML page."""
-    json: bool = False
-    """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
         expected = 2 if self.action == "diff" else 1
         if len(self.files) != expected:
             raise ConfigError(f"megarl trace {self.action}: found {len(self.files)} files, expected {expected}")
-        if self.out is not None and self.action != "diff":
-            raise ConfigError(f"megarl trace {self.action} plots nothing: remove --out; only megarl trace diff has it")
         from megarl.ops.report import traces
 
-        getattr(traces, self.action)(*self.files, *([self.out] if self.action == "diff" else []), as_json=self.json)
+        getattr(traces, self.action)(*self.files)

@@ -58,8 +58,7 @@ def make_figures(panel: Panel, runs: Sequence[Run]) -> list[Figure]:
                 heatmap["zmax"] = top
         return figures
     layout: Figure = {"xaxis": _axis("global step"), "yaxis": _axis(panel.y_label)}
-    plot = {"frontier": _plot_frontier, "by_index": _plot_by_index, "ratio": _plot_ratio}.get(panel.kind, _plot_lines)
-    data = [trace for place, run in enumerate(runs) for trace in plot(panel, run, place, layout)]
+    data = [trace for place, run in enumerate(runs) for trace in _plot_lines(panel, run, place)]
     _scale_y(layout, panel, data)
     return [{"data": data, "layout": layout}]
 
@@ -74,7 +73,7 @@ def numbers(values: np.ndarray) -> list[float | None]:
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in np.asarray(values, float).tolist()]
 
 
-def map_trace(grid: np.ndarray, x: np.ndarray, layers: Sequence[int], **options: Any) -> Figure:
+def _map_trace(grid: np.ndarray, x: np.ndarray, layers: Sequence[int], **options: Any) -> Figure:
     """Return a map of layers against columns, the share of tokens routed differently; NaN is left blank.
 
     grid: float [L, columns]; x: [columns].
@@ -94,43 +93,12 @@ def map_trace(grid: np.ndarray, x: np.ndarray, layers: Sequence[int], **options:
     }
 
 
-def plot_trace_difference(flips: np.ndarray, per_layer: np.ndarray, layers: Sequence[int], bin_tokens: int) -> Figure:
-    """Plot how two trace files differ: layers against token positions, and the share by layer beside the map.
-
-    flips: float [L, bins], share of tokens that are routed differently; NaN where no token was compared. per_layer:
-    float [L], the same over all positions.
-    """
-    positions = np.arange(flips.shape[1]) * bin_tokens + (bin_tokens - 1) / 2
-    share = {"type": "bar", "orientation": "h", "x": numbers(per_layer), "y": [str(layer) for layer in layers]}
-    share |= {
-        "xaxis": "x2",
-        "marker": {"color": COLORS["blue"]},
-        "hovertemplate": "layer %{y}: %{x:.3~%}<extra></extra>",
-    }
-    layout: Figure = {
-        "xaxis": _axis("token position" + ("" if bin_tokens == 1 else f", {bin_tokens} to a column"), domain=[0, 0.82]),
-        "xaxis2": _axis("all positions", domain=[0.86, 1], tickformat=".3~%", nticks=3, rangemode="tozero"),
-        "yaxis": _axis("layer of the model", type="category", autorange="reversed"),
-        "height": max(320, min(900, 220 + 14 * len(layers))),
-        "showlegend": False,
-    }
-    if not np.nan_to_num(flips).any():
-        layout["annotations"] = [_middle("no token differs")]
-    return {"data": [map_trace(flips, positions, layers), share], "layout": layout}
-
-
 def _middle(text: str) -> Figure:
     return {"text": text, "showarrow": False, "xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5}
 
 
 def _axis(title: str, **options: Any) -> Figure:
     return {"title": {"text": title}, **options}
-
-
-def _lines_of(panel: Panel, curves: Curves) -> list[Line]:
-    if panel.kind == "reward":
-        return _reward_lines(curves)
-    return [Line("rollout/k3", "k3")] if panel.kind == "kl" else list(panel.lines)
 
 
 def _reward_lines(curves: Curves) -> list[Line]:
@@ -152,22 +120,15 @@ def _reward_lines(curves: Curves) -> list[Line]:
     return lines + [Line(f"eval/{name}/pass_rate", name, next(colors), "dots") for name in benchmarks(curves)]
 
 
-def _plot_lines(panel: Panel, run: Run, place: int, layout: Figure) -> Iterator[Figure]:
+def _plot_lines(panel: Panel, run: Run, place: int) -> Iterator[Figure]:
     """Plot the recorded metrics: mini-batches as mean and range, long curves as moving averages."""
-    for index, line in enumerate(_lines_of(panel, run.curves)):
+    for index, line in enumerate(_reward_lines(run.curves) if panel.kind == "reward" else panel.lines):
         if (curve := run.curves.get(line.metric)) is not None:
             style = _style(run, line, place, index)
             if line.style == "dots":
                 yield _trace(style, curve, "lines+markers", marker={"size": 9, "color": style["line"]["color"]})
             else:
                 yield from _plot_curve(curve, style, run)
-    if panel.kind == "kl" and (k1 := run.curves.get("rollout/k1")) is not None:
-        style = _style(run, Line("rollout/k1", "|k1|", "grey"), place, 1)
-        yield from _plot_curve(Curve(k1.x, np.abs(k1.y)), style, run)
-        below = k1.y < 0
-        if len(k1.x) < 2 * _SMOOTHED_FROM and below.any():
-            marker, name = {"symbol": "circle-open", "size": 7}, style["name"].replace("|k1|", "k1 &lt; 0")
-            yield _trace(style, Curve(k1.x[below], -k1.y[below]), "markers", marker=marker, name=name)
 
 
 def _style(run: Run, line: Line, place: int, index: int) -> Figure:
@@ -199,68 +160,19 @@ def _plot_curve(curve: Curve, style: Figure, run: Run) -> Iterator[Figure]:
     yield _trace(style, shown, "lines" if len(shown.x) > 12 else "lines+markers", marker={"size": 4})
 
 
-def _band(low: Curve, high: Curve, style: Figure, opacity: float = 0.16, label: str = "") -> Iterator[Figure]:
-    """The area between two curves with equal steps; in the legend only with a label."""
+def _band(low: Curve, high: Curve, style: Figure) -> Iterator[Figure]:
+    """The area between two curves with equal steps."""
     is_finite = np.isfinite(low.y) & np.isfinite(high.y)
     low, high = thin(Curve(low.x[is_finite], low.y[is_finite])), thin(Curve(high.x[is_finite], high.y[is_finite]))
     outline = Curve(np.concatenate([high.x, low.x[::-1]]), np.concatenate([high.y, low.y[::-1]]))
     color = style["line"]["color"]
-    area = {"line": {"width": 0, "color": color}, "fill": "toself", "fillcolor": _with_opacity(color, opacity)}
-    legend = {"name": label, "legendgroup": label} if label else {"showlegend": False}
-    yield _trace(style, outline, "lines", **area, **legend, hoverinfo="skip")
+    area = {"line": {"width": 0, "color": color}, "fill": "toself", "fillcolor": _with_opacity(color, 0.16)}
+    yield _trace(style, outline, "lines", **area, showlegend=False, hoverinfo="skip")
 
 
 def _with_opacity(color: str, opacity: float) -> str:
     red, green, blue = (int(color[start : start + 2], 16) for start in (1, 3, 5))
     return f"rgba({red},{green},{blue},{opacity})"
-
-
-def _plot_by_index(panel: Panel, run: Run, place: int, layout: Figure) -> Iterator[Figure]:
-    """Plot metrics of mini-batches against the index of the mini-batch in its step, as means over all steps."""
-    layout["xaxis"] = _axis("index of the mini-batch", dtick=1)
-    for index, line in enumerate(panel.lines):
-        if (curve := run.curves.get(line.metric)) is not None:
-            is_finite = np.isfinite(curve.y)
-            _, minis = np.unique(np.round(curve.x[is_finite] % 1, 9), return_inverse=True)
-            means = np.bincount(minis, curve.y[is_finite]) / np.bincount(minis)
-            yield _trace(_style(run, line, place, index), Curve(np.arange(len(means)), means), "lines+markers")
-
-
-def _plot_frontier(panel: Panel, run: Run, place: int, layout: Figure) -> Iterator[Figure]:
-    """Plot the held-out or training pass rate over the tokens drawn; a single run is coloured by entropy."""
-    pass_rate, tokens = run.curves.get("eval/pass_rate", run.curves.get("reward/pass_rate")), run.curves["cost/tokens"]
-    layout["xaxis"] = _axis("tokens drawn for training")
-    if pass_rate is None:
-        return
-    pass_rate = thin(pass_rate)
-    spent = np.interp(pass_rate.x, np.append(0, tokens.x), np.append(0, tokens.y))
-    style = _style(run, Line("", "pass rate", "grey"), place, 0)
-    marker: Figure = {"size": 8, "color": style["line"]["color"]}
-    entropy = run.curves.get("entropy")
-    if entropy is not None and run.color is None:
-        values = numbers(np.interp(pass_rate.x, entropy.x, entropy.y))
-        bar = {"title": {"text": "entropy", "side": "right"}, "thickness": 12}
-        marker |= {"color": values, "colorscale": "Viridis", "colorbar": bar}
-    look = {"line": {**style["line"], "width": 1.2}, "marker": marker, "showlegend": run.color is not None}
-    yield _trace(style, Curve(spent, pass_rate.y), "lines+markers", **look)
-
-
-def _plot_ratio(panel: Panel, run: Run, place: int, layout: Figure) -> Iterator[Figure]:
-    """Plot the mean policy ratio; for a single run also bands of spread and range."""
-    low, high, mean, std = (run.curves.get(f"ratio/{name}") for name in ("min", "max", "mean", "std"))
-    style = _style(run, Line("ratio/mean", "mean"), place, 0)
-    if low is not None and high is not None and run.color is None:
-        yield from _band(low.per_step()[1], high.per_step()[2], style, 0.13, "min to max")
-    if mean is not None:
-        middle = mean.per_step()[0]
-        if std is not None and run.color is None:
-            spread = std.per_step()[2].y
-            if len(spread) == len(middle.y):
-                band = (replace(middle, y=middle.y - spread), replace(middle, y=middle.y + spread))
-                yield from _band(*band, style, 0.3, "mean ± largest std")
-        yield _trace(style, thin(middle), "lines")
-    layout["shapes"] = [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1,
-                         "line": {"color": COLORS["grey"], "width": 1, "dash": "dot"}}]  # fmt: skip
 
 
 def _plot_layers(panel: Panel, run: Run) -> Figure:
@@ -275,7 +187,7 @@ def _plot_layers(panel: Panel, run: Run) -> Figure:
     grid = np.where(counts, np.add.reduceat(np.nan_to_num(grid), starts, axis=1) / np.maximum(counts, 1), np.nan)
     vertical = _axis(panel.y_label, type="category", autorange="reversed")
     layout = {"xaxis": _axis("global step"), "yaxis": vertical}
-    return {"data": [map_trace(grid, steps[starts], tuple(layers))], "layout": layout}
+    return {"data": [_map_trace(grid, steps[starts], tuple(layers))], "layout": layout}
 
 
 def _plot_time(panel: Panel, run: Run) -> Figure:
@@ -324,7 +236,7 @@ def _scale_y(layout: Figure, panel: Panel, data: Sequence[Figure]) -> None:
         axis["range"] = [-0.02, 1.02]
     elif scale == "percent to 100":
         axis["autorangeoptions"] = {"include": 1.0}
-    elif (scale == "log" or panel.kind == "kl") and top > 0:
+    elif scale == "log" and top > 0:
         axis |= {"type": "log", "exponentformat": "power", "hoverformat": ".3g"}
         lowest = min(value for value in values if value > 0)
         for trace in data:  # zero has no logarithm: a line has a gap, a band ends at the least value

@@ -10,9 +10,8 @@ from megarl.ops.report.series import Curves, layer_curves
 
 Scale = Literal["free", "zero", "log", "percent", "whole percent", "percent to 100"]
 """The y axis: as it comes; from zero up; decades; percent from zero up, from 0 to 100, from anywhere to 100."""
-Kind = Literal["lines", "by_index", "reward", "frontier", "kl", "ratio", "time", "layers"]
-"""The kind of figure: by_index, means over all steps against the index of the mini-batch; layers, a map of layers
-against steps; further kinds have a single panel."""
+Kind = Literal["lines", "reward", "time", "layers"]
+"""The kind of figure: layers is a map of layers against steps; reward and time have a single panel."""
 
 
 @dataclass(frozen=True, slots=True)

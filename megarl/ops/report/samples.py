@@ -1,17 +1,14 @@
-"""``megarl samples``, and the samples in a report: the model's texts, searched and sorted."""
+"""``megarl samples``, and the samples in a report: the model's texts."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import PositiveInt
+from typing import Any
 
 from megarl.config.command import Overrides, Positional, command
 from megarl.errors import ConfigError, DataError, printable
 from megarl.run.samples import NAME, read_samples
 
-SortKey = Literal["reward", "length", "gap"]
 _PAGE_BYTES = 2_000_000
 _PAGE_TEXT = 20_000
 """Most characters of one text in a page; of a longer one, the middle is left out."""
@@ -25,65 +22,34 @@ class Samples:
     """The folder of the run."""
     step: int | None = None
     """Only this step's, from 1."""
-    sort: SortKey | None = None
-    """From the best on: the highest reward, the smallest length or gap between the engines."""
-    worst: PositiveInt | None = None
-    """Only so many, from the worst on; by reward unless --sort says otherwise."""
-    best: PositiveInt | None = None
-    """Only so many, from the best on."""
-    search: str | None = None
-    """Only those with this text in prompt, response or error, in upper or lower case."""
     json: bool = False
     """Print JSON lines."""
 
     def run(self, overrides: Overrides) -> None:
         """DataError if the run has stored no samples; ConfigError if nothing matches."""
         file = self.run_dir / NAME
-        if self.worst is not None and self.best is not None:
-            raise ConfigError("megarl samples: found --worst and --best, expected one of them")
         if not self.run_dir.is_dir():
             raise ConfigError(f"{self.run_dir}: there is no such folder; expected the folder of a run")
         if not file.is_file():
             reason = "no step is finished, log.samples_per_step is 0, or this is no run folder"
             raise DataError(f"{file}: there is no such file: {reason}")
-        count = self.worst if self.worst is not None else self.best
-        is_newest = self.step is None and self.search is None and count is None
         matching: list[dict[str, Any]] = []
         total, first, last = 0, None, 0
         for sample in read_samples(self.run_dir):
             total, first, last = total + 1, first or sample["step"], sample["step"]
-            if is_newest and matching and matching[0]["step"] != last:
+            if self.step is None and matching and matching[0]["step"] != last:
                 matching = []
-            if is_newest or ((self.step is None or last == self.step) and _matches(sample, self.search)):
+            if self.step in (None, last):
                 matching.append(sample)
         if not matching:
             stored = f"{total} responses of steps {first} to {last}" if total else "none"
             raise ConfigError(f"{file}: no response matches, of {stored}")
-        if self.sort is not None or count is not None:
-            matching = order(matching, self.sort or "reward", self.worst is not None, count)
         if self.json:
             print(*map(json.dumps, matching), sep="\n")
             return
         for sample in matching:
             print(describe(sample), end="\n\n")
         print(f"{len(matching)} of {total} responses, of steps {first} to {last}")
-
-
-def order(
-    samples: Iterable[dict[str, Any]], sort: SortKey, worst: bool, count: int | None = None
-) -> list[dict[str, Any]]:
-    """Return samples from the best on, or from the worst on; at most ``count``.
-
-    Samples without a reward come first among the worst; further samples without a value come last.
-    """
-    sign = -1 if (sort == "reward") != worst else 1
-    is_last = not (worst and sort == "reward")
-
-    def rank(sample: Mapping[str, Any]) -> tuple[bool, float]:
-        value = sample[sort]
-        return (value is None) == is_last, 0.0 if value is None else sign * value
-
-    return sorted(samples, key=rank)[:count]
 
 
 def describe(sample: Mapping[str, Any]) -> str:
@@ -154,11 +120,6 @@ def _shorten(text: str) -> str:
 
 def _size(sample: Mapping[str, Any]) -> int:
     return sum(len(sample[key]) for key in ("prompt", "response", "error", "rewards")) + 200
-
-
-def _matches(sample: Mapping[str, Any], search: str | None) -> bool:
-    texts = (sample[key] or "" for key in ("prompt", "response", "error"))
-    return search is None or any(search.lower() in text.lower() for text in texts)
 
 
 def _number(value: float | None) -> str:

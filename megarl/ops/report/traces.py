@@ -1,24 +1,18 @@
 """``megarl trace inspect | stats | diff``: show the content of a file of routing traces, and the difference of two
 files."""
 
-import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from megarl.errors import ConfigError, TraceError, printable
-from megarl.files.outputs import write_output
+from megarl.errors import TraceError, printable
 from megarl.routes import Disagreement, common_rows, shared_experts
 from megarl.routes.trace_file import TracedSequence, TraceFile, read_traces
 from megarl.run.status import name_ranges
 from megarl.text_table import text_table
-
-MAX_BINS = 64
-"""Most columns of the heat map."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +22,12 @@ class FileDifference:
     total: Disagreement
     overlap: np.ndarray
     """float64 [L], share of experts used in both files."""
-    flips: np.ndarray
-    """int64 [L, bins], tokens with different expert sets, by layer and position in the sequence."""
-    counts: np.ndarray
-    """int64 [bins], number of compared tokens at these positions."""
-    bin_tokens: int
-    """Positions per bin: bin b holds b * bin_tokens <= position < (b + 1) * bin_tokens."""
     num_sequences: int
     only_in: tuple[int, int]
     """Number of sequences that are only in the first file, and only in the second."""
 
 
-def inspect(path: Path, as_json: bool = False) -> None:
+def inspect(path: Path) -> None:
     """Print what the file holds. Decodes every sequence; TraceError for a damaged sequence."""
     file = read_traces(path)
     info = file.info
@@ -56,10 +44,10 @@ def inspect(path: Path, as_json: bool = False) -> None:
         "missing rows": f"{missing:,}" + (f" ({missing / file.num_tokens:.2%})" if file.num_tokens else ""),
     }
     rows |= _describe_sizes(file)
-    _print(str(path), [*rows.items()], ("", "value"), as_json=as_json)
+    _print(str(path), [*rows.items()], ("", "value"))
 
 
-def stats(path: Path, as_json: bool = False) -> None:
+def stats(path: Path) -> None:
     """Print the expert load by layer."""
     file = read_traces(path)
     counts = np.zeros((len(file.info.layers), file.info.num_experts), dtype=np.int64)
@@ -91,14 +79,11 @@ def stats(path: Path, as_json: bool = False) -> None:
         f"{tokens[0] // top_k:,} tokens, top-{top_k} of {num_experts} experts; even load has max / mean 1 and entropy "
         f"{math.log2(num_experts):.3f} bits.",
         "Last row: highest, lowest, sum, means.",
-        as_json=as_json,
     )
 
 
-def diff(first: Path, second: Path, out: Path | None = None, as_json: bool = False) -> None:
-    """Print how far two files agree, by layer; plot layers against token positions into the page ``out``."""
-    if out is not None and (out.suffix != ".html" or not out.parent.is_dir()):
-        raise ConfigError(f"--out: found {out}, expected a .html file in a folder that exists")
+def diff(first: Path, second: Path) -> None:
+    """Print how far two files agree, by layer."""
     a, b = read_traces(first), read_traces(second)
     difference = compare_files(a, b)
     rows = [
@@ -116,17 +101,7 @@ def diff(first: Path, second: Path, out: Path | None = None, as_json: bool = Fal
     one, other = (f"{info.model} ({info.fingerprint})" if info.fingerprint else info.model for info in (a.info, b.info))
     if one != other:
         notes.insert(0, f"The models differ: {one} against {other}.")
-    _print(f"{first} against {second}", rows, ("layer", "flip", "overlap"), *notes, as_json=as_json)
-    if out is not None:
-        from megarl.ops.report.figures import plot_trace_difference
-        from megarl.ops.report.page import PLOT, make_page
-
-        share = np.where(difference.counts > 0, difference.flips / np.maximum(difference.counts, 1), np.nan)
-        figure = plot_trace_difference(share, difference.total.per_layer_flip, a.info.layers, difference.bin_tokens)
-        title = f"{difference.total.flip:.2%} of (token, layer) pairs differ"
-        page = make_page(title, printable(f"{first} against {second}"), PLOT, [figure])
-        write_output(out, page)
-        print(printable(f"heat map: {out}"), file=sys.stderr if as_json else None)
+    _print(f"{first} against {second}", rows, ("layer", "flip", "overlap"), *notes)
 
 
 def compare_files(a: TraceFile, b: TraceFile) -> FileDifference:
@@ -143,21 +118,16 @@ def compare_files(a: TraceFile, b: TraceFile) -> FileDifference:
             f"{a.path} and {b.path} have no sequence of the same name; they begin with {a.names[:2]} and {b.names[:2]}"
         )
     compared = [_compare_sequences(a[name], b[name]) for name in names]
-    positions, num_shared = (np.concatenate(column) for column in zip(*compared, strict=True))
+    num_shared = np.concatenate(compared)
     if not num_shared.size:
         raise TraceError(f"{a.path} and {b.path}: no token has routes in both files")
-    longest = max(1, int(a.lengths.max()))
-    bin_tokens = -(-longest // MAX_BINS)
-    counts = np.bincount(positions // bin_tokens, minlength=-(-longest // bin_tokens))
-    flips = np.zeros((num_shared.shape[1], len(counts)), dtype=np.int64)
-    np.add.at(flips.T, positions // bin_tokens, num_shared < a.info.top_k)
     only_in = (len(a) - len(names), len(b) - len(names))
     total, overlap = Disagreement.of(num_shared, a.info.top_k), num_shared.mean(axis=0) / a.info.top_k
-    return FileDifference(total, overlap, flips, counts, bin_tokens, len(names), only_in)
+    return FileDifference(total, overlap, len(names), only_in)
 
 
-def _compare_sequences(a: TracedSequence, b: TracedSequence) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions [P] with routes in both files, and the numbers of shared experts, uint16 [P, L]."""
+def _compare_sequences(a: TracedSequence, b: TracedSequence) -> np.ndarray:
+    """Return the numbers of shared experts, uint16 [P, L], at the P positions with routes in both files."""
     rows = common_rows(a.trace, b.trace)
     if a.tokens is not None and b.tokens is not None and (a.tokens != b.tokens).any():
         index = int((a.tokens != b.tokens).argmax())
@@ -166,7 +136,7 @@ def _compare_sequences(a: TracedSequence, b: TracedSequence) -> tuple[np.ndarray
             "routes of the same text can be compared"
         )
     # All tokens of two files are in memory at once: keep the numbers small.
-    return np.flatnonzero(rows), shared_experts(a.trace.experts[rows], b.trace.experts[rows]).astype(np.uint16)
+    return shared_experts(a.trace.experts[rows], b.trace.experts[rows]).astype(np.uint16)
 
 
 def _describe_sizes(file: TraceFile) -> dict[str, str]:
@@ -181,13 +151,7 @@ def _describe_sizes(file: TraceFile) -> dict[str, str]:
     return size
 
 
-def _print(
-    title: str, rows: Sequence[Sequence[str]], headings: Sequence[str], *notes: str, as_json: bool = False
-) -> None:
+def _print(title: str, rows: Sequence[Sequence[str]], headings: Sequence[str], *notes: str) -> None:
     """Print a table with title and notes; without a first heading it has names and values."""
-    if as_json:
-        cells = [dict(zip(headings, row, strict=True)) for row in rows] if headings[0] else dict(rows)  # type: ignore[arg-type]
-        print(json.dumps({"title": title, "rows": cells, "notes": notes}, indent=1))
-        return
     table = text_table(rows, headings, words=0) if headings[0] else text_table(rows)
     print(printable(title), "", table, "", *map(printable, notes), sep="\n")

@@ -15,9 +15,9 @@ from typing import Any
 
 import preloaded
 import psutil
+from audit_reader import check
 
 from megarl.data.tiny import write_sort_task, write_tiny_model
-from megarl.run.audit import check
 from megarl.run.metrics_log import read_metrics, without_timing
 
 STEPS = 8

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from audit_reader import check
 from launch_world import CONFIG, STEPS, Launch, World, assert_whole, processes_of, rank_pid, records_of
 from ports import has_ipv6_loopback
 
 from megarl.ops.launch.topology import Node, Topology, free_ports
-from megarl.run.audit import check
 from megarl.run.status import read_status
 
 pytestmark = [pytest.mark.slow(minutes=5), pytest.mark.multirank]

@@ -16,11 +16,11 @@ import preloaded
 import psutil
 import pytest
 from absent import SGLANG_PYTHON
+from audit_reader import check
 from launch_world import CONFIG, STEPS, World, assert_whole, processes_of, rank_pid, read_json
 from slurm_cluster import Cluster, until
 
 from megarl.ops.shipped import SCRIPTS
-from megarl.run.audit import check
 from megarl.run.status import read_status
 
 ROOT = Path(__file__).parents[3]
