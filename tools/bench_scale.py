@@ -162,7 +162,7 @@ def ordering(number: int, _: Path) -> Run:
 def metrics(number: int, _: Path) -> Run:
     """What a rank does for its part of the metrics, and the main rank with the whole."""
     values = torch.rand(64)
-    stats = {f"layer/{index}": Stat.spread(values, values > 0.5) for index in range(number)}
+    stats = {f"layer/{index}": Stat.summary(values, values > 0.5) for index in range(number)}
 
     def run() -> object:
         return merge([pickle.loads(pickle.dumps(stats))])

@@ -183,7 +183,7 @@ NOTES = r"""## What the sources get wrong, or leave open
 - **ctpo**: the printed formula, differentiated literally, gives a token the gradient of all later ratios
   (`prefix_grad = true`); the released code and the theory treat the ratio as a weight (`false`). The released
   configuration has a growth of 0 by default and its script sets 0.5. The $\sqrt t$ window assumes independent
-  log-ratios; correlated ones spread faster, so watch `clip/prefix_variance_rate`. Because the second mask has
+  log-ratios; correlated ones spread faster. Because the second mask has
   the upper bound of the first, negative tokens above the window lose their gradient too.
 - **Extreme ratios**: the released gspo and ctpo clamp the log-ratio at 10, so the gradient is 0 beyond. Here the
   weight stays at $e^{10}$, and the mask uses the unbounded ratio.

@@ -72,7 +72,7 @@ def surrogate_metrics(
     (Zheng et al., arXiv 2512.01374, section 2). All columns: [T]; loss_mask: bool [T]; cu_seqlens: int64 [N+1]. Tokens
     at -inf in a column are left out, and the logarithm of each factor is clamped to +-20. Returns, by name:
 
-    - ``first_order/error``: spread over responses of ``|prod_t (1 + d_t) - (1 + sum_t d_t)|``
+    - ``first_order/error``: summary over responses of ``|prod_t (1 + d_t) - (1 + sum_t d_t)|``
     - ``first_order/product``: summary and quantiles of ``prod_t (1 + d_t)``, whose expectation is 1
     - ``first_order/overflow``: responses with a product beyond fp32, excluded from error and product
     - ``gap/ratio``: summary and quantiles of pi_old / mu, the gap between the engines. The other factor,
@@ -93,7 +93,7 @@ def surrogate_metrics(
     gap = Stat.ratio(factors[1], keep)
     staleness_is_extreme, gap_is_extreme, _ = factors.abs() > math.log(2)
     return {
-        "first_order/error": Stat.spread(error, counted),
+        "first_order/error": Stat.summary(error, counted),
         "first_order/product": Stat.ratio(log_product, counted),
         "first_order/overflow": Stat.total(overflows.sum()),
         "gap/ratio": gap,

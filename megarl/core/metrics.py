@@ -20,20 +20,18 @@ from torch import Tensor
 from megarl.errors import NumericsError
 
 Values = Tensor | np.ndarray | Sequence[float] | float
-Kind = Literal["total", "mean", "exp_mean", "max", "summary", "ratio", "spread", "ess"]
+Kind = Literal["total", "mean", "exp_mean", "max", "summary", "ratio", "ess"]
 Layout = tuple[tuple[str, Kind, int, int], ...]
 """Of statistics: name, kind, and how many sums and maxima each has."""
 
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
-"""Suffix and level of the quantiles that a "ratio" or "spread" statistic reports."""
+"""Suffix and level of the quantiles that a "ratio" statistic reports."""
 
 _EDGES = torch.logspace(-4, math.log10(20.0), 86, dtype=torch.float64)
 HISTOGRAM_EDGES = torch.cat([-_EDGES.flip(0), _EDGES])
 """Float64 [172], edges of the log-ratio histogram: geometric on both sides of 0. A quantile of |log r| is exact to 7.5
 % from 1e-4 to 20; smaller values count as 0."""
-SPREAD_EDGES = torch.logspace(-12, 12, 385, dtype=torch.float64)
-"""Float64 [385], edges of the histogram of values from 0 up: good to 7.5 % from 1e-12, below which all counts as 0."""
-_HISTOGRAM_EDGES, _SPREAD_EDGES = HISTOGRAM_EDGES.tolist(), SPREAD_EDGES.tolist()
+_HISTOGRAM_EDGES = HISTOGRAM_EDGES.tolist()
 _LARGEST_EXPONENT = math.log(sys.float_info.max)
 MOST_IN_HISTOGRAM = 1 << 16
 """Larger batches put every second entry, every third and so on into a histogram, with as much weight."""
@@ -111,24 +109,16 @@ class Stat:
     @classmethod
     def ratio(cls, log_ratio: Tensor, mask: Tensor) -> Stat:
         """The summary of ``exp(log_ratio)``, with quantiles from a histogram with HISTOGRAM_EDGES."""
-        return cls._with_histogram("ratio", log_ratio.double().exp(), log_ratio, mask, HISTOGRAM_EDGES)
-
-    @classmethod
-    def spread(cls, values: Tensor, mask: Tensor) -> Stat:
-        """The summary of values from 0 up, with quantiles from a histogram with SPREAD_EDGES."""
-        return cls._with_histogram("spread", values, values, mask, SPREAD_EDGES)
-
-    @classmethod
-    def _with_histogram(cls, kind: Kind, values: Tensor, sorted_by: Tensor, mask: Tensor, edges: Tensor) -> Stat:
-        summary = cls.summary(values, mask)
-        stride = -(-values.numel() // MOST_IN_HISTOGRAM) or 1
+        summary = cls.summary(log_ratio.double().exp(), mask)
+        stride = -(-log_ratio.numel() // MOST_IN_HISTOGRAM) or 1
         if stride > 1:
-            sorted_by, mask = sorted_by[::stride], mask[::stride]
+            log_ratio, mask = log_ratio[::stride], mask[::stride]
         # Edges are constant: the host need not wait for the copy.
-        bins = torch.bucketize(sorted_by.detach().double().contiguous(), edges.to(values.device, non_blocking=True))
+        edges = HISTOGRAM_EDGES.to(log_ratio.device, non_blocking=True)
+        bins = torch.bucketize(log_ratio.detach().double().contiguous(), edges)
         counts = summary.sums.new_zeros(edges.numel() + 1)
         counts.index_add_(0, bins, mask.double(), alpha=stride)
-        return cls(kind, torch.cat([summary.sums, counts]), summary.maxima)
+        return cls("ratio", torch.cat([summary.sums, counts]), summary.maxima)
 
     @classmethod
     def ess_of(cls, summary: Stat) -> Stat:
@@ -246,9 +236,9 @@ def _exp(values: dict[str, float]) -> dict[str, float]:
     return {name: math.inf if value > _LARGEST_EXPONENT else math.exp(value) for name, value in values.items()}
 
 
-def _quantiles(counts: list[float], edges: list[float]) -> dict[str, float]:
+def _quantiles(counts: list[float]) -> dict[str, float]:
     """Return by quantile the middle of the first bin with a cumulative share above the level; empty without counts."""
-    cumulative = list(accumulate(counts))
+    edges, cumulative = _HISTOGRAM_EDGES, list(accumulate(counts))
     quantiles: dict[str, float] = {}
     for suffix, level in QUANTILES.items() if cumulative[-1] else ():
         index = bisect_left(cumulative, level * cumulative[-1])
@@ -256,7 +246,7 @@ def _quantiles(counts: list[float], edges: list[float]) -> dict[str, float]:
             low, high = edges[index - 1], edges[index]
             quantiles[suffix] = 0.0 if low < 0 < high else math.copysign(math.sqrt(low * high), low)
         else:
-            quantiles[suffix] = min(edges[0], 0.0) if index == 0 else edges[-1]
+            quantiles[suffix] = edges[0] if index == 0 else edges[-1]
     return quantiles
 
 
@@ -272,7 +262,6 @@ _FINALIZERS: Mapping[Kind, Callable[[list[float], list[float]], dict[str, float]
     "exp_mean": lambda sums, _: _exp(_mean(sums)),
     "max": lambda _, maxima: {"": maxima[0]} if maxima[0] != -math.inf else {},
     "summary": _summary,
-    "ratio": lambda sums, maxima: _summary(sums, maxima) | _exp(_quantiles(sums[3:], _HISTOGRAM_EDGES)),
-    "spread": lambda sums, maxima: _summary(sums, maxima) | _quantiles(sums[3:], _SPREAD_EDGES),
+    "ratio": lambda sums, maxima: _summary(sums, maxima) | _exp(_quantiles(sums[3:])),
     "ess": lambda sums, _: _ess(sums),
 }

@@ -70,7 +70,7 @@ class Rollout:
     kept_counts: np.ndarray | None = None
     """int32 [T], how many vocabulary ids each token was drawn from; 0 stands for the whole vocabulary. None: all 0."""
     kept_ids: np.ndarray | None = None
-    """int32 [M], these ids, token after token (``megarl.core.kept``); None without kept_counts."""
+    """int32 [M], these ids, token after token (``megarl.core.packing``); None without kept_counts."""
 
     @property
     def label(self) -> str:

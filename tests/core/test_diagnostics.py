@@ -15,7 +15,6 @@ from megarl.core.measures import (
     surrogate_metrics,
 )
 from megarl.core.metrics import finalize, merge
-from megarl.core.objectives.masks import prefix_variance_rate
 
 ALL = torch.ones(4, dtype=torch.bool)
 
@@ -118,14 +117,6 @@ def test_effective_prompt_ratio_in_expectation(rate, size, expected):
         probability = rate ** sum(rewards) * (1 - rate) ** (size - sum(rewards))
         total += probability * float(effective_prompt_ratio(rewards, [0] * size))
     assert total == pytest.approx(expected, abs=1e-9)
-
-
-def test_prefix_variance_rate():
-    log_prefix = torch.tensor([0.1, 0.2, 9.0, -0.3], dtype=torch.float64)
-    positions = torch.tensor([1, 2, 2, 3])
-    mask = torch.tensor([True, True, False, True])
-    rate = float(prefix_variance_rate(log_prefix, positions, mask))
-    assert rate == pytest.approx((0.01 + 0.04 / 2 + 0.09 / 3) / 3)
 
 
 def _surrogate(log_weight, log_gap, lengths):

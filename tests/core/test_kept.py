@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.core.kept import check_kept, pack_kept
-from megarl.core.packing import pack, select
+from megarl.core.packing import check_kept, pack, pack_kept, select
 from megarl.core.types import Rollout
 from megarl.errors import RolloutError
 

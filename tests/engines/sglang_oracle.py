@@ -13,7 +13,7 @@ from rollout_oracle import Oracle
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megarl.core.kept import check_kept
+from megarl.core.packing import check_kept
 from megarl.core.types import Rollout
 from megarl.engines.protocol import SamplingParams
 

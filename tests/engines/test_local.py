@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from megarl.core.fp8 import is_fp8_weight, round_through_fp8
-from megarl.core.kept import check_kept
+from megarl.core.packing import check_kept
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.local.distribution import sampling_logprobs
 from megarl.engines.local.engine import LocalEngine

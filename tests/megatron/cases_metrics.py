@@ -21,7 +21,7 @@ def collected(layout: dict[str, Any]) -> list[dict[str, Any]]:
     alike = {
         "layer/9": Stat.summary(values),
         "loss": Stat.total(-0.0),
-        "layer/10": Stat.spread(values, values > 1),
+        "layer/10": Stat.summary(values, values > 1),
         "most": Stat.max(values * (-1) ** copy),
         "unseen": Stat.max(values, values < 0),
     }

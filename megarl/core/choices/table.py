@@ -64,13 +64,3 @@ def find_objective(value: object) -> Objective:
         return value
     kind = type(value).__name__
     raise ConfigError(f'objective is a {kind}, expected a row, such as OBJECTIVES["minirl"], or its name')
-
-
-def require_objective(value: object) -> Objective:
-    """Return the value if it is an Objective; ConfigError with the correction for a name or any other value."""
-    if isinstance(value, Objective):
-        return value
-    if isinstance(value, str):
-        OBJECTIVES[value]  # raises UnknownNameError for an unknown name
-        raise ConfigError(f"objective is the name {value!r}, expected the record: OBJECTIVES[{value!r}]")
-    raise ConfigError(f"objective is {type(value).__name__}, expected a megarl.core.objectives.Objective")

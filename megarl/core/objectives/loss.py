@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megarl.core.choices.parts import Objective
-from megarl.core.choices.table import require_objective
+from megarl.core.choices.table import find_objective
 from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import (
     Denominators,
@@ -74,7 +74,7 @@ class BatchFacts:
 
 
 def coefficients(
-    objective: Objective,
+    objective: Objective | str,
     columns: TokenColumns,
     denominators: Denominators | None = None,
     *,
@@ -83,6 +83,7 @@ def coefficients(
 ) -> Coefficients:
     """Return ``(M_t F_t S_t A_t - P_t) / D`` for every token: the derivative of J by its log-probability.
 
+    - objective: a row of ``OBJECTIVES``, or its name.
     - columns: T tokens of whole sequences. Under context parallelism gather the log-probabilities first and slice the
       result.
     - denominators: global, over all micro-batches and data-parallel ranks of an optimizer step, so that coefficients do
@@ -97,10 +98,10 @@ def coefficients(
 
     NumericsError, with the column and the first token, if any other value of a loss token is not finite, or a
     log-probability is above 0 beyond rounding (raw logits). ConfigError if ``ref_logprobs`` (KL) or ``topk`` (mask of
-    top K tokens) is missing, if a negative advantage is impossible (``NON_NEGATIVE_ADVANTAGES``), or if ``objective``
-    is a name instead of a record.
+    top K tokens) is missing, if a negative advantage is impossible (``NON_NEGATIVE_ADVANTAGES``).
+    UnknownNameError for an unknown name.
     """
-    require_objective(objective)
+    objective = find_objective(objective)
     # Denominators without masked tokens are smaller than the count of loss tokens.
     state = prepare(columns, None if objective.leaves else denominators, objective)
     return state_coefficients(objective, state, columns.loss_mask, denominators, facts, detailed)
@@ -168,7 +169,7 @@ def gather_facts(
 
 
 def policy_loss(
-    objective: Objective,
+    objective: Objective | str,
     columns: TokenColumns,
     denominators: Denominators | None = None,
     *,
@@ -181,6 +182,7 @@ def policy_loss(
     ``(entropy coefficients * entropies).sum()``; ConfigError if entropies are missing. Other arguments and errors as in
     ``coefficients``. Tokens with coefficient 0 are left out of the sum: 0 times a log-probability of -inf is NaN.
     """
+    objective = find_objective(objective)
     result = coefficients(objective, columns, denominators, facts=facts)
     logprobs = torch.where(result.values != 0, columns.logprobs, 0.0)
     loss = -(result.values.detach() * logprobs).sum()

@@ -147,16 +147,4 @@ def _scope_metrics(mask: Mask, state: TokenState, ratios: PolicyRatios) -> dict[
     if mask.statistic not in RATIOS or mask.scope == "token" or mask.policies != "theta_old":
         return {}
     log_ratio = ratios.log(mask.policies, mask.scope)
-    metrics = {"clip/ratio": Stat.ratio(log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), state.keep)}
-    if mask.scope == "prefix":
-        metrics["clip/prefix_variance_rate"] = prefix_variance_rate(log_ratio, ratios.positions, state.keep)
-    return metrics
-
-
-def prefix_variance_rate(log_prefix: Tensor, positions: Tensor, mask: Tensor) -> Stat:
-    """Return the mean of ``(log rho_t)^2 / t``: sigma^2 of the law sd(log rho_t) = sigma sqrt(t) of prefix ratios.
-
-    log_prefix: [T]; positions: int [T], t from 1; mask: bool [T]. A window of CTPO with eps_high = c sigma and
-    window_power = 1/2 then lies c standard deviations out at every position.
-    """
-    return Stat.mean(log_prefix.double().square() / positions.clamp(min=1), mask)
+    return {"clip/ratio": Stat.ratio(log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), state.keep)}
