@@ -31,8 +31,8 @@ LIMITS = {
     "reference words in docstrings and comments, per 100": 5.5,
     "reference words in docs/ and README.md, per 100": 4.6,
     "code lines": 29_450,
-    "functions whose errors are unnamed": 37,
-    "functions whose shapes are unnamed": 45,
+    "functions whose errors are unnamed": 13,
+    "functions whose shapes are unnamed": 9,
 }
 """Lower a limit when its figure falls; never raise one. The goals: 1, 5.5, 4.6, 24,500, 0, 0."""
 

@@ -78,7 +78,7 @@ def quantize_fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[
 
 
 def dequantize_fp8(quantized: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = BLOCK) -> torch.Tensor:
-    """Undoes ``quantize_fp8``: ``w = q * scale``, float32."""
+    """Undoes ``quantize_fp8``: ``w = q * scale``, float32. quantized: [..., out, in]."""
     return _as_matrix(as_blocks(quantized.float(), block) * _spread(scale), quantized.shape)
 
 
@@ -93,7 +93,9 @@ def round_through_fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> t
 def round_with_scale(
     weight: torch.Tensor, block: tuple[int, int] = BLOCK, smallest: float = _SMALLEST, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``round_through_fp8``, but float32, or in ``out`` (it may be ``weight``); and scales, finite as weights are."""
+    """``round_through_fp8``, but float32, or in ``out`` (it may be ``weight``); and scales, finite as weights are.
+    weight: [..., out, in].
+    """
     blocks, scale = _scale_blocks(weight, block, smallest)
     unpadded = blocks.numel(), torch.float32
     into = as_blocks(out, block) if out is not None and (out.numel(), out.dtype) == unpadded else None  # a view
@@ -116,7 +118,7 @@ def round_activations(activations: torch.Tensor, group: int = BLOCK[1]) -> torch
 
 
 def round_to_e4m3(values: torch.Tensor) -> torch.Tensor:
-    """Rounds to e4m3 without a scale and cuts off at 448, in the dtype of ``values``: an FP8 cache."""
+    """Rounds to e4m3 without a scale and cuts off at 448, in the dtype of ``values``: an FP8 cache. values: [...]."""
     return _round(values.float().clamp(-E4M3_MAX, E4M3_MAX), 1.0).to(values.dtype)
 
 
@@ -170,7 +172,9 @@ def _as_matrix(blocks: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def quantize_by_stripes(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``quantize_fp8`` returns, with intermediate values of about a million elements at a time instead of all."""
+    """What ``quantize_fp8`` returns, with intermediate values of about a million elements at a time instead of all.
+    weight: [out, in].
+    """
     rows, columns = weight.shape
     height = max(1, _STRIPE_VALUES // (block[0] * max(1, columns)))  # in blocks
     quantized = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)

@@ -16,7 +16,9 @@ class HostCopies:
         self._copies: list[Tensor] = []
 
     def park(self, tensors: Sequence[Tensor]) -> int:
-        """Move the data of GPU tensors to the host, and return the bytes that this frees; the host waits once."""
+        """Move the data of GPU tensors to the host, and return the bytes that this frees; the host waits once. tensors:
+        of any shape.
+        """
         if [(tensor.shape, tensor.dtype) for tensor in self._copies] != [
             (tensor.shape, tensor.dtype) for tensor in tensors
         ]:

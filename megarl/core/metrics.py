@@ -54,7 +54,7 @@ class Stat:
 
     @classmethod
     def total(cls, value: Tensor | float) -> Stat:
-        """A sum: a count, or a loss that is already divided by global denominators."""
+        """A sum: a count, or a loss that is already divided by global denominators. value: a scalar."""
         return cls("total", _vector(value), _vector())
 
     @classmethod
@@ -99,7 +99,7 @@ class Stat:
 
     @classmethod
     def summary(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
-        """Mean, population standard deviation, minimum and maximum over the mask."""
+        """Mean, population standard deviation, minimum and maximum over the mask. values, mask: [T]."""
         values, mask = values.flatten(), None if mask is None else mask.flatten()
         selected, count = _select(values, mask)
         sums = torch.stack([count, selected.sum(), torch.dot(selected, selected)])
@@ -108,7 +108,9 @@ class Stat:
 
     @classmethod
     def ratio(cls, log_ratio: Tensor, mask: Tensor) -> Stat:
-        """The summary of ``exp(log_ratio)``, with quantiles from a histogram with HISTOGRAM_EDGES."""
+        """The summary of ``exp(log_ratio)``, with quantiles from a histogram with HISTOGRAM_EDGES. log_ratio, mask:
+        [T].
+        """
         summary = cls.summary(log_ratio.double().exp(), mask)
         stride = -(-log_ratio.numel() // MOST_IN_HISTOGRAM) or 1
         if stride > 1:
@@ -145,7 +147,9 @@ class Stat:
 
 
 def merge(dictionaries: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
-    """Return name -> statistic over all observations; a name may be absent from some of the dictionaries."""
+    """Return name -> statistic over all observations; a name may be absent from some of the dictionaries. ValueError
+    for two kinds.
+    """
     merged: dict[str, Stat] = {}
     for statistics in dictionaries:
         for name, stat in statistics.items():

@@ -87,7 +87,7 @@ def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray])
     advantages: [N], one per sequence; or a list of N arrays, [T_n], one per token. Of routes only the mask is packed.
     Raises RolloutError or TraceError, naming group and sample, if a column does not fit its tokens or only some
     rollouts carry kept sets; NumericsError if the log-probability of a loss token is NaN or above 0, or an advantage is
-    not finite.
+    not finite. ValueError without rollouts, or for another number of advantages.
     """
     if not rollouts:
         raise ValueError("there are no rollouts to pack, expected at least one")
@@ -146,7 +146,7 @@ def drop_routes(rollout: Rollout) -> Rollout:
 
 
 def select(batch: TrainBatch, sequences: Sequence[int] | Tensor) -> TrainBatch:
-    """Return the batch of the given sequences, in the given order; IndexError if one does not exist."""
+    """Return the batch of the given sequences, in the given order; IndexError if one does not exist. sequences: [R]."""
     indices = torch.as_tensor(sequences, dtype=torch.int64, device=batch.cu_seqlens.device).reshape(-1)
     if bool(((indices < 0) | (indices >= batch.num_sequences)).any()):
         raise IndexError(f"sequences {indices.tolist()} of a batch of {batch.num_sequences}: expected 0..N-1")

@@ -13,7 +13,9 @@ from megarl.core.segments import check_cu_seqlens, segment_expand, segment_lengt
 
 
 def pad_cu_seqlens(cu_seqlens: Tensor, multiple: int) -> Tensor:
-    """Return int64 [N+1] after rounding the length of every sequence up to a multiple."""
+    """Return int64 [N+1] after rounding the length of every sequence up to a multiple. ValueError for a multiple below
+    1.
+    """
     if multiple < 1:
         raise ValueError(f"multiple is {multiple}, expected at least 1")
     padded = (segment_lengths(cu_seqlens) + multiple - 1) // multiple * multiple
@@ -24,6 +26,7 @@ def find_padded_positions(cu_seqlens: Tensor, padded: Tensor) -> Tensor:
     """Return int64 [T]: where each token goes when every sequence starts at its padded offset.
 
     ``out[find_padded_positions] = column`` pads a column, ``out[find_padded_positions]`` takes the padding away again.
+    ValueError for bounds of other sequences.
     """
     if padded.shape != cu_seqlens.shape or bool((segment_lengths(padded) < segment_lengths(cu_seqlens)).any()):
         raise ValueError("padded must be cu_seqlens of the same sequences, each at least as long as before")

@@ -23,7 +23,7 @@ LOGPROB_TOLERANCE = 1e-3
 
 
 def widen(values: Tensor) -> Tensor:
-    """Return the values in fp32, or unchanged if they are fp64: log-probabilities are never reduced in less."""
+    """Return the values [...] in fp32, or unchanged if they are fp64: log-probabilities are never reduced in less."""
     return values if values.dtype == torch.float64 else values.float()
 
 
@@ -37,7 +37,7 @@ def usable_mask(loss_mask: Tensor, rollout_logprobs: Tensor) -> Tensor:
 
 
 def is_logprob(column: Tensor) -> Tensor:
-    """Return bool, True where a value can be a log-probability: -inf, or a number up to ``LOGPROB_TOLERANCE``."""
+    """Return bool [T], True where a value can be a log-probability: -inf, or a number up to ``LOGPROB_TOLERANCE``."""
     return column <= LOGPROB_TOLERANCE
 
 

@@ -23,7 +23,7 @@ def is_wrong_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 
 
 def cu_seqlens_error(cu_seqlens: Tensor, num_tokens: int) -> ValueError:
-    """Return the ValueError for cu_seqlens refused by ``is_wrong_cu_seqlens``."""
+    """Return the ValueError for cu_seqlens refused by ``is_wrong_cu_seqlens``. cu_seqlens: [N+1]."""
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != num_tokens:
         return ValueError(

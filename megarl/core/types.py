@@ -90,7 +90,7 @@ class Rollout:
 
     @property
     def response_tokens(self) -> np.ndarray:
-        """int32, everything after the prompt."""
+        """int32 [R], everything after the prompt."""
         return self.tokens[self.prompt_length :]
 
 

@@ -28,7 +28,7 @@ _USUAL = (
 
 
 def sample_rows(routes: MicroRoutes) -> torch.Tensor:
-    """Up to MOST_SAMPLED present rows, evenly spaced; int64, on the host."""
+    """Up to MOST_SAMPLED present rows, evenly spaced; int64, on the host. Result: [S]."""
     present = np.arange(len(routes.experts)) if routes.present is None else np.flatnonzero(routes.present.numpy())
     if len(present) > MOST_SAMPLED:
         present = present[np.arange(MOST_SAMPLED) * len(present) // MOST_SAMPLED]
@@ -36,7 +36,9 @@ def sample_rows(routes: MicroRoutes) -> torch.Tensor:
 
 
 def check_tokens(routes: Sequence[MicroRoutes], input_tokens: Mapping[int, torch.Tensor]) -> int:
-    """Number of micro-batches whose token ids were compared. ReplayError if an id is not that of the model's input."""
+    """Number of micro-batches whose token ids were compared. ReplayError if an id is not that of the model's input.
+    input_tokens: [tokens] by micro-batch.
+    """
     compared = [
         micro
         for micro, micro_routes in enumerate(routes)

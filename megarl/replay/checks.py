@@ -119,7 +119,8 @@ def check_chunks(chunks: Sequence[Any]) -> None:
 def check_routes(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence[Hook], recorded: bool) -> MicroRoutes:
     """A copy of the routes of a micro-batch, ``present`` on the host; ReplayError if they cannot be replayed.
 
-    ``recorded``: the experts are neither checked, which costs one pass over them, nor copied on a device.
+    ``recorded``: the experts are neither checked, which costs one pass over them, nor copied on a device. experts:
+    [tokens, L_local, K].
     """
     micro_routes = MicroRoutes(routes) if isinstance(routes, torch.Tensor) else routes
     if not isinstance(micro_routes, MicroRoutes):

@@ -50,7 +50,7 @@ class Question:
         self._preferred: torch.Tensor | None = None
 
     def native(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (scores, experts) of the native choice, with gradients."""
+        """Return (scores, experts) of the native choice, with gradients. [T_local, K] each."""
         return self._compute(self.scores, self._topk, *self._groups)
 
     @torch.no_grad()  # non-reentrant checkpointing requires that both passes of a layer save the same tensors
@@ -68,7 +68,7 @@ class Question:
         return self._compute(self.scores.detach().index_select(0, rows), self._topk, *self._groups)[1]
 
     def at(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores at the experts, experts)."""
+        """(scores at the experts, experts). experts: [T_local, K]."""
         return self.scores.gather(1, experts), experts
 
 
@@ -90,7 +90,7 @@ class RouterHook:
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Megatron, from 0.16 on, calls this in place of its own top-k."""
+        """Megatron, from 0.16 on, calls this in place of its own top-k. scores: [T_local, E]."""
         assert default_compute_topk is not None
         return self.answer(Question(scores, default_compute_topk, topk, num_groups, group_topk))
 
@@ -120,7 +120,7 @@ class Hook(RouterHook):
             self.taps.pop().remove()
 
     def answer(self, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``RouterHook``."""
+        """See ``RouterHook``. Result: [T_local, K] each."""
         self.dispatched.pop(get_ident(), None)
         call = self.log.identify(self)
         if call is None:
@@ -182,7 +182,7 @@ class Bystander(RouterHook):
         self.rows = 0
 
     def answer(self, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``RouterHook``."""
+        """See ``RouterHook``. Result: [T_local, K] each."""
         if torch._C._current_graph_task_id() == -1:  # not a recomputation
             self.rows += question.scores.size(0)
         return question.native()

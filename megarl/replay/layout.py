@@ -48,7 +48,9 @@ def local_rows(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_padded: Tensor | None = None,
 ) -> MicroRoutes:
-    """``RoutingReplay.rows`` of any rank: its global layers, and its size and rank in tp (1, 0 without SP) and cp."""
+    """``RoutingReplay.rows`` of any rank: its global layers, and its size and rank in tp (1, 0 without SP) and cp.
+    ReplayError for columns of other shapes; experts [tokens, L, K].
+    """
     form = "[b, s, L, K]" if cu_seqlens is None else "[T, L, K] with cu_seqlens"
     lead = experts.dim() - 2
     if lead != (2 if cu_seqlens is None else 1):

@@ -118,7 +118,9 @@ class RoutingReplay:
         return local_rows(self.shape, self.layers, tp, cp_position(), *columns)
 
     def detach(self) -> None:
-        """Remove this object's hooks, when no autograd graph of a block is left; those of a newer object stay."""
+        """Remove this object's hooks, when no autograd graph of a block is left; those of a newer object stay.
+        ReplayError in an open block.
+        """
         if self._log.is_open:
             raise ReplayError("recording or replaying; detach after the block has closed")
         for hook in self._hooks:

@@ -141,6 +141,7 @@ class Recorder:
         self.tokens: dict[int, torch.Tensor] = {}
 
     def choose(self, hook: Hook, call: RouterCall, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (scores, experts), [T_local, K] each."""
         if not call.first and self._kept is not None:
             return question.at(self._kept[hook][call.micro].long())
         experts = question.preferred()
@@ -152,6 +153,7 @@ class Recorder:
         return question.at(experts)
 
     def close(self, hooks: Sequence[Hook], block: PassBlock, recording: Recording) -> None:
+        """ReplayError if routers saw different micro-batches, or none."""
         if block.elsewhere and not block.passes:
             raise ReplayError(f"nothing was recorded: {_explain_few(block)}")
         if self._kept is not None:
@@ -183,6 +185,7 @@ class Replayer:
         self.tokens: dict[int, torch.Tensor] = {}
 
     def choose(self, hook: Hook, call: RouterCall, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (scores, experts), [T_local, K] each."""
         table = self._rows.of(hook, call.micro, "forward" if call.first else "recomputation", question.scores)
         compares = call.first and (self._native is not None or self._compared is not None)
         if compares:
@@ -222,6 +225,7 @@ class Replayer:
         self._native_shared[hook][micro] = _count_shared(preferred, compared_experts)
 
     def close(self, hooks: Sequence[Hook], block: PassBlock, recording: Recording) -> None:
+        """ReplayError as ``RoutingReplay.replay`` on closing."""
         routes = self._rows.routes
         for hook in hooks:
             used = len(block.micros_of(hook.column))

@@ -72,7 +72,9 @@ class RoutingTrace:
 
     @classmethod
     def of_sets(cls, experts: np.ndarray, num_experts: int, present: np.ndarray | None, label: str) -> RoutingTrace:
-        """Return a trace of rows that are known to be sets of experts, in the narrow dtype; nothing is checked."""
+        """Return a trace of rows that are known to be sets of experts, in the narrow dtype; nothing is checked.
+        experts: [T, L, K]; present: bool [T].
+        """
         trace = object.__new__(cls)
         for name, value in (("experts", experts), ("num_experts", num_experts), ("present", present), ("label", label)):
             object.__setattr__(trace, name, value)

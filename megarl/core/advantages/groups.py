@@ -28,7 +28,8 @@ def grpo(rewards: Values, groups: Values, ddof: int = 1, eps: float = 1e-6) -> T
     """Return ``(R - mean_group(R)) / (std_group(R) + eps)``.
 
     rewards: [N]; groups: integer [N]; ddof: 1 for the unbiased standard deviation (as verl), 0 for the population's;
-    result: [N]. Raises NumericsError if a reward is not finite. Source: DeepSeekMath (arXiv 2402.03300).
+    result: [N]. Raises NumericsError if a reward is not finite. Source: DeepSeekMath (arXiv 2402.03300). ValueError for
+    another ddof or a negative eps.
     """
     if ddof not in (0, 1) or not eps >= 0:
         raise ValueError(f"grpo needs ddof 0 or 1 and eps >= 0, got ddof={ddof}, eps={eps}")
@@ -180,7 +181,7 @@ def prepare(rewards: Values, groups: Values) -> tuple[Tensor, Tensor]:
 
 
 def as_tensor(values: Values) -> Tensor:
-    """Return a tensor unchanged, any other values as a CPU tensor with NumPy's dtype."""
+    """Return a tensor unchanged, any other values as a CPU tensor with NumPy's dtype. [N] stays [N]."""
     return values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
 
 
@@ -218,6 +219,7 @@ def center(values: Tensor, inverse: Tensor, weights: Tensor | None = None) -> Te
 
 
 def extremes(rewards: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the lowest and the highest reward of each group, [B] each."""
     num_groups = int(inverse.max()) + 1 if inverse.numel() else 0
     empty = rewards.new_zeros(num_groups)
     lowest = empty.scatter_reduce(0, inverse, rewards, reduce="amin", include_self=False)

@@ -27,7 +27,7 @@ def token_level_returns(
     rewards: [N]; logprobs, ref_logprobs: [T]; loss_mask: bool [T]; cu_seqlens: int64 [N+1]; result: [T] in fp32 (fp64
     if a column is), 0 where not loss_mask. Per-token log-ratios are clamped to +-20; a token with logprobs -inf counts
     as if it were no loss token. Raises NumericsError if a reward is not finite, or a log-probability of a loss token is
-    NaN or above 0.
+    NaN or above 0. ValueError for other shapes, a negative beta or no horizon.
     """
     _check_columns(logprobs, ref_logprobs, loss_mask, cu_seqlens)
     if not beta >= 0 or (horizon is not None and horizon < 1):
@@ -63,7 +63,7 @@ def token_level_kl(
     shift positions.
 
     rewards, groups: [N]; logprobs, ref_logprobs: [T]; loss_mask: bool [T]; cu_seqlens: int64 [N+1]; result: [T].
-    Errors as in ``token_level_returns``.
+    Errors as in ``token_level_returns``. ValueError for another ddof or a negative eps.
     """
     if ddof not in (0, 1) or not eps >= 0:
         raise ValueError(f"token_level_kl needs ddof 0 or 1 and eps >= 0, got ddof={ddof}, eps={eps}")

@@ -54,7 +54,7 @@ def reinforce_pp_baseline(rewards: Values, groups: Values, lengths: Values) -> T
     """Return ``R - mean_group(R)``, whitened over the tokens of the batch; arguments as in ``reinforce_pp``.
 
     Source: REINFORCE++-baseline (arXiv 2501.03262). A group without contrast gets minus the mean of the batch, which is
-    not exactly 0 if lengths and rewards correlate.
+    not exactly 0 if lengths and rewards correlate. Result: [N].
     """
     return whiten(group_mean(rewards, groups), lengths)
 

@@ -85,6 +85,7 @@ class Allotted(SamplingRule):
             raise ConfigError(f"Allotted: a count is {smallest}, expected 0 or more")
 
     def next_samples(self, prompt: int, num_asked: int, positives: int, negatives: int) -> int:
+        """See ``SamplingRule``; ValueError for a prompt without a count."""
         if not 0 <= prompt < len(self.counts):
             raise ValueError(f"prompt {prompt} has no count, there are {len(self.counts)}: allot to all prompts")
         return self.counts[prompt] if num_asked == 0 else 0

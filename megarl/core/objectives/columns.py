@@ -254,7 +254,7 @@ def copy_columns(source: TokenColumns | TokenState, loss_mask: Tensor) -> TokenC
 
 
 def call_part(label: str, function: Callable[..., Any], *arguments: Any, expected: Tensor, trains: Tensor) -> Tensor:
-    """Return ``function(*arguments)``, checked by ``check_returned``; ConfigError if the function raises."""
+    """Return ``function(*arguments)`` [T], checked by ``check_returned``; ConfigError if the function raises."""
     return check_returned(label, function, call_own(label, function, *arguments), expected, trains)
 
 

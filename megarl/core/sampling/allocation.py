@@ -36,6 +36,7 @@ def budget_weights(pass_rates: Numbers, allocation: str, eps: float = 1e-3) -> n
 
     "inverse:A": ``1 / (p + eps)^A``, of which "ada_est" is A = 1/2 (arXiv 2510.04996, third version; eps is not printed
     there). For an objective f: ``f'(p) sqrt(p (1 - p))``, which needs pass_rates off 0 and 1 (``clamp_rates``).
+    ValueError for rates outside of 0 to 1, or no eps.
     """
     rates = check_rates(pass_rates)
     kind, exponent = parse_allocation(allocation)
@@ -59,7 +60,9 @@ def allocate_by_weights(weights: Numbers, total: int, low: int = 1, high: int | 
 
 
 def bounded_shares(values: np.ndarray, total: int, low: int, top: int) -> np.ndarray:
-    """Return ``clip(s * values, low, top)`` with the sum ``total``, float64 [B]: ``allocate_by_weights``, unrounded."""
+    """Return ``clip(s * values, low, top)`` with the sum ``total``, float64 [B]: ``allocate_by_weights``, unrounded.
+    ValueError if the bounds cannot hold.
+    """
     size = values.size
     if not 0 <= low <= top and size:
         raise ValueError(f"a prompt gets {low} to {top} samples, expected 0 <= low <= high <= total = {total}")
@@ -100,6 +103,7 @@ def clamp_rates(pass_rates: Numbers, num_samples: int | None, default: int = 1) 
     """Return pass rates off 0 and 1, float64 [B]: at least 1 / (2 num_samples) away from both.
 
     num_samples None: only 0 and 1 themselves move, to ``1 / (2 default)`` or as near as the nearest other estimate.
+    ValueError for rates outside of 0 to 1.
     """
     rates = check_rates(pass_rates)
     if num_samples is not None:

@@ -43,7 +43,7 @@ def mean_interval(values: Sequence[float] | np.ndarray, level: float = 0.95) -> 
 
     Prompts count as a draw from a population; samples of a prompt are no independent evidence: give each prompt's mean
     (avg@k) or ``pass_at_k``. values: [B], at least two; level: between 0 and 1. The normal approximation says little
-    below some 20 prompts, and a width of 0 where all values are equal.
+    below some 20 prompts, and a width of 0 where all values are equal. ValueError for fewer values.
     """
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or array.size < 2 or not np.isfinite(array).all():
@@ -57,6 +57,7 @@ def fixed_prompts_interval(num_samples: Counts, num_correct: Counts, level: floa
 
     ``z`` standard errors, ``sqrt(sum_b v_b) / B`` with v the unbiased variance ``p (1 - p) / (n - 1)`` of a prompt's
     mean. Narrower than ``mean_interval``, which covers further prompts. num_samples: integer [B], at least 2.
+    ValueError for other counts.
     """
     n, c = np.asarray(num_samples, dtype=np.float64), np.asarray(num_correct, dtype=np.float64)
     if n.shape != c.shape or n.ndim != 1 or not n.size or (n < 2).any() or ((c < 0) | (c > n)).any():
@@ -68,7 +69,9 @@ def fixed_prompts_interval(num_samples: Counts, num_correct: Counts, level: floa
 
 
 def wilson_interval(num_correct: int, num_samples: int, level: float = 0.95) -> Interval:
-    """Return the pass rate of one prompt with Wilson's interval: inside [0, 1], and never of width 0."""
+    """Return the pass rate of one prompt with Wilson's interval: inside [0, 1], and never of width 0. ValueError for
+    counts that do not fit.
+    """
     if not 0 <= num_correct <= num_samples or num_samples < 1:
         raise ValueError(f"{num_correct} of {num_samples} samples are correct; expected at least one sample")
     z, n, rate = _z(level), num_samples, num_correct / num_samples

@@ -35,6 +35,7 @@ class PassRateCounts:
         """Take in a step: ``samples`` drawn by prompt, ``positives`` of the samples positive; [B] each.
 
         prompts: indices of the data set. A repeated prompt counts as a single draw; a prompt with 0 samples only fades.
+        ValueError for other shapes, prompts or counts.
         """
         index, inverse = np.unique(np.asarray(prompts, dtype=np.int64), return_inverse=True)
         drawn, good = np.asarray(samples, dtype=np.float64), np.asarray(positives, dtype=np.float64)
@@ -63,7 +64,7 @@ class PassRateCounts:
         return {"samples": self._samples.copy(), "positives": self._positives.copy(), "pool": self._pool.copy()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Take counts that ``state_dict`` gave; CheckpointError for another number of prompts."""
+        """Take counts that ``state_dict`` gave; CheckpointError for another number of prompts. counts: [B] each."""
         loaded = []
         for name in ("samples", "positives"):
             counts = np.array(state.get(name, np.nan), dtype=np.float64)

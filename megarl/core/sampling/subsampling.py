@@ -49,7 +49,9 @@ def subsample(
 
 
 def positives_to_keep(positives: int, negatives: int, n: int, rule: Keep) -> int:
-    """Return how many positives are among the ``min(n, positives + negatives)`` samples that ``subsample`` keeps."""
+    """Return how many positives are among the ``min(n, positives + negatives)`` samples that ``subsample`` keeps.
+    ConfigError for a rule that counts no classes.
+    """
     take = min(n, positives + negatives)
     if rule == "balance":
         target = n // 2
