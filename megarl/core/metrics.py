@@ -129,7 +129,7 @@ class Stat:
         return cls("ess", summary.sums[:3], _vector(device=summary.sums.device))
 
     def merge(self, other: Stat) -> Stat:
-        """Return the statistic of both sets of observations together."""
+        """Return the statistic of both sets of observations together. ValueError for two kinds."""
         if (self.kind, self.sums.shape) != (other.kind, other.sums.shape):
             raise ValueError(f"cannot merge a {other.kind!r} statistic into a {self.kind!r} one: two uses of one name")
         return Stat(self.kind, self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
@@ -147,9 +147,7 @@ class Stat:
 
 
 def merge(dictionaries: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
-    """Return name -> statistic over all observations; a name may be absent from some of the dictionaries. ValueError
-    for two kinds.
-    """
+    """Return name -> statistic over all observations; a name may be absent from some of the dictionaries."""
     merged: dict[str, Stat] = {}
     for statistics in dictionaries:
         for name, stat in statistics.items():

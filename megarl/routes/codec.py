@@ -82,11 +82,11 @@ def encode(trace: RoutingTrace) -> bytes:
     shape = _Shape(num_tokens, num_layers, top_k, trace.num_experts)
     shape.check(trace.label)
     shape.check_free(num_tokens - trace.num_missing, trace.label)
-    has_mask = trace.present is not None
-    mask = np.packbits(trace.present, bitorder="little").tobytes() if has_mask else b""
-    experts = trace.experts[trace.present] if has_mask else trace.experts
+    mask, experts = b"", trace.experts
+    if trace.present is not None:
+        mask, experts = np.packbits(trace.present, bitorder="little").tobytes(), experts[trace.present]
     rows = np.sort(experts, axis=2).reshape(-1, shape.width) if shape.width else np.empty((0, 0), np.uint8)
-    body = _SHAPE.pack(has_mask, num_layers, top_k, trace.num_experts - 1, num_tokens) + mask
+    body = _SHAPE.pack(trace.present is not None, num_layers, top_k, trace.num_experts - 1, num_tokens) + mask
     body += _pack(_rank(rows, trace.num_experts), shape.bits)
     return _START.pack(MAGIC, VERSION, zlib.crc32(body)) + body
 
