@@ -220,7 +220,7 @@ the recomputation, with megarl and without.
 
 Up to 0.14.0 checkpoints hold optimizer state in an older form (`fully_sharded_model_space`) that does not move between
 ep = 1 and ep > 1. Checkpoints were not loaded across releases: keep the first release of a run. All releases ran with
-newer versions of torch and numpy than older releases ask for; `megarl/megatron/checkpoints/versions.py` lists the
+newer versions of torch and numpy than older releases ask for; `megarl/megatron/checkpoints/state.py` lists the
 necessary changes. CUDA, NCCL and Transformer Engine were not run.
 
 ## Ways to the experts, read in each release from 0.16 on

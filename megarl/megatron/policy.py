@@ -21,9 +21,9 @@ from megarl.core.devices import to_device
 from megarl.core.host_copies import HostCopies
 from megarl.core.replay_blockers import replay_blockers
 from megarl.errors import NumericsError
-from megarl.megatron.config_errors import as_config_error
 from megarl.megatron.hf_weights import export_hf, load_hf, place_parameters
 from megarl.megatron.model import build_model, release_after_use, transformer_config
+from megarl.megatron.versions import as_config_error
 from megarl.models.names import is_fp32
 from megarl.models.shapes import ModelShape, read_shape
 from megarl.replay import RoutingReplay

@@ -1,12 +1,20 @@
 """Differences between releases of Megatron-Core from 0.12 to 0.19, detected by accepted arguments, not by number.
 
-What an older release cannot do is refused when the model is built; docs/version_matrix.md lists it.
+What an older release cannot do is refused when the model is built; docs/version_matrix.md lists it. Megatron's errors
+about settings, of every class and some without a message, become a ConfigError of a line.
 """
 
+from __future__ import annotations
+
 import inspect
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import megatron.core
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -15,7 +23,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.errors import ConfigError
+import megarl
+from megarl.errors import ConfigError, MegarlError
 from megarl.replay.megatron_state import RELEASE
 
 
@@ -82,3 +91,41 @@ def _refuse_counted_padding(config: TransformerConfig) -> None:
                 f"megatron.{setting} = {getattr(config, setting)!r}: routers of megatron-core {RELEASE} count padding, "
                 f"which this layout has; remove {setting}, or install megatron-core 0.16 to 0.19"
             )
+
+
+_MEGATRON = Path(megatron.core.__file__).parent
+_MEGARL = Path(megarl.__file__).parent
+_DISTRIBUTED = Path(torch.distributed.__file__).parent
+_SPOKEN = (AssertionError, ValueError, NotImplementedError, ImportError)
+_DELIBERATE = (*_SPOKEN, TypeError)  # what Megatron raises on purpose
+
+
+@contextmanager
+def as_config_error(doing: str, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Turn an error that Megatron raises inside into a ConfigError: with message, place, and the user's settings.
+
+    doing: completes "Megatron cannot"; settings: the [megatron] table. Other errors pass through: those raised in
+    megarl, of memory and of communication. If the table is empty, only the types of _DELIBERATE are turned.
+    """
+    try:
+        yield
+    except Exception as error:  # any class: for an unknown optimizer, Megatron raises a plain Exception
+        frames = traceback.extract_tb(error.__traceback__)
+        place = next((frame for frame in reversed(frames) if _within(frame, _MEGATRON, _MEGARL)), frames[-1])
+        is_other = (
+            isinstance(error, (MegarlError, torch.OutOfMemoryError))
+            or not _within(place, _MEGATRON)
+            or any(_within(frame, _DISTRIBUTED) for frame in frames)
+        )
+        if is_other or not (settings or isinstance(error, _DELIBERATE)):
+            raise
+        table = f"; [megatron] sets {', '.join(settings)}" if settings else ""
+        location = f"{Path(place.filename).relative_to(_MEGATRON)}:{place.lineno}"
+        message = f"{error} ({location})"
+        if not (str(error) and isinstance(error, _SPOKEN)):  # without meaning for a user: add the line of code
+            message = f"{': '.join(filter(None, (type(error).__name__, str(error))))} ({location}: {place.line})"
+        raise ConfigError(f"Megatron cannot {doing}: {message}{table}") from error
+
+
+def _within(frame: traceback.FrameSummary, *folders: Path) -> bool:
+    return any(folder in Path(frame.filename).parents for folder in folders)

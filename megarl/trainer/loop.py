@@ -25,8 +25,8 @@ from megarl.config import Config
 from megarl.core.metrics import Stat, finalize
 from megarl.core.objectives import try_functions
 from megarl.megatron import distributed
-from megarl.megatron.config_errors import as_config_error
 from megarl.megatron.policy import Policy, schedule_of
+from megarl.megatron.versions import as_config_error
 from megarl.models.fit import check_fit
 from megarl.models.shapes import read_shape
 from megarl.run import console
@@ -37,14 +37,12 @@ from megarl.run.progress import StepProgress
 from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
 from megarl.trainer.engines import make_engine
-from megarl.trainer.mini_batch import MiniBatch
-from megarl.trainer.monitor import Monitor
-from megarl.trainer.records import SampleRecords
+from megarl.trainer.mini_batch import MiniBatch, StepPlan
+from megarl.trainer.records import Monitor, SampleRecords
 from megarl.trainer.sampling.sampler import Sampler
 from megarl.trainer.sampling.step_rollouts import StepRollouts
 from megarl.trainer.saving import ERRORS_ON_ALL_RANKS, RunCheckpoints, record_ending
 from megarl.trainer.step import TrainStep, collect
-from megarl.trainer.step_plan import StepPlan
 
 
 def train(config: Config) -> None:

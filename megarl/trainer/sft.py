@@ -22,10 +22,10 @@ from megarl.data.tokenizer import load_model_tokenizer
 from megarl.errors import ConfigError
 from megarl.files.outputs import partial_of, require_apart, require_own
 from megarl.megatron import distributed
-from megarl.megatron.config_errors import as_config_error
 from megarl.megatron.hf_weights import save_hf
 from megarl.megatron.passes import forward
 from megarl.megatron.policy import Policy, Schedule
+from megarl.megatron.versions import as_config_error
 from megarl.models.shapes import read_shape
 from megarl.run.inputs import fingerprint_data, fingerprint_model
 from megarl.run.progress import StepProgress

@@ -1,7 +1,9 @@
 """Checkpoints of a run in Megatron's torch_dist format: compared with their manifests, and loaded.
 
-Weights and the state of the distributed optimizer load in any layout.
+Weights and the state of the distributed optimizer load in any layout. ``FrozenModel`` holds weights for evaluation.
 """
+
+from __future__ import annotations
 
 import errno
 import warnings
@@ -16,11 +18,13 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megarl.config import Config
 from megarl.errors import CheckpointError, DamageError
 from megarl.files.pickles import require_plain
 from megarl.megatron.checkpoints.folders import WRITE_ERRORS
 from megarl.megatron.checkpoints.manifest import find_change, read_manifest
 from megarl.megatron.checkpoints.state import (
+    adapt_libraries,
     describe_layout,
     group_multipliers,
     regrouped,
@@ -29,10 +33,11 @@ from megarl.megatron.checkpoints.state import (
     sharded_state,
     sharded_weights,
 )
-from megarl.megatron.checkpoints.versions import adapt_libraries
 from megarl.megatron.distributed import from_main_rank, gather_objects, is_collective_error
-from megarl.megatron.policy import Policy
-from megarl.models.shapes import ModelShape
+from megarl.megatron.hf_weights import export_hf, load_hf
+from megarl.megatron.policy import Policy, build_chunks
+from megarl.models.shapes import ModelShape, read_shape
+from megarl.replay import RoutingReplay
 from megarl.replay.megatron_state import unwrap
 
 # AttributeError comes from a bug in Megatron, where common.pt is missing.
@@ -172,3 +177,30 @@ def _read(targets: dict[str, Any], path: Path) -> Any:
         # Megatron calls a torch function under its old name; a user cannot change that.
         warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
         return dist_checkpointing.load(targets, str(path))
+
+
+class FrozenModel:
+    """A model in this run's layout, without optimizer or gradients.
+
+    ``model.path`` gives the architecture. weights: a step folder, whatever layout wrote it, or a Hugging Face folder of
+    the same architecture; default ``model.path``. replays: with routing replay. Construction is a collective call.
+    CheckpointError for a damaged checkpoint, or a checkpoint of another model.
+    """
+
+    def __init__(self, config: Config, weights: Path | None, replays: bool = False) -> None:
+        self.config, self.shape = config, read_shape(config.model.path)
+        _, self.chunks = build_chunks(config, self.shape)
+        for chunk in self.chunks:
+            chunk.requires_grad_(False)
+        self.step = 0
+        """Global steps that the weights of a step folder have seen."""
+        folder = Path(config.model.path) if weights is None else weights
+        if (folder / "config.json").is_file():
+            load_hf(self.chunks, self.shape, folder)
+        else:
+            self.step = load_weights(folder, self.chunks, self.shape)
+        self.replay = RoutingReplay(self.chunks) if replays else None
+
+    def export(self, receive: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all weights, whole [...], under Hugging Face names, on ranks that ``receive``; a collective call."""
+        return export_hf(self.chunks, self.shape, receive)

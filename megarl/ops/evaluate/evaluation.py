@@ -29,8 +29,8 @@ from megarl.engines.protocol import Engine
 from megarl.errors import ConfigError, RewardError, printable
 from megarl.files.outputs import require_own_files
 from megarl.megatron import distributed
+from megarl.megatron.checkpoints.checkpoint import FrozenModel
 from megarl.megatron.checkpoints.folders import complete_checkpoints
-from megarl.megatron.frozen import FrozenModel
 from megarl.models.hf_files import HFCheckpoint, check_tensors, describe_left_out
 from megarl.models.names import hf_shapes
 from megarl.models.shapes import read_shape

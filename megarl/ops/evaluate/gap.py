@@ -28,7 +28,7 @@ from megarl.core.types import Rollout, TrainBatch
 from megarl.data.tokenizer import load_model_tokenizer
 from megarl.errors import ConfigError, RolloutError
 from megarl.megatron import distributed
-from megarl.megatron.frozen import FrozenModel
+from megarl.megatron.checkpoints.checkpoint import FrozenModel
 from megarl.megatron.passes import forward
 from megarl.megatron.rollout_routes import check_rollouts, deliver_routes, gather_shared
 from megarl.models.fit import can_compare
