@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_fuzz_run_folder import damaged, odd
 
 from megarl.errors import DamageError, DataError
-from megarl.megatron.checkpoints import manifest
+from megarl.megatron.checkpoints import folders as manifest
 from megarl.ops.evaluate.results import complete_results
 from megarl.run.audit import check
 

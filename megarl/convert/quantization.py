@@ -71,15 +71,6 @@ def select_tensors(tensors: Sequence[Tensor], block: tuple[int, int]) -> tuple[s
     return quantized, fp8_config(modules, block)
 
 
-def is_misread(shape: Sequence[int], block: tuple[int, int]) -> bool:
-    """Whether transformers 5.12 misreads or refuses a matrix of this shape when it dequantises.
-
-    transformers divides rows and columns evenly by the number of scales, which may give blocks other than ``block``.
-    """
-    axes = zip(shape, block, grid_of(shape, block), strict=True)
-    return any(count > 1 and size % length for size, length, count in axes)
-
-
 def _modules_to_keep(tensors: Sequence[Tensor]) -> list[str]:
     """Return the modules of the matrices that stay, in model order. ``lm_head`` always: a tied head has no tensor."""
     matrices = (tensor for tensor in tensors if len(tensor.shape) > 1)
@@ -192,8 +183,3 @@ def quantize_and_show(source: Path, out: Path, options: Options) -> None:
         f"{decimal(result.bytes_before)} -> {decimal(result.bytes_after)}, {result.num_files} files; "
         f"{'verified' if options.verify else 'not verified'}"
     )
-    if ragged := [name for name in result.names if is_misread(result.shapes[name], options.block)]:
-        print(
-            f"note: {some(ragged)} are no whole number of blocks; transformers 5.12 refuses or misreads such weights "
-            "where it dequantises, and SGLang refuses some of them"
-        )

@@ -138,19 +138,16 @@ class Policy:
         """Yield all weights, whole [...], under Hugging Face names, on ranks that ``receive``; a collective call."""
         return export_hf(self.chunks, self.shape, receive, self._placed)
 
-    def offload(self) -> int:
-        """Free memory for servers on the trainer's GPUs during sampling; return the freed bytes. Then ``reload``.
+    def offload(self) -> None:
+        """Free memory for servers on the trainer's GPUs during sampling. Then ``reload``.
 
         Gradient buffers, empty between steps, are released; Adam's moments and fp32 main weights move to host memory.
         """
-        freed = 0
         for buffer in self._grad_buffers():
-            freed += buffer.untyped_storage().nbytes()
             buffer.untyped_storage().resize_(0)
-        freed += self._host_copies.park([tensor for tensor in self._optimizer_tensors() if tensor.is_cuda])
+        self._host_copies.park([tensor for tensor in self._optimizer_tensors() if tensor.is_cuda])
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return freed
 
     def reload(self) -> None:
         """Undo ``offload``: gradients are zero, the optimizer's state is unchanged."""

@@ -12,7 +12,6 @@ therefore continues without a trace of the restart. (The exception: with ``one_s
 restart is sampled with its own weights.)
 """
 
-import gc
 import os
 import time
 from collections.abc import Iterator
@@ -111,8 +110,6 @@ class Trainer:
             if self.checkpoints.eval_is_due:
                 self._evaluate(first)
             settings = self.config.megatron
-            gc.collect()
-            gc.freeze()  # collections of present objects would take 3 % of a short step
             for step in range(first, self.config.run.steps):
                 # Megatron rejects a few settings on first use: in the first step.
                 is_first = settings and step == first
@@ -125,7 +122,6 @@ class Trainer:
             for line in console.ending(self.config, latest[1] if latest else None, first):
                 self.monitor.say(line)
         finally:
-            gc.unfreeze()
             self.checkpoints.saver.abandon()
             self.engine.close()
             self.sampler.close()

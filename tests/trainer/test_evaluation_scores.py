@@ -20,7 +20,7 @@ from megarl.files.outputs import FILES
 from megarl.ops.evaluate import results
 from megarl.ops.evaluate.evaluation import to_text
 from megarl.ops.evaluate.request import EvalRequest
-from megarl.trainer.sampling.scores import Samples, score, score_prompts
+from megarl.trainer.sampling.evaluation import Samples, score, score_prompts
 
 NAN = float("nan")
 

@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megarl.config import Config
 from megarl.errors import CheckpointError, DamageError
 from megarl.files.pickles import require_plain
-from megarl.megatron.checkpoints.folders import WRITE_ERRORS
-from megarl.megatron.checkpoints.manifest import find_change, read_manifest
+from megarl.megatron.checkpoints.folders import WRITE_ERRORS, find_change, read_manifest
 from megarl.megatron.checkpoints.state import (
     adapt_libraries,
     describe_layout,

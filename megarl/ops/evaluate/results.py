@@ -28,7 +28,7 @@ from megarl.files.foreign_files import read_object
 from megarl.files.outputs import write_output
 from megarl.ops.evaluate.request import EvalRequest
 from megarl.run.inputs import digest_of, fingerprint_files, fingerprint_model
-from megarl.trainer.sampling.scores import Samples, score, score_prompts
+from megarl.trainer.sampling.evaluation import Samples, score, score_prompts
 
 Json = dict[str, Any]
 _TRAINING = {"sampling", "estimate", "gvm", "credit", "train", "optim", "recompute", "checkpoint", "log", "sft"}
