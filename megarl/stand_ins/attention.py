@@ -96,7 +96,7 @@ class PackedAttention(torch.nn.Module):
             "attn_mask_type": attn_mask_type != AttnMaskType.causal,
             "attention_dropout": bool(dropout),
             "window_size": config.window_size is not None,
-            "softmax_type": getattr(config, "softmax_type", "vanilla") != "vanilla",  # a field from 0.15 on
+            "softmax_type": config.softmax_type != "vanilla",
             "apply_query_key_layer_scaling": config.apply_query_key_layer_scaling,
         }
         refused = [name for name, hit in unsupported.items() if hit]

@@ -23,9 +23,7 @@ from megarl.errors import CheckpointError, DamageError
 from megarl.files.pickles import require_plain
 from megarl.megatron.checkpoints.folders import WRITE_ERRORS, find_change, read_manifest
 from megarl.megatron.checkpoints.state import (
-    adapt_libraries,
     describe_layout,
-    group_multipliers,
     regrouped,
     restore_rng,
     separate_adam_steps,
@@ -91,7 +89,7 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
     is_same = written["layout"] == describe_layout(policy)
     advice = (
         f". It was written with {written['layout']}, and this is {describe_layout(policy)}: other layouts load with "
-        "Megatron-Core 0.15 or newer and the distributed optimizer, else continue in the layout that wrote it"
+        "the distributed optimizer, else continue in the layout that wrote it"
     )
     with _explain_errors(path, "does not load into this run", advice):
         targets = sharded_state(policy, is_loading=True)
@@ -99,10 +97,7 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
             del targets["rng"]
         state = _read(targets, path)
         _load_chunks(policy.chunks, state)
-        multipliers = group_multipliers(policy.optimizer)
         policy.optimizer.load_state_dict(regrouped(state["optimizer"], policy.optimizer))
-        for group, multiplier in zip(policy.optimizer.param_groups, multipliers, strict=True):
-            group.update(multiplier)
         separate_adam_steps(policy.optimizer)
         policy.scheduler.load_state_dict(state["scheduler"])
     if is_same:
@@ -171,7 +166,6 @@ def _raise_unless_damage(error: BaseException) -> None:
 
 
 def _read(targets: dict[str, Any], path: Path) -> Any:
-    adapt_libraries()
     with warnings.catch_warnings():
         # Megatron calls a torch function under its old name; a user cannot change that.
         warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)

@@ -24,10 +24,8 @@ from megarl.files.writing import sha256_of
 from megarl.megatron.checkpoints.folders import clear_partial, explained, publish
 from megarl.megatron.checkpoints.state import (
     ForkedQueue,
-    adapt_libraries,
     checkpoint_metadata,
     run_state,
-    write_errors_are_told_to_all,
     writer,
 )
 from megarl.megatron.policy import Policy
@@ -57,7 +55,6 @@ class Saver:
         path = clear_partial(self._folder, step, self._run)
         filesystem_async._results_queue = ForkedQueue()
         self._written = ForkedQueue()
-        adapt_libraries()
         with explained(path):
             request = dist_checkpointing.save(
                 run_state(policy, step, loop),
@@ -91,8 +88,7 @@ class Saver:
             publish(path, self._run, dict(self._written.drain()), self._keep, self._keep_every)
         except SaveError as error:
             self._pending = None
-            told_to_all = isinstance(error.__cause__, CheckpointException) and write_errors_are_told_to_all()
-            error.on_all_ranks = told_to_all or dist.get_world_size() == 1
+            error.on_all_ranks = isinstance(error.__cause__, CheckpointException) or dist.get_world_size() == 1
             raise
         self._pending = None
         return path

@@ -1,7 +1,4 @@
-"""What a checkpoint of a run holds, in Megatron's sharded form: model, optimizer, schedule, random states, loop.
-
-Differences between Megatron-Core 0.12 and 0.19 are detected by accepted arguments, not by number.
-"""
+"""What a checkpoint of a run holds, in Megatron's sharded form: model, optimizer, schedule, random states, loop."""
 
 from __future__ import annotations
 
@@ -13,22 +10,16 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
-from megatron.core.dist_checkpointing import exchange_utils
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_finalize
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch.distributed.checkpoint import filesystem
 
 from megarl.megatron.policy import Policy
-from megarl.megatron.versions import for_stage, takes
+from megarl.megatron.versions import takes
 from megarl.replay.megatron_state import unwrap
 
 _MULTIPLIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
@@ -51,7 +42,6 @@ def sharded_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     """Return the weights alone, by model chunk."""
     state = {}
     for index, chunk in enumerate(chunks):
-        for_stage(index if len(chunks) > 1 else None)  # 0.12 names layers by it
         state[f"model{index}"] = unwrap(chunk).sharded_state_dict(**checkpoint_metadata())
     return state
 
@@ -89,14 +79,6 @@ def separate_adam_steps(optimizer: Any) -> None:
     """Give each parameter a separate step: every parameter would advance the shared tensor that Megatron loads."""
     for _, state in _torch_adam_states(optimizer):
         state["step"] = state["step"].clone()
-
-
-def group_multipliers(optimizer: Any) -> list[dict[str, Any]]:
-    """The multipliers of each parameter group, to restore after loading.
-
-    Before 0.14, a checkpoint holds the multipliers of rank 0 for all ranks, in the order of rank 0's groups.
-    """
-    return [{name: group[name] for name in _MULTIPLIERS if name in group} for group in optimizer.param_groups]
 
 
 def regrouped(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
@@ -141,25 +123,16 @@ def restore_rng(states: Mapping[str, Any]) -> None:
 
 
 def checkpoint_metadata(name: str = "metadata") -> dict[str, dict[str, Any]]:
-    """Return the keyword argument that shards optimizer state for loading in any layout; empty for 0.12.
+    """Return the keyword argument that shards optimizer state for loading in any layout.
 
     A new dict at every call, because Megatron writes the current process groups into it.
     """
-    if not takes(DistributedOptimizer.sharded_state_dict, "metadata"):
-        return {}
-    if not hasattr(DistributedOptimizer, "sharded_param_state_fully_reshardable"):
-        return {name: {"distrib_optim_sharding_type": "fully_sharded_model_space"}}
     return {name: {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}}
 
 
 def writer() -> dict[str, Any]:
     """The keyword argument that asks for Megatron's own writer; from 0.17 on, the default is another package's."""
     return {"async_strategy": "mcore"} if takes(dist_checkpointing.save, "async_strategy") else {}
-
-
-def write_errors_are_told_to_all() -> bool:
-    """Return whether Megatron tells all ranks of a failed background writer; since 0.14."""
-    return "failures_occurred" in save_state_dict_async_finalize.__code__.co_varnames
 
 
 class ForkedQueue:
@@ -187,15 +160,3 @@ class ForkedQueue:
         item = pickle.load(data)
         self._read += data.tell()
         return item
-
-
-@cache
-def adapt_libraries() -> None:
-    """Supply what checkpoints of older releases expect of numpy and torch; called before the first read or write."""
-    if "product" in exchange_utils._shard_size.__code__.co_names and not hasattr(np, "product"):  # to 0.15; numpy 2
-        np.__dict__["product"] = np.prod
-    if takes(filesystem._write_item, "serialization_format"):  # torch 2.8
-        writer = filesystem_async.FileSystemWriterAsync.write_preloaded_data
-        if "serialization_format" not in writer.__code__.co_consts:  # 0.12
-            torch_save = filesystem.SerializationFormat.TORCH_SAVE
-            filesystem_async._write_item = partial(filesystem._write_item, serialization_format=torch_save)
