@@ -96,8 +96,8 @@ class Quantized:
     out: Path
     names: list[str]
     """Names of the quantised tensors."""
-    shapes: dict[str, tuple[int, ...]]
-    """Shapes of all tensors."""
+    num_tensors: int
+    """Of the whole model."""
     bytes_before: int
     bytes_after: int
     num_files: int
@@ -137,8 +137,7 @@ def quantize(source: Path, out: Path, options: Options) -> Quantized:
                 job.verify(shards, totals, find_changed)
         job.publish(to="fp8", block=options.block, verified=options.verify)
     bytes_before = sum(tensor.num_bytes for tensor in tensors)
-    shapes = {tensor.name: tensor.shape for tensor in tensors}
-    return Quantized(out, sorted(quantized), shapes, bytes_before, sum(totals), len(shards))
+    return Quantized(out, sorted(quantized), len(tensors), bytes_before, sum(totals), len(shards))
 
 
 def _open(source: Path) -> HFCheckpoint:
@@ -179,7 +178,7 @@ def quantize_and_show(source: Path, out: Path, options: Options) -> None:
     result = quantize(source, out, options)
     rows, columns = options.block
     print(
-        f"{result.out}: {len(result.names)} of {len(result.shapes)} tensors in FP8, blocks of {rows} x {columns}; "
+        f"{result.out}: {len(result.names)} of {result.num_tensors} tensors in FP8, blocks of {rows} x {columns}; "
         f"{decimal(result.bytes_before)} -> {decimal(result.bytes_after)}, {result.num_files} files; "
         f"{'verified' if options.verify else 'not verified'}"
     )

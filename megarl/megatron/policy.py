@@ -119,20 +119,14 @@ class Policy:
 
     def describe_schedule_change(self, saved: dict[str, Any]) -> str | None:
         """Return a line on how the learning rate differs from ``saved``, the checkpoint's schedule; None if equal."""
-        length = "run.steps" if self.config.optim.decay_steps is None else "optim.decay_steps"
-        keys = {"max_lr": "lr", "min_lr": "min_lr", "lr_warmup_steps": "warmup_steps", "lr_decay_style": "decay_style"}
-        names = {name: f"optim.{key}" for name, key in keys.items()} | {"lr_decay_steps": length}
-        now, planned = self.scheduler, copy.copy(self.scheduler)
+        names = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_style", "lr_decay_steps")
+        planned, now = copy.copy(self.scheduler), vars(self.scheduler)
         vars(planned).update({name: saved[name] for name in names})
-        rates = planned.get_lr({}), now.get_lr(self.optimizer.param_groups[0])
-        pairs = {name: (getattr(planned, name), getattr(now, name)) for name in names}
-        if vars(planned) == vars(now) or (rates[0] == rates[1] and {*pairs["lr_decay_style"]} == {"constant"}):
+        rates = planned.get_lr({}), self.scheduler.get_lr(self.optimizer.param_groups[0])
+        changes = ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in names if saved[name] != now[name])
+        if not changes or (rates[0] == rates[1] and planned.lr_decay_style == now["lr_decay_style"] == "constant"):
             return None
-        changes = ", ".join(
-            f"{names[name]} ({name} {old} -> {new})" for name, (old, new) in pairs.items() if old != new
-        )
-        keep = f"; optim.decay_steps = {planned.lr_decay_steps} keeps it" if length == "run.steps" else ""
-        return f"the learning rate of the next update is {rates[1]:.4g}, planned was {rates[0]:.4g}: {changes}{keep}"
+        return f"the learning rate of the next update is {rates[1]:.4g}, planned was {rates[0]:.4g}: {changes}"
 
     def export(self, receive: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all weights, whole [...], under Hugging Face names, on ranks that ``receive``; a collective call."""

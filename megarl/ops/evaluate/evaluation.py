@@ -40,8 +40,7 @@ from megarl.run.folder import read_run_id
 from megarl.run.progress import StepProgress
 from megarl.text_table import text_table
 from megarl.trainer.engines import make_engine
-from megarl.trainer.environments import make_environment, turn_ends
-from megarl.trainer.sampling.evaluation import PlayedBenchmark, draw
+from megarl.trainer.sampling.evaluation import PlayedBenchmark, draw, make_environment, turn_ends
 
 _STEP_FOLDER = re.compile(r"step_\d+")
 

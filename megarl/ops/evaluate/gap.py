@@ -38,8 +38,8 @@ from megarl.ops.evaluate.request import with_keys
 from megarl.routes import Disagreement
 from megarl.run.progress import StepProgress
 from megarl.trainer.engines import make_engine
-from megarl.trainer.environments import turn_ends
 from megarl.trainer.mini_batch import split
+from megarl.trainer.sampling.evaluation import turn_ends
 from megarl.trainer.sampling.requests import EVALUATE, is_changed, load_run_prompts, make_requests, train_params
 from megarl.watch.gap_verdict import Gap, GapReport, PairGap, judge
 from megarl.watch.limits import GAP
