@@ -166,7 +166,7 @@ class ConversionJob:
     ) -> None:
         """Write a Hugging Face folder: a safetensors file for each shard, and the index.
 
-        ``encode(piece)`` returns the tensors of a piece; ``finish`` is called at the end.
+        ``encode(piece)`` returns the tensors [...] of a piece; ``finish`` is called at the end.
         """
         files = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
 

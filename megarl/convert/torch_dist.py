@@ -178,7 +178,7 @@ class TorchDistReader:
         return state if isinstance(state, dict) else {}
 
     def read(self, place: Place) -> torch.Tensor:
-        """Return the parameter at ``place``, without the axes of the place. CheckpointError for missing chunks.
+        """Return the parameter [...] at ``place``, without the axes of the place. CheckpointError for missing chunks.
 
         The caller has compared the axes of the place with ``tensors``.
         """

@@ -115,6 +115,7 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
+        """Return [T, heads * d], see the class."""
         if attention_mask is not None or attention_bias is not None:
             raise NotImplementedError("attention without Transformer Engine is causal and takes no mask or bias")
         if self.cp_group is not None:
@@ -190,6 +191,7 @@ class NormOverHeads(RMSNorm):
         self._head_width = hidden_size
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., heads, d] -> the same shape."""
         group = parallel_state.get_tensor_model_parallel_group()
         squares = x.float().square().sum((-2, -1), keepdim=True)
         squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares, group), group)
