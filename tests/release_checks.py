@@ -32,8 +32,10 @@ PATCH = ("-m", "megarl.cli", "patch")
 OLDER = ("0.12.3", "0.13.1", "0.14.0", "0.15.3")
 PATCHED = (*OLDER, "0.16.1")
 NEWER = ("0.17.1", "0.18.2", "0.19.2")
-RELEASES = (*OLDER, "0.16.0", "0.16.1", *NEWER)
-"""All that megarl runs on; 0.16.0 and the newer ones need no patch and have none."""
+TRAINED = ("0.16.0", "0.16.1", *NEWER)
+"""Those that the trainer runs on; 0.16.0 and the newer ones need no patch and have none."""
+RELEASES = (*OLDER, *TRAINED)
+"""All that replay in a loop of one's own runs on."""
 
 _POINT = "megatron/test_megatron_matrix.py::test_acceptance_replay_holds_at_every_point_of_the_layout"
 REPLAY_FILES = (

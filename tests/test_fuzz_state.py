@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_fuzz_run_folder import damaged, odd
 
 from megarl.errors import DamageError
-from megarl.megatron.checkpoints import manifest
+from megarl.megatron.checkpoints import folders as manifest
 
 DIGEST = "0" * 64
 MANIFEST = {"run": "r", "step": 3, "files": {"a": [1, DIGEST]}}

@@ -293,7 +293,7 @@ def test_a_refusal_is_one_line_with_key_finding_and_remedy(overrides: dict[str, 
         assert part in message
 
 
-@pytest.mark.parametrize("name")
+@pytest.mark.parametrize("name", ALONE)
 def test_credit_takes_no_advantage_that_subtracts_no_mean_of_the_prompt(name: str) -> None:
     changes = {"train__objective_overrides": {"advantage": name}, "sampling__rule": "ada_seq_pos", **SEVERAL}
     expected = f"with advantage '{name}', but [credit] subtracts the mean of the prompt's pool instead"

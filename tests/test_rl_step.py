@@ -19,8 +19,8 @@ from megarl.data.tiny import write_tiny_model
 from megarl.engines.local.engine import LocalEngine
 from megarl.megatron import distributed
 from megarl.megatron.policy import Policy, schedule_of
+from megarl.trainer.mini_batch import StepPlan
 from megarl.trainer.step import TrainStep
-from megarl.trainer.step_plan import StepPlan
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "rl_step.py"

@@ -19,7 +19,7 @@ from megarl.config import EnvironmentConfig
 from megarl.config import file as config_file
 from megarl.data.tiny import CHARACTERS
 from megarl.engines.tools.protocol import ModelTurn, Observation
-from megarl.trainer.environments import make_environment
+from megarl.trainer.sampling.evaluation import make_environment
 
 TOOL = Path(__file__).parent.parent / "tools" / "tool_use.py"
 

@@ -21,7 +21,7 @@ from unittest import mock
 from megarl.config.file import parse
 from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.megatron import distributed
-from megarl.megatron.checkpoints import checkpoint, versions
+from megarl.megatron.checkpoints import checkpoint, state
 from megarl.megatron.checkpoints.saver import Saver
 from megarl.megatron.policy import Policy, schedule_of
 
@@ -85,7 +85,7 @@ def main() -> None:
             saver.poll(wait=True)
 
         def save_plainly() -> None:
-            with mock.patch.object(versions.hashlib, "sha256", _NoDigest):
+            with mock.patch.object(state.hashlib, "sha256", _NoDigest):
                 saver.begin(1, policy, {})
                 saver._calls.maybe_finalize_async_calls(blocking=True)
                 saver._pending = None

@@ -22,10 +22,10 @@ from megarl.config import Config
 from megarl.engines.local.engine import LocalEngine
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES, Policy, schedule_of
+from megarl.trainer.mini_batch import StepPlan
 from megarl.trainer.sampling.sampler import Sampler
 from megarl.trainer.sampling.step_rollouts import StepRollouts
 from megarl.trainer.step import TrainStep
-from megarl.trainer.step_plan import StepPlan
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_rows import finish, ratio_row, take_json

@@ -30,10 +30,9 @@ from megarl.engines.local.engine import LocalEngine
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES, Policy, schedule_of
 from megarl.replay import RoutingReplay
-from megarl.trainer.mini_batch import MiniBatch
+from megarl.trainer.mini_batch import MiniBatch, StepPlan
 from megarl.trainer.sampling.sampler import Sampler
 from megarl.trainer.step import TrainStep
-from megarl.trainer.step_plan import StepPlan
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_rows import finish, ratio_row, take_json

@@ -33,11 +33,11 @@ from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES, Policy, schedule_of
 from megarl.replay import RoutingReplay
 from megarl.replay.hooks import Hook
+from megarl.trainer.mini_batch import StepPlan
 from megarl.trainer.sampling.gradient_norms import gradient_norms
 from megarl.trainer.sampling.sampler import Sampler
 from megarl.trainer.sampling.step_rollouts import StepRollouts
 from megarl.trainer.step import TrainStep
-from megarl.trainer.step_plan import StepPlan
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_rows import Row, finish, interval_of_median, ratio_row, take_json

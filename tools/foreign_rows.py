@@ -76,8 +76,8 @@ def measure(work: Path, layers: int, experts: int, topk: int, replay: str) -> No
     from megarl.engines.protocol import SamplingParams
     from megarl.megatron import distributed
     from megarl.megatron.policy import Policy, schedule_of
+    from megarl.trainer.mini_batch import StepPlan
     from megarl.trainer.step import TrainStep
-    from megarl.trainer.step_plan import StepPlan
 
     model, task = work / "model", work / "task"
     sizes: dict[str, Any] = {

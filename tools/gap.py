@@ -33,7 +33,7 @@ from megarl.core.types import Rollout, TrainBatch
 from megarl.data.tokenizer import load_model_tokenizer
 from megarl.errors import ConfigError, RolloutError
 from megarl.megatron import distributed
-from megarl.megatron.frozen import FrozenModel
+from megarl.megatron.checkpoints.checkpoint import FrozenModel
 from megarl.megatron.passes import forward
 from megarl.megatron.rollout_routes import check_rollouts, deliver_routes, gather_shared
 from megarl.models.fit import can_compare
@@ -45,8 +45,8 @@ from megarl.routes import Disagreement
 from megarl.run.progress import StepProgress
 from megarl.text_table import text_table
 from megarl.trainer.engines import make_engine
-from megarl.trainer.environments import turn_ends
 from megarl.trainer.mini_batch import split
+from megarl.trainer.sampling.evaluation import turn_ends
 from megarl.trainer.sampling.requests import EVALUATE, is_changed, load_run_prompts, make_requests, train_params
 
 

@@ -81,7 +81,6 @@ SAMPLED = {
     "ops/launch/supervisor": "ops/launch/test_supervisor",
     "watch/tripwires": "core/test_tripwire_formulas",
     "watch/foreign_rows": "core/test_foreign_rows",
-    "trainer/tripwires": "trainer/test_tripwires",
 }
 """Module of ``megarl`` -> the files below ``tests`` that must notice a change of it. A sample of mutants is tried."""
 

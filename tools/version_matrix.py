@@ -193,6 +193,9 @@ def _order(row: Row) -> list[list[int]]:
 
 
 EXPLAINED = """\
+The trainer needs 0.16 or newer since these rows were measured. 0.12 to 0.15, patched, replay in a loop of your own (the
+column *example*).
+
 From 0.17 on, wheels ask for Python 3.12. 0.18 and later import triton, an undeclared dependency. The tests of the
 trainer and of replay's semantics also run releases from 0.17 on unpacked under 3.11.
 
@@ -218,10 +221,8 @@ the recomputation, with megarl and without.
 - **Export**: the engine's weights from every layout, bit for bit; transformers reads a saved model as the same model.
 - **Example**: `examples/plugged_in.py` on two ranks, R3 with tp 2 and R2 with pp 2 vpp 2, recomputed.
 
-Up to 0.14.0 checkpoints hold optimizer state in an older form (`fully_sharded_model_space`) that does not move between
-ep = 1 and ep > 1. Checkpoints were not loaded across releases: keep the first release of a run. All releases ran with
-newer versions of torch and numpy than older releases ask for; `megarl/megatron/checkpoints/versions.py` lists the
-necessary changes. CUDA, NCCL and Transformer Engine were not run.
+Checkpoints were not loaded across releases: keep the first release of a run. All releases ran with
+newer versions of torch and numpy than older releases ask for. CUDA, NCCL and Transformer Engine were not run.
 
 ## Ways to the experts, read in each release from 0.16 on
 

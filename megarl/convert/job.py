@@ -22,8 +22,8 @@ from megarl.files import outputs
 from megarl.files.disk import describe_write_error
 from megarl.files.outputs import partial_of, replace_folder, require_apart, require_own
 from megarl.files.writing import sha256_of, write_atomically
-from megarl.megatron.checkpoints.manifest import MANIFEST as RUN_MANIFEST
-from megarl.megatron.checkpoints.manifest import read_manifest
+from megarl.megatron.checkpoints.folders import MANIFEST as RUN_MANIFEST
+from megarl.megatron.checkpoints.folders import read_manifest
 from megarl.models.hf_files import MANIFEST, save_tensors, write_index
 from megarl.models.hf_folder import read_json
 from megarl.models.names import is_fp32
@@ -166,7 +166,7 @@ class ConversionJob:
     ) -> None:
         """Write a Hugging Face folder: a safetensors file for each shard, and the index.
 
-        ``encode(piece)`` returns the tensors of a piece; ``finish`` is called at the end.
+        ``encode(piece)`` returns the tensors [...] of a piece; ``finish`` is called at the end.
         """
         files = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
 

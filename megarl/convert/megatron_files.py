@@ -208,5 +208,5 @@ class MegatronCheckpoint:
         return self._stored[self.keys.place(piece, self.shape).key].properties.dtype
 
     def read(self, piece: Piece) -> torch.Tensor:
-        """Return the whole parameter; a vocabulary may be padded."""
+        """Return the whole parameter [...]; a vocabulary may be padded."""
         return self._reader.read(self.keys.place(piece, self.shape))

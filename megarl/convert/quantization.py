@@ -55,7 +55,7 @@ class Tensor:
 def select_tensors(tensors: Sequence[Tensor], block: tuple[int, int]) -> tuple[set[str], dict[str, Any]]:
     """Return (names of the tensors that become FP8, ``quantization_config`` of the result).
 
-    ConfigError for weights that cannot be quantised, and for names that engines would confuse.
+    Matrices [rows, columns] of projections become FP8. ConfigError for weights that cannot be quantised, and for names that engines would confuse.
     """
     if min(block) < 1:
         raise ConfigError(f"blocks of {block[0]} x {block[1]} are empty, expected two numbers of at least 1")
@@ -69,15 +69,6 @@ def select_tensors(tensors: Sequence[Tensor], block: tuple[int, int]) -> tuple[s
     modules = _modules_to_keep([tensor for tensor in tensors if tensor.name not in quantized])
     _require_distinct(modules, list(dict.fromkeys(t.module for t in tensors if t.name in quantized)))
     return quantized, fp8_config(modules, block)
-
-
-def is_misread(shape: Sequence[int], block: tuple[int, int]) -> bool:
-    """Whether transformers 5.12 misreads or refuses a matrix of this shape when it dequantises.
-
-    transformers divides rows and columns evenly by the number of scales, which may give blocks other than ``block``.
-    """
-    axes = zip(shape, block, grid_of(shape, block), strict=True)
-    return any(count > 1 and size % length for size, length, count in axes)
 
 
 def _modules_to_keep(tensors: Sequence[Tensor]) -> list[str]:
@@ -105,8 +96,8 @@ class Quantized:
     out: Path
     names: list[str]
     """Names of the quantised tensors."""
-    shapes: dict[str, tuple[int, ...]]
-    """Shapes of all tensors."""
+    num_tensors: int
+    """Of the whole model."""
     bytes_before: int
     bytes_after: int
     num_files: int
@@ -146,8 +137,7 @@ def quantize(source: Path, out: Path, options: Options) -> Quantized:
                 job.verify(shards, totals, find_changed)
         job.publish(to="fp8", block=options.block, verified=options.verify)
     bytes_before = sum(tensor.num_bytes for tensor in tensors)
-    shapes = {tensor.name: tensor.shape for tensor in tensors}
-    return Quantized(out, sorted(quantized), shapes, bytes_before, sum(totals), len(shards))
+    return Quantized(out, sorted(quantized), len(tensors), bytes_before, sum(totals), len(shards))
 
 
 def _open(source: Path) -> HFCheckpoint:
@@ -188,12 +178,7 @@ def quantize_and_show(source: Path, out: Path, options: Options) -> None:
     result = quantize(source, out, options)
     rows, columns = options.block
     print(
-        f"{result.out}: {len(result.names)} of {len(result.shapes)} tensors in FP8, blocks of {rows} x {columns}; "
+        f"{result.out}: {len(result.names)} of {result.num_tensors} tensors in FP8, blocks of {rows} x {columns}; "
         f"{decimal(result.bytes_before)} -> {decimal(result.bytes_after)}, {result.num_files} files; "
         f"{'verified' if options.verify else 'not verified'}"
     )
-    if ragged := [name for name in result.names if is_misread(result.shapes[name], options.block)]:
-        print(
-            f"note: {some(ragged)} are no whole number of blocks; transformers 5.12 refuses or misreads such weights "
-            "where it dequantises, and SGLang refuses some of them"
-        )

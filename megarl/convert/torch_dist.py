@@ -160,20 +160,11 @@ class TorchDistReader:
         stored = self._metadata.state_dict_metadata
         self.tensors = {key: meta for key, meta in stored.items() if isinstance(meta, TensorStorageMetadata)}
         """Every tensor by key."""
-        self._require_files()
-
-    def _require_files(self) -> None:
-        ends: dict[str, int] = {}
         for stored in self._metadata.storage_data.values():
-            with _explain_damage(self.path / ".metadata"):
-                part_of(self.path, stored)
-            ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
-        for name, end in sorted(ends.items()):
-            file = self.path / name
+            with _explain_damage(path / ".metadata"):
+                file = part_of(path, stored)
             if not file.is_file():
-                raise CheckpointError(f"{self.path} lacks {name}, which its metadata names")
-            if (size := file.stat().st_size) < end:
-                raise CheckpointError(f"{file} has {size} bytes, expected at least {end}: it is truncated")
+                raise CheckpointError(f"{path} lacks {file.name}, which its metadata names")
 
     def common(self) -> dict[str, Any]:
         """Return the state of ``common.pt``, from Megatron 0.19 on stored among the tensors; {} without a state."""
@@ -187,7 +178,7 @@ class TorchDistReader:
         return state if isinstance(state, dict) else {}
 
     def read(self, place: Place) -> torch.Tensor:
-        """Return the parameter at ``place``, without the axes of the place. CheckpointError for missing chunks.
+        """Return the parameter [...] at ``place``, without the axes of the place. CheckpointError for missing chunks.
 
         The caller has compared the axes of the place with ``tensors``.
         """

@@ -77,7 +77,6 @@ def leave_layout() -> None:
     """Destroy Megatron's groups, and gloo's threads with them. The ranks stay joined and may ``initialize`` again."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-        parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None  # 0.12 does not reset it
         _context_model_group.cache_clear()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group != dist.group.WORLD and group.group_desc != _TWIN:

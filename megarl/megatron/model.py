@@ -18,9 +18,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.errors import ConfigError
-from megarl.megatron.versions import TAKES_PADDING_MASK, for_stage, refuse_missing
+from megarl.megatron.versions import require_release
 from megarl.models.shapes import ModelShape
-from megarl.replay.megatron_state import RELEASE
 from megarl.stand_ins.attention import NormOverHeads, PackedAttention, RMSNorm
 from megarl.stand_ins.te import uses_te
 
@@ -31,6 +30,7 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
     The router computes in fp32, and there is no dropout, because log-probabilities of two passes must agree.
     ConfigError for settings that this machine or this release of Megatron cannot run.
     """
+    require_release()
     has_te = uses_te(shape)
     defaults: dict[str, Any] = {
         "params_dtype": dtype,
@@ -63,7 +63,6 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
         config: TransformerConfig = MLATransformerConfig(**{**values, "apply_rope_fusion": False})  # a kernel for YaRN
     else:
         config = TransformerConfig(**values)
-    refuse_missing(config)
     return config
 
 
@@ -91,7 +90,7 @@ class _LatentAttention(MLASelfAttention):
 def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShape) -> TransformerBlockSubmodules:
     """Return the layers of a pipeline stage: Transformer Engine's if usable, or local layers for packed input."""
     spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=uses_te(shape), normalization=config.normalization, **for_stage(vp_stage)
+        config, use_transformer_engine=uses_te(shape), normalization=config.normalization, vp_stage=vp_stage
     )
     layers: list[Any] = copy.deepcopy(spec.layer_specs or [])
     for layer in layers if isinstance(config, MLATransformerConfig) and config.q_lora_rank is None else ():
@@ -131,23 +130,22 @@ def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:
     config.gradient_accumulation_fusion = config.gradient_accumulation_fusion and not fused
     chunks = []
     for stage in [None] if stages is None else range(stages):
-        stage_argument = for_stage(stage)
         chunk = GPTModel(
             config=config,
             transformer_layer_spec=layer_spec(config, stage, shape),  # type: ignore[arg-type]
             vocab_size=-(-shape.vocab_size // tp) * tp,
             max_sequence_length=shape.max_sequence_length,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stages is None, **stage_argument),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stages is None, **stage_argument),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stages is None, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stages is None, vp_stage=stage),
             share_embeddings_and_output_weights=shape.tied_embeddings,
             position_embedding_type="rope",
             rotary_percent=shape.rotary_percent,
             rotary_base=shape.rotary_base,  # type: ignore[arg-type]
             rope_scaling=shape.rope_factor is not None,
             rope_scaling_factor=shape.rope_factor or 1.0,
-            **stage_argument,
+            vp_stage=stage,
         )
-        if config.moe_router_enable_expert_bias and TAKES_PADDING_MASK:
+        if config.moe_router_enable_expert_bias:
             _fix_expert_bias(chunk)
         if config.multi_latent_attention and uses_te(shape):
             _fix_latents(chunk, shape)
@@ -175,7 +173,6 @@ def _fix_latents(chunk: GPTModel, shape: ModelShape) -> None:
     The norms inside of the up-projections have a separate epsilon. The down-projections are whole on every
     tensor-parallel rank, but marked as shards: the norm of the gradients would count each copy.
     """
-    tp = chunk.config.tensor_model_parallel_size
     for layer in chunk.decoder.layers:
         for name in ("q", "kv"):
             up, down = (getattr(layer.self_attention, f"linear_{name}_{way}_proj", None) for way in ("up", "down"))
@@ -183,11 +180,6 @@ def _fix_latents(chunk: GPTModel, shape: ModelShape) -> None:
                 continue
             up.eps = shape.latent_norm_epsilon
             down.weight.tensor_model_parallel = down.parallel_mode is not None
-            if down.parallel_mode is not None and tp > 1:
-                raise ConfigError(
-                    f"parallel.tp: found {tp}, expected 1: with Transformer Engine, "
-                    f"megatron-core {RELEASE} cuts projections that latent attention needs whole; install 0.16 to 0.19"
-                )
 
 
 def release_after_use(model: torch.nn.Module) -> None:
@@ -203,8 +195,7 @@ def release_after_use(model: torch.nn.Module) -> None:
 
 
 def _release_after_use(dispatcher: Any) -> None:
-    name = "combine_postprocess" if hasattr(dispatcher, "combine_postprocess") else "token_unpermutation"  # up to 0.12
-    last = getattr(dispatcher, name)
+    last = dispatcher.combine_postprocess
     # The flex dispatcher leaves the tensors to a manager.
     holders = [
         vars(holder) for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None)) if holder is not None
@@ -217,7 +208,7 @@ def _release_after_use(dispatcher: Any) -> None:
             holder.update(dict.fromkeys(set(_tensors_of(holder)) - constant))
         return output
 
-    setattr(dispatcher, name, combine)
+    dispatcher.combine_postprocess = combine
 
 
 def _tensors_of(holder: dict[str, Any]) -> list[str]:

@@ -21,9 +21,9 @@ from megarl.core.devices import to_device
 from megarl.core.host_copies import HostCopies
 from megarl.core.replay_blockers import replay_blockers
 from megarl.errors import NumericsError
-from megarl.megatron.config_errors import as_config_error
 from megarl.megatron.hf_weights import export_hf, load_hf, place_parameters
 from megarl.megatron.model import build_model, release_after_use, transformer_config
+from megarl.megatron.versions import as_config_error
 from megarl.models.names import is_fp32
 from megarl.models.shapes import ModelShape, read_shape
 from megarl.replay import RoutingReplay
@@ -119,38 +119,29 @@ class Policy:
 
     def describe_schedule_change(self, saved: dict[str, Any]) -> str | None:
         """Return a line on how the learning rate differs from ``saved``, the checkpoint's schedule; None if equal."""
-        length = "run.steps" if self.config.optim.decay_steps is None else "optim.decay_steps"
-        keys = {"max_lr": "lr", "min_lr": "min_lr", "lr_warmup_steps": "warmup_steps", "lr_decay_style": "decay_style"}
-        names = {name: f"optim.{key}" for name, key in keys.items()} | {"lr_decay_steps": length}
-        now, planned = self.scheduler, copy.copy(self.scheduler)
+        names = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_style", "lr_decay_steps")
+        planned, now = copy.copy(self.scheduler), vars(self.scheduler)
         vars(planned).update({name: saved[name] for name in names})
-        rates = planned.get_lr({}), now.get_lr(self.optimizer.param_groups[0])
-        pairs = {name: (getattr(planned, name), getattr(now, name)) for name in names}
-        if vars(planned) == vars(now) or (rates[0] == rates[1] and {*pairs["lr_decay_style"]} == {"constant"}):
+        rates = planned.get_lr({}), self.scheduler.get_lr(self.optimizer.param_groups[0])
+        changes = ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in names if saved[name] != now[name])
+        if not changes or (rates[0] == rates[1] and planned.lr_decay_style == now["lr_decay_style"] == "constant"):
             return None
-        changes = ", ".join(
-            f"{names[name]} ({name} {old} -> {new})" for name, (old, new) in pairs.items() if old != new
-        )
-        keep = f"; optim.decay_steps = {planned.lr_decay_steps} keeps it" if length == "run.steps" else ""
-        return f"the learning rate of the next update is {rates[1]:.4g}, planned was {rates[0]:.4g}: {changes}{keep}"
+        return f"the learning rate of the next update is {rates[1]:.4g}, planned was {rates[0]:.4g}: {changes}"
 
     def export(self, receive: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all weights, whole [...], under Hugging Face names, on ranks that ``receive``; a collective call."""
         return export_hf(self.chunks, self.shape, receive, self._placed)
 
-    def offload(self) -> int:
-        """Free memory for servers on the trainer's GPUs during sampling; return the freed bytes. Then ``reload``.
+    def offload(self) -> None:
+        """Free memory for servers on the trainer's GPUs during sampling. Then ``reload``.
 
         Gradient buffers, empty between steps, are released; Adam's moments and fp32 main weights move to host memory.
         """
-        freed = 0
         for buffer in self._grad_buffers():
-            freed += buffer.untyped_storage().nbytes()
             buffer.untyped_storage().resize_(0)
-        freed += self._host_copies.park([tensor for tensor in self._optimizer_tensors() if tensor.is_cuda])
+        self._host_copies.park([tensor for tensor in self._optimizer_tensors() if tensor.is_cuda])
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return freed
 
     def reload(self) -> None:
         """Undo ``offload``: gradients are zero, the optimizer's state is unchanged."""

@@ -13,8 +13,7 @@ from megarl.config.file import RUN_ID, SAVED, read_toml
 from megarl.errors import ConfigError, DataError
 from megarl.files.outputs import free_name
 from megarl.files.writing import write_atomically
-from megarl.megatron.checkpoints.folders import complete_checkpoints
-from megarl.megatron.checkpoints.manifest import read_run
+from megarl.megatron.checkpoints.folders import complete_checkpoints, read_run
 from megarl.run.audit import Audit
 from megarl.run.inputs import INPUTS, bind_inputs
 from megarl.run.metrics_log import iterate_metrics

@@ -96,7 +96,7 @@ class PackedAttention(torch.nn.Module):
             "attn_mask_type": attn_mask_type != AttnMaskType.causal,
             "attention_dropout": bool(dropout),
             "window_size": config.window_size is not None,
-            "softmax_type": getattr(config, "softmax_type", "vanilla") != "vanilla",  # a field from 0.15 on
+            "softmax_type": config.softmax_type != "vanilla",
             "apply_query_key_layer_scaling": config.apply_query_key_layer_scaling,
         }
         refused = [name for name, hit in unsupported.items() if hit]
@@ -115,6 +115,7 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
+        """Return [T, heads * d], see the class."""
         if attention_mask is not None or attention_bias is not None:
             raise NotImplementedError("attention without Transformer Engine is causal and takes no mask or bias")
         if self.cp_group is not None:
@@ -190,6 +191,7 @@ class NormOverHeads(RMSNorm):
         self._head_width = hidden_size
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., heads, d] -> the same shape."""
         group = parallel_state.get_tensor_model_parallel_group()
         squares = x.float().square().sum((-2, -1), keepdim=True)
         squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares, group), group)

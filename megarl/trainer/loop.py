@@ -12,7 +12,6 @@ therefore continues without a trace of the restart. (The exception: with ``one_s
 restart is sampled with its own weights.)
 """
 
-import gc
 import os
 import time
 from collections.abc import Iterator
@@ -25,8 +24,8 @@ from megarl.config import Config
 from megarl.core.metrics import Stat, finalize
 from megarl.core.objectives import try_functions
 from megarl.megatron import distributed
-from megarl.megatron.config_errors import as_config_error
 from megarl.megatron.policy import Policy, schedule_of
+from megarl.megatron.versions import as_config_error
 from megarl.models.fit import check_fit
 from megarl.models.shapes import read_shape
 from megarl.run import console
@@ -37,14 +36,12 @@ from megarl.run.progress import StepProgress
 from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
 from megarl.trainer.engines import make_engine
-from megarl.trainer.mini_batch import MiniBatch
-from megarl.trainer.monitor import Monitor
-from megarl.trainer.records import SampleRecords
+from megarl.trainer.mini_batch import MiniBatch, StepPlan
+from megarl.trainer.records import Monitor, SampleRecords
 from megarl.trainer.sampling.sampler import Sampler
 from megarl.trainer.sampling.step_rollouts import StepRollouts
 from megarl.trainer.saving import ERRORS_ON_ALL_RANKS, RunCheckpoints, record_ending
 from megarl.trainer.step import TrainStep, collect
-from megarl.trainer.step_plan import StepPlan
 
 
 def train(config: Config) -> None:
@@ -113,8 +110,6 @@ class Trainer:
             if self.checkpoints.eval_is_due:
                 self._evaluate(first)
             settings = self.config.megatron
-            gc.collect()
-            gc.freeze()  # collections of present objects would take 3 % of a short step
             for step in range(first, self.config.run.steps):
                 # Megatron rejects a few settings on first use: in the first step.
                 is_first = settings and step == first
@@ -127,7 +122,6 @@ class Trainer:
             for line in console.ending(self.config, latest[1] if latest else None, first):
                 self.monitor.say(line)
         finally:
-            gc.unfreeze()
             self.checkpoints.saver.abandon()
             self.engine.close()
             self.sampler.close()

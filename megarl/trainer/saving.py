@@ -18,9 +18,9 @@ from megarl.run.folder import read_run_id
 from megarl.run.status import describe_ranks, read_signs
 from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
-from megarl.trainer.monitor import Monitor
+from megarl.trainer.records import Monitor
 from megarl.trainer.sampling.sampler import Sampler
-from megarl.trainer.tripwires import Tripwires
+from megarl.trainer.step import Tripwires
 
 ERRORS_ON_ALL_RANKS = (RolloutError, WeightSyncError, StopError)
 """Errors that all ranks raise together, and after which all ranks can save."""

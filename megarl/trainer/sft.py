@@ -4,7 +4,6 @@ Only the coefficients differ from RL. Each demonstrated token has ``1 / D``, wit
 tokens in the batch: the loss is the mean negative log-likelihood.
 """
 
-import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -22,17 +21,15 @@ from megarl.data.tokenizer import load_model_tokenizer
 from megarl.errors import ConfigError
 from megarl.files.outputs import partial_of, require_apart, require_own
 from megarl.megatron import distributed
-from megarl.megatron.config_errors import as_config_error
 from megarl.megatron.hf_weights import save_hf
 from megarl.megatron.passes import forward
 from megarl.megatron.policy import Policy, Schedule
+from megarl.megatron.versions import as_config_error
 from megarl.models.shapes import read_shape
 from megarl.run.inputs import fingerprint_data, fingerprint_model
 from megarl.run.progress import StepProgress
 from megarl.trainer.mini_batch import make_rollout, over_ranks, split
 from megarl.trainer.step import collect
-
-_LINE_EVERY_S = 5.0
 
 
 def sft(config: Config) -> None:
@@ -63,15 +60,13 @@ def sft(config: Config) -> None:
         progress.line(policy.left_out)
     share = settings.batch_size // distributed.dp_size()
     local = slice(distributed.dp_rank() * share, (distributed.dp_rank() + 1) * share)
-    last_line_s = time.monotonic()
     with progress.bar("cold start", settings.steps) as advance:
         for step in range(settings.steps):
             indices = order.take(step * settings.batch_size, settings.batch_size)[local]
             with as_config_error("train", config.megatron) if step == 0 and config.megatron else nullcontext():
                 metrics = _step(config, policy, [demonstrations[i] for i in indices])
             advance(1)
-            if metrics and (time.monotonic() - last_line_s > _LINE_EVERY_S or step + 1 == settings.steps):
-                last_line_s = time.monotonic()
+            if metrics and (step % 10 == 9 or step + 1 == settings.steps):
                 progress.line(f"cold start {step + 1}/{settings.steps}  loss {metrics['loss']:.4f}")
     save_hf(policy.chunks, policy.shape, config.model.path, out, inputs=inputs)
     progress.line(f"cold start: wrote {config.sft_out}")

@@ -159,7 +159,7 @@ def test_no_module_unpickles_without_limits():
         for words in ("pickle.load", "weights_only=False", "allow_pickle=True", "read_metadata(")
         if words in path.read_text()
     }
-    assert found == {"megatron/checkpoints/versions.py"}
+    assert found == {"megatron/checkpoints/state.py"}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from megarl.data.prepare.prepare import prepare
 from megarl.data.prompts import load_demonstrations, load_prompts
 from megarl.data.tokenizer import count_rows, load_tokenizer
 from megarl.errors import ConfigError, DataError
-from megarl.trainer.environments import turn_ends
+from megarl.trainer.sampling.evaluation import turn_ends
 
 Write = Callable[..., Path]
 QUESTION = "Each user has an assistant. What is 1+1?"

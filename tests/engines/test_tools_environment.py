@@ -25,7 +25,7 @@ from megarl.engines.tools.environment import Block, Hermes, ToolEnvironment
 from megarl.engines.tools.protocol import Environment, ModelTurn, Observation, ToolResult
 from megarl.engines.tools.python_tool import PythonTool
 from megarl.errors import ConfigError
-from megarl.trainer.environments import make_environment
+from megarl.trainer.sampling.evaluation import make_environment
 
 END = "<eos>"
 

@@ -27,7 +27,7 @@ from megarl.engines.sglang.spec import CPU_SHIM
 from megarl.engines.sglang.transports.folder import WeightFolder
 from megarl.engines.weights import WeightForm
 from megarl.megatron.checkpoints import checkpoint
-from megarl.megatron.frozen import FrozenModel
+from megarl.megatron.checkpoints.checkpoint import FrozenModel
 from megarl.megatron.hf_weights import save_hf
 from megarl.megatron.model import build_model, transformer_config
 from megarl.megatron.policy import layout_fields

@@ -16,9 +16,9 @@ from saves import save
 from tiny_world import config, policy_of
 
 from megarl.errors import CheckpointError, DamageError, SaveError
-from megarl.megatron.checkpoints import checkpoint, manifest
-from megarl.megatron.checkpoints.folders import complete_checkpoints
-from megarl.megatron.checkpoints.manifest import MANIFEST, read_manifest
+from megarl.megatron.checkpoints import checkpoint
+from megarl.megatron.checkpoints import folders as manifest
+from megarl.megatron.checkpoints.folders import MANIFEST, complete_checkpoints, read_manifest
 from megarl.megatron.policy import Policy
 
 RUN = "this run"

@@ -116,7 +116,6 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
     done = tool(*words)
     assert done.returncode == 0, done.stderr
     assert "8 of 9 tensors in FP8, blocks of 16 x 16; 30.8 kB -> " in done.stdout
-    assert done.stdout.count("o_proj.weight") == 3  # in the note on ragged shapes
     quantized(source, tmp_path / "here")
     assert same_tensors(tmp_path / "fp8", tmp_path / "here")
     again = tool(*words)

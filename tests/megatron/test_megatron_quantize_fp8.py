@@ -14,12 +14,12 @@ from fp8_worlds import BLOCK, FAMILIES, matrices, rounded_by_loops, write_family
 from safetensors.torch import load_file, save_file
 from tiny_world import safetensors_of
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize, FP8Experts, FP8Linear
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from megarl.convert.job import Options
-from megarl.convert.quantization import Quantized, is_misread, quantize
-from megarl.core.fp8 import is_fp8_weight, quantize_fp8
+from megarl.convert.quantization import Quantized, quantize
+from megarl.core.fp8 import is_fp8_weight
 from megarl.errors import ConfigError
 from megarl.models.hf_files import HFCheckpoint
 
@@ -123,28 +123,6 @@ def test_ragged_edges_and_zeros_against_loops(shape: tuple[int, int], tmp_path: 
             assert torch.equal(hf.read(name), rounded_by_loops(weights[name]))
         tiny = hf.read("model.layers.2.self_attn.o_proj.weight")
         assert tiny.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"), [((40, 32), True), ((32, 40), True), ((8, 8), False), ((8, 32), False), ((576, 16), False)]
-)
-def test_which_shapes_transformers_misreads(shape: tuple[int, int], expected: bool) -> None:
-    assert is_misread(shape, BLOCK) is expected
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    weight[:, : shape[1] // 2] *= 50
-    quantized_weight, scale = quantize_fp8(weight, BLOCK)
-    try:
-        found = Fp8Dequantize(None)._dequantize_one(quantized_weight, scale, torch.float32)
-    except ValueError:
-        found = None  # it refuses
-    agrees = found is not None and torch.equal(found, rounded_by_loops(weight))
-    assert agrees is not expected
-
-
-def test_the_latent_projection_of_deepseek_v3_is_one_of_them() -> None:
-    assert is_misread((576, 7168), (128, 128))
-    with pytest.raises(ValueError, match="not divisible"):
-        Fp8Dequantize(None)._dequantize_one(*quantize_fp8(torch.ones(576, 128)), torch.float32)
 
 
 def test_a_name_that_engines_would_take_for_another(tmp_path: Path) -> None:

@@ -23,9 +23,8 @@ from null_gpu.counting import host_waits  # noqa: E402
 from tiny_world import config, policy_of, rollouts  # noqa: E402
 
 from megarl.core.objectives import OBJECTIVES  # noqa: E402
-from megarl.trainer.mini_batch import MiniBatch  # noqa: E402
+from megarl.trainer.mini_batch import MiniBatch, StepPlan  # noqa: E402
 from megarl.trainer.step import TrainStep, collect  # noqa: E402
-from megarl.trainer.step_plan import StepPlan  # noqa: E402
 
 PACKAGE = TESTS.parent / "megarl"
 

@@ -13,7 +13,7 @@ from train_world import World
 import megarl.trainer.step as train_step
 from megarl import cli
 from megarl.errors import ConfigError
-from megarl.megatron.config_errors import as_config_error
+from megarl.megatron.versions import as_config_error
 from megarl.trainer.loop import train
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -16,7 +16,7 @@ from megarl.engines.tools import sandbox
 from megarl.engines.tools.environment import ToolEnvironment
 from megarl.engines.tools.protocol import Environment, ModelTurn, Observation
 from megarl.errors import ConfigError
-from megarl.trainer.environments import make_environment, stop_ids
+from megarl.trainer.sampling.evaluation import make_environment, stop_ids
 
 CODE = '''
 """Factories of a user."""

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.core.sampling.pass_at_k import fixed_prompts_interval, wilson_interval
 from megarl.ops.evaluate.evaluation import to_text
-from megarl.trainer.sampling.scores import Samples, score, score_prompts
+from megarl.trainer.sampling.evaluation import Samples, score, score_prompts
 
 NAN = float("nan")
 

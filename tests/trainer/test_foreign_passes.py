@@ -16,7 +16,7 @@ from megarl.core.types import Rollout, SampleRequest
 from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.engines.local.engine import LocalEngine
 from megarl.engines.protocol import SamplingParams
-from megarl.trainer.step_plan import StepPlan
+from megarl.trainer.mini_batch import StepPlan
 
 DEPTHS = {48: 8, 4: 32}
 """Layers, and the length of the run."""

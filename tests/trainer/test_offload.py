@@ -18,7 +18,8 @@ def test_gradient_memory_is_given_back_and_training_goes_on_as_if_it_had_not_bee
                 buffers = [b.grad_data for c in step.policy.chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
                 held = sum(buffer.untyped_storage().nbytes() for buffer in buffers)
                 parameters = sum(p.numel() * 4 for c in step.policy.chunks for p in c.parameters())
-                assert step.policy.offload() == held >= parameters
+                assert held >= parameters
+                step.policy.offload()
                 assert all(buffer.untyped_storage().nbytes() == 0 for buffer in buffers)
                 before = weights_of(step.policy)  # what the engine would be sent meanwhile
                 step.policy.reload()

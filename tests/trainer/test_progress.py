@@ -5,7 +5,7 @@ import io
 import pytest
 
 from megarl.run.progress import StepProgress
-from megarl.trainer.monitor import format_step
+from megarl.trainer.records import format_step
 
 METRICS = {"reward/mean": 0.5234, "reward/pass_rate": 0.5, "rollout/k3": 1.2e-4, "time/step_s": 2.13, "unknown": 1.0}
 

@@ -29,7 +29,7 @@ from megarl.data.prompts import Prompt
 from megarl.data.tiny import EOS_ID
 from megarl.engines.player import Draw
 from megarl.errors import ConfigError, DataError, RewardError, RolloutError, StopError
-from megarl.trainer.environments import stop_tokens
+from megarl.trainer.sampling.evaluation import stop_tokens
 from megarl.trainer.sampling.requests import EVALUATE, TRAIN, make_requests, sampling_seed
 from megarl.trainer.sampling.sampler import Sampler
 

@@ -23,8 +23,7 @@ from train_world import World, take_step, training, weights_of
 from megarl.errors import SaveError
 from megarl.megatron.checkpoints import checkpoint
 from megarl.megatron.checkpoints import saver as saver_module
-from megarl.megatron.checkpoints.folders import complete_checkpoints
-from megarl.megatron.checkpoints.manifest import find_change, read_manifest
+from megarl.megatron.checkpoints.folders import complete_checkpoints, find_change, read_manifest
 from megarl.megatron.checkpoints.saver import Saver
 
 

@@ -23,7 +23,7 @@ from megarl.megatron import distributed
 from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.run.metrics_log import read_metrics, without_timing
 from megarl.run.status import show
-from megarl.trainer import tripwires
+from megarl.trainer import step as tripwires
 from megarl.trainer.loop import train
 from megarl.watch import tripwires as rules
 from megarl.watch.tripwires import COLUMNS, Drops

@@ -25,7 +25,7 @@ from megarl.engines.local.engine import LocalEngine
 from megarl.errors import MegarlError
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints import saver
-from megarl.megatron.frozen import FrozenModel
+from megarl.megatron.checkpoints.checkpoint import FrozenModel
 from megarl.megatron.hf_weights import save_hf
 from megarl.ops.evaluate.evaluation import evaluate
 from megarl.ops.evaluate.request import eval_request

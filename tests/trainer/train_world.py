@@ -36,10 +36,9 @@ from megarl.run.metrics_log import MetricsLog
 from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
 from megarl.trainer.loop import Trainer
-from megarl.trainer.mini_batch import Judged, MiniBatch
+from megarl.trainer.mini_batch import Judged, MiniBatch, StepPlan
 from megarl.trainer.sampling.assignment import split_sequences
 from megarl.trainer.step import TrainStep, collect
-from megarl.trainer.step_plan import StepPlan
 
 NUM_GROUPS, GROUP_SIZE, MAX_RESPONSE = 8, 4, 8
 NUM_SEQUENCES = NUM_GROUPS * GROUP_SIZE

@@ -7,5 +7,6 @@
     sandbox        starts the process of a Python call; bootstrap is the first code inside
     seccomp        filters system calls; cgroup limits memory; leftovers ends the processes of killed runs
 
-Outside of this room, code imports ``protocol`` alone; ``megarl.trainer.environments`` makes tools from a configuration.
+Outside of this room, code imports ``protocol`` alone; ``megarl.trainer.sampling.evaluation`` makes tools from a
+configuration.
 """

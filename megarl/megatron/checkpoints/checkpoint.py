@@ -1,7 +1,9 @@
 """Checkpoints of a run in Megatron's torch_dist format: compared with their manifests, and loaded.
 
-Weights and the state of the distributed optimizer load in any layout.
+Weights and the state of the distributed optimizer load in any layout. ``FrozenModel`` holds weights for evaluation.
 """
+
+from __future__ import annotations
 
 import errno
 import warnings
@@ -16,23 +18,23 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megarl.config import Config
 from megarl.errors import CheckpointError, DamageError
 from megarl.files.pickles import require_plain
-from megarl.megatron.checkpoints.folders import WRITE_ERRORS
-from megarl.megatron.checkpoints.manifest import find_change, read_manifest
+from megarl.megatron.checkpoints.folders import WRITE_ERRORS, find_change, read_manifest
 from megarl.megatron.checkpoints.state import (
     describe_layout,
-    group_multipliers,
     regrouped,
     restore_rng,
     separate_adam_steps,
     sharded_state,
     sharded_weights,
 )
-from megarl.megatron.checkpoints.versions import adapt_libraries
 from megarl.megatron.distributed import from_main_rank, gather_objects, is_collective_error
-from megarl.megatron.policy import Policy
-from megarl.models.shapes import ModelShape
+from megarl.megatron.hf_weights import export_hf, load_hf
+from megarl.megatron.policy import Policy, build_chunks
+from megarl.models.shapes import ModelShape, read_shape
+from megarl.replay import RoutingReplay
 from megarl.replay.megatron_state import unwrap
 
 # AttributeError comes from a bug in Megatron, where common.pt is missing.
@@ -87,7 +89,7 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
     is_same = written["layout"] == describe_layout(policy)
     advice = (
         f". It was written with {written['layout']}, and this is {describe_layout(policy)}: other layouts load with "
-        "Megatron-Core 0.15 or newer and the distributed optimizer, else continue in the layout that wrote it"
+        "the distributed optimizer, else continue in the layout that wrote it"
     )
     with _explain_errors(path, "does not load into this run", advice):
         targets = sharded_state(policy, is_loading=True)
@@ -95,10 +97,7 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
             del targets["rng"]
         state = _read(targets, path)
         _load_chunks(policy.chunks, state)
-        multipliers = group_multipliers(policy.optimizer)
         policy.optimizer.load_state_dict(regrouped(state["optimizer"], policy.optimizer))
-        for group, multiplier in zip(policy.optimizer.param_groups, multipliers, strict=True):
-            group.update(multiplier)
         separate_adam_steps(policy.optimizer)
         policy.scheduler.load_state_dict(state["scheduler"])
     if is_same:
@@ -167,8 +166,34 @@ def _raise_unless_damage(error: BaseException) -> None:
 
 
 def _read(targets: dict[str, Any], path: Path) -> Any:
-    adapt_libraries()
     with warnings.catch_warnings():
         # Megatron calls a torch function under its old name; a user cannot change that.
         warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
         return dist_checkpointing.load(targets, str(path))
+
+
+class FrozenModel:
+    """A model in this run's layout, without optimizer or gradients.
+
+    ``model.path`` gives the architecture. weights: a step folder, whatever layout wrote it, or a Hugging Face folder of
+    the same architecture; default ``model.path``. replays: with routing replay. Construction is a collective call.
+    CheckpointError for a damaged checkpoint, or a checkpoint of another model.
+    """
+
+    def __init__(self, config: Config, weights: Path | None, replays: bool = False) -> None:
+        self.config, self.shape = config, read_shape(config.model.path)
+        _, self.chunks = build_chunks(config, self.shape)
+        for chunk in self.chunks:
+            chunk.requires_grad_(False)
+        self.step = 0
+        """Global steps that the weights of a step folder have seen."""
+        folder = Path(config.model.path) if weights is None else weights
+        if (folder / "config.json").is_file():
+            load_hf(self.chunks, self.shape, folder)
+        else:
+            self.step = load_weights(folder, self.chunks, self.shape)
+        self.replay = RoutingReplay(self.chunks) if replays else None
+
+    def export(self, receive: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all weights, whole [...], under Hugging Face names, on ranks that ``receive``; a collective call."""
+        return export_hf(self.chunks, self.shape, receive)

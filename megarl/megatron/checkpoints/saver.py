@@ -21,9 +21,13 @@ from megarl.errors import SaveError
 from megarl.files.bounded_process import signal_after_parent
 from megarl.files.outputs import partial_of
 from megarl.files.writing import sha256_of
-from megarl.megatron.checkpoints import versions
 from megarl.megatron.checkpoints.folders import clear_partial, explained, publish
-from megarl.megatron.checkpoints.state import run_state
+from megarl.megatron.checkpoints.state import (
+    ForkedQueue,
+    checkpoint_metadata,
+    run_state,
+    writer,
+)
 from megarl.megatron.policy import Policy
 
 _CHECK_S = 0.5
@@ -49,16 +53,15 @@ class Saver:
         """
         self.poll(wait=True)
         path = clear_partial(self._folder, step, self._run)
-        filesystem_async._results_queue = versions.ForkedQueue()
-        self._written = versions.ForkedQueue()
-        versions.adapt_libraries()
+        filesystem_async._results_queue = ForkedQueue()
+        self._written = ForkedQueue()
         with explained(path):
             request = dist_checkpointing.save(
                 run_state(policy, step, loop),
                 str(partial_of(path)),
                 async_sharded_save=True,
-                **versions.checkpoint_metadata("content_metadata"),
-                **versions.writer(),
+                **checkpoint_metadata("content_metadata"),
+                **writer(),
             )
             assert request is not None  # as it is for a synchronous save
             if request.async_fn is not None:
@@ -85,8 +88,7 @@ class Saver:
             publish(path, self._run, dict(self._written.drain()), self._keep, self._keep_every)
         except SaveError as error:
             self._pending = None
-            told_to_all = isinstance(error.__cause__, CheckpointException) and versions.write_errors_are_told_to_all()
-            error.on_all_ranks = told_to_all or dist.get_world_size() == 1
+            error.on_all_ranks = isinstance(error.__cause__, CheckpointException) or dist.get_world_size() == 1
             raise
         self._pending = None
         return path
@@ -103,7 +105,7 @@ class Saver:
 
 
 def _write_until_parent_ends(
-    trainer: int, write: Callable[..., None], folder: Path, written: versions.ForkedQueue, *arguments: Any
+    trainer: int, write: Callable[..., None], folder: Path, written: ForkedQueue, *arguments: Any
 ) -> None:
     """In the forked process: write, but end with the trainer, and end if one of the writer's own children dies.
 

@@ -1,18 +1,25 @@
 """What a checkpoint of a run holds, in Megatron's sharded form: model, optimizer, schedule, random states, loop."""
 
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import queue
 import random
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import tensor_parallel
+from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megarl.megatron.checkpoints.versions import checkpoint_metadata
 from megarl.megatron.policy import Policy
-from megarl.megatron.versions import for_stage
+from megarl.megatron.versions import takes
 from megarl.replay.megatron_state import unwrap
 
 _MULTIPLIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
@@ -35,7 +42,6 @@ def sharded_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     """Return the weights alone, by model chunk."""
     state = {}
     for index, chunk in enumerate(chunks):
-        for_stage(index if len(chunks) > 1 else None)  # 0.12 names layers by it
         state[f"model{index}"] = unwrap(chunk).sharded_state_dict(**checkpoint_metadata())
     return state
 
@@ -73,14 +79,6 @@ def separate_adam_steps(optimizer: Any) -> None:
     """Give each parameter a separate step: every parameter would advance the shared tensor that Megatron loads."""
     for _, state in _torch_adam_states(optimizer):
         state["step"] = state["step"].clone()
-
-
-def group_multipliers(optimizer: Any) -> list[dict[str, Any]]:
-    """The multipliers of each parameter group, to restore after loading.
-
-    Before 0.14, a checkpoint holds the multipliers of rank 0 for all ranks, in the order of rank 0's groups.
-    """
-    return [{name: group[name] for name in _MULTIPLIERS if name in group} for group in optimizer.param_groups]
 
 
 def regrouped(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
@@ -122,3 +120,43 @@ def _random_states() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]
 def restore_rng(states: Mapping[str, Any]) -> None:
     for name, (_, restore) in _random_states().items():
         restore(states[name])
+
+
+def checkpoint_metadata(name: str = "metadata") -> dict[str, dict[str, Any]]:
+    """Return the keyword argument that shards optimizer state for loading in any layout.
+
+    A new dict at every call, because Megatron writes the current process groups into it.
+    """
+    return {name: {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}}
+
+
+def writer() -> dict[str, Any]:
+    """The keyword argument that asks for Megatron's own writer; from 0.17 on, the default is another package's."""
+    return {"async_strategy": "mcore"} if takes(dist_checkpointing.save, "async_strategy") else {}
+
+
+class ForkedQueue:
+    """A queue from forked processes to their parent, through a file: no writer blocks, and the file ends with the
+    processes.
+    """
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (open as long as the queue)
+        self._read = 0
+
+    def put(self, item: Any) -> None:
+        self._file.write(pickle.dumps(item))
+
+    def drain(self) -> Iterator[Any]:
+        with suppress(queue.Empty):
+            while True:
+                yield self.get_nowait()
+
+    def get_nowait(self) -> Any:
+        waiting = os.fstat(self._file.fileno()).st_size - self._read
+        if not waiting:
+            raise queue.Empty
+        data = io.BytesIO(os.pread(self._file.fileno(), waiting, self._read))
+        item = pickle.load(data)
+        self._read += data.tell()
+        return item

@@ -16,7 +16,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 
 from megarl.core.metrics import Stat
@@ -24,7 +27,6 @@ from megarl.core.parallel import sequence_parallel_slice
 from megarl.core.types import TrainBatch
 from megarl.megatron.passes.logprobs import linear_logprobs
 from megarl.megatron.passes.micro_batches import MicroBatch, to_slots, to_tokens
-from megarl.megatron.versions import copy_to_tensor_parallel, padding_argument
 from megarl.replay.megatron_state import tp_position, unwrap
 
 CoefficientFn = Callable[[int, TrainBatch, Tensor, Tensor], tuple[Tensor, Tensor | None, dict[str, Stat]]]
@@ -78,7 +80,7 @@ def _logprobs(
     if gpt.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, group=group)
     else:
-        hidden = copy_to_tensor_parallel(hidden, group)
+        hidden = copy_to_tensor_model_parallel_region(hidden, group)
     return linear_logprobs(hidden, _output_weight(gpt), micro.labels, temperature, vocab_size, group, micro.kept)
 
 
@@ -137,7 +139,7 @@ def run(
                 position_ids=torch.zeros_like(micro.input_ids),
                 attention_mask=None,
                 packed_seq_params=micro.packing,
-                **padding_argument(gpt.config, _padding_mask(gpt, micro)),
+                padding_mask=_padding_mask(gpt, micro),
             )
         return output, lambda hidden: loss(index, gpt, hidden[0])
 

@@ -38,8 +38,8 @@ from megarl.engines.protocol import Engine
 from megarl.errors import ConfigError, RewardError, printable
 from megarl.files.outputs import require_own_files, write_output
 from megarl.megatron import distributed
+from megarl.megatron.checkpoints.checkpoint import FrozenModel
 from megarl.megatron.checkpoints.folders import complete_checkpoints
-from megarl.megatron.frozen import FrozenModel
 from megarl.models.hf_files import HFCheckpoint, check_tensors, describe_left_out
 from megarl.models.names import hf_shapes
 from megarl.models.shapes import read_shape
@@ -48,9 +48,15 @@ from megarl.run.folder import read_run_id
 from megarl.run.progress import StepProgress
 from megarl.text_table import text_table
 from megarl.trainer.engines import make_engine
-from megarl.trainer.environments import make_environment, turn_ends
-from megarl.trainer.sampling.evaluation import PlayedBenchmark, draw
-from megarl.trainer.sampling.scores import Samples, score, score_prompts
+from megarl.trainer.sampling.evaluation import (
+    PlayedBenchmark,
+    Samples,
+    draw,
+    make_environment,
+    score,
+    score_prompts,
+    turn_ends,
+)
 
 Json = dict[str, Any]
 _STEP_FOLDER = re.compile(r"step_\d+")

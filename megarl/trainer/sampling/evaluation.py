@@ -1,32 +1,52 @@
 """Evaluation of an engine on benchmarks: shared by runs (between two steps) and ``megarl eval``.
 
-    benchmark -> ``draw`` (samples of this rank) -> ``Samples`` [P, S] of all ranks -> ``scores.score`` -> figures
+    benchmark -> ``draw`` (samples of this rank) -> ``Samples`` [P, S] of all ranks -> ``score`` -> figures
 
 Each response has a separate seed: figures depend neither on the number of ranks nor on further benchmarks. Seeds do not
 depend on the step: a change of the figures comes from the weights.
+
+A response is correct if its reward is above ``reward.threshold``. A response without a reward, because the reward
+function or the environment failed, counts as wrong: a share of the judged responses would be no pass rate.
 """
 
+from __future__ import annotations
+
+import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from megarl.config import Config
+from megarl.config import Config, EnvironmentConfig
+from megarl.config.plugs import load_plug
+from megarl.core.choices.own import call_own
+from megarl.core.choices.stopping import POSITIVE
+from megarl.core.sampling.pass_at_k import Interval, fixed_prompts_interval, mean_interval, pass_at_k, wilson_interval
 from megarl.data.benchmarks import Benchmark, choose, load
 from megarl.data.judge import Judge
 from megarl.data.prompt_table import PromptTable
 from megarl.data.prompts import Prompt
-from megarl.data.tokenizer import load_model_tokenizer
+from megarl.data.tokenizer import count_rows, load_model_tokenizer
+from megarl.engines.episodes import EpisodeLimits
 from megarl.engines.player import Draw, Key, Player, Sample
 from megarl.engines.protocol import Engine
+from megarl.engines.tools.calculator import CalculatorTool
+from megarl.engines.tools.environment import Block, Hermes, ToolEnvironment
+from megarl.engines.tools.protocol import Environment, Tool
+from megarl.engines.tools.python_tool import PythonTool
+from megarl.engines.tools.sandbox import Limits
+from megarl.errors import ConfigError
+from megarl.files.foreign_files import read_object
+from megarl.models.shapes import read_shape
 from megarl.run.progress import Advance
-from megarl.trainer.environments import make_player, turn_ends
 from megarl.trainer.sampling import requests
 from megarl.trainer.sampling.assignment import FixedSamples
 from megarl.trainer.sampling.requests import load_run_prompts
-from megarl.trainer.sampling.scores import Samples, score
 from megarl.trainer.sampling.step_rollouts import SampleTable
 
 
@@ -44,7 +64,7 @@ class PlayedBenchmark:
     def of(
         cls, benchmark: Benchmark, prompts: Sequence[Prompt], config: Config, tokenizer: PreTrainedTokenizerBase,
         player: Player | None = None,
-    ) -> "PlayedBenchmark":  # fmt: skip
+    ) -> PlayedBenchmark:  # fmt: skip
         """Make judge and player of the benchmark, unless a player is given."""
         if player is None:
             judge = Judge(benchmark.reward, **config.judge_options(benchmark.reward))
@@ -140,3 +160,180 @@ def read_inputs(config: Config) -> RunInputs:
     player = make_player(config, tokenizer, judge)
     benchmarks = load_benchmarks(config, tokenizer, player)
     return RunInputs(tokenizer, prompts, judge, player, benchmarks, turn_ends(config, tokenizer))
+
+
+LEVEL = 0.95
+"""Confidence of all intervals."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The samples of a benchmark: S samples of each of P prompts."""
+
+    rewards: np.ndarray
+    """float64 [P, S]; NaN without a reward."""
+    lengths: np.ndarray
+    """int64 [P, S], tokens of the response."""
+    truncated: np.ndarray
+    """bool [P, S], cut off at the length limit."""
+    threshold: float = POSITIVE
+    """A larger reward is a correct response."""
+
+    @property
+    def num_judged(self) -> np.ndarray:
+        """int64 [P], samples with a reward."""
+        return np.isfinite(self.rewards).sum(axis=1)
+
+    @property
+    def num_correct(self) -> np.ndarray:
+        """int64 [P], correct samples."""
+        return (self.rewards > self.threshold).sum(axis=1)  # NaN is not
+
+
+def score(samples: Samples, ks: Sequence[int]) -> dict[str, Any]:
+    """Return all scores of a benchmark as plain numbers; None where a score is undefined."""
+    (num_prompts, number), c = samples.rewards.shape, samples.num_correct
+    n, judged = np.full(num_prompts, number), int(samples.num_judged.sum())
+    fixed = fixed_prompts_interval(n, c, LEVEL) if number > 1 else None
+    return {
+        "prompts": num_prompts,
+        "samples": number,
+        "responses": num_prompts * number,
+        "judged": judged,
+        "avg": {**_average(c / n, is_binary=number == 1), "other_samples": _clip(fixed)},
+        "pass": {str(k): _average(pass_at_k(n, c, k), is_binary=k == number) for k in ks},
+        "reward_mean": float(np.nanmean(samples.rewards)) if judged else None,
+        "length_mean": float(samples.lengths.mean()),
+        "truncated": float(samples.truncated.mean()),
+    }
+
+
+def score_prompts(samples: Samples) -> list[dict[str, Any]]:
+    """Return samples and pass rate by prompt, with Wilson's interval."""
+    number = samples.rewards.shape[1]
+    return [
+        {
+            "judged": judged,
+            "correct": correct,
+            "pass_rate": correct / number,
+            "other_samples": _clip(wilson_interval(correct, number, LEVEL)),
+        }
+        for judged, correct in zip(samples.num_judged.tolist(), samples.num_correct.tolist(), strict=True)
+    ]
+
+
+def _average(values: np.ndarray, *, is_binary: bool) -> dict[str, Any]:
+    # A value is a single draw of 0 or 1: the normal interval would have no width where all prompts agree.
+    if is_binary:
+        interval = wilson_interval(int(values.sum()), values.size, LEVEL)
+    else:
+        interval = mean_interval(values, LEVEL) if values.size > 1 else None
+    return {"value": float(values.mean()), "other_prompts": _clip(interval), "prompts": int(values.size)}
+
+
+def _clip(interval: Interval | None) -> list[float] | None:
+    return None if interval is None else [max(interval.low, 0.0), min(interval.high, 1.0)]
+
+
+def make_player(config: Config, tokenizer: PreTrainedTokenizerBase, judge: Judge) -> Player:
+    """Return the player that draws and judges samples; errors as in ``make_environment``."""
+    settings = config.environment
+    limits = EpisodeLimits(
+        response_tokens=config.rollout.max_response_tokens,
+        turns=settings.max_turns,
+        turn_tokens=settings.max_turn_tokens,
+        positions=read_shape(config.model.path).max_sequence_length,
+        vocabulary=count_rows(tokenizer),
+        step_s=settings.step_s,
+        episode_s=settings.episode_s,
+    )
+    return Player(tokenizer, judge, limits, make_environment(settings), settings.concurrency)
+
+
+def turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the tokens that end a turn: the model's end tokens and ``environment.stop``; ConfigError as for each."""
+    ends = (*stop_tokens(config.model.path, tokenizer), *stop_ids(tokenizer, config.environment.stop))
+    num_rows = count_rows(tokenizer) or math.inf
+    if absent := [token for token in ends if not 0 <= token < num_rows]:
+        raise ConfigError(
+            f"model.path: {config.model.path} ends turns with token {absent[0]}, but the model has {num_rows} rows "
+            "(vocab_size in config.json), so that it never writes it; correct generation_config.json, the tokenizer or "
+            "environment.stop"
+        )
+    return ends
+
+
+def make_environment(config: EnvironmentConfig) -> Environment | None:
+    """Return the environment, if any; ConfigError if it or a tool cannot work here."""
+    if config.function is None:
+        return None
+    if config.function == "tools":
+        template = {} if config.observation is None else {"template": config.observation}
+        form = (
+            Hermes(**template) if config.format == "hermes" else Block(config.call_open, config.call_close, **template)
+        )
+        return ToolEnvironment([_tool(name, config) for name in config.tools], form)
+    environment = _make("environment.function", config.function, config.options, "tools")
+    if not callable(getattr(environment, "begin", None)):
+        raise ConfigError(
+            f"environment.function {config.function!r} made a {type(environment).__name__} without "
+            "begin(prompt, seed); expected an environment, see docs/environments.md"
+        )
+    return environment
+
+
+def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the end tokens of the checkpoint's generation config and tokenizer; ConfigError without end tokens."""
+    tokens: set[int] = set()
+    file = Path(model_path) / "generation_config.json"
+    if os.path.lexists(file):  # it is optional
+        eos = read_object(file).get("eos_token_id")
+        ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(type(token) is int and token >= 0 for token in ends):
+            raise ConfigError(f"{file}: eos_token_id is {eos!r:.80}, expected a token id or a list of them")
+        tokens.update(ends)
+    if isinstance(tokenizer.eos_token_id, int):
+        tokens.add(tokenizer.eos_token_id)
+    if not tokens:
+        raise ConfigError(f"{model_path} names no end token, neither in generation_config.json nor in the tokenizer")
+    return tuple(sorted(tokens))
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tuple[int, ...]:
+    """Return the token of each text; ConfigError for a text of several tokens: engines stop at single tokens."""
+    ids: list[int] = []
+    for text in texts:
+        try:
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        except Exception as error:  # tokenizers refuse texts with errors of any type
+            raise ConfigError(f"environment.stop: the tokenizer cannot read {text!r}: {error}") from error
+        if len(tokens) != 1:
+            raise ConfigError(
+                f"environment.stop: {text!r} is {len(tokens)} tokens of this tokenizer, expected one: a turn ends with "
+                "a token; leave it out, and the turn ends with the end token"
+            )
+        ids.append(int(tokens[0]))
+    return tuple(ids)
+
+
+def _tool(name: str, config: EnvironmentConfig) -> Tool:
+    if name == "calculator":
+        return CalculatorTool()
+    if name == "python":
+        limits = Limits(
+            wall_s=config.python_s,
+            cpu_s=max(1, round(config.python_s)),
+            memory_bytes=config.python_memory_mb << 20,
+            num_processes=None if config.python_processes < 0 else config.python_processes,
+            output_bytes=config.python_output_kb << 10,
+        )
+        return PythonTool(limits, limits_alone=config.python_limits_alone)
+    tool: Tool = _make("environment.tools", name, {}, "calculator, python")
+    if not callable(tool) or not isinstance(getattr(tool, "name", None), str):
+        raise ConfigError(f"environment.tools: {name!r} made a {type(tool).__name__}, expected a tool with a name")
+    return tool
+
+
+def _make(key: str, path: str, options: Mapping[str, Any], built_in: str) -> Any:
+    """Return what "package.module:factory" makes."""
+    return call_own(key, load_plug(key, path, built_in), **options)

@@ -3,7 +3,7 @@
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import cache, partial
 
@@ -24,6 +24,8 @@ from megarl.run.progress import Advance
 
 TRAIN, EVALUATE, PRESAMPLE, KEEP = 0, 1, 2, 3
 """Purposes of a seed. Different purposes keep evaluation, for example, from repeating the noise of training."""
+_LOOK_S = 0.2
+"""Seconds between two looks at the responses of a background thread."""
 MOST_DRAWS = 3
 """Tries to draw samples without a change of the engine's weights."""
 
@@ -106,33 +108,23 @@ def is_changed(engine: Engine) -> bool:
 
 
 class BackgroundSampling:
-    """Samples while the trainer's thread trains. Starts at once. ``result`` raises the errors of ``sample``.
-
-    If ``on_finish`` raises, for example a request to stop, every further ``result`` raises the error again.
-    """
+    """Samples while the trainer's thread trains. Starts at once. ``result`` raises the errors of ``sample``."""
 
     def __init__(self, sample: Callable[[Advance], dict[Key, Sample]]) -> None:
         """``sample(on_finish)`` must make no collective call: collective calls belong to the trainer's thread."""
-        self._lock = threading.Lock()
-        self._num_finished = 0
-        self._on_finish: Advance | None = None
-        self._refusal: BaseException | None = None
+        self._num_finished = self._num_told = 0
         self._future: Future[dict[Key, Sample]] = Future()
         # A daemon thread: a trainer ending with an error does not wait for unneeded responses.
         threading.Thread(target=self._run, args=(sample,), name="sampling", daemon=True).start()
 
     def result(self, on_finish: Advance | None = None) -> dict[Key, Sample]:
-        """Wait for the result. ``on_finish`` is called with the number of complete responses, then for every further
-        response."""
-        with self._lock:
-            self._on_finish = on_finish
-            if on_finish is not None and self._num_finished and self._refusal is None:
-                try:
-                    on_finish(self._num_finished)
-                except BaseException as error:
-                    self._refusal = error
-        if self._refusal is not None:
-            raise self._refusal
+        """Wait for the result. ``on_finish`` is called now and then with the number of responses that are new, or 0."""
+        is_done = False
+        while not is_done:
+            is_done = bool(wait([self._future], timeout=_LOOK_S).done)
+            new, self._num_told = self._num_finished - self._num_told, self._num_finished
+            if on_finish is not None:
+                on_finish(new)
         return self._future.result()
 
     def _run(self, sample: Callable[[Advance], dict[Key, Sample]]) -> None:
@@ -142,10 +134,7 @@ class BackgroundSampling:
             self._future.set_exception(error)
 
     def _count(self, number: int) -> None:
-        with self._lock:
-            self._num_finished += number
-            if self._on_finish is not None:
-                self._on_finish(number)
+        self._num_finished += number
 
 
 def sampling_seed(run_seed: int, purpose: int, step: int, group: int, sample: int) -> int:
