@@ -42,8 +42,8 @@ def _version(distribution: str) -> str | None:
 
 def check_machine(
     config: Config | None, releases: dict[str, str | None], failed: Collection[str] = ()
-) -> tuple[list[Finding], bool]:
-    """Return (checks, whether layers of Transformer Engine are used). ``failed``: inputs that need not be tried."""
+) -> list[Finding]:
+    """Check the machine. ``failed``: inputs that need not be tried."""
     missing = {name for name in _TRAIN if releases[name] is None}
     if config is not None and config.log.wandb_project and releases["wandb"] is None:
         missing.add("wandb")
@@ -59,13 +59,12 @@ def check_machine(
         checks += tried
     if "torch" in facts:
         checks += [_check_devices(facts), *(check_gpus(config, facts["gpus"]) if config else ())]
-    has_te = bool(facts.get("has_te")) if facts.get("gpus") else releases["transformer-engine"] is not None
     checks += [_check_te(releases["transformer-engine"], facts)]
     if config is None or (config.rollout.engine_kind.server and not config.sglang.urls):
         checks.append(_check_sglang(config, releases["sglang"]))
     if config is None or ("python" in config.environment.tools and not config.environment.python_limits_alone):
         checks += _check_bubblewrap(is_needed=config is not None)
-    return checks, has_te
+    return checks
 
 
 def _check_devices(facts: dict[str, Any]) -> Finding:

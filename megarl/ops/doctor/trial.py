@@ -70,8 +70,7 @@ def _trainer() -> dict[str, Any]:
     import megarl.trainer.loop  # noqa: F401
     from megarl.stand_ins import te
 
-    has_te, problem = te.find_te()
-    return {"has_te": has_te, "te_problem": problem}
+    return {"te_problem": te.find_te()[1]}
 
 
 def attempts(config: Config, failed: Collection[str]) -> Iterator[tuple[str, Attempt]]:
