@@ -25,11 +25,12 @@ from megarl.config import megatron_fields
 from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.errors import ConfigError
 from megarl.ops import doctor
-from megarl.ops.doctor import inputs, machine, trial
+from megarl.ops.doctor import inputs, machine
 from megarl.ops.plan.plan import plan
 from megarl.trainer.loop import train
 
 ROOT = Path(__file__).parents[1]
+TRIAL = machine.run_trial
 
 
 def write_model(folder: Path, family: str) -> None:
@@ -51,14 +52,14 @@ def path(tmp_path: Path) -> Path:
 @functools.cache
 def tried() -> tuple[list[Any], dict[str, Any]]:
     """What the trainer's imports give here, tried once."""
-    return trial.run_trial(None, set())
+    return TRIAL(None, set())
 
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     """Runs the doctor: its exit code, and what it prints, in lines that are not wrapped."""
     monkeypatch.setenv("COLUMNS", "500")
-    monkeypatch.setattr(machine, "run_trial", lambda config, absent, failed: tried())
+    monkeypatch.setattr(machine, "run_trial", lambda *_: tried())
 
     def run(*arguments: Any, **keywords: Any) -> tuple[int, str]:
         capsys.readouterr()
@@ -389,7 +390,7 @@ def test_what_is_missing_is_tried_no_further_and_named_once(path: Path, tmp_path
     (tmp_path / "model" / "tokenizer_config.json").write_text("{")
     for file in (tmp_path / "model").glob("*.safetensors"):
         file.unlink()
-    monkeypatch.setattr(machine, "run_trial", trial.run_trial)  # the real one
+    monkeypatch.setattr(machine, "run_trial", TRIAL)
     _, text = shown(path, {"data.chat_template": True})
     assert text.partition("\n")[0] == f"not ready for {path}: tokenizer, weights"
     assert "chat template" not in text
@@ -426,8 +427,8 @@ def test_a_broken_package_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
     def fail(name: str) -> None:
         raise OSError("libcudart.so.12: cannot open shared object file")
 
-    monkeypatch.setattr(trial.importlib, "import_module", fail)
-    says = {check.name: check.says() for check in trial.run_trial(None, set())[0]}
+    monkeypatch.setattr(machine.importlib, "import_module", fail)
+    says = {check.name: check.says() for check in machine.run_trial(None, set())[0]}
     assert "libcudart.so.12" in says["datasets"]
     assert "torch" not in says
 

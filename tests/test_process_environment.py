@@ -155,12 +155,10 @@ class TestCompileCaches:
     def own(self) -> Path:
         return self.temporary / f"megarl-{os.geteuid()}"
 
-    def test_what_defaults_to_tmp_goes_home_and_what_is_at_home_stays(self):
+    def test_all_go_below_one_folder_at_home(self):
         found = compile_caches({})
-        assert found == {
-            "TORCHINDUCTOR_CACHE_DIR": f"{self.home}/.cache/megarl/compiled/inductor",
-            "CUTE_DSL_CACHE_DIR": f"{self.home}/.cache/megarl/compiled/cute",
-        }
+        assert len(found) == 9
+        assert found["TORCHINDUCTOR_CACHE_DIR"] == f"{self.home}/.cache/megarl/compiled/inductor"
         assert (self.home / ".cache/megarl/compiled").stat().st_mode & 0o777 == 0o700
 
     def test_torch_takes_it(self):

@@ -7,7 +7,6 @@ is a ConfigError. On a CPU, the variables have no effect.
 import os
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -103,11 +102,8 @@ def compile_caches(environment: Mapping[str, str]) -> dict[str, str]:
                 f"{error}; name a folder that only you can write, or unset it"
             ) from None
     home, fallback = os.path.expanduser("~"), Path(tempfile.gettempdir()) / f"megarl-{os.geteuid()}"
-    moved, failures = _CACHES.keys(), list[str]()
-    with suppress(OSError):
-        make_private(Path(home))
-        moved = {"TORCHINDUCTOR_CACHE_DIR", "CUTE_DSL_CACHE_DIR"}  # the others are at home, perhaps full already
-    if not (missing := moved - environment.keys()):
+    failures = list[str]()
+    if not (missing := _CACHES.keys() - environment.keys()):
         return checked
     for base in (environment.get("XDG_CACHE_HOME"), f"{home}/.cache", fallback):
         if base and Path(base).is_absolute():

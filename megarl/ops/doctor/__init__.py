@@ -1,8 +1,7 @@
 """``megarl doctor``: whether this machine, or one configuration here, can train; needs only numpy and pydantic.
 
 report   checks, tables, the verdict; as text and as JSON
-trial    the trainer's first imports and reads, in a separate process
-machine  packages, Megatron-Core, devices, SGLang
+machine  packages, Megatron-Core, devices, SGLang; a trial of the trainer's first imports and reads
 inputs   model, data, keys, disk and [launch] of a configuration
 """
 
