@@ -65,7 +65,7 @@ class MiniBatch:
 
 
 def configure(model: Path, steps: int) -> Config:
-    """The trainer's settings. They are the keys of a megarl configuration; see ``megarl help all``."""
+    """The trainer's settings. They are the keys of a megarl configuration; see docs/config.md."""
     return parse(
         {
             "run": {"steps": steps},

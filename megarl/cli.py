@@ -18,10 +18,10 @@ from megarl import __version__
 from megarl.commands import COMMANDS
 from megarl.config import file as config_file
 from megarl.config.command import POSITIONAL, Command, OnConfiguration
-from megarl.config.key_help import describe_tables
 from megarl.errors import ConfigError, did_you_mean
 from megarl.ops.exits import run_to_exit
 
+_KEYS = "\nAny key of docs/config.md is a flag too, and wins over the file: --rollout.temperature 0.7."
 _DESCRIPTION = "Stable reinforcement learning of Mixture-of-Experts language models on Megatron-Core."
 
 
@@ -75,7 +75,7 @@ def parse_command(arguments: list[str]) -> Command:
         parsed, unknown = parser.parse_known_args(arguments)
     except SystemExit:
         if reads_keys:
-            print(describe_tables())
+            print(_KEYS)
         raise
     if unknown:  # argparse itself would not name the command
         prog, flag = f"megarl {first}" if first in COMMANDS else "megarl", unknown[0].partition("=")[0]

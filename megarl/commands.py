@@ -1,6 +1,8 @@
 """The commands of ``megarl``, by name: here commands that need the whole package; other commands beside their
 subject."""
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 from typing import Literal
@@ -11,9 +13,7 @@ from megarl.config import file as config_file
 from megarl.config.command import Command, OnConfiguration, Overrides, Positional, command, world_size
 from megarl.convert.command import Convert, Quantize
 from megarl.data.prepare.command import Data
-from megarl.errors import ConfigError
-from megarl.ops.plan.command import Plan
-from megarl.ops.report.command import Report, Trace
+from megarl.errors import ConfigError, printable
 from megarl.ops.report.samples import Samples
 from megarl.text_table import text_table
 
@@ -172,19 +172,6 @@ class Recipes:
 
 
 @command
-class Help:
-    """Explain the keys of the configuration: a table, a key, or all."""
-
-    topic: Positional[str | None] = None
-    """A table such as rollout, a key such as rollout.temperature, or all; default: the list of tables."""
-
-    def run(self, overrides: Overrides) -> None:
-        from megarl.config import key_help
-
-        print(key_help.describe_tables().strip() if self.topic is None else key_help.describe(self.topic))
-
-
-@command
 class Quickstart:
     """Make a tiny model and a task, train it with RL on the CPU, write a report to OUT/report."""
 
@@ -199,15 +186,66 @@ class Quickstart:
         quickstart(self.out, self.family)
 
 
-_LISTED = (
-    Train, Launch, Sft, Eval, Data, Plan, Doctor, Report, Samples, Status, Trace, Convert, Quantize,
-    Patch, Recipes, Help, Quickstart,
-)  # fmt: skip
-COMMANDS: dict[str, type[Command]] = {kind.__name__.lower(): kind for kind in _LISTED}
-"""By the name on the command line, in the order of the help text."""
-
-
 def _require_inputs(config: Config, stage: Literal["rl", "sft", "eval"] = "rl") -> None:
     from megarl.ops.doctor.inputs import require_inputs
 
     require_inputs(config, stage)
+
+
+@command
+class Plan(OnConfiguration):
+    """Estimate memory and batches from the configuration alone; refuse what cannot fit or divide."""
+
+    model: Path | None = None
+    """Folder with the model's config.json; default model.path, or the shipped folder of that name."""
+    json: bool = False
+    """Print the numbers as JSON."""
+
+    def run(self, overrides: Overrides) -> None:
+        config = self.load(overrides)
+        from megarl.ops.plan import table
+        from megarl.ops.plan.plan import plan
+
+        result = plan(config, self.model)
+        print(table.to_json(result) if self.json else printable(table.to_text(result, config)))
+
+
+@command
+class Report:
+    """Write one HTML page about a run, or one that overlays the curves of several: docs/report.md."""
+
+    run_dirs: Positional[tuple[Path, ...]]
+    """The folder of the run, or of each run."""
+    out: Path | None = None
+    """The page; default RUN_DIR/report/index.html, of several runs compare.html here."""
+
+    def run(self, overrides: Overrides) -> None:
+        from megarl.ops.report.report import write_report
+
+        print(printable(f"report: {write_report(*self.run_dirs, out=self.out)}"))
+
+
+@command
+class Trace:
+    """Look into files of routing traces: inspect FILE, stats FILE, or or diff A B."""
+
+    action: Positional[Literal["inspect", "stats", "diff"]]
+    """What to do."""
+    files: Positional[tuple[Path, ...]]
+    """One file, or two for diff."""
+
+    def run(self, overrides: Overrides) -> None:
+        expected = 2 if self.action == "diff" else 1
+        if len(self.files) != expected:
+            raise ConfigError(f"megarl trace {self.action}: found {len(self.files)} files, expected {expected}")
+        from megarl.ops.report import traces
+
+        getattr(traces, self.action)(*self.files)
+
+
+_LISTED = (
+    Train, Launch, Sft, Eval, Data, Plan, Doctor, Report, Samples, Status, Trace, Convert, Quantize,
+    Patch, Recipes, Quickstart,
+)  # fmt: skip
+COMMANDS: dict[str, type[Command]] = {kind.__name__.lower(): kind for kind in _LISTED}
+"""By the name on the command line, in the order of the help text."""

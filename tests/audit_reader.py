@@ -22,7 +22,7 @@ def read_used(path: Path) -> dict[int, list[Key]]:
         if "resumed_after" in record:
             steps = {step: keys for step, keys in steps.items() if step <= record["resumed_after"]}
             torn = ""
-        elif "accepted_inputs" not in record:
+        else:
             if torn:
                 raise DataError(f"{torn}: broken record, and no resumption after it")
             if record["step"] in steps:

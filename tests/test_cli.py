@@ -112,17 +112,13 @@ def test_sft_without_its_table_is_explained(capsys, config_path):
     assert "found no [sft] table" in capsys.readouterr().err
 
 
-def test_help_is_short_and_leads_to_every_key(capsys):
+def test_help_is_short(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["train", "--help"])
     assert stop.value.code == 0
     shown = capsys.readouterr().out
     assert shown.count("\n") < 70
-    assert "[rollout]" in shown
-    assert "megarl help TABLE" in shown
-    assert cli.main(["help", "all"]) == 0
-    explained = capsys.readouterr().out
-    assert [key for key in cli.config_file.keys() if f"--{key}" not in explained] == []  # noqa: SIM118
+    assert "Any key of docs/config.md" in shown
 
 
 def test_flags_win_over_the_file_and_have_the_type_of_their_key(config_path):

@@ -1,4 +1,4 @@
-"""Which of Megatron's switches for speed are on, and what ``megarl doctor`` says about them."""
+"""Which of Megatron's switches for speed are on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from run_configs import parsed as config
 
 from megarl.config import gpu_defaults, megatron_fields
 from megarl.errors import ConfigError
-from megarl.ops import doctor
 
 ALL = {"overlap_grad_reduce", "overlap_param_gather", "gradient_accumulation_fusion", "moe_permute_fusion"}
 SEVERAL = {"train__mini_batches": 4}
@@ -32,8 +31,6 @@ def test_the_megatron_table_wins():
     own = {"megatron__overlap_grad_reduce": False, "megatron__moe_permute_fusion": False}
     assert on(**SEVERAL, **own) == ALL - {"overlap_grad_reduce", "moe_permute_fusion"}
     assert on(on_gpu=False, megatron__overlap_param_gather=True) == {"overlap_param_gather"}
-    by_name = {each.field: each for each in gpu_defaults.switches(config(**own), on_gpu=True, has_te=True)}
-    assert by_name["overlap_grad_reduce"].reason == "set in [megatron]"
 
 
 def test_every_switch_is_a_field_of_megatron():
@@ -47,15 +44,3 @@ def test_weights_of_a_plain_optimizer_cannot_be_gathered():
     message = r"overlap_param_gather: found true .* there are no weights to gather; remove it"
     with pytest.raises(ConfigError, match=message):
         config(megatron__overlap_param_gather=True, parallel__distributed_optimizer=False)
-
-
-def test_the_doctor_tells_each_and_why():
-    table = doctor.switches(config(megatron__moe_permute_fusion=False), has_te=False)
-    shown = {field: f"{on} {reason}" for field, on, reason in table.rows}
-    assert shown == {
-        "overlap_grad_reduce": "on gradients are reduced while the backward pass runs",
-        "overlap_param_gather": "off train.mini_batches is 1: the weights are exported after every update",
-        "gradient_accumulation_fusion": "off needs Transformer Engine",
-        "moe_permute_fusion": "off set in [megatron]",
-        "moe_router_fusion": "off the fused top-k kernel returns before the replay hook is asked",
-    }

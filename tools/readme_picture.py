@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from megarl.ops.report.figures import Run, make_figures
-from megarl.ops.report.panels import read_panels
-from megarl.ops.report.series import make_curves
+from megarl.ops.report.series import make_curves, read_panels
 from megarl.run.metrics_log import read_metrics
 
 PARTS = {"reward": "Pass rate", "kl": "Gap between sampling and training", "router": "Router disagreement"}

@@ -8,10 +8,9 @@ torch or Megatron, so a wrong file is reported at once. In the order of the call
     root             ``Config``: all tables, checked, and the layout of the ranks; ``to_toml`` writes the file
     refusals/        rules between tables, on ranks, on the model and on memory
     tables/          each table with keys, help texts and the table's own rules
-    rows             the form of a rule
     plugs            objects named "package.module:name"; sampling engines and their capabilities
     megatron_fields  the [megatron] table, checked against Megatron's source
-    gpu_defaults, process_environment, trust, key_help
+    gpu_defaults, process_environment, trust
 """
 
 from megarl.config.root import Config, Layout

@@ -1,13 +1,11 @@
 """Read a configuration from a TOML file and flags; flags win, and any mistake is one line."""
 
-import difflib
 import json
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from os.path import normpath, relpath
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin
@@ -18,7 +16,7 @@ from pydantic.fields import FieldInfo
 from megarl.config import Config
 from megarl.config.tables.base import Table
 from megarl.config.trust import require_trust
-from megarl.errors import ConfigError, DataError
+from megarl.errors import ConfigError, DataError, did_you_mean
 from megarl.files.foreign_files import require_regular
 
 SAVED = "config.toml"
@@ -40,7 +38,7 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None, *, trust:
     try:
         folder = str(Path(path).absolute().parent)
         if Path(path).name == SAVED and (Path(folder) / RUN_ID).is_file():
-            table = follow(table, Path(path).parent)
+            _require_place(table, Path(folder), overrides or {})
         if (trust or require_trust(Path(path), table, overrides or {})) and folder not in sys.path:
             sys.path.insert(0, folder)
         if trust and isinstance(model := table.get("model"), dict):
@@ -50,35 +48,15 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None, *, trust:
         raise ConfigError(f"{path}: not a configuration file: its tables are nested too deeply") from None
 
 
-_PATHS = (
-    *(("model", "path"), ("model", "reference"), ("data", "train"), ("data", "heldout"), ("sft", "data")),
-    ("sft", "out"),
-)
-"""Keys that may name a file or folder."""
-
-
-def follow(table: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the saved configuration of the run in ``folder``, which may have been moved or copied, with current paths.
-
-    run.dir becomes the folder. A missing path is looked up at the old place relative to the run folder, so a tree that
-    was moved as a whole is found again.
-    """
-    old_dir = _text_at(table, "run", "dir")
-    if old_dir is None or Path(old_dir).resolve() == folder.resolve():
-        return table
-    moved = deepcopy(table)
-    moved["run"]["dir"] = str(folder)
-    for name, key in _PATHS:
-        if (value := _text_at(table, name, key)) is not None and not Path(value).exists():
-            new_path = normpath(folder / relpath(value, old_dir))
-            moved[name][key] = new_path if Path(new_path).exists() else value
-    return moved
-
-
-def _text_at(table: Mapping[str, Any], name: str, key: str) -> str | None:
-    inner = table.get(name)
-    value = inner.get(key) if isinstance(inner, Mapping) else None
-    return value if isinstance(value, str) and "\0" not in value else None
+def _require_place(table: Mapping[str, Any], folder: Path, overrides: Mapping[str, Any]) -> None:
+    """ConfigError for the saved configuration of a run that was moved or copied, unless run.dir is given."""
+    inner = table.get("run")
+    old_dir = inner.get("dir") if isinstance(inner, Mapping) else None
+    if isinstance(old_dir, str) and "run.dir" not in overrides and Path(old_dir).resolve() != folder.resolve():
+        raise ConfigError(
+            f"{folder / SAVED}: run.dir is {old_dir}, another folder: the run was moved, or copied, or named from "
+            f"elsewhere; add --run.dir {folder}, and other paths where files have moved"
+        )
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -162,53 +140,35 @@ def annotation_of(dotted: str) -> Any:
 
 def unknown_key(dotted: str) -> str:
     """Return the message for an unknown dotted key."""
-    close = _meant(dotted)
-    return "unknown key; " + (f"did you mean {' or '.join(close)}?" if close else "remove it")
-
-
-def _meant(dotted: str) -> list[str]:
-    """The keys that may have been meant."""
-    table, _, name = dotted.rpartition(".")
-    siblings = [key for key in keys() if table and key.startswith(f"{table}.")]
-    same_name = [key for key in keys() if key.rpartition(".")[2] == name]
-    return (
-        difflib.get_close_matches(dotted, siblings, n=1, cutoff=0.85)
-        or same_name
-        or difflib.get_close_matches(dotted, keys(), n=1)
-    )
+    same_name = [key for key in keys() if key.rpartition(".")[2] == dotted.rpartition(".")[2]]
+    hint = f"did you mean {' or '.join(same_name)}?" if same_name else did_you_mean(dotted, keys(), "remove it")
+    return f"unknown key; {hint}"
 
 
 def _one_line(error: ValidationError, table: Mapping[str, Any]) -> str:
     """All problems, unknown keys first, because unknown keys often explain missing keys."""
     problems: dict[str, str] = {}
-    suggested: set[str] = set()
     missing: list[str] = []
     for problem in sorted(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden"):
         dotted, kind = _place(problem, table), problem["type"]
         if kind == "extra_forbidden" and isinstance(problem["input"], Mapping) and "." not in dotted:
-            close = difflib.get_close_matches(dotted, Config.model_fields, n=1)
-            problems[dotted] = f"[{dotted}]: unknown table; " + (
-                f"did you mean [{close[0]}]?" if close else "remove it"
-            )
-            suggested.update(close)
+            hint = did_you_mean(dotted, Config.model_fields, "remove it")
+            problems[dotted] = f"[{dotted}]: unknown table; {hint}"
         elif kind == "extra_forbidden":
             problems[dotted] = f"{dotted}: {unknown_key(dotted)}"
-            suggested.update(_meant(dotted))
         elif kind == "missing":
-            missing += [dotted] if dotted not in suggested else []
+            missing.append(dotted)
         elif dotted in problems:  # a further type that the key may have
             problems[dotted] += f", or {_lowered(problem['msg'])}"
         else:
             problems[dotted] = _describe_problem(problem, dotted)
     if missing:
-        problems["missing"] = _describe_missing(missing)
-    first = [" ".join(text.split()) for text in problems.values()][:_MOST_PROBLEMS]
-    if len(problems) == 1:
-        return first[0]
-    suffix = f" (and {len(problems) - len(first)} more)" if len(problems) > len(first) else ""
-    return (
-        f"{len(problems)} problems: " + " ".join(f"({number}) {text}" for number, text in enumerate(first, 1)) + suffix
-    )
+        problems["missing"] = f"{', '.join(missing)}: missing, but needed; add to the file, or pass as flags"
+    texts = [" ".join(text.split()) for text in problems.values()]
+    if len(texts) == 1:
+        return texts[0]
+    shown = " ".join(f"({number}) {text}" for number, text in enumerate(texts[:_MOST_PROBLEMS], 1))
+    return f"{len(texts)} problems: {shown}"
 
 
 def _place(problem: Any, table: Mapping[str, Any]) -> str:
@@ -229,15 +189,6 @@ def _describe_problem(problem: Any, dotted: str) -> str:
         message = str(problem["ctx"]["error"]) if "ctx" in problem else problem["msg"]
         return f"{dotted}.{message}" if dotted else message
     return f"{dotted}: found {problem['input']!r}, expected: {_lowered(problem['msg'])}"
-
-
-def _describe_missing(dotted: Sequence[str]) -> str:
-    tables, names = [key for key in dotted if "." not in key], [key for key in dotted if "." in key]
-    for table in tables:
-        names += [key for key, info in keys().items() if key.startswith(f"{table}.") and info.is_required()]
-    place = f" in the table{'s' * (len(tables) > 1)} {', '.join(f'[{table}]' for table in tables)}" if tables else ""
-    flags = " ".join(f"--{key}" for key in names)
-    return f"{', '.join(names)}: missing, but needed; add to the file{place}, or pass {flags}"
 
 
 def _lowered(text: str) -> str:

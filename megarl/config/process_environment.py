@@ -4,11 +4,9 @@
 is a ConfigError. On a CPU, the variables have no effect.
 """
 
-import ctypes
 import os
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,8 +17,6 @@ from megarl.errors import ConfigError
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables with the settings of torch's GPU allocator; torch 2.9 and later read the first, which wins over the
 second."""
-BLACKWELL = 10
-"""Major compute capability from which the order of kernels no longer depends on CUDA_DEVICE_MAX_CONNECTIONS."""
 _DETERMINISTIC: Mapping[str, tuple[str, ...]] = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),  # Megatron refuses to build deterministic layers otherwise
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),  # the values that cuBLAS documents as reproducible
@@ -37,13 +33,8 @@ _CACHES: Mapping[str, str] = {
 """Variables of torch, Triton, CUDA and the kernels of SGLang -> folder of each below megarl's."""
 
 
-def process_environment(
-    config: Tables, environment: Mapping[str, str], generation: int | None = None
-) -> dict[str, str]:
-    """Return the variables to set in addition to ``environment``, the variables of the process.
-
-    generation: major compute capability of the GPUs; None (unknown) counts as older than Blackwell.
-    """
+def process_environment(config: Tables, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to set in addition to ``environment``, the variables of the process."""
     variables: dict[str, str] = {}
     if config.run.deterministic:
         for name, values in _DETERMINISTIC.items():
@@ -54,7 +45,7 @@ def process_environment(
                 )
             variables[name] = values[0]
     parallel = config.parallel
-    if max(parallel.tp, parallel.cp) > 1 and (generation or 0) < BLACKWELL:
+    if max(parallel.tp, parallel.cp) > 1:
         # One hardware queue: an overlapped collective call starts before the kernels that follow the call.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     missing = {name: value for name, value in variables.items() if name not in environment}
@@ -90,7 +81,7 @@ def _settings(value: str) -> list[tuple[str, str]]:
 
 def apply(config: Tables) -> None:
     """Set the variables of this process; call before torch is imported."""
-    os.environ.update(process_environment(config, os.environ, gpu_generation()))
+    os.environ.update(process_environment(config, os.environ))
     os.environ.update(compile_caches(os.environ))
 
 
@@ -111,11 +102,8 @@ def compile_caches(environment: Mapping[str, str]) -> dict[str, str]:
                 f"{error}; name a folder that only you can write, or unset it"
             ) from None
     home, fallback = os.path.expanduser("~"), Path(tempfile.gettempdir()) / f"megarl-{os.geteuid()}"
-    moved, failures = _CACHES.keys(), list[str]()
-    with suppress(OSError):
-        make_private(Path(home))
-        moved = {"TORCHINDUCTOR_CACHE_DIR", "CUTE_DSL_CACHE_DIR"}  # the others are at home, perhaps full already
-    if not (missing := moved - environment.keys()):
+    failures = list[str]()
+    if not (missing := _CACHES.keys() - environment.keys()):
         return checked
     for base in (environment.get("XDG_CACHE_HOME"), f"{home}/.cache", fallback):
         if base and Path(base).is_absolute():
@@ -127,24 +115,3 @@ def compile_caches(environment: Mapping[str, str]) -> dict[str, str]:
     raise ConfigError(
         f"found no folder that only you can write for compiled code: {'; '.join(failures)}. Set XDG_CACHE_HOME to one"
     )
-
-
-def gpu_generation() -> int | None:
-    """Return the major compute capability of this machine's first GPU, or None without NVIDIA's management library.
-
-    CUDA stays uninitialized, because CUDA would read the variables.
-    """
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
-    if library.nvmlInit_v2():
-        return None
-    try:
-        failed = library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) or (
-            library.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
-        )
-    finally:
-        library.nvmlShutdown()
-    return None if failed else major.value

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megarl.config.refusals.tables import between_tables, find_warnings, for_ranks
-from megarl.config.rows import Row, refuse
 from megarl.config.tables import Tables
+from megarl.config.tables.base import Row, refuse
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megarl.config import Config
 from megarl.config.refusals.model import for_model, for_reference
-from megarl.config.rows import refuse
+from megarl.config.tables.base import refuse
 from megarl.core.replay_blockers import replay_blockers
 from megarl.models.shapes import ModelShape, read_shape
 

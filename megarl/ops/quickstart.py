@@ -25,8 +25,8 @@ from megarl.files.outputs import write_output
 from megarl.models.shapes import read_shape
 from megarl.ops.exits import run_to_exit
 from megarl.ops.report.report import write_report
-from megarl.run.console import program
 from megarl.run.metrics_log import describe_judged, read_metrics
+from megarl.run.progress import program
 
 RANKS = 2
 
@@ -139,27 +139,18 @@ def _be_rank(rank: int, port: int, words: Sequence[str], work: Callable[[], int 
 
 
 def _print_summary(out: Path, config: Config, report: Path, seconds: dict[str, float]) -> None:
-    metrics = read_metrics(config.run_dir / "metrics.jsonl")
-    evaluations = [record for record in metrics if record["kind"] == "eval"]
+    evaluations = [r for r in read_metrics(config.run_dir / "metrics.jsonl") if r["kind"] == "eval"]
     rates, judged = [record["eval/pass_rate"] for record in evaluations], describe_judged(evaluations[-1], "eval")
-    totals = {
-        phase: sum(record.get(f"time/{phase}_s", 0.0) for record in metrics if record["kind"] in ("step", "eval"))
-        for phase in ("rollout", "old_logprobs", "train", "sync", "eval")
-    }
     phases = ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())
-    inside = ", ".join(f"{name} {value:.1f}" for name, value in totals.items())
     run, path, megarl = _quoted(config.run_dir), _quoted(out / "quickstart.toml"), program()
-    steps = _more_steps(config.run_dir)
     _say(
         f"done in {sum(seconds.values()):.0f} s: held-out pass rate {rates[0]:.1%} -> {rates[-1]:.1%} "
         f"(best {max(rates):.1%}){judged and f', {judged}'}\n"
-        f"  seconds  {phases}; of the RL: {inside}, the rest to begin and to end\n"
+        f"  seconds  {phases}\n"
         f"  report   {report}\n"
-        f"  curves   {program('tensorboard')} --logdir {run}/tensorboard\n"
         f"  status   {megarl} status {run}\n"
-        f"  memory   {megarl} plan {path}\n"
         f"  evaluate {program('torchrun')} --nproc-per-node {RANKS} -m megarl.cli eval {path} --checkpoint {run}\n"
-        f"  go on    {megarl} launch {path} --run.steps {steps}\n"
+        f"  go on    {megarl} launch {path} --run.steps {_more_steps(config.run_dir)}\n"
         f"  vary     {megarl} launch {path} --run.dir {run}-grpo --train.objective grpo\n"
         f"           more in the comments of {out / 'quickstart.toml'}\n"
         "  note     the task selects behaviour that the model already has, in seconds; a new skill takes longer"

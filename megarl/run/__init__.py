@@ -1,6 +1,6 @@
 """A run, seen from outside: the folder, the files of a running run, and the end of a run.
 
-- **Begin**: ``folder`` (resolved configuration, new run or resumption), ``inputs`` (what the run reads), ``lock``.
+- **Begin**: ``folder`` (resolved configuration and inputs, new run or resumption), ``lock``.
 - **While it runs**: ``progress`` (terminal), ``metrics_log`` (metrics.jsonl, TensorBoard, wandb), ``audit`` (which
   samples trained), ``samples`` (texts), ``vitals`` (signs of life), ``stop_request``, ``signals``.
 - **From outside**: ``status`` (``megarl status``, why a rank failed, the verdicts of health checks).

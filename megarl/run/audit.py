@@ -3,7 +3,6 @@
     {"step": 7, "weights": 6, "prompts": {"96": [0, 1, 2, 3], ...}}   step 7 trained on these samples
     {..., "dropped": {"96/3": "k3 0.92, ..."}}                        a tripwire dropped sample 3: it did not train
     {"resumed_after": 5, "time": "2026-01-31 12:00:00"}               steps after 5 were undone, their weights are gone
-    {"accepted_inputs": ["data.train:0a1b2c3d4e5f"], "time": ...}     the run goes on with other inputs
 
 A prompt is named by the place in the run's order. No two draws share a place: (prompt, sample) names a single response.
 """
@@ -45,10 +44,6 @@ class Audit:
     def record_resume(self, done: int) -> None:
         """Record that the run continues from a checkpoint after step ``done``."""
         self._append({"resumed_after": done, "time": time.strftime("%Y-%m-%d %H:%M:%S")})
-
-    def record_inputs(self, accepted: Sequence[str]) -> None:
-        """Record differing inputs that the user accepts, as "NAME:DIGEST"."""
-        self._append({"accepted_inputs": list(accepted), "time": time.strftime("%Y-%m-%d %H:%M:%S")})
 
     def _append(self, line: dict[str, object]) -> None:
         with self.path.open("a+b") as file:

@@ -4,17 +4,24 @@ On a terminal the bars vanish when their phase ends and the lines stay. Into a f
 written, without control characters. On every rank but the first nothing is shown.
 """
 
+from __future__ import annotations
+
 import os
+import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from megarl.config import Config
 from megarl.errors import printable
+from megarl.models.shapes import ModelShape
 from megarl.run.signals import drop_lost_outputs
 
 Advance = Callable[[int], None]
@@ -71,3 +78,48 @@ class StepProgress:
                 raise
             self._terminal = False
             signal.raise_signal(signal.SIGHUP)
+
+
+def program(name: str = "megarl") -> str:
+    """Return how a shell calls this installation's megarl or torchrun from the current folder."""
+    sibling, on_path = Path(sys.executable).with_name(name), shutil.which(name)
+    if not sibling.exists() or (on_path and Path(on_path).resolve() == sibling.resolve()):
+        return name
+    relative = os.path.relpath(sibling)
+    return shlex.quote(str(sibling) if relative.startswith("..") else relative)
+
+
+def header(config: Config, shape: ModelShape, ranks: int, device: str) -> list[str]:
+    """Return the lines that a training run begins with; ``device`` is the name of this rank's device."""
+    layout, train, rollout, saved = config.check_world_size(ranks), config.train, config.rollout, config.checkpoint
+    sizes = ", ".join(f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "cp", "dp", "ep", "etp"))
+    fp8 = {
+        "weights": rollout.fp8_rounding or config.sglang.fp8,
+        "activations": rollout.fp8_activations,
+        "cache": rollout.fp8_kv_cache,
+    }
+    rounded = "".join(f", FP8 {name}" for name, is_on in fp8.items() if is_on)
+    experts = f", {shape.num_experts} experts" if shape.num_experts else ""
+    saving = f"every {saved.every} steps" if saved.every else "at the end" if saved.at_end else "when asked to stop"
+    updates = f"{train.mini_batches} updates of {config.responses_per_step // train.mini_batches} responses per step"
+    rows = {
+        "where": f"{ranks} rank{'s' * (ranks > 1)} on {device}: {sizes}",
+        "model": f"{config.model.path} ({shape.family}, {shape.num_layers} layers{experts}, {config.model.dtype})",
+        "data": config.data.train,
+        "objective": f"{train.objective}, replay {train.replay}, {updates}",
+        "engine": f"{rollout.engine} ({rollout.dtype}{rounded})",
+        "checkpoints": f"{config.run_dir / 'checkpoints'}, {saving}",
+    }
+    title = f"run '{config.run.name}' in {config.run_dir}, {config.run.steps} steps"
+    return [title, *(f"  {name:<12} {text}" for name, text in rows.items())]
+
+
+def ending(config: Config, checkpoint: Path | None, first: int) -> list[str]:
+    """Return the lines that a run ends with; the run began after ``first`` steps."""
+    steps = config.run.steps
+    title = f"done: {steps} of {steps} steps"
+    if first >= steps:
+        title = f"nothing to do: {first} steps are done, and run.steps is {steps}; go on with --run.steps {2 * first}"
+    weights = str(checkpoint) if checkpoint else "none saved (checkpoint.every and at_end are off)"
+    report = f"{program()} report {shlex.quote(str(config.run_dir))}"
+    return [title, f"  {'weights':<12} {weights}", f"  {'report':<12} {report}"]

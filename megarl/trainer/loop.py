@@ -28,7 +28,7 @@ from megarl.megatron.policy import Policy, schedule_of
 from megarl.megatron.versions import as_config_error
 from megarl.models.fit import check_fit
 from megarl.models.shapes import read_shape
-from megarl.run import console
+from megarl.run import progress as shown
 from megarl.run.folder import claim
 from megarl.run.lock import RunLock
 from megarl.run.metrics_log import MetricsLog
@@ -60,7 +60,7 @@ def train(config: Config) -> None:
 
         def lock_and_claim() -> None:
             stack.enter_context(lock)
-            claim(config, tell)
+            claim(config)
 
         distributed.from_main_rank(lock_and_claim)
         vitals = Vitals(folder, rank, ranks, steps=config.run.steps, hang_s=config.log.hang_s)
@@ -82,7 +82,7 @@ class Trainer:
         self.config, self.log, self.vitals, self.stop = config, log, vitals, stop
         self.monitor = Monitor(config, log, vitals)
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
-        for line in console.header(config, read_shape(config.model.path), dist.get_world_size(), device):
+        for line in shown.header(config, read_shape(config.model.path), dist.get_world_size(), device):
             self.monitor.say(line)
         for warning in config.warnings:
             self.monitor.say(f"warning: {warning}")
@@ -119,7 +119,7 @@ class Trainer:
                 self.checkpoints.end_if_asked(step + 1)
             self.checkpoints.poll(wait=True)
             latest = self.checkpoints.newest()
-            for line in console.ending(self.config, latest[1] if latest else None, first):
+            for line in shown.ending(self.config, latest[1] if latest else None, first):
                 self.monitor.say(line)
         finally:
             self.checkpoints.saver.abandon()

@@ -26,7 +26,7 @@ from megarl.megatron.passes import forward
 from megarl.megatron.policy import Policy, Schedule
 from megarl.megatron.versions import as_config_error
 from megarl.models.shapes import read_shape
-from megarl.run.inputs import fingerprint_data, fingerprint_model
+from megarl.run.folder import fingerprint_data, fingerprint_model
 from megarl.run.progress import StepProgress
 from megarl.trainer.mini_batch import make_rollout, over_ranks, split
 from megarl.trainer.step import collect

@@ -22,7 +22,7 @@ from megarl.megatron import distributed
 from megarl.models.fit import check_fit
 from megarl.models.hf_folder import INDEX, SINGLE
 from megarl.models.shapes import read_shape
-from megarl.ops.doctor import inputs, trial
+from megarl.ops.doctor import inputs, machine
 
 REWARDS = """
 def missing_keyword(*, prompt, response): return 1.0
@@ -184,7 +184,7 @@ def asks_doctor(config: Config) -> list[str]:
     failed = [check.name for check in [*of_model, *inputs.check_inputs(config, shape)] if check.status == "failed"]
     if shape is not None:
         check_fit(config, shape)
-        for name, attempt in trial.attempts(config, failed):
+        for name, attempt in machine.attempts(config, failed):
             try:
                 attempt()
             except Exception as error:  # of any kind, as in its own process

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.root import Config, Layout
-from megarl.config.rows import Row
+from megarl.config.tables.base import Row
 
 if TYPE_CHECKING:  # the configuration is below the models
     from megarl.models.shapes import ModelShape

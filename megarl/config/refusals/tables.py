@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from megarl.config import megatron_fields
-from megarl.config.rows import Row
 from megarl.config.tables import EstimateConfig, GvmConfig, Tables
+from megarl.config.tables.base import Row
 from megarl.core.choices.parts import GROUP_ADVANTAGES, TOKEN_ADVANTAGES
 from megarl.core.replay_blockers import replay_blockers
 from megarl.errors import ConfigError

@@ -1,12 +1,14 @@
 """Base class of all tables, and the types of values."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from megarl.config.rows import Row, refuse
+from megarl.errors import ConfigError
 
 Count = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -38,3 +40,15 @@ class Table(BaseModel):
             value, default = getattr(self, key), type(self).model_fields[key].default
             message = f"{key}: found {json.dumps(value)}, which goes only with {need}"
             yield value != default and not holds, message, "set that, or remove it"
+
+
+Row = tuple[object, str] | tuple[object, str, str]
+"""(condition, message, remedy). A true condition breaks the rule. The message names the key, the finding and the
+expectation. The remedy is optional."""
+
+
+def refuse(rows: Iterable[Row]) -> None:
+    """Raise ConfigError for the first row whose condition holds; later rows are not computed."""
+    for is_broken, *texts in rows:
+        if is_broken:
+            raise ConfigError("; ".join(texts))

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.addresses import has_host
-from megarl.config.rows import Row
-from megarl.config.tables.base import Count, Table
+from megarl.config.tables.base import Count, Row, Table
 from megarl.config.tables.train import DecayStyle, Schedule
 from megarl.core.choices.stopping import POSITIVE
 

@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, create_model
 
-from megarl.config.rows import Row
-from megarl.config.tables.base import Table
+from megarl.config.tables.base import Row, Table
 
 _LIMITS = Path(__file__).parents[2] / "watch" / "limits.toml"
 CHECKS: dict[str, dict[str, Any]] = tomllib.loads(_LIMITS.read_text("utf-8"))["health"]

@@ -5,8 +5,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from megarl.config.rows import Row
-from megarl.config.tables.base import Dtype, Table
+from megarl.config.tables.base import Dtype, Row, Table
 
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mlp", "moe", "shared_experts"]
 

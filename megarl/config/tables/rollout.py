@@ -7,8 +7,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.addresses import has_host
 from megarl.config.plugs import EngineKind, engine_kind
-from megarl.config.rows import Row
-from megarl.config.tables.base import Count, Dtype, Table
+from megarl.config.tables.base import Count, Dtype, Row, Table
 
 
 class RolloutConfig(Table):

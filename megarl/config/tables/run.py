@@ -5,8 +5,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from megarl.config.rows import Row
-from megarl.config.tables.base import Count, NonNegative, Table
+from megarl.config.tables.base import Count, NonNegative, Row, Table
 
 
 class RunConfig(Table):
@@ -62,8 +61,6 @@ class CheckpointConfig(Table):
     """Write checkpoints in background processes while training continues; needs host memory for a copy."""
     resume: bool = True
     """Continue from the newest checkpoint in run.dir, if present; false refuses a folder that holds a run."""
-    accept_inputs: list[str] = []
-    """Inputs that may have changed since the run began, each as named by the error: "NAME:DIGEST"."""
 
 
 class LaunchConfig(Table):

@@ -6,8 +6,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.plugs import check_function, load_plug
-from megarl.config.rows import Row
-from megarl.config.tables.base import Count, NonNegative, Table
+from megarl.config.tables.base import Count, NonNegative, Row, Table
 from megarl.core.choices.credit import Credit, Statistics, Weigh, parse_allocation
 from megarl.core.choices.parts import PoolScale
 from megarl.core.choices.stopping import POSITIVE, Own, SamplingRule, Uniform, ada_seq_balance, ada_seq_pos, pass_tiers

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.plugs import check_function, load_plug
-from megarl.config.rows import Row
-from megarl.config.tables.base import Beta, Count, NonNegative, Table
+from megarl.config.tables.base import Beta, Count, NonNegative, Row, Table
 from megarl.core.choices.parts import OWN_PARTS, Objective
 from megarl.core.choices.records import override
 from megarl.core.choices.table import OBJECTIVES

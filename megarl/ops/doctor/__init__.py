@@ -1,8 +1,7 @@
 """``megarl doctor``: whether this machine, or one configuration here, can train; needs only numpy and pydantic.
 
 report   checks, tables, the verdict; as text and as JSON
-trial    the trainer's first imports and reads, in a separate process
-machine  packages, Megatron-Core, devices, SGLang
+machine  packages, Megatron-Core, devices, SGLang; a trial of the trainer's first imports and reads
 inputs   model, data, keys, disk and [launch] of a configuration
 """
 
@@ -12,10 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.config import Config, Layout, gpu_defaults
+from megarl.config import Config, Layout
 from megarl.config import file as config_file
-from megarl.core.replay_blockers import REPLAY_BLOCKERS
-from megarl.engines.sglang.versions import CAPABILITIES, FAULTS, NEWEST, OLDEST, dotted
 from megarl.errors import ConfigError
 from megarl.models.fit import check_fit, wants_routes
 from megarl.models.shapes import ModelShape
@@ -42,40 +39,22 @@ def examine(path: Path | None = None, overrides: Mapping[str, Any] | None = None
             raise
         checks = [Finding("[megatron]", "failed", "not checked: Megatron-Core, which has its keys, is not installed")]
     if config is None:
-        checks += machine.check_machine(None, releases)[0]
-        return Diagnosis(None if path is None else str(path), checks, [_blockers(), _releases()], releases)
+        checks += machine.check_machine(None, releases)
+        return Diagnosis(None if path is None else str(path), checks, [], releases)
     layout = _layout_of(config)
     of_model, shape = inputs.read_model(config)
     if shape is not None:
         check_fit(config, shape)
     of_inputs = [*of_model, *inputs.check_inputs(config, shape)]
     failed = {check.name for check in of_inputs if check.status == "failed"}
-    of_machine, has_te = machine.check_machine(config, releases, failed)
-    checks += of_machine + of_inputs
+    checks += [*machine.check_machine(config, releases, failed), *of_inputs]
     checks += [Finding("configuration", "warning", warning) for warning in config.warnings]
     tables = [_resolved(config, layout, shape)]
-    if releases["megatron-core"] is not None:
-        tables.append(switches(config, has_te and not (shape is not None and shape.norm_over_heads)))
     if config.rollout.engine_kind.server and releases["httpx"] and releases["aiohttp"]:
         of_servers, table = _servers(config)
         checks += of_servers
         tables.append(table)
     return Diagnosis(str(path), checks, tables, releases)
-
-
-def _blockers() -> Details:
-    title = 'Keys of [megatron] that prevent routing replay (refused unless train.replay = "none")'
-    return Details(title, ("key", "because"), [(blocker.setting, blocker.reason) for blocker in REPLAY_BLOCKERS])
-
-
-def _releases() -> Details:
-    rows = [(f"from {dotted(entry.since)}", entry.name, entry.meaning) for entry in CAPABILITIES]
-    rows += [
-        (f"to {dotted(fault.last)}" if fault.last else "all", fault.name, f"refused: {fault.meaning}")
-        for fault in FAULTS
-    ]
-    title = f"SGLang releases that megarl samples with: {dotted(OLDEST)} to {dotted(NEWEST)}"
-    return Details(title, ("releases", "name", "meaning"), rows)
 
 
 def _servers(config: Config) -> tuple[list[Finding], Details]:
@@ -134,9 +113,3 @@ def _resolved(config: Config, layout: Layout, shape: ModelShape | None) -> Detai
         rows["reference policy"] = config.reference_path
     rows["run folder"] = str(config.run_dir)
     return Details(f"Configuration of run {config.run.name!r}", ("name", "resolved"), list(rows.items()))
-
-
-def switches(config: Config, has_te: bool) -> Details:
-    decided = gpu_defaults.switches(config, on_gpu=True, has_te=has_te)
-    rows = [(switch.field, "on" if switch.on else "off", switch.reason) for switch in decided]
-    return Details("Keys of [megatron] for speed", ("key", "on GPUs", "because"), rows)

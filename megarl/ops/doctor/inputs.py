@@ -19,7 +19,7 @@ from megarl.files.writing import model_files
 from megarl.models.hf_folder import weight_files
 from megarl.models.shapes import ModelShape, read_shape
 from megarl.ops.doctor.report import Finding
-from megarl.ops.launch import steps, topology
+from megarl.ops.launch import steps
 
 _WAIT_S = 5.0
 _SIGNAL_S = 300
@@ -205,7 +205,7 @@ def _check_launch(config: Config) -> Iterator[Finding]:
         try:
             steps.srun([])
             if "SLURM_JOB_ID" in os.environ:
-                topology.find(config, os.environ)
+                steps.find(config, os.environ)
         except ConfigError as error:
             yield Finding("launch", "failed", str(error))
             return

@@ -1,21 +1,26 @@
 """The machine: packages, Megatron-Core and the replay hook, devices, SGLang."""
 
+from __future__ import annotations
+
+import asyncio
+import importlib
 import importlib.util
 import os
 import platform
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from megarl import enable_cpu
 from megarl.config import Config, SGLangConfig, megatron_fields
 from megarl.engines.sglang.versions import NEWEST, dotted, installed_release
-from megarl.errors import ConfigError, MegarlError
+from megarl.errors import ConfigError, MegarlError, describe
 from megarl.ops.doctor.inputs import check_gpus
 from megarl.ops.doctor.report import Finding
-from megarl.ops.doctor.trial import run_trial
 
 _TRAIN = (
     *("torch", "accelerate", "aiohttp", "datasets", "einops", "httpx", "math-verify", "pebble", "plotly", "psutil"),
@@ -42,8 +47,8 @@ def _version(distribution: str) -> str | None:
 
 def check_machine(
     config: Config | None, releases: dict[str, str | None], failed: Collection[str] = ()
-) -> tuple[list[Finding], bool]:
-    """Return (checks, whether layers of Transformer Engine are used). ``failed``: inputs that need not be tried."""
+) -> list[Finding]:
+    """Check the machine. ``failed``: inputs that need not be tried."""
     missing = {name for name in _TRAIN if releases[name] is None}
     if config is not None and config.log.wandb_project and releases["wandb"] is None:
         missing.add("wandb")
@@ -59,13 +64,12 @@ def check_machine(
         checks += tried
     if "torch" in facts:
         checks += [_check_devices(facts), *(check_gpus(config, facts["gpus"]) if config else ())]
-    has_te = bool(facts.get("has_te")) if facts.get("gpus") else releases["transformer-engine"] is not None
     checks += [_check_te(releases["transformer-engine"], facts)]
     if config is None or (config.rollout.engine_kind.server and not config.sglang.urls):
         checks.append(_check_sglang(config, releases["sglang"]))
     if config is None or ("python" in config.environment.tools and not config.environment.python_limits_alone):
         checks += _check_bubblewrap(is_needed=config is not None)
-    return checks, has_te
+    return checks
 
 
 def _check_devices(facts: dict[str, Any]) -> Finding:
@@ -141,3 +145,119 @@ def _check_bubblewrap(*, is_needed: bool) -> list[Finding]:
         return []
     except MegarlError as error:
         return [Finding("bubblewrap", "failed" if is_needed else "ok", f"the Python tool cannot run: {error}")]
+
+
+Attempt = Callable[[], object]
+"""Raises the problem; a returned dictionary holds facts, such as a note."""
+_SINGLE = ("psutil", "safetensors", "transformers", "datasets", "math_verify", "pebble", "torch.utils.tensorboard")
+"""Modules that the trainer imports late, or behind another module; each is tried alone."""
+
+
+def run_trial(
+    config: Config | None, absent: set[str], failed: Collection[str] = ()
+) -> tuple[list[Finding], dict[str, Any]]:
+    """Return (checks, facts about torch and the devices).
+
+    Missing modules in ``absent`` are not reported again; inputs with a ``failed`` check are not tried.
+    """
+    checks: list[Finding] = []
+    facts: dict[str, Any] = {}
+    with redirect_stdout(sys.stderr):  # the report has stdout for itself
+        for name, attempt in _all_attempts(config, failed):
+            try:
+                found = attempt()
+                facts |= found if isinstance(found, dict) else {}
+                if note := facts.pop("note", ""):
+                    checks.append(Finding(name, "ok", note))
+            except MegarlError as error:
+                checks.append(Finding(name, "failed", " ".join(str(error).split())))
+            except Exception as error:  # a broken package fails with whatever its shared libraries raise
+                module = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else None
+                if module not in absent:
+                    problem = f"cannot be used ({describe(error)})"
+                    checks.append(Finding(name, "failed", problem, advice="install a release that fits the others"))
+    return checks, facts
+
+
+def _all_attempts(config: Config | None, failed: Collection[str]) -> Iterator[tuple[str, Attempt]]:
+    yield "torch", _torch
+    for name in _SINGLE:
+        yield name, lambda name=name: importlib.import_module(name)
+    yield "the trainer", _trainer
+    if config is not None and "model.path" not in failed:
+        yield from attempts(config, failed)
+
+
+def _torch() -> dict[str, Any]:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name = torch.cuda.get_device_name(0) if count else None
+    return {"gpus": count, "gpu": name, "torch": torch.__version__, "cuda": torch.version.cuda}
+
+
+def _trainer() -> dict[str, Any]:
+    enable_cpu()
+    import megarl.trainer.loop  # noqa: F401
+    from megarl.stand_ins import te
+
+    return {"te_problem": te.find_te()[1]}
+
+
+def attempts(config: Config, failed: Collection[str]) -> Iterator[tuple[str, Attempt]]:
+    """Yield (name, attempt) for the trainer's work before the first step, without work on inputs in ``failed``."""
+    import torch
+
+    from megarl.core.objectives import try_functions
+    from megarl.megatron.policy import check_settings
+    from megarl.models.fit import check_reference
+    from megarl.models.shapes import read_shape
+    from megarl.trainer.engines import load_factory
+    from megarl.trainer.sft import read_demonstrations
+
+    shape, objective, reference = read_shape(config.model.path), config.train.resolved_objective, config.reference_path
+    if "tokenizer" not in failed:
+        yield "tokenizer, prompts, reward", lambda: _read_inputs(config, failed)
+        if config.sft is not None and "sft.data" not in failed:
+            yield "sft.data", lambda: read_demonstrations(config)
+    if "weights" not in failed:
+        yield "weights", lambda: _read_weights(config.model.path)
+    function, device = config.train.objective_function, "cuda" if torch.cuda.is_available() else "cpu"
+    yield "train.objective", lambda: try_functions(objective, function, device, config.train_size)
+    yield "[megatron]", lambda: check_settings(config, shape)
+    yield "rollout.engine", lambda: load_factory(config)
+    if objective.needs_ref_logprobs and reference != config.model.path:
+        yield "model.reference", lambda: check_reference(reference, shape)
+        yield "weights of model.reference", lambda: _read_weights(reference)
+
+
+def _read_inputs(config: Config, failed: Collection[str]) -> None:
+    """Read the inputs present on this machine, and judge the first prompt's answer as a response."""
+    from megarl.data.tokenizer import load_model_tokenizer
+    from megarl.trainer.sampling.evaluation import read_inputs
+
+    data, sets = config.data, {name: source for name, source in config.eval.sets.items() if Path(source).exists()}
+    if not Path(data.train).exists() or any(name.startswith(("data.", "eval.", "reward.")) for name in failed):
+        load_model_tokenizer(config.model)
+        return
+    is_here = data.heldout is not None and Path(data.heldout).exists()
+    present = {"data": data.model_copy(update={} if is_here else {"heldout": None})}
+    inputs = read_inputs(config.model_copy(update=present | {"eval": config.eval.model_copy(update={"sets": sets})}))
+    try:
+        if config.reward.function != "reward_model":  # whose servers may start later
+            first = inputs.prompts[0]
+            judged = inputs.judge.score(prompt=first.text, response=first.answer, answer=first.answer)
+            if (error := asyncio.run(judged).error) is not None:
+                raise ConfigError(f"reward.function: with the answer of {first.source} as response: {error}")
+    finally:
+        inputs.close()
+
+
+def _read_weights(folder: str) -> dict[str, Any]:
+    """Open each file, and compare names and shapes with the index and with config.json."""
+    from megarl.models.hf_files import HFCheckpoint, check_tensors, describe_left_out
+    from megarl.models.names import hf_shapes
+    from megarl.models.shapes import read_shape
+
+    with HFCheckpoint(folder) as checkpoint:
+        return {"note": describe_left_out(check_tensors(checkpoint, hf_shapes(read_shape(folder))))}

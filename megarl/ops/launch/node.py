@@ -20,7 +20,7 @@ import psutil
 from megarl.errors import MegarlError, describe
 from megarl.files.bounded_process import signal_after_parent
 from megarl.files.writing import read_record
-from megarl.ops.launch.topology import read_topology
+from megarl.ops.launch.steps import read_topology
 from megarl.run.status import rank_file, write_failure
 
 _GRACE_S = 20

@@ -18,8 +18,7 @@ from megarl.engines.sglang.http import key_named
 from megarl.engines.sglang.server import Server
 from megarl.errors import ConfigError, MegarlError, RolloutError, printable
 from megarl.files.writing import write_atomically
-from megarl.ops.launch.steps import end_file, ready_file
-from megarl.ops.launch.topology import read_topology
+from megarl.ops.launch.steps import end_file, read_topology, ready_file
 from megarl.trainer.engines import server_specs
 
 

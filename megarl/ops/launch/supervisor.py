@@ -23,9 +23,8 @@ from typing import Any
 from megarl.config import Config
 from megarl.errors import ConfigError, RolloutError, printable
 from megarl.files.writing import read_record, write_atomically
-from megarl.ops.launch import topology
-from megarl.ops.launch.steps import BAD_INPUT, PYTHON, ServerSteps, Step, srun
-from megarl.ops.launch.topology import Topology
+from megarl.ops.launch import steps
+from megarl.ops.launch.steps import BAD_INPUT, PYTHON, ServerSteps, Step, Topology, srun
 from megarl.run.lock import BEAT_S, RunLock
 from megarl.run.signals import drop_lost_outputs, take_stop_signals
 from megarl.run.status import FAILURE_VARIABLE, describe_ranks, newest_checkpoint, read_signs, stop_file
@@ -79,7 +78,7 @@ class Supervisor:
         return code
 
     def _run(self) -> int:
-        self._set_topology(topology.find(self.config, os.environ))
+        self._set_topology(steps.find(self.config, os.environ))
         self._write("starting the servers")
         self._servers.start(self.topology)
         fruitless = 0
@@ -171,7 +170,7 @@ class Supervisor:
         self._attempt += 1
         if self._attempt > 1:  # another port: ranks of the last start may still hold the old port
             number = int(os.environ.get("SLURM_JOB_ID", os.getpid()))
-            port = topology.free_ports(1, number, self._attempt)[0]
+            port = steps.free_ports(1, number, self._attempt)[0]
             self.topology = replace(self.topology, master_port=port)
         os.environ[ATTEMPT_VARIABLE] = f"{self.logs.name}-{self._attempt}"
         self._failure_file = self.logs / f"attempt{self._attempt}" / "failure.json"
@@ -254,7 +253,7 @@ class Supervisor:
         if job is not None:
             self._tell(f"job {job} is requeued")
             try:
-                topology.ask_slurm(["scontrol", "requeue", job])
+                steps.ask_slurm(["scontrol", "requeue", job])
             except ConfigError as error:
                 return self._tell(f"error: {error}; submit the job again to continue")
             time.sleep(60.0)  # Slurm ends this script; an exit code would count as the job's end

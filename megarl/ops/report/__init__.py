@@ -3,8 +3,7 @@
 The way through:
 
     report    the HTML page of a run, or of several overlaid, with the verdicts on a run's health
-    panels    panels and the glossary of metrics, from panels.toml and glossary.toml
-    series    curves, from the metrics of a run
+    series    curves, from the metrics of a run; panels and glossary, from panels.toml and glossary.toml
     figures   figures as plotly's JSON
     samples   the model's texts
     page      the HTML page around all parts (page.html, page.js)

@@ -14,8 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from megarl.ops.report.panels import Line, Panel, read_table
-from megarl.ops.report.series import Curve, Curves, benchmarks, layer_curves, smooth, sum_judged, thin
+from megarl.ops.report.series import (
+    Curve,
+    Curves,
+    Line,
+    Panel,
+    benchmarks,
+    layer_curves,
+    read_table,
+    smooth,
+    sum_judged,
+    thin,
+)
 from megarl.run.metrics_log import describe_judged
 
 Figure = dict[str, Any]

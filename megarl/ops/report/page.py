@@ -14,7 +14,7 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from megarl.ops.report.figures import Figure
-from megarl.ops.report.panels import Panel, read_glossary
+from megarl.ops.report.series import Panel, read_glossary
 
 PLOT = '<div class="plot" data-figure="0"></div>'
 """The body of a page with one figure."""

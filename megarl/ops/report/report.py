@@ -19,9 +19,8 @@ from megarl.errors import ConfigError, DataError
 from megarl.files.outputs import write_output
 from megarl.ops.report import page
 from megarl.ops.report.figures import COLORS, Figure, Run, make_figures
-from megarl.ops.report.panels import read_panels
 from megarl.ops.report.samples import for_page
-from megarl.ops.report.series import Curves, benchmarks, make_curves, sum_judged
+from megarl.ops.report.series import Curves, benchmarks, make_curves, read_panels, sum_judged
 from megarl.run.metrics_log import Record, describe_judged, read_metrics
 from megarl.run.status import format_duration
 from megarl.watch.health import CHECKS, judge_run
@@ -59,7 +58,8 @@ def write_report(*run_dirs: str | Path, out: Path | None = None) -> Path:
     (it may be missing); ConfigError for too many runs, or a run given twice.
     """
     folders = [Path(run_dir) for run_dir in run_dirs]
-    sources = [_read_run(*pair) for pair in zip(folders, name_runs(folders), strict=True)]
+    _check_runs(folders)
+    sources = [_read_run(folder) for folder in folders]
     if out is None:
         out = Path("compare.html") if len(sources) > 1 else folders[0] / "report" / "index.html"
     elif out.is_dir() or not out.parent.is_dir():
@@ -68,34 +68,22 @@ def write_report(*run_dirs: str | Path, out: Path | None = None) -> Path:
     return out
 
 
-def name_runs(folders: Sequence[Path]) -> list[str]:
-    """Return the names of the runs' folders, with the fewest parents for distinct names.
-
-    Common last parts are left out: a/run and b/run are "a" and "b".
-    """
+def _check_runs(folders: Sequence[Path]) -> None:
     paths = [folder.resolve() for folder in folders]
     if len(paths) > len(_RUN_COLORS):
         raise ConfigError(f"megarl report: found {len(paths)} runs, expected at most {len(_RUN_COLORS)}: a colour each")
     for path in paths:
         if paths.count(path) > 1:
             raise ConfigError(f"megarl report: {path} is given twice")
-    while len(paths) > 1 and len({path.name for path in paths}) == 1:
-        paths = [path.parent for path in paths]
-
-    def unique_part(path: Path) -> str:
-        ends = (path.parts[-length:] for length in range(1, len(path.parts) + 1))
-        return "/".join(next(end for end in ends if [other.parts[-len(end) :] for other in paths].count(end) == 1))
-
-    return [unique_part(path) for path in paths]
 
 
-def _read_run(folder: Path, name: str) -> _Source:
+def _read_run(folder: Path) -> _Source:
     path = folder / "metrics.jsonl"
     records = read_metrics(path)
     if not records:
         problem = f"no whole record in {size} bytes" if (size := path.stat().st_size) else "the file is empty"
         raise DataError(f"{path}: {problem}: the run has not finished its first step")
-    return _Source(name, folder, records, make_curves(records), _read_config(folder / "config.toml"))
+    return _Source(str(folder), folder, records, make_curves(records), _read_config(folder / "config.toml"))
 
 
 def _make_page(sources: Sequence[_Source]) -> bytes:
@@ -183,9 +171,8 @@ def render_verdicts(records: Sequence[Mapping[str, Any]], config: Mapping[str, A
         raise DataError(f"config.toml: the table [health] is broken: {' '.join(str(error).split())}") from error
     active = [check for check in CHECKS if getattr(settings, check.name) != "off"]
     ran = [check.name for check in active if any(check.look(record)[1] is not None for record in records)]
-    silent = [check.name for check in active if check.name not in ran]
-    off = [check.name for check in CHECKS if check not in active]
-    lists = [("Checks that looked", ran), ("found nothing to judge", silent), ("switched off", off)]
+    idle = [check.name for check in CHECKS if check.name not in ran]
+    lists = [("Checks that looked", ran), ("off, or nothing to judge", idle)]
     looked = "; ".join(f"{title}: {', '.join(names)}" for title, names in lists if names) + "."
     prefix = f"{name}: " if name else ""
     say = str if name else str.capitalize

@@ -1,9 +1,14 @@
 """The curves of a run, from its metric records."""
 
+from __future__ import annotations
+
+import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,7 +31,7 @@ class Curve:
         """float64, the values that can be plotted."""
         return self.y[np.isfinite(self.y)]
 
-    def per_step(self) -> "tuple[Curve, Curve, Curve]":
+    def per_step(self) -> tuple[Curve, Curve, Curve]:
         """Return (mean, lowest, highest) of each step's finite values; NaN for a step without any."""
         steps, group = np.unique(np.floor(self.x), return_inverse=True)
         group, values = group[np.isfinite(self.y)], self.finite
@@ -109,3 +114,75 @@ def thin(curve: Curve, max_points: int = 1000) -> Curve:
         y = curve.y[finite]
         indices += sorted({int(finite[y.argmin()]), int(finite[y.argmax()])}) if finite.size else [int(run[0])]
     return Curve(curve.x[indices], curve.y[indices])
+
+
+Scale = Literal["free", "zero", "log", "percent", "whole percent", "percent to 100"]
+"""The y axis: as it comes; from zero up; decades; percent from zero up, from 0 to 100, from anywhere to 100."""
+Kind = Literal["lines", "reward", "time", "layers"]
+"""The kind of figure: layers is a map of layers against steps; reward and time have a single panel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One metric in a panel."""
+
+    metric: str
+    label: str
+    color: str = "blue"
+    """A name of ``figures.COLORS``."""
+    style: Literal["line", "dots"] = "line"
+    """"dots" is for evaluations: evaluations are few, and never smoothed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One figure of the report."""
+
+    title: str
+    caption: str
+    """How to read the figure, in one or two sentences."""
+    y_label: str
+    lines: tuple[Line, ...] = ()
+    metrics: tuple[str, ...] = ()
+    """The metrics of panels with more than lines; for layers, prefixes: the first prefix with metrics counts."""
+    kind: Kind = "lines"
+    scale: Scale = "free"
+    wide: bool = False
+    """True for the whole width of the page."""
+    optional: bool = False
+    """True for panels of special runs: the page does not mention the absence."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The metrics; any metric is enough."""
+        if self.kind == "layers":
+            return tuple(f"{prefix}XX" for prefix in self.metrics)
+        return self.metrics or tuple(line.metric for line in self.lines)
+
+    def is_recorded(self, curves: Curves) -> bool:
+        """True if any metric has a value to plot."""
+        if self.kind == "layers":
+            return bool(layer_curves(curves, self.metrics))
+        return any(name in curves for name in self.needs)
+
+
+@cache
+def read_panels() -> dict[str, Panel]:
+    """Return the panels by their short names, in the order of the page."""
+    return {key: _make_panel(**table) for key, table in read_table("panels.toml").items()}
+
+
+@cache
+def read_glossary() -> dict[str, str]:
+    """Return the meaning of each metric, by name; XX in a name stands for a number, NAME for a name of the user's."""
+    return read_table("glossary.toml")
+
+
+def read_table(name: str) -> dict[str, Any]:
+    """Return the content of a TOML file of this package."""
+    return tomllib.loads((files("megarl.ops.report") / name).read_text(encoding="utf-8"))
+
+
+def _make_panel(**values: Any) -> Panel:
+    panel = Panel(**values)
+    return replace(panel, lines=tuple(Line(*row) for row in panel.lines), metrics=tuple(panel.metrics))  # type: ignore

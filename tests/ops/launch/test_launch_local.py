@@ -22,7 +22,7 @@ from audit_reader import check
 from launch_world import CONFIG, STEPS, Launch, World, assert_whole, processes_of, rank_pid, records_of
 from ports import has_ipv6_loopback
 
-from megarl.ops.launch.topology import Node, Topology, free_ports
+from megarl.ops.launch.steps import Node, Topology, free_ports
 from megarl.run.status import read_status
 
 pytestmark = [pytest.mark.slow(minutes=5), pytest.mark.multirank]

@@ -21,11 +21,10 @@ from run_configs import SMALLEST
 from megarl.config import Config
 from megarl.config.file import parse
 from megarl.errors import ConfigError, DataError, MegarlError, PeerError, RolloutError
-from megarl.ops.launch import node, steps, topology
+from megarl.ops.launch import node, steps
 from megarl.ops.launch import supervisor as module
-from megarl.ops.launch.steps import ServerSteps, Step, end_file, srun
+from megarl.ops.launch.steps import Node, ServerSteps, Step, end_file, srun
 from megarl.ops.launch.supervisor import Supervisor
-from megarl.ops.launch.topology import Node
 from megarl.ops.shipped import SCRIPTS
 from megarl.run.status import read_status, write_failure
 
@@ -285,7 +284,7 @@ def test_the_trainer_begins_with_the_servers_that_answer(
     made.logs = tmp_path / "run" / "logs"
     made.logs.mkdir(parents=True)
     made.launch_file = tmp_path / "run" / "launch.json"
-    made.topology = replace(topology.find(made.config, {}), server_ports=tuple(range(len(lines))))
+    made.topology = replace(steps.find(made.config, {}), server_ports=tuple(range(len(lines))))
     made._servers = ShellServers(made.config, made.launch_file, made.logs, made._tell)
     made._servers.lines = lines
     made._servers.start(made.topology)

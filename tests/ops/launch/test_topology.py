@@ -18,8 +18,8 @@ from megarl.config import Config
 from megarl.config.file import parse, split_overrides
 from megarl.errors import ConfigError
 from megarl.ops.launch import node
+from megarl.ops.launch.steps import addresses_of, find, free_ports, read_topology
 from megarl.ops.launch.supervisor import Supervisor
-from megarl.ops.launch.topology import addresses_of, find, free_ports, read_topology
 
 TABLE: dict[str, Any] = {**SMALLEST, "rollout": {**SMALLEST["rollout"], "engine": "sglang"}}
 ADDRESSES = {"a1": "10.0.0.1", "a2": "10.0.0.2", "b1": "10.0.1.1"}
