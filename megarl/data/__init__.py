@@ -12,7 +12,7 @@ Prompts:
 Rewards:
 
     rewards          the protocol, results, the built-in functions
-    math             answers of mathematics: the grammar of math_strict, the texts for math_verify
+    math             answers of mathematics: the grammar of math_strict
     reward_model     a reward from a reward model over HTTP
     judge            calls reward functions, in worker processes
 """

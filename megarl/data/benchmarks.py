@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 HELDOUT = "heldout"
 """Name of the benchmark of ``data.heldout``."""
 BOXED = "{prompt}\n\nReason step by step, and write the final answer inside \\boxed{}."
-"""Template of the mathematics benchmarks; math_verify reads the box."""
+"""Template of the mathematics benchmarks; math_strict reads the box."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -44,7 +44,7 @@ class Benchmark:
     """Column of the answer: text, or a whole number."""
     template: str | None = BOXED
     """Text around a plain-text problem, with ``{prompt}`` for the problem; None: the problem alone."""
-    reward: str = "math_verify"
+    reward: str = "math_strict"
     threshold: float = POSITIVE
     """A response is correct if the reward is above the threshold."""
 

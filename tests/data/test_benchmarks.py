@@ -66,7 +66,7 @@ def test_a_short_name_reads_its_columns_from_wherever_the_data_lies(
         file.parent.mkdir(parents=True, exist_ok=True)
         parquet.write_table(pa.Table.from_pylist(ROWS[name]), file)
     (chosen,) = choose([f"{name}={source}"], config(), PLAIN)
-    assert (chosen.name, chosen.reward) == (name, "math_verify")
+    assert (chosen.name, chosen.reward) == (name, "math_strict")
     prompts = load(chosen, tokenizer)
     assert [prompt.text for prompt in prompts] == [f"{row['problem']} {{x}}=" for row in ROWS[name]]
     assert [prompt.answer for prompt in prompts] == [str(row["answer"]) for row in ROWS[name]]

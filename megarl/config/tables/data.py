@@ -54,15 +54,15 @@ class RewardConfig(Table):
     """[reward]: how a response is scored."""
 
     function: str = Field(default="exact_match", min_length=1)
-    """"exact_match", "math_strict", "math_verify", "reward_model" or "package.module:function"; see docs/rewards.md."""
+    """"exact_match", "math_strict", "reward_model" or "package.module:function"; see docs/rewards.md."""
     workers: PositiveInt | None = None
     """Most worker processes of a rank for the function; default the rank's share of the node's cores. exact_match needs
     no workers."""
     timeout_s: PositiveFloat = 30.0
-    """Longest time for one response; seconds. A late response is not trained, and is counted. For math_strict,
-    math_verify and functions marked with wrong_if_stopped the limit is CPU time, and a late response is wrong."""
+    """Longest time for one response; seconds. A late response is not trained, and is counted. For math_strict
+    and functions marked with wrong_if_stopped the limit is CPU time, and a late response is wrong."""
     max_characters: PositiveInt = 10_000
-    """math_strict and math_verify read only the last characters of a response, up to this number."""
+    """math_strict reads only the last characters of a response, up to this number."""
     threshold: float = POSITIVE
     """A response is correct (positive) if the reward is above the threshold. Used by adaptive sampling, RAFT, the
     advantage "signed" and pass rates."""

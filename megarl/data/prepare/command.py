@@ -50,8 +50,6 @@ class Data(Recipe):
     """Share of prompts that go to heldout.jsonl, chosen by a hash of the prompt."""
     overwrite: bool = False
     """Replace the files of an earlier call."""
-    reward: Literal["math_strict", "math_verify", "exact_match"] = "math_strict"
-    """Count the answers that this reward cannot read; exact_match reads all."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.data.prepare.prepare import prepare_and_show

@@ -1,7 +1,6 @@
 """Write the prompt files that ``[data]`` reads, from JSONL, JSON, Parquet, dataset folders and hub names."""
 
 import hashlib
-import importlib.util
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -176,12 +175,13 @@ def _shape(prompt: Any, recipe: Recipe, has_chat: bool, place: str) -> str | lis
     return [*([{"role": "system", "content": recipe.system}] if recipe.system is not None else []), *messages]
 
 
-def count_unreadable(files: Iterable[Path], reward: str) -> Iterator[str]:
-    """Yield how many answers of prepared files a reward cannot read, or reads as text only, with the first answer."""
+def count_unreadable(files: Iterable[Path]) -> Iterator[str]:
+    """Yield how many answers of prepared files math_strict cannot read, or reads as text only, with the first one."""
     answers = [(place, record["answer"]) for file in files for place, record in read_records(file)]
-    faults = {f"cannot be read by the reward {reward}": cache(lambda answer: not can_read_answer(answer, reward))}
-    if reward == "math_strict":
-        faults["must be spelled in the same way, because math_strict does not know what they say"] = cache(is_spelling)
+    faults = {
+        "cannot be read by the reward math_strict": lambda answer: not can_read_answer(answer),
+        "must be spelled in the same way, because math_strict does not know what they say": is_spelling,
+    }
     for fault, has_fault in faults.items():
         faulty = [(place, answer) for place, answer in answers if has_fault(answer)]
         first = "".join(f", first: {place} {answer!r:.80}" for place, answer in faulty[:1])
@@ -196,10 +196,7 @@ def prepare_and_show(command: Data) -> None:
     written = {key: command.out / name for name, key in ((TRAIN, "train"), (HELDOUT, "heldout")) if counts[key]}
     for key, path in written.items():
         print(printable(f"{path}: {counts[key]} prompts"))
-    if command.reward == "math_verify" and importlib.util.find_spec("math_verify") is None:
-        print("answers were not tried: pip install math-verify")
-    elif command.reward != "exact_match":
-        print(*map(printable, count_unreadable(written.values(), command.reward)), sep="\n")
+    print(*map(printable, count_unreadable(written.values())), sep="\n")
     lines = [f"{key} = {json.dumps(str(path), ensure_ascii=False)}" for key, path in written.items()]
     if arguments := _read_arguments(command.chat_template_args):
         lines.append(f"chat_template_args = {as_toml(arguments)}")

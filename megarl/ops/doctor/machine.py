@@ -18,7 +18,7 @@ from megarl.ops.doctor.report import Finding
 from megarl.ops.doctor.trial import run_trial
 
 _TRAIN = (
-    *("torch", "accelerate", "aiohttp", "datasets", "einops", "httpx", "math-verify", "pebble", "plotly", "psutil"),
+    *("torch", "accelerate", "aiohttp", "datasets", "einops", "httpx", "pebble", "plotly", "psutil"),
     *("rich", "safetensors", "tensorboard", "tomli-w", "transformers"),
 )
 """What the extra ``train`` installs, beside Megatron-Core."""

@@ -27,7 +27,7 @@ TIME_LIMIT_S = 900.0
 _MARK = "megarl-trial "
 Attempt = Callable[[], object]
 """Raises the problem; a returned dictionary holds facts, such as a note."""
-_SINGLE = ("psutil", "safetensors", "transformers", "datasets", "math_verify", "pebble", "torch.utils.tensorboard")
+_SINGLE = ("psutil", "safetensors", "transformers", "datasets", "sympy", "pebble", "torch.utils.tensorboard")
 """Modules that the trainer imports late, or behind another module; each is tried alone."""
 
 

@@ -41,7 +41,7 @@ _COMMON = (
 _PLACES = ("model.path", "checkpoint")
 """Places of weights. Weights are compared by content."""
 _CHECKPOINT = ("manifest.json", "conversion.json", ".metadata", "common.pt")
-_PACKAGES = ("megarl", "torch", "transformers", "megatron-core", "numpy", "math-verify", "datasets")
+_PACKAGES = ("megarl", "torch", "transformers", "megatron-core", "numpy", "sympy", "datasets")
 
 
 def common_settings(request: EvalRequest, checkpoint: Path | None) -> Json:
