@@ -21,7 +21,7 @@ from megarl.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.data.prompt_table import PromptTable
+    from megarl.data.prompts import Prompt
 
 HELDOUT = "heldout"
 """Name of the benchmark of ``data.heldout``."""
@@ -98,7 +98,7 @@ def choose(words: Sequence[str], config: Config, template: str | None = None) ->
     )
 
 
-def load(benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, config: Config) -> PromptTable:
+def load(benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, config: Config) -> list[Prompt]:
     """Return the prompts of a benchmark, at most ``eval.max_prompts``. DataError if the hub cannot be reached."""
     from megarl.data.prompts import load_prompts  # needs transformers
 

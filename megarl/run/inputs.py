@@ -25,7 +25,6 @@ from megarl.config.trust import PLUGS
 from megarl.data.benchmarks import HELDOUT, choose
 from megarl.data.records import read_records, require_file
 from megarl.errors import ConfigError
-from megarl.files.tensor_file import MOST_HEADER_BYTES
 from megarl.files.writing import read_record, sha256_of, write_atomically
 
 INPUTS = "inputs.json"
@@ -37,7 +36,7 @@ _TOKENIZER = (
     *("chat_template*", "*.jinja", "*.py"),
 )
 _MODULE = re.compile(r"\b([A-Za-z_][\w.]*):[A-Za-z_]\w*")
-_WHOLE_BYTES, _BLOCK_BYTES, _BLOCKS = 64 << 20, 64 << 10, 64
+_WHOLE_BYTES, _HEADER_BYTES, _BLOCK_BYTES, _BLOCKS = 64 << 20, 100_000_000, 64 << 10, 64
 
 
 def bind_inputs(config: Config, folder: Path, goes_on: bool, tell: Callable[[str], None]) -> list[str]:
@@ -125,7 +124,7 @@ def _sample(file: Path, size: int) -> Iterator[bytes]:
     with file.open("rb") as stream:
         length = stream.read(8)
         yield length
-        yield stream.read(min(int.from_bytes(length, "little"), MOST_HEADER_BYTES))
+        yield stream.read(min(int.from_bytes(length, "little"), _HEADER_BYTES))
         for number in range(_BLOCKS):
             stream.seek((size - _BLOCK_BYTES) * number // (_BLOCKS - 1))
             yield stream.read(_BLOCK_BYTES)

@@ -154,18 +154,6 @@ class TestRows:
         with pytest.raises(DataError, match=r"train\.jsonl:2: the response \('response'\) holds '</think>', token"):
             load_demonstrations(path, short, chat_template=chat)
 
-    def test_a_table_of_another_model_is_not_taken(
-        self, short: PreTrainedTokenizerBase, write_jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        monkeypatch.setattr("megarl.data.prompt_table.SHARED_FROM_BYTES", 1)
-        path = write_jsonl({"prompt": "1 </think>", "answer": "1"})
-        padded = load_tokenizer(write_family(tmp_path / "other", "qwen3", num_rows=1024), "model.path")
-        assert len(load(path, padded)) == 1
-        assert len(list((tmp_path / "cache").rglob("*.prompts"))) == 1
-        with pytest.raises(DataError, match="rows"):
-            load(path, short)
-
     def test_an_end_token_without_a_row_is_refused(self, tmp_path: Path, write_jsonl: Write) -> None:
         folder = write_family(tmp_path / "model", "qwen3", eos_token="</think>")
         rows = json.loads((folder / "config.json").read_text())["vocab_size"]

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 from megarl.config import Config
 from megarl.data.benchmarks import Benchmark, choose, load
 from megarl.data.judge import Judge
-from megarl.data.prompt_table import PromptTable
 from megarl.data.prompts import Prompt
 from megarl.data.tokenizer import load_model_tokenizer
 from megarl.engines.player import Draw, Key, Player, Sample
@@ -117,7 +116,7 @@ class RunInputs:
     """What a run reads before sampling. ``megarl doctor`` reads it too."""
 
     tokenizer: PreTrainedTokenizerBase
-    prompts: PromptTable
+    prompts: Sequence[Prompt]
     judge: Judge
     player: Player
     benchmarks: dict[str, PlayedBenchmark]
