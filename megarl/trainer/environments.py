@@ -114,10 +114,10 @@ def _tool(name: str, config: EnvironmentConfig) -> Tool:
             wall_s=config.python_s,
             cpu_s=max(1, round(config.python_s)),
             memory_bytes=config.python_memory_mb << 20,
-            num_processes=None if config.python_processes < 0 else config.python_processes,
+            num_processes=config.python_processes,
             output_bytes=config.python_output_kb << 10,
         )
-        return PythonTool(limits, limits_alone=config.python_limits_alone)
+        return PythonTool(limits)
     tool: Tool = _make("environment.tools", name, {}, "calculator, python")
     if not callable(tool) or not isinstance(getattr(tool, "name", None), str):
         raise ConfigError(f"environment.tools: {name!r} made a {type(tool).__name__}, expected a tool with a name")

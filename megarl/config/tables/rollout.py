@@ -114,12 +114,8 @@ class EnvironmentConfig(Table):
     """Memory of each process of the Python tool."""
     python_output_kb: PositiveInt = 16
     """Longest output of the Python tool."""
-    python_processes: int = Field(default=8, ge=-1)
-    """Processes and threads of the Python tool besides the first process; -1 = no limit, with python_limits_alone
-    only."""
-    python_limits_alone: bool = False
-    """Run the Python tool under resource limits without isolation, where bubblewrap does not work: the model's code
-    then has the network and the user's files."""
+    python_processes: int = Field(default=8, ge=0)
+    """Processes and threads of the Python tool besides the first process."""
 
     def rows(self) -> Iterable[Row]:
         yield (

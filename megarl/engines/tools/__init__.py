@@ -5,7 +5,7 @@
     calculator     a tool for arithmetic
     python_tool    a tool for Python
     sandbox        starts the process of a Python call; bootstrap is the first code inside
-    seccomp        filters system calls; cgroup limits memory; leftovers ends the processes of killed runs
+    seccomp        filters system calls
 
 Outside of this room, code imports ``protocol`` alone; ``megarl.trainer.environments`` makes tools from a configuration.
 """

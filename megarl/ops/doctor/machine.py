@@ -63,7 +63,7 @@ def check_machine(
     checks += [_check_te(releases["transformer-engine"], facts)]
     if config is None or (config.rollout.engine_kind.server and not config.sglang.urls):
         checks.append(_check_sglang(config, releases["sglang"]))
-    if config is None or ("python" in config.environment.tools and not config.environment.python_limits_alone):
+    if config is None or "python" in config.environment.tools:
         checks += _check_bubblewrap(is_needed=config is not None)
     return checks, has_te
 
