@@ -24,7 +24,7 @@ from megarl.config import file as config_file
 from megarl.config import megatron_fields
 from megarl.core.replay_blockers import REPLAY_BLOCKERS
 from megarl.data.tiny import write_sort_task, write_tiny_model
-from megarl.engines.sglang.versions import CAPABILITIES, FAULTS
+from megarl.engines.sglang.versions import FAULTS
 from megarl.errors import ConfigError
 from megarl.ops import doctor
 from megarl.ops.doctor import inputs, machine, trial
@@ -80,7 +80,7 @@ def test_this_environment_is_ready(shown):
         assert blocker.setting in text
         assert blocker.reason in text
     assert "0.5.7 to 0.5.23" in text
-    for name in (*(entry.name for entry in CAPABILITIES), *(fault.name for fault in FAULTS)):
+    for name in (fault.name for fault in FAULTS):
         assert name in text
 
 
@@ -256,15 +256,15 @@ class TestSGLang:
 
     def test_servers_that_run_are_asked_each(self, path: Path, shown):
         good = {"version": "0.5.23", "device": "cuda", "tp_size": 1, "api_key": "x"}
-        old = {"version": "0.5.8", "enable_eplb": True}
-        with self.server(good) as first, self.server(old, "/get_server_info") as second:
+        old = {"version": "0.5.21", "enable_watermark": True}
+        with self.server(good) as first, self.server(old) as second:
             assert shown(path, {"sglang.urls": [first]})[0] == 0
             code, text = shown(path, {"sglang.urls": [first, second, "http://127.0.0.1:9"]})
             wrong_tp = shown(path, {"sglang.urls": [first], "sglang.tp": 2})
         assert code == 1
         assert text.splitlines()[0].count("server http") == 2
         words = " ".join(text.split())
-        assert "SGLang 0.5.8: with expert-parallel load balancing" in words
+        assert "SGLang 0.5.21: with --enable-watermark" in words
         assert "no SGLang server answers at http://127.0.0.1:9" in words
         assert wrong_tp[0] == 1
         assert "--tp-size 1, expected 2" in wrong_tp[1]

@@ -32,7 +32,6 @@ CONVERT_BYTES, CACHE_BYTES = 32 << 20, 1 << 20
 FUSED = ("q_a_proj", "kv_a_proj_with_mqa")
 """Halves of a projection: a single parameter in SGLang's models with latent attention."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AS_IT_IS = WeightForm()
 
 
@@ -49,8 +48,8 @@ class Stack:
     shape: tuple[int, ...]
     start: int = 0
     """First byte."""
-    checks: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Sums of bits and finiteness of the tensors, in windows."""
+    checks: list[torch.Tensor] = field(default_factory=list)
+    """Finiteness of the tensors, in windows."""
 
     @property
     def row_bytes(self) -> int:
@@ -81,10 +80,8 @@ class Bucket:
         """uint8 [bytes], a copy of the tensors, on their device."""
         for is_fp8, sources, stacks in stacked:
             self._fill(form, is_fp8, sources, stacks)
-        checks = [checked for stack in self.stacks for checked in stack.checks]
-        self.sums, self.finite = (torch.cat(column) for column in zip(*checks, strict=True))
-        """int64 [tensors], sums of the bits of each tensor, to compare two updates. bool [tensors], whether all values
-        are finite."""
+        self.finite = torch.cat([checked for stack in self.stacks for checked in stack.checks])
+        """bool [tensors], whether all values are finite."""
         self.ready = torch.cuda.Event() if self.flat.is_cuda else None
         """Event after the work that fills a bucket on a GPU; None: the bucket is full."""
         if self.ready is not None:
@@ -97,7 +94,7 @@ class Bucket:
             places = [self.rows(stack)[window] for stack in stacks]
             form.fill(sources[window], is_fp8, *places)
             for stack, place in zip(stacks, places, strict=True):  # the rows are still in the cache
-                stack.checks.append((_add_bits(place, stack), _are_finite(place)))
+                stack.checks.append(_are_finite(place))
 
     def rows(self, stack: Stack) -> torch.Tensor:
         """[n, *shape], the memory of its tensors."""
@@ -167,14 +164,6 @@ class Staging:
             oldest = self._allocate(max(num_bytes, self._least), device)
         self._held.append(oldest)
         return oldest[:num_bytes]
-
-
-def _add_bits(rows: torch.Tensor, stack: Stack) -> torch.Tensor:
-    """int64 [n], sums of the integers in the bytes of each row, independent of the row's place."""
-    width = math.gcd(stack.row_bytes, 8)
-    octets = rows.view(-1).view(torch.uint8)
-    bits = (octets.clone() if stack.start % width else octets).view(_INTEGERS[width])
-    return bits.view(len(rows), -1).sum(1, dtype=torch.int64)
 
 
 def _are_finite(rows: torch.Tensor) -> torch.Tensor:
@@ -280,29 +269,21 @@ class Intake:
         last bucket, so that the host waits for the device once. max_bytes: of a bucket; None: ``max_bytes`` of the
         intake.
         """
-        self._names: list[str] = []
-        self._sums: list[torch.Tensor] = []
         return self.making.over(self._buckets(tensors, allocate, self.max_bytes if max_bytes is None else max_bytes))
 
     def _buckets(self, tensors: Iterable[Named], allocate: Allocate, max_bytes: int) -> Iterator[Bucket]:
-        finite = [torch.ones(0, dtype=torch.bool)]
+        names, finite = list[str](), [torch.ones(0, dtype=torch.bool)]
         checked = self._check(self.gathering.over(tensors))
         for bucket in split_into_buckets(checked, max_bytes, self.shapes, allocate, self.form):
-            self._names += bucket.names
+            names += bucket.names
             finite.append(bucket.finite)
-            self._sums.append(bucket.sums)
             yield bucket
         whole = torch.cat([flags.to(finite[-1].device) for flags in finite]).tolist()
-        if bad := [name.removesuffix(SCALE) for name, ok in zip(self._names, whole, strict=True) if not ok]:
+        if bad := [name.removesuffix(SCALE) for name, ok in zip(names, whole, strict=True) if not ok]:
             raise WeightSyncError(
                 f"{len(bad)} of {len(self.shapes)} tensors hold NaN or infinite values, for example {bad[0]}: "
                 "look at the trainer's weights"
             )
-
-    def sums(self) -> tuple[int, ...]:
-        """Return ``Bucket.sums`` in the order of the names. The host waits for the device."""
-        sums = torch.cat(self._sums).tolist() if self._sums else []
-        return tuple(number for _, number in sorted(zip(self._names, sums, strict=True)))
 
     def _check(self, tensors: Iterable[Named]) -> Iterator[Named]:
         outstanding = dict(self.shapes)

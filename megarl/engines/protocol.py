@@ -128,7 +128,7 @@ class Engine(Protocol):
         """Counts of this rank in the last ``converse``; empty without servers.
 
         wrong_answers: refused answers, requested again. refused_requests: requests that a server did not serve (HTTP
-        408, 413, 429, 5xx), sent again. retractions: running responses that a full server has computed twice.
+        408, 413, 429, 5xx), sent again.
         """
         return {}
 

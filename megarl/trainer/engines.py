@@ -103,7 +103,6 @@ def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEng
     fp8: FP8Form = "blocks" if settings.fp8 else "rounded" if config.rollout.fp8_rounding else "off"
     client = ClientSettings(
         concurrency=settings.concurrency,
-        clients=dist.get_world_size(),
         deadline_s=settings.deadline_s,
         attempts=settings.attempts,
         api_key=key,
@@ -223,7 +222,6 @@ def _make_fleet(
         tp=settings.tp,
         api_key=key,
         routes=servers_record(config),
-        nucleus=config.rollout.top_p < 1,
         source=source,
         served=_served_model(config, folder),
         transport=transport,

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import pickle
-import random
 import re
 import struct
 import sys
@@ -153,9 +152,7 @@ class StandIn:
             return 200, {"ranks": [{"checksums": {"w": str(sorted(self.weights))}}]}
         elif path in ("generate", "health"):
             self.running.wait()
-            noise = control.get("noise", 0.0) * random.random()
-            scores = [[None, 0, None], *([-1.0 - sum(self.weights) - noise, token, None] for token in range(31))]
-            return 200, {"meta_info": {"input_token_logprobs": scores}, "is": [self.version, sorted(self.weights)]}
+            return 200, {"is": [self.version, sorted(self.weights)]}
         return 200, {"success": True}
 
 

@@ -415,16 +415,3 @@ def test_closed_engine_refuses(model_path: Path) -> None:
         engine.generate(make_requests(1), PARAMS)
     with pytest.raises(RolloutError, match="closed"):
         engine.update_weights([], 1)
-
-
-def test_weights_that_somebody_writes_into_the_engine_are_found(model_path: Path) -> None:
-    engine = LocalEngine.from_pretrained(model_path)
-    assert not engine.prove_weights()
-    engine._model.get_output_embeddings().weight.mul_(1.001)
-    with pytest.raises(WeightSyncError, match=r"weight in the local engine is not what was sent as version 0"):
-        engine.prove_weights()
-    sent = load_file(model_path / "model.safetensors")
-    engine.update_weights(sent.items(), 1)
-    for tensor in sent.values():
-        tensor.zero_()  # the sender's memory is its own
-    assert not engine.prove_weights()

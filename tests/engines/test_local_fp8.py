@@ -105,7 +105,6 @@ def test_the_engine_computes_what_is_written_by_hand(wide: Path, experts: str | 
     same = [(rollout.routed_experts == oracle.routes(rollout.tokens)).mean() for rollout in rollouts]
     assert np.mean(same) > 0.98  # routers read what is not rounded
     engine.update_weights(load_file(wide / "model.safetensors").items(), 3)  # the memory that is recognised stays
-    assert engine.prove_weights() is False
     assert equal_share(engine.generate(make_requests(4), PARAMS), oracle) > 0.95
 
 

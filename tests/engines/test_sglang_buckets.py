@@ -200,40 +200,6 @@ def test_a_stopwatch_counts_the_time_of_the_iterator_alone():
     assert 0.06 <= watch.seconds <= time.monotonic() - started - 0.29
 
 
-def bits_by_loops(tensor: torch.Tensor) -> int:
-    """The little-endian integers of 8 bytes, or of as many as divide the tensor, added modulo 2^64."""
-    raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    width = next(width for width in (8, 4, 2, 1) if len(raw) % width == 0)
-    total = sum(int.from_bytes(raw[at : at + width], "little", signed=True) for at in range(0, len(raw), width))
-    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def test_sums_are_those_of_the_bits_of_each_tensor():
-    given_ = {"a": torch.randn(4, 6), "b": torch.randn(2, 2).double(), "c": torch.randn(4, 6), "d": torch.randn(8)}
-    bucket = Bucket(given_.items())
-    assert bucket.names == ["b", "a", "c", "d"]
-    assert bucket.sums.tolist() == [bits_by_loops(given_[name]) for name in bucket.names]
-    odd = Bucket([("x", torch.randn(3).bfloat16()), ("y", torch.randn(5).bfloat16())])
-    assert odd.sums.tolist() == [bits_by_loops(tensor) for _, tensor in odd.tensors()]
-    given_["c"][3, 5] = given_["c"][3, 5].nextafter(torch.tensor(9.0))
-    changed = Bucket(given_.items()).sums != bucket.sums
-    assert changed.tolist() == [False, False, True, False]
-
-
-@pytest.mark.parametrize("fp8", ["off", "blocks"])
-def test_sums_of_an_update_do_not_depend_on_its_buckets(fp8: str):
-    """A server's shared memory has another size left for each update."""
-    shapes = {"a.q_proj.weight": (3, 5), "b.norm.weight": (4,), "c.q_proj.weight": (4, 6), "d.bias": (8,)}
-    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
-    found = set()
-    for max_bytes in (1, 60, 100, 1000):
-        intake = Intake(shapes, 1, WeightForm(torch.bfloat16, fp8), max_bytes)  # type: ignore[arg-type]
-        assert [bucket.names for bucket in intake.buckets(tensors.items())]
-        found.add(intake.sums())
-    assert len(found) == 1
-    assert len(set(*found)) == 4 + 2 * (fp8 == "blocks")
-
-
 @pytest.mark.parametrize("fp8", ["off", "rounded", "blocks"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("bad", ["model.layers.0.mlp.experts.1.up_proj.weight", "model.norm.weight"])

@@ -1,4 +1,4 @@
-"""A real server gets a signal inside a step of an update; the other one is updated, and none of them waits for it."""
+"""A real server gets a signal inside a step of an update; the other one is updated."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def pair(sglang_spec: ServerSpec, tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.mark.parametrize(
     ("number", "step"), [(signal.SIGTERM, "version"), (signal.SIGKILL, "flush"), (signal.SIGSTOP, "pause")]
 )
-def test_an_update_waits_for_no_server_that_gets_a_signal(
+def test_an_update_goes_on_without_a_server_that_gets_a_signal(
     pair: Pair, number: signal.Signals, step: str, sglang_model: Path
 ):
     weights = noisy(sglang_model, int(number))
@@ -104,8 +104,7 @@ def test_an_update_waits_for_no_server_that_gets_a_signal(
     print(f"{number.name} at {step}: {seconds:.1f} s", *pair.told, sep="\n")
     assert pair.fleet.members[0].holds is pair.fleet.last is not None
     (line,) = [line for line in pair.told if "in a weight update" in line]
-    # Half of the servers is one: what is late beside it is not waited for until its deadline.
-    assert "is late" in line if number == signal.SIGSTOP else "stops or has gone" in line
+    assert ("hangs" if number == signal.SIGSTOP else "stops or has gone") in line
     pair.until_back()
     oracle = oracle_of(sglang_model, weights)
     assert logprob_gap(pair.engine.generate(make_requests(6), PARAMS), oracle) < CLOSE

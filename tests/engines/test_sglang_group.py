@@ -29,12 +29,11 @@ from megarl.engines.sglang.fleet import Fleet
 from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
-from megarl.engines.sglang.transports import deadlines, tensor
+from megarl.engines.sglang.transports import tensor, threads
 from megarl.engines.sglang.transports.broadcast import Broadcast, broadcast
 from megarl.engines.sglang.transports.process_group import BroadcastGroup
 from megarl.engines.sglang.transports.sender import WeightSender
 from megarl.engines.sglang.transports.tensor import send_tensors
-from megarl.engines.sglang.versions import parse_version
 from megarl.engines.weights import WeightForm
 from megarl.errors import WeightSyncError
 
@@ -64,11 +63,10 @@ def test_a_server_that_does_not_come_is_named():
 def test_a_server_with_another_number_of_ranks_is_an_error_and_stays_usable(
     updated_server: Server, hostile_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    release = parse_version(updated_server.version)
-    sender = WeightSender(updated_server.url, release, tp=2)
+    sender = WeightSender(updated_server.url, tp=2)
     sender.begin()
     with monkeypatch.context() as patch:
-        patch.setattr(deadlines, "CONTROL_S", 3.0)
+        patch.setattr(threads, "CONTROL_S", 3.0)
         with pytest.raises(WeightSyncError, match="group"):
             broadcast([sender], Bucket(noisy(hostile_model, 1).items()))
     sender.close()
@@ -113,7 +111,7 @@ def test_a_server_that_is_lost_in_the_middle_of_a_broadcast_gets_the_weights_whe
 ):
     """The other server is not kept waiting, and both have the same weights in the end."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1 << 15)
-    monkeypatch.setattr(deadlines, "CONTROL_S", 10.0)
+    monkeypatch.setattr(threads, "CONTROL_S", 10.0)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # as under torchrun
     spec = replace(sglang_spec, model_path=hostile_model, log_file=tmp_path / "log")
     told: list[str] = []
@@ -161,9 +159,11 @@ def test_a_server_that_is_lost_in_the_middle_of_a_broadcast_gets_the_weights_whe
 
 @pytest.mark.sglang
 def test_weights_that_somebody_else_has_sent_are_found_and_replaced(updated_server: Server, hostile_model: Path):
-    """Under the same name, and with keys and values of the old weights in the cache; no checksums are compared."""
+    """Under the same name, and with keys and values of the old weights in the cache."""
     told: list[str] = []
-    fleet = Fleet(urls=[updated_server.url], source=hostile_model, tell=told.append)
+    fleet = Fleet(
+        urls=[updated_server.url], source=hostile_model, tell=told.append, settings=FleetSettings(checksums=True)
+    )
     config = json.loads((hostile_model / "config.json").read_text())
     engine = SGLangEngine(fleet.start(), config, fleet=fleet, form=WeightForm(torch.float32))
     weights = noisy(hostile_model, 1)
@@ -171,7 +171,7 @@ def test_weights_that_somebody_else_has_sent_are_found_and_replaced(updated_serv
     assert not engine.prove_weights()
     engine.generate(make_requests(8, copies=4), PARAMS)
     assert not engine.prove_weights()
-    foreign = WeightSender(updated_server.url, parse_version(updated_server.version))
+    foreign = WeightSender(updated_server.url)
     foreign.begin()
     send_tensors(foreign, Bucket((name, tensor * 1.02) for name, tensor in weights.items()))
     foreign.post("end_weight_update", {})

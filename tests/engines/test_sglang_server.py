@@ -22,7 +22,6 @@ from sglang_oracle import CLOSE
 from transformers import AutoModelForCausalLM
 
 from megarl.engines.sglang import server as sglang_server
-from megarl.engines.sglang.http import Places, server_info
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import CPU_SHIM, PLUGIN, ServerSpec, command, environment, free_port, write_config
 from megarl.errors import ConfigError, RolloutError
@@ -194,18 +193,11 @@ def forward_passes(server: Server) -> int:
 
 @pytest.mark.sglang
 @pytest.mark.gate
-def test_a_real_server_responds_without_a_forward_pass_and_says_what_it_can_run(sglang_server: Server):
+def test_the_health_check_of_a_real_server_generates_a_token(sglang_server: Server):
     httpx.post(f"{sglang_server.url}/flush_cache", timeout=600.0)
     before = forward_passes(sglang_server)
-    assert sglang_server.responds()
-    assert sglang_server.responds()
-    assert forward_passes(sglang_server) == before
     assert sglang_server.healthy()
     assert forward_passes(sglang_server) == before + 1
-    places = Places.of(server_info(sglang_server.url, None))
-    assert places is not None
-    assert places.requests >= 64
-    assert places.tokens >= 1024
 
 
 @pytest.mark.sglang

@@ -271,7 +271,7 @@ def test_a_server_that_failed_to_come_back_does_not_end_the_next_update(
     fleet = Fleet([spec])
     (member,) = fleet.members
     member.url = "http://127.0.0.1:9"
-    member.connection = WeightSender(member.url, (0, 5, 23))
+    member.connection = WeightSender(member.url)
     member.process = server = Server(spec)
     for name in ("start", "wait_ready", "kill"):
         monkeypatch.setattr(server, name, lambda *_: None)

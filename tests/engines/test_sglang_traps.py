@@ -26,7 +26,6 @@ from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports.sender import WeightSender
 from megarl.engines.sglang.transports.tensor import payload_of, send_tensors
-from megarl.engines.sglang.versions import parse_version
 from megarl.files.moe_shape import MoeShape
 
 pytestmark = pytest.mark.sglang
@@ -49,7 +48,7 @@ def oracles(hostile_model: Path, weights: list[Weights]) -> list[Oracle]:
 @pytest.fixture
 def sender(updated_server: Server, weights: list[Weights]) -> Iterator[WeightSender]:
     """The server has the OLD weights."""
-    sender = WeightSender(updated_server.url, parse_version(updated_server.version))
+    sender = WeightSender(updated_server.url)
     sender.begin()
     send_tensors(sender, Bucket(weights[OLD].items()))
     sender.finish(OLD)

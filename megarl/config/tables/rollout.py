@@ -179,9 +179,8 @@ class SGLangConfig(Table):
     compact_routes: bool = True
     """Ask for routes in a compact form. Servers started by megarl have the compact form; running servers send the long
     form."""
-    concurrency: PositiveInt | None = None
-    """Most requests of a rank in flight at one server; default: the rank's share of the server's reported capacity, or
-    64 for a server that reports no capacity."""
+    concurrency: PositiveInt = 256
+    """Most requests of a rank in flight at one server, which queues what it has no room for."""
     deadline_s: PositiveFloat = 600.0
     """Longest time for one response; seconds."""
     attempts: PositiveInt = 4

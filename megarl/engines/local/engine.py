@@ -39,8 +39,6 @@ from megarl.models.hf_files import HFCheckpoint
 from megarl.models.names import is_fp32
 
 BUCKET_BYTES = 32 << 20
-PROVED_TENSORS = 8
-"""Tensors whose numbers ``prove_weights`` compares in a sample."""
 
 
 class LocalEngine(Engine):
@@ -91,8 +89,6 @@ class LocalEngine(Engine):
         if fp8_activations:
             hold_in_fp32(self._model, self._views)
             self._views = checkpoint_views(self._model)
-        names = list(self._views)[:: -(-len(self._views) // PROVED_TENSORS)]
-        self._proved = {name: _some_of(self._views[name]) for name in names}
         self._shapes = {name: tuple(view.shape) for name, view in self._views.items()}
         self._arithmetic = FP8Products(self._views, dtype) if fp8_activations else nullcontext()
         self._cache = FP8Cache if fp8_kv_cache else DynamicCache
@@ -100,7 +96,6 @@ class LocalEngine(Engine):
         # In float32, because bfloat16 would round a second time.
         self._form = WeightForm(torch.float32, "rounded") if fp8_rounding else WeightForm()
         self._max_batch_size = max_batch_size
-        self._sent: dict[str, torch.Tensor] = {}
         self._version = -1
         self._missing: str | None = "no weights have arrived yet"
         self._closed = False
@@ -136,19 +131,8 @@ class LocalEngine(Engine):
         for bucket in Intake(self._shapes, version, self._form, BUCKET_BYTES).buckets(moved):
             views = [self._views[name] for name in bucket.names]
             torch._foreach_copy_(views, [tensor for _, tensor in bucket.tensors()])
-        self._sent = {name: numbers.clone() for name, numbers in self._proved.items()}
         self._version = version
         self._missing = None
-
-    def prove_weights(self) -> bool:
-        """See ``Engine.prove_weights``. WeightSyncError if sampled numbers differ from the last update."""
-        for name, sent in self._sent.items():
-            if not torch.equal(self._proved[name], sent):
-                raise WeightSyncError(
-                    f"{name} in the local engine is not what was sent as version {self._version}: something in this "
-                    "process has written into the engine's model, and its responses cannot be trained"
-                )
-        return False
 
     def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
         """See ``Engine.converse``. Samples once every episode waits, so batches do not depend on timing.
@@ -187,17 +171,12 @@ class LocalEngine(Engine):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._views = self._proved = {}
+            self._views = {}
             del self._model, self._recorder
 
     def _require_open(self) -> None:
         if self._closed:
             raise RolloutError("the engine is closed: build a new one")
-
-
-def _some_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view of up to 5 numbers per dimension."""
-    return tensor[tuple(slice(None, None, -(-size // 5)) for size in tensor.shape)]
 
 
 class BatchSession(Session):

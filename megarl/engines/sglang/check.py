@@ -9,7 +9,7 @@ from typing import Any
 from megarl.config import Config
 from megarl.engines.sglang.http import key_named, server_info
 from megarl.engines.sglang.spec import SERVER_DTYPES, ServerSpec, command
-from megarl.engines.sglang.versions import CAPABILITIES, can, check_server, installed_release, parse_arguments
+from megarl.engines.sglang.versions import CHECKSUMS_ON_CPU, check_server, installed_release, parse_arguments
 from megarl.errors import MegarlError
 from megarl.models.fit import servers_record
 
@@ -24,8 +24,6 @@ class Examined:
     """Path of the interpreter, or URL."""
     release: str | None = None
     """None: unknown."""
-    able: tuple[str, ...] = ()
-    """Names of the release's capabilities, see ``versions.CAPABILITIES``."""
     warnings: tuple[str, ...] = ()
     problem: str | None = None
     """Why a run would refuse the server, and the remedy; None: no problem."""
@@ -54,12 +52,10 @@ def _check(config: Config, place: str) -> Examined:
         else:
             info = _predict_info(config, place)
         release = str(info.get("version"))
-        needs = config.sglang.tp, servers_record(config), config.rollout.top_p < 1, Path(config.model.path)
-        version, warnings = check_server(info, *needs)
+        version, warnings = check_server(info, config.sglang.tp, servers_record(config))
     except MegarlError as error:
         return Examined(place, release, problem=str(error))
     problem = None
-    if config.sglang.checksums and info.get("device") == "cpu" and not can(version, "checksums_on_cpu"):
+    if config.sglang.checksums and info.get("device") == "cpu" and version < CHECKSUMS_ON_CPU:
         problem = f"SGLang {release} gives no checksums on a CPU: take a later one, or sglang.checksums = false"
-    able = tuple(entry.name for entry in CAPABILITIES if can(version, entry.name))
-    return Examined(place, release, able, tuple(warnings), problem)
+    return Examined(place, release, tuple(warnings), problem)

@@ -2,7 +2,7 @@
 
 - **start** starts the servers and waits until every server answers or has failed.
 - **update** sends new weights to all servers that answer, at once, and keeps a copy.
-- **prove** asks all servers whether they still have the weights of the update.
+- **prove** asks all servers whether they still have the weights of the update, by their checksums.
 - **a keeper** per server restarts a dead server, and sends the copy.
 
 An absent server delays nothing: an update includes only the servers that answer.
@@ -17,16 +17,14 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from megarl.engines.buckets import Bucket, Intake
-from megarl.engines.sglang.member import FleetState, Member, Update
+from megarl.engines.sglang.member import FleetState, Member, Update, find_changes
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
-from megarl.engines.sglang.transports.deadlines import GoneError, HangError, await_most
 from megarl.engines.sglang.transports.folder import WeightFolder
-from megarl.engines.sglang.transports.proof import Checksums
 from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Transport
-from megarl.engines.sglang.transports.sender import WeightSender
+from megarl.engines.sglang.transports.sender import Checksums, WeightSender
 from megarl.engines.sglang.transports.tensor import Tensors
-from megarl.engines.sglang.transports.threads import Line, in_thread
+from megarl.engines.sglang.transports.threads import GoneError, HangError, Line, in_thread
 from megarl.engines.weights import Named, WeightForm, checkpoint_shapes
 from megarl.errors import ConfigError, MegarlError, WeightSyncError
 
@@ -95,7 +93,7 @@ class Fleet(FleetState):
     def update(self, tensors: Iterable[Named], version: int, form: WeightForm) -> dict[str, float]:
         """Give all servers new weights in this form. Sending a bucket overlaps with making the next bucket.
 
-        Returns the seconds of the phases "gather", "quantise" and "send", and the "hidden" seconds of sending.
+        Returns the seconds of the phases "gather", "quantise" and "send".
         WeightSyncError if a server refuses the weights, or if ``tensors`` are not the checkpoint's. An absent or lost
         server gets the weights when it is back.
         """
@@ -110,9 +108,8 @@ class Fleet(FleetState):
                 if isinstance(place := self.settings.copies, Path) and (model := self.served or self.source):
                     delivery.folder = WeightFolder(place, model, version)
                 copy = self._deliver(buckets, delivery)
-                sums = intake.sums()
                 self.each(lambda sender: sender.finish(version))
-                last = Update(version, copy, self._compare_checksums(), sums)
+                last = Update(version, copy, self._compare_checksums())
                 self._each_member(lambda member: member.sender.take_memory("kv_cache"), self._resting)
                 self._resting = ()
                 self.each(lambda sender: sender.resume())
@@ -127,22 +124,25 @@ class Fleet(FleetState):
             self.updating.clear()
         gather, making = intake.gathering.seconds, intake.making.seconds
         send = time.perf_counter() - started - making
-        return {"gather": gather, "quantise": making - gather, "send": send, "hidden": line.busy_s - line.awaited_s}
+        return {"gather": gather, "quantise": making - gather, "send": send}
 
     def prove(self) -> bool:
-        """Ask all servers whether they have the weights of the last update; no rank may sample meanwhile.
+        """Compare the checksums of all servers with those of the last update, if the update compared checksums.
 
         Returns whether foreign code has changed the weights of a server. All servers then have the right weights again,
-        but responses since the update are wrong.
+        but responses since the update are wrong. No rank may sample meanwhile.
         """
         last, changed = self.last, list[Member]()
+        if last is None or (expected := last.checksums) is None:
+            return False
 
         def ask(member: Member) -> None:
-            if member.proof is not None and (change := member.proof.find_change(member.sender)) is not None:
+            if names := find_changes(member.sender.checksums(), expected):
                 self.tell(
-                    f"{member.url} does not compute with the weights that it was sent: {change}. Somebody else has "
-                    "changed them: what it has sampled since is dropped, and it gets the weights again. Give the "
-                    "servers an API key that only this run knows (sglang.api_key_env)"
+                    f"{member.url} does not compute with the weights that it was sent: {len(names)} checksums are "
+                    f"others, the first of {names[0]}. Somebody else has changed them: what it has sampled since is "
+                    "dropped, and it gets the weights again. Give the servers an API key that only this run knows "
+                    "(sglang.api_key_env)"
                 )
                 changed.append(member)
 
@@ -284,19 +284,17 @@ class Fleet(FleetState):
     ) -> list[Member]:
         """Run a step for all present members at once; return the members that have done the step.
 
-        The remaining members leave: they are late, hang, have gone, or refuse the step (``_raise_refusals``).
+        The remaining members leave: they hang, have gone, or refuse the step (``_raise_refusals``).
         """
         members = [member for member in self.present if among is None or member in among]
         steps = {member: in_thread(partial(step, member), daemon) for member in members}
-        await_most(steps.values(), max((member.leniency for member in steps), default=1))
         for member, running in steps.items():
-            is_late = not running.done()
-            error = None if is_late else running.exception()
+            error = running.exception()
             if error is not None and not isinstance(error, WeightSyncError):
                 raise error
-            if is_late or isinstance(error, HangError | GoneError):
+            if isinstance(error, HangError | GoneError):
                 self.present.remove(member)
-                member.leave_update(error, must_end=self.transport.shares_gpu or bool(self._resting) or not daemon)
+                member.leave_update(error)
             elif error is not None:
                 self._refusals.append(partial(member.await_death, error, time.monotonic(), member.restarts))
                 self._release(member)  # its keeper need not wait for the end of the update

@@ -25,7 +25,7 @@ import httpx
 import psutil
 
 from megarl.config.addresses import url_host
-from megarl.engines.sglang.http import SERVER_INFO, authorization, server_info
+from megarl.engines.sglang.http import authorization, server_info
 from megarl.engines.sglang.spec import ServerSpec, command, environment, free_port, write_config
 from megarl.engines.sglang.versions import require_own
 from megarl.errors import RolloutError
@@ -129,20 +129,12 @@ class Server:
 
     def healthy(self, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
         """Whether the server passes its health check in time: a generated token, or a generation in progress."""
-        return self._get("health", timeout_s) == 200
-
-    def responds(self, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
-        """Whether the scheduler reports its state in time, without a forward pass."""
-        statuses = (self._get(path, timeout_s) for path in SERVER_INFO)
-        return next((status for status in statuses if status != 404), 404) == 200
-
-    def _get(self, path: str, timeout_s: float) -> int | None:
         headers = authorization(self.spec.api_key)
         try:  # verify: loading certificates takes longer than a plain HTTP request
-            answer = httpx.get(f"{self.url}/{path}", headers=headers, timeout=timeout_s, trust_env=False, verify=False)
+            answer = httpx.get(f"{self.url}/health", headers=headers, timeout=timeout_s, trust_env=False, verify=False)
         except httpx.HTTPError:
-            return None
-        return answer.status_code
+            return False
+        return answer.status_code == 200
 
     @property
     def version(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from megarl.config import Config, Layout, gpu_defaults
 from megarl.config import file as config_file
 from megarl.core.replay_blockers import REPLAY_BLOCKERS
-from megarl.engines.sglang.versions import CAPABILITIES, FAULTS, NEWEST, OLDEST, dotted
+from megarl.engines.sglang.versions import FAULTS, NEWEST, OLDEST, dotted
 from megarl.errors import ConfigError
 from megarl.models.fit import check_fit, wants_routes
 from megarl.models.shapes import ModelShape
@@ -69,26 +69,22 @@ def _blockers() -> Details:
 
 
 def _releases() -> Details:
-    rows = [(f"from {dotted(entry.since)}", entry.name, entry.meaning) for entry in CAPABILITIES]
-    rows += [
-        (f"to {dotted(fault.last)}" if fault.last else "all", fault.name, f"refused: {fault.meaning}")
-        for fault in FAULTS
-    ]
+    rows = [(fault.name, f"refused: {fault.meaning}") for fault in FAULTS]
     title = f"SGLang releases that megarl samples with: {dotted(OLDEST)} to {dotted(NEWEST)}"
-    return Details(title, ("releases", "name", "meaning"), rows)
+    return Details(title, ("name", "meaning"), rows)
 
 
 def _servers(config: Config) -> tuple[list[Finding], Details]:
-    """Return checks whether a run would accept its SGLang servers, and a table of the servers' capabilities."""
+    """Return checks whether a run would accept its SGLang servers, and a table of the servers' releases."""
     from megarl.engines.sglang.check import examine  # needs httpx and aiohttp
 
     checks, rows = [], []
     for server in examine(config):
-        rows.append((server.where, server.release or "-", ", ".join(server.able) or "-"))
+        rows.append((server.where, server.release or "-"))
         checks += [Finding(f"server {server.where}", "warning", warning) for warning in server.warnings]
         if server.problem is not None:
             checks.append(Finding(f"server {server.where}", "failed", server.problem))
-    return checks, Details("SGLang servers", ("where", "release", "can"), rows)
+    return checks, Details("SGLang servers", ("where", "release"), rows)
 
 
 def _layout_of(config: Config) -> Layout:

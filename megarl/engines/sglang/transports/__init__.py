@@ -11,7 +11,5 @@ Shared parts:
 
 protocol        the protocol of a transport: ``stream`` makes the buckets, ``send`` sends a bucket
 sender          control requests of an update to a server: pause, verify, resume
-proof           proof of the weights that a server computes with
-deadlines       time limits of the steps, and late servers
-threads         a line that sends a bucket during the making of the next bucket
+threads         time limits of the steps; a line that sends a bucket during the making of the next bucket
 """

@@ -7,11 +7,10 @@ import torch
 
 from megarl.config.addresses import url_host
 from megarl.engines.buckets import Bucket, Intake
-from megarl.engines.sglang.transports.deadlines import JOIN_S, deadline
 from megarl.engines.sglang.transports.process_group import BroadcastGroup, own_address
 from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Transport
 from megarl.engines.sglang.transports.sender import WeightSender
-from megarl.engines.sglang.transports.threads import in_thread
+from megarl.engines.sglang.transports.threads import JOIN_S, deadline, in_thread
 from megarl.engines.weights import Named
 from megarl.errors import WeightSyncError
 

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
 from megarl.config.addresses import url_host
-from megarl.engines.sglang.transports.deadlines import HangError, Patience
-from megarl.engines.sglang.transports.threads import in_thread
+from megarl.engines.sglang.transports.threads import HangError, in_thread
 from megarl.errors import WeightSyncError
 
 POLL_S = 0.002
@@ -56,11 +55,10 @@ class BroadcastGroup:
         self._await(in_thread(self._rendezvous, daemon=False), *servers_join)
 
     def _await(self, *sides: Future[None]) -> None:
-        patience = Patience()
         while not all(side.done() for side in sides):
-            self._raise_failure(patience, *sides)
+            self._raise_failure(*sides)
             time.sleep(POLL_S)
-        self._raise_failure(patience, *sides)
+        self._raise_failure(*sides)
 
     def _rendezvous(self) -> None:
         self._use_device()
@@ -86,12 +84,12 @@ class BroadcastGroup:
         """
         assert self._group is not None, "join first"
         self._use_device()
-        patience, failure = Patience(), None  # without frames, which would keep the group alive
+        failure = None  # without frames, which would keep the group alive
         try:
             work = dist.broadcast(flat, group_src=0, group=self._group, async_op=True)
             assert work is not None
             while not work.is_completed():
-                self._raise_failure(patience, *servers_receive)
+                self._raise_failure(*servers_receive)
                 time.sleep(POLL_S)
             work.wait()
         except WeightSyncError as error:  # a server refuses
@@ -120,16 +118,13 @@ class BroadcastGroup:
         if self.device.type == "cuda":  # each thread starts with device 0
             torch.cuda.set_device(self.device)
 
-    def _raise_failure(self, patience: Patience, *sides: Future[None]) -> None:
+    def _raise_failure(self, *sides: Future[None]) -> None:
         for side in sides:
             error = side.exception() if side.done() else None
             if isinstance(error, WeightSyncError):
                 raise error
             if error is not None:
                 raise self._failure(str(error))
-        num_done = sum(side.done() for side in sides)
-        if patience.is_over(num_done, len(sides) - num_done) and num_done < len(sides):
-            raise self._failure(f"{len(sides) - num_done} of {len(sides)} are late")
 
     def _failure(self, reason: str) -> HangError:
         return HangError(f"the {self.backend} group at {url_host(self.address)}:{self.port} failed: {reason}")

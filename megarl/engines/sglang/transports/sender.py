@@ -18,23 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 
-from megarl.engines.sglang.http import MODEL_INFO, authorization, read_object, request
-from megarl.engines.sglang.transports.deadlines import (
+from megarl.engines.sglang.http import authorization, read_object, request
+from megarl.engines.sglang.transports.process_group import BroadcastGroup
+from megarl.engines.sglang.transports.threads import (
     HEALTH_S,
     NOTICE_S,
-    SCORE_S,
     WHOLE_S,
     GoneError,
     HangError,
     deadline,
+    in_thread,
 )
-from megarl.engines.sglang.transports.process_group import BroadcastGroup
-from megarl.engines.sglang.transports.threads import in_thread
-from megarl.engines.sglang.versions import Version, can
 from megarl.errors import DataError, WeightSyncError
 
+Checksums = list[dict[str, str]]
+"""Checksums of each tensor-parallel rank: name -> checksum."""
 CPU = -1
 """Stands for the GPU of servers on a CPU."""
 STOPPING = (502, 503, 504)
@@ -44,15 +43,12 @@ STOPPING = (502, 503, 504)
 class WeightSender:
     """The updates of a server."""
 
-    def __init__(
-        self, url: str, version: Version, *, tp: int = 1, api_key: str | None = None, gpus: Sequence[int] = ()
-    ) -> None:
-        """version, tp: the server's release and tensor-parallel size.
+    def __init__(self, url: str, *, tp: int = 1, api_key: str | None = None, gpus: Sequence[int] = ()) -> None:
+        """tp: the server's tensor-parallel size.
 
         gpus: GPU of each tensor-parallel rank; empty if the server runs on CPUs or on another machine.
         """
         self.url = url
-        self.release = version
         self.tp = tp
         self.gpus = gpus or (CPU,) * tp
         self.group: BroadcastGroup | None = None
@@ -79,9 +75,8 @@ class WeightSender:
         Also closes the session of an interrupted update, even of an earlier trainer.
         """
         self.post("pause_generation", {"mode": "abort"})
-        if can(self.release, "update_session"):
-            self._ask("POST", "end_weight_update", {}, WHOLE_S)  # usually HTTP 400: no open session
-            self._in_session = False
+        self._ask("POST", "end_weight_update", {}, WHOLE_S)  # usually HTTP 400: no open session
+        self._in_session = False
         if self.group is not None and self.weight_version() != self._named:
             self.leave_group()  # the server was restarted, and is in no group
 
@@ -92,8 +87,8 @@ class WeightSender:
             self.group = None
 
     def open_session(self) -> None:
-        """Open the session of an update, unless a session is open or the release has no sessions."""
-        if not self._in_session and can(self.release, "update_session"):
+        """Open the session of an update, unless a session is open."""
+        if not self._in_session:
             self.post("begin_weight_update", {})
             self._in_session = True
 
@@ -143,7 +138,7 @@ class WeightSender:
         """Allocate "weights" or "kv_cache" again."""
         self.post("resume_memory_occupation", {"tags": [kind]}, WHOLE_S)
 
-    def checksums(self) -> list[dict[str, str]]:
+    def checksums(self) -> Checksums:
         """Return the server's own checksums, name -> checksum for each tensor-parallel rank.
 
         WeightSyncError if the server has none.
@@ -155,30 +150,12 @@ class WeightSender:
         message = f"{self.url} gives no checksums, HTTP {answer.status_code}: {answer.text[:300]}"
         raise WeightSyncError(f"{message}; take a later release, or set sglang.checksums = false")
 
-    def score(self, prompt: Sequence[int]) -> np.ndarray:
-        """Return the log-probabilities of the prompt's T tokens after the first token, float64 [T - 1]; NaN becomes 0.
-
-        WeightSyncError if the server scores no prompt.
-        """
-        sampling = {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True}
-        # From position 0 on: the prefix cache must not answer.
-        body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-        answer = self._ask("POST", "generate", body, SCORE_S)
-        try:
-            entries = self._read(answer)["meta_info"]["input_token_logprobs"][1:]
-            return np.nan_to_num(np.array([entry[0] for entry in entries], dtype=np.float64))
-        except (WeightSyncError, LookupError, TypeError, ValueError) as error:
-            message = f"{self.url} scores no prompt, HTTP {answer.status_code}: {answer.text[:300]}"
-            raise WeightSyncError(message) from error
-
     def weight_version(self, timeout_s: float | None = None) -> str:
         """Returns the server's name for the version of its weights; WeightSyncError without a name."""
-        status = 0
-        for path in MODEL_INFO:
-            answer = self._ask("GET", path, timeout_s=timeout_s)
-            if (status := answer.status_code) == 200:
-                return str(self._read(answer).get("weight_version"))
-        raise WeightSyncError(f"{self.url} does not say the version of its weights, HTTP {status}")
+        answer = self._ask("GET", "model_info", timeout_s=timeout_s)
+        if answer.status_code != 200:
+            raise WeightSyncError(f"{self.url} does not say the version of its weights, HTTP {answer.status_code}")
+        return str(self._read(answer).get("weight_version"))
 
     def post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
         """Have the server do a step; WeightSyncError if the server refuses."""

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from megarl.engines.buckets import Bucket
-from megarl.engines.sglang.transports.deadlines import deadline
 from megarl.engines.sglang.transports.protocol import Delivery, Transport
 from megarl.engines.sglang.transports.sender import WeightSender
+from megarl.engines.sglang.transports.threads import deadline
 
 Handle = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments: the call returns a tensor in the process that unpickles the handle."""

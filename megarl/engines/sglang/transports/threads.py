@@ -1,12 +1,43 @@
-"""Threads of a weight update: a line that sends a bucket during the making of the next bucket, and calls to servers."""
+"""Threads and time limits of a weight update.
+
+A server without an answer by the deadline of a step hangs. A server after SIGTERM keeps connections open and may never
+answer, but the health check says 503 at once, or refuses connections: the check runs while a step takes longer than
+``NOTICE_S``.
+"""
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from megarl.errors import WeightSyncError
+
 Result = TypeVar("Result")
+CONTROL_S = 15.0
+"""Deadline of a step without weights: pause, session, flush, name, resume. A scheduler answers between two forward
+passes, of which the longest, a chunk of prompts, takes a few seconds."""
+JOIN_S = 0.25
+"""Additional time per rank that joins a process group."""
+BYTES_PER_S = 50e6
+"""Slowest way of weights to a server: base64 in JSON through one Python process, or half of a gigabit network."""
+WHOLE_S = 120.0
+"""Deadline of a step over the GPU's whole memory: the end of a session, checksums, memory to allocate."""
+NOTICE_S = 1.0
+HEALTH_S = 1.0
+"""Time limit of the health check during a step longer than ``NOTICE_S``."""
+
+
+def deadline(num_bytes: int = 0) -> float:
+    """Seconds for a step that moves ``num_bytes`` to a server: CONTROL_S + num_bytes / BYTES_PER_S."""
+    return CONTROL_S + num_bytes / BYTES_PER_S
+
+
+class HangError(WeightSyncError):
+    """The server has not answered by its deadline, or not joined in a group."""
+
+
+class GoneError(WeightSyncError):
+    """The server refuses or loses connections, or reports its stop."""
 
 
 class Line:
@@ -15,10 +46,6 @@ class Line:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "weight-sending")
         self._running: Future[None] | None = None
-        self.busy_s = 0.0
-        """Seconds that the steps took."""
-        self.awaited_s = 0.0
-        """Seconds that the caller waited for steps."""
 
     def __enter__(self) -> None:
         pass
@@ -29,24 +56,13 @@ class Line:
     def put(self, step: Callable[[], None]) -> None:
         """Start a step after the previous step has ended; raises the error of the previous step."""
         self.wait()
-        self._running = self._thread.submit(self._measure, step)
+        self._running = self._thread.submit(step)
 
     def wait(self) -> None:
         """Wait for the running step, if any; raises the error of the step."""
         running, self._running = self._running, None
         if running is not None:
-            started = time.perf_counter()
-            try:
-                running.result()
-            finally:
-                self.awaited_s += time.perf_counter() - started
-
-    def _measure(self, step: Callable[[], None]) -> None:
-        started = time.perf_counter()
-        try:
-            step()
-        finally:
-            self.busy_s += time.perf_counter() - started
+            running.result()
 
 
 def in_thread(work: Callable[[], Result], daemon: bool = True) -> Future[Result]:
