@@ -6,7 +6,6 @@ Every engine takes an update through ``Intake``.
 import copy
 import itertools
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -224,22 +223,6 @@ def _units(tensors: Iterable[Named], names: Container[str]) -> Iterator[list[Nam
     assert not waiting, f"{list(waiting)} came without their other half, which the checkpoint names"
 
 
-class Stopwatch:
-    """Measures the seconds that an iterator needs to produce its items."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def over(self, items: Iterable[Item]) -> Generator[Item, None, None]:
-        """Yields the items unchanged."""
-        started = time.perf_counter()
-        for item in items:
-            self.seconds += time.perf_counter() - started
-            yield item
-            started = time.perf_counter()
-        self.seconds += time.perf_counter() - started
-
-
 @dataclass
 class Intake:
     """One weight update: the tensors of a checkpoint, each exactly once, become buckets in an engine's form."""
@@ -249,10 +232,6 @@ class Intake:
     form: WeightForm
     max_bytes: int
     """Bytes of a bucket, or of one larger tensor."""
-    gathering: Stopwatch = field(default_factory=Stopwatch)
-    """Of the iterator of the tensors."""
-    making: Stopwatch = field(default_factory=Stopwatch)
-    """Of the buckets: gathering, and converting."""
 
     @classmethod
     def for_servers(cls, shapes: Mapping[str, tuple[int, ...]], version: int, form: WeightForm) -> Self:
@@ -269,12 +248,9 @@ class Intake:
         last bucket, so that the host waits for the device once. max_bytes: of a bucket; None: ``max_bytes`` of the
         intake.
         """
-        return self.making.over(self._buckets(tensors, allocate, self.max_bytes if max_bytes is None else max_bytes))
-
-    def _buckets(self, tensors: Iterable[Named], allocate: Allocate, max_bytes: int) -> Iterator[Bucket]:
         names, finite = list[str](), [torch.ones(0, dtype=torch.bool)]
-        checked = self._check(self.gathering.over(tensors))
-        for bucket in split_into_buckets(checked, max_bytes, self.shapes, allocate, self.form):
+        limit = self.max_bytes if max_bytes is None else max_bytes
+        for bucket in split_into_buckets(self._check(tensors), limit, self.shapes, allocate, self.form):
             names += bucket.names
             finite.append(bucket.finite)
             yield bucket

@@ -119,11 +119,6 @@ class Engine(Protocol):
         return True
 
     @property
-    def sync_seconds(self) -> Mapping[str, float]:
-        """Seconds of this rank for the steps of the last weight update; empty if the update has no steps."""
-        return {}
-
-    @property
     def answer_counts(self) -> Mapping[str, int]:
         """Counts of this rank in the last ``converse``; empty without servers.
 

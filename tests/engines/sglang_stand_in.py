@@ -42,12 +42,9 @@ class StandIn:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.version = "default"
-        self.is_holding = False
         self.weights: set[float] = {0.0}
         """The numbers that its tensors hold: several in the middle of an update."""
         self.fresh_update = True
-        self.is_holding = False
-        """Whether it has held a request; only then it says that it stops."""
         self.groups: dict[str, Any] = {}
         self.scheduler = threading.Lock()
         """Joins groups and takes broadcasts one after the other, as a server's scheduler does."""
@@ -116,14 +113,11 @@ class StandIn:
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         control = self.control()
         self.tell(path, version=self.version, weights=sorted(self.weights), mine="mine" in body)
-        if path == "health" and control.get("stopping") and self.is_holding:
-            return 503, {}  # as SGLang, which keeps its connections open meanwhile
         if control.get("die_at") == path:
             (self.folder / "control.json").unlink()
             os._exit(9)
         time.sleep(control.get(path, 0.0))
         while self.control().get("hold") == path:
-            self.is_holding = True
             time.sleep(0.002)
         if path == control.get("refuse"):
             return 400, {"success": False}

@@ -6,8 +6,6 @@ import base64
 import os
 import pickle
 import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ from tiny_families import write_family
 
 from megarl.core.fp8 import dequantize_fp8, is_fp8_weight, quantize_fp8, round_through_fp8
 from megarl.engines import buckets
-from megarl.engines.buckets import Bucket, Intake, Staging, Stopwatch, split_into_buckets
+from megarl.engines.buckets import Bucket, Intake, Staging, split_into_buckets
 from megarl.engines.sglang.spec import CPU_SHIM
 from megarl.engines.sglang.transports.tensor import payload_of
 from megarl.engines.weights import WeightForm, checkpoint_shapes
@@ -186,18 +184,6 @@ def test_without_fp8_everything_has_the_dtype_of_the_engine():
     found = dict(Bucket(tensors(), form=WeightForm(torch.bfloat16)).tensors())
     assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in tensors())
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
-
-
-def test_a_stopwatch_counts_the_time_of_the_iterator_alone():
-    def slow() -> Iterator[int]:
-        for number in range(3):
-            time.sleep(0.02)
-            yield number
-
-    watch, started = Stopwatch(), time.monotonic()
-    for _ in watch.over(slow()):
-        time.sleep(0.1)
-    assert 0.06 <= watch.seconds <= time.monotonic() - started - 0.29
 
 
 @pytest.mark.parametrize("fp8", ["off", "rounded", "blocks"])

@@ -93,9 +93,7 @@ def pair(sglang_spec: ServerSpec, tmp_path_factory: pytest.TempPathFactory) -> I
     engine.close()
 
 
-@pytest.mark.parametrize(
-    ("number", "step"), [(signal.SIGTERM, "version"), (signal.SIGKILL, "flush"), (signal.SIGSTOP, "pause")]
-)
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGKILL, "flush"), (signal.SIGSTOP, "pause")])
 def test_an_update_goes_on_without_a_server_that_gets_a_signal(
     pair: Pair, number: signal.Signals, step: str, sglang_model: Path
 ):
@@ -104,7 +102,7 @@ def test_an_update_goes_on_without_a_server_that_gets_a_signal(
     print(f"{number.name} at {step}: {seconds:.1f} s", *pair.told, sep="\n")
     assert pair.fleet.members[0].holds is pair.fleet.last is not None
     (line,) = [line for line in pair.told if "in a weight update" in line]
-    assert ("hangs" if number == signal.SIGSTOP else "stops or has gone") in line
+    assert ("hangs" if number == signal.SIGSTOP else "has gone") in line
     pair.until_back()
     oracle = oracle_of(sglang_model, weights)
     assert logprob_gap(pair.engine.generate(make_requests(6), PARAMS), oracle) < CLOSE

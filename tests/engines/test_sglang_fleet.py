@@ -215,26 +215,6 @@ def test_a_server_may_die_in_every_step_of_an_update(world: World, path: str):
 
 
 @pytest.mark.parametrize("path", STEPS)
-def test_a_server_that_stops_is_told_from_a_busy_one_in_every_step_and_started_again(
-    world: World, path: str, monkeypatch: pytest.MonkeyPatch
-):
-    """It answers nothing, as SGLang after a SIGTERM, and its health check says 503. Neither is waited for."""
-    monkeypatch.setattr(sglang_sync, "NOTICE_S", 0.05)
-    fleet = world.start(checksums=True)
-    world.update(fleet, 1)
-    world.control(0, **{path: 0.2})
-    world.control(1, hold=path, stopping=True)
-    world.update(fleet, 2)
-    (told,) = [line for line in world.told if "in a weight update" in line]
-    assert "stops or has gone" in told
-    assert f"its health check says HTTP 503 while it does {path}" in told
-    assert world.ask(fleet.members[0]) == ["2", [2.0]]
-    world.control(1)
-    world.until_back(fleet, 2)
-    assert fleet.members[0].restarts == 0 < fleet.members[1].restarts  # more than once if it stopped again meanwhile
-
-
-@pytest.mark.parametrize("path", STEPS)
 def test_a_step_has_a_deadline_of_its_own(world: World, path: str, monkeypatch: pytest.MonkeyPatch):
     fleet = world.start(1, checksums=True)
     world.update(fleet, 1)
@@ -246,7 +226,10 @@ def test_a_step_has_a_deadline_of_its_own(world: World, path: str, monkeypatch: 
     world.update(fleet, 2)
     monkeypatch.setattr(threads, "CONTROL_S", WAIT_S)
     (told,) = [line for line in world.told if "in a weight update" in line]
-    assert f"hangs in a weight update, which goes on without it ({fleet.members[0].url}/{path}: ReadTimeout" in told
+    assert (
+        f"hangs in a weight update, which goes on without it ({fleet.members[0].url}/{path}: no whole answer within"
+        in told
+    )
     world.control(0)
     world.until_back(fleet, 2)
 
@@ -667,19 +650,3 @@ def test_the_memory_of_an_update_does_not_grow_with_the_number_of_buckets(
     assert len(received) > 4
     largest = max(4 * math.prod(shape) for shape in shapes_of(world.model).values())
     assert sum(made) <= 2 * max(largest, 1 << 14) + 2 * (1 << 14)
-
-
-def test_the_seconds_of_an_update_are_those_of_its_parts(world: World):
-    world.control(0, update_weights_from_tensor=0.05)
-    fleet = world.start(1)
-
-    def slow() -> Iterator[tuple[str, torch.Tensor]]:
-        for item in weights(world.model, 1):
-            time.sleep(0.02)
-            yield item
-
-    started = time.perf_counter()
-    parts = fleet.update(slow(), 1, FORM)
-    whole = time.perf_counter() - started
-    assert 0.02 * len(shapes_of(world.model)) <= parts["gather"]
-    assert parts["gather"] + parts["quantise"] + parts["send"] <= whole

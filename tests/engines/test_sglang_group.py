@@ -8,11 +8,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 import torch
 from ports import has_ipv6_loopback
@@ -23,13 +20,12 @@ from sglang_oracle import CLOSE, logprob_gap, noisy, oracle_of, same_sets
 from megarl.engines import buckets
 from megarl.engines.buckets import Bucket
 from megarl.engines.protocol import SamplingParams
-from megarl.engines.sglang import member as sglang_member
 from megarl.engines.sglang.engine import SGLangEngine
 from megarl.engines.sglang.fleet import Fleet
 from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
-from megarl.engines.sglang.transports import tensor, threads
+from megarl.engines.sglang.transports import threads
 from megarl.engines.sglang.transports.broadcast import Broadcast, broadcast
 from megarl.engines.sglang.transports.process_group import BroadcastGroup
 from megarl.engines.sglang.transports.sender import WeightSender
@@ -183,45 +179,6 @@ def test_weights_that_somebody_else_has_sent_are_found_and_replaced(updated_serv
     assert logprob_gap(engine.generate(make_requests(3), PARAMS), oracle_of(hostile_model, weights)) < CLOSE
     foreign.close()
     engine.close()
-
-
-@pytest.mark.sglang
-def test_an_update_that_is_confirmed_and_not_made_is_an_error(
-    updated_server: Server, hostile_model: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The same weights again are none, and neither is an update of few tensors."""
-    monkeypatch.setattr(sglang_member, "DEATH_WAIT_S", 0.5)
-    fleet = Fleet(urls=[updated_server.url], source=hostile_model)
-    fleet.start()
-    weights = noisy(hostile_model, 1)
-    fleet.update(weights.items(), 1, WeightForm(torch.float32))
-    fleet.update(weights.items(), 2, WeightForm(torch.float32))
-    fleet.update(noisy(hostile_model, 2).items(), 3, WeightForm(torch.float32))
-    monkeypatch.setattr(tensor, "post_payloads", lambda *_: None)
-    last = noisy(hostile_model, 2)
-    last["model.norm.weight"] += 1.0
-    fleet.update(last.items(), 4, WeightForm(torch.float32))
-    with pytest.raises(WeightSyncError, match="confirmed the update to weights 5 and did not make it"):
-        fleet.update(weights.items(), 5, WeightForm(torch.float32))
-    fleet.close()
-
-
-def test_an_update_that_was_not_made_is_found_again_when_it_is_sent_again():
-    """As a keeper does, whose server has refused nothing."""
-    says = [-1.0, -2.0]
-    fleet: Any = SimpleNamespace(prompt=[], tell=print)
-    member = sglang_member.Member("server", None, fleet)
-    scorer: Any = SimpleNamespace(score=lambda _: np.array(says))
-    member.connection = scorer
-    first, second = (sglang_member.Update(number, [], sums=(number, number)) for number in (1, 2))
-    member.settle(first)
-    for _ in range(2):
-        with pytest.raises(WeightSyncError, match="confirmed the update to weights 2 and did not make it"):
-            member.settle(second)
-        assert member.holds is first
-    says[0] = -1.5
-    member.settle(second)
-    assert member.holds is second
 
 
 @pytest.mark.sglang

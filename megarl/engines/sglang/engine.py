@@ -63,7 +63,6 @@ class SGLangEngine(Engine):
         )
         self._fleet, self._helper, self._agree = fleet, helper, agree or _raise
         self._form = form or WeightForm(torch.bfloat16)
-        self._sync_seconds: dict[str, float] = {}
         self._sampling = False
         self._version = -1
         self._complete = False
@@ -75,11 +74,6 @@ class SGLangEngine(Engine):
     @property
     def receives_weights(self) -> bool:
         return self._fleet is not None or self._helper is not None
-
-    @property
-    def sync_seconds(self) -> Mapping[str, float]:
-        """Seconds of gather, quantise and send; empty on ranks without a fleet."""
-        return self._sync_seconds
 
     @property
     def answer_counts(self) -> Mapping[str, int]:
@@ -131,7 +125,7 @@ class SGLangEngine(Engine):
 
         def send() -> None:
             if (sender := self._fleet or self._helper) is not None:
-                self._sync_seconds = sender.update(outstanding, version, self._form)
+                sender.update(outstanding, version, self._form)
 
         failure = self._try(send)
         for _ in outstanding:  # gathering a sharded model is collective: every rank must reach the end

@@ -26,7 +26,7 @@ from megarl.engines.sglang.transports.sender import Checksums, WeightSender
 from megarl.engines.sglang.transports.tensor import Tensors
 from megarl.engines.sglang.transports.threads import GoneError, HangError, Line, in_thread
 from megarl.engines.weights import Named, WeightForm, checkpoint_shapes
-from megarl.errors import ConfigError, MegarlError, WeightSyncError
+from megarl.errors import ConfigError, MegarlError
 
 YIELD_S = 5.0
 """How long an update waits for a keeper that sends a bucket of the copy; then the update continues without the
@@ -60,8 +60,6 @@ class Fleet(FleetState):
         """The servers in an operation, whose locks the fleet holds: no keeper talks to the servers."""
         self._resting: Collection[Member] = ()
         """Servers without memory, since a rest."""
-        self._refusals: list[Callable[[], None]] = []
-        """A call waits for the end of a server that has refused a step, or raises the refusal."""
 
     def start(self, *, is_only: bool = True) -> list[str]:
         """Start the servers, wait until each server answers or has failed, and return all URLs; keepers await the
@@ -90,15 +88,13 @@ class Fleet(FleetState):
             member.keeper.start()
         return [member.url for member in self.members]
 
-    def update(self, tensors: Iterable[Named], version: int, form: WeightForm) -> dict[str, float]:
+    def update(self, tensors: Iterable[Named], version: int, form: WeightForm) -> None:
         """Give all servers new weights in this form. Sending a bucket overlaps with making the next bucket.
 
-        Returns the seconds of the phases "gather", "quantise" and "send".
         WeightSyncError if a server refuses the weights, or if ``tensors`` are not the checkpoint's. An absent or lost
         server gets the weights when it is back.
         """
-        started, line = time.perf_counter(), Line()
-        intake, delivery = Intake.for_servers(self._shapes, version, form), Delivery(self, line, self.tell)
+        intake, delivery = Intake.for_servers(self._shapes, version, form), Delivery(self, Line(), self.tell)
         buckets = self.transport.stream(intake, tensors, delivery)
         self.no_starts.clear()
         try:
@@ -114,7 +110,6 @@ class Fleet(FleetState):
                 self._resting = ()
                 self.each(lambda sender: sender.resume())
                 self._each_member(lambda member: member.settle(last))
-                self._raise_refusals()
                 self.last = last
         except MegarlError as error:
             with suppress(MegarlError):
@@ -122,9 +117,6 @@ class Fleet(FleetState):
             raise
         finally:
             self.updating.clear()
-        gather, making = intake.gathering.seconds, intake.making.seconds
-        send = time.perf_counter() - started - making
-        return {"gather": gather, "quantise": making - gather, "send": send}
 
     def prove(self) -> bool:
         """Compare the checksums of all servers with those of the last update, if the update compared checksums.
@@ -148,7 +140,6 @@ class Fleet(FleetState):
 
         with self._take(lambda member: member.ready and member.holds is last is not None):
             self._each_member(ask)
-            self._raise_refusals()
             with ThreadPoolExecutor(len(changed) or 1) as threads:
                 list(threads.map(Member.send_copy, changed))
         return bool(changed)
@@ -159,7 +150,6 @@ class Fleet(FleetState):
         self.no_starts.set()
         with self._pause_keepers():  # until the update: resting servers fail health checks, and have no weights
             self.each(lambda sender: sender.release_memory())
-            self._raise_refusals()
             self._resting = [*self.present]
             for member in self.members:
                 if member.process is not None and member not in self._resting:
@@ -260,7 +250,6 @@ class Fleet(FleetState):
     def _take(self, is_wanted: Callable[[Member], bool], wait_s: float = 0.0) -> Iterator[None]:
         """Hold the locks of wanted members, except where a keeper keeps the lock for longer than ``wait_s``."""
         until = time.monotonic() + wait_s
-        self._refusals.clear()
         try:
             for member in self.members:
                 while is_wanted(member) and member not in self.present:
@@ -284,28 +273,19 @@ class Fleet(FleetState):
     ) -> list[Member]:
         """Run a step for all present members at once; return the members that have done the step.
 
-        The remaining members leave: they hang, have gone, or refuse the step (``_raise_refusals``).
+        The remaining members leave: they hang, or have gone. WeightSyncError if a member refuses the step.
         """
         members = [member for member in self.present if among is None or member in among]
         steps = {member: in_thread(partial(step, member), daemon) for member in members}
         for member, running in steps.items():
             error = running.exception()
-            if error is not None and not isinstance(error, WeightSyncError):
-                raise error
             if isinstance(error, HangError | GoneError):
                 self.present.remove(member)
                 member.leave_update(error)
-            elif error is not None:
-                self._refusals.append(partial(member.await_death, error, time.monotonic(), member.restarts))
-                self._release(member)  # its keeper need not wait for the end of the update
-        if not self.present:
-            self._raise_refusals()
+        for member in self.present:
+            if member in steps and (refusal := steps[member].exception()) is not None:
+                raise refusal
         return [member for member in steps if member in self.present]
-
-    def _raise_refusals(self) -> None:
-        """Raise the first refusal of a server that lives. A dying server has gone by now, or soon."""
-        while self._refusals:
-            self._refusals.pop(0)()
 
     def _release(self, member: Member) -> None:
         self.present.remove(member)

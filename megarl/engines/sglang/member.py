@@ -27,8 +27,6 @@ from megarl.engines.sglang.transports.threads import GoneError, deadline, in_thr
 from megarl.engines.sglang.versions import check_server
 from megarl.errors import RolloutError, WeightSyncError
 
-DEATH_WAIT_S = 10.0
-"""A server whose scheduler was killed ends within seconds."""
 FRESH = "default"
 """SGLang's name for the weights of a server without an update."""
 
@@ -158,11 +156,10 @@ class Member:
 
         Kills the process, and releases the lock.
         """
-        state = "stops or has gone" if isinstance(error, GoneError) else "hangs"
+        state = "has gone" if isinstance(error, GoneError) else "hangs"
         self.fleet.tell(
             f"{self.url} {state} in a weight update, which goes on without it ({error}); it gets the weights later"
         )
-        self.sender.abandon()
         self.leave()
         in_thread(self._let_go)
 
@@ -172,21 +169,6 @@ class Member:
                 self.process.kill()
         finally:
             self.lock.release()
-
-    def await_death(self, error: WeightSyncError, refused_at: float, restarts: int) -> None:
-        """Wait for the end of a dying server, which may refuse a step first; raises ``error`` if the server lives.
-
-        restarts: number of restarts at the refusal.
-        """
-        while self.restarts == restarts and (
-            self.process.alive if self.process is not None else self.find_version() is not None
-        ):
-            if time.monotonic() > refused_at + DEATH_WAIT_S:
-                raise error
-            time.sleep(0.1)
-        self.fleet.tell(f"{self.url} has gone in a weight update ({error}); it gets the weights when it is back")
-        if self.process is None:
-            self.leave()
 
     def connect(self) -> None:
         """Make a new sender; RolloutError without an answer, ConfigError if megarl cannot use the server."""

@@ -145,11 +145,10 @@ class Helper:
     source: Path
     """Checkpoint folder with the model's config."""
 
-    def update(self, tensors: Iterable[Named], version: int, form: WeightForm) -> dict[str, float]:
+    def update(self, tensors: Iterable[Named], version: int, form: WeightForm) -> None:
         """Join in ``Fleet.update`` of the main rank; WeightSyncError if the update fails."""
         intake = Intake.for_servers(self._shapes, version, form)
         deque(self.transport.stream(intake, tensors, None), maxlen=0)
-        return {}
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:

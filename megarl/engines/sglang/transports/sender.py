@@ -9,9 +9,7 @@ Only the pause mode ``abort`` is consistent: in other modes, running requests mi
 with the routes of the next version. After a refused step a server stays paused: its weights are unknown.
 """
 
-import time
 from collections.abc import Sequence
-from concurrent.futures import wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,23 +19,13 @@ import httpx
 
 from megarl.engines.sglang.http import authorization, read_object, request
 from megarl.engines.sglang.transports.process_group import BroadcastGroup
-from megarl.engines.sglang.transports.threads import (
-    HEALTH_S,
-    NOTICE_S,
-    WHOLE_S,
-    GoneError,
-    HangError,
-    deadline,
-    in_thread,
-)
+from megarl.engines.sglang.transports.threads import WHOLE_S, GoneError, HangError, deadline, in_thread
 from megarl.errors import DataError, WeightSyncError
 
 Checksums = list[dict[str, str]]
 """Checksums of each tensor-parallel rank: name -> checksum."""
 CPU = -1
 """Stands for the GPU of servers on a CPU."""
-STOPPING = (502, 503, 504)
-"""HTTP statuses of a server that stops or has gone; the first and the last come from a proxy."""
 
 
 class WeightSender:
@@ -55,7 +43,6 @@ class WeightSender:
         """The process group of the server, or None."""
         self._in_session = False
         self._named: str | None = None
-        self._is_abandoned = False
         headers = authorization(api_key)
         # The server may close a kept connection just when a request is sent.
         limits = httpx.Limits(max_keepalive_connections=0)
@@ -64,10 +51,6 @@ class WeightSender:
     def close(self) -> None:
         self.leave_group()
         self._http.close()
-
-    def abandon(self) -> None:
-        """Stop further requests of a running step, because the update continues without the server."""
-        self._is_abandoned = True
 
     def begin(self) -> None:
         """Abort running requests, and keep new requests waiting.
@@ -177,31 +160,17 @@ class WeightSender:
     def _ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
     ) -> httpx.Response:
-        """The server's answer; HangError without an answer in time, GoneError if the server stops or has gone."""
-        if self._is_abandoned and method == "POST":
-            raise GoneError(f"{self.url}/{path}: not asked, because the update goes on without the server")
+        """The server's answer; HangError without an answer in time, GoneError if the server has gone or fails."""
         timeout_s = deadline() if timeout_s is None else timeout_s
         exchange = in_thread(partial(request, self._http, method, f"/{path}", body, timeout_s))
-        until, pause_s = time.monotonic() + timeout_s, NOTICE_S
         try:
-            while not wait([exchange], min(pause_s, until - time.monotonic())).done:
-                if time.monotonic() >= until:
-                    raise httpx.ReadTimeout(f"no whole answer within {timeout_s:.0f} s")
-                self._require_life(path)
-                pause_s *= 2  # SGLang keeps each question for 20 s
-            answer = exchange.result()
-        except (httpx.HTTPError, DataError) as error:
-            is_late, is_wrong = isinstance(error, httpx.TimeoutException), isinstance(error, DataError)
-            kind = WeightSyncError if is_wrong else HangError if is_late else GoneError
-            # Without frames, which would keep the bucket.
-            raise kind(f"{self.url}/{path}: {type(error).__name__}: {error}") from error.with_traceback(None)
-        if answer.status_code in STOPPING:
+            answer = exchange.result(timeout_s)  # httpx limits the time of each part of an answer alone
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise HangError(f"{self.url}/{path}: no whole answer within {timeout_s:.0f} s") from error
+        except DataError as error:
+            raise WeightSyncError(f"{self.url}/{path}: {error}") from error
+        except httpx.HTTPError as error:  # without frames, which would keep the bucket
+            raise GoneError(f"{self.url}/{path}: {type(error).__name__}: {error}") from error.with_traceback(None)
+        if answer.status_code >= 500:
             raise GoneError(f"{self.url}/{path}: HTTP {answer.status_code}: {answer.text[:300]}")
         return answer
-
-    def _require_life(self, path: str) -> None:
-        """GoneError if the server reports its stop, or refuses connections; a silent server may be busy."""
-        check = in_thread(partial(request, self._http, "GET", "/health", timeout_s=HEALTH_S))
-        with suppress(TimeoutError, httpx.TimeoutException, httpx.ReadError, httpx.RemoteProtocolError, DataError):
-            if (status := check.result(HEALTH_S).status_code) in STOPPING:
-                raise GoneError(f"{self.url} stops: its health check says HTTP {status} while it does {path}")

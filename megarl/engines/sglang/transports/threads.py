@@ -1,9 +1,4 @@
-"""Threads and time limits of a weight update.
-
-A server without an answer by the deadline of a step hangs. A server after SIGTERM keeps connections open and may never
-answer, but the health check says 503 at once, or refuses connections: the check runs while a step takes longer than
-``NOTICE_S``.
-"""
+"""Threads and time limits of a weight update. A server without an answer by the deadline of a step hangs."""
 
 import threading
 from collections.abc import Callable
@@ -22,9 +17,6 @@ BYTES_PER_S = 50e6
 """Slowest way of weights to a server: base64 in JSON through one Python process, or half of a gigabit network."""
 WHOLE_S = 120.0
 """Deadline of a step over the GPU's whole memory: the end of a session, checksums, memory to allocate."""
-NOTICE_S = 1.0
-HEALTH_S = 1.0
-"""Time limit of the health check during a step longer than ``NOTICE_S``."""
 
 
 def deadline(num_bytes: int = 0) -> float:
@@ -37,7 +29,7 @@ class HangError(WeightSyncError):
 
 
 class GoneError(WeightSyncError):
-    """The server refuses or loses connections, or reports its stop."""
+    """The server refuses or loses connections, or answers with HTTP 5xx."""
 
 
 class Line:
