@@ -23,7 +23,7 @@ _FREE_TABLES = {"checkpoint", "launch", "log", "health", "eval", "sft", "recompu
 """Tables that may change before a resumption."""
 _FREE_KEYS = {
     *("run.dir", "run.steps", "run.collective_timeout_s", "train.micro_batch_tokens", "optim.decay_steps"),
-    *(f"reward_model.{key}" for key in ("urls", "batch_size", "concurrency", "timeout_s", "attempts", "api_key_env")),
+    *(f"reward_model.{key}" for key in ("urls", "concurrency", "timeout_s", "attempts", "api_key_env")),
     *("data.train", "data.heldout", "model.path", "model.reference"),  # compared by content: ``inputs``
     "model.trust_remote_code",
 }

@@ -63,13 +63,12 @@ def test_the_scores_are_those_of_the_model(
     texts = [f"{i}*{i}={i * i}" for i in range(20)]
     with Server(spec) as server:
         server.wait_ready(START_DEADLINE_S)
-        settings = RewardModelConfig(urls=[server.url], api_key_env="RM_KEY", step=",", batch_size=8)
-        found = asyncio.run(RewardModel(settings).score(texts))
+        settings = RewardModelConfig(urls=[server.url], api_key_env="RM_KEY")
+        found = [asyncio.run(RewardModel(settings).score(text)) for text in texts]
         with Judge("reward_model", model=settings) as judge:
-            steps = asyncio.run(judge.score(prompt="3*4=", response="4+4+4,12", answer=""))
+            verdict = asyncio.run(judge.score(prompt="3*4=", response="4+4+4,12", answer=""))
             refused = asyncio.run(judge.score(prompt="", response="unknown letters", answer=""))
     assert found == pytest.approx(scores(*texts), abs=1e-4)
-    assert [step.end for step in steps.steps] == [6, 8]
-    assert [step.reward for step in steps.steps] == pytest.approx(scores("3*4=4+4+4,", "3*4=4+4+4,12"), abs=1e-4)
+    assert [verdict.reward] == pytest.approx(scores("3*4=4+4+4,12"), abs=1e-4)
     assert max(found) - min(found) > 0.1
     assert refused == Verdict(None, error=refused.error, may_pass=True)

@@ -8,7 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.addresses import has_host
 from megarl.config.rows import Row
-from megarl.config.tables.base import Count, Table
+from megarl.config.tables.base import Table
 from megarl.config.tables.train import DecayStyle, Schedule
 from megarl.core.choices.stopping import POSITIVE
 
@@ -81,17 +81,8 @@ class RewardModelConfig(Table):
     """Servers. Requests go to the servers in turn, and a second attempt goes to the next server."""
     text: str = "{prompt}{response}"
     """Text for the model: {prompt} as the policy read the prompt, chat template included, {response} and {answer}."""
-    label: Count | None = None
-    """Index, from 0, of the score to use if the model gives several scores; default: the model gives a single score."""
-    step: str | None = Field(default=None, min_length=1)
-    """Separator of reasoning steps, such as "\\n\\n"; the reward of a step is the score up to the end of the step.
-    Default: no steps."""
-    max_steps: PositiveInt = 64
-    """Most steps of a response; the last step takes the remaining text."""
-    batch_size: PositiveInt = 16
-    """Most texts of a request."""
-    concurrency: PositiveInt = 4
-    """Requests in flight at a time, per rank."""
+    concurrency: PositiveInt = 64
+    """Requests in flight at a time, per rank; each has one text."""
     timeout_s: PositiveFloat = 60.0
     """Longest time for an attempt at a request; seconds. (reward.timeout_s is for other functions.)"""
     attempts: PositiveInt = 4

@@ -64,7 +64,7 @@ def common_settings(request: EvalRequest, checkpoint: Path | None) -> Json:
 
 def benchmark_settings(request: EvalRequest, benchmark: Benchmark, prompts: Sequence[Prompt]) -> Json:
     """Return the settings of one benchmark. The settings hold a hash of the prompts, because a file may move."""
-    model = request.config.reward_model.model_dump(include={"text", "label", "step", "max_steps"})
+    model = request.config.reward_model.model_dump(include={"text"})
     reward, arguments = request.config.reward, request.config.data.chat_template_args
     weights = {"reward.weights": reward.weights} if reward.weights and benchmark.reward == reward.function else {}
     texts = json.dumps([(prompt.text, prompt.answer) for prompt in prompts])
