@@ -24,9 +24,8 @@ from safetensors import SafetensorError
 from megarl.core.fp8 import BLOCK
 from megarl.errors import CheckpointError, ConfigError, MegarlError, some
 from megarl.files import outputs
-from megarl.files.disk import describe_write_error
 from megarl.files.outputs import MARK, partial_of, replace_folder, require_apart, require_own
-from megarl.files.writing import read_record, sha256_of, sync, write_atomically
+from megarl.files.writing import describe_write_error, read_record, sha256_of, sync, write_atomically
 from megarl.megatron.checkpoints.manifest import MANIFEST as RUN_MANIFEST
 from megarl.megatron.checkpoints.manifest import read_manifest
 from megarl.megatron.distributed import shutdown

@@ -5,7 +5,6 @@ transformers is imported when prompts are loaded, so that a wrong name is report
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -161,9 +160,7 @@ def _check_source(source: str) -> None:
     """Refuse a word that is neither a file, nor a folder, nor owner/name: a misspelt short name."""
     if source.endswith(FILES) or "/" in source or Path(source).exists():
         return
-    close = difflib.get_close_matches(source, BENCHMARKS, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
     raise ConfigError(
         f"--data: found {source!r}, expected {', '.join(BENCHMARKS)}, a {', '.join(FILES)} file, a folder, or a hub "
-        f"name owner/name{hint}"
+        "name owner/name"
     )

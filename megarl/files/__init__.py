@@ -2,7 +2,6 @@
 
 writing          write atomically, flush, hash; the files of a Hugging Face folder besides the weights
 outputs          what megarl wrote, and may therefore replace or remove
-disk             why a write failed, and how much room is left
 tensor_file      named arrays in a safetensors file, for routing traces
 foreign_files    open regular files only, and read JSON objects
 foreign_json     parse JSON with limits; read the body of an HTTP answer

@@ -122,7 +122,7 @@ def test_a_file_whose_name_has_an_equals_sign_is_a_file(write_jsonl: Callable[..
 @pytest.mark.parametrize(
     ("words", "template", "expected"),
     [
-        (["aime26"], None, r"found 'aime26', expected aime24, aime25, hmmt25, .* did you mean aime25\?"),
+        (["aime26"], None, r"found 'aime26', expected aime24, aime25, hmmt25, .*"),
         (["gsm8k"], None, "found 'gsm8k', expected aime24"),
         (["x="], None, "expected NAME=SOURCE"),
         (["../x=a.jsonl"], None, "expected NAME=SOURCE"),

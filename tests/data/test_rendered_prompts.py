@@ -188,16 +188,6 @@ class TestArguments:
             found[off] = prompt.text
             assert shown.tokens[: len(prompt.tokens)].tolist() == prompt.tokens.tolist()
         assert found[True] == f"{found[False]}<think>\n\n</think>\n\n"
-        size = len(qwen(found[True])["input_ids"])
-        for limit, kept in ((size, 1), (size - 1, 0)):
-            recipe = Recipe(
-                model=tmp_path / "model", max_prompt_tokens=limit, chat_template_args="{enable_thinking = false}"
-            )
-            if kept:
-                assert prepare(str(path), tmp_path / "out", recipe, overwrite=True)["train"] == 1
-            else:
-                with pytest.raises(DataError, match="1 too long"):
-                    prepare(str(path), tmp_path / "out", recipe, overwrite=True)
 
     @pytest.mark.parametrize("name", ["thinking", "messages", "add_generation_prompt", "tokenize", "range"])
     def test_one_that_the_template_never_reads_is_refused(
@@ -214,10 +204,6 @@ class TestArguments:
         qwen.chat_template = None
         with pytest.raises(ConfigError, match=r"data\.chat_template_args is set, but the tokenizer has no"):
             load(path, qwen, chat_template=False, chat_template_args=arguments)
-        with pytest.raises(ConfigError, match="without --model"):
-            prepare(str(path), tmp_path / "out", Recipe(chat_template_args="{a = 1}"))
-        with pytest.raises(ConfigError, match="expected a table"):
-            prepare(str(path), tmp_path / "out", Recipe(model=tmp_path / "model", chat_template_args="true"))
 
     def test_as_a_flag(self) -> None:
         for key, text, value in (("", "{enable_thinking = false}", {"enable_thinking": False}), (".a", "false", False)):

@@ -12,7 +12,7 @@ from megarl.config.tables.base import Table
 from megarl.config.tables.train import DecayStyle, Schedule
 from megarl.core.choices.stopping import POSITIVE
 
-FILES = (".jsonl", ".json", ".parquet")
+FILES = (".jsonl", ".parquet")
 """Endings of prompt files; other names are folders or data sets of the hub."""
 
 

@@ -26,8 +26,6 @@ class Recipe:
     """Folder of the model: prompts are written for its chat template and measured with its tokenizer."""
     trust: bool = False
     """Let code in that folder make its tokenizer: docs/trust.md."""
-    chat_template_args: str = "{}"
-    """Variables of the chat template as a TOML table, such as {enable_thinking = false}; needs --model."""
     max_prompt_tokens: int = 2048
     """Longer prompts are left out; needs --model."""
 

@@ -4,11 +4,10 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarl.config.file import as_toml, split_overrides
 from megarl.data.chat import check_messages
 from megarl.data.prepare.command import Data, Recipe
 from megarl.data.prompts import PromptReader, Text, answer_text, fill_template, in_batches
@@ -106,27 +105,14 @@ def describe_left_out(counts: Counter[str]) -> str:
 
 def _make_reader(recipe: Recipe) -> PromptReader | None:
     """Return the trainer's reader of prompts; None without a model."""
-    arguments = _read_arguments(recipe.chat_template_args)
     if recipe.model is None:
-        if arguments:
-            raise ConfigError("--chat-template-args: there is no chat template without --model; add it")
         return None
     if not recipe.model.is_dir():
         raise ConfigError(f"--model: there is no folder {recipe.model}, expected a Hugging Face folder")
     tokenizer = load_tokenizer(recipe.model, "--model", recipe.trust)
     if recipe.system is not None and not tokenizer.chat_template:
         raise ConfigError(f"--system: the tokenizer of {recipe.model} has no chat template; put the text in --template")
-    return PromptReader(tokenizer, recipe.prompt_field, arguments=arguments)
-
-
-@cache
-def _read_arguments(text: str) -> dict[str, Any]:
-    """Return the variables of the chat template, from a TOML table."""
-    _, overrides = split_overrides([f"--data.chat_template_args={text}"])
-    (arguments,) = overrides.values()
-    if not isinstance(arguments, dict):
-        raise ConfigError(f"--chat-template-args: found {arguments!r}, expected a table such as {{a = true}}")
-    return arguments
+    return PromptReader(tokenizer, recipe.prompt_field)
 
 
 def _read(
@@ -198,6 +184,4 @@ def prepare_and_show(command: Data) -> None:
         print(printable(f"{path}: {counts[key]} prompts"))
     print(*map(printable, count_unreadable(written.values())), sep="\n")
     lines = [f"{key} = {json.dumps(str(path), ensure_ascii=False)}" for key, path in written.items()]
-    if arguments := _read_arguments(command.chat_template_args):
-        lines.append(f"chat_template_args = {as_toml(arguments)}")
     print("[data]", *lines, f"max_prompt_tokens = {command.max_prompt_tokens}", sep="\n")

@@ -15,9 +15,8 @@ from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.errors import SaveError
-from megarl.files.disk import describe_write_error
 from megarl.files.outputs import IsOwn, find_foreign, free_name, matches, partial_of, remove_own, replace_folder
-from megarl.files.writing import sha256_of, sync
+from megarl.files.writing import describe_write_error, sha256_of, sync
 from megarl.megatron.checkpoints.manifest import MANIFEST, Files, saved_files, step_name, write_manifest
 from megarl.megatron.distributed import from_main_rank, gather_on_main_rank, is_collective_error, is_main_rank
 
