@@ -21,7 +21,7 @@ from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports.broadcast import Broadcast
-from megarl.engines.sglang.transports.disk import Disk
+from megarl.engines.sglang.transports.folder import Disk
 from megarl.engines.sglang.transports.ipc import SharedMemory
 from megarl.engines.sglang.transports.tensor import Tensors
 

@@ -19,8 +19,8 @@ from megarl.files.hf_config import (
     count_prediction_layers,
     read_dtype,
     read_fp8_block,
+    read_moe,
 )
-from megarl.files.moe_config import read_moe
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,9 @@ from megarl.engines.sglang.fleet import Fleet
 from megarl.engines.sglang.http import key_named
 from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.spec import SERVER_DTYPES, ServerSpec
-from megarl.engines.sglang.transports.broadcast import Broadcast
-from megarl.engines.sglang.transports.disk import Disk
-from megarl.engines.sglang.transports.folder import write_empty_model
+from megarl.engines.sglang.transports.broadcast import Broadcast, own_address
+from megarl.engines.sglang.transports.folder import Disk, write_empty_model
 from megarl.engines.sglang.transports.ipc import Helper, SharedMemory
-from megarl.engines.sglang.transports.process_group import own_address
 from megarl.engines.sglang.transports.protocol import Transport
 from megarl.engines.sglang.transports.tensor import Tensors
 from megarl.engines.weights import FP8Form, WeightForm, checkpoint_shapes, read_model_config

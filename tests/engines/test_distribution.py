@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.engines.local.distribution import Noise, draw, sampling_logprobs
+from megarl.engines.local.decode import Noise, draw, sampling_logprobs
 from megarl.engines.protocol import SamplingParams
 from megarl.errors import ConfigError, NumericsError, RolloutError
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from megarl.core.fp8 import is_fp8_weight, round_through_fp8
 from megarl.core.kept import check_kept
 from megarl.core.types import Rollout, SampleRequest
-from megarl.engines.local.distribution import sampling_logprobs
+from megarl.engines.local.decode import sampling_logprobs
 from megarl.engines.local.engine import LocalEngine
 from megarl.engines.protocol import Engine, SamplingParams
 from megarl.errors import NumericsError, RolloutError, WeightSyncError

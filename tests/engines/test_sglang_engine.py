@@ -23,7 +23,7 @@ from sglang_oracle import CLOSE, Weights, check_nuclei, logprob_gap, noisy, orac
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.buckets import Bucket
-from megarl.engines.local.distribution import sampling_logprobs
+from megarl.engines.local.decode import sampling_logprobs
 from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang.client import ClientSettings
 from megarl.engines.sglang.engine import SGLangEngine

@@ -43,7 +43,7 @@ from megarl.engines.sglang.spec import ServerSpec, free_port
 from megarl.engines.sglang.transports import ipc, threads
 from megarl.engines.sglang.transports import sender as sglang_sync
 from megarl.engines.sglang.transports.broadcast import Broadcast
-from megarl.engines.sglang.transports.disk import Disk
+from megarl.engines.sglang.transports.folder import Disk
 from megarl.engines.sglang.transports.ipc import SharedMemory
 from megarl.engines.sglang.transports.tensor import Tensors, payload_of
 from megarl.engines.weights import WeightForm, checkpoint_shapes

@@ -26,8 +26,7 @@ from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports import threads
-from megarl.engines.sglang.transports.broadcast import Broadcast, broadcast
-from megarl.engines.sglang.transports.process_group import BroadcastGroup
+from megarl.engines.sglang.transports.broadcast import Broadcast, BroadcastGroup, broadcast
 from megarl.engines.sglang.transports.sender import WeightSender
 from megarl.engines.sglang.transports.tensor import send_tensors
 from megarl.engines.weights import WeightForm

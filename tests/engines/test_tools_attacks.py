@@ -22,10 +22,9 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl.engines.tools import seccomp
 from megarl.engines.tools.protocol import ToolResult
 from megarl.engines.tools.python_tool import PythonTool
-from megarl.engines.tools.sandbox import Limits
+from megarl.engines.tools.sandbox import BOOTSTRAP, Limits
 
 pytestmark = pytest.mark.needs("bwrap")
 
@@ -325,7 +324,7 @@ def test_the_numbers_of_system_calls_are_those_of_the_kernel(machine: str) -> No
         pytest.skip("the headers of the kernel are not installed")
     found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)\s*$", Path(HEADERS[machine]).read_text(), re.MULTILINE)
     known = {("newfstatat" if name == "fstatat" else name): int(number) for name, number in found}
-    table = tomllib.loads(Path(seccomp.__file__).with_name("system_calls.toml").read_text())
+    table = tomllib.loads(BOOTSTRAP.with_name("system_calls.toml").read_text())
     calls = table["allowed"] | {name: call["numbers"] for name, call in table["tested"].items()}
     mine = {name: numbers[table["machines"][machine]["place"]] for name, numbers in calls.items()}
     assert len({number for number in mine.values() if number >= 0}) == sum(number >= 0 for number in mine.values())

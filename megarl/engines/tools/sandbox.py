@@ -6,21 +6,32 @@ process are not passed on. All processes of a call end with the first process, w
 the caller: bubblewrap's --die-with-parent misses a parent that ends during the start.
 
 The limit of memory holds for each process (docs/environments.md).
+
+A kernel filter limits the system calls to those of ``system_calls.toml``. Calls outside of the list would defeat the
+bounds: kernel memory and host slots that no limit counts (file locks, asynchronous I/O, watches, keys, System V
+objects, queues of abandoned sockets), networks outside of namespaces (vsock), and kernel subsystems that arithmetic
+does not need and that have often been vulnerable.
 """
 
+from __future__ import annotations
+
 import contextlib
+import errno
 import fcntl
 import json
 import math
 import os
+import platform
 import secrets
 import shutil
+import struct
 import subprocess
 import sys
+import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.engines.tools import seccomp
 from megarl.errors import ConfigError, RolloutError
 
 BOOTSTRAP = Path(__file__).parent / "bootstrap.py"
@@ -35,6 +46,19 @@ _ENVIRONMENT = {
     **{"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
 }
 """All variables of the code: no variable of this process; libraries use a single thread."""
+
+
+_TABLE = tomllib.loads(Path(__file__).with_name("system_calls.toml").read_text("utf-8"))
+_CLONE3 = 435
+_FIRST_UNKNOWN = 470
+"""Later calls fail as in a kernel without these calls, so that libc falls back to older calls."""
+_X32_CALLS = 0x40000000
+"""On x86_64 the calls have second numbers from here on; aarch64 has no calls in this range."""
+_F_SETLK = 6
+
+_LOAD, _AND, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
+_OFFSET_NUMBER, _OFFSET_ARCHITECTURE, _OFFSET_ARGUMENTS = 0, 4, 16
+_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +129,7 @@ class Sandbox:
             status_end = _close_with(os.open(f"/proc/self/fd/{write_end}", os.O_RDWR | os.O_CLOEXEC), child)
             ready_end = _close_with(os.dup(status_end), child)  # bubblewrap closes its own descriptor
             owner_fd = _close_with(os.pidfd_open(os.getpid()), child)
-            filter_fd = _close_with(_make_sealed_file(seccomp.program()), child)
+            filter_fd = _close_with(_make_sealed_file(filter_program()), child)
             wrapper = [self.bwrap, *_namespaces(), *self._files()]
             wrapper += ["--json-status-fd", str(status_end), "--seccomp", str(filter_fd), "--"]
             program = ["-I", "-u", "-c", BOOTSTRAP.read_text(), self._settings(ready_end, owner_fd)]
@@ -228,3 +252,48 @@ def _make_sealed_file(data: bytes) -> int:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
+
+
+def filter_program() -> bytes:
+    """Return the filter of system calls as struct sock_filter entries. ConfigError for an unknown machine."""
+    machine = _TABLE["machines"].get(platform.machine())
+    if machine is None:
+        problem = f"no filter of system calls is known for {platform.machine()!r}, only for "
+        raise ConfigError(f"{problem}{' and '.join(_TABLE['machines'])}: the sandboxed Python tool does not run here")
+    place = machine["place"]
+    code = [
+        _op(_LOAD, _OFFSET_ARCHITECTURE),
+        _op(_IF_EQUAL, machine["audit"], 1, 0),
+        _op(_RETURN, _KILL),
+        _op(_LOAD, _OFFSET_NUMBER),
+        _op(_IF_AT_LEAST, _X32_CALLS, 0, 1),
+        _op(_RETURN, _KILL),
+    ]
+    for numbers in _TABLE["allowed"].values():
+        if numbers[place] >= 0:
+            code += [_op(_IF_EQUAL, numbers[place], 0, 1), _op(_RETURN, _ALLOW)]
+    for name, call in _TABLE["tested"].items():
+        # SQLite locks files with fcntl. A pretended lock suffices: no other process has the files of a call. Real locks
+        # would take memory that no limit counts.
+        pretended = _pretend(_F_SETLK) if name == "fcntl" else []
+        body = [*pretended, *(op for test in call["tests"] for op in _test(*test)), _op(_RETURN, _ALLOW)]
+        code += [_op(_IF_EQUAL, call["numbers"][place], 0, len(body)), *body]
+    # The flags of clone3 lie in memory, which a filter cannot read: without clone3, libc uses clone.
+    code += [_op(_IF_EQUAL, _CLONE3, 1, 0), _op(_IF_AT_LEAST, _FIRST_UNKNOWN, 0, 1)]
+    code += [_op(_RETURN, _ERROR | errno.ENOSYS), _op(_RETURN, _ERROR | errno.EPERM)]
+    return b"".join(code)
+
+
+def _test(argument: int, mask: int, values: Sequence[int], error: int) -> list[bytes]:
+    """Continue behind these entries if the masked argument is among the values; otherwise return the error."""
+    jumps = [_op(_IF_EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)]
+    return [_op(_LOAD, _OFFSET_ARGUMENTS + 8 * argument), _op(_AND, mask), *jumps, _op(_RETURN, _ERROR | error)]
+
+
+def _pretend(command: int) -> list[bytes]:
+    """Return 0 for a command of fcntl without running the command."""
+    return [_op(_LOAD, _OFFSET_ARGUMENTS + 8), _op(_IF_EQUAL, command, 0, 1), _op(_RETURN, _ERROR)]
+
+
+def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)

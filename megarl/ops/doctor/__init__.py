@@ -76,7 +76,7 @@ def _releases() -> Details:
 
 def _servers(config: Config) -> tuple[list[Finding], Details]:
     """Return checks whether a run would accept its SGLang servers, and a table of the servers' releases."""
-    from megarl.engines.sglang.check import examine  # needs httpx and aiohttp
+    from megarl.engines.sglang.server import examine  # needs httpx and aiohttp
 
     checks, rows = [], []
     for server in examine(config):

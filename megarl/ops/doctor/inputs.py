@@ -173,7 +173,7 @@ def _check_disk(config: Config, shape: ModelShape | None) -> Finding:
 
 
 def _check_urls(config: Config) -> Iterator[Finding]:
-    """Connect to each reward server; ``megarl.engines.sglang.check`` examines SGLang's servers."""
+    """Connect to each reward server; ``megarl.engines.sglang.server`` examines SGLang's servers."""
     for url in config.reward_model.urls:
         address = urlsplit(url)
         try:

@@ -3,8 +3,8 @@
 Four transports behind a protocol:
 
 tensor          base64 of the tensors over HTTP
-broadcast       a broadcast through a gloo or NCCL group (``process_group``) of all servers
-disk            a folder for the servers to load (``folder``)
+broadcast       a broadcast through a gloo or NCCL group of all servers
+folder          a folder for the servers to load
 ipc             memory of the machine, opened by the servers
 
 Shared parts:

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megarl.engines.buckets import Bucket, Intake, Staging
-from megarl.engines.sglang.transports.folder import WeightFolder
 from megarl.engines.sglang.transports.sender import WeightSender
 from megarl.engines.sglang.transports.threads import Line
 from megarl.engines.weights import Named
+
+if TYPE_CHECKING:
+    from megarl.engines.sglang.transports.folder import WeightFolder
 
 Buckets = Generator[Bucket | None, None, None]
 """The buckets of an update. An error thrown into the generator ends the update on all ranks."""
@@ -40,7 +42,7 @@ class Delivery:
     """Sends one bucket while the next bucket is made."""
     tell: Callable[[str], None]
     """Prints one line for the user."""
-    folder: WeightFolder | None = None
+    folder: "WeightFolder | None" = None
     """The copy on disk, or None; complete after all buckets have passed the line."""
 
 

@@ -13,14 +13,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from megarl.engines.sglang.http import authorization, read_object, request
-from megarl.engines.sglang.transports.process_group import BroadcastGroup
 from megarl.engines.sglang.transports.threads import WHOLE_S, GoneError, HangError, deadline, in_thread
 from megarl.errors import DataError, WeightSyncError
+
+if TYPE_CHECKING:
+    from megarl.engines.sglang.transports.broadcast import BroadcastGroup
 
 Checksums = list[dict[str, str]]
 """Checksums of each tensor-parallel rank: name -> checksum."""
