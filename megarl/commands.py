@@ -13,7 +13,6 @@ from megarl.config import Config, process_environment
 from megarl.config import file as config_file
 from megarl.config.command import POSITIONAL, Command, OnConfiguration, Overrides, Positional, command, world_size
 from megarl.convert.command import Convert, Quantize
-from megarl.data.prepare.command import Data
 from megarl.errors import ConfigError
 from megarl.ops.evaluate.command import Gap
 from megarl.ops.plan.command import Plan
@@ -264,7 +263,7 @@ class Quickstart:
 
 
 _LISTED = (
-    Train, Launch, Sft, Eval, Gap, Data, Plan, Doctor, Report, Samples, Status, Trace, Simulate, Convert, Quantize,
+    Train, Launch, Sft, Eval, Gap, Plan, Doctor, Report, Samples, Status, Trace, Simulate, Convert, Quantize,
     Patch, Recipes, Init, Help, Completion, Quickstart,
 )  # fmt: skip
 COMMANDS: dict[str, type[Command]] = {kind.__name__.lower(): kind for kind in _LISTED}

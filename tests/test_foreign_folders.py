@@ -65,7 +65,6 @@ COMMANDS = {
     "convert, a file": "convert model theirs/page.html --overwrite",
     "convert back": "convert converted theirs --overwrite",
     "quantize": "quantize model theirs --overwrite",
-    "data prepare": "data prepare task/train.jsonl theirs --overwrite",
     "init": "init theirs/config.toml --model model --data task/train.jsonl --gpus 0 --force",
     "report": "report made --out theirs/page.html",
     "report, inside": "report theirs",

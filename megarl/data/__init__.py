@@ -5,7 +5,6 @@ Prompts:
     records          examples of any source, each with the place in the source
     tokenizer        the tokenizer of a model folder, checked; tokens of reasoning steps; chat: the chat template
     prompts          prompts and demonstrations as tokens; the order of prompts
-    prepare          ``megarl data prepare``
     benchmarks       the problems of an evaluation
     tiny             the quickstart's model and task
 

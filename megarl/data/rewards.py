@@ -143,20 +143,6 @@ def exact_match(*, prompt: str, response: str, answer: str) -> float:
     return float(response.strip() == answer.strip())
 
 
-def can_read_answer(answer: str) -> bool:
-    """Whether math_strict can read an answer of a data set. Otherwise no response has a reward."""
-    try:
-        _read_strict_answer(answer)
-    except ValueError:
-        return False
-    return True
-
-
-def is_spelling(answer: str) -> bool:
-    """Whether math_strict compares an answer of a data set by spelling alone."""
-    return can_read_answer(answer) and _read_strict_answer(answer).is_spelling
-
-
 def _read_strict_answer(answer: str) -> Any:
     from megarl.data.math.grade import read_key  # imports sympy
 

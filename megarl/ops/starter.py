@@ -63,7 +63,7 @@ class Init:
 _QUESTIONS = {
     "model": ("folder of the model (Hugging Face format)", None, "a folder with config.json, here or on the cluster"),
     "data": (
-        "prompts (.jsonl, .json, .parquet, folder or hub name; megarl data prepare makes them)",
+        "prompts (.jsonl, .json, .parquet, folder or hub name; tools/prepare_data.py makes them)",
         "data/train.jsonl",
         "the name of a file, a folder or a data set on the hub",
     ),

@@ -254,24 +254,13 @@ class Noise:
     Philox is a counter-based generator, so that the seeds 0, 1, 2, ... give independent streams (Salmon et al. 2011).
     """
 
-    _MAX_CHUNK = 256
-    """Numbers drawn per request at a time; bounds the memory of long responses."""
-
     def __init__(self, seeds: Sequence[int], num_steps: int) -> None:
         for seed in (min(seeds), max(seeds)):
             if not 0 <= seed < 2**128:
                 raise RolloutError(f"seed of a request is {seed}, expected 0 <= seed < 2**128")
-        self._streams = [np.random.Generator(np.random.Philox(key=seed)) for seed in seeds]
-        self._chunk = min(num_steps, self._MAX_CHUNK)
-        self._numbers = np.empty((self._chunk, len(seeds)))
-        self._first_step = -self._chunk
+        streams = [np.random.Generator(np.random.Philox(key=seed)) for seed in seeds]
+        self._numbers = np.stack([stream.random(num_steps) for stream in streams], axis=1)
 
     def at(self, step: int, rows: np.ndarray) -> torch.Tensor:
-        """Uniforms float64 [len(rows)] of the requests ``rows`` for token ``step``; ValueError for a step before the
-        last chunk."""
-        if step < self._first_step:
-            raise ValueError(f"noise for step {step} asked for after step {self._first_step}")
-        while step >= self._first_step + self._chunk:
-            self._first_step += self._chunk
-            self._numbers = np.stack([stream.random(self._chunk) for stream in self._streams], axis=1)
-        return torch.from_numpy(self._numbers[step - self._first_step][rows])
+        """Uniforms float64 [len(rows)] of the requests ``rows`` for token ``step``."""
+        return torch.from_numpy(self._numbers[step][rows])

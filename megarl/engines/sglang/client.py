@@ -98,8 +98,7 @@ class _Job:
     """Cancelled if the episode no longer waits."""
     failures: int = 0
     losses: int = 0
-    waits: int = 0
-    """Number of attempts at a busy server."""
+    """Lost connections, and waits for a busy server."""
 
 
 @dataclass(eq=False)
@@ -293,12 +292,10 @@ class _RequestSession(Session):
             self._client.count("wrong_answers", f"a wrong answer, which is asked for again: {reason}")
         elif status:
             self._client.count("refused_requests", f"a request that was not served is sent again: {reason}")
-        if status in BUSY:
-            job.waits += 1
-        else:
-            job.failures += 1
-        tries = job.failures + job.waits
-        if job.failures >= settings.attempts or job.waits >= settings.losses:
+        job.losses += status in BUSY
+        job.failures += status not in BUSY
+        tries = job.failures + job.losses
+        if job.failures >= settings.attempts or job.losses >= settings.losses:
             last = f"{job.request.label}: {tries} attempts failed, the last: {reason}"
             if status != TOO_LARGE:
                 raise RolloutError(last) from failure

@@ -61,7 +61,6 @@ class SharedMemory(Transport):
     """Returns the turns of all ranks: a collective call, which must raise if a rank is gone."""
 
     def __post_init__(self) -> None:
-        self.shares_gpu = self.gpu != CPU
         self._failure: MegarlError | None = None
         self._open: Handle | None = None
         self.handles: dict[int, Handle] = {}
@@ -75,7 +74,7 @@ class SharedMemory(Transport):
         Two buckets on the host take at most half of the free shared memory.
         """
         limit = intake.max_bytes
-        limit = limit if self.shares_gpu else min(limit, shutil.disk_usage(SHARED_MEMORY).free // 4)
+        limit = limit if self.gpu != CPU else min(limit, shutil.disk_usage(SHARED_MEMORY).free // 4)
         buckets = intake.buckets(tensors, Staging(limit, empty_shared), limit)
         rounds = self.rounds(buckets, (lambda: None) if delivery is None else delivery.line.wait)
         next(rounds)  # from here on an error in the generator reaches all ranks

@@ -49,9 +49,6 @@ class Delivery:
 class Transport(Protocol):
     """A way of weights to the servers."""
 
-    shares_gpu: bool = False
-    """Whether a server opens GPU memory of the trainer: a late server must then be killed."""
-
     def stream(self, intake: Intake, tensors: Iterable[Named], delivery: Delivery | None) -> Buckets:
         """Yield the buckets of an update, in memory for this transport. Runs in the caller's thread."""
         return intake.buckets(tensors, Staging(intake.max_bytes))

@@ -1,23 +1,42 @@
-"""Write the prompt files that ``[data]`` reads, from JSONL, JSON, Parquet, dataset folders and hub names."""
+"""Write the prompt files that ``[data]`` reads, from JSONL, Parquet, dataset folders and hub names (docs/data.md).
 
+python tools/prepare_data.py SOURCE OUT
+"""
+
+import argparse
 import hashlib
 import json
+import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megarl.data.chat import check_messages
-from megarl.data.prepare.command import Data, Recipe
+from megarl.data.math.grade import read_key
 from megarl.data.prompts import PromptReader, Text, answer_text, fill_template, in_batches
 from megarl.data.records import Record, get_field, read_records, type_name, write_jsonl
-from megarl.data.rewards import can_read_answer, is_spelling
 from megarl.data.tokenizer import load_tokenizer
-from megarl.errors import ConfigError, DataError, printable
+from megarl.errors import ConfigError, DataError, MegarlError, printable
 from megarl.files.outputs import require_own_files
 
 TRAIN, HELDOUT = "train.jsonl", "heldout.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How records become prompts; the fields are the flags of the command."""
+
+    prompt_field: str = "prompt"
+    answer_field: str = "answer"
+    answer_after: str | None = None
+    system: str | None = None
+    template: str | None = None
+    model: Path | None = None
+    trust: bool = False
+    max_prompt_tokens: int = 2048
 
 
 def prepare(
@@ -161,12 +180,23 @@ def _shape(prompt: Any, recipe: Recipe, has_chat: bool, place: str) -> str | lis
     return [*([{"role": "system", "content": recipe.system}] if recipe.system is not None else []), *messages]
 
 
+def can_read_answer(answer: str) -> bool:
+    """Whether math_strict can read an answer of a data set. Otherwise no response has a reward."""
+    try:
+        read_key(answer)
+    except ValueError:
+        return False
+    return True
+
+
 def count_unreadable(files: Iterable[Path]) -> Iterator[str]:
     """Yield how many answers of prepared files math_strict cannot read, or reads as text only, with the first one."""
     answers = [(place, record["answer"]) for file in files for place, record in read_records(file)]
     faults = {
         "cannot be read by the reward math_strict": lambda answer: not can_read_answer(answer),
-        "must be spelled in the same way, because math_strict does not know what they say": is_spelling,
+        "must be spelled in the same way, because math_strict does not know what they say": lambda answer: (
+            can_read_answer(answer) and read_key(answer).is_spelling
+        ),
     }
     for fault, has_fault in faults.items():
         faulty = [(place, answer) for place, answer in answers if has_fault(answer)]
@@ -174,14 +204,38 @@ def count_unreadable(files: Iterable[Path]) -> Iterator[str]:
         yield f"{len(faulty)} of {len(answers)} answers {fault}{first}"
 
 
-def prepare_and_show(command: Data) -> None:
-    """Call ``prepare``, and print a summary with the lines for the configuration."""
-    options = {name: getattr(command, name) for name in ("split", "limit", "heldout", "overwrite")}
-    counts = prepare(command.source, command.out, command, **options)
-    print(printable(f"{command.source}: read {counts['read']}; {describe_left_out(counts)}"))
-    written = {key: command.out / name for name, key in ((TRAIN, "train"), (HELDOUT, "heldout")) if counts[key]}
-    for key, path in written.items():
-        print(printable(f"{path}: {counts[key]} prompts"))
-    print(*map(printable, count_unreadable(written.values())), sep="\n")
-    lines = [f"{key} = {json.dumps(str(path), ensure_ascii=False)}" for key, path in written.items()]
-    print("[data]", *lines, f"max_prompt_tokens = {command.max_prompt_tokens}", sep="\n")
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", help="a .jsonl or .parquet file, a dataset folder, or a hub name, OWNER/NAME:CONFIG")
+    parser.add_argument("out", type=Path, help="the folder for train.jsonl and heldout.jsonl")
+    parser.add_argument("--prompt-field", default="prompt", help="field with the question; dots reach into tables")
+    parser.add_argument("--answer-field", default="answer", help="field with the answer, text or a whole number")
+    parser.add_argument("--answer-after", help="take what follows the last such text of the answer, as #### in GSM8K")
+    parser.add_argument("--system", help="a system message before each prompt")
+    parser.add_argument("--template", help="text with {prompt} in it, around each plain-text prompt")
+    parser.add_argument("--model", type=Path, help="folder of the model, for chat template and tokenizer")
+    parser.add_argument("--trust", action="store_true", help="let code in that folder make its tokenizer")
+    parser.add_argument("--max-prompt-tokens", type=int, default=2048, help="leave out longer prompts; needs --model")
+    parser.add_argument("--split", help="split of a folder or hub data set")
+    parser.add_argument("--limit", type=int, help="read only the first records")
+    parser.add_argument("--heldout", type=float, default=0.0, help="share of prompts that go to heldout.jsonl")
+    parser.add_argument("--overwrite", action="store_true", help="replace the files of an earlier call")
+    flags = vars(parser.parse_args(words))
+    source, out = flags.pop("source"), flags.pop("out")
+    options = {name: flags.pop(name) for name in ("split", "limit", "heldout", "overwrite")}
+    try:
+        counts = prepare(source, out, Recipe(**flags), **options)
+        written = {key: out / name for name, key in ((TRAIN, "train"), (HELDOUT, "heldout")) if counts[key]}
+        unreadable = [*count_unreadable(written.values())]
+    except MegarlError as error:
+        print(printable(str(error)), file=sys.stderr)
+        return 2
+    lines = [f"{source}: read {counts['read']}; {describe_left_out(counts)}"]
+    lines += [f"{path}: {counts[key]} prompts" for key, path in written.items()]
+    lines += [*unreadable, "[data]", *(f"{key} = {json.dumps(str(path))}" for key, path in written.items())]
+    print(*map(printable, lines), f"max_prompt_tokens = {flags['max_prompt_tokens']}", sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
