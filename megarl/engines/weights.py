@@ -5,6 +5,7 @@ Every engine takes an update through ``buckets.Intake``.
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -108,6 +109,7 @@ def read_model_config(folder: str | Path) -> PretrainedConfig:
     return AutoConfig.for_model(family, **{key: hf[key] for key in hf.keys() - {"model_type", "auto_map"}})
 
 
+@cache
 def checkpoint_shapes(directory: str | Path) -> dict[str, tuple[int, ...]]:
     """Map each tensor name of a checkpoint to its shape, from the config.json in ``directory`` alone.
 

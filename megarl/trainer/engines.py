@@ -27,8 +27,7 @@ from megarl.engines.sglang.spec import SERVER_DTYPES, ServerSpec
 from megarl.engines.sglang.transports.broadcast import Broadcast, own_address
 from megarl.engines.sglang.transports.folder import Disk, write_empty_model
 from megarl.engines.sglang.transports.ipc import Helper, SharedMemory
-from megarl.engines.sglang.transports.protocol import Transport
-from megarl.engines.sglang.transports.tensor import Tensors
+from megarl.engines.sglang.transports.protocol import Tensors, Transport
 from megarl.engines.weights import FP8Form, WeightForm, checkpoint_shapes, read_model_config
 from megarl.errors import ConfigError, RolloutError, printable, some
 from megarl.files.hf_config import find_quantization

@@ -224,13 +224,6 @@ def test_a_busy_server_is_asked_again_when_it_says(server: RewardServer) -> None
     assert time.monotonic() - started >= 1.0
 
 
-def test_a_packed_answer_is_read(server: RewardServer) -> None:
-    server.always = lambda handler, body: handler.answer(
-        200, gzip.compress(handler.good(body)), **{"Content-Encoding": "gzip"}
-    )
-    assert scores_of(config(server), ["a"]) == [score_of("a")]
-
-
 def test_who_does_not_wait_any_more_is_not_asked_for(server: RewardServer) -> None:
     async def run() -> float:
         model = RewardModel(config(server, concurrency=1))

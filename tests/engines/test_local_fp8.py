@@ -20,8 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import eager_attention_for
 from megarl.core.fp8 import is_fp8_weight, round_through_fp8
 from megarl.core.types import Rollout
 from megarl.data.tiny import write_tiny_model
-from megarl.engines.local.engine import LocalEngine
-from megarl.engines.local.fp8 import FP8Products
+from megarl.engines.local.engine import FP8Products, LocalEngine
 from megarl.engines.protocol import SamplingParams
 from megarl.errors import RolloutError
 

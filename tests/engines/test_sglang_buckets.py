@@ -18,7 +18,7 @@ from tiny_families import write_family
 from megarl.core.fp8 import dequantize_fp8, is_fp8_weight, quantize_fp8, round_through_fp8
 from megarl.engines.buckets import Bucket, Intake, Staging, split_into_buckets
 from megarl.engines.sglang.spec import CPU_SHIM
-from megarl.engines.sglang.transports.tensor import payload_of
+from megarl.engines.sglang.transports.protocol import payload_of
 from megarl.engines.weights import WeightForm, checkpoint_shapes
 from megarl.errors import WeightSyncError
 

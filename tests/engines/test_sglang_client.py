@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import threading
 import time
-import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -248,15 +246,11 @@ def status(code: int, body: bytes = b"out of luck", **headers: str) -> Fault:
     return lambda: web.Response(status=code, body=body, headers=names)
 
 
-PACKED = gzip.compress(b" " * (50 << 20), 1)
 WRONG = {
     "deep": (status(200, b"[" * 200_000), "more than 201 levels"),
     "no JSON": (status(200, b"<html>"), "holds no JSON"),
     "too long": (status(200, b" " * (11 << 20)), "sends more than 10485760 bytes"),
-    "too long, packed": (status(200, PACKED, Content_Encoding="gzip"), "unpacks to more than 10485760 bytes"),
-    "packed by halves": (status(200, PACKED[:-9], Content_Encoding="gzip"), "unpacks to more"),
-    "no gzip": (status(200, b"abc", Content_Encoding="gzip"), "packed as 'gzip'"),
-    "brotli": (status(200, b"abc", Content_Encoding="br"), "packed as 'br'"),
+    "packed": (status(200, b"abc", Content_Encoding="gzip"), "packed as 'gzip'"),
     "redirected": (status(307, Location="http://elsewhere.test/x"), "redirects to 'http://elsewhere.test/x'"),
 }
 REFUSED = {str(code): (status(code), f"HTTP {code}: out of luck") for code in (408, 413, 429, 500, 502, 503, 504)}
@@ -344,14 +338,3 @@ def test_one_request_that_no_server_takes_leaves_the_others() -> None:
         assert made[0].groups.total() == 3
     assert len(refused) == 1
     assert "HTTP 413" in refused[0]
-
-
-def test_a_packed_answer_takes_no_more_memory_than_its_limit() -> None:
-    with servers(0.0) as made:
-        made[0].faults = [status(200, gzip.compress(bytes(300 << 20), 1), Content_Encoding="gzip")]
-        tracemalloc.start()
-        client, _ = ask_faulty(made, requests_of(1, 1))
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    assert client.counts == {"wrong_answers": 1}
-    assert peak < 50 << 20

@@ -31,8 +31,8 @@ from megarl.engines.sglang.fleet import Fleet
 from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
+from megarl.engines.sglang.transports.protocol import send_tensors
 from megarl.engines.sglang.transports.sender import WeightSender
-from megarl.engines.sglang.transports.tensor import send_tensors
 from megarl.engines.weights import WeightForm
 from megarl.errors import MegarlError, RolloutError, WeightSyncError
 

@@ -40,12 +40,12 @@ from megarl.engines.sglang.fleet import Fleet
 from megarl.engines.sglang.member import FleetSettings, Member
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec, free_port
-from megarl.engines.sglang.transports import ipc, threads
+from megarl.engines.sglang.transports import ipc
 from megarl.engines.sglang.transports import sender as sglang_sync
 from megarl.engines.sglang.transports.broadcast import Broadcast
 from megarl.engines.sglang.transports.folder import Disk
 from megarl.engines.sglang.transports.ipc import SharedMemory
-from megarl.engines.sglang.transports.tensor import Tensors, payload_of
+from megarl.engines.sglang.transports.protocol import Tensors, payload_of
 from megarl.engines.weights import WeightForm, checkpoint_shapes
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
 
@@ -164,7 +164,7 @@ def world(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setattr(sglang_server, "command", command)
     monkeypatch.setattr(sglang_fleet, "checkpoint_shapes", shapes_of)  # read once
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1 << 14)  # several buckets
-    monkeypatch.setattr(threads, "CONTROL_S", WAIT_S)
+    monkeypatch.setattr(sglang_sync, "CONTROL_S", WAIT_S)
     made = World(model, tmp_path)
     yield made
     print("\n".join(made.told))
@@ -222,9 +222,9 @@ def test_a_step_has_a_deadline_of_its_own(world: World, path: str, monkeypatch: 
     if path in ("weights_checker", "end_weight_update"):
         monkeypatch.setattr(sglang_sync, "WHOLE_S", 0.5)
     else:
-        monkeypatch.setattr(threads, "CONTROL_S", 0.5)
+        monkeypatch.setattr(sglang_sync, "CONTROL_S", 0.5)
     world.update(fleet, 2)
-    monkeypatch.setattr(threads, "CONTROL_S", WAIT_S)
+    monkeypatch.setattr(sglang_sync, "CONTROL_S", WAIT_S)
     (told,) = [line for line in world.told if "in a weight update" in line]
     assert (
         f"hangs in a weight update, which goes on without it ({fleet.members[0].url}/{path}: no whole answer within"
@@ -253,11 +253,11 @@ def test_an_update_goes_on_without_a_late_server_however_weights_travel(
         world.update(fleet, 1)
     world.control(1, hold=path)
     if way == "join":  # nobody is in the group before all are
-        monkeypatch.setattr(threads, "CONTROL_S", 15.0)
+        monkeypatch.setattr(sglang_sync, "CONTROL_S", 15.0)
     else:
-        monkeypatch.setattr(threads, "CONTROL_S", 2.0)
+        monkeypatch.setattr(sglang_sync, "CONTROL_S", 2.0)
     world.update(fleet, 2)
-    monkeypatch.setattr(threads, "CONTROL_S", WAIT_S)
+    monkeypatch.setattr(sglang_sync, "CONTROL_S", WAIT_S)
     assert any("in a weight update, which goes on without it" in line for line in world.told)
     assert world.ask(fleet.members[0]) == ["2", [2.0]]
     assert not fleet.members[1].ready
@@ -266,8 +266,8 @@ def test_an_update_goes_on_without_a_late_server_however_weights_travel(
 
 
 def test_threads_grow_with_the_bytes():
-    assert threads.deadline(0) == threads.CONTROL_S
-    assert threads.deadline(3 * 10**9) == threads.CONTROL_S + 60.0
+    assert sglang_sync.deadline(0) == sglang_sync.CONTROL_S
+    assert sglang_sync.deadline(3 * 10**9) == sglang_sync.CONTROL_S + 60.0
 
 
 @pytest.mark.parametrize("path", ["server_info", "pause_generation", "update_weights_from_tensor", "flush_cache"])

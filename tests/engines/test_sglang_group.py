@@ -25,10 +25,10 @@ from megarl.engines.sglang.fleet import Fleet
 from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
-from megarl.engines.sglang.transports import threads
+from megarl.engines.sglang.transports import sender as sglang_sync
 from megarl.engines.sglang.transports.broadcast import Broadcast, BroadcastGroup, broadcast
+from megarl.engines.sglang.transports.protocol import send_tensors
 from megarl.engines.sglang.transports.sender import WeightSender
-from megarl.engines.sglang.transports.tensor import send_tensors
 from megarl.engines.weights import WeightForm
 from megarl.errors import WeightSyncError
 
@@ -61,7 +61,7 @@ def test_a_server_with_another_number_of_ranks_is_an_error_and_stays_usable(
     sender = WeightSender(updated_server.url, tp=2)
     sender.begin()
     with monkeypatch.context() as patch:
-        patch.setattr(threads, "CONTROL_S", 3.0)
+        patch.setattr(sglang_sync, "CONTROL_S", 3.0)
         with pytest.raises(WeightSyncError, match="group"):
             broadcast([sender], Bucket(noisy(hostile_model, 1).items()))
     sender.close()
@@ -106,7 +106,7 @@ def test_a_server_that_is_lost_in_the_middle_of_a_broadcast_gets_the_weights_whe
 ):
     """The other server is not kept waiting, and both have the same weights in the end."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1 << 15)
-    monkeypatch.setattr(threads, "CONTROL_S", 10.0)
+    monkeypatch.setattr(sglang_sync, "CONTROL_S", 10.0)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # as under torchrun
     spec = replace(sglang_spec, model_path=hostile_model, log_file=tmp_path / "log")
     told: list[str] = []

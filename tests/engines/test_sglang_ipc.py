@@ -31,8 +31,7 @@ from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.spec import CPU_SHIM, ServerSpec
 from megarl.engines.sglang.transports import ipc
 from megarl.engines.sglang.transports.ipc import SharedMemory, empty_shared, make_handle
-from megarl.engines.sglang.transports.protocol import Buckets
-from megarl.engines.sglang.transports.tensor import Rebuilt, payload_of
+from megarl.engines.sglang.transports.protocol import Buckets, Rebuilt, payload_of
 from megarl.engines.weights import WeightForm
 from megarl.errors import MegarlError, WeightSyncError
 

@@ -32,8 +32,8 @@ from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.plugin.compact import make_header
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
+from megarl.engines.sglang.transports.protocol import payload_of
 from megarl.engines.sglang.transports.sender import WeightSender
-from megarl.engines.sglang.transports.tensor import payload_of
 from megarl.engines.sglang.versions import CHECKSUMS_ON_CPU, NEWEST, parse_version
 from megarl.engines.weights import WeightForm
 from megarl.errors import RolloutError, WeightSyncError

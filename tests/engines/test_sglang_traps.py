@@ -24,8 +24,8 @@ from megarl.engines.sglang import spec as server_spec
 from megarl.engines.sglang.answers import parse_answer
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
+from megarl.engines.sglang.transports.protocol import payload_of, send_tensors
 from megarl.engines.sglang.transports.sender import WeightSender
-from megarl.engines.sglang.transports.tensor import payload_of, send_tensors
 from megarl.files.moe_shape import MoeShape
 
 pytestmark = pytest.mark.sglang

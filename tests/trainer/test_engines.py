@@ -18,7 +18,7 @@ from megarl.engines.sglang.spec import command
 from megarl.engines.sglang.transports.broadcast import Broadcast
 from megarl.engines.sglang.transports.folder import Disk, WeightFolder
 from megarl.engines.sglang.transports.ipc import SharedMemory
-from megarl.engines.sglang.transports.tensor import Tensors
+from megarl.engines.sglang.transports.protocol import Tensors
 from megarl.models.hf_folder import SINGLE
 from megarl.trainer import engines
 from megarl.trainer.engines import server_specs

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 from megarl.engines.buckets import Bucket, Intake
@@ -21,10 +21,8 @@ from megarl.engines.sglang.member import FleetState, Member, Update, find_change
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports.folder import WeightFolder
-from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Transport
-from megarl.engines.sglang.transports.sender import Checksums, WeightSender
-from megarl.engines.sglang.transports.tensor import Tensors
-from megarl.engines.sglang.transports.threads import GoneError, HangError, Line, in_thread
+from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Tensors, Transport
+from megarl.engines.sglang.transports.sender import Checksums, GoneError, HangError, Line, WeightSender, in_thread
 from megarl.engines.weights import Named, WeightForm, checkpoint_shapes
 from megarl.errors import ConfigError, MegarlError
 
@@ -94,7 +92,9 @@ class Fleet(FleetState):
         WeightSyncError if a server refuses the weights, or if ``tensors`` are not the checkpoint's. An absent or lost
         server gets the weights when it is back.
         """
-        intake, delivery = Intake.for_servers(self._shapes, version, form), Delivery(self, Line(), self.tell)
+        assert self.source is not None
+        intake = Intake.for_servers(checkpoint_shapes(self.source), version, form)
+        delivery = Delivery(self, Line(), self.tell)
         buckets = self.transport.stream(intake, tensors, delivery)
         self.no_starts.clear()
         try:
@@ -191,11 +191,6 @@ class Fleet(FleetState):
 
     # An update
 
-    @cached_property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        assert self.source is not None
-        return checkpoint_shapes(self.source)
-
     @contextmanager
     def _pause_keepers(self) -> Iterator[None]:
         """Take all servers that answer from the keepers; without weights to send, keepers stop soon."""
@@ -265,7 +260,11 @@ class Fleet(FleetState):
                 self.present.pop().lock.release()
 
     def each(self, step: Callable[[WeightSender], object], *, daemon: bool = True) -> list[WeightSender]:
-        """See ``Receivers.each``."""
+        """Run a step for all servers at the same time; return the senders of the servers that have done the step.
+
+        The update continues without servers that hang or have gone. daemon: False for a step inside torch, which must
+        not end with the process.
+        """
         return [member.sender for member in self._each_member(lambda member: step(member.sender), daemon=daemon)]
 
     def _each_member(

@@ -21,9 +21,8 @@ import httpx
 from megarl.engines.buckets import Bucket
 from megarl.engines.sglang.http import server_info
 from megarl.engines.sglang.server import Server
-from megarl.engines.sglang.transports.sender import Checksums, WeightSender
-from megarl.engines.sglang.transports.tensor import send_tensors
-from megarl.engines.sglang.transports.threads import GoneError, deadline, in_thread
+from megarl.engines.sglang.transports.protocol import send_tensors
+from megarl.engines.sglang.transports.sender import Checksums, GoneError, WeightSender, deadline, in_thread
 from megarl.engines.sglang.versions import check_server
 from megarl.errors import RolloutError, WeightSyncError
 

@@ -24,8 +24,7 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_proces
 from megarl.config.addresses import url_host
 from megarl.engines.buckets import Bucket, Intake
 from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Transport
-from megarl.engines.sglang.transports.sender import WeightSender
-from megarl.engines.sglang.transports.threads import JOIN_S, HangError, deadline, in_thread
+from megarl.engines.sglang.transports.sender import JOIN_S, HangError, WeightSender, deadline, in_thread
 from megarl.engines.weights import Named
 from megarl.errors import WeightSyncError
 

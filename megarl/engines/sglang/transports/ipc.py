@@ -15,7 +15,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -24,9 +23,16 @@ from torch.multiprocessing import reductions
 
 from megarl.config.process_environment import ALLOCATOR_VARIABLES, without_expandable_segments
 from megarl.engines.buckets import Bucket, Intake, Staging
-from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Transport
+from megarl.engines.sglang.transports.protocol import (
+    Buckets,
+    Delivery,
+    Handle,
+    Rebuilt,
+    Transport,
+    payload_of,
+    post_payloads,
+)
 from megarl.engines.sglang.transports.sender import CPU, WeightSender
-from megarl.engines.sglang.transports.tensor import Handle, Rebuilt, payload_of, post_payloads
 from megarl.engines.weights import Named, WeightForm, checkpoint_shapes
 from megarl.errors import MegarlError, WeightSyncError
 
@@ -146,12 +152,8 @@ class Helper:
 
     def update(self, tensors: Iterable[Named], version: int, form: WeightForm) -> None:
         """Join in ``Fleet.update`` of the main rank; WeightSyncError if the update fails."""
-        intake = Intake.for_servers(self._shapes, version, form)
+        intake = Intake.for_servers(checkpoint_shapes(self.source), version, form)
         deque(self.transport.stream(intake, tensors, None), maxlen=0)
-
-    @cached_property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return checkpoint_shapes(self.source)
 
 
 def empty_shared(num_bytes: int, device: torch.device) -> torch.Tensor:
