@@ -11,15 +11,15 @@ server up to a limit; send ``UNPACKED`` with the request.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.errors import DataError
 
 if TYPE_CHECKING:
     import aiohttp
+    from pydantic import TypeAdapter
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 UNPACKED = {"Accept-Encoding": "identity"}
 """Header that asks for an uncompressed answer."""
@@ -41,13 +41,7 @@ def parse_json(data: bytes | str, source: str, max_bytes: int) -> Any:
         raise DataError(f"{source} holds {fault}") from error
 
 
-class Schema(Protocol[T_co]):
-    """A ``pydantic.TypeAdapter``, whose import takes long."""
-
-    def validate_python(self, object: Any, /, *, strict: bool | None = None) -> T_co: ...
-
-
-def check_types(schema: Schema[T], value: Any, source: str) -> T:
+def check_types(schema: "TypeAdapter[T]", value: Any, source: str) -> T:
     """Return a value in the form of its schema. DataError if a member has another type."""
     from pydantic_core import ValidationError
 

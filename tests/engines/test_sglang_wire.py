@@ -186,7 +186,7 @@ def test_an_answer_of_another_kind_is_an_error() -> None:
     with pytest.raises(RolloutError, match=r"keys \['error'\]"):
         parse_answer(REQUEST, {"error": "x"}, 7, SHAPE)
     with pytest.raises(RolloutError, match="generated no token"):
-        parse_answer(REQUEST, {"output_ids": [], "meta_info": {}}, 7, SHAPE)
+        parse_answer(REQUEST, answer() | {"output_ids": []}, 7, SHAPE)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ class _Span(BaseModel):
 
 class _Meta(BaseModel):
     id: str | None = None
-    finish_reason: _Finish | str | None = None
+    finish_reason: _Finish
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     output_token_logprobs: list[Annotated[list[Any], Field(min_length=2)]] | None = None
@@ -128,7 +128,7 @@ def parse_answer(
         routed_experts=experts,
         routed_mask=mask,
         weight_versions=np.pad(_versions(meta, len(output)), (num_prompt, 0), constant_values=version),
-        finish_reason=_FINISH[_finish(meta).type],
+        finish_reason=_FINISH[meta.finish_reason.type],
         kept_counts=None if nuclei is None else np.pad(nuclei[0], (num_prompt, 0)),
         kept_ids=None if nuclei is None else nuclei[1],
     )
@@ -139,11 +139,6 @@ def longest_answer(num_tokens: int, shape: MoeShape | None, params: SamplingPara
     nuclei = 12 * most_drawn_from if params.has_nucleus else 0
     routes = 0 if shape is None else longest_text(num_tokens, shape)
     return (1 << 20) + (TOKEN_BYTES + nuclei) * num_tokens + routes
-
-
-def _finish(meta: _Meta) -> _Finish:
-    reason = meta.finish_reason
-    return reason if isinstance(reason, _Finish) else _Finish(type=str(reason))
 
 
 def _find_faults(
@@ -175,7 +170,7 @@ def _find_faults(
         yield f"{entries and len(entries)} output_token_logprobs for {len(output)} tokens"
     elif [entry[1] for entry in entries] != output:
         yield "output_token_logprobs are of other tokens than output_ids"
-    if (finish := _finish(meta)).type not in _FINISH:
+    if (finish := meta.finish_reason).type not in _FINISH:
         yield f"the server finished with {finish.type} ({finish.matched}), expected stop or length"
     if params is not None:
         yield from _find_wrong_end(request, output, finish, params, bounds)
