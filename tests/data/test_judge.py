@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -305,19 +304,6 @@ def test_closing_ends_calls_under_way() -> None:
     judge.close()
     with pytest.raises(RuntimeError, match="closed"):
         one(judge, "1")
-
-
-def test_several_loops_in_several_threads() -> None:
-    found: list[float | None] = []
-    with Judge("own_judges:own", workers=2) as judge:
-        for number in range(3):
-            thread = threading.Thread(target=lambda n=number: found.append(one(judge, str(n)).reward))
-            thread.start()
-            thread.join()
-        found.append(one(judge, "3").reward)
-        # The workers were started by a thread that has ended since, and live on.
-        assert len(workers()) == 1
-    assert found == [0, 1, 2, 3]
 
 
 def test_a_response_that_costs_too_much_is_wrong_if_the_answer_can_be_read() -> None:

@@ -88,20 +88,6 @@ def test_a_second_begin_token_is_found_with_the_template_off(name: str, write_js
     assert right.tokens.tolist() == tokenizer(once, add_special_tokens=False)["input_ids"]
 
 
-def test_a_rendered_text_may_stay_plain_where_nothing_is_put_before_it(write_jsonl: Write, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_family(tmp_path / "model", "qwen3"), "model.path")
-    once = render(tokenizer, QUESTION)
-    (found,) = load(write_jsonl({"prompt": once, "answer": "2"}), tokenizer, chat_template=False)
-    assert found.text == once
-
-
-def test_a_template_that_begins_twice_is_found(write_jsonl: Write, tmp_path: Path) -> None:
-    template = "{{ bos_token }}" + FAMILIES["llama3"]["template"]
-    tokenizer = load_tokenizer(write_family(tmp_path / "model", "llama3", chat_template=template), "model.path")
-    with pytest.raises(DataError, match=r"train\.jsonl:1: the prompt .* holds '<\|begin\|>', which is put before"):
-        load(write_jsonl({"prompt": QUESTION, "answer": "2"}), tokenizer)
-
-
 @pytest.mark.parametrize(
     ("name", "openings"),
     [

@@ -158,15 +158,6 @@ def test_cached_tokens_of_vllm_are_missing_or_known() -> None:
     check(routes_from_vllm(left_out, SHAPE, earlier=known), whole)
 
 
-def test_completions_of_one_prompt_are_taken_by_index() -> None:
-    rows = [routes(seed=seed) for seed in range(2)]
-    output = RequestOutput([CompletionOutput(routed_experts=moe(one), index=i) for i, one in enumerate(rows)])
-    for index, one in enumerate(rows):
-        check(routes_from_vllm(output, SHAPE, index), one)
-    with pytest.raises(TraceError, match="2 completions, there is none of index 2"):
-        routes_from_vllm(output, SHAPE, 2)
-
-
 @pytest.mark.parametrize("form", [npy, np.ndarray.tolist], ids=["npy", "lists"])
 def test_vllm_in_json(form: Any) -> None:
     choice = {"token_ids": [2] * RESPONSE, "routed_experts": form(moe(routes()).astype(np.uint8))}
@@ -207,13 +198,6 @@ def of_rows(rows: Any, **changed: Any) -> RequestOutput:
 )
 def test_what_is_wrong_with_an_output_of_vllm(output: Any, message: str) -> None:
     with pytest.raises(TraceError, match=message):
-        routes_from_vllm(output, SHAPE)
-
-
-def test_prompt_rows_of_another_prompt() -> None:
-    output: Any = of_rows(moe(routes())[PROMPT:])
-    output.prompt_routed_experts = moe(routes())[: PROMPT - 1]
-    with pytest.raises(TraceError, match="prompt_routed_experts of 4 rows, expected 5"):
         routes_from_vllm(output, SHAPE)
 
 
@@ -293,16 +277,6 @@ def test_rows_that_no_router_has_chosen_are_refused(
     trace = reader(rows, tokens, shape)
     assert trace.present.tolist() == [*(rows[:, 0, 0] >= 0).tolist(), False]
     assert np.array_equal(trace.experts[:-1], np.maximum(rows, 0))
-
-
-@pytest.mark.parametrize(
-    ("layers", "experts", "top_k", "rows"), [(2, 4, 2, 1000), (2, 4, 1, 400), (1, 2, 1, 100), (4, 2, 1, 256)]
-)
-def test_a_long_answer_of_a_tiny_model_may_have_many_rows_that_look_like_padding(
-    layers: int, experts: int, top_k: int, rows: int
-) -> None:
-    shape = shape_of(layers, experts, top_k)
-    from_sglang(routes(rows, shape), [*range(rows + 1)], shape)
 
 
 def test_without_token_ids_every_token_counts_as_another() -> None:

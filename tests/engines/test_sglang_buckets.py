@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import base64
-import os
 import pickle
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_fixtures import SGLANG_PYTHON
 from tiny_families import write_family
 
 from megarl.core.fp8 import dequantize_fp8, is_fp8_weight, quantize_fp8, round_through_fp8
 from megarl.engines.buckets import Bucket, Intake, Staging, split_into_buckets
-from megarl.engines.sglang.spec import CPU_SHIM
 from megarl.engines.sglang.transports.protocol import payload_of
 from megarl.engines.weights import WeightForm, checkpoint_shapes
 from megarl.errors import WeightSyncError
@@ -79,28 +75,6 @@ def test_the_halves_of_a_fused_projection_are_in_one_bucket(tmp_path: Path, fami
             assert any(both <= bucket for bucket in made)
     whole = [bucket for bucket in made if len({name.removesuffix("_scale_inv") for name in bucket}) > 1]
     assert len(whole) == len(halves)
-
-
-@pytest.mark.sglang
-def test_sglangs_own_loader_drops_a_half_that_comes_alone_and_takes_the_buckets(tmp_path: Path):
-    names = [
-        f"model.layers.{layer}.self_attn.{half}.weight"
-        for layer in (0, 1)
-        for half in ("kv_a_proj_with_mqa", "q_a_proj")
-    ]
-    tensors = {name: torch.full((2 + place, 3), 1.0 + place) for place, name in enumerate(names)}
-    fused = {f"model.layers.{layer}.self_attn.fused_qkv_a_proj_with_mqa.weight": (5 + 4 * layer, 3) for layer in (0, 1)}
-    whole = [list(bucket.tensors()) for bucket in split_into_buckets(tensors.items(), 1, tensors)]
-    alone = [[item] for item in tensors.items()]
-    torch.save((fused, [alone, whole]), tmp_path / "in.pt")
-    words = [str(SGLANG_PYTHON), str(Path(__file__).with_name("sglang_loader.py"))]
-    environment = os.environ | {"PYTHONPATH": str(CPU_SHIM), "SGLANG_USE_CPU_ENGINE": "1"}
-    subprocess.run([*words, tmp_path / "in.pt", tmp_path / "out.pt"], check=True, env=environment)
-    found = torch.load(tmp_path / "out.pt")
-    assert not any(parameter.any() for parameter in found[0].values())  # the defect itself
-    for layer, parameter in enumerate(found[1].values()):
-        kv, q = (tensors[name] for name in names[2 * layer : 2 * layer + 2])
-        assert torch.equal(parameter, torch.cat([q, kv]))
 
 
 def test_a_whole_update_passes_unchanged():

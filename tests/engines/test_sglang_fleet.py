@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import os
@@ -11,9 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -190,17 +187,6 @@ def test_an_update_does_not_wait_for_a_server_that_is_down(world: World):
     assert f"{fleet.members[1].url} is back with weights 4" in world.told[-1]
 
 
-def test_two_servers_come_back_at_the_same_time(world: World):
-    fleet = world.start(3)
-    world.update(fleet, 1)
-    for index in (0, 1):
-        world.control(index, start=5.0)
-    world.kill(fleet, 0, 1)
-    world.until_back(fleet, 1)
-    began, served = ([world.events(index, name)[-1]["at"] for index in (0, 1)] for name in ("started", "serving"))
-    assert max(began) < min(served)
-
-
 @pytest.mark.parametrize("path", STEPS)
 def test_a_server_may_die_in_every_step_of_an_update(world: World, path: str):
     fleet = world.start(checksums=True)
@@ -265,11 +251,6 @@ def test_an_update_goes_on_without_a_late_server_however_weights_travel(
     world.until_back(fleet, 2)
 
 
-def test_threads_grow_with_the_bytes():
-    assert sglang_sync.deadline(0) == sglang_sync.CONTROL_S
-    assert sglang_sync.deadline(3 * 10**9) == sglang_sync.CONTROL_S + 60.0
-
-
 @pytest.mark.parametrize("path", ["server_info", "pause_generation", "update_weights_from_tensor", "flush_cache"])
 def test_a_server_may_die_again_while_it_comes_back(world: World, path: str):
     fleet = world.start()
@@ -320,29 +301,6 @@ def test_an_update_in_the_middle_of_the_delivery_of_a_copy(world: World, tmp_pat
     named = [event["version"] for event in world.events(1, "continue_generation") if event["version"] != "default"]
     assert named[-1] == "2"
     assert "1" not in named[1:]  # it is not let in with old weights
-
-
-def test_copies_are_let_go_when_the_next_update_begins(world: World):
-    """Two in memory at a time would be too many."""
-    fleet = world.start()
-    world.update(fleet, 1)
-    assert fleet.last is not None
-    held = [weakref.ref(bucket) for bucket in fleet.last.copy]  # type: ignore[union-attr]
-    world.control(1, update_weights_from_tensor=1.5)  # all of the copy takes longer than an update waits
-    before = len(world.events(1))
-    world.kill(fleet, 1)
-    world.until(lambda: any(e["event"] == "update_weights_from_tensor" for e in world.events(1)[before:]))
-    alive: list[int] = []
-
-    def observed() -> Iterator[tuple[str, torch.Tensor]]:
-        gc.collect()
-        alive.append(sum(ref() is not None for ref in held))
-        world.control(1)
-        yield from weights(world.model, 2)
-
-    fleet.update(observed(), 2, FORM)
-    assert len(held) > 4
-    assert alive == [0]
 
 
 def test_close_leaves_no_process_whatever_its_keepers_are_doing(world: World):
@@ -538,42 +496,6 @@ def test_no_request_meets_other_weights_than_those_it_asks_for(world: World):
     world.until_back(fleet, version)
 
 
-def test_a_keeper_that_asks_during_a_proof_is_not_cut_off_and_sends_nothing_again(
-    world: World, monkeypatch: pytest.MonkeyPatch
-):
-    """It may see the name that the server has while the proof sends the weights."""
-    served = world.start(1)
-    fleet = world.start(0, (served.members[0].url,))
-    fleet.ended.set()  # its keeper looks when this test says so
-    world.update(fleet, 1)
-    (member,) = fleet.members
-    assert member.sender is not None
-    asking, sent = threading.Event(), threading.Event()
-    old, find = member.sender, member.find_version
-
-    def slowly() -> str | None:
-        if asking.is_set():
-            return find()
-        asking.set()
-        assert sent.wait(WAIT_S)
-        assert old.weight_version() == "1"
-        return "default"
-
-    monkeypatch.setattr(member, "find_version", slowly)
-    member.checked_at = -1e9
-    with ThreadPoolExecutor(1) as threads:
-        look = threads.submit(member.look)
-        assert asking.wait(WAIT_S)
-        with member.lock:
-            member.send_copy()
-        assert member.sender is not old
-        before = len(world.events(0, "update_weights_from_tensor"))
-        sent.set()
-        look.result(WAIT_S)
-    assert len(world.events(0, "update_weights_from_tensor")) == before
-    assert member.ready
-
-
 @pytest.mark.parametrize("way", ["tensor", "ipc"])
 def test_a_bucket_is_sent_while_the_next_one_is_made(world: World, way: str):
     """The server keeps the first one until half of the third is gathered: it would wait for ever otherwise."""
@@ -629,24 +551,3 @@ def test_without_a_copy_a_server_that_was_lost_gets_no_requests_until_the_next_u
     assert not fleet.prove()
     world.update(fleet, 2)
     assert [world.ask(member) for member in fleet.members] == [["2", [2.0]]] * 2
-
-
-def test_the_memory_of_an_update_does_not_grow_with_the_number_of_buckets(
-    world: World, monkeypatch: pytest.MonkeyPatch
-):
-    """It is used in turn."""
-    made: list[int] = []
-    empty = torch.empty
-
-    def counting(*sizes: Any, **options: Any) -> torch.Tensor:
-        made.extend(sizes[:1] if options.get("dtype") == torch.uint8 else [])
-        return empty(*sizes, **options)
-
-    fleet = world.start(1, copies="none")
-    monkeypatch.setattr(torch, "empty", counting)
-    world.update(fleet, 1)
-    monkeypatch.undo()
-    received = [event["bytes"] for event in world.events(0, "received")]
-    assert len(received) > 4
-    largest = max(4 * math.prod(shape) for shape in shapes_of(world.model).values())
-    assert sum(made) <= 2 * max(largest, 1 << 14) + 2 * (1 << 14)

@@ -19,7 +19,6 @@ from megarl.engines.sglang.member import FleetState, Member
 from megarl.engines.sglang.transports.sender import WeightSender
 from megarl.errors import MegarlError
 
-GOOD_INFO = {"version": "0.5.23", "tp_size": 1, "api_key": "any"}
 JSON = {"Content-Type": "application/json"}
 Answer = tuple[int, dict[str, str], bytes]
 ODD: dict[str, Answer] = {

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,11 +17,9 @@ import pytest
 import torch
 from absent import SGLANG_PYTHON
 from rollout_oracle import make_requests
-from sglang_faulty import check_complete, in_background, kill_9
 from sglang_fixtures import START_DEADLINE_S, forking, transport_fields
-from sglang_oracle import CLOSE, Weights, check_nuclei, logprob_gap, noisy, oracle_of, same_sets
+from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_sets
 
-from megarl.engines.buckets import Bucket
 from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang.client import ClientSettings
 from megarl.engines.sglang.engine import SGLangEngine
@@ -32,11 +29,8 @@ from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.plugin.compact import make_header
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
-from megarl.engines.sglang.transports.protocol import payload_of
-from megarl.engines.sglang.transports.sender import WeightSender
 from megarl.engines.sglang.versions import CHECKSUMS_ON_CPU, NEWEST, parse_version
 from megarl.engines.weights import WeightForm
-from megarl.errors import RolloutError, WeightSyncError
 from megarl.files.moe_shape import MoeShape
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow(minutes=4)]
@@ -112,14 +106,6 @@ def test_routes_and_logprobs_are_those_of_transformers(
     assert same_sets(rollouts, oracle_of(sglang_model, weights[2])) < 0.9
 
 
-def test_a_nucleus_is_recorded_as_it_is_drawn_from(served: Served, sglang_model: Path, weights: list[Weights]):
-    served.engine.update_weights(weights[1].items(), 1)
-    params = replace(PARAMS, top_p=0.8, max_kept_ids=10_000)
-    check_nuclei(
-        served.engine.generate(make_requests(8, copies=2), params), oracle_of(sglang_model, weights[1]), params
-    )
-
-
 @pytest.mark.parametrize("way", ["tensor", "distributed", "disk"])
 def test_the_server_follows_the_weights(
     served: Served, way: str, sglang_model: Path, weights: list[Weights], tmp_path: Path
@@ -145,18 +131,6 @@ def test_the_server_follows_the_weights(
             assert same_sets(rollouts, oracle_of(sglang_model, weights[version])) == 1.0
             assert logprob_gap(rollouts, oracle_of(sglang_model, weights[version - 1])) > 0.1
     engine.close()
-
-
-def test_weights_of_another_version_are_refused(
-    served: Served, weights: list[Weights], monkeypatch: pytest.MonkeyPatch
-):
-    served.engine.update_weights(weights[0].items(), 3)
-    assert sample(served.server)["weight_version"] == "3"
-    ask(served.server, "update_weight_version", {"new_version": "4"}).raise_for_status()
-    client = served.engine._client
-    monkeypatch.setattr(client, "settings", replace(client.settings, recovery_s=1.0))
-    with pytest.raises(RolloutError, match=r"down, the last failure: .* does not answer with weights 3$"):
-        served.engine.generate(make_requests(1), PARAMS)
 
 
 def check_table(server: Server) -> None:
@@ -195,30 +169,3 @@ def test_its_answers_repeat_the_prompt_and_are_guarded_by_its_key(served: Served
     assert answer["prompt_token_ids"] == [5, 6, 7]
     for path in ("generate", "update_weights_from_tensor", "server_info"):
         assert httpx.post(f"{served.server.url}/{path}", json=body, timeout=60.0).status_code == 401
-
-
-def test_tensors_outside_of_a_session_are_refused(served: Served, weights: list[Weights]):
-    sender = WeightSender(served.server.url, api_key=KEY)
-    body = {"serialized_named_tensors": [payload_of(Bucket([next(iter(weights[0].items()))]))]}
-    with pytest.raises(WeightSyncError, match="HTTP 400"):
-        sender.post("update_weights_from_tensor", body | {"load_format": "flattened_bucket", "flush_cache": False})
-    sender.close()
-
-
-def test_a_killed_server_comes_back_with_the_current_weights(
-    served: Served, sglang_model: Path, weights: list[Weights]
-):
-    served.engine.update_weights(weights[2].items(), 5)
-    requests, finished = make_requests(30, copies=4), []
-    wait = in_background(
-        lambda: served.engine.generate(requests, replace(PARAMS, max_response_tokens=24), finished.append)
-    )
-    while len(finished) < 10:
-        time.sleep(0.01)
-    kill_9(served.server)
-    rollouts = wait()
-    check_complete(requests, rollouts, finished)
-    print("\n".join(served.told))
-    assert "is back with weights 5" in served.told[1]
-    assert same_sets(rollouts, oracle_of(sglang_model, weights[2])) == 1.0
-    assert logprob_gap(rollouts, oracle_of(sglang_model, weights[2])) < CLOSE
