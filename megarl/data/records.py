@@ -12,8 +12,7 @@ from typing import Any
 
 from megarl.config.tables.data import FILES
 from megarl.errors import ConfigError, DataError, describe
-from megarl.files.foreign_files import MOST_JSON_BYTES, open_regular, require_regular
-from megarl.files.foreign_json import parse_json
+from megarl.files.foreign_json import MOST_JSON_BYTES, open_regular, parse_json, require_regular
 from megarl.files.outputs import write_output
 
 _TYPES = {str: "text", int: "a whole number", float: "a number", bool: "true/false", list: "a list", dict: "a table"}

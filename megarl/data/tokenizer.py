@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from megarl.config.tables.model import ModelConfig
 from megarl.errors import ConfigError, DataError, describe
-from megarl.files.foreign_files import read_object
+from megarl.files.foreign_json import read_object
 from megarl.files.writing import find_tokenizer_code, read_record
 
 INCOMPLETE = "\ufffd"

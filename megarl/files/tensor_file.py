@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from megarl.errors import DataError, TraceError
-from megarl.files.foreign_files import require_regular
+from megarl.files.foreign_json import require_regular
 
 
 def dump_tensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError, DataError
-from megarl.files.foreign_files import read_object
+from megarl.files.foreign_json import read_object
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError, DataError
-from megarl.files.foreign_files import read_object
+from megarl.files.foreign_json import read_object
 from megarl.files.hf_config import (
     FAMILIES,
     LACKING,

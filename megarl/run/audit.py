@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from megarl.errors import DataError
-from megarl.files.foreign_files import MOST_JSON_BYTES
-from megarl.files.foreign_json import parse_json
+from megarl.files.foreign_json import MOST_JSON_BYTES, parse_json
 
 Key = tuple[int, int]
 """(place of the prompt, sample)."""

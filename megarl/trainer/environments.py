@@ -21,7 +21,7 @@ from megarl.engines.tools.protocol import Environment, Tool
 from megarl.engines.tools.python_tool import PythonTool
 from megarl.engines.tools.sandbox import Limits
 from megarl.errors import ConfigError
-from megarl.files.foreign_files import read_object
+from megarl.files.foreign_json import read_object
 from megarl.models.shapes import read_shape
 
 

@@ -215,10 +215,6 @@ def call(code: str) -> str:
     return f"<tool>{code}</tool>"
 
 
-WITNESS = ([call("print(6 * 7)"), call("print('still', 7 * 8)"), "done"], "42\n", "still 56\n")
-"""An episode beside the others, which must find what it computes."""
-
-
 def test_the_host_fails_the_episode_where_a_tool_raises() -> None:
     class Down:
         name = "down"

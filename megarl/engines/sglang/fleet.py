@@ -253,7 +253,8 @@ class Fleet(FleetState):
                     elif time.monotonic() > until:
                         break
             for member in [member for member in self.present if not is_wanted(member)]:  # lost by the keeper meanwhile
-                self._release(member)
+                self.present.remove(member)
+                member.lock.release()
             yield
         finally:
             while self.present:
@@ -285,7 +286,3 @@ class Fleet(FleetState):
             if member in steps and (refusal := steps[member].exception()) is not None:
                 raise refusal
         return [member for member in steps if member in self.present]
-
-    def _release(self, member: Member) -> None:
-        self.present.remove(member)
-        member.lock.release()

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import DamageError, DataError
-from megarl.files.foreign_files import MOST_JSON_BYTES, read_regular
-from megarl.files.foreign_json import parse_json
+from megarl.files.foreign_json import MOST_JSON_BYTES, parse_json, read_regular
 from megarl.files.outputs import IsOwn
 from megarl.files.writing import read_record, sha256_of, write_atomically
 

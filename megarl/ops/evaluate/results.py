@@ -24,7 +24,7 @@ from megarl.data.benchmarks import Benchmark
 from megarl.data.prompts import Prompt
 from megarl.data.records import read_records, write_jsonl
 from megarl.errors import ConfigError, DataError
-from megarl.files.foreign_files import read_object
+from megarl.files.foreign_json import read_object
 from megarl.files.outputs import write_output
 from megarl.ops.evaluate.request import EvalRequest
 from megarl.run.inputs import digest_of, fingerprint_files, fingerprint_model
