@@ -9,9 +9,9 @@ range of numbers.
 ``check_types`` compares a value with the schema of an endpoint. ``read_body`` and ``join_body`` read the answer of a
 server up to a limit; send ``UNPACKED`` with the request.
 
-``open_regular`` opens regular files of a limited size, and nothing that could block: a FIFO waits for a writer, a device
-may never end, and merely opening a device may have an effect. Therefore a file is checked before the opening, opened
-without waiting, and checked again.
+``open_regular`` opens regular files of a limited size, and nothing that could block: a FIFO waits for a writer, a
+device may never end, and merely opening a device may have an effect. Therefore a file is checked before the opening,
+opened without waiting, and checked again.
 """
 
 from __future__ import annotations
