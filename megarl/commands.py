@@ -12,7 +12,6 @@ from megarl.config import Config, process_environment
 from megarl.config import file as config_file
 from megarl.config.command import Command, OnConfiguration, Overrides, Positional, command, world_size
 from megarl.convert.command import Convert, Quantize
-from megarl.data.prepare.command import Data
 from megarl.errors import ConfigError, printable
 from megarl.ops.report.samples import Samples
 from megarl.text_table import text_table
@@ -244,7 +243,7 @@ class Trace:
 
 
 _LISTED = (
-    Train, Launch, Sft, Eval, Data, Plan, Doctor, Report, Samples, Status, Trace, Convert, Quantize,
+    Train, Launch, Sft, Eval, Plan, Doctor, Report, Samples, Status, Trace, Convert, Quantize,
     Patch, Recipes, Quickstart,
 )  # fmt: skip
 COMMANDS: dict[str, type[Command]] = {kind.__name__.lower(): kind for kind in _LISTED}

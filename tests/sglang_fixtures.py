@@ -21,9 +21,9 @@ from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports.broadcast import Broadcast
-from megarl.engines.sglang.transports.disk import Disk
+from megarl.engines.sglang.transports.folder import Disk
 from megarl.engines.sglang.transports.ipc import SharedMemory
-from megarl.engines.sglang.transports.tensor import Tensors
+from megarl.engines.sglang.transports.protocol import Tensors
 
 START_DEADLINE_S = 1200.0
 """A start is 20 s of imports on an idle machine and minutes on a busy one."""

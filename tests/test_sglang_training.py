@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tomli_w
-from ports import free_port
 from sglang_fixtures import START_DEADLINE_S
 from test_end_to_end import REWARDS, call, records, settings
 
@@ -142,46 +138,6 @@ def test_one_step_off_samples_with_the_weights_of_the_step_before(home: Path, fp
     # Continued from the checkpoint, the first step samples with the weights that it trains.
     again = run(home, "off", fp32_server, *words[:1], "5", *words[2:])
     assert [step["rollout/staleness_max"] for step in again] == [0, 1, 1, 1, 0]
-
-
-def test_every_node_starts_a_server_and_all_get_the_weights(
-    home: Path,
-    sglang_python: Path,
-) -> None:
-    """Two nodes of one rank each, as torchrun makes them; here both are this machine."""
-    port = free_port()
-    words = ["--run.dir", home / "nodes", "--run.steps", "2", "--parallel.ep", "2", "--train.replay", "none"]
-    words += ["--sglang.python", sglang_python, "--sglang.mem_fraction", "0.05", "--sglang.max_total_tokens", "8192"]
-    words += ["--sglang.spare_weights", "disk"]
-    launch = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(home), *sys.path])}
-
-    def nodes() -> list[tuple[int, str]]:
-        running = [
-            subprocess.Popen(
-                [sys.executable, *launch, f"--node-rank={node}", f"--master-port={port}", "-m", "megarl.cli", "train"]
-                + [str(word) for word in (home / "run.toml", *words)],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for node in range(2)
-        ]
-        told = [process.communicate(timeout=1800.0)[0] for process in running]
-        return [(process.returncode, text) for process, text in zip(running, told, strict=True)]
-
-    for code, text in nodes():
-        assert code == 0, text[-3000:]
-    steps = records(home / "nodes", "step")
-    assert len(steps) == 2
-    require_agreement(steps)
-    for node in range(2):
-        folder = home / "nodes" / "sglang" / f"node{node}"
-        log = (folder / "server0.log").read_text()
-        assert " --config " in log.splitlines()[0]  # with a key that nobody has set
-        assert log.count("Prefill batch") > 3, log[-3000:]  # not the health checks alone
-        assert [path.name for path in (folder / "spare").iterdir()] == ["version_0000002"]
 
 
 @pytest.mark.slow

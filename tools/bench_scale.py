@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pickle
 import sys
 import tempfile
@@ -30,7 +29,6 @@ from megarl.core.metrics import Stat, merge
 from megarl.core.packing import partition, select
 from megarl.core.sampling.credit_assignment import assign
 from megarl.core.types import TrainBatch
-from megarl.data import prompt_table
 from megarl.data.prompts import PromptOrder, load_prompts
 from megarl.routes import RoutingTrace
 from megarl.run.audit import Audit
@@ -131,23 +129,6 @@ def prompt_file(number: int, folder: Path) -> Callable[[], object]:
     return lambda: load_prompts(path, tokenizer=fast, **names)
 
 
-def tokenizing(number: int, folder: Path) -> Run:
-    load = prompt_file(number, folder)
-
-    def run() -> object:
-        for found in (folder / "megarl").rglob("*.prompts"):
-            found.unlink()
-        return load()
-
-    return run
-
-
-def mapping(number: int, folder: Path) -> Run:
-    load = prompt_file(number, folder)
-    load()
-    return load
-
-
 def ordering(number: int, _: Path) -> Run:
     """A hundred steps of one epoch of a data set."""
     seeds = iter(range(1000))
@@ -199,8 +180,7 @@ COSTS = (
     Cost("record of what trained", "responses", 1 << 18, audit),
     Cost("packing", "sequences", 1 << 17, packing, 1.2),  # n log^2 n
     Cost("taking micro-batches", "sequences", 1 << 16, splitting),
-    Cost("tokenizing, one process of a node", "prompts", 1 << 15, tokenizing),
-    Cost("mapping, every other process", "prompts", 1 << 17, mapping),
+    Cost("tokenizing", "prompts", 1 << 15, prompt_file),
     Cost("order of 100 steps", "prompts", 1 << 20, ordering),
     Cost("metrics", "statistics", 1 << 14, metrics),
     Cost("resuming", "records", 65_536, resuming, FLAT),
@@ -211,7 +191,6 @@ COSTS = (
 def measure(repeats: int, scale: float) -> Iterator[tuple[Cost, list[int], list[list[float]]]]:
     """Yield for each cost its sizes, and by repetition the seconds at each."""
     with tempfile.TemporaryDirectory() as name:
-        os.environ["XDG_CACHE_HOME"], prompt_table.SHARED_FROM_BYTES = name, 0
         for cost in COSTS:
             largest = cost.largest if cost.unit == "ranks" else max(int(cost.largest * scale) // 1024, 1) * 1024
             sizes = [largest // FACTOR**power for power in (2, 1, 0)]

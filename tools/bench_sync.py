@@ -44,10 +44,9 @@ from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec, free_port
 from megarl.engines.sglang.transports.broadcast import Broadcast
-from megarl.engines.sglang.transports.disk import Disk
+from megarl.engines.sglang.transports.folder import Disk
 from megarl.engines.sglang.transports.ipc import SharedMemory
-from megarl.engines.sglang.transports.protocol import Transport
-from megarl.engines.sglang.transports.tensor import Tensors
+from megarl.engines.sglang.transports.protocol import Tensors, Transport
 from megarl.engines.weights import WeightForm
 from megarl.megatron import distributed
 from megarl.megatron.policy import Policy, schedule_of

@@ -17,7 +17,7 @@ from megarl.config import Config
 from megarl.config.tables.base import Table
 from megarl.config.trust import require_trust
 from megarl.errors import ConfigError, DataError, did_you_mean
-from megarl.files.foreign_files import require_regular
+from megarl.files.foreign_json import require_regular
 
 SAVED = "config.toml"
 """The resolved configuration in a run folder."""

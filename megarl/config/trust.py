@@ -22,7 +22,7 @@ POWERS = (
     *("sglang.urls", "sglang.api_key_env"),  # send weights and the value of a variable to others
     *("reward_model.urls", "reward_model.api_key_env"),  # send responses and the value of a variable to others
     "model.trust_remote_code",  # lets the model folder's code in
-    *("environment.python_limits_alone", "log.wandb_project"),  # lets the model's code out; sends results out
+    "log.wandb_project",  # sends results out
 )
 """Keys whose values run or send something."""
 

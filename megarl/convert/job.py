@@ -19,9 +19,8 @@ from safetensors import SafetensorError
 from megarl.core.fp8 import BLOCK
 from megarl.errors import CheckpointError, MegarlError, some
 from megarl.files import outputs
-from megarl.files.disk import describe_write_error
 from megarl.files.outputs import partial_of, replace_folder, require_apart, require_own
-from megarl.files.writing import sha256_of, write_atomically
+from megarl.files.writing import describe_write_error, sha256_of, write_atomically
 from megarl.megatron.checkpoints.folders import MANIFEST as RUN_MANIFEST
 from megarl.megatron.checkpoints.folders import read_manifest
 from megarl.models.hf_files import MANIFEST, save_tensors, write_index

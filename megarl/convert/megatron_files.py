@@ -11,7 +11,7 @@ import torch
 
 from megarl.convert.torch_dist import Place, TorchDistReader
 from megarl.errors import CheckpointError, ConfigError
-from megarl.files.foreign_files import read_regular
+from megarl.files.foreign_json import read_regular
 from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.models.hf_files import describe_faults
 from megarl.models.names import LAYOUTS, Rule, dimensions, rules_of

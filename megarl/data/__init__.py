@@ -4,15 +4,14 @@ Prompts:
 
     records          examples of any source, each with the place in the source
     tokenizer        the tokenizer of a model folder, checked; tokens of reasoning steps; chat: the chat template
-    prompts          prompts and demonstrations as tokens; the order of prompts; prompt_table holds the prompts
-    prepare          ``megarl data prepare``
+    prompts          prompts and demonstrations as tokens; the order of prompts
     benchmarks       the problems of an evaluation
     tiny             the quickstart's model and task
 
 Rewards:
 
     rewards          the protocol, results, the built-in functions
-    math             answers of mathematics: the grammar of math_strict, the texts for math_verify
+    math             answers of mathematics: the grammar of math_strict
     reward_model     a reward from a reward model over HTTP
     judge            calls reward functions, in worker processes
 """

@@ -5,7 +5,6 @@ transformers is imported when prompts are loaded, so that a wrong name is report
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,12 +20,12 @@ from megarl.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.data.prompt_table import PromptTable
+    from megarl.data.prompts import Prompt
 
 HELDOUT = "heldout"
 """Name of the benchmark of ``data.heldout``."""
 BOXED = "{prompt}\n\nReason step by step, and write the final answer inside \\boxed{}."
-"""Template of the mathematics benchmarks; math_verify reads the box."""
+"""Template of the mathematics benchmarks; math_strict reads the box."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -44,7 +43,7 @@ class Benchmark:
     """Column of the answer: text, or a whole number."""
     template: str | None = BOXED
     """Text around a plain-text problem, with ``{prompt}`` for the problem; None: the problem alone."""
-    reward: str = "math_verify"
+    reward: str = "math_strict"
     threshold: float = POSITIVE
     """A response is correct if the reward is above the threshold."""
 
@@ -98,7 +97,7 @@ def choose(words: Sequence[str], config: Config, template: str | None = None) ->
     )
 
 
-def load(benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, config: Config) -> PromptTable:
+def load(benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, config: Config) -> list[Prompt]:
     """Return the prompts of a benchmark, at most ``eval.max_prompts``. DataError if the hub cannot be reached."""
     from megarl.data.prompts import load_prompts  # needs transformers
 
@@ -161,9 +160,7 @@ def _check_source(source: str) -> None:
     """Refuse a word that is neither a file, nor a folder, nor owner/name: a misspelt short name."""
     if source.endswith(FILES) or "/" in source or Path(source).exists():
         return
-    close = difflib.get_close_matches(source, BENCHMARKS, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
     raise ConfigError(
         f"--data: found {source!r}, expected {', '.join(BENCHMARKS)}, a {', '.join(FILES)} file, a folder, or a hub "
-        f"name owner/name{hint}"
+        "name owner/name"
     )

@@ -9,7 +9,7 @@ whole script. A worker and its child processes end with the trainer, even if the
 import asyncio
 import contextlib
 import fcntl
-import importlib.util
+import importlib
 import inspect
 import math
 import multiprocessing
@@ -249,13 +249,9 @@ def load_reward(name_or_path: str, model: RewardModelConfig | None = None) -> Ca
     """Return the reward function of a built-in name or of "package.module:function"; model: for "reward_model".
 
     ConfigError if the name is unknown, the module cannot be imported, the function is missing or does not take the
-    keywords prompt, response and answer, or math-verify is not installed.
+    keywords prompt, response and answer.
     """
     if name_or_path in BUILT_IN_REWARDS:
-        package = {"math_verify": "math_verify", "math_strict": "sympy"}.get(name_or_path)
-        if package and importlib.util.find_spec(package) is None:
-            problem = f"the package {package} is missing: pip install math-verify"
-            raise ConfigError(f"reward.function is {name_or_path}, but {problem}")
         return BUILT_IN_REWARDS[name_or_path]
     if name_or_path == "reward_model" and model is not None:
         from megarl.data.reward_model import RewardModel  # takes aiohttp
@@ -269,7 +265,6 @@ DISTRIBUTED = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR
 """Variables of a launcher, because of which a library would take a worker for a rank."""
 MEMORY_BYTES = 4 << 30
 """Address space for the responses of a function marked with ``wrong_if_stopped``."""
-_IMPORTS = {"math_verify": ("math_verify",), "math_strict": ("megarl.data.math.grade",)}
 _MAIN = threading.Lock()
 
 
@@ -306,8 +301,8 @@ def set_up_worker(function: str) -> None:
             del os.environ[name]
     with contextlib.suppress(ConfigError):  # the first call raises the error again, and can report the error
         _load(function)
-    for name in _IMPORTS.get(function, ()):  # the import does not count as time of the first response
-        importlib.import_module(name)
+    if function == "math_strict":  # the import does not count as time of the first response
+        importlib.import_module("megarl.data.math.grade")
 
 
 def call_in_worker(

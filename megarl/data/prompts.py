@@ -15,9 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.data.chat import ChatTemplate, check_messages
-from megarl.data.prompt_table import Prompt as Prompt
-from megarl.data.prompt_table import PromptTable, share
-from megarl.data.records import Record, get_field, place_prefix, read_records, type_name
+from megarl.data.records import Record, get_field, read_records, type_name
 from megarl.data.tokenizer import count_rows, find_prefix, tokenize
 from megarl.errors import ConfigError, DataError
 
@@ -27,6 +25,22 @@ _MOST_MARK_TOKENS = 32
 """Tokens at the end of a prompt in which a mark of the response is looked for."""
 _Row = TypeVar("_Row")
 NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A problem with its answer."""
+
+    index: int
+    """Position in the source, 0..P-1."""
+    tokens: np.ndarray
+    """int32 [length], not empty."""
+    text: str
+    """The tokenized text: the plain text, or the chat after the template."""
+    answer: str
+    """Text for the reward function; not blank."""
+    source: str
+    """Place in the source: "train.jsonl:17" or "train.parquet row 16"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +66,8 @@ def load_prompts(
     limit: int | None = None,
     template: str | None = None,
     chat_template_args: Mapping[str, Any] = NO_ARGUMENTS,
-) -> PromptTable:
+) -> list[Prompt]:
     """Read and tokenize all prompts of a source. No prompt is dropped or shortened.
-
-    A process of the node tokenizes a large file, and all processes map the result: see ``megarl.data.prompt_table``.
-    Every process tokenizes folders and hub names.
 
     source, split, limit: as in :func:`megarl.data.records.read_records`. Fields may be dotted. The answer is text or a
     whole number; write other numbers as text, because 0.10 and 1e-1 would be compared as text. template: text around a
@@ -70,26 +81,17 @@ def load_prompts(
         ConfigError: ``chat_template`` is on, but the tokenizer has none; an argument that the template never reads.
     """
     reader = PromptReader(tokenizer, prompt_field, chat_template, template, chat_template_args)
-    prefix = place_prefix(source)
 
     def read(place: str, record: Record) -> tuple[Text, str]:
         text = reader.text(record, place)
         return text, answer_text(get_field(record, answer_field, place), answer_field, place)
 
-    def batches() -> Iterator[tuple[list[int], list[list[int]], list[str], list[str]]]:
-        for rows in in_batches(read_records(source, split=split, limit=limit), read):
-            texts, answers = [text for text, _ in rows], [answer for _, answer in rows]
-            tokens = reader.encode(texts, max_prompt_tokens)
-            numbers = [int(text.place.removeprefix(prefix)) for text in texts]
-            yield numbers, tokens, [text.text for text in texts], answers
-
-    def build() -> PromptTable:
-        return PromptTable.of(batches(), prefix)
-
-    if limit is not None or split is not None or not Path(source).is_file():
-        return build()
-    settings = (prompt_field, answer_field, chat_template, max_prompt_tokens, template)
-    return share(Path(source), tokenizer, (*settings, dict(chat_template_args), reader.num_rows), build)
+    prompts: list[Prompt] = []
+    for rows in in_batches(read_records(source, split=split, limit=limit), read):
+        encoded = reader.encode([text for text, _ in rows], max_prompt_tokens)
+        for (text, answer), tokens in zip(rows, encoded, strict=True):
+            prompts.append(Prompt(len(prompts), np.array(tokens, np.int32), text.text, answer, text.place))
+    return prompts
 
 
 def load_demonstrations(

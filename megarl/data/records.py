@@ -1,7 +1,7 @@
-"""Read records (a dict per example) from a JSONL, JSON or Parquet file, a dataset folder or a hub name.
+"""Read records (a dict per example) from a JSONL or Parquet file, a dataset folder or a hub name.
 
 Every record comes with its place ("train.jsonl:17", "train.parquet row 17"), for error messages. Lines count from 1, as
-in editors. Rows, and objects of a JSON list, count from 0, as in tables.
+in editors. Rows count from 0, as in tables.
 """
 
 import json
@@ -12,13 +12,11 @@ from typing import Any
 
 from megarl.config.tables.data import FILES
 from megarl.errors import ConfigError, DataError, describe
-from megarl.files.foreign_files import MOST_JSON_BYTES, open_regular, read_regular, require_regular
-from megarl.files.foreign_json import parse_json
+from megarl.files.foreign_json import MOST_JSON_BYTES, open_regular, parse_json, require_regular
 from megarl.files.outputs import write_output
 
 _TYPES = {str: "text", int: "a whole number", float: "a number", bool: "true/false", list: "a list", dict: "a table"}
 
-_MOST_LIST_BYTES = 1 << 30
 Record = dict[str, Any]
 
 
@@ -31,7 +29,7 @@ def read_records(
 ) -> Iterator[tuple[str, Record]]:
     """Yield (place, record) for every example of a source, in order, at most ``limit`` examples.
 
-    source: a .jsonl, .json or .parquet file, a local dataset folder, or a hub name for ``datasets.load_dataset``
+    source: a .jsonl or .parquet file, a local dataset folder, or a hub name for ``datasets.load_dataset``
     ("owner/name", or "owner/name:config"). split: of a folder or hub data set; None if the data set has a single split.
 
     DataError for a missing or empty file and a broken line, ConfigError for a split of a file and a limit below 1.
@@ -43,7 +41,7 @@ def read_records(
         if split is not None:
             raise ConfigError(f"split = {split!r}, but {source} is a file: only folders and hub names have splits")
         require_file(source)
-        records = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}[path.suffix](path)
+        records = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
     elif path.is_file():
         raise DataError(
             f"{source}: cannot tell a format from the ending {path.suffix!r}, expected {', '.join(FILES)}; convert it"
@@ -117,30 +115,9 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Record]]:
             except DataError as error:
                 hint = ": half a character" if "hex escape" in str(error) else ""
                 raise DataError(f"{place}: broken JSON ({error}{hint}): expected one JSON object per line") from error
-            yield place, _require_object(record, place)
-
-
-def _require_object(record: Any, place: str) -> Record:
-    if not isinstance(record, dict):
-        raise DataError(f"{place}: {type_name(record)} instead of a JSON object with named fields")
-    return record
-
-
-def _read_json(path: Path) -> Iterator[tuple[str, Record]]:
-    """Yield the objects of a list: the file is the list, or an object with a single list, as {"data": [...]}."""
-    try:
-        text = read_regular(path, _MOST_LIST_BYTES).decode("utf-8-sig")
-        content = parse_json(text, "it", _MOST_LIST_BYTES)
-    except ValueError as error:
-        hint = "; for one object per line, name the file .jsonl" if "trailing" in str(error) else ""
-        raise DataError(f"{path}: broken JSON ({error}): expected a list of objects{hint}") from error
-    values = content.values() if isinstance(content, dict) else [content]
-    lists = [value for value in values if isinstance(value, list)]
-    if len(lists) != 1:
-        raise DataError(f'{path}: {len(lists)} lists, expected one of objects: [{{...}}, ...] or {{"data": [...]}}')
-    for row, record in enumerate(lists[0]):
-        place = f"{place_prefix(path)}{row}"
-        yield place, _require_object(record, place)
+            if not isinstance(record, dict):
+                raise DataError(f"{place}: {type_name(record)} instead of a JSON object with named fields")
+            yield place, record
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Record]]:

@@ -5,29 +5,18 @@ several rewards by name (``reward.weights``); higher is better. A reward is call
 return 1 for a correct and 0 for a wrong response.
 """
 
-import contextlib
-import itertools
 import math
 import numbers
 import operator
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
-from megarl.data.math import lenient
-from megarl.errors import ConfigError, describe_call, may_pass
+from megarl.errors import describe_call, may_pass
 
 AnyReward = TypeVar("AnyReward", bound=Callable[..., Any])
-
-MATH_VERIFY_TIMEOUT_S = 3
-"""CPU time for the answer, and for the response: reading, and all comparisons with the answer."""
-_NEVER_S = 3600
-"""math-verify's own time limits are switched off: they count the time of other processes too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,34 +143,6 @@ def exact_match(*, prompt: str, response: str, answer: str) -> float:
     return float(response.strip() == answer.strip())
 
 
-def read_math_answer(answer: str) -> list[Any]:
-    """Return the expressions that math-verify reads in an answer of a data set.
-
-    ValueError for an answer without an expression, TimeoutError after 3 s.
-    """
-    from math_verify import parse
-
-    with _limit_cpu(f"reading the answer {answer!r:.80}"):
-        gold = lenient.read_answer(partial(parse, parsing_timeout=_NEVER_S), answer)
-    if not gold:
-        raise ValueError(f"math-verify can read no expression in the answer {answer!r:.80}")
-    return gold
-
-
-def can_read_answer(answer: str, reward: str = "math_verify") -> bool:
-    """Whether a built-in reward can read an answer of a data set. Otherwise no response has a reward."""
-    try:
-        getattr(BUILT_IN_REWARDS[reward], "check_answer", str)(answer)
-    except (ValueError, TimeoutError):
-        return False
-    return True
-
-
-def is_spelling(answer: str) -> bool:
-    """Whether math_strict compares an answer of a data set by spelling alone."""
-    return can_read_answer(answer, "math_strict") and _read_strict_answer(answer).is_spelling
-
-
 def _read_strict_answer(answer: str) -> Any:
     from megarl.data.math.grade import read_key  # imports sympy
 
@@ -200,74 +161,7 @@ def math_strict(*, prompt: str, response: str, answer: str) -> float:
     return float(is_right(_read_strict_answer(answer), response))
 
 
-@wrong_if_stopped(read_math_answer)
-def math_verify(*, prompt: str, response: str, answer: str) -> float:
-    """Return 1 if the last boxed expression of the response equals the answer (math-verify), else 0.
-
-    In a response without a box, the last LaTeX formula ($...$) or plain number counts. An answer without a mark is read
-    as the inside of a \\boxed. A response that cannot be read or compared is wrong: 0.
-
-    A signal interrupts endless simplifications at a limit of CPU time, so that a busy machine makes no answer wrong.
-    Python delivers signals to the main thread only: call the reward in the main thread of a process.
-
-    Raises:
-        TimeoutError: the response took too long; a judge counts the response as wrong.
-        ValueError: the answer cannot be read.
-        ConfigError: this is not the main thread.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        raise ConfigError(
-            "the reward math_verify interrupts itself with a signal, which needs the main thread: call it there, or in "
-            "a process of its own"
-        )
-    gold = read_math_answer(answer)
-    with _limit_cpu(f"judging the response {response[-80:]!r}"):
-        return float(_is_among(gold, response))
-
-
-def _is_among(gold: list[Any], response: str) -> bool:
-    from math_verify import parse, verify
-
-    try:
-        read = partial(parse, parsing_timeout=_NEVER_S, raise_on_error=True)
-        candidates = lenient.read_response(read, response)
-    except Exception:  # the LaTeX parser raises many types for an unreadable response
-        return False
-    if lenient.are_other_lists(gold, candidates):
-        return False
-    # math-verify reads 9 % as 9, but not 9.5 % as 9.5.
-    for expressions, opposite in ((gold, candidates), (candidates, gold)):
-        if (number := lenient.bare_percentage(expressions)) and not lenient.bare_percentage(opposite):
-            expressions += parse(f"\\boxed{{{number}}}", parsing_timeout=_NEVER_S)
-    for expected, candidate in itertools.product(gold, candidates):
-        with contextlib.suppress(Exception):  # sympy refuses to compare a set with a matrix: not equal
-            if verify(expected, candidate, timeout_seconds=_NEVER_S, raise_on_error=True):
-                return True
-    return False
-
-
-class _OutOfTimeError(BaseException):
-    """Not an Exception: sympy catches every Exception."""
-
-
-@contextlib.contextmanager
-def _limit_cpu(label: str) -> Iterator[None]:
-    def stop(*_: object) -> None:
-        raise _OutOfTimeError
-
-    previous = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, MATH_VERIFY_TIMEOUT_S, 1.0)  # repeated, for a library that catches all errors
-    try:
-        yield
-    except _OutOfTimeError:
-        raise TimeoutError(f"{label} took more than {MATH_VERIFY_TIMEOUT_S} s") from None
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, previous)
-
-
 BUILT_IN_REWARDS: dict[str, Callable[..., float]] = {
     "exact_match": exact_match,
     "math_strict": math_strict,
-    "math_verify": math_verify,
 }

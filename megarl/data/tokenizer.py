@@ -8,8 +8,6 @@ import functools
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from megarl.config.tables.model import ModelConfig
 from megarl.errors import ConfigError, DataError, describe
-from megarl.files.foreign_files import read_object
+from megarl.files.foreign_json import read_object
 from megarl.files.writing import find_tokenizer_code, read_record
 
 INCOMPLETE = "\ufffd"
@@ -143,10 +141,6 @@ def _find_differences(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Itera
         pairs = zip(text.splitlines(), decoded.splitlines(), strict=False)
         line, decoded_line = next((pair for pair in pairs if pair[0] != pair[1]), (text, decoded))
         yield f"{line!r:.60} comes back as {decoded_line!r:.80}"
-    words = " ".join(text.split())  # transformers and sentencepiece split runs of blanks differently
-    pieces = None if data else _sentencepiece_ids(folder / "tokenizer.model", words)
-    if pieces and pieces != (ids := tokenize(tokenizer, [words], special=False)[0]):
-        yield f"tokenizer.model makes {pieces[:4]}... of {words[:20]!r}..., but it makes {ids[:4]}..."
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
@@ -169,13 +163,6 @@ def _encode_probe(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
     letters = {letter for letter in set(_PROBE) if encode(letter)}
     text = "".join(letter for letter in _PROBE if letter in letters)
     return text, encode(text)
-
-
-def _sentencepiece_ids(path: Path, text: str) -> list[int] | None:
-    """Return sentencepiece's ids of a text; None without the package, and for a file of another kind."""
-    with suppress(ImportError, OSError, RuntimeError):
-        return import_module("sentencepiece").SentencePieceProcessor(model_file=str(path)).encode(text)
-    return None
 
 
 _INVALID_RUN = 64

@@ -1,4 +1,4 @@
-"""Buckets: the tensors of a weight update, checked and converted together in one flat piece of memory.
+"""Buckets: the tensors of a weight update, checked and converted into one flat piece of memory.
 
 Every engine takes an update through ``Intake``.
 """
@@ -6,33 +6,28 @@ Every engine takes an update through ``Intake``.
 import copy
 import itertools
 import math
-import time
 from collections import deque
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Self, TypeVar
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 
-from megarl.core.fp8 import BLOCK, SCALE, grid_of, is_fp8_weight
+from megarl.core.fp8 import SCALE
 from megarl.engines.weights import Named, WeightForm
 from megarl.errors import WeightSyncError
 from megarl.models.hf_files import bucket_bytes, split_by_size
 
-Item = TypeVar("Item")
-Kind = tuple[bool, torch.dtype, torch.dtype, torch.device, tuple[int, ...]]
-"""Properties of tensors that one call converts: whether to FP8; the new dtype; dtype; device; shape."""
+Place = tuple[str, torch.dtype, torch.Size, int, int]
+"""Name, dtype, shape, first byte and end byte of a tensor."""
 Allocate = Callable[[int, torch.device], torch.Tensor]
 
 BUCKET_BYTES = 256 << 20
 """Most bytes of a bucket for servers."""
-CONVERT_BYTES, CACHE_BYTES = 32 << 20, 1 << 20
-"""Bytes of tensors that are stacked, converted and checked at once on a GPU and on a CPU, unless a tensor is larger."""
 FUSED = ("q_a_proj", "kv_a_proj_with_mqa")
 """Halves of a projection: a single parameter in SGLang's models with latent attention."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AS_IT_IS = WeightForm()
 
 
@@ -40,84 +35,40 @@ def _empty(num_bytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
-@dataclass(slots=True)
-class Stack:
-    """Tensors of equal shape and dtype, back to back in a bucket."""
-
-    names: Sequence[str]
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int = 0
-    """First byte."""
-    checks: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Sums of bits and finiteness of the tensors, in windows."""
-
-    @property
-    def row_bytes(self) -> int:
-        """Of one tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.names) * self.row_bytes
-
-
 class Bucket:
-    """Tensors back to back in one flat piece of memory, in the form of an engine.
-
-    Tensors of equal shape are neighbours, so that a few large calls convert all of them. The order by item size aligns
-    every tensor.
-    """
+    """Tensors back to back in one flat piece of memory, in the form of an engine; the item sizes align every tensor."""
 
     def __init__(self, tensors: Iterable[Named], allocate: Allocate = _empty, form: WeightForm = _AS_IT_IS) -> None:
-        groups = _group(tensors, form)
-        stacked = [(key[0], [*group.values()], _stacks(form, key, [*group])) for key, group in groups.items()]
-        self.stacks = sorted(itertools.chain(*(stacks for *_, stacks in stacked)), key=lambda s: -s.dtype.itemsize)
-        total = 0
-        for stack in self.stacks:
-            stack.start, total = total, total + len(stack.names) * stack.row_bytes
-        device = next(iter(next(iter(groups.values())).values())).device
-        self.flat = allocate(total, device)
+        sources = dict(tensors)
+        pieces = [piece for name, tensor in sources.items() for piece in form.pieces(name, tensor)]
+        self._places, total = list[Place](), 0
+        for name, dtype, shape in sorted(pieces, key=lambda piece: -piece[1].itemsize):
+            begin, total = total, total + math.prod(shape) * dtype.itemsize
+            self._places.append((name, dtype, torch.Size(shape), begin, total))
+        self.flat = allocate(total, next(iter(sources.values())).device)
         """uint8 [bytes], a copy of the tensors, on their device."""
-        for is_fp8, sources, stacks in stacked:
-            self._fill(form, is_fp8, sources, stacks)
-        checks = [checked for stack in self.stacks for checked in stack.checks]
-        self.sums, self.finite = (torch.cat(column) for column in zip(*checks, strict=True))
-        """int64 [tensors], sums of the bits of each tensor, to compare two updates. bool [tensors], whether all values
-        are finite."""
+        views = dict(self.tensors())
+        for name, tensor in sources.items():
+            form.fill(tensor.detach(), name, views[name], views.get(name + SCALE))
+        self.finite = torch.stack([_is_finite(view) for view in views.values()])
+        """bool [tensors], whether all values are finite."""
         self.ready = torch.cuda.Event() if self.flat.is_cuda else None
         """Event after the work that fills a bucket on a GPU; None: the bucket is full."""
         if self.ready is not None:
             self.ready.record()
 
-    def _fill(self, form: WeightForm, is_fp8: bool, sources: list[torch.Tensor], stacks: list[Stack]) -> None:
-        most_bytes = CONVERT_BYTES if self.flat.is_cuda else CACHE_BYTES
-        num_rows = max(1, most_bytes // max(1, sources[0].nbytes))
-        for window in (slice(first, first + num_rows) for first in range(0, len(sources), num_rows)):
-            places = [self.rows(stack)[window] for stack in stacks]
-            form.fill(sources[window], is_fp8, *places)
-            for stack, place in zip(stacks, places, strict=True):  # the rows are still in the cache
-                stack.checks.append((_add_bits(place, stack), _are_finite(place)))
-
-    def rows(self, stack: Stack) -> torch.Tensor:
-        """[n, *shape], the memory of its tensors."""
-        return self.flat[stack.start : stack.end].view(stack.dtype).view(len(stack.names), *stack.shape)
-
-    def places(self) -> Iterator[tuple[str, torch.dtype, torch.Size, int, int]]:
+    def places(self) -> Iterator[Place]:
         """Yields (name, dtype, shape, first byte, end byte) of each tensor."""
-        for stack in self.stacks:
-            for place, name in enumerate(stack.names):
-                start = stack.start + place * stack.row_bytes
-                yield name, stack.dtype, torch.Size(stack.shape), start, start + stack.row_bytes
+        return iter(self._places)
 
     @property
     def names(self) -> list[str]:
-        return [name for stack in self.stacks for name in stack.names]
+        return [name for name, *_ in self._places]
 
     def tensors(self) -> Iterator[Named]:
         """Yields the tensors as views of the flat memory."""
-        for stack in self.stacks:
-            yield from zip(stack.names, self.rows(stack).unbind(), strict=True)
+        for name, dtype, shape, start, end in self._places:
+            yield name, self.flat[start:end].view(dtype).view(shape)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -169,40 +120,10 @@ class Staging:
         return oldest[:num_bytes]
 
 
-def _add_bits(rows: torch.Tensor, stack: Stack) -> torch.Tensor:
-    """int64 [n], sums of the integers in the bytes of each row, independent of the row's place."""
-    width = math.gcd(stack.row_bytes, 8)
-    octets = rows.view(-1).view(torch.uint8)
-    bits = (octets.clone() if stack.start % width else octets).view(_INTEGERS[width])
-    return bits.view(len(rows), -1).sum(1, dtype=torch.int64)
-
-
-def _are_finite(rows: torch.Tensor) -> torch.Tensor:
-    """bool [n], per row. A weight in FP8 has a scale, which is not finite if the weight is not."""
-    if rows.dtype == torch.float8_e4m3fn:
-        return rows.new_ones(len(rows), dtype=torch.bool)
-    rows = rows.reshape(len(rows), -1)
-    # A CPU adds values much faster than an element-wise check. Large values may have an infinite sum.
-    finite = None if rows.is_cuda else rows.sum(1).isfinite()
-    return finite if finite is not None and finite.all() else rows.isfinite().all(1)
-
-
-def _group(tensors: Iterable[Named], form: WeightForm) -> dict[Kind, dict[str, torch.Tensor]]:
-    """The tensors by name, in groups."""
-    groups: dict[Kind, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors:
-        is_fp8 = form.fp8 != "off" and is_fp8_weight(name)
-        kind = is_fp8, form.dtype_of(name, tensor.dtype), tensor.dtype, tensor.device, tensor.shape
-        groups.setdefault(kind, {})[name] = tensor.detach() if tensor.requires_grad else tensor
-    return groups
-
-
-def _stacks(form: WeightForm, kind: Kind, names: Sequence[str]) -> list[Stack]:
-    is_fp8, dtype, _, _, shape = kind
-    if not (is_fp8 and form.fp8 == "blocks"):
-        return [Stack(names, dtype, shape)]
-    scales = Stack([name + SCALE for name in names], torch.float32, grid_of(shape, BLOCK))
-    return [Stack(names, torch.float8_e4m3fn, shape), scales]
+def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """bool []. A weight in FP8 has a scale, which is not finite if the weight is not."""
+    is_fp8 = tensor.dtype == torch.float8_e4m3fn
+    return tensor.new_ones((), dtype=torch.bool) if is_fp8 else tensor.isfinite().all()
 
 
 def split_into_buckets(
@@ -235,22 +156,6 @@ def _units(tensors: Iterable[Named], names: Container[str]) -> Iterator[list[Nam
     assert not waiting, f"{list(waiting)} came without their other half, which the checkpoint names"
 
 
-class Stopwatch:
-    """Measures the seconds that an iterator needs to produce its items."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def over(self, items: Iterable[Item]) -> Generator[Item, None, None]:
-        """Yields the items unchanged."""
-        started = time.perf_counter()
-        for item in items:
-            self.seconds += time.perf_counter() - started
-            yield item
-            started = time.perf_counter()
-        self.seconds += time.perf_counter() - started
-
-
 @dataclass
 class Intake:
     """One weight update: the tensors of a checkpoint, each exactly once, become buckets in an engine's form."""
@@ -260,10 +165,6 @@ class Intake:
     form: WeightForm
     max_bytes: int
     """Bytes of a bucket, or of one larger tensor."""
-    gathering: Stopwatch = field(default_factory=Stopwatch)
-    """Of the iterator of the tensors."""
-    making: Stopwatch = field(default_factory=Stopwatch)
-    """Of the buckets: gathering, and converting."""
 
     @classmethod
     def for_servers(cls, shapes: Mapping[str, tuple[int, ...]], version: int, form: WeightForm) -> Self:
@@ -280,29 +181,18 @@ class Intake:
         last bucket, so that the host waits for the device once. max_bytes: of a bucket; None: ``max_bytes`` of the
         intake.
         """
-        self._names: list[str] = []
-        self._sums: list[torch.Tensor] = []
-        return self.making.over(self._buckets(tensors, allocate, self.max_bytes if max_bytes is None else max_bytes))
-
-    def _buckets(self, tensors: Iterable[Named], allocate: Allocate, max_bytes: int) -> Iterator[Bucket]:
-        finite = [torch.ones(0, dtype=torch.bool)]
-        checked = self._check(self.gathering.over(tensors))
-        for bucket in split_into_buckets(checked, max_bytes, self.shapes, allocate, self.form):
-            self._names += bucket.names
+        names, finite = list[str](), [torch.ones(0, dtype=torch.bool)]
+        limit = self.max_bytes if max_bytes is None else max_bytes
+        for bucket in split_into_buckets(self._check(tensors), limit, self.shapes, allocate, self.form):
+            names += bucket.names
             finite.append(bucket.finite)
-            self._sums.append(bucket.sums)
             yield bucket
         whole = torch.cat([flags.to(finite[-1].device) for flags in finite]).tolist()
-        if bad := [name.removesuffix(SCALE) for name, ok in zip(self._names, whole, strict=True) if not ok]:
+        if bad := [name.removesuffix(SCALE) for name, ok in zip(names, whole, strict=True) if not ok]:
             raise WeightSyncError(
                 f"{len(bad)} of {len(self.shapes)} tensors hold NaN or infinite values, for example {bad[0]}: "
                 "look at the trainer's weights"
             )
-
-    def sums(self) -> tuple[int, ...]:
-        """Return ``Bucket.sums`` in the order of the names. The host waits for the device."""
-        sums = torch.cat(self._sums).tolist() if self._sums else []
-        return tuple(number for _, number in sorted(zip(self._names, sums, strict=True)))
 
     def _check(self, tensors: Iterable[Named]) -> Iterator[Named]:
         outstanding = dict(self.shapes)

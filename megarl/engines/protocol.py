@@ -119,16 +119,11 @@ class Engine(Protocol):
         return True
 
     @property
-    def sync_seconds(self) -> Mapping[str, float]:
-        """Seconds of this rank for the steps of the last weight update; empty if the update has no steps."""
-        return {}
-
-    @property
     def answer_counts(self) -> Mapping[str, int]:
         """Counts of this rank in the last ``converse``; empty without servers.
 
         wrong_answers: refused answers, requested again. refused_requests: requests that a server did not serve (HTTP
-        408, 413, 429, 5xx), sent again. retractions: running responses that a full server has computed twice.
+        408, 413, 429, 5xx), sent again.
         """
         return {}
 

@@ -5,6 +5,7 @@ Every engine takes an update through ``buckets.Intake``.
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from megarl.core.fp8 import BLOCK, grid_of, is_fp8_weight, quantize_fp8, round_with_scale
+from megarl.core.fp8 import BLOCK, SCALE, grid_of, is_fp8_weight, quantize_fp8, round_with_scale
 from megarl.errors import ConfigError, WeightSyncError, describe
 from megarl.files.hf_config import FAMILIES
 from megarl.models.hf_folder import read_json
@@ -38,24 +39,27 @@ class WeightForm:
         """The dtype of a tensor in this form, unless the tensor is in FP8."""
         return torch.float32 if is_fp32(name) else self.dtype or stored
 
+    def pieces(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """(Name, dtype, shape) of a tensor [rows, columns] or [rows] in this form, and of its scales."""
+        if self.fp8 == "blocks" and is_fp8_weight(name):
+            scales = (name + SCALE, torch.float32, grid_of(tensor.shape, BLOCK))
+            return [(name, torch.float8_e4m3fn, tensor.shape), scales]
+        return [(name, self.dtype_of(name, tensor.dtype), tensor.shape)]
+
     def held_bytes(self, name: str, tensor: torch.Tensor) -> int:
         """Bytes of a tensor [rows, columns] or [rows] in this form, with its scales."""
-        if self.fp8 == "blocks" and is_fp8_weight(name):
-            return tensor.numel() + torch.float32.itemsize * math.prod(grid_of(tensor.shape, BLOCK))
-        return tensor.numel() * self.dtype_of(name, tensor.dtype).itemsize
+        return sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in self.pieces(name, tensor))
 
-    def fill(
-        self, tensors: list[torch.Tensor], is_fp8: bool, place: torch.Tensor, scales: torch.Tensor | None = None
-    ) -> None:
-        """Write tensors of equal shape into ``place`` [n, *shape] in this form, and their scales into ``scales``."""
+    def fill(self, tensor: torch.Tensor, name: str, place: torch.Tensor, scales: torch.Tensor | None) -> None:
+        """Write a tensor [rows, columns] or [rows] into ``place`` of equal shape in this form, and its scales."""
         if scales is not None:
-            quantized, scale = quantize_fp8(torch.stack(tensors))
+            quantized, scale = quantize_fp8(tensor)
             place.copy_(quantized)
             scales.copy_(scale)
-        elif is_fp8:
-            round_with_scale(torch.stack(tensors), out=place)
+        elif self.fp8 == "rounded" and is_fp8_weight(name):
+            round_with_scale(tensor, out=place)
         else:
-            torch.stack(tensors, out=place)
+            place.copy_(tensor)
 
 
 class _WithoutCopies(TorchFunctionMode):
@@ -105,6 +109,7 @@ def read_model_config(folder: str | Path) -> PretrainedConfig:
     return AutoConfig.for_model(family, **{key: hf[key] for key in hf.keys() - {"model_type", "auto_map"}})
 
 
+@cache
 def checkpoint_shapes(directory: str | Path) -> dict[str, tuple[int, ...]]:
     """Map each tensor name of a checkpoint to its shape, from the config.json in ``directory`` alone.
 

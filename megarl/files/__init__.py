@@ -2,10 +2,8 @@
 
 writing          write atomically, flush, hash; the files of a Hugging Face folder besides the weights
 outputs          what megarl wrote, and may therefore replace or remove
-disk             why a write failed, and how much room is left
-tensor_file      safetensors with numpy alone, for routing traces and prompts
-foreign_files    open regular files only, and read JSON objects
-foreign_json     parse JSON with limits; read the body of an HTTP answer
+tensor_file      named arrays in a safetensors file, for routing traces
+foreign_json     open regular files only; parse JSON with limits; read the body of an HTTP answer
 pickles          the pickles in checkpoints, read without running code
 bounded_process  run functions in a forked process with limits
 shipped          folders that a wheel carries

@@ -1,4 +1,4 @@
-"""Read JSON of strangers: the answer of a server, a file in a foreign folder.
+"""Read files and JSON of strangers: the answer of a server, a file in a foreign folder.
 
     parse_json(data, source, max_bytes) -> value          DataError (a ValueError), in a single line
 
@@ -7,20 +7,29 @@ beyond ``MAX_DEPTH`` is refused, so that recursive readers end. ``NaN`` and ``In
 range of numbers.
 
 ``check_types`` compares a value with the schema of an endpoint. ``read_body`` and ``join_body`` read the answer of a
-server up to a limit, before and after unpacking; send ``UNPACKED`` with the request.
+server up to a limit; send ``UNPACKED`` with the request.
+
+``open_regular`` opens regular files of a limited size, and nothing that could block: a FIFO waits for a writer, a
+device may never end, and merely opening a device may have an effect. Therefore a file is checked before the opening,
+opened without waiting, and checked again.
 """
 
-import zlib
+from __future__ import annotations
+
+import os
+import re
+import stat
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from megarl.errors import DataError
 
 if TYPE_CHECKING:
     import aiohttp
+    from pydantic import TypeAdapter
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 UNPACKED = {"Accept-Encoding": "identity"}
 """Header that asks for an uncompressed answer."""
@@ -42,13 +51,7 @@ def parse_json(data: bytes | str, source: str, max_bytes: int) -> Any:
         raise DataError(f"{source} holds {fault}") from error
 
 
-class Schema(Protocol[T_co]):
-    """A ``pydantic.TypeAdapter``, whose import takes long."""
-
-    def validate_python(self, object: Any, /, *, strict: bool | None = None) -> T_co: ...
-
-
-def check_types(schema: Schema[T], value: Any, source: str) -> T:
+def check_types(schema: TypeAdapter[T], value: Any, source: str) -> T:
     """Return a value in the form of its schema. DataError if a member has another type."""
     from pydantic_core import ValidationError
 
@@ -66,7 +69,7 @@ def retry_after(headers: Mapping[str, str], most_s: float) -> float:
     return min(float(text), most_s) if text.isdecimal() else 0.0
 
 
-async def read_body(response: "aiohttp.ClientResponse", source: str, max_bytes: int) -> bytes:
+async def read_body(response: aiohttp.ClientResponse, source: str, max_bytes: int) -> bytes:
     """Return the body of an answer in a session with ``auto_decompress=False``; errors as in ``join_body``."""
     chunks, size = list[bytes](), 0
     async for chunk in response.content.iter_any():
@@ -77,7 +80,7 @@ async def read_body(response: "aiohttp.ClientResponse", source: str, max_bytes: 
 
 
 def join_body(status: int, headers: Mapping[str, str], chunks: Iterable[bytes], source: str, max_bytes: int) -> bytes:
-    """Return the body of an answer, unpacked. DataError beyond ``max_bytes``, and for a redirection.
+    """Return the body of an answer. DataError beyond ``max_bytes``, if it is packed, and for a redirection.
 
     No redirection is followed: the target is a server that the user has not named, and would get the API key.
     """
@@ -89,14 +92,59 @@ def join_body(status: int, headers: Mapping[str, str], chunks: Iterable[bytes], 
         data += chunk
         if len(data) > max_bytes:
             raise DataError(f"{source} sends more than {max_bytes} bytes")
-    packing = headers.get("content-encoding", "identity").lower()
-    if packing == "identity":
-        return bytes(data)
-    unpacker = zlib.decompressobj(wbits=47)  # gzip or zlib, told apart by the header
+    if (packing := headers.get("content-encoding", "identity").lower()) != "identity":
+        raise DataError(f"{source} is packed as {packing!r}, expected no packing: the request asked for that")
+    return bytes(data)
+
+
+MOST_JSON_BYTES = 64 << 20
+"""Limit of a file that is parsed as a whole; the largest known tokenizer.json has 34 MB."""
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+    **dict.fromkeys((stat.S_IFCHR, stat.S_IFBLK), "a device"),
+}
+
+
+def is_file_name(value: object) -> bool:
+    """Whether a value is the plain name of a file in a folder, without a path."""
+    if not isinstance(value, str) or value in ("", "..") or re.search("[\0\ud800-\udfff]", value):
+        return False
+    return Path(value).name == value and len(os.fsencode(value)) <= 255
+
+
+def require_regular(path: Path) -> None:
+    """Raise DataError unless ``path``, links followed, is a regular file or does not exist."""
+    if os.path.lexists(path) and not os.path.isfile(path):
+        kind = _KINDS.get(stat.S_IFMT(os.stat(path).st_mode)) if os.path.exists(path) else "a link to nothing"
+        raise DataError(f"{path} is {kind or 'no file'}, expected a regular file")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. DataError for anything but a regular file, OSError from the system."""
+    require_regular(path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # exchanged after the first check
+        os.close(descriptor)
+        raise DataError(f"{path} is no regular file any more")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a regular file. DataError for a larger file, and for an unreadable file."""
     try:
-        content = unpacker.decompress(data, max_bytes + 1)
-    except zlib.error as error:
-        raise DataError(f"{source} is packed as {packing!r}, expected gzip, or no packing ({error})") from error
-    if len(content) > max_bytes or not unpacker.eof:
-        raise DataError(f"{source} unpacks to more than {max_bytes} bytes, or is cut short")
-    return content
+        with open_regular(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) > max_bytes:
+                raise DataError(f"{path} has {size} bytes, expected at most {max_bytes}")
+            return file.read(max_bytes)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror or error})") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. DataError, naming the file, for anything else."""
+    record = parse_json(read_regular(path, MOST_JSON_BYTES), str(path), MOST_JSON_BYTES)
+    if not isinstance(record, dict):
+        raise DataError(f"{path} holds no JSON object")
+    return record

@@ -19,7 +19,7 @@ from typing import IO, Any, ClassVar
 import numpy as np
 import torch
 
-from megarl.files.foreign_files import is_file_name, open_regular, read_regular
+from megarl.files.foreign_json import is_file_name, open_regular, read_regular
 
 _MOST_METADATA = 1 << 30
 _NO_PART = "which is no part of a checkpoint"

@@ -4,13 +4,14 @@ import ctypes
 import errno
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError, DataError
-from megarl.files.foreign_files import read_object
+from megarl.files.foreign_json import read_object
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -99,3 +100,19 @@ def find_tokenizer_code(folder: Path) -> str | None:
     table: Any = read_record(folder / "tokenizer_config.json").get("auto_map")
     classes = table.get("AutoTokenizer") if isinstance(table, dict) else table
     return next((str(name) for name in classes if name), None) if isinstance(classes, list) else classes
+
+
+def describe_write_error(error: BaseException, folder: Path) -> str:
+    """Return in a line why a write to a folder failed, and the free space of the file system.
+
+    torch and Megatron report a failed write without the cause ("unexpected pos 64"); the free space tells of a full
+    disk.
+    """
+    return f"{' '.join(str(error).split())[-300:]}; {describe_room(folder)}"
+
+
+def describe_room(folder: Path) -> str:
+    """Return free space and size of a folder's file system, in words."""
+    place = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    usage = shutil.disk_usage(place)
+    return f"{usage.free / 2**30:.3g} of {usage.total / 2**30:.3g} GiB are free in {place}"

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from megarl.core.fp8 import SCALE, dequantize_fp8, grid_of
 from megarl.errors import CheckpointError, ConfigError, DataError, some
-from megarl.files.foreign_files import require_regular
+from megarl.files.foreign_json import require_regular
 from megarl.files.hf_config import QUANTIZATION, count_prediction_layers, read_dtype, read_fp8_block
 from megarl.files.writing import model_files
 from megarl.models.hf_folder import INDEX, SINGLE, read_json, weight_files

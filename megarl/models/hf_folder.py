@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import CheckpointError, DataError, some
-from megarl.files.foreign_files import is_file_name, read_object, require_regular
+from megarl.files.foreign_json import is_file_name, read_object, require_regular
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

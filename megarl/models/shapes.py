@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError, DataError
-from megarl.files.foreign_files import read_object
+from megarl.files.foreign_json import read_object
 from megarl.files.hf_config import (
     FAMILIES,
     LACKING,
@@ -19,8 +19,8 @@ from megarl.files.hf_config import (
     count_prediction_layers,
     read_dtype,
     read_fp8_block,
+    read_moe,
 )
-from megarl.files.moe_config import read_moe
 
 
 @dataclass(frozen=True, slots=True)

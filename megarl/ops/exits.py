@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megarl import __version__
 from megarl.errors import ConfigError, DamageError, MegarlError, StopError, describe, printable
-from megarl.files.disk import describe_room
+from megarl.files.writing import describe_room
 from megarl.run.signals import drop_lost_outputs
 from megarl.run.status import write_failure
 

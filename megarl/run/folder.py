@@ -33,7 +33,6 @@ from megarl.data.benchmarks import HELDOUT, choose
 from megarl.data.records import read_records, require_file
 from megarl.errors import ConfigError, DataError
 from megarl.files.outputs import free_name
-from megarl.files.tensor_file import MOST_HEADER_BYTES
 from megarl.files.writing import read_record, sha256_of, write_atomically
 from megarl.megatron.checkpoints.folders import complete_checkpoints, read_run
 from megarl.run.metrics_log import iterate_metrics
@@ -43,7 +42,7 @@ _FREE_TABLES = {"checkpoint", "launch", "log", "health", "eval", "sft", "recompu
 """Tables that may change before a resumption."""
 _FREE_KEYS = {
     *("run.dir", "run.steps", "run.collective_timeout_s", "train.micro_batch_tokens", "optim.decay_steps"),
-    *(f"reward_model.{key}" for key in ("urls", "batch_size", "concurrency", "timeout_s", "attempts", "api_key_env")),
+    *(f"reward_model.{key}" for key in ("urls", "concurrency", "timeout_s", "attempts", "api_key_env")),
     *("data.train", "data.heldout", "model.path", "model.reference"),  # compared by content: ``inputs``
     "model.trust_remote_code",
 }
@@ -137,7 +136,7 @@ _TOKENIZER = (
     *("chat_template*", "*.jinja", "*.py"),
 )
 _MODULE = re.compile(r"\b([A-Za-z_][\w.]*):[A-Za-z_]\w*")
-_WHOLE_BYTES, _BLOCK_BYTES, _BLOCKS = 64 << 20, 64 << 10, 64
+_WHOLE_BYTES, _HEADER_BYTES, _BLOCK_BYTES, _BLOCKS = 64 << 20, 100_000_000, 64 << 10, 64
 
 
 def bind_inputs(config: Config, folder: Path, goes_on: bool) -> None:
@@ -216,7 +215,7 @@ def _sample(file: Path, size: int) -> Iterator[bytes]:
     with file.open("rb") as stream:
         length = stream.read(8)
         yield length
-        yield stream.read(min(int.from_bytes(length, "little"), MOST_HEADER_BYTES))
+        yield stream.read(min(int.from_bytes(length, "little"), _HEADER_BYTES))
         for number in range(_BLOCKS):
             stream.seek((size - _BLOCK_BYTES) * number // (_BLOCKS - 1))
             yield stream.read(_BLOCK_BYTES)

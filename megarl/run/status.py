@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl.errors import ConfigError, MegarlError, printable
-from megarl.files.foreign_files import read_object
+from megarl.files.foreign_json import read_object
 from megarl.files.writing import read_record
 from megarl.run.lock import is_held, read_holder
 

@@ -24,13 +24,10 @@ from megarl.engines.sglang.fleet import Fleet
 from megarl.engines.sglang.http import key_named
 from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.spec import SERVER_DTYPES, ServerSpec
-from megarl.engines.sglang.transports.broadcast import Broadcast
-from megarl.engines.sglang.transports.disk import Disk
-from megarl.engines.sglang.transports.folder import write_empty_model
+from megarl.engines.sglang.transports.broadcast import Broadcast, own_address
+from megarl.engines.sglang.transports.folder import Disk, write_empty_model
 from megarl.engines.sglang.transports.ipc import Helper, SharedMemory
-from megarl.engines.sglang.transports.process_group import own_address
-from megarl.engines.sglang.transports.protocol import Transport
-from megarl.engines.sglang.transports.tensor import Tensors
+from megarl.engines.sglang.transports.protocol import Tensors, Transport
 from megarl.engines.weights import FP8Form, WeightForm, checkpoint_shapes, read_model_config
 from megarl.errors import ConfigError, RolloutError, printable, some
 from megarl.files.hf_config import find_quantization
@@ -102,7 +99,6 @@ def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEng
     fp8: FP8Form = "blocks" if settings.fp8 else "rounded" if config.rollout.fp8_rounding else "off"
     client = ClientSettings(
         concurrency=settings.concurrency,
-        clients=dist.get_world_size(),
         deadline_s=settings.deadline_s,
         attempts=settings.attempts,
         api_key=key,
@@ -222,7 +218,6 @@ def _make_fleet(
         tp=settings.tp,
         api_key=key,
         routes=servers_record(config),
-        nucleus=config.rollout.top_p < 1,
         source=source,
         served=_served_model(config, folder),
         transport=transport,

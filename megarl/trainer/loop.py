@@ -211,7 +211,6 @@ class Trainer:
             if self.config.sglang.release_memory:
                 self.policy.offload()
             self.engine.update_weights(self.policy.export(self.engine.receives_weights), version=version)
-        self.monitor.seconds |= {f"sync_{name}": seconds for name, seconds in self.engine.sync_seconds.items()}
 
     def _evaluate(self, done: int) -> None:
         """Evaluate on all benchmarks after ``done`` steps."""

@@ -1,10 +1,6 @@
 """A proxy before an SGLang server that changes what answers mean, and keeps a ledger of it.
 
-What it returns is well-formed, with counts that agree. Three kinds of liars:
-
-- *careless*: the seal of megarl's plugin stays as the server made it, as after a bug in a cache or a load balancer;
-- *plain*: a server without the plugin, whose answers have no seal;
-- *forger*: it makes the seal anew, so that only the numbers can tell.
+What it returns is well-formed, with counts that agree: only the numbers can tell.
 """
 
 from __future__ import annotations
@@ -22,7 +18,6 @@ from typing import Any
 import numpy as np
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
-from megarl.engines.sglang.plugin import compact
 from megarl.routes import RoutingTrace, decode, encode
 from megarl.routes.answers import is_compact
 
@@ -170,7 +165,6 @@ BY_NUMBERS = (
     "log-probabilities one token late",
 )
 """Lies that the tripwires find in the numbers alone."""
-LIARS = ("careless", "plain", "forger")
 
 
 @dataclass
@@ -180,11 +174,8 @@ class LyingProxy:
     upstream: str
     lies: Sequence[str] = ()
     """One is chosen for each answer that is changed."""
-    liar: str = "careless"
     share: float = 0.0
     rng: random.Random = field(default_factory=random.Random)
-    swallow_updates: bool = False
-    """Answer weight updates from disk with success, and keep the server's weights."""
     ledger: list[dict[str, Any]] = field(default_factory=list)
     earlier: list[Pair] = field(default_factory=list)
     url: str = ""
@@ -236,10 +227,7 @@ class LyingProxy:
 
     async def _serve(self, request: web.Request) -> web.Response:
         data = await request.read()
-        if self.swallow_updates and request.path == "/update_weights_from_disk":
-            return self._swallow(await request.json())
         dropped = {"host", "content-length", "transfer-encoding", "connection"}
-        dropped |= {compact.HEADER} if self.liar == "plain" else set()
         headers = {name: value for name, value in request.headers.items() if name.lower() not in dropped}
         try:
             async with self._http.request(
@@ -252,10 +240,6 @@ class LyingProxy:
             return web.json_response(self._change(await request.json(), json.loads(body)))
         return web.Response(status=status, body=body, content_type=kind)
 
-    def _swallow(self, body: dict[str, Any]) -> web.Response:
-        self.ledger.append({"lie": "update swallowed", "version": body.get("weight_version")})
-        return web.json_response({"success": True, "message": "Succeeded to update model weights.", "num_paused": 0})
-
     def _change(self, body: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
         pair = (body, answer)
         changed, lie = None, ""
@@ -266,6 +250,4 @@ class LyingProxy:
         if changed is None or changed == answer:
             return answer
         self.ledger.append({"lie": lie, "rid": body.get("rid"), "version": answer["meta_info"]["weight_version"]})
-        if self.liar == "forger" and compact.SEAL in changed["meta_info"]:
-            changed["meta_info"] = {**changed["meta_info"], compact.SEAL: compact.seal(body["input_ids"], changed)}
         return changed

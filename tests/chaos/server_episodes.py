@@ -15,7 +15,7 @@ from absent import SGLANG_PYTHON
 from chaos_world import STEPS, Run
 from episodes import BAD_INPUT, Arena, Happened, finish_whole
 from invariants import require, require_clean, require_explained, require_whole, steps_of
-from lying_proxy import BY_NUMBERS, LIARS, LIES, LyingProxy
+from lying_proxy import BY_NUMBERS, LyingProxy
 
 from megarl.data.tiny import write_tiny_model
 from megarl.engines.sglang.server import Server
@@ -52,9 +52,8 @@ def _run(arena: Arena, name: str, proxy: LyingProxy, **sglang: Any) -> Run:
 
 def wire_lies(arena: Arena, rng: random.Random, name: str) -> list[Happened]:
     """Answers that are well-formed and wrong. Each is refused and counted, or its sequence is dropped and counted."""
-    liar = rng.choice(LIARS)
-    lies = tuple(LIES) if liar == "careless" else (rng.choice(BY_NUMBERS),)
-    with LyingProxy(arena.server.url, lies, liar, rng.choice([0.1, 0.2, 0.3, 1.0]), rng) as proxy:
+    lies = (rng.choice(BY_NUMBERS),)
+    with LyingProxy(arena.server.url, lies, rng.choice([0.1, 0.2, 0.3, 1.0]), rng) as proxy:
         run = _run(arena, name, proxy)
         run.words = ["--run.steps", str(LYING_STEPS)]
         run.start()
@@ -62,7 +61,7 @@ def wire_lies(arena: Arena, rng: random.Random, name: str) -> list[Happened]:
         require_clean(run)
         run.remove()
     told = Counter(entry["lie"] for entry in proxy.ledger)
-    return [Happened(f"{lie} ({liar})", outcome, None, times) for lie, times in told.items()]
+    return [Happened(lie, outcome, None, times) for lie, times in told.items()]
 
 
 def _judge_lies(run: Run, proxy: LyingProxy, code: int) -> str:
@@ -76,10 +75,7 @@ def _judge_lies(run: Run, proxy: LyingProxy, code: int) -> str:
         require(code == BAD_INPUT and told, f"ended with code {code}, {told} answers were changed", run)
         return "refused until the run stopped with the cause"
     require_whole(run, LYING_STEPS)
-    counts = f"{told} answers changed ({proxy.liar}), {refused} refused, {dropped} dropped"
-    if proxy.liar == "careless":  # every change breaks the seal
-        require(refused == told, counts, run)
-        return "refused and counted"
+    counts = f"{told} answers changed, {refused} refused, {dropped} dropped"
     require(refused or dropped or not told, counts, run)
     return "refused and counted" if refused else f"{dropped} of {told} sequences dropped and counted"
 
@@ -90,7 +86,7 @@ def foreign_weights(arena: Arena, rng: random.Random, name: str) -> list[Happene
     if not other.exists():
         write_tiny_model(other, **arena.world.sizes, seed=99)
     with LyingProxy(arena.server.url) as proxy:
-        run = _run(arena, name, proxy)
+        run = _run(arena, name, proxy, checksums=True)
         run.start()
         run.until(lambda: run.step >= 2, "step 2")
         time.sleep(rng.uniform(0.0, 0.5))
@@ -119,21 +115,6 @@ def _judge_foreign(run: Run, code: int) -> str:
     require_whole(run)
     redraws = sum(int(record.get("sampling/redraws", 0)) for record in steps)
     return "found before training; drawn again" if redraws else "overwritten by the next update before a response"
-
-
-def stale_weights(arena: Arena, rng: random.Random, name: str) -> list[Happened]:
-    """Updates that the server confirms and does not make."""
-    with LyingProxy(arena.server.url) as proxy:
-        run = _run(arena, name, proxy)
-        run.start()
-        run.until(lambda: run.step >= 1, "step 1")
-        proxy.swallow_updates = True
-        code = run.until_end()
-        require_explained(run)
-        require(code != 0, "a run whose updates did not arrive came to its end", run)
-        require_clean(run)
-        run.remove()
-        return [Happened("updates confirmed and not made", "stopped with the cause")]
 
 
 def proxy_away(arena: Arena, rng: random.Random, name: str) -> list[Happened]:
@@ -191,7 +172,6 @@ def server_kills(arena: Arena, rng: random.Random, name: str) -> list[Happened]:
 SERVER_EPISODES = {
     "wire_lies": wire_lies,
     "foreign_weights": foreign_weights,
-    "stale_weights": stale_weights,
     "proxy_away": proxy_away,
     "server_kills": server_kills,
 }

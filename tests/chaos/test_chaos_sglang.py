@@ -20,7 +20,7 @@ def arena(tmp_path_factory: pytest.TempPathFactory, updated_server: Server, host
     return arena
 
 
-@pytest.mark.parametrize("kind", ["wire_lies", "stale_weights"])
+@pytest.mark.parametrize("kind", ["wire_lies", "foreign_weights"])
 def test_an_episode_of_chaos_with_a_server(arena: Arena, kind: str) -> None:
     """Wrong answers are refused and counted, and an update that was not made ends the run."""
     print(table(play(arena, kind, 3, SERVER_EPISODES)))

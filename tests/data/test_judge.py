@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -307,34 +306,6 @@ def test_closing_ends_calls_under_way() -> None:
         one(judge, "1")
 
 
-def test_several_loops_in_several_threads() -> None:
-    found: list[float | None] = []
-    with Judge("own_judges:own", workers=2) as judge:
-        for number in range(3):
-            thread = threading.Thread(target=lambda n=number: found.append(one(judge, str(n)).reward))
-            thread.start()
-            thread.join()
-        found.append(one(judge, "3").reward)
-        # The workers were started by a thread that has ended since, and live on.
-        assert len(workers()) == 1
-    assert found == [0, 1, 2, 3]
-
-
-def test_math_verify_works_from_any_thread() -> None:
-    found: list[Verdict] = []
-
-    async def several(judge: Judge) -> None:
-        pairs = [(r"\boxed{\frac{2}{4}}", "0.5"), ("the answer is 7", "8"), ("1", "$ $")]
-        found.extend(await asyncio.gather(*(judged(judge, *pair) for pair in pairs)))
-
-    with Judge("math_verify") as judge:
-        thread = threading.Thread(target=lambda: asyncio.run(several(judge)))
-        thread.start()
-        thread.join()
-    assert [verdict.reward for verdict in found] == [1.0, 0.0, None]
-    assert "can read no expression" in (found[2].error or "")
-
-
 def test_a_response_that_costs_too_much_is_wrong_if_the_answer_can_be_read() -> None:
     wrong = Verdict(0.0, timed_out=True)
     with Judge("own_judges:checked", timeout_s=3.0) as judge:
@@ -376,9 +347,8 @@ def test_a_worker_that_never_gets_on_makes_no_response_wrong(monkeypatch: pytest
         assert one(judge, "1", "7") == Verdict(1.0)
 
 
-@pytest.mark.parametrize("function", ["math_strict", "math_verify"])
-def test_expensive_answers_are_wrong(function: str) -> None:
-    with Judge(function, timeout_s=30.0) as judge:
+def test_expensive_answers_are_wrong() -> None:
+    with Judge("math_strict", timeout_s=30.0) as judge:
         for box in (r"9^{9^{9}}", "10^{9}!", "((" * 400, r"\begin{pmatrix}" + "1 & " * 200 + r"1\end{pmatrix}"):
             assert one(judge, rf"\boxed{{{box}}}", "42").reward == 0.0, box
         assert one(judge, r"\boxed{42}", "42") == Verdict(1.0)
@@ -386,7 +356,7 @@ def test_expensive_answers_are_wrong(function: str) -> None:
 
 def test_only_the_end_of_a_long_response_is_read() -> None:
     long = "$" * 200_000 + r" so it is \boxed{5}"
-    with Judge("math_verify", workers=1, max_characters=1000) as judge:
+    with Judge("math_strict", workers=1, max_characters=1000) as judge:
         assert one(judge, long, "5") == Verdict(1.0)
     with Judge("own_judges:own", max_characters=1) as judge:  # a function of your own gets all of it
         assert one(judge, "10.5") == Verdict(10.5)

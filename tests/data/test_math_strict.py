@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data.rewards import can_read_answer, math_strict, math_verify
+from megarl.data.rewards import math_strict
 
 DOC = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
-ROW = re.compile(r"^\| `(.+?)` \| `(.+?)` \| ([01]) \| ([01]) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| `(.+?)` \| `(.+?)` \| ([01]) \|$", re.MULTILINE)
 TABLE = [tuple(cell.replace(r"\|", "|") for cell in row) for row in ROW.findall(DOC)]
 
 MORE = r"""
@@ -141,13 +141,9 @@ def test_the_table_has_a_hundred_answers() -> None:
     assert len(TABLE) == len(table.splitlines()) - 2 > 100
 
 
-@pytest.mark.parametrize(("answer", "box", "strict", "lenient"), TABLE)
-def test_the_table_of_the_documentation(answer: str, box: str, strict: str, lenient: str) -> None:
+@pytest.mark.parametrize(("answer", "box", "strict"), TABLE)
+def test_the_table_of_the_documentation(answer: str, box: str, strict: str) -> None:
     assert judge(box, answer) == float(strict)
-    try:
-        assert math_verify(prompt="", response=f"\\boxed{{{box}}}", answer=answer) == float(lenient)
-    except TimeoutError:
-        assert lenient == "0"
 
 
 @pytest.mark.parametrize("line", MORE.strip().splitlines())
@@ -177,5 +173,8 @@ def test_no_answer_takes_long(box: str) -> None:
 
 
 def test_which_answers_can_be_compared_with() -> None:
-    assert all(can_read_answer(row[0], "math_strict") for row in TABLE)
-    assert not any(can_read_answer(answer, "math_strict") for answer in ("", "$ $", r"\boxed{}", r"\boxed{5"))
+    for row in TABLE:
+        judge("1", row[0])
+    for answer in ("", "$ $", r"\boxed{}", r"\boxed{5"):
+        with pytest.raises(ValueError, match="nothing to compare with"):
+            judge("1", answer)

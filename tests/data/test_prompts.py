@@ -77,7 +77,7 @@ def test_files_without_examples(write_jsonl: Write, tmp_path: Path, tokenizer: P
     with pytest.raises(DataError, match="no such file"):
         load(tmp_path / "absent.jsonl", tokenizer)
     (tmp_path / "train.csv").write_text("prompt,answer\n")
-    with pytest.raises(DataError, match=r"expected \.jsonl, \.json, \.parquet"):
+    with pytest.raises(DataError, match=r"expected \.jsonl, \.parquet"):
         load(tmp_path / "train.csv", tokenizer)
     with pytest.raises(ConfigError, match="is a file"):
         load(write_jsonl({"prompt": "1=", "answer": "1"}), tokenizer, split="train")

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from megarl.data.rewards import StepReward, Steps, Verdict, read_verdict
-from megarl.data.tiny import CHARACTERS, write_tiny_model
+from megarl.data.tiny import write_tiny_model
 from megarl.data.tokenizer import step_tokens
 
 CORPUS = [
@@ -107,29 +107,6 @@ def test_a_run_of_bytes_that_is_valid_before_it_is_not() -> None:
     """0xC2 0x80 is a character; 0xC2 0x80 0x80 is none, so its three bytes read as three replacement characters."""
     tokens = [196, 130, 130]
     assert step_tokens(TOKENIZERS["byte_fallback"], np.array(tokens), [1]).tolist() == [0]
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data(), pads=st.lists(st.integers(0, 12), max_size=4))
-def test_one_token_per_character(tiny: PreTrainedTokenizerBase, data: st.DataObject, pads: list[int]) -> None:
-    text = data.draw(st.text(CHARACTERS, min_size=1, max_size=20))
-    tokens = tiny(text, add_special_tokens=False)["input_ids"]
-    for place in pads:  # a special token that reads as nothing
-        tokens.insert(place, tiny.pad_token_id)
-    ends = drawn_ends(data, text)
-    characters = np.flatnonzero(np.array(tokens) != tiny.pad_token_id)
-    expected = [len(tokens) - 1 if end == len(text) else characters[end - 1] for end in ends]
-    assert step_tokens(tiny, np.array(tokens), ends).tolist() == expected
-
-
-def test_a_run_of_bytes_is_not_split() -> None:
-    """In an incomplete run also the characters that are complete read as nothing, so prefixes do not only grow."""
-    tokenizer = TOKENIZERS["byte_fallback"]
-    tokens = tokenizer("a" + "é🙂" * 20 + "b", add_special_tokens=False)["input_ids"]
-    text = read(tokenizer, tokens)
-    assert text == "a" + "é🙂" * 20 + "b"
-    found = step_tokens(tokenizer, np.array(tokens), range(1, len(text)))
-    assert np.diff(found).tolist() == [2, 4] * 20
 
 
 def test_a_step_at_the_end_takes_the_end_token_with_it(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> None:

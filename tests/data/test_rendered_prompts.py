@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 from families import FAMILIES, write_family
+from prepared import tool
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import file as config_file
-from megarl.data.prepare.command import Recipe
-from megarl.data.prepare.prepare import prepare
 from megarl.data.prompts import load_demonstrations, load_prompts
 from megarl.data.tokenizer import count_rows, load_tokenizer
 from megarl.errors import ConfigError, DataError
@@ -89,20 +88,6 @@ def test_a_second_begin_token_is_found_with_the_template_off(name: str, write_js
     assert right.tokens.tolist() == tokenizer(once, add_special_tokens=False)["input_ids"]
 
 
-def test_a_rendered_text_may_stay_plain_where_nothing_is_put_before_it(write_jsonl: Write, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_family(tmp_path / "model", "qwen3"), "model.path")
-    once = render(tokenizer, QUESTION)
-    (found,) = load(write_jsonl({"prompt": once, "answer": "2"}), tokenizer, chat_template=False)
-    assert found.text == once
-
-
-def test_a_template_that_begins_twice_is_found(write_jsonl: Write, tmp_path: Path) -> None:
-    template = "{{ bos_token }}" + FAMILIES["llama3"]["template"]
-    tokenizer = load_tokenizer(write_family(tmp_path / "model", "llama3", chat_template=template), "model.path")
-    with pytest.raises(DataError, match=r"train\.jsonl:1: the prompt .* holds '<\|begin\|>', which is put before"):
-        load(write_jsonl({"prompt": QUESTION, "answer": "2"}), tokenizer)
-
-
 @pytest.mark.parametrize(
     ("name", "openings"),
     [
@@ -149,22 +134,10 @@ class TestRows:
         with pytest.raises(DataError, match=told):
             load_demonstrations(path, short, chat_template=chat)
         with pytest.raises(DataError, match=told):
-            prepare(str(path), tmp_path / "out", Recipe(model=Path(short.name_or_path)))
+            tool.prepare(str(path), tmp_path / "out", tool.Recipe(model=Path(short.name_or_path)))
         path = write_jsonl({**fine, "response": "<think> 1"}, {**fine, "response": "2</think>"})
         with pytest.raises(DataError, match=r"train\.jsonl:2: the response \('response'\) holds '</think>', token"):
             load_demonstrations(path, short, chat_template=chat)
-
-    def test_a_table_of_another_model_is_not_taken(
-        self, short: PreTrainedTokenizerBase, write_jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        monkeypatch.setattr("megarl.data.prompt_table.SHARED_FROM_BYTES", 1)
-        path = write_jsonl({"prompt": "1 </think>", "answer": "1"})
-        padded = load_tokenizer(write_family(tmp_path / "other", "qwen3", num_rows=1024), "model.path")
-        assert len(load(path, padded)) == 1
-        assert len(list((tmp_path / "cache").rglob("*.prompts"))) == 1
-        with pytest.raises(DataError, match="rows"):
-            load(path, short)
 
     def test_an_end_token_without_a_row_is_refused(self, tmp_path: Path, write_jsonl: Write) -> None:
         folder = write_family(tmp_path / "model", "qwen3", eos_token="</think>")
@@ -200,16 +173,6 @@ class TestArguments:
             found[off] = prompt.text
             assert shown.tokens[: len(prompt.tokens)].tolist() == prompt.tokens.tolist()
         assert found[True] == f"{found[False]}<think>\n\n</think>\n\n"
-        size = len(qwen(found[True])["input_ids"])
-        for limit, kept in ((size, 1), (size - 1, 0)):
-            recipe = Recipe(
-                model=tmp_path / "model", max_prompt_tokens=limit, chat_template_args="{enable_thinking = false}"
-            )
-            if kept:
-                assert prepare(str(path), tmp_path / "out", recipe, overwrite=True)["train"] == 1
-            else:
-                with pytest.raises(DataError, match="1 too long"):
-                    prepare(str(path), tmp_path / "out", recipe, overwrite=True)
 
     @pytest.mark.parametrize("name", ["thinking", "messages", "add_generation_prompt", "tokenize", "range"])
     def test_one_that_the_template_never_reads_is_refused(
@@ -226,10 +189,6 @@ class TestArguments:
         qwen.chat_template = None
         with pytest.raises(ConfigError, match=r"data\.chat_template_args is set, but the tokenizer has no"):
             load(path, qwen, chat_template=False, chat_template_args=arguments)
-        with pytest.raises(ConfigError, match="without --model"):
-            prepare(str(path), tmp_path / "out", Recipe(chat_template_args="{a = 1}"))
-        with pytest.raises(ConfigError, match="expected a table"):
-            prepare(str(path), tmp_path / "out", Recipe(model=tmp_path / "model", chat_template_args="true"))
 
     def test_as_a_flag(self) -> None:
         for key, text, value in (("", "{enable_thinking = false}", {"enable_thinking": False}), (".a", "false", False)):

@@ -16,8 +16,8 @@ from reward_server import Fault, Handler, RewardServer, score_of, serving
 from megarl.config.tables.data import RewardModelConfig
 from megarl.data import reward_model
 from megarl.data.judge import Judge
-from megarl.data.reward_model import RewardModel, step_ends
-from megarl.data.rewards import StepReward, Verdict
+from megarl.data.reward_model import RewardModel
+from megarl.data.rewards import Verdict
 from megarl.errors import ConfigError, RolloutError
 
 KEY = "sk-secret-of-the-test"
@@ -42,14 +42,17 @@ def judge(settings: RewardModelConfig, response: str = "abc", **more: str) -> Ve
     return asyncio.run(run())
 
 
-def test_texts_share_requests_and_every_score_is_its_own(server: RewardServer) -> None:
+def scores_of(settings: RewardModelConfig, texts: list[str]) -> list[float]:
+    async def run() -> list[float]:
+        return await asyncio.gather(*map(RewardModel(settings).score, texts))
+
+    return asyncio.run(run())
+
+
+def test_every_score_is_its_own_and_a_rank_has_no_more_requests_than_allowed(server: RewardServer) -> None:
     texts = [f"{i} " + "x" * random.Random(i).randrange(50) for i in range(100)]
-    model = RewardModel(config(server, batch_size=8, concurrency=3))
-    for _ in range(2):  # in two event loops
-        assert asyncio.run(model.score(texts)) == [score_of(text) for text in texts]
-    assert sorted(text for request in server.requests for text in request["text"]) == sorted(2 * texts)
-    assert max(len(request["text"]) for request in server.requests) == 8
-    assert len(server.requests) == 2 * 13
+    assert scores_of(config(server, concurrency=3), texts) == [score_of(text) for text in texts]
+    assert sorted(request["text"][0] for request in server.requests) == sorted(texts)
     assert server.most <= 3
     assert {request["path"] for request in server.requests} == {"/classify"}
 
@@ -98,7 +101,7 @@ PASSING: dict[str, Fault] = {
     "null": status(200, b"null"),
     "one is missing": changed(lambda found: found[1:]),
     "one too many": changed(lambda found: [*found, found[0]]),
-    "exchanged": changed(lambda found: found[::-1]),
+    "exchanged": changed(lambda found: [{**each, "meta_info": {"id": "other"}} for each in found]),
     "without a score": changed(lambda found: [{"meta_info": each["meta_info"]} for each in found]),
     "text": changed(lambda found: [{"embedding": ["no"]} for _ in found]),
     "a number as text": changed(lambda found: [{"embedding": ["0.5"]} for _ in found]),
@@ -114,8 +117,7 @@ PASSING: dict[str, Fault] = {
 @pytest.mark.parametrize("name", PASSING)
 def test_a_failure_that_passes_costs_an_attempt(name: str, server: RewardServer) -> None:
     server.faults = [PASSING[name]] * 2
-    texts = ["a", "bb", "ccc"]
-    assert asyncio.run(RewardModel(config(server)).score(texts)) == [score_of(text) for text in texts]
+    assert scores_of(config(server), ["bb"]) == [score_of("bb")]
     assert len(server.requests) == 3
     assert len({tuple(request["rid"]) for request in server.requests}) == 3
 
@@ -123,17 +125,12 @@ def test_a_failure_that_passes_costs_an_attempt(name: str, server: RewardServer)
 @pytest.mark.parametrize("name", PASSING)
 def test_a_failure_that_stays_is_no_reward_and_never_a_zero(name: str, server: RewardServer) -> None:
     server.always = PASSING[name]
-    if name in ("one is missing", "one too many", "exchanged"):
-        with pytest.raises(RolloutError, match="reward model: http"):
-            asyncio.run(RewardModel(config(server, attempts=2)).score(["a", "b"]))
-        assert len(server.requests) == 2
-    else:
-        verdict = judge(config(server, attempts=3))
-        assert verdict.reward is None
-        assert verdict.error is not None
-        assert server.url in verdict.error
-        assert not verdict.timed_out
-        assert len(server.requests) == 3
+    verdict = judge(config(server, attempts=3))
+    assert verdict.reward is None
+    assert verdict.error is not None
+    assert server.url in verdict.error
+    assert not verdict.timed_out
+    assert len(server.requests) == 3
 
 
 def test_a_server_that_is_gone_or_hangs_is_no_reward(server: RewardServer) -> None:
@@ -162,14 +159,14 @@ def test_a_text_that_is_refused_costs_its_own_response(server: RewardServer) -> 
     server.always = refuse_long
 
     async def run() -> list[object]:
-        model = RewardModel(config(server))
-        return await asyncio.gather(*(model.score([text]) for text in ("a", "toolong", "bb")), return_exceptions=True)
+        score = RewardModel(config(server)).score
+        return await asyncio.gather(*map(score, ("a", "toolong", "bb")), return_exceptions=True)
 
     first, second, third = asyncio.run(run())
-    assert (first, third) == ([score_of("a")], [score_of("bb")])
+    assert (first, third) == (score_of("a"), score_of("bb"))
     assert isinstance(second, RolloutError)
     assert "longer than the context" in str(second)
-    assert len(server.requests) == 4
+    assert len(server.requests) == 3
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "null"])
@@ -181,12 +178,10 @@ def test_a_score_that_is_no_number_is_no_reward(value: str, server: RewardServer
     assert len(server.requests) == 1
 
 
-def test_one_of_several_scores_is_named(server: RewardServer) -> None:
+def test_several_scores_of_a_text_are_an_error(server: RewardServer) -> None:
     server.always = changed(lambda found: [{"embedding": [0.25, 0.75]} for _ in found])
-    assert judge(config(server, label=1)).reward == 0.75
-    for label in (None, 2):
-        with pytest.raises(ConfigError, match=r"reward_model.label: a text has 2 scores, expected"):
-            judge(config(server, label=label))
+    with pytest.raises(ConfigError, match="gave 2 scores for a text, expected one"):
+        judge(config(server))
 
 
 @pytest.mark.parametrize("code", [401, 403, 404])
@@ -229,58 +224,23 @@ def test_a_busy_server_is_asked_again_when_it_says(server: RewardServer) -> None
     assert time.monotonic() - started >= 1.0
 
 
-def test_a_packed_answer_is_read(server: RewardServer) -> None:
-    server.always = lambda handler, body: handler.answer(
-        200, gzip.compress(handler.good(body)), **{"Content-Encoding": "gzip"}
-    )
-    assert asyncio.run(RewardModel(config(server)).score(["a"])) == [score_of("a")]
-
-
 def test_who_does_not_wait_any_more_is_not_asked_for(server: RewardServer) -> None:
     async def run() -> float:
-        model = RewardModel(config(server, batch_size=1, concurrency=1))
+        model = RewardModel(config(server, concurrency=1))
         server.release.clear()
-        first = asyncio.create_task(model.score(["first"]))
+        first = asyncio.create_task(model.score("first"))  # holds the place
         while not server.requests:
             await asyncio.sleep(0.01)
-        dropped, kept = (asyncio.create_task(model.score([text])) for text in ("dropped", "kept"))
+        dropped, kept = (asyncio.create_task(model.score(text)) for text in ("dropped", "kept"))
         await asyncio.sleep(0)
         dropped.cancel()
-        first.cancel()  # its request is under way and holds its place until it ends
         server.release.set()
-        return (await kept)[0]
+        await first
+        server.release.set()
+        return await kept
 
     assert asyncio.run(run()) == score_of("kept")
     assert [request["text"] for request in server.requests] == [["first"], ["kept"]]
-
-
-@pytest.mark.parametrize(
-    ("response", "most", "ends"),
-    [
-        ("one\n\ntwo\n\nthree", 9, [5, 10, 15]),
-        ("one\n\ntwo\n\n", 9, [5, 10]),
-        ("one\n\n\n\ntwo", 9, [7, 10]),
-        ("\n\none\n\ntwo \n\n ", 9, [7, 14]),
-        ("one\n\ntwo\n\nthree", 2, [5, 15]),
-        ("one\n\ntwo\n\nthree", 1, [15]),
-        ("one", 9, [3]),
-        ("\n\n", 9, [2]),
-        ("", 9, [0]),
-    ],
-)
-def test_where_steps_end(response: str, most: int, ends: list[int]) -> None:
-    assert step_ends(response, "\n\n", most) == ends
-
-
-def test_a_step_is_judged_with_all_before_it(server: RewardServer) -> None:
-    settings = config(server, step="\n\n", text="{prompt}|{response}|")
-    texts = ["1+1=|one\n\n|", "1+1=|one\n\ntwo|"]
-    scores = [score_of(text) for text in texts]
-    assert judge(settings, "one\n\ntwo") == Verdict(scores[1], (StepReward(5, scores[0]), StepReward(8, scores[1])))
-    assert server.requests[0]["text"] == texts
-    assert judge(settings, "") == Verdict(score_of("1+1=||"))  # no character, so no step
-    server.always = status(500)
-    assert judge(config(server, step="\n\n", attempts=1), "one\n\ntwo").reward is None
 
 
 @pytest.mark.parametrize(
@@ -291,7 +251,6 @@ def test_a_step_is_judged_with_all_before_it(server: RewardServer) -> None:
         ({"urls": ["http://host?key=a"]}, "question mark"),
         ({"urls": ["http://me:secret@host"]}, "found host, expected"),
         ({"text": "{prompt}"}, "expected {response}"),
-        ({"step": ""}, "at least 1 character"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -132,28 +132,6 @@ def test_a_holder_notices_that_another_one_has_taken_over(tmp_path: Path) -> Non
         lock.beat()
 
 
-def test_silence_is_by_the_clock_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "lock"
-    foreign(path)
-    real = time.time
-    monkeypatch.setattr(time, "time", lambda: real() + 3600.0)  # this node's clock is wrong
-    told: list[str] = []
-    with RunLock(path, told.append, stale_s=4.0):
-        pass
-    assert "waiting up to 4 s" in told[0]
-    assert [file.name for file in tmp_path.iterdir()] == ["lock"]
-
-
-def test_who_looks_whether_it_is_held_makes_nobody_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "lock"
-    looking = os.open(path, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(looking, fcntl.LOCK_SH)
-    monkeypatch.setattr(time, "monotonic", lambda: 0.0)  # a busy machine changes nothing
-    monkeypatch.setattr(time, "sleep", lambda _: os.close(looking))
-    with RunLock(path):
-        assert read_holder(path)["pid"] == os.getpid()  # type: ignore[index]
-
-
 def test_a_holder_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     process = holder(path)
@@ -192,14 +170,3 @@ def test_a_file_system_without_locks(
         assert is_held(path)
         os.utime(path, (0, 0))  # touched last long ago
         assert not is_held(path)
-
-
-def test_who_waits_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, told, naps = tmp_path / "lock", [], iter(range(5))
-    held = os.open(path, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
-    monkeypatch.setattr(time, "sleep", lambda _: os.close(held) if next(naps) == 4 else None)
-    with RunLock(path, told.append, wait_s=60):
-        assert len(told) == 1
-        assert "waiting for its end" in told[0]

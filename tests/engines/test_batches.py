@@ -102,9 +102,3 @@ def test_an_error_is_raised_once_and_ends_all(where: str) -> None:
 
     with pytest.raises(RolloutError, match="no token"):
         BatchSession(broken if where == "engine" else Echo()).run(begin)
-
-
-def test_without_episodes_nothing_is_sampled() -> None:
-    echo = Echo()
-    BatchSession(echo).run(lambda session: None)
-    assert echo.batches == []

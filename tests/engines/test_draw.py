@@ -22,7 +22,7 @@ from megarl.data.prompts import Prompt
 from megarl.engines.episodes import EpisodeLimits
 from megarl.engines.local.engine import BatchSession, LocalEngine
 from megarl.engines.player import Draw, Player
-from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, Session
+from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams
 from megarl.engines.sglang.client import ClientSettings, SGLangClient
 from megarl.errors import RolloutError
 
@@ -37,11 +37,6 @@ def says_one(*, prompt: str, response: str, answer: str) -> float:
 
 
 says_one.instantaneous = True  # type: ignore[attr-defined]
-
-
-async def says_one_later(*, prompt: str, response: str, answer: str) -> float:
-    await asyncio.sleep(0)
-    return says_one(prompt=prompt, response=response, answer=answer)
 
 
 def first_is_digit(*, prompt: str, response: str, answer: str) -> float:
@@ -302,23 +297,6 @@ class Batches(Engine):
         BatchSession(self._sample).run(begin)
 
 
-def test_nothing_to_draw_is_done_at_once(tokenizer: PreTrainedTokenizerBase) -> None:
-    class Nothing:
-        done = False
-
-        def start(self) -> list[Ask]:
-            return []
-
-        def add(self, prompt: int, sample: int, reward: float | None) -> list[Ask]:
-            raise AssertionError
-
-    with serving(lambda *_: "1") as server, draw_of(Nothing(), tokenizer) as draw:
-        served(server, draw, tokenizer)
-        assert draw.run(Batches(lambda _: pytest.fail("nothing was asked for")), SamplingParams()) == {}
-    assert draw.samples == {}
-    assert server.asked == []
-
-
 @pytest.mark.parametrize("where", ["engine", "rule"])
 def test_an_error_ends_the_session_and_is_raised_as_it_was(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     def broken(requests: Sequence[SampleRequest]) -> list[Rollout]:
@@ -333,44 +311,3 @@ def test_an_error_ends_the_session_and_is_raised_as_it_was(tokenizer: PreTrained
     collector = Broken(Uniform(2), 3)
     with draw_of(collector, tokenizer) as draw, pytest.raises(RolloutError, match=f"the {where} broke"):
         draw.run(Batches(broken), SamplingParams())
-
-
-def test_a_session_is_any_session(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Answers in the reverse order of asking: the same is collected."""
-
-    class Reverse:
-        def __init__(self, tasks: asyncio.TaskGroup) -> None:
-            self._tasks, self._waiting = tasks, []
-
-        def start(self, episode: Any) -> asyncio.Task[None]:
-            return self._tasks.create_task(episode)
-
-        async def sample(self, request: SampleRequest) -> Rollout:
-            turn = asyncio.Event()
-            self._waiting.append(turn)
-            await asyncio.sleep(0.001)
-            if self._waiting[-1] is turn:
-                self._pass()
-            await turn.wait()
-            self._waiting.remove(turn)
-            self._pass()
-            return make_rollout(request, tokenizer.convert_tokens_to_ids(says(request.group, request.sample)))
-
-        def _pass(self) -> None:
-            if self._waiting:
-                self._waiting[-1].set()
-
-    def says(group: int, sample: int) -> str:
-        return str(int((7 * group + 3 * sample) % 5 == 0))
-
-    async def run(begin: Callable[[Session], None]) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            begin(Reverse(tasks))
-
-    rule = Sequential(1, 1, round_size=2, max_samples=8, train_size=2)
-    collector = Collector(rule, 5)
-    with draw_of(collector, tokenizer) as draw:
-        asyncio.run(run(draw.begin))
-    found, expected = collector.select(), collected(rule, says, 5)
-    for name in ("prompts", "samples", "rewards", "drawn"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -330,27 +328,6 @@ def test_the_deadline_of_an_episode_in_mid_step(engine: LocalEngine) -> None:
     assert found[1].failure is None
 
 
-def test_the_deadline_of_an_episode_while_it_waits_for_the_engine(engine: LocalEngine, oracle: Oracle) -> None:
-    """It waits for a batch that another one's environment holds up."""
-
-    async def slow(turn: ModelTurn) -> Observation:
-        while quick.closed != [1]:
-            await asyncio.sleep(0.01)
-        return Observation("ab", done=turn.index == 1)
-
-    quick, requests = says("b0", "b", "b"), make_requests(2)
-    limits = [replace(LIMITS, episode_s=2.0), replace(LIMITS, step_s=60.0)]
-    found = played_of(play_all(engine, requests, [quick, Script(slow)], limits, SOME_STOPS))
-    assert found[0].failure == "the episode took more than 2 s"
-    assert len(found[0].turn_ends) == 1
-    assert whole_of(found[0]).finish_reason == "abort"
-    check_columns(found[0], requests[0], last_row=True)
-    assert quick.closed == [1]
-    assert found[1].failure is None
-    assert len(found[1].turn_ends) == 2
-    check_teacher_forced(found[1], oracle, 1e-5, same_order=True)
-
-
 def test_a_turn_that_the_engine_aborts_costs_its_episode(engine: LocalEngine) -> None:
     """No engine here gives one away at present; the record has a name for it."""
     requests, found = make_requests(2), {}
@@ -421,40 +398,6 @@ def test_a_cancelled_episode_is_closed_once_and_missed_by_nobody(engine: LocalEn
     assert others.closed == [1]
 
 
-@pytest.mark.parametrize("what", ["step", "episode", "cancelled"])
-def test_an_environment_that_swallows_its_cancellation_is_late_all_the_same(engine: LocalEngine, what: str) -> None:
-    async def stubborn(turn: ModelTurn) -> Observation:
-        if what == "cancelled":
-            asyncio.get_running_loop().call_later(0.1, doomed[0].cancel)
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            await asyncio.sleep(0.01)
-        return Observation("ab", done=turn.index == 2)
-
-    script, requests, found = Script(stubborn), make_requests(2), {}
-    limits = replace(LIMITS, **{f"{what}_s": 2.0}) if what != "cancelled" else LIMITS
-
-    def begin(session: Session) -> None:
-        async def one(i: int) -> None:
-            environment, bounds = (script, limits) if i else (says("b"), LIMITS)
-            places = asyncio.Semaphore(1)
-            found[i] = await play(session, requests[i], "", environment, merging_tokenizer(), bounds, places)
-
-        session.start(one(0))
-        doomed.append(session.start(one(1)))
-
-    doomed: list[asyncio.Task[None]] = []
-    engine.converse(begin, SOME_STOPS)
-    assert found[0].failure is None
-    assert (script.closed, len(script.turns)) == ([1], 1)
-    if what == "cancelled":
-        assert 1 not in found
-    else:
-        told = {"step": "turn 0: the environment took more than 2 s", "episode": "the episode took more than 2 s"}
-        assert found[1].failure == told[what]
-
-
 def test_so_many_steps_at_a_time_and_no_more(engine: LocalEngine) -> None:
     async def answer(turn: ModelTurn) -> Observation:
         await asyncio.sleep(0.002)
@@ -465,31 +408,6 @@ def test_so_many_steps_at_a_time_and_no_more(engine: LocalEngine) -> None:
         found = played_of(play_all(engine, make_requests(12), script, LIMITS, SOME_STOPS, concurrency=bound))
         assert script.most == bound
         assert all(played.failure is None for played in found)
-
-
-def test_the_timing_of_the_environment_changes_nothing(engine: LocalEngine, model_path: Path) -> None:
-    """Not a bit, for the batches are the same."""
-    requests = make_requests(8, copies=3)
-
-    def sequences(seed: int | None) -> list[EpisodeResult]:
-        rng = random.Random(seed)
-
-        async def answer(turn: ModelTurn) -> Observation:
-            if seed is not None:
-                await asyncio.sleep(rng.uniform(0.0, 0.02))
-            return Observation("b0" if turn.text else "", done=len(turn.tokens) % 3 == 0, reward=float(len(turn.text)))
-
-        return played_of(play_all(engine, requests, Script(answer), LIMITS, SOME_STOPS, concurrency=5))
-
-    first = sequences(None)
-    assert len({len(played.turn_ends) for played in first}) >= 3
-    for seed in (1, 2):
-        for played, other in zip(first, sequences(seed), strict=True):
-            one, two = whole_of(played), whole_of(other)
-            assert np.array_equal(one.tokens, two.tokens)
-            assert np.array_equal(one.rollout_logprobs, two.rollout_logprobs)
-            assert np.array_equal(one.routed_experts, two.routed_experts)  # type: ignore[arg-type]
-            assert (played.turn_ends, played.turn_rewards) == (other.turn_ends, other.turn_rewards)
 
 
 def test_rewards_of_turns_are_steps_at_their_last_tokens(engine: LocalEngine) -> None:

@@ -17,9 +17,9 @@ from transformers import AutoConfig
 from megarl.core.fp8 import is_fp8_weight, round_through_fp8
 from megarl.core.packing import check_kept
 from megarl.core.types import Rollout, SampleRequest
-from megarl.engines.local.distribution import sampling_logprobs
+from megarl.engines.local.decode import sampling_logprobs
 from megarl.engines.local.engine import LocalEngine
-from megarl.engines.protocol import Engine, SamplingParams
+from megarl.engines.protocol import SamplingParams
 from megarl.errors import NumericsError, RolloutError, WeightSyncError
 from megarl.routes.turns import join
 
@@ -86,17 +86,6 @@ def test_the_recorded_ids_are_the_nucleus_of_each_token(
         assert (rollout.kept_counts, rollout.kept_ids) == (None, None)
 
 
-def test_equally_likely_ids_are_kept_from_the_lowest_on(model_path: Path) -> None:
-    engine = LocalEngine.from_pretrained(model_path)
-    engine._views["lm_head.weight"].zero_()
-    size = len(engine._views["lm_head.weight"])
-    params = SamplingParams(max_response_tokens=3, top_p=0.45, max_kept_ids=size * 3)
-    for rollout in engine.generate(make_requests(3), params):
-        assert rollout.kept_ids is not None
-        assert rollout.kept_ids.tolist() == [*range(math.ceil(0.45 * size))] * 3
-        assert rollout.rollout_logprobs[-3:] == pytest.approx(-math.log(math.ceil(0.45 * size)))
-
-
 def test_the_ids_of_two_turns_are_joined(engine: LocalEngine) -> None:
     params = dataclasses.replace(PARAMS, top_p=0.8, max_kept_ids=1000)
     first = engine.generate(make_requests(6), params)
@@ -121,19 +110,6 @@ def test_more_ids_than_a_response_may_have_are_an_error(engine: LocalEngine) -> 
         RolloutError, match=rf"group \d sample 0: its first \d tokens were drawn from {most} ids in all, more"
     ):
         engine.generate(make_requests(4), dataclasses.replace(params, max_kept_ids=most - 1))
-
-
-def test_positions_count_from_the_first_real_token(engine: LocalEngine) -> None:
-    """Rotary attention sees differences only, so that logits would not show an offset by the padding."""
-    seen: list[torch.Tensor] = []
-    layer = engine._model.model.layers[0]
-    handle = layer.register_forward_pre_hook(lambda m, a, kw: seen.append(kw["position_ids"]), with_kwargs=True)
-    prompts = [np.full(length, 3, dtype=np.int32) for length in (2, 5)]
-    requests = [SampleRequest(prompt, group, 0, 0) for group, prompt in enumerate(prompts)]
-    engine.generate(requests, SamplingParams(max_response_tokens=2))
-    handle.remove()
-    assert seen[0].tolist() == [[0, 0, 0, 0, 1], [0, 1, 2, 3, 4]]
-    assert [positions.tolist() for positions in seen[1:]] == [[[2], [5]], [[3], [6]]]
 
 
 def test_columns_of_a_rollout(engine: LocalEngine) -> None:
@@ -200,14 +176,6 @@ def test_routes_are_optional_and_change_nothing_else(engine: LocalEngine) -> Non
         assert_same(a, b)
 
 
-def test_longer_limit_extends_the_same_response(engine: LocalEngine) -> None:
-    requests = make_requests(6)
-    short = engine.generate(requests, SamplingParams(max_response_tokens=4))
-    for a, b in zip(short, engine.generate(requests, SamplingParams(max_response_tokens=8)), strict=True):
-        assert np.array_equal(a.tokens, b.tokens[: a.num_tokens])
-        assert b.num_tokens == a.num_tokens + 4
-
-
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 0.9)])
 def test_samples_follow_the_distribution(engine: LocalEngine, oracle: Oracle, temperature: float, top_p: float) -> None:
     """Chi-square of the first two tokens together: sees a wrong distribution and noise that is used twice."""
@@ -248,24 +216,10 @@ def test_ends_where_the_positions_end(engine: LocalEngine) -> None:
     assert rollout.finish_reason == "length"
 
 
-def test_no_requests(engine: LocalEngine) -> None:
-    assert engine.generate([], PARAMS) == []
-
-
 def test_a_generator_of_requests_is_no_empty_list(engine: LocalEngine) -> None:
     requests: Any = (request for request in make_requests(2))
     with pytest.raises(TypeError, match="generator"):
         engine.generate(requests, PARAMS)
-
-
-def test_on_finish_counts_every_response(model_path: Path) -> None:
-    engine: Engine = LocalEngine.from_pretrained(model_path, max_batch_size=4)
-    finished: list[int] = []
-    engine.generate(make_requests(11), PARAMS, on_finish=finished.append)
-    assert {type(number) for number in finished} == {int}
-    assert sum(finished) == 11
-    assert min(finished) >= 1
-    assert len(finished) > 3
 
 
 def shuffled(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -366,13 +320,6 @@ def test_fp8_rounding_rounds_exactly_the_linear_weights(model_path: Path) -> Non
     assert not torch.equal(rounded[view], weights[view])
 
 
-def test_bfloat16_engine(model_path: Path) -> None:
-    engine = LocalEngine.from_pretrained(model_path, dtype=torch.bfloat16)
-    for rollout in engine.generate(make_requests(6), PARAMS):
-        assert rollout.rollout_logprobs.dtype == np.float32
-        assert (rollout.rollout_logprobs[rollout.loss_mask] < 0).all()
-
-
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
@@ -415,16 +362,3 @@ def test_closed_engine_refuses(model_path: Path) -> None:
         engine.generate(make_requests(1), PARAMS)
     with pytest.raises(RolloutError, match="closed"):
         engine.update_weights([], 1)
-
-
-def test_weights_that_somebody_writes_into_the_engine_are_found(model_path: Path) -> None:
-    engine = LocalEngine.from_pretrained(model_path)
-    assert not engine.prove_weights()
-    engine._model.get_output_embeddings().weight.mul_(1.001)
-    with pytest.raises(WeightSyncError, match=r"weight in the local engine is not what was sent as version 0"):
-        engine.prove_weights()
-    sent = load_file(model_path / "model.safetensors")
-    engine.update_weights(sent.items(), 1)
-    for tensor in sent.values():
-        tensor.zero_()  # the sender's memory is its own
-    assert not engine.prove_weights()

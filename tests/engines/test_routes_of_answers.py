@@ -166,16 +166,6 @@ def test_rows_that_no_router_has_chosen_are_refused(
     assert np.array_equal(trace.experts[:-1], np.maximum(rows, 0))
 
 
-@pytest.mark.parametrize(
-    ("layers", "experts", "top_k", "rows"), [(2, 4, 2, 1000), (2, 4, 1, 400), (1, 2, 1, 100), (4, 2, 1, 256)]
-)
-def test_a_long_answer_of_a_tiny_model_may_have_many_rows_that_look_like_padding(
-    layers: int, experts: int, top_k: int, rows: int
-) -> None:
-    shape = shape_of(layers, experts, top_k)
-    from_sglang(routes(rows, shape), [*range(rows + 1)], shape)
-
-
 def test_without_token_ids_every_token_counts_as_another() -> None:
     answer = sglang(repeated(SMALL), 11, 1)
     with pytest.raises(TraceError, match="of 11 different tokens"):

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import base64
-import os
 import pickle
-import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_fixtures import SGLANG_PYTHON
 from tiny_families import write_family
 
 from megarl.core.fp8 import dequantize_fp8, is_fp8_weight, quantize_fp8, round_through_fp8
-from megarl.engines import buckets
-from megarl.engines.buckets import Bucket, Intake, Staging, Stopwatch, split_into_buckets
-from megarl.engines.sglang.spec import CPU_SHIM
-from megarl.engines.sglang.transports.tensor import payload_of
+from megarl.engines.buckets import Bucket, Intake, Staging, split_into_buckets
+from megarl.engines.sglang.transports.protocol import payload_of
 from megarl.engines.weights import WeightForm, checkpoint_shapes
 from megarl.errors import WeightSyncError
 
@@ -40,13 +33,11 @@ def intake() -> Intake:
 
 @given(st.lists(st.integers(0, 20), max_size=12), st.integers(1, 100))
 def test_buckets_are_in_order_and_as_large_as_allowed(sizes: list[int], max_bytes: int):
-    """Within a bucket, tensors of one shape are neighbours."""
     given_ = [(f"t{i:02}", torch.zeros(size)) for i, size in enumerate(sizes)]
     found = list(split_into_buckets(iter(given_), max_bytes))
     assert [name for bucket in found for name in sorted(bucket.names)] == [name for name, _ in given_]
     weight = [bucket.flat.numel() for bucket in found]
     for i, bucket in enumerate(found):
-        assert len(bucket.stacks) == len({sizes[int(name[1:])] for name in bucket.names})
         assert weight[i] <= max_bytes or len(bucket.names) == 1
         if i + 1 < len(found):  # the next tensor would not have fitted
             assert weight[i] + 4 * sizes[int(min(found[i + 1].names)[1:])] > max_bytes
@@ -84,28 +75,6 @@ def test_the_halves_of_a_fused_projection_are_in_one_bucket(tmp_path: Path, fami
             assert any(both <= bucket for bucket in made)
     whole = [bucket for bucket in made if len({name.removesuffix("_scale_inv") for name in bucket}) > 1]
     assert len(whole) == len(halves)
-
-
-@pytest.mark.sglang
-def test_sglangs_own_loader_drops_a_half_that_comes_alone_and_takes_the_buckets(tmp_path: Path):
-    names = [
-        f"model.layers.{layer}.self_attn.{half}.weight"
-        for layer in (0, 1)
-        for half in ("kv_a_proj_with_mqa", "q_a_proj")
-    ]
-    tensors = {name: torch.full((2 + place, 3), 1.0 + place) for place, name in enumerate(names)}
-    fused = {f"model.layers.{layer}.self_attn.fused_qkv_a_proj_with_mqa.weight": (5 + 4 * layer, 3) for layer in (0, 1)}
-    whole = [list(bucket.tensors()) for bucket in split_into_buckets(tensors.items(), 1, tensors)]
-    alone = [[item] for item in tensors.items()]
-    torch.save((fused, [alone, whole]), tmp_path / "in.pt")
-    words = [str(SGLANG_PYTHON), str(Path(__file__).with_name("sglang_loader.py"))]
-    environment = os.environ | {"PYTHONPATH": str(CPU_SHIM), "SGLANG_USE_CPU_ENGINE": "1"}
-    subprocess.run([*words, tmp_path / "in.pt", tmp_path / "out.pt"], check=True, env=environment)
-    found = torch.load(tmp_path / "out.pt")
-    assert not any(parameter.any() for parameter in found[0].values())  # the defect itself
-    for layer, parameter in enumerate(found[1].values()):
-        kv, q = (tensors[name] for name in names[2 * layer : 2 * layer + 2])
-        assert torch.equal(parameter, torch.cat([q, kv]))
 
 
 def test_a_whole_update_passes_unchanged():
@@ -188,52 +157,6 @@ def test_without_fp8_everything_has_the_dtype_of_the_engine():
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
 
 
-def test_a_stopwatch_counts_the_time_of_the_iterator_alone():
-    def slow() -> Iterator[int]:
-        for number in range(3):
-            time.sleep(0.02)
-            yield number
-
-    watch, started = Stopwatch(), time.monotonic()
-    for _ in watch.over(slow()):
-        time.sleep(0.1)
-    assert 0.06 <= watch.seconds <= time.monotonic() - started - 0.29
-
-
-def bits_by_loops(tensor: torch.Tensor) -> int:
-    """The little-endian integers of 8 bytes, or of as many as divide the tensor, added modulo 2^64."""
-    raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    width = next(width for width in (8, 4, 2, 1) if len(raw) % width == 0)
-    total = sum(int.from_bytes(raw[at : at + width], "little", signed=True) for at in range(0, len(raw), width))
-    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def test_sums_are_those_of_the_bits_of_each_tensor():
-    given_ = {"a": torch.randn(4, 6), "b": torch.randn(2, 2).double(), "c": torch.randn(4, 6), "d": torch.randn(8)}
-    bucket = Bucket(given_.items())
-    assert bucket.names == ["b", "a", "c", "d"]
-    assert bucket.sums.tolist() == [bits_by_loops(given_[name]) for name in bucket.names]
-    odd = Bucket([("x", torch.randn(3).bfloat16()), ("y", torch.randn(5).bfloat16())])
-    assert odd.sums.tolist() == [bits_by_loops(tensor) for _, tensor in odd.tensors()]
-    given_["c"][3, 5] = given_["c"][3, 5].nextafter(torch.tensor(9.0))
-    changed = Bucket(given_.items()).sums != bucket.sums
-    assert changed.tolist() == [False, False, True, False]
-
-
-@pytest.mark.parametrize("fp8", ["off", "blocks"])
-def test_sums_of_an_update_do_not_depend_on_its_buckets(fp8: str):
-    """A server's shared memory has another size left for each update."""
-    shapes = {"a.q_proj.weight": (3, 5), "b.norm.weight": (4,), "c.q_proj.weight": (4, 6), "d.bias": (8,)}
-    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
-    found = set()
-    for max_bytes in (1, 60, 100, 1000):
-        intake = Intake(shapes, 1, WeightForm(torch.bfloat16, fp8), max_bytes)  # type: ignore[arg-type]
-        assert [bucket.names for bucket in intake.buckets(tensors.items())]
-        found.add(intake.sums())
-    assert len(found) == 1
-    assert len(set(*found)) == 4 + 2 * (fp8 == "blocks")
-
-
 @pytest.mark.parametrize("fp8", ["off", "rounded", "blocks"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("bad", ["model.layers.0.mlp.experts.1.up_proj.weight", "model.norm.weight"])
@@ -253,11 +176,8 @@ def test_a_value_that_is_not_finite_is_named_in_every_form(fp8: str, value: floa
 @pytest.mark.parametrize(
     "dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, None)]
 )
-def test_many_tensors_at_once_are_what_each_is_alone(
-    fp8: str, dtypes: tuple[torch.dtype, torch.dtype | None], monkeypatch: pytest.MonkeyPatch
-):
-    """Bit for bit, also where a bucket is converted in several parts, and from views that are not contiguous."""
-    monkeypatch.setattr(buckets, "CACHE_BYTES", 1 << 16)
+def test_a_bucket_converts_each_tensor(fp8: str, dtypes: tuple[torch.dtype, torch.dtype | None]):
+    """Bit for bit, also from views that are not contiguous."""
     source, held = dtypes
     shapes = {f"layers.{i}.{part}_proj.weight": (130, 40 + 20 * (i % 2)) for i in range(5) for part in ("up", "down")}
     given_ = {name: torch.randn(shape[::-1]).to(source).t() for name, shape in shapes.items()}

@@ -24,9 +24,8 @@ from episode_worlds import (
     says,
 )
 from rollout_oracle import make_requests
-from sglang_faulty import kill_9
 from sglang_fixtures import START_DEADLINE_S
-from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of
+from sglang_oracle import CLOSE, Weights, noisy, oracle_of
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.tiny import write_tiny_model
@@ -39,7 +38,6 @@ from megarl.engines.sglang.fleet import Fleet
 from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
-from megarl.engines.tools.protocol import ModelTurn, Observation
 from megarl.engines.weights import WeightForm
 
 pytestmark = pytest.mark.sglang
@@ -188,43 +186,3 @@ def test_a_cancelled_episode_ends_on_the_server_too(served: Served) -> None:
     assert counts == [2, 1, 0]
     assert script.closed == [1, 1]
     assert script.turns == []
-
-
-def test_weights_change_right_after_a_cancelled_session(served: Served) -> None:
-    async def cancels(tasks: list[asyncio.Task[None]]) -> None:
-        await served.running_becomes(2)
-        for task in tasks:
-            task.cancel()
-
-    long_session(served, Script(for_ever), cancels)
-    other = noisy(served.model, 8)
-    served.engine.update_weights(other.items(), 4)
-    assert served.running() == 0
-    rollouts = served.engine.generate(make_requests(6), SOME_STOPS)
-    assert logprob_gap(rollouts, oracle_of(served.model, other)) < CLOSE
-    assert {int(v) for rollout in rollouts for v in rollout.weight_versions} == {4}
-    served.engine.update_weights(served.weights.items(), 3)
-
-
-def test_a_server_killed_between_turns_loses_no_episode(served: Served) -> None:
-    requests, oracle = make_requests(6), oracle_of(served.model, served.weights)
-    arrived: list[int] = []
-
-    async def kills(turn: ModelTurn) -> Observation:
-        if turn.index == 0:
-            arrived.append(0)
-            if len(arrived) == len(requests):
-                kill_9(served.server)
-            while len(arrived) < len(requests) or not any("is dead" in line for line in served.told):
-                await asyncio.sleep(0.01)
-        return Observation("b0", done=turn.index == 2)
-
-    script = Script(kills)
-    found = play_all(served.engine, requests, script, replace(LIMITS, response_tokens=60), SOME_STOPS)
-    assert any("is back with weights 3" in line for line in served.told)
-    for request, played in zip(requests, found, strict=True):
-        assert played is not None
-        assert (played.failure, len(played.turn_ends)) == (None, 3)
-        check_columns(played, request, last_row=False)
-        check_teacher_forced(played, oracle, CLOSE, same_order=False)
-    assert script.closed == [1] * len(requests)

@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import base64
-import json
 import os
 import pickle
-import subprocess
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rollout_oracle import make_requests
-from sglang_fixtures import SGLANG_PYTHON, START_DEADLINE_S
-from sglang_oracle import CLOSE, logprob_gap, noisy, oracle_of
 
-from megarl.engines import buckets
 from megarl.engines.buckets import Bucket, split_into_buckets
-from megarl.engines.protocol import SamplingParams
-from megarl.engines.sglang.engine import SGLangEngine
-from megarl.engines.sglang.fleet import Fleet
-from megarl.engines.sglang.member import FleetSettings
-from megarl.engines.sglang.spec import CPU_SHIM, ServerSpec
 from megarl.engines.sglang.transports import ipc
 from megarl.engines.sglang.transports.ipc import SharedMemory, empty_shared, make_handle
-from megarl.engines.sglang.transports.protocol import Buckets
-from megarl.engines.sglang.transports.tensor import Rebuilt, payload_of
-from megarl.engines.weights import WeightForm
+from megarl.engines.sglang.transports.protocol import Buckets, Rebuilt, payload_of
 from megarl.errors import MegarlError, WeightSyncError
 
 TENSORS = [(f"t{number}", torch.full((4,), float(number))) for number in range(6)]
@@ -180,65 +164,3 @@ def test_shared_memory_that_is_too_small_is_an_error(monkeypatch: pytest.MonkeyP
     free = ipc.shutil.disk_usage(ipc.SHARED_MEMORY).free
     with pytest.raises(WeightSyncError, match=r"/dev/shm has \d+ MiB left, a bucket of weights takes"):
         empty_shared(free + (1 << 30), torch.device("cpu"))
-
-
-@pytest.mark.sglang
-def test_sglang_unpickles_what_handles_name(tmp_path: Path):
-    """That of a GPU as torch makes it, with the numbers of none."""
-    bucket = Bucket(TENSORS, empty_shared)
-    uuid = "0f9c0d6e-7b0d-4d0f-8a43-2b8d9d6f0c11"
-    rebuild = (torch.Tensor, torch.Size([96]), (1,), 0, torch.storage.TypedStorage, torch.uint8, uuid)
-    of_gpu = (torch.multiprocessing.reductions.rebuild_cuda_tensor, (*rebuild, b"h", 96, 0, False, b"c", 0, b"e", True))
-    for name, handle in (("cpu", make_handle(bucket.flat)), ("gpu", of_gpu)):
-        (tmp_path / name).write_text(payload_of(bucket, Rebuilt(handle)))  # type: ignore[arg-type]
-    words = [
-        str(SGLANG_PYTHON),
-        str(Path(__file__).with_name("sglang_unpickler.py")),
-        tmp_path / "cpu",
-        tmp_path / "gpu",
-    ]
-    environment = os.environ | {"PYTHONPATH": str(CPU_SHIM), "SGLANG_USE_CPU_ENGINE": "1"}
-    done = subprocess.run(words, check=True, env=environment, capture_output=True, text=True)
-    assert {"rebuild_storage_filename", "_rebuild_cuda_tensor_modified", "SimpleNamespace"} <= {*done.stdout.split()}
-
-
-@pytest.mark.sglang
-def test_a_server_that_dies_in_an_update_gets_the_weights_when_it_is_back(
-    sglang_spec: ServerSpec, hostile_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Of two tensor-parallel ranks; the shared memory is free afterwards."""
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1 << 15)
-    spec = replace(sglang_spec, model_path=hostile_model, tp=2, log_file=tmp_path / "log")
-    told: list[str] = []
-    patience = FleetSettings(START_DEADLINE_S, poll_s=0.1)
-    fleet = Fleet([spec], tp=2, transport=SharedMemory(), settings=patience, tell=told.append)
-    engine = SGLangEngine(
-        fleet.start(),
-        json.loads((hostile_model / "config.json").read_text()),
-        fleet=fleet,
-        form=WeightForm(torch.float32),
-    )
-    process = fleet.members[0].process
-    assert process is not None
-    wanted = noisy(hostile_model, 4)
-
-    def dying() -> Iterator[tuple[str, torch.Tensor]]:
-        for number, item in enumerate(wanted.items()):
-            if number == len(wanted) // 2:
-                process.kill()
-            yield item
-
-    params = SamplingParams(max_response_tokens=8)
-    try:
-        first = noisy(hostile_model, 3)
-        engine.update_weights(first.items(), 1)
-        assert logprob_gap(engine.generate(make_requests(3), params), oracle_of(hostile_model, first)) < CLOSE
-        assert files() == set()
-        engine.update_weights(dying(), 2)
-        assert files() == set()
-        until = time.monotonic() + START_DEADLINE_S
-        while not any("is back with weights 2" in line for line in told) and time.monotonic() < until:
-            time.sleep(0.2)
-        assert logprob_gap(engine.generate(make_requests(3), params), oracle_of(hostile_model, wanted)) < CLOSE
-    finally:
-        fleet.close()

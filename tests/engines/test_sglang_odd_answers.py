@@ -9,18 +9,16 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
 
 from megarl.engines.sglang import http as sglang_http
-from megarl.engines.sglang.http import find_places, is_ready, server_info
+from megarl.engines.sglang.http import is_ready, server_info
 from megarl.engines.sglang.member import FleetState, Member
 from megarl.engines.sglang.transports.sender import WeightSender
 from megarl.errors import MegarlError
 
-GOOD_INFO = {"version": "0.5.23", "tp_size": 1, "api_key": "any"}
 JSON = {"Content-Type": "application/json"}
 Answer = tuple[int, dict[str, str], bytes]
 ODD: dict[str, Answer] = {
@@ -86,7 +84,6 @@ STEPS: dict[str, Callable[[WeightSender], object]] = {
     "resume": WeightSender.resume,
     "memory": WeightSender.release_memory,
     "checksums": WeightSender.checksums,
-    "score": lambda sender: sender.score([1, 2]),
 }
 OBJECTS = ("other values", "numbers", "infinite")
 ACCEPTED = {
@@ -102,7 +99,7 @@ ACCEPTED = {
 def test_a_step_of_an_update(url: str, step: str, odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_http, "MAX_BYTES", 1 << 20)
     Handler.answer = ODD[odd]
-    sender = WeightSender(url, (0, 5, 23))
+    sender = WeightSender(url)
     if (step, odd) in ACCEPTED:
         STEPS[step](sender)
         return
@@ -127,8 +124,8 @@ def test_what_a_server_says_of_itself(url: str, odd: str, tmp_path: Path, monkey
     with nullcontext() if odd == "infinite" else pytest.raises(MegarlError):  # numbers that are none are not said
         member.connect()
 
-    async def ask() -> tuple[Any, bool, bool]:
+    async def ask() -> tuple[bool, bool]:
         async with aiohttp.ClientSession(auto_decompress=False) as http:
-            return await find_places(http, url, 1, 5.0), await is_ready(http, url, None), await is_ready(http, url, "7")
+            return await is_ready(http, url, None), await is_ready(http, url, "7")
 
-    assert asyncio.run(ask()) == (None, ODD[odd][0] == 200, False)
+    assert asyncio.run(ask()) == (ODD[odd][0] == 200, False)

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from rollout_oracle import make_requests
-from sglang_fixtures import START_DEADLINE_S
 from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_sets
 
 from megarl.core.types import SampleRequest
@@ -113,24 +112,6 @@ def test_the_short_form_says_what_the_plain_one_says(sglang_server: Server, sgla
     check_both_forms(sglang_server, sglang_model, **KINDS[kind])
 
 
-def test_an_ask_for_another_model_is_answered_plainly(sglang_server: Server, sglang_model: Path):
-    shape = shape_of(sglang_model)
-    for wrong in (replace(shape, topk=shape.topk + 5), replace(shape, num_experts=2)):
-        (text,) = texts(sglang_server, make_header(wrong))
-        assert len(decode_routes(text, NUM_ROWS, shape, "x").experts) == NUM_ROWS
-        assert not is_compact(base64.b64decode(text))
-
-
-def test_the_short_form_of_a_tensor_parallel_server(sglang_spec: ServerSpec, sglang_model: Path, tmp_path: Path):
-    """SGLang's environment alone: no megarl of ours on its path but the plugin's folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PYTHONPATH", raising=False)
-        with Server(replace(sglang_spec, tp=2, log_file=tmp_path / "log")) as server:
-            server.wait_ready(START_DEADLINE_S)
-            for kind in ("one", "stream of two samples"):
-                check_both_forms(server, sglang_model, **KINDS[kind])
-
-
 LOADED = (
     "from sglang.srt.plugins import load_plugins; load_plugins(); "
     "from sglang.srt.managers.tokenizer_manager import TokenizerManager as T; "
@@ -181,18 +162,6 @@ def test_a_second_turn_asks_for_the_rows_that_the_first_one_lacks(
         assert same_sets([whole], oracle) == 1.0  # and a row for every token but the last
         assert logprob_gap([whole], oracle) < CLOSE
         assert whole.loss_mask.sum() == before.loss_mask.sum() + after.loss_mask.sum()
-
-
-def test_the_rows_of_a_suffix_are_those_of_the_whole(sglang_server: Server, sglang_model: Path):
-    shape = shape_of(sglang_model)
-    for headers in ({}, make_header(shape)):
-        (whole,) = (np.sort(decode_routes(t, NUM_ROWS, shape, "x").experts, 2) for t in texts(sglang_server, headers))
-        for known in (1, 13, len(PROMPTS[0])):
-            (text,) = texts(sglang_server, headers, routed_experts_start_len=known)
-            size = len(base64.b64decode(text))
-            assert size <= 4 * (NUM_ROWS - known) * shape.num_layers * shape.topk  # the others were not sent
-            rows = decode_routes(text, NUM_ROWS, shape, "x", known_rows=known).experts
-            assert np.array_equal(np.sort(rows, 2), whole[known:])
 
 
 def test_more_known_rows_than_the_prompt_has_are_refused(engine: SGLangEngine):

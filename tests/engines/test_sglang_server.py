@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import os
 import subprocess
@@ -12,17 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-import numpy as np
 import psutil
 import pytest
-import torch
 from absent import SGLANG_PYTHON
 from sglang_fixtures import START_DEADLINE_S
-from sglang_oracle import CLOSE
-from transformers import AutoModelForCausalLM
 
 from megarl.engines.sglang import server as sglang_server
-from megarl.engines.sglang.http import Places, server_info
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import CPU_SHIM, PLUGIN, ServerSpec, command, environment, free_port, write_config
 from megarl.errors import ConfigError, RolloutError
@@ -194,52 +188,11 @@ def forward_passes(server: Server) -> int:
 
 @pytest.mark.sglang
 @pytest.mark.gate
-def test_a_real_server_responds_without_a_forward_pass_and_says_what_it_can_run(sglang_server: Server):
+def test_the_health_check_of_a_real_server_generates_a_token(sglang_server: Server):
     httpx.post(f"{sglang_server.url}/flush_cache", timeout=600.0)
     before = forward_passes(sglang_server)
-    assert sglang_server.responds()
-    assert sglang_server.responds()
-    assert forward_passes(sglang_server) == before
     assert sglang_server.healthy()
     assert forward_passes(sglang_server) == before + 1
-    places = Places.of(server_info(sglang_server.url, None))
-    assert places is not None
-    assert places.requests >= 64
-    assert places.tokens >= 1024
-
-
-@pytest.mark.sglang
-@pytest.mark.gate
-def test_a_real_server_samples_with_routes_and_logprobs(sglang_server: Server, sglang_model: Path):
-    assert sglang_server.healthy()
-    assert sglang_server.version.startswith("0.5.")
-    prompt, new_tokens = [7, 4, 10, 3, 12], 6
-    answer = httpx.post(
-        f"{sglang_server.url}/generate",
-        json={
-            "input_ids": prompt,
-            "sampling_params": {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True},
-            "return_logprob": True,
-            "return_routed_experts": True,
-        },
-        timeout=600.0,
-    )
-    assert answer.status_code == 200
-    output = answer.json()["output_ids"]
-    meta = answer.json()["meta_info"]
-    logprobs, tokens, _ = zip(*meta["output_token_logprobs"], strict=True)
-    assert list(tokens) == output
-    routes = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype="<i4")
-    routes = routes.reshape(len(prompt) + new_tokens - 1, 3, 2)
-
-    model = AutoModelForCausalLM.from_pretrained(sglang_model, dtype="float32").eval()
-    with torch.no_grad():
-        result = model(torch.tensor([prompt + output]), output_router_logits=True)
-    expected = result.logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
-    np.testing.assert_allclose(logprobs, expected[torch.arange(new_tokens), output], atol=CLOSE)
-    for layer, router_logits in enumerate(result.router_logits):
-        chosen = router_logits[:-1].topk(2).indices.sort().values
-        np.testing.assert_array_equal(np.sort(routes[:, layer]), chosen)
 
 
 @pytest.mark.sglang

@@ -18,7 +18,6 @@ from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang import client as sglang_client
 from megarl.engines.sglang.client import ClientSettings
 from megarl.engines.sglang.engine import SGLangEngine
-from megarl.engines.sglang.plugin.compact import SEAL, seal
 from megarl.errors import RolloutError
 
 LAYERS, EXPERTS, TOPK, VOCABULARY, END, LIMIT, VERSION = 4, 16, 2, 40, 39, 6, 7
@@ -84,7 +83,6 @@ LIES: dict[str, Lie] = {
     "stop for a cut response": of_tokens(lambda tokens: (tokens[:-1] * 9)[:LIMIT], "stop"),
     "length for a stopped one": of_tokens(lambda tokens: tokens, "length"),
     "end token cut off": of_tokens(lambda tokens: tokens[:-1], "stop"),
-    "end token cut off, length": of_tokens(lambda tokens: tokens[:-1], "length"),
     "goes on behind its end": of_tokens(lambda tokens: [END, *tokens], "stop"),
     "no version": of_meta(weight_version=None),
     "version of no update": of_meta(weight_version=str(VERSION + 1)),
@@ -103,32 +101,14 @@ LIES: dict[str, Lie] = {
     "zeros": of_routes(np.zeros_like),
     "a list": lambda answer: [answer],  # type: ignore[dict-item,return-value]
 }
-SEALED_LIES: dict[str, tuple[Lie, str]] = {
-    "no seal": (of_meta(**{SEAL: None}), "does not fit its seal"),
-    "seal removed": (lambda answer: answer | {"meta_info": without_seal(answer)}, "without the seal"),
-    "routes of another answer": (of_routes(lambda rows: np.roll(rows, 1, axis=0)), "does not fit its seal"),
-    "tokens of another answer": (of_tokens(lambda tokens: [6, *tokens[1:]]), "does not fit its seal"),
-    "answer to another prompt": (lambda answer: sealed(answer, [1, 2]), "does not fit its seal"),
-}
-
-
-def without_seal(answer: Answer) -> dict[str, Any]:
-    return {name: value for name, value in answer["meta_info"].items() if name != SEAL}
-
-
-def sealed(answer: Answer, prompt: list[int]) -> Answer:
-    """The answer as a server with megarl's plugin gives it."""
-    answer = {name: value for name, value in answer.items() if name != "prompt_token_ids"}
-    return of_meta(**{SEAL: seal(prompt, answer)})(answer)
 
 
 class Liar(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, lie: Lie | None, every: int = 2, room: int = 10_000, *, seals: bool = False) -> None:
+    def __init__(self, lie: Lie | None, every: int = 2) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.seals = seals
-        self.lie, self.every, self.room, self.asked, self.lock = lie, every, room, 0, threading.Lock()
+        self.lie, self.every, self.asked, self.lock = lie, every, 0, threading.Lock()
 
     @property
     def url(self) -> str:
@@ -139,18 +119,14 @@ class Handler(BaseHTTPRequestHandler):
     server: Liar
 
     def do_GET(self) -> None:
-        if self.path == "/server_info":
-            states = [{"effective_max_running_requests_per_dp": 8}]
-            self.write({"version": "0.5.23", "internal_states": states, "max_total_num_tokens": self.server.room})
-        else:
-            self.write({"weight_version": str(VERSION)})
+        self.write({"weight_version": str(VERSION)})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
             self.server.asked += 1
             lies = self.server.lie is not None and self.server.asked % self.server.every == 0
-        answer = sealed(honest(body), body["input_ids"]) if self.server.seals else honest(body)
+        answer = honest(body)
         self.write(self.server.lie(answer) if lies and self.server.lie else answer)
 
     def write(self, content: Any) -> None:
@@ -173,7 +149,6 @@ def honest(body: Answer) -> Answer:
         "weight_version": str(VERSION),
         "output_token_logprobs": [[-1.0, token, None] for token in tokens],
         "routed_experts": encode(rows_of(len(prompt) + len(tokens) - 1)),
-        "num_retractions": 0,
     }
     return {"text": "x", "output_ids": tokens, "prompt_token_ids": prompt, "meta_info": meta}
 
@@ -217,16 +192,6 @@ def test_no_lie_is_taken(name: str) -> None:
     assert "a wrong answer, which is asked for again: http://127.0.0.1" in told[0]
 
 
-@pytest.mark.parametrize("name", SEALED_LIES)
-def test_no_part_of_another_answer_fits_the_seal(name: str) -> None:
-    told: list[str] = []
-    lie, expected = SEALED_LIES[name]
-    with engine_before(Liar(lie, seals=True), told=told, attempts=20) as engine:
-        check(engine.generate(REQUESTS, PARAMS))
-        assert engine.answer_counts["wrong_answers"] >= 3
-    assert [expected in line for line in told] == [True]
-
-
 @pytest.mark.parametrize("name", ["token beyond the vocabulary", "one row", "a list"])
 def test_a_lie_that_stays_ends_with_its_cause(name: str) -> None:
     with (
@@ -247,22 +212,10 @@ def test_what_an_honest_server_may_answer() -> None:
         assert not engine.answer_counts
         masks = [rollout.routed_mask for rollout in rollouts]
         assert np.array_equal(masks, [[False] * 4 + [True] * 10 + [False]] * 6)  # type: ignore[arg-type]
-    with engine_before(Liar(of_tokens(lambda tokens: [5, 9], "length"), 1, room=16), told=told) as engine:
+    with engine_before(Liar(of_tokens(lambda tokens: [5, 9], "length"), 1), told=told) as engine:
         rollouts = engine.generate(REQUESTS, PARAMS)  # the server's cache is full
         assert [rollout.finish_reason for rollout in rollouts] == ["length"] * 6
     assert told == []
-
-
-def test_retractions_are_counted_and_told_once() -> None:
-    told: list[str] = []
-    with engine_before(Liar(of_meta(num_retractions=3)), told=told) as engine:
-        check(engine.generate(REQUESTS, PARAMS))
-        assert engine.answer_counts == {"retractions": 9}
-        check(engine.generate(REQUESTS[:1] * 6, PARAMS))
-    assert [line.split(", because")[0] for line in told[:1]] == [
-        f"warning: {engine._client.urls[0]} has dropped a running response and computed it again"
-    ]
-    assert len(told) == 2  # one of each call
 
 
 def test_an_answer_beyond_its_length_is_refused_before_it_is_read() -> None:

@@ -7,7 +7,6 @@ Many rows run in one call, so that the file takes seconds. test_tools_python.py 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import errno
 import json
 import os
@@ -17,18 +16,15 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from megarl.engines.tools import cgroup, leftovers, seccomp
 from megarl.engines.tools.protocol import ToolResult
 from megarl.engines.tools.python_tool import PythonTool
-from megarl.engines.tools.sandbox import Limits
+from megarl.engines.tools.sandbox import BOOTSTRAP, Limits
 
 pytestmark = pytest.mark.needs("bwrap")
 
@@ -223,10 +219,7 @@ def outcome(act):
 
 @pytest.fixture(scope="module")
 def tool() -> PythonTool:
-    """Without control groups: they would hide what the other limits miss."""
-    tool = PythonTool(LIMITS)
-    tool._sandbox = dataclasses.replace(tool._sandbox, groups=())
-    return tool
+    return PythonTool(LIMITS)
 
 
 def run(tool: PythonTool, code: str) -> ToolResult:
@@ -331,7 +324,7 @@ def test_the_numbers_of_system_calls_are_those_of_the_kernel(machine: str) -> No
         pytest.skip("the headers of the kernel are not installed")
     found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)\s*$", Path(HEADERS[machine]).read_text(), re.MULTILINE)
     known = {("newfstatat" if name == "fstatat" else name): int(number) for name, number in found}
-    table = tomllib.loads(Path(seccomp.__file__).with_name("system_calls.toml").read_text())
+    table = tomllib.loads(BOOTSTRAP.with_name("system_calls.toml").read_text())
     calls = table["allowed"] | {name: call["numbers"] for name, call in table["tested"].items()}
     mine = {name: numbers[table["machines"][machine]["place"]] for name, numbers in calls.items()}
     assert len({number for number in mine.values() if number >= 0}) == sum(number >= 0 for number in mine.values())
@@ -367,143 +360,34 @@ def test_code_that_stops_itself_ends_with_the_deadline() -> None:
     )
 
 
-def test_a_scratch_folder_that_is_deeper_than_a_path_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a sandbox it lies on the disk, and the trainer removes it."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    tool = PythonTool(Limits(wall_s=30.0, num_processes=None), limits_alone=True)
-    deep = "import os\nfor _ in range(100): os.mkdir('d' * 50); os.chdir('d' * 50)\nos.chmod('..', 0)"
-    assert run(tool, deep).exit == "ok"
-    assert list(tmp_path.iterdir()) == []
-
-
-groups = pytest.mark.skipif(not cgroup.find_parents(), reason="this process may make no control group")
-
-
-@groups
-def test_a_control_group_bounds_the_memory_of_all_processes_together() -> None:
-    tool = PythonTool(Limits(wall_s=30.0, memory_bytes=300 << 20, scratch_bytes=8 << 20))
-    greedy = """
-import os, time
-ready, mine = os.pipe()
-for _ in range(3):
-    if os.fork() == 0:
-        kept = b'x' * (150 << 20)
-        os.write(mine, b'x')
-        time.sleep(20)
-kept = b'x' * (150 << 20)
-os.set_blocking(ready, False)
-count = 0
-while count < 3:
-    if os.waitpid(-1, os.WNOHANG)[0]:
-        raise SystemExit("a child was killed")
-    try:
-        count += len(os.read(ready, 3))
-    except BlockingIOError:
-        time.sleep(0.01)
-print("more than the group has")
-"""
-    result = run(tool, greedy)
-    assert result.exit == "memory", result
-    assert "more" not in result.output
-    assert run(tool, "kept = b'x' * (150 << 20)\nprint(1)") == ToolResult("1\n", "ok")
-
-
-@groups
-def test_control_groups_are_removed(tool: PythonTool) -> None:
-    assert run(PythonTool(LIMITS), "print(1)").output == "1\n"
-    pattern = f"megarl-{leftovers.new_mark().rpartition('.')[0]}.*"
-    assert not [path for parent in cgroup.find_parents() for path in parent.glob(pattern)]
-
-
-@contextmanager
-def sleeper(mark: str) -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(["sleep", "1000"], env={leftovers.MARK: mark}) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def test_what_a_killed_run_left_goes_at_the_next_start_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    made = subprocess.run(
-        [sys.executable, "-c", "from megarl.engines.tools.leftovers import new_mark; print(new_mark())"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    dead, living = made.stdout.strip(), leftovers.new_mark()
-    namespace, pid, started, random = living.split(".")
-    reused = f"{namespace}.{pid}.{int(started) - 1}.{random}"  # the process id of an earlier run is this one's
-    boot, _, number = namespace.rpartition("-")
-    elsewhere = f"{boot}-{int(number) + 1}.{dead.partition('.')[2]}"  # says nothing of processes in other namespaces
-    machine = f"{boot[::-1]}-{number}.{dead.partition('.')[2]}"  # every machine's first namespace has this number
-    marks = {"dead": dead, "reused": reused, "living": living, "elsewhere": elsewhere, "other": "1234-left"}
-    marks["machine"] = machine
-    for name, mark in marks.items():
-        (tmp_path / f"{leftovers.FOLDER}{mark}").mkdir()
-        (tmp_path / f"{leftovers.FOLDER}{mark}" / name).touch()
-    with (
-        sleeper(dead) as of_dead,
-        sleeper(reused) as of_reused,
-        sleeper(living) as of_living,
-        sleeper(elsewhere) as of_elsewhere,
-        sleeper(marks["other"]) as of_other,
-    ):
-        PythonTool(LIMITS)
-        assert (of_dead.wait(), of_reused.wait()) == (-signal.SIGKILL, -signal.SIGKILL)
-        assert [process.poll() for process in (of_living, of_elsewhere, of_other)] == [None] * 3
-        assert {path.name for path in tmp_path.glob("*/*")} == {"living", "elsewhere", "other", "machine"}
-        for parent in cgroup.find_parents():
-            group = parent / f"megarl-{dead}"
-            group.mkdir()
-            with sleeper("") as unmarked:
-                (group / "cgroup.procs").write_text(str(unmarked.pid))
-                cgroup.find_parents()
-                assert unmarked.wait() == -signal.SIGKILL
-            cgroup.find_parents()
-            assert not group.exists()
-
-
-@pytest.mark.parametrize("late", ["group", "bubblewrap", "alone"])
-def test_a_call_whose_host_is_killed_while_it_starts_ends(tmp_path: Path, late: str) -> None:
-    """A start that takes a second makes sure that the host ends before bubblewrap, or the interpreter, has begun."""
-    real = "sys.executable" if late == "alone" else "tool._sandbox.bwrap"
+def test_a_call_whose_host_is_killed_while_it_starts_ends(tmp_path: Path) -> None:
+    """A start that takes a second makes sure that the host ends before bubblewrap has begun."""
+    slow = tmp_path / "bwrap"
+    real = subprocess.run(["which", "bwrap"], capture_output=True, text=True, check=True).stdout.strip()
     host = f"""
-import asyncio, dataclasses, os, sys
+import asyncio, os
 from pathlib import Path
 from megarl.engines.tools.python_tool import PythonTool
-from megarl.engines.tools.sandbox import Limits
-tool = PythonTool(Limits(num_processes={None if late == "alone" else 8}), limits_alone={late == "alone"})
-slow = Path({str(tmp_path)!r}, "slow")
-slow.write_text(f'#!/bin/sh\\necho $MEGARL_TOOL_CALL >{tmp_path}/new && mv {tmp_path}/new {tmp_path}/mark\\n'
-                f'sleep 1\\nexec {{{real}}} "$@"\\n')
+slow = Path({str(slow)!r})
+slow.symlink_to({real!r})
+os.environ["PATH"] = f"{tmp_path}:{{os.environ['PATH']}}"
+tool = PythonTool()
+slow.unlink()
+slow.write_text('#!/bin/sh\\necho $$ >{tmp_path}/new && mv {tmp_path}/new {tmp_path}/pid\\n'
+                'sleep 1\\nexec {real} "$@"\\n')
 slow.chmod(0o755)
-changed = dict(interpreter=str(slow)) if {late == "alone"} else dict(bwrap=str(slow))
-if {late == "bubblewrap"}:
-    changed["groups"] = ()
-tool._sandbox = dataclasses.replace(tool._sandbox, **changed)
 asyncio.run(tool("import time; time.sleep(1000)"))
 """
     with subprocess.Popen([sys.executable, "-c", host]) as process:
-        while not (tmp_path / "mark").exists():
+        while not (tmp_path / "pid").exists():
             assert process.poll() is None
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
-    mark = (tmp_path / "mark").read_text().strip()
+    pid = int((tmp_path / "pid").read_text())  # bubblewrap ends after its last process
     deadline = time.monotonic() + 60.0
-    while left := [entry for entry in psutil.process_iter() if _environment(entry).get(leftovers.MARK) == mark]:
-        assert time.monotonic() < deadline, left
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def _environment(process: psutil.Process) -> dict[str, str]:
-    try:
-        return {} if process.status() == psutil.STATUS_ZOMBIE else process.environ()
-    except psutil.Error:
-        return {}
 
 
 def test_without_the_right_to_mount_the_number_of_files_is_not_limited_and_that_is_told(tmp_path: Path) -> None:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from megarl.config import EnvironmentConfig
 from megarl.core.types import FinishReason, Rollout, SampleRequest
 from megarl.engines.episodes import EpisodeLimits, EpisodeResult, play
 from megarl.engines.local.engine import BatchSession
@@ -25,7 +21,6 @@ from megarl.engines.tools.environment import Block, Hermes, ToolEnvironment
 from megarl.engines.tools.protocol import Environment, ModelTurn, Observation, ToolResult
 from megarl.engines.tools.python_tool import PythonTool
 from megarl.errors import ConfigError
-from megarl.trainer.sampling.evaluation import make_environment
 
 END = "<eos>"
 
@@ -216,72 +211,8 @@ def played(environment: Environment, *scripts: Sequence[str], step_s: float = 12
     return told
 
 
-def python_environment(seconds: float = 12.0, **settings: object) -> Environment:
-    made = make_environment(EnvironmentConfig(function="tools", tools=["python"], python_s=seconds, **settings))
-    assert made is not None
-    return made
-
-
 def call(code: str) -> str:
     return f"<tool>{code}</tool>"
-
-
-WITNESS = ([call("print(6 * 7)"), call("print('still', 7 * 8)"), "done"], "42\n", "still 56\n")
-"""An episode beside the others, which must find what it computes."""
-
-
-def attacks_on(outside: Path) -> dict[str, tuple[str, str]]:
-    """Code, and what its output holds."""
-    return {
-        "fork bomb": ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", ""),
-        "endless loop": ("while True: pass", ""),
-        "10 GB": ("kept = bytearray(10 << 30)\nprint('got it')", "MemoryError\n"),
-        "1 GB print": ("for _ in range(1 << 10): print('x' * (1 << 20))", "[cut after 16384 bytes]"),
-        "outside write": (f"open({str(outside)!r}, 'w').write('x')", "FileNotFoundError"),
-    }
-
-
-@pytest.mark.needs("bwrap")
-def test_five_attacks_in_one_session_are_contained_and_cost_the_others_nothing(tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    attacks = attacks_on(outside)
-    scripts = [[call(code), call("print('alive')"), "done"] for code, _ in attacks.values()]
-    with subprocess.Popen(["sleep", "1000"]) as bystander:
-        try:
-            found = played(python_environment(), WITNESS[0], *scripts, WITNESS[0])
-            assert bystander.poll() is None
-        finally:
-            bystander.kill()
-    for episode, text in (found[0], found[-1]):
-        assert (episode.failure, len(episode.turn_ends)) == (None, 3)
-        assert text.count("<output>") == 2
-        assert f"<output>{WITNESS[1]}</output>" in text
-        assert f"<output>{WITNESS[2]}</output>" in text
-    for (episode, text), (name, (_, told)) in zip(found[1:-1], attacks.items(), strict=True):
-        assert (episode.failure, len(episode.turn_ends)) == (None, 3), name
-        assert told in text, name
-        assert text.endswith("<output>alive\n</output>\ndone"), name
-        assert len(text) < 20_000, name  # a gigabyte is not in the sequence
-        assert "got it" not in text.replace("print('got it')", ""), name
-    assert not outside.exists()
-
-
-@pytest.mark.needs("bwrap")
-def test_an_attack_that_outlasts_the_step_costs_its_episode_and_leaves_no_process(tmp_path: Path) -> None:
-    """The environment's own deadline comes first, and cancels the call."""
-    code, _ = attacks_on(tmp_path / "outside")["fork bomb"]
-    environment = python_environment(60.0)
-    before = sandboxes()
-    (bad, _), (good, text) = played(environment, [call(code), "done"], WITNESS[0], step_s=12.0)
-    assert bad.failure == "turn 0: the environment took more than 12 s"
-    assert good.failure is None
-    assert f"<output>{WITNESS[2]}</output>" in text
-    assert sandboxes() <= before
-
-
-def sandboxes() -> set[str]:
-    """Processes of bubblewrap that are children of this one, and theirs."""
-    return {f"{child.pid} {child.name()}" for child in psutil.Process().children(recursive=True)}
 
 
 def test_the_host_fails_the_episode_where_a_tool_raises() -> None:
@@ -306,12 +237,3 @@ def test_text_that_is_no_unicode_does_not_fail_the_episode() -> None:
     (episode, text), (other, _) = played(environment, [turn, "done"], [half, "done"])
     assert (episode.failure, other.failure) == (None, None)
     assert "\ufffd" in text
-
-
-def test_an_echo_of_half_a_surrogate_pair_costs_the_episode_alone() -> None:
-    half = '<tool_call>{"name": "echo", "arguments": "\\ud800"}</tool_call>'
-    environment = ToolEnvironment([Echo()], Hermes())
-    (bad, _), (good, _) = played(environment, [half, "done"], ["done"])
-    assert bad.failure is not None
-    assert bad.failure.startswith("the tokenizer cannot read the observation")
-    assert good.failure is None

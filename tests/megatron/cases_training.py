@@ -31,7 +31,7 @@ from megarl.config import Config
 from megarl.core.types import TrainBatch
 from megarl.engines.buckets import split_into_buckets
 from megarl.engines.sglang.transports.ipc import SharedMemory, empty_shared
-from megarl.engines.sglang.transports.tensor import Rebuilt
+from megarl.engines.sglang.transports.protocol import Rebuilt
 from megarl.megatron import distributed, hf_weights
 from megarl.megatron.hf_weights import save_hf
 from megarl.megatron.passes.forward import MicroOutput, run

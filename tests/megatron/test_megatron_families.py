@@ -20,7 +20,7 @@ from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.local.engine import LocalEngine
 from megarl.engines.protocol import SamplingParams
 from megarl.engines.weights import checkpoint_shapes
-from megarl.files.moe_config import DENSE
+from megarl.files.hf_config import DENSE
 from megarl.models.names import hf_shapes
 from megarl.models.shapes import SHAPES, read_shape
 

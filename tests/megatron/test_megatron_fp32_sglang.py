@@ -17,9 +17,10 @@ from tiny_world import config, policy_of, transformers_model
 from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang.engine import SGLangEngine
 from megarl.engines.sglang.fleet import Fleet
+from megarl.engines.sglang.member import find_changes
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
-from megarl.engines.sglang.transports.proof import Checksums, differing
+from megarl.engines.sglang.transports.sender import Checksums
 from megarl.engines.weights import WeightForm
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow(minutes=2)]
@@ -86,9 +87,9 @@ def test_a_run_in_bf16_sends_what_the_server_would_load_itself(served: Served, t
     for way in WAYS:
         fleet, engine = served.engine(way, tmp_path / way)
         engine.update_weights(others.items(), 1)
-        assert set(differing(checksums_of(fleet), served.loaded)) == biases
+        assert set(find_changes(checksums_of(fleet), served.loaded)) == biases
         engine.update_weights(weights.items(), 2)
-        assert differing(checksums_of(fleet), served.loaded) == []
+        assert find_changes(checksums_of(fleet), served.loaded) == []
         if served.server.spec.dtype == "float32":
             assert compare_routes(engine.generate(requests(), PARAMS), trainer, exact, oracle) == 1.0, way
         engine.close()

@@ -17,7 +17,7 @@ from torch.multiprocessing import reductions
 
 from megarl.engines.buckets import Bucket
 from megarl.engines.sglang.transports.ipc import empty_shared, make_handle, withdraw
-from megarl.engines.sglang.transports.tensor import Rebuilt, payload_of
+from megarl.engines.sglang.transports.protocol import Rebuilt, payload_of
 
 WEIGHTS = [("a", torch.arange(1000, dtype=torch.float32)), ("b", torch.arange(50).bfloat16())]
 EXPANDABLE = "expandable_segments:True"

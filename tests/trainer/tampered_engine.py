@@ -86,10 +86,6 @@ class TamperedEngine(LocalEngine):
             for view in self._views.values():
                 view += 0.2 * torch.randn(view.shape, generator=generator)
 
-    def prove_weights(self) -> bool:
-        """It would find the other weights; here the answers alone have to tell."""
-        return False
-
     def _sample(self, requests: Sequence[SampleRequest], *rest: Any) -> list[Rollout]:
         made = super()._sample(requests, *rest)
         answers = {(rollout.group, rollout.sample): rollout for rollout in made}

@@ -16,10 +16,9 @@ from megarl.config import Config
 from megarl.config import file as config_file
 from megarl.engines.sglang.spec import command
 from megarl.engines.sglang.transports.broadcast import Broadcast
-from megarl.engines.sglang.transports.disk import Disk
-from megarl.engines.sglang.transports.folder import WeightFolder
+from megarl.engines.sglang.transports.folder import Disk, WeightFolder
 from megarl.engines.sglang.transports.ipc import SharedMemory
-from megarl.engines.sglang.transports.tensor import Tensors
+from megarl.engines.sglang.transports.protocol import Tensors
 from megarl.models.hf_folder import SINGLE
 from megarl.trainer import engines
 from megarl.trainer.engines import server_specs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ import pyarrow.parquet as parquet
 import pytest
 import train_rewards
 from forks import Job, run_jobs
-from reward_server import score_of, serving
 from train_jobs import sampled, sampler_of
 from train_world import GROUP_SIZE, NUM_GROUPS, NUM_SEQUENCES, World, layout
 from transformers import AutoTokenizer
@@ -218,47 +216,6 @@ def test_rewards_of_steps_become_advantages_of_tokens(world: World) -> None:
             np.testing.assert_allclose(column[places], to_go, atol=1e-9)
             checked += 1
     assert checked > NUM_SEQUENCES // 2
-
-
-def test_scores_of_a_reward_model_become_advantages_of_tokens(world: World) -> None:
-    """A step ends with a 7 or a run of them; the model scores what is written up to there. One it refuses."""
-    with serving() as server:
-        server.always = lambda handler, body: (
-            handler.answer(400, b"refused") if any("b" in text for text in body["text"]) else handler.good(body)
-        )
-        overrides: dict[str, Any] = {"train__objective_overrides": {"advantage": "process"}}
-        model = {"urls": [server.url], "text": "{response}", "step": "7"}
-        with sampler(world, reward__function="reward_model", reward_model=model, **overrides) as made:
-            drawn = made.sample_step(0)
-            tokenizer = made.tokenizer
-    found: dict[tuple[int, int], dict[int, float]] = {}
-    """By rollout: from the place of each step's last token to its score."""
-    columns = [column for part in drawn.advantages for column in part]
-    rollouts = [*zip(itertools.chain(*drawn.mini_batches), columns, strict=True)]
-    rollouts = [(rollout, column) for rollout, column in rollouts if rollout.loss_mask.any()]
-    for rollout, _ in rollouts:
-        text, ends, last = "", dict[int, float](), 0
-        for place, token in enumerate(rollout.response_tokens.tolist(), start=rollout.prompt_length):
-            character = tokenizer.decode([token], skip_special_tokens=True)
-            if not character:
-                continue
-            if text.endswith("7") and character != "7":
-                ends[last] = score_of(text)
-            text, last = text + character, place
-        ends[rollout.num_tokens - 1] = score_of(text)
-        found[rollout.group, rollout.sample] = ends
-        assert "b" not in text
-    failed = finalize(drawn.metrics)["reward/error_fraction"] * NUM_SEQUENCES
-    assert failed == NUM_SEQUENCES - len(found) > 0
-    assert sum(len(ends) > 1 for ends in found.values()) > 2
-    for rollout, column in rollouts:
-        every = np.array([score for (group, _), of in found.items() if group == rollout.group for score in of.values()])
-        spread = every.std(ddof=1) if len(every) > 1 else 0.0
-        to_go = sum(
-            (score - every.mean()) / (spread + 1e-6) * (np.arange(rollout.num_tokens) <= place)
-            for place, score in found[rollout.group, rollout.sample].items()
-        )
-        np.testing.assert_allclose(column[rollout.prompt_length :], to_go[rollout.prompt_length :], atol=1e-6)
 
 
 def test_token_level_advantages_are_left_to_the_step_and_their_rewards_handed_on(world: World) -> None:

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.addresses import has_host
-from megarl.config.tables.base import Count, Row, Table
+from megarl.config.tables.base import Row, Table
 from megarl.config.tables.train import DecayStyle, Schedule
 from megarl.core.choices.stopping import POSITIVE
 
-FILES = (".jsonl", ".json", ".parquet")
+FILES = (".jsonl", ".parquet")
 """Endings of prompt files; other names are folders or data sets of the hub."""
 
 
@@ -53,15 +53,15 @@ class RewardConfig(Table):
     """[reward]: how a response is scored."""
 
     function: str = Field(default="exact_match", min_length=1)
-    """"exact_match", "math_strict", "math_verify", "reward_model" or "package.module:function"; see docs/rewards.md."""
+    """"exact_match", "math_strict", "reward_model" or "package.module:function"; see docs/rewards.md."""
     workers: PositiveInt | None = None
     """Most worker processes of a rank for the function; default the rank's share of the node's cores. exact_match needs
     no workers."""
     timeout_s: PositiveFloat = 30.0
-    """Longest time for one response; seconds. A late response is not trained, and is counted. For math_strict,
-    math_verify and functions marked with wrong_if_stopped the limit is CPU time, and a late response is wrong."""
+    """Longest time for one response; seconds. A late response is not trained, and is counted. For math_strict
+    and functions marked with wrong_if_stopped the limit is CPU time, and a late response is wrong."""
     max_characters: PositiveInt = 10_000
-    """math_strict and math_verify read only the last characters of a response, up to this number."""
+    """math_strict reads only the last characters of a response, up to this number."""
     threshold: float = POSITIVE
     """A response is correct (positive) if the reward is above the threshold. Used by adaptive sampling, RAFT, the
     advantage "signed" and pass rates."""
@@ -80,17 +80,8 @@ class RewardModelConfig(Table):
     """Servers. Requests go to the servers in turn, and a second attempt goes to the next server."""
     text: str = "{prompt}{response}"
     """Text for the model: {prompt} as the policy read the prompt, chat template included, {response} and {answer}."""
-    label: Count | None = None
-    """Index, from 0, of the score to use if the model gives several scores; default: the model gives a single score."""
-    step: str | None = Field(default=None, min_length=1)
-    """Separator of reasoning steps, such as "\\n\\n"; the reward of a step is the score up to the end of the step.
-    Default: no steps."""
-    max_steps: PositiveInt = 64
-    """Most steps of a response; the last step takes the remaining text."""
-    batch_size: PositiveInt = 16
-    """Most texts of a request."""
-    concurrency: PositiveInt = 4
-    """Requests in flight at a time, per rank."""
+    concurrency: PositiveInt = 64
+    """Requests in flight at a time, per rank; each has one text."""
     timeout_s: PositiveFloat = 60.0
     """Longest time for an attempt at a request; seconds. (reward.timeout_s is for other functions.)"""
     attempts: PositiveInt = 4

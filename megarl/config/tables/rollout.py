@@ -113,12 +113,8 @@ class EnvironmentConfig(Table):
     """Memory of each process of the Python tool."""
     python_output_kb: PositiveInt = 16
     """Longest output of the Python tool."""
-    python_processes: int = Field(default=8, ge=-1)
-    """Processes and threads of the Python tool besides the first process; -1 = no limit, with python_limits_alone
-    only."""
-    python_limits_alone: bool = False
-    """Run the Python tool under resource limits without isolation, where bubblewrap does not work: the model's code
-    then has the network and the user's files."""
+    python_processes: int = Field(default=8, ge=0)
+    """Processes and threads of the Python tool besides the first process."""
 
     def rows(self) -> Iterable[Row]:
         yield (
@@ -182,9 +178,8 @@ class SGLangConfig(Table):
     compact_routes: bool = True
     """Ask for routes in a compact form. Servers started by megarl have the compact form; running servers send the long
     form."""
-    concurrency: PositiveInt | None = None
-    """Most requests of a rank in flight at one server; default: the rank's share of the server's reported capacity, or
-    64 for a server that reports no capacity."""
+    concurrency: PositiveInt = 256
+    """Most requests of a rank in flight at one server, which queues what it has no room for."""
     deadline_s: PositiveFloat = 600.0
     """Longest time for one response; seconds."""
     attempts: PositiveInt = 4

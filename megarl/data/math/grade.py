@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from megarl.data.math.grammar import Reader
 from megarl.data.math.items import Item, are_equal, are_equal_lists, as_equations
-from megarl.data.math.lenient import last_box
-from megarl.data.math.text import UnreadableError, clean, read_words, split, squeeze
+from megarl.data.math.text import UnreadableError, clean, last_box, read_words, split, squeeze
 
 _MAX_CHARACTERS = 1000
 _FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)

@@ -10,7 +10,10 @@ _TRANSLATION = str.maketrans(
     | {"≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∈": r"\in ", "∅": r"\{\}", "²": "^2", "³": "^3", "±": r"\pm "}
     | dict.fromkeys("\u00a0\u2009\u202f\t\n", " ")
 )
-_BOX = re.compile(r"\s*\\(?:boxed|fbox)\s*\{(.*)\}\s*", re.DOTALL)
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_TOKENS = re.compile(_BOX.pattern + r"\{?|\\.|[{}]", re.DOTALL)
+_WORD = re.compile(r"[^\s${}]+(?:\{[^{}]*\})*")
+_WHOLE_BOX = re.compile(r"\s*\\(?:boxed|fbox)\s*\{(.*)\}\s*", re.DOTALL)
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _WORD_UNIT = r"(?:[cmk]m|[km]g|m[lL]|ft|mi|yd|lb|oz|hr|min|sec|mph|sq|[A-Za-z]{4,})(?:[. /]+[A-Za-z]+)*"
 _REWRITES = tuple(
@@ -65,9 +68,34 @@ class UnreadableError(ValueError):
     """The grammar cannot read the text, or a number is too large."""
 
 
+def last_box(text: str) -> str | None:
+    r"""Return the content of the last ``\boxed`` or ``\fbox`` of a text, of nested boxes the outer box.
+
+    Without a brace the content is the next word. It is empty if the last box does not end, and None without a box.
+    """
+    open_groups: list[int | None] = []  # begin of a box's content; None for a plain brace
+    boxes: list[tuple[int, str]] = []  # begin and content of closed boxes
+    for token in _TOKENS.finditer(text):
+        if _BOX.match(token[0]):
+            if token[0].endswith("{"):
+                open_groups.append(token.end())
+            elif word := _WORD.match(text, token.end()):
+                boxes.append((token.end(), word[0]))
+        elif token[0] == "{":
+            open_groups.append(None)
+        elif token[0] == "}" and open_groups and (begin := open_groups.pop()) is not None:
+            while boxes and boxes[-1][0] > begin:
+                boxes.pop()  # inside this box
+            boxes.append((begin, text[begin : token.start()]))
+    last_open = max((begin for begin in open_groups if begin is not None), default=-1)
+    if boxes and boxes[-1][0] > last_open:
+        return boxes[-1][1]
+    return None if last_open < 0 else ""
+
+
 def clean(content: str) -> str:
     """Return a formula in a single spelling, without commands for the layout. UnreadableError for a comment."""
-    while inner := _BOX.fullmatch(content):
+    while inner := _WHOLE_BOX.fullmatch(content):
         content = inner[1]
     content = content.translate(_TRANSLATION)
     if re.search(r"(?<!\\)%(?!\s*$)", content):

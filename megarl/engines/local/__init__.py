@@ -1,5 +1,5 @@
 """The engine on transformers, in the trainer's own process.
 
-``engine`` has requests, weights and batches. ``decode`` is the loop over tokens: it draws from a ``distribution`` and
-reads the routes with a ``recorder``. ``fp8`` computes as engines with FP8 kernels do.
+``engine`` has requests, weights, batches, and the arithmetic of FP8. ``decode`` is the loop over tokens: it draws from
+the sampling distribution, and reads the routes with a ``recorder``.
 """

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
+import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401 # defines grouped_mm_fallback; loaded late up to transformers 5.6
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from megarl.core.fp8 import is_fp8_weight, is_known_precision, round_activations, round_to_e4m3
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.buckets import Intake
 from megarl.engines.local.decode import decode
-from megarl.engines.local.fp8 import FP8Cache, FP8Products, hold_in_fp32, require_known_precision
 from megarl.engines.local.recorder import RouteRecorder
 from megarl.engines.protocol import (
     Begin,
@@ -39,8 +42,6 @@ from megarl.models.hf_files import HFCheckpoint
 from megarl.models.names import is_fp32
 
 BUCKET_BYTES = 32 << 20
-PROVED_TENSORS = 8
-"""Tensors whose numbers ``prove_weights`` compares in a sample."""
 
 
 class LocalEngine(Engine):
@@ -91,8 +92,6 @@ class LocalEngine(Engine):
         if fp8_activations:
             hold_in_fp32(self._model, self._views)
             self._views = checkpoint_views(self._model)
-        names = list(self._views)[:: -(-len(self._views) // PROVED_TENSORS)]
-        self._proved = {name: _some_of(self._views[name]) for name in names}
         self._shapes = {name: tuple(view.shape) for name, view in self._views.items()}
         self._arithmetic = FP8Products(self._views, dtype) if fp8_activations else nullcontext()
         self._cache = FP8Cache if fp8_kv_cache else DynamicCache
@@ -100,7 +99,6 @@ class LocalEngine(Engine):
         # In float32, because bfloat16 would round a second time.
         self._form = WeightForm(torch.float32, "rounded") if fp8_rounding else WeightForm()
         self._max_batch_size = max_batch_size
-        self._sent: dict[str, torch.Tensor] = {}
         self._version = -1
         self._missing: str | None = "no weights have arrived yet"
         self._closed = False
@@ -136,19 +134,8 @@ class LocalEngine(Engine):
         for bucket in Intake(self._shapes, version, self._form, BUCKET_BYTES).buckets(moved):
             views = [self._views[name] for name in bucket.names]
             torch._foreach_copy_(views, [tensor for _, tensor in bucket.tensors()])
-        self._sent = {name: numbers.clone() for name, numbers in self._proved.items()}
         self._version = version
         self._missing = None
-
-    def prove_weights(self) -> bool:
-        """See ``Engine.prove_weights``. WeightSyncError if sampled numbers differ from the last update."""
-        for name, sent in self._sent.items():
-            if not torch.equal(self._proved[name], sent):
-                raise WeightSyncError(
-                    f"{name} in the local engine is not what was sent as version {self._version}: something in this "
-                    "process has written into the engine's model, and its responses cannot be trained"
-                )
-        return False
 
     def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
         """See ``Engine.converse``. Samples once every episode waits, so batches do not depend on timing.
@@ -187,17 +174,12 @@ class LocalEngine(Engine):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._views = self._proved = {}
+            self._views = {}
             del self._model, self._recorder
 
     def _require_open(self) -> None:
         if self._closed:
             raise RolloutError("the engine is closed: build a new one")
-
-
-def _some_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view of up to 5 numbers per dimension."""
-    return tensor[tuple(slice(None, None, -(-size // 5)) for size in tensor.shape)]
 
 
 class BatchSession(Session):
@@ -248,3 +230,84 @@ class BatchSession(Session):
         for (answer, _), rollout in zip(waiting, rollouts, strict=True):
             if not answer.done():  # done: the episode was cancelled
                 answer.set_result(rollout)
+
+
+_PRODUCTS = {F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm}
+"""Functions that multiply activations [..., K] (first) with a weight (second)."""
+_GROUPED = ((F, "grouped_mm"), (torch, "_grouped_mm"), (torch.ops.transformers, "grouped_mm_fallback"))
+_PRODUCTS |= {getattr(place, name) for place, name in _GROUPED if hasattr(place, name)}
+
+
+class FP8Products(TorchFunctionMode):
+    """While active, products with FP8 weights are as in an FP8 engine.
+
+        y = dtype(sum over k of (q_x s_x)[k] (q_w s_w)[k]) + bias,    summed in float32
+
+    ``q_x s_x`` are ``round_activations``; the weights arrive rounded. Weights are recognised by their memory, in any
+    product: linear layers, the stacked experts of a layer, or experts one by one. RolloutError for another use.
+    """
+
+    def __init__(self, views: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+        """``views``: the tensors of the checkpoint in the model's memory; ``dtype`` of the results."""
+        super().__init__()
+        self._names = {_memory(view): name for name, view in views.items() if is_fp8_weight(name)}
+        self._dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        weight = next(filter(None, map(self._weight, _flat((*args, *kwargs.values())))), None)
+        if weight is None:
+            return func(*args, **kwargs)
+        if func in _PRODUCTS and len(args) > 1 and self._weight(args[1]) and not self._weight(args[0]):
+            activations, matrix, *extra = args
+            bias = next((argument for argument in (*extra, kwargs.pop("bias", None)) if argument is not None), None)
+            product = func(round_activations(activations), matrix, **kwargs).to(self._dtype)
+            return product if bias is None else product + bias
+        result = func(*args, **kwargs)
+        if any(
+            isinstance(output, torch.Tensor) and not self._weight(output) for output in _flat([result])
+        ):  # more than a view
+            raise RolloutError(
+                f"rollout.fp8_activations: the model uses {weight} in {getattr(func, '__name__', func)}, expected a "
+                "product as of a linear layer; another experts implementation may help, or set it to false"
+            )
+        return result
+
+    def _weight(self, value: Any) -> str | None:
+        """The name of the FP8 weight of a tensor, or of a view."""
+        return self._names.get(_memory(value)) if isinstance(value, torch.Tensor) else None
+
+
+class FP8Cache(DynamicCache):
+    """Keys and values in e4m3 with a scale of 1, also for tokens of the current pass; queries unchanged."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Append keys and values [B, heads, T, width]; return all keys and values, as ``DynamicCache`` does."""
+        return super().update(round_to_e4m3(key_states), round_to_e4m3(value_states), *args, **kwargs)
+
+
+def hold_in_fp32(model: PreTrainedModel, views: Mapping[str, torch.Tensor]) -> None:
+    """Give FP8 weights [rows, columns] room for e4m3 times a float32 scale; bfloat16 would round a second time."""
+    memory = {_memory(view) for name, view in views.items() if is_fp8_weight(name)}
+    for parameter in model.parameters():
+        if _memory(parameter) in memory:
+            parameter.data = parameter.data.float()
+
+
+def require_known_precision(views: Mapping[str, torch.Tensor]) -> None:
+    """RolloutError for a matrix [rows, columns] with an unknown precision in FP8 engines."""
+    unknown = [name for name, view in views.items() if view.dim() > 1 and not is_known_precision(name)]
+    if unknown:
+        raise RolloutError(
+            f"rollout.fp8_rounding: {len(unknown)} matrices, such as {unknown[0]}, are neither projections that FP8 "
+            "engines hold in FP8 nor embeddings, heads or router gates; set it to false for this architecture"
+        )
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        yield from value if isinstance(value, (tuple, list)) else (value,)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -13,9 +13,6 @@ from torch import nn
 from megarl.errors import TraceError
 from megarl.routes.trace import narrow_dtype
 
-_ROWS_ON_DEVICE = 4096
-"""Rows of each layer after which ids leave the device; a transfer per decoding step would be slow."""
-
 
 class RouteRecorder:
     """Records the expert ids in the calls of each MoE layer of a transformers model.
@@ -59,25 +56,15 @@ class RouteRecorder:
                 raise TraceError(f"{name} routed {shape}, expected [{num_tokens}, top-k]: one row per token")
         self._num_passes += 1
         self._num_rows += num_tokens
-        if self._num_rows >= _ROWS_ON_DEVICE:
-            self._send()
 
     def take(self) -> np.ndarray:
         """Returns the rows of all passes, one after the other: uint8 (E <= 256) or uint16 [rows, L, K]; once."""
-        if self._num_rows:
-            self._send()
-        routes = np.concatenate(self._sent, axis=1)
+        rows = torch.cat([ids for passes in self._seen for ids in passes]).to(self._narrow).cpu().numpy()
+        routes = rows.view(self._dtype).reshape(self.num_layers, self._num_rows, -1)
         self._begin()
         return routes.transpose(1, 0, 2)
 
-    def _send(self) -> None:
-        """Move the ids on the device to the host."""
-        rows = torch.cat([ids for passes in self._seen for ids in passes]).to(self._narrow).cpu().numpy()
-        self._begin(*self._sent, rows.view(self._dtype).reshape(self.num_layers, self._num_rows, -1))
-
-    def _begin(self, *sent: np.ndarray) -> None:
-        """Hold the rows on the host, [L, rows, K] each, and nothing on the device."""
-        self._sent = sent
+    def _begin(self) -> None:
         self._seen: list[list[torch.Tensor]] = [[] for _ in self._modules]  # by layer, pass after pass
         self._num_passes = self._num_rows = 0
 

@@ -5,7 +5,6 @@ layer, dense layers included. Servers with megarl's ``plugin`` send a short form
 generated token was never processed, and has no row.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -16,7 +15,6 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 from megarl.core.types import FinishReason, Rollout, SampleRequest
 from megarl.engines.protocol import SamplingParams, limit_response, too_many_kept
-from megarl.engines.sglang.plugin.compact import SEAL, seal
 from megarl.errors import DataError, RolloutError
 from megarl.files.foreign_json import check_types
 from megarl.files.moe_shape import MoeShape
@@ -27,23 +25,19 @@ LEAST_LOGPROB = -45.0
 """No honest token is less likely: with 262,144 ids, tokens below this limit are drawn once in 1e14 draws."""
 ROUNDING = 1e-6
 """Of a log-probability above 0, in float32."""
-ROOM_SLACK = 4
-"""A server may cut a response this number of tokens before its cache or context is full."""
 TOKEN_BYTES = 256
 """Bytes of an answer per token: ids, text and log-probability."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of the model, and of the server that answers."""
+    """Limits of the model."""
 
     vocabulary: int = 1 << 31
     positions: int = 1 << 31
     """Of the model, for prompt and response."""
     end_tokens: frozenset[int] = frozenset()
     """The model's own end tokens, at which a server stops beside the request's."""
-    longest: float = math.inf
-    """Tokens of prompt and response at about which the server cuts a response."""
 
 
 _Id = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -62,7 +56,7 @@ class _Span(BaseModel):
 
 class _Meta(BaseModel):
     id: str | None = None
-    finish_reason: _Finish | str | None = None
+    finish_reason: _Finish
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     output_token_logprobs: list[Annotated[list[Any], Field(min_length=2)]] | None = None
@@ -71,7 +65,6 @@ class _Meta(BaseModel):
     weight_version: str | int | None = None
     weight_versions: list[_Span] | None = None
     routed_experts: str | None = None
-    num_retractions: Annotated[int, Field(ge=0)] | None = None
 
 
 class _Answer(BaseModel):
@@ -126,8 +119,6 @@ def parse_answer(
     if shape is not None:
         trace = routes_from_sglang(answer, shape, start=request.known_rows, tokens=tokens.tolist(), label=label)
         experts, mask = trace.experts, trace.row_mask
-    if rid is not None and is_sealed(answer):  # last: the earlier checks say more
-        _require_seal(request, answer, label)
     return Rollout(
         group=request.group,
         sample=request.sample,
@@ -137,20 +128,10 @@ def parse_answer(
         routed_experts=experts,
         routed_mask=mask,
         weight_versions=np.pad(_versions(meta, len(output)), (num_prompt, 0), constant_values=version),
-        finish_reason=_FINISH[_finish(meta).type],
+        finish_reason=_FINISH[meta.finish_reason.type],
         kept_counts=None if nuclei is None else np.pad(nuclei[0], (num_prompt, 0)),
         kept_ids=None if nuclei is None else nuclei[1],
     )
-
-
-def is_sealed(answer: Mapping[str, Any]) -> bool:
-    """Whether a server with megarl's plugin has sealed an answer."""
-    return SEAL in answer["meta_info"]
-
-
-def num_retractions(answer: Mapping[str, Any]) -> int:
-    """Number of times that the server dropped the response from its cache, and computed the response again."""
-    return answer["meta_info"].get("num_retractions") or 0
 
 
 def longest_answer(num_tokens: int, shape: MoeShape | None, params: SamplingParams, most_drawn_from: int) -> int:
@@ -158,20 +139,6 @@ def longest_answer(num_tokens: int, shape: MoeShape | None, params: SamplingPara
     nuclei = 12 * most_drawn_from if params.has_nucleus else 0
     routes = 0 if shape is None else longest_text(num_tokens, shape)
     return (1 << 20) + (TOKEN_BYTES + nuclei) * num_tokens + routes
-
-
-def _require_seal(request: SampleRequest, answer: Mapping[str, Any], label: str) -> None:
-    """Raises RolloutError for parts of several answers."""
-    if answer["meta_info"][SEAL] != seal(request.prompt_tokens.tolist(), answer):
-        raise RolloutError(
-            f"{label}: the answer does not fit its seal: prompt, tokens, log-probabilities, weight versions or routes "
-            "are not those of one answer to this request"
-        )
-
-
-def _finish(meta: _Meta) -> _Finish:
-    reason = meta.finish_reason
-    return reason if isinstance(reason, _Finish) else _Finish(type=str(reason))
 
 
 def _find_faults(
@@ -186,8 +153,7 @@ def _find_faults(
     meta, output, prompt = answer.meta_info, answer.output_ids, request.prompt_tokens.tolist()
     if rid is not None and meta.id != rid:
         yield f"the answer is to another request: its id is {meta.id!r}, expected {rid!r}"
-    # From 0.5.13 on, without megarl's plugin, answers repeat the prompt.
-    if rid is not None and answer.prompt_token_ids not in (None, prompt):
+    if rid is not None and answer.prompt_token_ids != prompt:
         yield "the answer is to another prompt than the one that was sent"
     if not output:
         yield "the server generated no token"
@@ -204,7 +170,7 @@ def _find_faults(
         yield f"{entries and len(entries)} output_token_logprobs for {len(output)} tokens"
     elif [entry[1] for entry in entries] != output:
         yield "output_token_logprobs are of other tokens than output_ids"
-    if (finish := _finish(meta)).type not in _FINISH:
+    if (finish := meta.finish_reason).type not in _FINISH:
         yield f"the server finished with {finish.type} ({finish.matched}), expected stop or length"
     if params is not None:
         yield from _find_wrong_end(request, output, finish, params, bounds)
@@ -236,9 +202,8 @@ def _find_wrong_end(
             f"the server says that the response stopped at {finish.matched!r}, its last token is {output[-1]}, "
             f"expected one of {sorted(ends)}"
         )
-    is_cut_by_room = len(request.prompt_tokens) + size >= min(bounds.longest, bounds.positions) - ROOM_SLACK
-    if finish.type == "length" and size < limit and (output[-1] in ends or not is_cut_by_room):
-        yield f"the server says that the response was cut by its limit: it has {size} tokens, expected {limit}"
+    if finish.type == "length" and size < limit and output[-1] in ends:  # a server with little room cuts earlier
+        yield f"the server says that the response was cut by its limit: it ends with {output[-1]}, an end token"
 
 
 def _require_logprobs(values: Sequence[float | None], label: str) -> np.ndarray:

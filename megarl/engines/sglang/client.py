@@ -1,7 +1,7 @@
 """Requests to SGLang servers: balanced, bounded, with a deadline, and repeated after a server's fault.
 
 - **Balance.** The samples of a group go to a single server, whose prefix cache serves the group. A server has at most
-  ``Places`` requests at once. Further requests wait here, and move only if their server is full or away.
+  ``concurrency`` requests at once. Further requests wait here, and move only if their server is full or away.
 - **Repeats.** A request waits again after a failure that may pass: the connection, an HTTP 5xx, a truncated or wrong
   answer, the deadline. HTTP 408, 429 and 503 mean a busy server, and allow longer waits; 413 means a request of a
   refused size. An answer counts only after all checks.
@@ -20,7 +20,7 @@ import aiohttp
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.protocol import Begin, OnFinish, Session, run_session
-from megarl.engines.sglang.http import Places, authorization, find_places, is_ready
+from megarl.engines.sglang.http import authorization, is_ready
 from megarl.errors import DataError, RequestError, RolloutError, TraceError
 from megarl.files.foreign_json import UNPACKED, parse_json, read_body, retry_after
 
@@ -32,7 +32,7 @@ TICK_S = 1.0
 RETURN_POLL_S = 0.5
 """Time between two questions whether a server is back."""
 OPEN_S = 2.0
-"""Longest wait at the start of a session for a server's report of weights and places."""
+"""Longest wait at the start of a session for a server's report of its weights."""
 BUSY = (408, 429, 503)
 """HTTP statuses of a busy server or proxy."""
 TOO_LARGE = 413
@@ -42,11 +42,9 @@ MAX_WAIT_S = 30.0
 """Longest wait before a request is sent again, whatever its Retry-After says."""
 MAX_ANSWER_BYTES = 1 << 30
 """Of the answer to a request of unknown length."""
-UNKNOWN = Places(64)
-"""Places of a server without a report of its room."""
 
-Decode = Callable[[SampleRequest, Any, str, str], Rollout]
-"""(request, answer, URL of the server, id of the attempt) -> rollout; RolloutError or TraceError for a wrong answer."""
+Decode = Callable[[SampleRequest, Any, str], Rollout]
+"""(request, answer, id of the attempt) -> rollout; RolloutError or TraceError for a wrong answer."""
 Tell = Callable[[str], None]
 Body = Callable[[SampleRequest], dict[str, Any]]
 Limit = Callable[[SampleRequest], int]
@@ -57,10 +55,8 @@ Limit = Callable[[SampleRequest], int]
 class ClientSettings:
     """Load on the servers, and their time limits."""
 
-    concurrency: int | None = None
-    """Requests of one server at a time; None: as many as the server reports room for."""
-    clients: int = 1
-    """Number of clients that share the servers' room."""
+    concurrency: int = 256
+    """Requests of one server at a time."""
     deadline_s: float = 600.0
     """Longest time from sending a request to the whole answer."""
     attempts: int = 4
@@ -100,12 +96,9 @@ class _Job:
     request: SampleRequest
     answer: asyncio.Future[Rollout]
     """Cancelled if the episode no longer waits."""
-    tokens: int
-    """Expected tokens in a server's cache."""
     failures: int = 0
     losses: int = 0
-    waits: int = 0
-    """Number of attempts at a busy server."""
+    """Lost connections, and waits for a busy server."""
 
 
 @dataclass(eq=False)
@@ -114,8 +107,6 @@ class _Server:
     queue: deque[_Job] = field(default_factory=deque)
     """Requests of the server's own groups."""
     busy: int = 0
-    tokens: int = 0
-    """Tokens of the requests on the server."""
     is_away: bool = False
     """Does not answer at the moment, and gets no requests."""
     down: bool = False
@@ -130,7 +121,6 @@ class _Call:
     decode: Decode
     on_finish: OnFinish
     version: str | None
-    limit: int
     max_bytes: Limit
 
 
@@ -149,8 +139,6 @@ class SGLangClient:
         self.tell = tell
         self.counts = Counter[str]()
         """Of the last ``converse``, see ``Engine.answer_counts``."""
-        self.places: dict[str, Places] = {}
-        """By URL, from the servers' reports."""
 
     def converse(
         self,
@@ -159,17 +147,16 @@ class SGLangClient:
         decode: Decode,
         on_finish: OnFinish = None,
         version: str | None = None,
-        limit: int = 0,
         max_bytes: Limit = lambda request: MAX_ANSWER_BYTES,
     ) -> None:
         """See ``Engine.converse``; RolloutError if a request keeps failing, with the last failure.
 
-        A server gets no requests unless its weights are called ``version`` (None: any). ``limit``: longest response.
+        A server gets no requests unless its weights are called ``version`` (None: any).
         RequestError, raised to the caller of the request, if no server takes a request of its size.
         """
 
         self.counts.clear()
-        call = _Call(body, decode, on_finish, version, limit, max_bytes)
+        call = _Call(body, decode, on_finish, version, max_bytes)
 
         async def run() -> None:
             # trust_env: servers are near, often on the loopback address, and no proxy may come between.
@@ -185,11 +172,11 @@ class SGLangClient:
 
         run_session(run())
 
-    def count(self, event: str, line: str, number: int = 1) -> None:
+    def count(self, event: str, line: str) -> None:
         """Count an event of ``Engine.answer_counts``; the first of a ``converse`` is told."""
         if not self.counts[event]:
             self.tell(f"warning: {line}")
-        self.counts[event] += number
+        self.counts[event] += 1
 
 
 class _RequestSession(Session):
@@ -197,7 +184,7 @@ class _RequestSession(Session):
         super().__init__()
         self._servers = [_Server(url) for url in client.urls]
         self._client, self._settings, self._http, self._call = client, client.settings, http, call
-        self._is_open = call.version is None and self._settings.concurrency is not None
+        self._is_open = call.version is None
         self._helpers: list[asyncio.Task[None]] = []
         """Tasks that end with the last episode: the ticks, and waits for absent servers."""
         self._serving: dict[asyncio.Future[Rollout], asyncio.Task[None]] = {}
@@ -217,23 +204,16 @@ class _RequestSession(Session):
         """Begin with the servers that have the weights of the session; await servers that are fresh or behind."""
         version, servers = self._call.version, self._servers if not self._is_open else ()
         checks = (is_ready(self._http, server.url, version, timeout_s=OPEN_S, asks_health=False) for server in servers)
-        answers, _ = await asyncio.gather(asyncio.gather(*checks), asyncio.gather(*map(self._learn_places, servers)))
-        for server, ready in zip(servers, answers, strict=True):
+        for server, ready in zip(servers, await asyncio.gather(*checks), strict=True):
             if not ready:
                 self._lose(server, AwayError(f"{server.url} does not answer with weights {version}"))
         self._is_open = True
         self._assign()
 
-    async def _learn_places(self, server: _Server) -> None:
-        if server.url not in self._client.places:
-            places = await find_places(self._http, server.url, self._settings.clients, OPEN_S)
-            self._client.places |= {} if places is None else {server.url: places}
-
     async def sample(self, request: SampleRequest) -> Rollout:
         answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
         queue = self._servers[request.group % len(self._servers)].queue
-        # On average a response reaches half of its limit, and a running response has half of its tokens.
-        job = _Job(request, answer, len(request.prompt_tokens) + self._call.limit // 4)
+        job = _Job(request, answer)
         # A later turn goes first: the server's cache still has the prefix of its episode.
         queue.appendleft(job) if request.known_rows else queue.append(job)
         # Defer: a request must not take a place at the preferred server of a second group.
@@ -255,15 +235,12 @@ class _RequestSession(Session):
         for server in self._servers if self._is_open else ():
             while not self._is_blocked(server) and (job := self._next(server)) is not None:
                 server.busy += 1
-                server.tokens += job.tokens
                 serving = self._tasks.create_task(self._serve(server, job))
                 self._serving[job.answer] = serving
                 serving.add_done_callback(lambda task, server=server, job=job: self._release(server, job, task))
 
     def _is_blocked(self, server: _Server) -> bool:
-        number = self._settings.concurrency
-        places = Places(number) if number is not None else self._client.places.get(server.url, UNKNOWN)
-        return server.is_away or server.busy >= places.requests or (server.busy > 0 and server.tokens >= places.tokens)
+        return server.is_away or server.busy >= self._settings.concurrency
 
     def _next(self, server: _Server) -> _Job | None:
         """Take a request of the server's own groups, else the newest request of the longest queue of a blocked
@@ -286,7 +263,7 @@ class _RequestSession(Session):
             async with asyncio.timeout(settings.deadline_s):
                 answer = await self._post(server.url, self._call.body(job.request) | {"rid": rid}, job.request)
             try:
-                rollout = self._call.decode(job.request, answer, server.url, rid)
+                rollout = self._call.decode(job.request, answer, rid)
             except (RolloutError, TraceError) as error:
                 raise WrongAnswerError(f"{server.url}: {error}") from error
         except AwayError as failure:
@@ -315,12 +292,10 @@ class _RequestSession(Session):
             self._client.count("wrong_answers", f"a wrong answer, which is asked for again: {reason}")
         elif status:
             self._client.count("refused_requests", f"a request that was not served is sent again: {reason}")
-        if status in BUSY:
-            job.waits += 1
-        else:
-            job.failures += 1
-        tries = job.failures + job.waits
-        if job.failures >= settings.attempts or job.waits >= settings.losses:
+        job.losses += status in BUSY
+        job.failures += status not in BUSY
+        tries = job.failures + job.losses
+        if job.failures >= settings.attempts or job.losses >= settings.losses:
             last = f"{job.request.label}: {tries} attempts failed, the last: {reason}"
             if status != TOO_LARGE:
                 raise RolloutError(last) from failure
@@ -334,7 +309,6 @@ class _RequestSession(Session):
     def _release(self, server: _Server, job: _Job, task: asyncio.Task[None]) -> None:
         """Called when a request was answered, queued again or cancelled."""
         server.busy -= 1
-        server.tokens -= job.tokens
         if self._serving.get(job.answer) is task:  # else the request was sent again already
             del self._serving[job.answer]
         if task.cancelled() or task.exception() is None:
@@ -370,7 +344,6 @@ class _RequestSession(Session):
         while asyncio.get_running_loop().time() < until:
             await asyncio.sleep(RETURN_POLL_S)
             if await is_ready(self._http, server.url, self._call.version):
-                await self._learn_places(server)
                 server.is_away = False
                 self._assign()
                 return

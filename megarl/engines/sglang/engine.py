@@ -4,7 +4,6 @@ Every rank of the trainer sends requests to all servers. The rank with the fleet
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ import torch
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, check_prompt, limit_response
-from megarl.engines.sglang.answers import Bounds, is_sealed, longest_answer, num_retractions, parse_answer
-from megarl.engines.sglang.client import UNKNOWN, ClientSettings, SGLangClient, Tell
+from megarl.engines.sglang.answers import Bounds, longest_answer, parse_answer
+from megarl.engines.sglang.client import ClientSettings, SGLangClient, Tell
 from megarl.engines.sglang.fleet import Fleet
 from megarl.engines.sglang.plugin.compact import make_header
 from megarl.engines.sglang.transports.ipc import Helper
@@ -50,8 +49,6 @@ class SGLangEngine(Engine):
         settings = settings or ClientSettings()
         self._shape = MoeShape.of(config)
         self._client = SGLangClient(urls, settings, make_header(self._shape) if settings.compact_routes else {}, tell)
-        self._sealing: set[str] = set()
-        """URLs of servers with megarl's plugin: all their answers are sealed."""
         if config.get("model_type") in ("qwen2_moe", "qwen3_moe") and self._shape.dense_layers:
             raise ConfigError(
                 f"only layers {self._shape.moe_layers} of {self._shape.num_layers} have experts: SGLang's Qwen models "
@@ -66,7 +63,6 @@ class SGLangEngine(Engine):
         )
         self._fleet, self._helper, self._agree = fleet, helper, agree or _raise
         self._form = form or WeightForm(torch.bfloat16)
-        self._sync_seconds: dict[str, float] = {}
         self._sampling = False
         self._version = -1
         self._complete = False
@@ -80,11 +76,6 @@ class SGLangEngine(Engine):
         return self._fleet is not None or self._helper is not None
 
     @property
-    def sync_seconds(self) -> Mapping[str, float]:
-        """Seconds of gather, quantise and send, and hidden seconds of sending; empty on ranks without a fleet."""
-        return self._sync_seconds
-
-    @property
     def answer_counts(self) -> Mapping[str, int]:
         return self._client.counts
 
@@ -96,20 +87,8 @@ class SGLangEngine(Engine):
         if shape is not None and not shape.moe_layers:
             raise RolloutError("the servers' model has no experts: set return_routed_experts to False")
 
-        def decode(request: SampleRequest, answer: Any, url: str, rid: str) -> Rollout:
-            bounds = replace(self._bounds, longest=self._client.places.get(url, UNKNOWN).longest)
-            rollout = parse_answer(request, answer, self._version, shape, rid, params, bounds)
-            if retractions := num_retractions(answer):
-                self._client.count(
-                    "retractions",
-                    f"{url} has dropped a running response and computed it again, because its cache was full: its "
-                    "routes are those of the second pass; give the server more memory, or lower sglang.concurrency",
-                    retractions,
-                )
-            if is_sealed(answer):
-                self._sealing.add(url)
-            elif url in self._sealing:
-                raise RolloutError(f"{url} answers without the seal of megarl's plugin, and has sealed before")
+        def decode(request: SampleRequest, answer: Any, rid: str) -> Rollout:
+            rollout = parse_answer(request, answer, self._version, shape, rid, params, self._bounds)
             versions = set(rollout.weight_versions.tolist())
             if versions != {self._version}:
                 raise RolloutError(
@@ -125,7 +104,6 @@ class SGLangEngine(Engine):
                 decode,
                 on_finish,
                 version=str(self._version),
-                limit=params.max_response_tokens,
                 max_bytes=lambda request: longest_answer(
                     len(request.prompt_tokens) + params.max_response_tokens, shape, params, MOST_DRAWN_FROM
                 ),
@@ -147,7 +125,7 @@ class SGLangEngine(Engine):
 
         def send() -> None:
             if (sender := self._fleet or self._helper) is not None:
-                self._sync_seconds = sender.update(outstanding, version, self._form)
+                sender.update(outstanding, version, self._form)
 
         failure = self._try(send)
         for _ in outstanding:  # gathering a sharded model is collective: every rank must reach the end
@@ -204,7 +182,7 @@ class SGLangEngine(Engine):
             "return_logprob": True,
             "logprob_start_len": -1,
             "return_sampling_mask": params.has_nucleus,
-            "return_prompt_token_ids": True,  # megarl's plugin sends a seal instead
+            "return_prompt_token_ids": True,
             "return_routed_experts": params.return_routed_experts,
             "routed_experts_start_len": request.known_rows,
             "stream": False,

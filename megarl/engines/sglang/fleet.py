@@ -2,7 +2,7 @@
 
 - **start** starts the servers and waits until every server answers or has failed.
 - **update** sends new weights to all servers that answer, at once, and keeps a copy.
-- **prove** asks all servers whether they still have the weights of the update.
+- **prove** asks all servers whether they still have the weights of the update, by their checksums.
 - **a keeper** per server restarts a dead server, and sends the copy.
 
 An absent server delays nothing: an update includes only the servers that answer.
@@ -13,22 +13,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 from megarl.engines.buckets import Bucket, Intake
-from megarl.engines.sglang.member import FleetState, Member, Update
+from megarl.engines.sglang.member import FleetState, Member, Update, find_changes
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
-from megarl.engines.sglang.transports.deadlines import GoneError, HangError, await_most
 from megarl.engines.sglang.transports.folder import WeightFolder
-from megarl.engines.sglang.transports.proof import Checksums
-from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Transport
-from megarl.engines.sglang.transports.sender import WeightSender
-from megarl.engines.sglang.transports.tensor import Tensors
-from megarl.engines.sglang.transports.threads import Line, in_thread
+from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Tensors, Transport
+from megarl.engines.sglang.transports.sender import Checksums, GoneError, HangError, Line, WeightSender, in_thread
 from megarl.engines.weights import Named, WeightForm, checkpoint_shapes
-from megarl.errors import ConfigError, MegarlError, WeightSyncError
+from megarl.errors import ConfigError, MegarlError
 
 YIELD_S = 5.0
 """How long an update waits for a keeper that sends a bucket of the copy; then the update continues without the
@@ -62,8 +58,6 @@ class Fleet(FleetState):
         """The servers in an operation, whose locks the fleet holds: no keeper talks to the servers."""
         self._resting: Collection[Member] = ()
         """Servers without memory, since a rest."""
-        self._refusals: list[Callable[[], None]] = []
-        """A call waits for the end of a server that has refused a step, or raises the refusal."""
 
     def start(self, *, is_only: bool = True) -> list[str]:
         """Start the servers, wait until each server answers or has failed, and return all URLs; keepers await the
@@ -92,15 +86,15 @@ class Fleet(FleetState):
             member.keeper.start()
         return [member.url for member in self.members]
 
-    def update(self, tensors: Iterable[Named], version: int, form: WeightForm) -> dict[str, float]:
+    def update(self, tensors: Iterable[Named], version: int, form: WeightForm) -> None:
         """Give all servers new weights in this form. Sending a bucket overlaps with making the next bucket.
 
-        Returns the seconds of the phases "gather", "quantise" and "send", and the "hidden" seconds of sending.
         WeightSyncError if a server refuses the weights, or if ``tensors`` are not the checkpoint's. An absent or lost
         server gets the weights when it is back.
         """
-        started, line = time.perf_counter(), Line()
-        intake, delivery = Intake.for_servers(self._shapes, version, form), Delivery(self, line, self.tell)
+        assert self.source is not None
+        intake = Intake.for_servers(checkpoint_shapes(self.source), version, form)
+        delivery = Delivery(self, Line(), self.tell)
         buckets = self.transport.stream(intake, tensors, delivery)
         self.no_starts.clear()
         try:
@@ -110,14 +104,12 @@ class Fleet(FleetState):
                 if isinstance(place := self.settings.copies, Path) and (model := self.served or self.source):
                     delivery.folder = WeightFolder(place, model, version)
                 copy = self._deliver(buckets, delivery)
-                sums = intake.sums()
                 self.each(lambda sender: sender.finish(version))
-                last = Update(version, copy, self._compare_checksums(), sums)
+                last = Update(version, copy, self._compare_checksums())
                 self._each_member(lambda member: member.sender.take_memory("kv_cache"), self._resting)
                 self._resting = ()
                 self.each(lambda sender: sender.resume())
                 self._each_member(lambda member: member.settle(last))
-                self._raise_refusals()
                 self.last = last
         except MegarlError as error:
             with suppress(MegarlError):
@@ -125,30 +117,29 @@ class Fleet(FleetState):
             raise
         finally:
             self.updating.clear()
-        gather, making = intake.gathering.seconds, intake.making.seconds
-        send = time.perf_counter() - started - making
-        return {"gather": gather, "quantise": making - gather, "send": send, "hidden": line.busy_s - line.awaited_s}
 
     def prove(self) -> bool:
-        """Ask all servers whether they have the weights of the last update; no rank may sample meanwhile.
+        """Compare the checksums of all servers with those of the last update, if the update compared checksums.
 
         Returns whether foreign code has changed the weights of a server. All servers then have the right weights again,
-        but responses since the update are wrong.
+        but responses since the update are wrong. No rank may sample meanwhile.
         """
         last, changed = self.last, list[Member]()
+        if last is None or (expected := last.checksums) is None:
+            return False
 
         def ask(member: Member) -> None:
-            if member.proof is not None and (change := member.proof.find_change(member.sender)) is not None:
+            if names := find_changes(member.sender.checksums(), expected):
                 self.tell(
-                    f"{member.url} does not compute with the weights that it was sent: {change}. Somebody else has "
-                    "changed them: what it has sampled since is dropped, and it gets the weights again. Give the "
-                    "servers an API key that only this run knows (sglang.api_key_env)"
+                    f"{member.url} does not compute with the weights that it was sent: {len(names)} checksums are "
+                    f"others, the first of {names[0]}. Somebody else has changed them: what it has sampled since is "
+                    "dropped, and it gets the weights again. Give the servers an API key that only this run knows "
+                    "(sglang.api_key_env)"
                 )
                 changed.append(member)
 
         with self._take(lambda member: member.ready and member.holds is last is not None):
             self._each_member(ask)
-            self._raise_refusals()
             with ThreadPoolExecutor(len(changed) or 1) as threads:
                 list(threads.map(Member.send_copy, changed))
         return bool(changed)
@@ -159,7 +150,6 @@ class Fleet(FleetState):
         self.no_starts.set()
         with self._pause_keepers():  # until the update: resting servers fail health checks, and have no weights
             self.each(lambda sender: sender.release_memory())
-            self._raise_refusals()
             self._resting = [*self.present]
             for member in self.members:
                 if member.process is not None and member not in self._resting:
@@ -200,11 +190,6 @@ class Fleet(FleetState):
                 member.process.stop()
 
     # An update
-
-    @cached_property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        assert self.source is not None
-        return checkpoint_shapes(self.source)
 
     @contextmanager
     def _pause_keepers(self) -> Iterator[None]:
@@ -260,7 +245,6 @@ class Fleet(FleetState):
     def _take(self, is_wanted: Callable[[Member], bool], wait_s: float = 0.0) -> Iterator[None]:
         """Hold the locks of wanted members, except where a keeper keeps the lock for longer than ``wait_s``."""
         until = time.monotonic() + wait_s
-        self._refusals.clear()
         try:
             for member in self.members:
                 while is_wanted(member) and member not in self.present:
@@ -269,14 +253,19 @@ class Fleet(FleetState):
                     elif time.monotonic() > until:
                         break
             for member in [member for member in self.present if not is_wanted(member)]:  # lost by the keeper meanwhile
-                self._release(member)
+                self.present.remove(member)
+                member.lock.release()
             yield
         finally:
             while self.present:
                 self.present.pop().lock.release()
 
     def each(self, step: Callable[[WeightSender], object], *, daemon: bool = True) -> list[WeightSender]:
-        """See ``Receivers.each``."""
+        """Run a step for all servers at the same time; return the senders of the servers that have done the step.
+
+        The update continues without servers that hang or have gone. daemon: False for a step inside torch, which must
+        not end with the process.
+        """
         return [member.sender for member in self._each_member(lambda member: step(member.sender), daemon=daemon)]
 
     def _each_member(
@@ -284,31 +273,16 @@ class Fleet(FleetState):
     ) -> list[Member]:
         """Run a step for all present members at once; return the members that have done the step.
 
-        The remaining members leave: they are late, hang, have gone, or refuse the step (``_raise_refusals``).
+        The remaining members leave: they hang, or have gone. WeightSyncError if a member refuses the step.
         """
         members = [member for member in self.present if among is None or member in among]
         steps = {member: in_thread(partial(step, member), daemon) for member in members}
-        await_most(steps.values(), max((member.leniency for member in steps), default=1))
         for member, running in steps.items():
-            is_late = not running.done()
-            error = None if is_late else running.exception()
-            if error is not None and not isinstance(error, WeightSyncError):
-                raise error
-            if is_late or isinstance(error, HangError | GoneError):
+            error = running.exception()
+            if isinstance(error, HangError | GoneError):
                 self.present.remove(member)
-                member.leave_update(error, must_end=self.transport.shares_gpu or bool(self._resting) or not daemon)
-            elif error is not None:
-                self._refusals.append(partial(member.await_death, error, time.monotonic(), member.restarts))
-                self._release(member)  # its keeper need not wait for the end of the update
-        if not self.present:
-            self._raise_refusals()
+                member.leave_update(error)
+        for member in self.present:
+            if member in steps and (refusal := steps[member].exception()) is not None:
+                raise refusal
         return [member for member in steps if member in self.present]
-
-    def _raise_refusals(self) -> None:
-        """Raise the first refusal of a server that lives. A dying server has gone by now, or soon."""
-        while self._refusals:
-            self._refusals.pop(0)()
-
-    def _release(self, member: Member) -> None:
-        self.present.remove(member)
-        member.lock.release()

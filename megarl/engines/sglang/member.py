@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
@@ -22,19 +21,19 @@ import httpx
 from megarl.engines.buckets import Bucket
 from megarl.engines.sglang.http import server_info
 from megarl.engines.sglang.server import Server
-from megarl.engines.sglang.transports.deadlines import MOST_LENIENT, GoneError, deadline
-from megarl.engines.sglang.transports.proof import Checksums, Proof, differing, make_prompt
-from megarl.engines.sglang.transports.sender import WeightSender
-from megarl.engines.sglang.transports.tensor import send_tensors
-from megarl.engines.sglang.transports.threads import in_thread
+from megarl.engines.sglang.transports.protocol import send_tensors
+from megarl.engines.sglang.transports.sender import Checksums, GoneError, WeightSender, deadline, in_thread
 from megarl.engines.sglang.versions import check_server
 from megarl.errors import RolloutError, WeightSyncError
-from megarl.models.hf_folder import read_json
 
-DEATH_WAIT_S = 10.0
-"""A server whose scheduler was killed ends within seconds."""
 FRESH = "default"
 """SGLang's name for the weights of a server without an update."""
+
+
+def find_changes(checksums: Checksums, expected: Checksums) -> list[str]:
+    """Return the names of tensors whose checksums differ on a rank."""
+    ranks = zip(checksums, expected, strict=False)
+    return sorted({name for tensors, other in ranks for name, _ in tensors.items() ^ other.items()})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,8 +45,6 @@ class Update:
     """None: without a copy, the next update brings these servers up to date."""
     checksums: Checksums | None = None
     """Checksums of every server; None if not compared, or without a server."""
-    sums: Sequence[int] = ()
-    """Sums of the bits of each tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +60,7 @@ class FleetSettings:
     poll_s: float = 0.5
     """Time between two looks at the processes."""
     health_s: float = 10.0
-    """Time between a passed check of the scheduler's state and the next check."""
-    generate_s: float = 300.0
-    """Time between two checks in which an idle server generates a token."""
+    """Time between a passed health check, in which an idle server generates a token, and the next check."""
     copies: Path | Literal["memory", "none"] = "memory"
     """Where the fleet keeps a copy of the weights for restarted servers: in memory, or in this folder. none: the next
     update brings these servers up to date."""
@@ -82,8 +77,6 @@ class FleetState:
     api_key: str | None = None
     routes: bool = True
     """Whether the servers must return routes."""
-    nucleus: bool = False
-    """Whether ``top_p`` is below 1."""
     source: Path | None = None
     """Checkpoint folder with the model's config and tokenizer; None: the model folder of the first of ``specs``."""
     settings: FleetSettings = field(default_factory=FleetSettings)
@@ -102,12 +95,6 @@ class FleetState:
         """The last update, if a copy exists."""
         return self.last if self.last is not None and self.last.copy is not None else None
 
-    @cached_property
-    def prompt(self) -> list[int]:
-        """Of the proofs."""
-        assert self.source is not None
-        return make_prompt(read_json(self.source / "config.json"))
-
 
 @dataclass(eq=False)
 class Member:
@@ -125,17 +112,12 @@ class Member:
     """True if the server answers; updates include only ready servers."""
     holds: Update | None = None
     """The update whose weights the server has; None: no weights, or half of an update."""
-    proof: Proof | None = None
     away_since: float | None = None
     restarts: int = 0
-    leniency: int = 1
-    """Factor on the server's time in a step of an update; doubled after every late step."""
     last_failure: str = ""
     """The last failure that was told."""
     checked_at: float = -math.inf
     """Time of the server's last passed check; for a server at a URL, of the last question for its weights."""
-    _generated_at: float = -math.inf
-    """Time of the last passed check with a generated token."""
     _silent_since: float | None = None
 
     def __post_init__(self) -> None:
@@ -153,75 +135,51 @@ class Member:
 
     def compare_checksums(self, checksums: Checksums, expected: Checksums) -> None:
         """WeightSyncError unless the checksums equal the expected checksums."""
-        if names := differing(checksums, expected):
+        if names := find_changes(checksums, expected):
             raise WeightSyncError(
                 f"{self.url} holds other weights than the first server after one update: {len(names)} checksums "
                 f"differ, the first of {names[:1]}"
             )
 
     def settle(self, update: Update) -> None:
-        """Note that the server has an update, with a new proof; WeightSyncError if the update was not made."""
-        proof = Proof(self.sender, self.fleet.prompt, update.checksums, update.sums)
-        if self.proof is not None and proof.is_unmade(self.proof):  # the old proof stays for the next attempt
-            raise WeightSyncError(
-                f"{self.url} confirmed the update to weights {update.version} and did not make it: most tensors are "
-                "others, but its log-probabilities of a fixed prompt are the same to the last bit. Look at its log"
-            )
-        self.proof, self.holds = proof, update
+        """Note that the server has an update."""
+        self.holds = update
         if self.away_since is not None:
             self.fleet.tell(
                 f"{self.url} is back with weights {update.version} after {time.monotonic() - self.away_since:.1f} s"
             )
             self.away_since, self.last_failure = None, ""
 
-    def leave_update(self, error: WeightSyncError | None, *, must_end: bool) -> None:
-        """Let an update continue without a server that is late (error None), hangs, or has gone. The keeper takes over.
+    def leave_update(self, error: WeightSyncError) -> None:
+        """Let an update continue without a server that hangs, or has gone. The keeper takes over.
 
-        Releases the lock. A hanging or stopping process is killed; must_end: a late process, too.
+        Kills the process, and releases the lock.
         """
-        self.leniency = min(MOST_LENIENT, 2 * self.leniency) if error is None else self.leniency
-        state = "is late" if error is None else "stops or has gone" if isinstance(error, GoneError) else "hangs"
-        cause = "" if error is None else f" ({error})"
+        state = "has gone" if isinstance(error, GoneError) else "hangs"
         self.fleet.tell(
-            f"{self.url} {state} in a weight update, which goes on without it{cause}; it gets the weights later"
+            f"{self.url} {state} in a weight update, which goes on without it ({error}); it gets the weights later"
         )
-        self.sender.abandon()
         self.leave()
-        in_thread(partial(self._let_go, error is not None or must_end))
+        in_thread(self._let_go)
 
-    def _let_go(self, kills: bool) -> None:
+    def _let_go(self) -> None:
         try:
-            if kills and self.process is not None:  # the kill may take seconds; surviving processes fail the next start
+            if self.process is not None:  # the kill may take seconds; surviving processes fail the next start
                 self.process.kill()
         finally:
             self.lock.release()
-
-    def await_death(self, error: WeightSyncError, refused_at: float, restarts: int) -> None:
-        """Wait for the end of a dying server, which may refuse a step first; raises ``error`` if the server lives.
-
-        restarts: number of restarts at the refusal.
-        """
-        while self.restarts == restarts and (
-            self.process.alive if self.process is not None else self.find_version() is not None
-        ):
-            if time.monotonic() > refused_at + DEATH_WAIT_S:
-                raise error
-            time.sleep(0.1)
-        self.fleet.tell(f"{self.url} has gone in a weight update ({error}); it gets the weights when it is back")
-        if self.process is None:
-            self.leave()
 
     def connect(self) -> None:
         """Make a new sender; RolloutError without an answer, ConfigError if megarl cannot use the server."""
         fleet = self.fleet
         info = server_info(self.url, fleet.api_key, deadline())
-        release, warnings = check_server(info, fleet.tp, fleet.routes, fleet.nucleus, fleet.source)
+        _, warnings = check_server(info, fleet.tp, fleet.routes)
         if self.connection is not None:
             self.connection.leave_group()  # not closed: a keeper may use the connection
         for warning in warnings if self.connection is None else ():
             self.fleet.tell(f"warning: {warning}")
         gpus = (self.process and self.process.spec.gpus) or ()
-        self.connection = WeightSender(self.url, release, tp=fleet.tp, api_key=fleet.api_key, gpus=gpus)
+        self.connection = WeightSender(self.url, tp=fleet.tp, api_key=fleet.api_key, gpus=gpus)
 
     def find_version(self) -> str | None:
         """Return the server's name for its weights, empty if unknown; None without an answer."""
@@ -260,7 +218,7 @@ class Member:
         if not dead and time.monotonic() - self.checked_at >= settings.health_s:
             if self.fleet.updating.is_set():
                 self._silent_since = None
-            elif self._passes_check(process):
+            elif process.healthy():
                 self._silent_since, self.checked_at = None, time.monotonic()
             else:
                 self._silent_since = self._silent_since or time.monotonic()
@@ -268,15 +226,6 @@ class Member:
                     self.fleet.tell(f"{self.url} has not answered for {settings.hang_s:.0f} s: killed")
                     process.kill()
         return dead and self.restarts <= settings.max_restarts
-
-    def _passes_check(self, process: Server) -> bool:
-        """A stuck scheduler does not report its state. A scheduler that runs without output is found later."""
-        if time.monotonic() - self._generated_at < self.fleet.settings.generate_s:
-            return process.responds()
-        is_healthy = process.healthy()
-        if is_healthy:
-            self._generated_at = time.monotonic()
-        return is_healthy
 
     def restart(self) -> None:
         """Start the server again and send the weights; tell a failure."""

@@ -8,6 +8,8 @@ The server runs in a session of its own under ``reaper``. Three events end the s
 - the reaper, if the starting process is killed.
 """
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import os
@@ -17,18 +19,27 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import httpx
 import psutil
 
+from megarl.config import Config
 from megarl.config.addresses import url_host
-from megarl.engines.sglang.http import SERVER_INFO, authorization, server_info
-from megarl.engines.sglang.spec import ServerSpec, command, environment, free_port, write_config
-from megarl.engines.sglang.versions import require_own
-from megarl.errors import RolloutError
+from megarl.engines.sglang.http import authorization, key_named, server_info
+from megarl.engines.sglang.spec import SERVER_DTYPES, ServerSpec, command, environment, free_port, write_config
+from megarl.engines.sglang.versions import (
+    CHECKSUMS_ON_CPU,
+    check_server,
+    installed_release,
+    parse_arguments,
+    require_own,
+)
+from megarl.errors import MegarlError, RolloutError
+from megarl.models.fit import servers_record
 
 REAPER = Path(__file__).parent / "reaper.py"
 LOG_TAIL_LINES = 30
@@ -129,20 +140,12 @@ class Server:
 
     def healthy(self, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
         """Whether the server passes its health check in time: a generated token, or a generation in progress."""
-        return self._get("health", timeout_s) == 200
-
-    def responds(self, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
-        """Whether the scheduler reports its state in time, without a forward pass."""
-        statuses = (self._get(path, timeout_s) for path in SERVER_INFO)
-        return next((status for status in statuses if status != 404), 404) == 200
-
-    def _get(self, path: str, timeout_s: float) -> int | None:
         headers = authorization(self.spec.api_key)
         try:  # verify: loading certificates takes longer than a plain HTTP request
-            answer = httpx.get(f"{self.url}/{path}", headers=headers, timeout=timeout_s, trust_env=False, verify=False)
+            answer = httpx.get(f"{self.url}/health", headers=headers, timeout=timeout_s, trust_env=False, verify=False)
         except httpx.HTTPError:
-            return None
-        return answer.status_code
+            return False
+        return answer.status_code == 200
 
     @property
     def version(self) -> str:
@@ -233,3 +236,51 @@ def _is_living_member(process: psutil.Process, leader_pid: int) -> bool:
         return os.getsid(process.pid) == leader_pid and process.status() != psutil.STATUS_ZOMBIE
     except (ProcessLookupError, psutil.NoSuchProcess, PermissionError):
         return False
+
+
+ASK_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """An environment for servers, or a running server, before a run."""
+
+    where: str
+    """Path of the interpreter, or URL."""
+    release: str | None = None
+    """None: unknown."""
+    warnings: tuple[str, ...] = ()
+    problem: str | None = None
+    """Why a run would refuse the server, and the remedy; None: no problem."""
+
+
+def examine(config: Config) -> list[Examined]:
+    """Ask the servers in sglang.urls, or the interpreter sglang.python; starts no server."""
+    return [_check(config, place) for place in config.sglang.urls or [str(config.sglang.python)]]
+
+
+def _predict_info(config: Config, python: str) -> Mapping[str, Any]:
+    """Return the expected /server_info of a server with these settings, as far as the command line shows."""
+    settings = config.sglang
+    gpus, arguments = tuple(settings.gpus[: settings.tp]) or None, tuple(settings.arguments)
+    programs = config.model.path, python, SERVER_DTYPES[config.rollout.dtype], os.devnull
+    spec = ServerSpec(*programs, tp=settings.tp, gpus=gpus, routes=servers_record(config), extra_args=arguments)
+    # Servers started by megarl have a key, which is not on the command line.
+    return {**parse_arguments(command(spec)), "api_key": True, "version": installed_release(Path(python))}
+
+
+def _check(config: Config, place: str) -> Examined:
+    release = None
+    try:
+        if config.sglang.urls:
+            info = server_info(place, key_named(config.sglang.api_key_env), ASK_S)
+        else:
+            info = _predict_info(config, place)
+        release = str(info.get("version"))
+        version, warnings = check_server(info, config.sglang.tp, servers_record(config))
+    except MegarlError as error:
+        return Examined(place, release, problem=str(error))
+    problem = None
+    if config.sglang.checksums and info.get("device") == "cpu" and version < CHECKSUMS_ON_CPU:
+        problem = f"SGLang {release} gives no checksums on a CPU: take a later one, or sglang.checksums = false"
+    return Examined(place, release, tuple(warnings), problem)

@@ -1,7 +1,4 @@
-"""Capabilities of the SGLang releases, and arguments that make routes or log-probabilities wrong.
-
-The texts are data, in releases.toml.
-"""
+"""The SGLang releases that megarl takes, and arguments that make routes or log-probabilities wrong (releases.toml)."""
 
 import re
 import subprocess
@@ -13,23 +10,13 @@ from typing import Any
 
 from megarl.config.trust import find_stranger, safe_environment
 from megarl.errors import ConfigError, RolloutError
-from megarl.models.hf_folder import read_json
 
 Version = tuple[int, int, int]
-OLDEST, NEWEST = (0, 5, 7), (0, 5, 23)
-NO_RELEASE: Version = (1 << 30, 0, 0)
-"""Newer than any release: it has the faults of every release alone."""
+OLDEST, NEWEST = (0, 5, 21), (0, 5, 23)
+CHECKSUMS_ON_CPU = (0, 5, 23)
+"""The first release whose /weights_checker answers on a CPU too."""
 Arguments = Mapping[str, Any]
 """Name with underscores -> value, as in /server_info; an absent argument has its default."""
-
-
-@dataclass(frozen=True, slots=True)
-class Capability:
-    """A feature, and the first release with the feature."""
-
-    name: str
-    since: Version
-    meaning: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +29,6 @@ class Fault:
     meaning: str
     """The wrong result, and the arguments that cause it."""
     remedy: str
-    last: Version | None = None
-    """The last release with the fault; None: all releases."""
     of_routes: bool = False
     """Whether the fault matters only for requests with routes."""
 
@@ -60,23 +45,6 @@ def _tree_of_drafts(arguments: Arguments) -> bool:
     return algorithm is not None and (algorithm == "NGRAM" or _number(arguments, "speculative_eagle_topk", 1) > 1)
 
 
-def _experts_move(arguments: Arguments) -> bool:
-    return (
-        bool(arguments.get("enable_eplb"))
-        or arguments.get("init_expert_location", "trivial") != "trivial"
-        or _number(arguments, "ep_num_redundant_experts", 0) > 0
-    )
-
-
-def _keeps_router_weights(arguments: Arguments) -> bool:
-    is_glm = arguments.get("model_type") == "glm4_moe"
-    return is_glm and arguments.get("dtype") != "float32" and parse_version(str(arguments.get("version"))) >= (0, 5, 10)
-
-
-def _has_key(arguments: Arguments) -> bool:
-    return bool(arguments.get("api_key") or arguments.get("admin_api_key"))
-
-
 _OTHER_CACHES = (
     "enable_hierarchical_cache",
     "enable_lmcache",
@@ -87,16 +55,11 @@ _OTHER_CACHES = (
 
 _IN_KERNEL = ("triton_kernel", "flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4")
 """MoE runners that choose experts inside a kernel. Servers report the runner that "auto" stands for."""
-_NO_ALL_TO_ALL, _GATHERED = (None, "none"), ("deepep", "deepep_v2")
+_GATHERED = (None, "none", "deepep", "deepep_v2")
 
 _CAUSES: Mapping[str, Callable[[Arguments], bool]] = {
-    "physical_experts": _experts_move,
-    "old_routers": _keeps_router_weights,
-    "old_transformers": lambda info: bool(info.get("new_rope")),
-    "wrong_rows_on_cpu": lambda info: info.get("device") == "cpu" and not info.get("disable_overlap_schedule"),
     "routes_in_a_kernel": lambda info: info.get("moe_runner_backend") in _IN_KERNEL,
-    "scattered_tokens": lambda info: info.get("moe_a2a_backend") not in (*_NO_ALL_TO_ALL, *_GATHERED),
-    "scattered_tokens_of_deepep": lambda info: info.get("moe_a2a_backend") in _GATHERED,
+    "scattered_tokens": lambda info: info.get("moe_a2a_backend") not in _GATHERED,
     "no_routes": lambda info: info.get("enable_return_routed_experts") is False,
     "unchunked_prefill": lambda info: _number(info, "chunked_prefill_size", 1) <= 0,
     "disaggregation": lambda info: info.get("disaggregation_mode", "null") not in (None, "null"),
@@ -108,7 +71,6 @@ _CAUSES: Mapping[str, Callable[[Arguments], bool]] = {
     "cache_beyond_the_gpu": lambda info: any(info.get(name) for name in _OTHER_CACHES),
     "watermark": lambda info: bool(info.get("enable_watermark")),
     "preferred_sampling": lambda info: bool(info.get("preferred_sampling_params")),
-    "pickles": lambda info: not _has_key(info),
 }
 """Of each fault."""
 
@@ -121,52 +83,29 @@ def parse_version(text: str) -> Version:
     return int(match[1]), int(match[2]), int(match[3])
 
 
-def _read_releases() -> tuple[tuple[Capability, ...], tuple[Fault, ...]]:
-    tables = tomllib.loads(Path(__file__).with_name("releases.toml").read_text("utf-8"))
-    assert tables["faults"].keys() == _CAUSES.keys(), "releases.toml and _CAUSES have other faults"
-    for entry in (*tables["capabilities"].values(), *tables["faults"].values()):
-        entry |= {key: parse_version(entry[key]) for key in ("since", "last") if key in entry}
-    # By keyword: an unknown key is an error.
-    able = tuple(Capability(name=name, **entry) for name, entry in tables["capabilities"].items())
-    return able, tuple(Fault(name=name, applies=_CAUSES[name], **entry) for name, entry in tables["faults"].items())
+def _read_faults() -> tuple[Fault, ...]:
+    table = tomllib.loads(Path(__file__).with_name("releases.toml").read_text("utf-8"))["faults"]
+    assert table.keys() == _CAUSES.keys(), "releases.toml and _CAUSES have other faults"
+    return tuple(Fault(name=name, applies=_CAUSES[name], **entry) for name, entry in table.items())
 
 
-CAPABILITIES, FAULTS = _read_releases()
+FAULTS = _read_faults()
 
 
-def can(version: Version, capability: str) -> bool:
-    """Whether a release has a capability; KeyError for an unknown one."""
-    return version >= {entry.name: entry.since for entry in CAPABILITIES}[capability]
-
-
-def check_server(
-    info: Arguments, tp: int, routes: bool = True, nucleus: bool = False, source: Path | None = None
-) -> tuple[Version, list[str]]:
+def check_server(info: Arguments, tp: int, routes: bool = True) -> tuple[Version, list[str]]:
     """Return the version in a /server_info answer, and warnings; ConfigError if megarl cannot use the server, or if its
-    tensor-parallel size is not ``tp``. routes: whether the server must return routes; nucleus: whether top_p is below
-    1; source: folder with the model's config."""
-    if source is not None and (config := source / "config.json").is_file():
-        hf = read_json(config)
-        info = {
-            **info,
-            "model_type": hf.get("model_type"),
-            "new_rope": "rope_parameters" in hf and "rope_theta" not in hf,
-        }
+    tensor-parallel size is not ``tp``. routes: whether the server must return routes."""
     text = str(info.get("version"))
     version = parse_version(text)
     if version < OLDEST:
-        hint = f'expected at least {dotted(OLDEST)}: upgrade it, or set rollout.engine = "local"'
-        raise ConfigError(f"SGLang {text} returns no routes, {hint}")
-    _refuse_faults(info, routes, f"SGLang {text}", version)
-    if nucleus and not can(version, "sampling_masks"):
         raise ConfigError(
-            f"SGLang {text} does not record the ids that it draws from with top_p below 1; its log-probabilities are "
-            'those of the whole vocabulary: take 0.5.20 or later, set rollout.top_p = 1, or rollout.engine = "local"'
+            f'SGLang {text} is too old, expected at least {dotted(OLDEST)}: upgrade it, or set rollout.engine = "local"'
         )
+    _refuse_faults(info, routes, f"SGLang {text}")
     if _number(info, "tp_size", tp) != tp:
         raise ConfigError(f"SGLang runs with --tp-size {info['tp_size']}, expected {tp}: set sglang.tp to the former")
     warnings = []
-    if not _has_key(info):
+    if not (info.get("api_key") or info.get("admin_api_key")):
         warnings.append("no API key: whoever reaches the server can replace its weights; start it with --api-key")
     if info.get("speculative_algorithm") is not None:
         warnings.append("speculative decoding: megarl was never tried with it; watch rollout/k3")
@@ -176,20 +115,13 @@ def check_server(
 
 
 def check_arguments(words: Sequence[str], routes: bool = True) -> None:
-    """ConfigError for arguments that are wrong with every release; ``check_server`` finds the rest.
-
-    routes: whether the server must return routes.
-    """
-    _refuse_faults(parse_arguments(words), routes, "SGLang", NO_RELEASE)
+    """ConfigError for arguments that make answers wrong. routes: whether the server must return routes."""
+    _refuse_faults(parse_arguments(words), routes, "SGLang")
 
 
-def _refuse_faults(arguments: Arguments, routes: bool, name: str, version: Version) -> None:
+def _refuse_faults(arguments: Arguments, routes: bool, name: str) -> None:
     for fault in FAULTS:
-        if (
-            (routes or not fault.of_routes)
-            and (fault.last is None or version <= fault.last)
-            and fault.applies(arguments)
-        ):
+        if (routes or not fault.of_routes) and fault.applies(arguments):
             raise ConfigError(f"{name}: {fault.meaning}: {fault.remedy}")
 
 

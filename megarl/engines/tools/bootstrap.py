@@ -54,16 +54,15 @@ def take_limits(settings: dict) -> None:
         os.setgroups([])
         os.setgid(settings["uid"])
         os.setuid(settings["uid"])
-    if settings["num_files"] is not None:
-        drop_capabilities()
+    drop_capabilities()
 
 
 def be_init(owner_fd: int) -> None:
     """Continue in a child. This process waits, and ends with the child's status, or when the owner has ended.
 
-    In a sandbox all processes end with this process; without a sandbox, the processes of the session. The first
-    process of a sandbox ignores signals without a handler, such as the signal of the CPU limit, so that user code must
-    not run in the first process. The first process keeps the user who started it, so that bubblewrap may signal it.
+    All processes of the sandbox end with this process. The first process of a sandbox ignores signals without a
+    handler, such as the signal of the CPU limit, so that user code must not run in the first process. The first process
+    keeps the user who started it, so that bubblewrap may signal it.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     main = os.fork()
@@ -71,11 +70,10 @@ def be_init(owner_fd: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         os.close(owner_fd)
         return
-    if os.getpid() == 1:
-        drop_capabilities()
-        libc = ctypes.CDLL(None)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        libc.prctl(PR_SET_DUMPABLE, 0)  # the code may have the same user id, and must not read this process
+    drop_capabilities()
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc.prctl(PR_SET_DUMPABLE, 0)  # the code may have the same user id, and must not read this process
     os.dup2(owner_fd, 3)
     os.closerange(4, 1 << 16)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -86,8 +84,6 @@ def be_init(owner_fd: int) -> None:
             os._exit(code if code >= 0 else 128 - code)
         if pid == 0:
             signal.sigtimedwait({signal.SIGCHLD}, 1.0)
-    if os.getpid() != 1:
-        os.killpg(0, signal.SIGKILL)
     os._exit(128 + signal.SIGKILL)
 
 
@@ -116,7 +112,7 @@ def start() -> None:
     """Set up the process by the settings in the arguments, and run the code."""
     settings = json.loads(sys.argv[1])
     code = read_code()
-    files = settings["num_files"] is not None and limit_files(settings["num_files"])
+    files = limit_files(settings["num_files"])
     be_init(settings["owner_fd"])
     take_limits(settings)
     os.write(settings["status_fd"], b"ready files\n" if files else b"ready\n")

@@ -12,13 +12,14 @@ from collections.abc import Awaitable, Callable
 
 import psutil
 
-from megarl.engines.tools.leftovers import END_S, kill_marked, remove
 from megarl.engines.tools.protocol import ToolExit, ToolResult
 from megarl.engines.tools.sandbox import MEMORY_EXIT, Child, Limits, Sandbox, prepare
 from megarl.errors import ConfigError, RolloutError
 
 START_S = 5.0
 """Time for bubblewrap to name its child process; afterwards bubblewrap is killed without the name."""
+END_S = 30.0
+"""Time limit for the kernel to remove killed processes."""
 TRY_S = 60.0
 """Time for a line of code in the trial of the sandbox."""
 
@@ -27,28 +28,24 @@ class PythonTool:
     """Runs the code of a model; calls share no files and no variables.
 
     The constructor tries the sandbox, which blocks for under a second. ConfigError without bubblewrap, or if the host
-    prevents the sandbox. ``limits_alone`` asks for resource limits without isolation: the code then has the network,
-    the files of this user, and may leave its session.
+    prevents the sandbox.
 
     Calls may overlap; the caller bounds the number. A cancelled call leaves no process and no file behind. The calls of
-    a killed process end within seconds; the next tool ends any leftovers.
+    a killed process end within seconds.
     """
 
     name = "python"
 
-    def __init__(
-        self, limits: Limits | None = None, *, interpreter: str | None = None, limits_alone: bool = False
-    ) -> None:
+    def __init__(self, limits: Limits | None = None, *, interpreter: str | None = None) -> None:
         self.limits = limits or Limits()
-        self._sandbox = prepare(self.limits, interpreter or sys.executable, limits_alone)
+        self._sandbox = prepare(self.limits, interpreter or sys.executable)
         self.limits_files = _try(self._sandbox)
         """Whether ``Limits.scratch_files`` holds: not if the host takes all rights from the sandbox."""
 
     def describe_limits(self) -> str:
         """Return the limits of a call on this host, in words."""
-        memory = "of a call, with the kernel's" if self._sandbox.groups else "of each process, for want of a cgroup"
         files = "number of files" if self.limits_files else "not the number of files, for want of CAP_SYS_ADMIN"
-        return f"limits processes, time, memory ({memory}), bytes on disk, {files}"
+        return f"limits processes, time, memory of each process, bytes on disk, {files}"
 
     async def __call__(self, argument: str) -> ToolResult:
         """Run the code. RolloutError if the process did not start or could not be ended."""
@@ -64,7 +61,6 @@ class _Call:
         self._loop = asyncio.get_running_loop()
         self._process_fd = os.pidfd_open(child.process.pid)
         self._init_fd: int | None = None
-        self._was_full = False
         self._stopped: asyncio.Future[ToolExit | None] = self._loop.create_future()
         self._output = _Pipe(limits.output_bytes, on_data=lambda: self._output.more and self._stop("output_limit"))
         self._status = _Pipe(1 << 12, on_data=self._on_status)
@@ -117,10 +113,7 @@ class _Call:
             await self._kill()
             async with asyncio.timeout(END_S):
                 await _await_readable(self._process_fd)  # bubblewrap ends after the last process inside
-                # Without a sandbox, a process that removed its mark may keep the pipe open.
-                with contextlib.suppress(TimeoutError) if self._child.scratch else contextlib.nullcontext():
-                    async with asyncio.timeout(1.0 if self._child.scratch else None):
-                        await self._output.ended.wait()
+                await self._output.ended.wait()
         except TimeoutError as error:
             raise RolloutError(f"a Python call could not be killed within {END_S:g} s: look at the host") from error
         finally:
@@ -130,28 +123,18 @@ class _Call:
                 if fd is not None:
                     os.close(fd)
             self._child.process.poll()
-            if self._child.group:
-                self._was_full = self._child.group.was_full
-                self._child.group.remove()
-            if self._child.scratch:
-                await asyncio.to_thread(remove, self._child.scratch)
 
     async def _kill(self) -> None:
-        if self._child.scratch is None:
-            # If killed during the setup of its child, bubblewrap would leave the child waiting.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(START_S):
-                    await self._status.line.wait()
-            # Kill the first process: bubblewrap reaps the process and ends. Killing bubblewrap would leave a zombie.
-            with contextlib.suppress(ProcessLookupError, psutil.Error):
-                if self._init_fd is None:
-                    for process in psutil.Process(self._child.process.pid).children():
-                        process.kill()
-                signal.pidfd_send_signal(self._process_fd if self._init_fd is None else self._init_fd, signal.SIGKILL)
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._child.process.pid, signal.SIGKILL)
-        await asyncio.to_thread(kill_marked, self._child.mark.__eq__)
+        # If killed during the setup of its child, bubblewrap would leave the child waiting.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_S):
+                await self._status.line.wait()
+        # Kill the first process: bubblewrap reaps the process and ends. Killing bubblewrap would leave a zombie.
+        with contextlib.suppress(ProcessLookupError, psutil.Error):
+            if self._init_fd is None:
+                for process in psutil.Process(self._child.process.pid).children():
+                    process.kill()
+            signal.pidfd_send_signal(self._process_fd if self._init_fd is None else self._init_fd, signal.SIGKILL)
 
     def _make_result(self, reason: ToolExit | None) -> ToolResult:
         status = self._child.process.returncode
@@ -163,7 +146,7 @@ class _Call:
         if self._output.more:
             text += f"\n[cut after {self._limits.output_bytes} bytes]"
         if reason is None:
-            reason = "output_limit" if self._output.more else _classify_exit(status, self._was_full)
+            reason = "output_limit" if self._output.more else _classify_exit(status)
         return ToolResult(text, reason, self._output.more)
 
 
@@ -202,10 +185,10 @@ class _Pipe(asyncio.Protocol):
             self._transport.close()
 
 
-def _classify_exit(status: int, was_full: bool) -> ToolExit:
+def _classify_exit(status: int) -> ToolExit:
     if status == 0:
         return "ok"
-    if was_full or status == MEMORY_EXIT:
+    if status == MEMORY_EXIT:
         return "memory"
     if status in (-signal.SIGXCPU, 128 + signal.SIGXCPU):
         return "timeout"
@@ -225,15 +208,10 @@ def _try(sandbox: Sandbox) -> bool:
             limits_files = b"ready files" in status.read()
         with open(child.output_fd, "rb") as output:
             text = output.read().decode("utf-8", "replace")
-        if child.scratch:
-            remove(child.scratch)
-        if child.group:
-            child.group.remove()
     if text != "42\n":
-        how = "with resource limits" if sandbox.bwrap is None else f"in bubblewrap ({sandbox.bwrap})"
         raise ConfigError(
-            f"Python does not run {how} on this host: {text.strip()[-500:]!r}. A container may need the right to make "
-            "namespaces, memory_bytes may be too small for the interpreter; limits_alone=True goes without isolation"
+            f"Python does not run in bubblewrap ({sandbox.bwrap}) on this host: {text.strip()[-500:]!r}. A container "
+            "may need the right to make namespaces, or memory_bytes may be too small for the interpreter"
         )
     return limits_files
 

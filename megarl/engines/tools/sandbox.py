@@ -1,31 +1,37 @@
-"""Start Python code in a bubblewrap sandbox, or under resource limits alone.
+"""Start Python code in a bubblewrap sandbox.
 
 In the sandbox the code has its own processes, network (only a loopback), host name and file tree. The code can read the
 interpreter and the system's libraries, and write a small folder in memory, /tmp. The environment variables of this
 process are not passed on. All processes of a call end with the first process, which watches the caller and ends after
 the caller: bubblewrap's --die-with-parent misses a parent that ends during the start.
 
-The kernel's limits hold per process. With a control group, the memory limit holds for the whole call
-(docs/environments.md).
+The limit of memory holds for each process (docs/environments.md).
+
+A kernel filter limits the system calls to those of ``system_calls.toml``. Calls outside of the list would defeat the
+bounds: kernel memory and host slots that no limit counts (file locks, asynchronous I/O, watches, keys, System V
+objects, queues of abandoned sockets), networks outside of namespaces (vsock), and kernel subsystems that arithmetic
+does not need and that have often been vulnerable.
 """
 
+from __future__ import annotations
+
 import contextlib
+import errno
 import fcntl
 import json
 import math
 import os
+import platform
 import secrets
 import shutil
+import struct
 import subprocess
 import sys
-import tempfile
+import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
-from megarl.engines.tools import leftovers, seccomp
-from megarl.engines.tools.cgroup import Group, find_parents
 from megarl.errors import ConfigError, RolloutError
 
 BOOTSTRAP = Path(__file__).parent / "bootstrap.py"
@@ -34,6 +40,25 @@ MEMORY_EXIT = 86
 _MAX_OPEN_FILES = 256
 _MAX_SIGNALS = 1024
 """Pending signals and timers."""
+_ENVIRONMENT = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    **dict.fromkeys(("HOME", "TMPDIR"), "/tmp"),
+    **{"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
+}
+"""All variables of the code: no variable of this process; libraries use a single thread."""
+
+
+_TABLE = tomllib.loads(Path(__file__).with_name("system_calls.toml").read_text("utf-8"))
+_CLONE3 = 435
+_FIRST_UNKNOWN = 470
+"""Later calls fail as in a kernel without these calls, so that libc falls back to older calls."""
+_X32_CALLS = 0x40000000
+"""On x86_64 the calls have second numbers from here on; aarch64 has no calls in this range."""
+_F_SETLK = 6
+
+_LOAD, _AND, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
+_OFFSET_NUMBER, _OFFSET_ARCHITECTURE, _OFFSET_ARGUMENTS = 0, 4, 16
+_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +71,12 @@ class Limits:
     """Of each process."""
     memory_bytes: int = 1 << 30
     """Address space of each process; an interpreter with numpy needs about 200 MB."""
-    num_processes: int | None = 8
-    """Processes and threads beside the first process. None sets no limit; not allowed in the sandbox."""
+    num_processes: int = 8
+    """Processes and threads beside the first process."""
     scratch_bytes: int = 64 << 20
-    """All files in the scratch folder together; without the sandbox, each single file."""
+    """All files in the scratch folder together."""
     scratch_files: int = 4096
-    """Files, folders and links in the scratch folder; without the sandbox not limited."""
+    """Files, folders and links in the scratch folder."""
     output_bytes: int = 16 << 10
     """Standard output and error together; more output ends the call."""
     code_bytes: int = 64 << 10
@@ -61,25 +86,19 @@ class Limits:
         for name in ("wall_s", "cpu_s", "memory_bytes", "scratch_bytes", "scratch_files", "output_bytes", "code_bytes"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a finite number above 0")
-        if self.num_processes is not None and self.num_processes < 0:
-            raise ConfigError(f"num_processes is {self.num_processes}, expected at least 0, or None for no limit")
+        if self.num_processes < 0:
+            raise ConfigError(f"num_processes is {self.num_processes}, expected at least 0")
 
 
 @dataclass(slots=True)
 class Child:
-    """A started call: the process, and the host's resources. The receiver closes both descriptors."""
+    """A started call. The receiver closes both descriptors."""
 
     process: subprocess.Popen[bytes]
     output_fd: int
     """Read end of standard output and error."""
     status_fd: int
     """Read end of a pipe with a line of JSON from bubblewrap, and "ready" once the code is about to run."""
-    scratch: Path | None
-    """Folder to remove; None if the folder is in the memory of the sandbox."""
-    mark: str
-    """See ``megarl.engines.tools.leftovers``."""
-    group: Group | None
-    """Control group of the call, which the receiver removes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +108,10 @@ class Sandbox:
     limits: Limits
     interpreter: str
     """Python for the code; its installed packages can be imported."""
-    bwrap: str | None
-    """Path of bubblewrap; None for resource limits alone."""
+    bwrap: str
+    """Path of bubblewrap."""
     readable: tuple[str, ...]
     """Folders of the interpreter, which bubblewrap shows besides /usr and the system's libraries."""
-    groups: tuple[Path, ...] = ()
-    """Parents of the control groups of calls; see ``megarl.engines.tools.cgroup``."""
 
     def start(self, code: str) -> Child:
         """Start the code and return at once. RolloutError if the host cannot start a process."""
@@ -104,12 +121,7 @@ class Sandbox:
             raise RolloutError(f"the Python tool could not start a process: {error}") from error
 
     def _start(self, code: str) -> Child:
-        mark = leftovers.new_mark()
         with contextlib.ExitStack() as host, contextlib.ExitStack() as child:
-            scratch = None if self.bwrap else Path(tempfile.gettempdir(), leftovers.FOLDER + mark)
-            if scratch:
-                scratch.mkdir(0o700)
-                host.callback(shutil.rmtree, scratch)
             output_fd, output_end = _pipe(host, child)
             status_fd, write_end = _pipe(host, child)
             # Opened for reading too: otherwise, after the end of this process, bubblewrap would die of SIGPIPE, and its
@@ -117,35 +129,21 @@ class Sandbox:
             status_end = _close_with(os.open(f"/proc/self/fd/{write_end}", os.O_RDWR | os.O_CLOEXEC), child)
             ready_end = _close_with(os.dup(status_end), child)  # bubblewrap closes its own descriptor
             owner_fd = _close_with(os.pidfd_open(os.getpid()), child)
-            passed = [status_end, ready_end, owner_fd]
-            wrapper: list[str] = []
-            if self.bwrap:
-                passed.append(_close_with(_make_sealed_file(seccomp.program()), child))
-                wrapper = [self.bwrap, *_namespaces(), *self._files()]
-                wrapper += ["--json-status-fd", str(status_end), "--seccomp", str(passed[-1]), "--"]
-            group = self._make_group(mark)
-            if group:
-                host.callback(group.remove)
-                wrapper = group.command(wrapper)
+            filter_fd = _close_with(_make_sealed_file(filter_program()), child)
+            wrapper = [self.bwrap, *_namespaces(), *self._files()]
+            wrapper += ["--json-status-fd", str(status_end), "--seccomp", str(filter_fd), "--"]
             program = ["-I", "-u", "-c", BOOTSTRAP.read_text(), self._settings(ready_end, owner_fd)]
             process = subprocess.Popen(
                 [*wrapper, self.interpreter, *program],
                 stdin=_close_with(_make_sealed_file(code.encode("utf-8", "replace")), child),
                 stdout=output_end,
                 stderr=output_end,
-                pass_fds=passed,
-                cwd=scratch,
-                env=_environment(scratch or Path("/tmp"), mark),
+                pass_fds=[status_end, ready_end, owner_fd, filter_fd],
+                env=_ENVIRONMENT,
                 start_new_session=True,
             )
             host.pop_all()
-            return Child(process, output_fd, status_fd, scratch, mark, group)
-
-    def _make_group(self, mark: str) -> Group | None:
-        if not self.groups:
-            return None
-        num_processes = (self.limits.num_processes or 0) + 3  # bubblewrap, the init, the code
-        return Group(self.groups, self.limits.memory_bytes + self.limits.scratch_bytes, num_processes, mark)
+            return Child(process, output_fd, status_fd)
 
     def _files(self) -> list[str]:
         """Return the arguments for the file tree. /tmp comes first, because an interpreter may lie below /tmp."""
@@ -169,7 +167,7 @@ class Sandbox:
         return [*args, "--remount-ro", "/proc", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
 
     def _settings(self, ready_end: int, owner_fd: int) -> str:
-        limits, unused_user = self.limits, self.bwrap is not None and os.geteuid() == 0
+        limits, unused_user = self.limits, os.geteuid() == 0
         rlimits = {
             "RLIMIT_CPU": (limits.cpu_s, limits.cpu_s + 1),  # SIGXCPU, and SIGKILL for code that ignores it
             "RLIMIT_AS": (limits.memory_bytes, limits.memory_bytes),
@@ -178,39 +176,26 @@ class Sandbox:
             "RLIMIT_SIGPENDING": (_MAX_SIGNALS, _MAX_SIGNALS),
             "RLIMIT_CORE": (0, 0),
         }
-        if limits.num_processes is not None:
-            # Counted per user and user namespace: an unused user has no init process.
-            num_existing = 0 if unused_user else 1 if self.bwrap else 1 + _count_own_threads()
-            total = num_existing + 1 + limits.num_processes
-            rlimits["RLIMIT_NPROC"] = (total, total)
+        # Counted per user and user namespace: an unused user has no init process.
+        total = (0 if unused_user else 1) + 1 + limits.num_processes
+        rlimits["RLIMIT_NPROC"] = (total, total)
         uid = _unused_uid() if unused_user else None
-        num_files = limits.scratch_files if self.bwrap else None
-        settings = {"rlimits": rlimits, "uid": uid, "num_files": num_files, "owner_fd": owner_fd}
+        settings = {"rlimits": rlimits, "uid": uid, "num_files": limits.scratch_files, "owner_fd": owner_fd}
         return json.dumps(settings | {"status_fd": ready_end, "memory_exit": MEMORY_EXIT})
 
 
-def prepare(limits: Limits, interpreter: str, limits_alone: bool) -> Sandbox:
+def prepare(limits: Limits, interpreter: str) -> Sandbox:
     """Return a sandbox for this host. ConfigError if the host cannot contain code as asked."""
     if sys.platform != "linux":
         raise ConfigError(f"the Python tool needs Linux and this is {sys.platform}: leave the tool out here")
     interpreter = os.path.abspath(shutil.which(interpreter) or interpreter)
-    leftovers.reap()
-    if limits_alone:
-        if limits.num_processes is not None and os.geteuid() == 0:
-            raise ConfigError(
-                "num_processes cannot be limited for root without a sandbox: run as another user, install bubblewrap, "
-                "or set num_processes to None (environment.python_processes = -1) and accept that fork bombs work"
-            )
-        return Sandbox(limits, interpreter, None, ())
-    if limits.num_processes is None:
-        raise ConfigError("num_processes is None in a sandbox, expected a number: None is for resource limits alone")
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise ConfigError(
             "the Python tool found no bubblewrap (bwrap) to contain the code of a model: install it (apt-get install "
-            "bubblewrap), or set limits_alone=True and accept resource limits without network and file isolation"
+            "bubblewrap)"
         )
-    return Sandbox(limits, interpreter, bwrap, _find_prefixes(interpreter), find_parents())
+    return Sandbox(limits, interpreter, bwrap, _find_prefixes(interpreter))
 
 
 def _namespaces() -> list[str]:
@@ -248,18 +233,6 @@ def _find_prefixes(interpreter: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(path for path in done.stdout.splitlines() if not f"{path}/".startswith("/usr/")))
 
 
-def _environment(scratch: Path, mark: str) -> dict[str, str]:
-    """Return all variables of the code: no variable of this process; libraries use a single thread."""
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    home = str(scratch)
-    return threads | {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", leftovers.MARK: mark}
-
-
-def _count_own_threads() -> int:
-    processes = [process.info for process in psutil.process_iter(["uids", "num_threads"])]
-    return sum(info["num_threads"] or 0 for info in processes if info["uids"] and info["uids"].real == os.geteuid())
-
-
 def _pipe(host: contextlib.ExitStack, child: contextlib.ExitStack) -> tuple[int, int]:
     read_end, write_end = os.pipe()
     return _close_with(read_end, host), _close_with(write_end, child)
@@ -279,3 +252,48 @@ def _make_sealed_file(data: bytes) -> int:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
+
+
+def filter_program() -> bytes:
+    """Return the filter of system calls as struct sock_filter entries. ConfigError for an unknown machine."""
+    machine = _TABLE["machines"].get(platform.machine())
+    if machine is None:
+        problem = f"no filter of system calls is known for {platform.machine()!r}, only for "
+        raise ConfigError(f"{problem}{' and '.join(_TABLE['machines'])}: the sandboxed Python tool does not run here")
+    place = machine["place"]
+    code = [
+        _op(_LOAD, _OFFSET_ARCHITECTURE),
+        _op(_IF_EQUAL, machine["audit"], 1, 0),
+        _op(_RETURN, _KILL),
+        _op(_LOAD, _OFFSET_NUMBER),
+        _op(_IF_AT_LEAST, _X32_CALLS, 0, 1),
+        _op(_RETURN, _KILL),
+    ]
+    for numbers in _TABLE["allowed"].values():
+        if numbers[place] >= 0:
+            code += [_op(_IF_EQUAL, numbers[place], 0, 1), _op(_RETURN, _ALLOW)]
+    for name, call in _TABLE["tested"].items():
+        # SQLite locks files with fcntl. A pretended lock suffices: no other process has the files of a call. Real locks
+        # would take memory that no limit counts.
+        pretended = _pretend(_F_SETLK) if name == "fcntl" else []
+        body = [*pretended, *(op for test in call["tests"] for op in _test(*test)), _op(_RETURN, _ALLOW)]
+        code += [_op(_IF_EQUAL, call["numbers"][place], 0, len(body)), *body]
+    # The flags of clone3 lie in memory, which a filter cannot read: without clone3, libc uses clone.
+    code += [_op(_IF_EQUAL, _CLONE3, 1, 0), _op(_IF_AT_LEAST, _FIRST_UNKNOWN, 0, 1)]
+    code += [_op(_RETURN, _ERROR | errno.ENOSYS), _op(_RETURN, _ERROR | errno.EPERM)]
+    return b"".join(code)
+
+
+def _test(argument: int, mask: int, values: Sequence[int], error: int) -> list[bytes]:
+    """Continue behind these entries if the masked argument is among the values; otherwise return the error."""
+    jumps = [_op(_IF_EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)]
+    return [_op(_LOAD, _OFFSET_ARGUMENTS + 8 * argument), _op(_AND, mask), *jumps, _op(_RETURN, _ERROR | error)]
+
+
+def _pretend(command: int) -> list[bytes]:
+    """Return 0 for a command of fcntl without running the command."""
+    return [_op(_LOAD, _OFFSET_ARGUMENTS + 8), _op(_IF_EQUAL, command, 0, 1), _op(_RETURN, _ERROR)]
+
+
+def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)

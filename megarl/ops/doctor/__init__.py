@@ -58,16 +58,16 @@ def examine(path: Path | None = None, overrides: Mapping[str, Any] | None = None
 
 
 def _servers(config: Config) -> tuple[list[Finding], Details]:
-    """Return checks whether a run would accept its SGLang servers, and a table of the servers' capabilities."""
-    from megarl.engines.sglang.check import examine  # needs httpx and aiohttp
+    """Return checks whether a run would accept its SGLang servers, and a table of the servers' releases."""
+    from megarl.engines.sglang.server import examine  # needs httpx and aiohttp
 
     checks, rows = [], []
     for server in examine(config):
-        rows.append((server.where, server.release or "-", ", ".join(server.able) or "-"))
+        rows.append((server.where, server.release or "-"))
         checks += [Finding(f"server {server.where}", "warning", warning) for warning in server.warnings]
         if server.problem is not None:
             checks.append(Finding(f"server {server.where}", "failed", server.problem))
-    return checks, Details("SGLang servers", ("where", "release", "can"), rows)
+    return checks, Details("SGLang servers", ("where", "release"), rows)
 
 
 def _layout_of(config: Config) -> Layout:

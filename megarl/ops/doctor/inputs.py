@@ -14,7 +14,7 @@ from megarl.config import Config
 from megarl.config.tables.data import FILES
 from megarl.data.records import get_field, read_records
 from megarl.errors import CheckpointError, ConfigError, DataError, MegarlError
-from megarl.files.foreign_files import read_object
+from megarl.files.foreign_json import read_object
 from megarl.files.writing import model_files
 from megarl.models.hf_folder import weight_files
 from megarl.models.shapes import ModelShape, read_shape
@@ -173,7 +173,7 @@ def _check_disk(config: Config, shape: ModelShape | None) -> Finding:
 
 
 def _check_urls(config: Config) -> Iterator[Finding]:
-    """Connect to each reward server; ``megarl.engines.sglang.check`` examines SGLang's servers."""
+    """Connect to each reward server; ``megarl.engines.sglang.server`` examines SGLang's servers."""
     for url in config.reward_model.urls:
         address = urlsplit(url)
         try:

@@ -23,7 +23,7 @@ from megarl.ops.doctor.inputs import check_gpus
 from megarl.ops.doctor.report import Finding
 
 _TRAIN = (
-    *("torch", "accelerate", "aiohttp", "datasets", "einops", "httpx", "math-verify", "pebble", "plotly", "psutil"),
+    *("torch", "accelerate", "aiohttp", "datasets", "einops", "httpx", "pebble", "plotly", "psutil"),
     *("rich", "safetensors", "tensorboard", "tomli-w", "transformers"),
 )
 """What the extra ``train`` installs, beside Megatron-Core."""
@@ -67,7 +67,7 @@ def check_machine(
     checks += [_check_te(releases["transformer-engine"], facts)]
     if config is None or (config.rollout.engine_kind.server and not config.sglang.urls):
         checks.append(_check_sglang(config, releases["sglang"]))
-    if config is None or ("python" in config.environment.tools and not config.environment.python_limits_alone):
+    if config is None or "python" in config.environment.tools:
         checks += _check_bubblewrap(is_needed=config is not None)
     return checks
 
@@ -149,7 +149,7 @@ def _check_bubblewrap(*, is_needed: bool) -> list[Finding]:
 
 Attempt = Callable[[], object]
 """Raises the problem; a returned dictionary holds facts, such as a note."""
-_SINGLE = ("psutil", "safetensors", "transformers", "datasets", "math_verify", "pebble", "torch.utils.tensorboard")
+_SINGLE = ("psutil", "safetensors", "transformers", "datasets", "sympy", "pebble", "torch.utils.tensorboard")
 """Modules that the trainer imports late, or behind another module; each is tried alone."""
 
 

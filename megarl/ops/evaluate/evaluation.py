@@ -63,7 +63,7 @@ _STEP_FOLDER = re.compile(r"step_\d+")
 _TRAINING = {"sampling", "estimate", "gvm", "credit", "train", "optim", "recompute", "checkpoint", "log", "sft"}
 """Tables of the configuration that do not affect an evaluation."""
 _FILES = ("responses.jsonl", "prompts.jsonl")
-_PACKAGES = ("megarl", "torch", "transformers", "megatron-core", "numpy", "math-verify", "datasets")
+_PACKAGES = ("megarl", "torch", "transformers", "megatron-core", "numpy", "sympy", "datasets")
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,6 @@ from megarl.core.choices.stopping import POSITIVE
 from megarl.core.sampling.pass_at_k import Interval, fixed_prompts_interval, mean_interval, pass_at_k, wilson_interval
 from megarl.data.benchmarks import Benchmark, choose, load
 from megarl.data.judge import Judge
-from megarl.data.prompt_table import PromptTable
 from megarl.data.prompts import Prompt
 from megarl.data.tokenizer import count_rows, load_model_tokenizer
 from megarl.engines.episodes import EpisodeLimits
@@ -41,7 +40,7 @@ from megarl.engines.tools.protocol import Environment, Tool
 from megarl.engines.tools.python_tool import PythonTool
 from megarl.engines.tools.sandbox import Limits
 from megarl.errors import ConfigError
-from megarl.files.foreign_files import read_object
+from megarl.files.foreign_json import read_object
 from megarl.models.shapes import read_shape
 from megarl.run.progress import Advance
 from megarl.trainer.sampling import requests
@@ -137,7 +136,7 @@ class RunInputs:
     """What a run reads before sampling. ``megarl doctor`` reads it too."""
 
     tokenizer: PreTrainedTokenizerBase
-    prompts: PromptTable
+    prompts: Sequence[Prompt]
     judge: Judge
     player: Player
     benchmarks: dict[str, PlayedBenchmark]
@@ -324,10 +323,10 @@ def _tool(name: str, config: EnvironmentConfig) -> Tool:
             wall_s=config.python_s,
             cpu_s=max(1, round(config.python_s)),
             memory_bytes=config.python_memory_mb << 20,
-            num_processes=None if config.python_processes < 0 else config.python_processes,
+            num_processes=config.python_processes,
             output_bytes=config.python_output_kb << 10,
         )
-        return PythonTool(limits, limits_alone=config.python_limits_alone)
+        return PythonTool(limits)
     tool: Tool = _make("environment.tools", name, {}, "calculator, python")
     if not callable(tool) or not isinstance(getattr(tool, "name", None), str):
         raise ConfigError(f"environment.tools: {name!r} made a {type(tool).__name__}, expected a tool with a name")

@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.config import Config
 from megarl.core.types import SampleRequest
 from megarl.data.benchmarks import HELDOUT
-from megarl.data.prompt_table import Prompt, PromptTable
-from megarl.data.prompts import load_prompts
+from megarl.data.prompts import Prompt, load_prompts
 from megarl.engines.player import Draw, Key, Sample
 from megarl.engines.protocol import Engine, SamplingParams
 from megarl.errors import RolloutError
@@ -62,7 +61,7 @@ def benchmark_number(name: str) -> int:
     return 0 if name == HELDOUT else zlib.crc32(name.encode())
 
 
-def load_run_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptTable:
+def load_run_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """Return the training prompts of a run; DataError if the file cannot be read."""
     data = config.data
     names = ("prompt_field", "answer_field", "chat_template", "chat_template_args", "max_prompt_tokens", "split")

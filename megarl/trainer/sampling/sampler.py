@@ -233,10 +233,11 @@ class Sampler:
     def _step_prompts(self, step: int) -> Sequence[Prompt]:
         """The prompts of a step without refill."""
         number = self.config.rollout.prompts_per_step
-        return self.prompts.take(self.order.take(step * number, number))
+        return [self.prompts[index] for index in self.order.take(step * number, number)]
 
     def _make_step_draw(self, assigned: _AssignedStep) -> Draw:
-        prompts = self.prompts.take(self.order.take(assigned.position, self.config.prompts_per_step_at_most))
+        positions = self.order.take(assigned.position, self.config.prompts_per_step_at_most)
+        prompts = [self.prompts[index] for index in positions]
         return self._make_draw(assigned.assignment.asker(), prompts, requests.TRAIN, assigned.step)
 
     def _make_draw(self, asker: Asker, prompts: Sequence[Prompt], purpose: int, step: int) -> Draw:

@@ -284,7 +284,7 @@ def response_advantages(
 
 def count_answers(engine: Engine) -> dict[str, Stat]:
     """Return the ``answer_counts`` of all ranks in the last sampling; a collective call."""
-    names = "wrong_answers", "refused_requests", "retractions"
+    names = "wrong_answers", "refused_requests"
     counts = getattr(engine, "answer_counts", {})  # an engine of the user's own need not count
     totals = distributed.gather_rows(np.array([[float(counts.get(name, 0)) for name in names]])).sum(0)
     is_first = distributed.dp_rank() == 0

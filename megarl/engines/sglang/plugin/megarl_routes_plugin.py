@@ -1,4 +1,4 @@
-"""The module that SGLang loads: rewrites the routing traces of answers on request, and seals the answers.
+"""The module that SGLang loads: rewrites the routing traces of answers on request.
 
 The rewriting is the last step of a request, in a new thread of the HTTP process: neither the scheduler nor further
 requests wait.
@@ -78,16 +78,14 @@ def generate_request(
 
     answers = original(manager, obj, request, **options)
     shape = parse_header(getattr(request, "headers", None) or {})
-    return answers if shape is None else _rewrite_all(answers, obj, shape)
+    return answers if shape is None else _rewrite_all(answers, shape)
 
 
-async def _rewrite_all(answers: Any, obj: Any, shape: MoeShape) -> AsyncIterator[Any]:
+async def _rewrite_all(answers: Any, shape: MoeShape) -> AsyncIterator[Any]:
     try:
         async for answer in answers:
             for item in answer if isinstance(answer, list) else [answer]:  # several prompts, or several samples
                 await _compact_one(item, shape)
-            if isinstance(answer, dict) and not getattr(obj, "stream", False):
-                await asyncio.to_thread(_seal_one, answer, obj)
             yield answer
     finally:  # SGLang reads a single answer; the dropped iterator must release its locks
         await answers.aclose()
@@ -102,15 +100,6 @@ async def _compact_one(answer: Any, shape: MoeShape) -> None:
         meta["routed_experts"] = _short(text, shape)
     else:
         meta["routed_experts"] = await asyncio.to_thread(_short, text, shape)
-
-
-def _seal_one(answer: Any, obj: Any) -> None:
-    """Seal the answer to a prompt of token ids, and leave out the prompt's echo, which the seal covers."""
-    from megarl.engines.sglang.plugin.compact import SEAL, seal
-
-    prompt = answer.pop("prompt_token_ids", None) or getattr(obj, "input_ids", None)
-    if prompt and isinstance(answer.get("meta_info"), dict) and "output_ids" in answer:
-        answer["meta_info"][SEAL] = seal(prompt, answer)
 
 
 def _short(text: str, shape: MoeShape) -> str:

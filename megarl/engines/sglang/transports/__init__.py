@@ -1,17 +1,12 @@
 """New weights on their way into SGLang servers.
 
-Four transports behind a protocol:
+Four transports:
 
-tensor          base64 of the tensors over HTTP
-broadcast       a broadcast through a gloo or NCCL group (``process_group``) of all servers
-disk            a folder for the servers to load (``folder``)
+protocol        the protocol of a transport: ``stream`` makes the buckets, ``send`` sends a bucket; and the transport
+                ``Tensors``, base64 over HTTP
+broadcast       a broadcast through a gloo or NCCL group of all servers
+folder          a folder for the servers to load
 ipc             memory of the machine, opened by the servers
 
-Shared parts:
-
-protocol        the protocol of a transport: ``stream`` makes the buckets, ``send`` sends a bucket
-sender          control requests of an update to a server: pause, verify, resume
-proof           proof of the weights that a server computes with
-deadlines       time limits of the steps, and late servers
-threads         a line that sends a bucket during the making of the next bucket
+sender          control requests of an update to a server, with time limits: pause, verify, resume; threads of an update
 """

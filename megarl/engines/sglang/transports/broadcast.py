@@ -1,17 +1,30 @@
 """Weights by broadcast: a process group of all servers, or a group for every server after a failure."""
 
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+import uuid
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
 from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
 
 import torch
+import torch.distributed as dist
+
+# The group must lie outside of the trainer's world, for which torch has no public function. SGLang makes its end in a
+# similar way, and both ends must use equal keys in the store.
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
 from megarl.config.addresses import url_host
 from megarl.engines.buckets import Bucket, Intake
-from megarl.engines.sglang.transports.deadlines import JOIN_S, deadline
-from megarl.engines.sglang.transports.process_group import BroadcastGroup, own_address
 from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Transport
-from megarl.engines.sglang.transports.sender import WeightSender
-from megarl.engines.sglang.transports.threads import in_thread
+from megarl.engines.sglang.transports.sender import JOIN_S, HangError, WeightSender, deadline, in_thread
 from megarl.engines.weights import Named
 from megarl.errors import WeightSyncError
 
@@ -96,3 +109,124 @@ def _new_group(senders: Sequence[WeightSender], device: torch.device, timeout_s:
         first += sender.tp
     group.join(*joins)
     return group
+
+
+POLL_S = 0.002
+
+
+class BroadcastGroup:
+    """A gloo group for weights on the CPU, or an NCCL group for weights on a GPU."""
+
+    def __init__(self, url: str, tp: int, device: torch.device, timeout_s: float) -> None:
+        """Open the port for the servers.
+
+        url: address of a server. tp: ranks of all servers. device: device of the tensors to send.
+        """
+        self.name = f"megarl-{uuid.uuid4().hex}"
+        self.address = own_address(url)
+        self.world_size = 1 + tp
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self.device = device
+        self.timeout_s = timeout_s
+        self._timeout = timedelta(seconds=timeout_s)
+        # Not rendezvous(): under torchrun it uses torchrun's own store for every group.
+        store = dist.TCPStore(
+            self.address, 0, self.world_size, is_master=True, timeout=self._timeout, wait_for_workers=False
+        )
+        self.port = int(store.port)
+        self._store: dist.Store | None = store
+        self._group: dist.ProcessGroup | None = None
+
+    def join(self, *servers_join: Future[None]) -> None:
+        """Wait until the servers are in the group; WeightSyncError if a server refuses.
+
+        servers_join: the requests to join. The wait watches the requests, because a refusing server never connects.
+        """
+        self._await(in_thread(self._rendezvous, daemon=False), *servers_join)
+
+    def _await(self, *sides: Future[None]) -> None:
+        while not all(side.done() for side in sides):
+            self._raise_failure(*sides)
+            time.sleep(POLL_S)
+        self._raise_failure(*sides)
+
+    def _rendezvous(self) -> None:
+        self._use_device()
+        # Not the store itself, which must end at once with the group: waiting servers then give up.
+        store = dist.TCPStore(self.address, self.port, self.world_size, is_master=False, timeout=self._timeout)
+        options: dict[str, Any] = {"group_name": self.name}  # a type that older releases of torch lack
+        self._group, _ = _new_process_group_helper(
+            self.world_size,
+            0,
+            [],
+            Backend(self.backend),
+            PrefixStore(self.name, store),
+            backend_options=None,
+            timeout=self._timeout,
+            **options,
+        )
+        _world.pg_group_ranks[self._group] = {member: member for member in range(self.world_size)}
+
+    def broadcast(self, flat: torch.Tensor, *servers_receive: Future[None]) -> None:
+        """Send ``flat``, uint8 [bytes], to the servers; WeightSyncError if a server does not receive it.
+
+        servers_receive: the requests.
+        """
+        assert self._group is not None, "join first"
+        self._use_device()
+        failure = None  # without frames, which would keep the group alive
+        try:
+            work = dist.broadcast(flat, group_src=0, group=self._group, async_op=True)
+            assert work is not None
+            while not work.is_completed():
+                self._raise_failure(*servers_receive)
+                time.sleep(POLL_S)
+            work.wait()
+        except WeightSyncError as error:  # a server refuses
+            failure = error.with_traceback(None)
+        except RuntimeError as error:  # from gloo or NCCL
+            failure = self._failure(str(error))
+        if failure is not None:
+            raise failure
+        self._await(*servers_receive)
+
+    def close(self) -> None:
+        """Leave the group. A broadcast in progress ends with the group's timeout."""
+        group, self._group = self._group, None
+        self._store = None
+        if group is None:
+            return
+        with contextlib.suppress(RuntimeError, ValueError):  # a failed group may refuse both calls
+            group.abort()
+            dist.destroy_process_group(group)
+        groups = [group]
+        del group
+        # Destroying a gloo group blocks until its broadcast has ended; hence a thread.
+        threading.Thread(target=groups.clear, name="weight-group-end").start()
+
+    def _use_device(self) -> None:
+        if self.device.type == "cuda":  # each thread starts with device 0
+            torch.cuda.set_device(self.device)
+
+    def _raise_failure(self, *sides: Future[None]) -> None:
+        for side in sides:
+            error = side.exception() if side.done() else None
+            if isinstance(error, WeightSyncError):
+                raise error
+            if error is not None:
+                raise self._failure(str(error))
+
+    def _failure(self, reason: str) -> HangError:
+        return HangError(f"the {self.backend} group at {url_host(self.address)}:{self.port} failed: {reason}")
+
+
+def own_address(url: str) -> str:
+    """Return the address of this machine as seen by the server at ``url``; WeightSyncError without a route."""
+    host = urlsplit(url).hostname or "127.0.0.1"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # UDP: sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise WeightSyncError(f"found no route to {url}: {error}") from error

@@ -1,13 +1,17 @@
-"""Checkpoint folders that servers load: the weights of one version, and a model without weights."""
+"""Weights through folders that servers load: the weights of one version, and a model without weights."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from megarl.core.fp8 import fp8_config
-from megarl.engines.buckets import Bucket
+from megarl.engines.buckets import Bucket, Intake
+from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Transport
+from megarl.engines.weights import Named
 from megarl.errors import ConfigError, WeightSyncError
 from megarl.files.outputs import HF_FILES, begin, marked, remove_own, replace_folder
 from megarl.models.hf_files import copy_model_files, save_tensors, write_index
@@ -74,3 +78,19 @@ def write_empty_model(source: Path, folder: Path, fp8: bool) -> Path:
     begin(folder, HF_FILES, source, keep=["*"])
     copy_model_files(source, folder, None, fp8_config(["lm_head"]) if fp8 else None)
     return folder
+
+
+class Disk(Transport):
+    """The fleet writes its copy of the weights to disk; afterwards all servers load the folder."""
+
+    def stream(self, intake: Intake, tensors: Iterable[Named], delivery: Delivery | None) -> Buckets:
+        """Yield the buckets; after the last bucket is written, complete the folder and have the servers load it."""
+        yield from super().stream(intake, tensors, delivery)
+        assert delivery is not None, "one rank writes the folder, without help"
+        assert delivery.folder is not None, "a fleet with this transport keeps its copy on disk"
+        delivery.line.wait()
+        path = str(delivery.folder.finish())
+        delivery.receivers.each(lambda sender: sender.load_from_disk(path))
+
+    def send(self, bucket: Bucket, delivery: Delivery) -> None:
+        """Do nothing: the fleet has written the bucket."""

@@ -15,7 +15,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -24,9 +23,16 @@ from torch.multiprocessing import reductions
 
 from megarl.config.process_environment import ALLOCATOR_VARIABLES, without_expandable_segments
 from megarl.engines.buckets import Bucket, Intake, Staging
-from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Transport
+from megarl.engines.sglang.transports.protocol import (
+    Buckets,
+    Delivery,
+    Handle,
+    Rebuilt,
+    Transport,
+    payload_of,
+    post_payloads,
+)
 from megarl.engines.sglang.transports.sender import CPU, WeightSender
-from megarl.engines.sglang.transports.tensor import Handle, Rebuilt, payload_of, post_payloads
 from megarl.engines.weights import Named, WeightForm, checkpoint_shapes
 from megarl.errors import MegarlError, WeightSyncError
 
@@ -61,7 +67,6 @@ class SharedMemory(Transport):
     """Returns the turns of all ranks: a collective call, which must raise if a rank is gone."""
 
     def __post_init__(self) -> None:
-        self.shares_gpu = self.gpu != CPU
         self._failure: MegarlError | None = None
         self._open: Handle | None = None
         self.handles: dict[int, Handle] = {}
@@ -75,7 +80,7 @@ class SharedMemory(Transport):
         Two buckets on the host take at most half of the free shared memory.
         """
         limit = intake.max_bytes
-        limit = limit if self.shares_gpu else min(limit, shutil.disk_usage(SHARED_MEMORY).free // 4)
+        limit = limit if self.gpu != CPU else min(limit, shutil.disk_usage(SHARED_MEMORY).free // 4)
         buckets = intake.buckets(tensors, Staging(limit, empty_shared), limit)
         rounds = self.rounds(buckets, (lambda: None) if delivery is None else delivery.line.wait)
         next(rounds)  # from here on an error in the generator reaches all ranks
@@ -145,15 +150,10 @@ class Helper:
     source: Path
     """Checkpoint folder with the model's config."""
 
-    def update(self, tensors: Iterable[Named], version: int, form: WeightForm) -> dict[str, float]:
+    def update(self, tensors: Iterable[Named], version: int, form: WeightForm) -> None:
         """Join in ``Fleet.update`` of the main rank; WeightSyncError if the update fails."""
-        intake = Intake.for_servers(self._shapes, version, form)
+        intake = Intake.for_servers(checkpoint_shapes(self.source), version, form)
         deque(self.transport.stream(intake, tensors, None), maxlen=0)
-        return {}
-
-    @cached_property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return checkpoint_shapes(self.source)
 
 
 def empty_shared(num_bytes: int, device: torch.device) -> torch.Tensor:

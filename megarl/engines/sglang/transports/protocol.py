@@ -1,41 +1,37 @@
-"""The protocol of a transport, and the update that the transport delivers."""
+"""The protocol of a transport, and the transport over HTTP: base64 of the tensors, or of a handle of their memory.
 
+A restarted server gets the kept copy over HTTP, whatever the transport of updates is.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from megarl.engines.buckets import Bucket, Intake, Staging
-from megarl.engines.sglang.transports.folder import WeightFolder
-from megarl.engines.sglang.transports.sender import WeightSender
-from megarl.engines.sglang.transports.threads import Line
+from megarl.engines.sglang.transports.sender import Line, WeightSender, deadline
 from megarl.engines.weights import Named
+
+if TYPE_CHECKING:
+    from megarl.engines.sglang.fleet import Fleet
+    from megarl.engines.sglang.transports.folder import WeightFolder
 
 Buckets = Generator[Bucket | None, None, None]
 """The buckets of an update. An error thrown into the generator ends the update on all ranks."""
-
-
-class Receivers(Protocol):
-    """The servers that take part in an update."""
-
-    @property
-    def senders(self) -> list[WeightSender]:
-        """One for each server."""
-        ...
-
-    def each(self, step: Callable[[WeightSender], object], *, daemon: bool = True) -> list[WeightSender]:
-        """Run a step for all servers at the same time; return the senders of the servers that have done the step.
-
-        The update continues without servers that are late, hang or have gone. daemon: False for a step inside
-        torch, which must not end with the process; a late server is then killed, because it waits in a dead group.
-        """
-        ...
 
 
 @dataclass(slots=True)
 class Delivery:
     """One update in progress."""
 
-    receivers: Receivers
+    receivers: Fleet
+    """The servers that take part."""
     line: Line
     """Sends one bucket while the next bucket is made."""
     tell: Callable[[str], None]
@@ -47,9 +43,6 @@ class Delivery:
 class Transport(Protocol):
     """A way of weights to the servers."""
 
-    shares_gpu: bool = False
-    """Whether a server opens GPU memory of the trainer: a late server must then be killed."""
-
     def stream(self, intake: Intake, tensors: Iterable[Named], delivery: Delivery | None) -> Buckets:
         """Yield the buckets of an update, in memory for this transport. Runs in the caller's thread."""
         return intake.buckets(tensors, Staging(intake.max_bytes))
@@ -57,3 +50,55 @@ class Transport(Protocol):
     def send(self, bucket: Bucket, delivery: Delivery) -> None:
         """Send one bucket to all servers of the update. Runs in the thread of the line."""
         ...
+
+
+Handle = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function and its arguments: the call returns a tensor in the process that unpickles the handle."""
+
+
+class Rebuilt:
+    """Is pickled as the result of a handle."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def __reduce__(self) -> Handle:
+        return self._handle
+
+
+def payload_of(bucket: Bucket, flat: torch.Tensor | Rebuilt | None = None) -> str:
+    """Base64 of the pickle that ``/update_weights_from_tensor`` takes as a "flattened_bucket".
+
+    flat: rebuilds the bucket's memory, uint8 [bytes], in the server; None: the payload holds the tensors. SGLang only
+    reads attributes of the metadata, and refuses to unpickle most classes. Plain namespaces with the attribute names of
+    SGLang's class work with all releases.
+    """
+    places = [
+        SimpleNamespace(name=name, shape=list(shape), dtype=dtype, start_idx=start, end_idx=end, numel=end - start)
+        for name, dtype, shape, start, end in bucket.places()
+    ]
+    # A copy: pickle would write the whole storage of a slice.
+    content = {"flattened_tensor": bucket.on_host().flat.clone() if flat is None else flat, "metadata": places}
+    return base64.b64encode(pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)).decode()
+
+
+def post_payloads(sender: WeightSender, payloads: list[str], num_bytes: int) -> None:
+    """Have a server load a bucket; payloads: by tensor-parallel rank."""
+    sender.open_session()
+    body = {"serialized_named_tensors": payloads, "load_format": "flattened_bucket", "flush_cache": False}
+    sender.post("update_weights_from_tensor", body, deadline(num_bytes))
+
+
+def send_tensors(sender: WeightSender, bucket: Bucket, payload: str | None = None) -> None:
+    """Send a bucket to a server. payload: the bucket's ``payload_of``, if already made."""
+    payloads = [payload or payload_of(bucket)] * sender.tp
+    post_payloads(sender, payloads, sum(map(len, payloads)))
+
+
+class Tensors(Transport):
+    """Tensors in the body of HTTP requests. The servers need no connection to the trainer."""
+
+    def send(self, bucket: Bucket, delivery: Delivery) -> None:
+        """Encode a bucket once and post the text to all servers."""
+        payload = payload_of(bucket)
+        delivery.receivers.each(lambda sender: send_tensors(sender, bucket, payload))

@@ -9,57 +9,45 @@ Only the pause mode ``abort`` is consistent: in other modes, running requests mi
 with the routes of the next version. After a refused step a server stays paused: its weights are unknown.
 """
 
-import time
-from collections.abc import Sequence
-from concurrent.futures import wait
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
-import numpy as np
 
-from megarl.engines.sglang.http import MODEL_INFO, authorization, read_object, request
-from megarl.engines.sglang.transports.deadlines import (
-    HEALTH_S,
-    NOTICE_S,
-    SCORE_S,
-    WHOLE_S,
-    GoneError,
-    HangError,
-    deadline,
-)
-from megarl.engines.sglang.transports.process_group import BroadcastGroup
-from megarl.engines.sglang.transports.threads import in_thread
-from megarl.engines.sglang.versions import Version, can
+from megarl.engines.sglang.http import authorization, read_object, request
 from megarl.errors import DataError, WeightSyncError
 
+if TYPE_CHECKING:
+    from megarl.engines.sglang.transports.broadcast import BroadcastGroup
+
+Checksums = list[dict[str, str]]
+"""Checksums of each tensor-parallel rank: name -> checksum."""
 CPU = -1
 """Stands for the GPU of servers on a CPU."""
-STOPPING = (502, 503, 504)
-"""HTTP statuses of a server that stops or has gone; the first and the last come from a proxy."""
 
 
 class WeightSender:
     """The updates of a server."""
 
-    def __init__(
-        self, url: str, version: Version, *, tp: int = 1, api_key: str | None = None, gpus: Sequence[int] = ()
-    ) -> None:
-        """version, tp: the server's release and tensor-parallel size.
+    def __init__(self, url: str, *, tp: int = 1, api_key: str | None = None, gpus: Sequence[int] = ()) -> None:
+        """tp: the server's tensor-parallel size.
 
         gpus: GPU of each tensor-parallel rank; empty if the server runs on CPUs or on another machine.
         """
         self.url = url
-        self.release = version
         self.tp = tp
         self.gpus = gpus or (CPU,) * tp
         self.group: BroadcastGroup | None = None
         """The process group of the server, or None."""
         self._in_session = False
         self._named: str | None = None
-        self._is_abandoned = False
         headers = authorization(api_key)
         # The server may close a kept connection just when a request is sent.
         limits = httpx.Limits(max_keepalive_connections=0)
@@ -69,19 +57,14 @@ class WeightSender:
         self.leave_group()
         self._http.close()
 
-    def abandon(self) -> None:
-        """Stop further requests of a running step, because the update continues without the server."""
-        self._is_abandoned = True
-
     def begin(self) -> None:
         """Abort running requests, and keep new requests waiting.
 
         Also closes the session of an interrupted update, even of an earlier trainer.
         """
         self.post("pause_generation", {"mode": "abort"})
-        if can(self.release, "update_session"):
-            self._ask("POST", "end_weight_update", {}, WHOLE_S)  # usually HTTP 400: no open session
-            self._in_session = False
+        self._ask("POST", "end_weight_update", {}, WHOLE_S)  # usually HTTP 400: no open session
+        self._in_session = False
         if self.group is not None and self.weight_version() != self._named:
             self.leave_group()  # the server was restarted, and is in no group
 
@@ -92,8 +75,8 @@ class WeightSender:
             self.group = None
 
     def open_session(self) -> None:
-        """Open the session of an update, unless a session is open or the release has no sessions."""
-        if not self._in_session and can(self.release, "update_session"):
+        """Open the session of an update, unless a session is open."""
+        if not self._in_session:
             self.post("begin_weight_update", {})
             self._in_session = True
 
@@ -143,7 +126,7 @@ class WeightSender:
         """Allocate "weights" or "kv_cache" again."""
         self.post("resume_memory_occupation", {"tags": [kind]}, WHOLE_S)
 
-    def checksums(self) -> list[dict[str, str]]:
+    def checksums(self) -> Checksums:
         """Return the server's own checksums, name -> checksum for each tensor-parallel rank.
 
         WeightSyncError if the server has none.
@@ -155,30 +138,12 @@ class WeightSender:
         message = f"{self.url} gives no checksums, HTTP {answer.status_code}: {answer.text[:300]}"
         raise WeightSyncError(f"{message}; take a later release, or set sglang.checksums = false")
 
-    def score(self, prompt: Sequence[int]) -> np.ndarray:
-        """Return the log-probabilities of the prompt's T tokens after the first token, float64 [T - 1]; NaN becomes 0.
-
-        WeightSyncError if the server scores no prompt.
-        """
-        sampling = {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True}
-        # From position 0 on: the prefix cache must not answer.
-        body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-        answer = self._ask("POST", "generate", body, SCORE_S)
-        try:
-            entries = self._read(answer)["meta_info"]["input_token_logprobs"][1:]
-            return np.nan_to_num(np.array([entry[0] for entry in entries], dtype=np.float64))
-        except (WeightSyncError, LookupError, TypeError, ValueError) as error:
-            message = f"{self.url} scores no prompt, HTTP {answer.status_code}: {answer.text[:300]}"
-            raise WeightSyncError(message) from error
-
     def weight_version(self, timeout_s: float | None = None) -> str:
         """Returns the server's name for the version of its weights; WeightSyncError without a name."""
-        status = 0
-        for path in MODEL_INFO:
-            answer = self._ask("GET", path, timeout_s=timeout_s)
-            if (status := answer.status_code) == 200:
-                return str(self._read(answer).get("weight_version"))
-        raise WeightSyncError(f"{self.url} does not say the version of its weights, HTTP {status}")
+        answer = self._ask("GET", "model_info", timeout_s=timeout_s)
+        if answer.status_code != 200:
+            raise WeightSyncError(f"{self.url} does not say the version of its weights, HTTP {answer.status_code}")
+        return str(self._read(answer).get("weight_version"))
 
     def post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
         """Have the server do a step; WeightSyncError if the server refuses."""
@@ -200,31 +165,84 @@ class WeightSender:
     def _ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
     ) -> httpx.Response:
-        """The server's answer; HangError without an answer in time, GoneError if the server stops or has gone."""
-        if self._is_abandoned and method == "POST":
-            raise GoneError(f"{self.url}/{path}: not asked, because the update goes on without the server")
+        """The server's answer; HangError without an answer in time, GoneError if the server has gone or fails."""
         timeout_s = deadline() if timeout_s is None else timeout_s
         exchange = in_thread(partial(request, self._http, method, f"/{path}", body, timeout_s))
-        until, pause_s = time.monotonic() + timeout_s, NOTICE_S
         try:
-            while not wait([exchange], min(pause_s, until - time.monotonic())).done:
-                if time.monotonic() >= until:
-                    raise httpx.ReadTimeout(f"no whole answer within {timeout_s:.0f} s")
-                self._require_life(path)
-                pause_s *= 2  # SGLang keeps each question for 20 s
-            answer = exchange.result()
-        except (httpx.HTTPError, DataError) as error:
-            is_late, is_wrong = isinstance(error, httpx.TimeoutException), isinstance(error, DataError)
-            kind = WeightSyncError if is_wrong else HangError if is_late else GoneError
-            # Without frames, which would keep the bucket.
-            raise kind(f"{self.url}/{path}: {type(error).__name__}: {error}") from error.with_traceback(None)
-        if answer.status_code in STOPPING:
+            answer = exchange.result(timeout_s)  # httpx limits the time of each part of an answer alone
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise HangError(f"{self.url}/{path}: no whole answer within {timeout_s:.0f} s") from error
+        except DataError as error:
+            raise WeightSyncError(f"{self.url}/{path}: {error}") from error
+        except httpx.HTTPError as error:  # without frames, which would keep the bucket
+            raise GoneError(f"{self.url}/{path}: {type(error).__name__}: {error}") from error.with_traceback(None)
+        if answer.status_code >= 500:
             raise GoneError(f"{self.url}/{path}: HTTP {answer.status_code}: {answer.text[:300]}")
         return answer
 
-    def _require_life(self, path: str) -> None:
-        """GoneError if the server reports its stop, or refuses connections; a silent server may be busy."""
-        check = in_thread(partial(request, self._http, "GET", "/health", timeout_s=HEALTH_S))
-        with suppress(TimeoutError, httpx.TimeoutException, httpx.ReadError, httpx.RemoteProtocolError, DataError):
-            if (status := check.result(HEALTH_S).status_code) in STOPPING:
-                raise GoneError(f"{self.url} stops: its health check says HTTP {status} while it does {path}")
+
+Result = TypeVar("Result")
+CONTROL_S = 15.0
+"""Deadline of a step without weights: pause, session, flush, name, resume. A scheduler answers between two forward
+passes, of which the longest, a chunk of prompts, takes a few seconds."""
+JOIN_S = 0.25
+"""Additional time per rank that joins a process group."""
+BYTES_PER_S = 50e6
+"""Slowest way of weights to a server: base64 in JSON through one Python process, or half of a gigabit network."""
+WHOLE_S = 120.0
+"""Deadline of a step over the GPU's whole memory: the end of a session, checksums, memory to allocate."""
+
+
+def deadline(num_bytes: int = 0) -> float:
+    """Seconds for a step that moves ``num_bytes`` to a server: CONTROL_S + num_bytes / BYTES_PER_S."""
+    return CONTROL_S + num_bytes / BYTES_PER_S
+
+
+class HangError(WeightSyncError):
+    """The server has not answered by its deadline, or not joined in a group."""
+
+
+class GoneError(WeightSyncError):
+    """The server refuses or loses connections, or answers with HTTP 5xx."""
+
+
+class Line:
+    """Runs one step at a time in a thread, while the caller prepares the next step."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "weight-sending")
+        self._running: Future[None] | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+
+    def put(self, step: Callable[[], None]) -> None:
+        """Start a step after the previous step has ended; raises the error of the previous step."""
+        self.wait()
+        self._running = self._thread.submit(step)
+
+    def wait(self) -> None:
+        """Wait for the running step, if any; raises the error of the step."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+
+def in_thread(work: Callable[[], Result], daemon: bool = True) -> Future[Result]:
+    """Run ``work`` in a thread of its own. Daemon threads die with the process, which must not happen inside torch."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except Exception as error:  # from HTTP, gloo, NCCL or the store; the waiting thread raises it
+            # Without frames, which would keep store and group alive.
+            future.set_exception(error.with_traceback(None))
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name="weight-sync", daemon=daemon).start()
+    return future

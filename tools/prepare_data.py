@@ -1,25 +1,42 @@
-"""Write the prompt files that ``[data]`` reads, from JSONL, JSON, Parquet, dataset folders and hub names."""
+"""Write the prompt files that ``[data]`` reads, from JSONL, Parquet, dataset folders and hub names (docs/data.md).
 
+python tools/prepare_data.py SOURCE OUT
+"""
+
+import argparse
 import hashlib
-import importlib.util
 import json
+import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from functools import cache, partial
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarl.config.file import as_toml, split_overrides
 from megarl.data.chat import check_messages
-from megarl.data.prepare.command import Data, Recipe
+from megarl.data.math.grade import read_key
 from megarl.data.prompts import PromptReader, Text, answer_text, fill_template, in_batches
 from megarl.data.records import Record, get_field, read_records, type_name, write_jsonl
-from megarl.data.rewards import can_read_answer, is_spelling
 from megarl.data.tokenizer import load_tokenizer
-from megarl.errors import ConfigError, DataError, printable
+from megarl.errors import ConfigError, DataError, MegarlError, printable
 from megarl.files.outputs import require_own_files
 
 TRAIN, HELDOUT = "train.jsonl", "heldout.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How records become prompts; the fields are the flags of the command."""
+
+    prompt_field: str = "prompt"
+    answer_field: str = "answer"
+    answer_after: str | None = None
+    system: str | None = None
+    template: str | None = None
+    model: Path | None = None
+    trust: bool = False
+    max_prompt_tokens: int = 2048
 
 
 def prepare(
@@ -107,27 +124,14 @@ def describe_left_out(counts: Counter[str]) -> str:
 
 def _make_reader(recipe: Recipe) -> PromptReader | None:
     """Return the trainer's reader of prompts; None without a model."""
-    arguments = _read_arguments(recipe.chat_template_args)
     if recipe.model is None:
-        if arguments:
-            raise ConfigError("--chat-template-args: there is no chat template without --model; add it")
         return None
     if not recipe.model.is_dir():
         raise ConfigError(f"--model: there is no folder {recipe.model}, expected a Hugging Face folder")
     tokenizer = load_tokenizer(recipe.model, "--model", recipe.trust)
     if recipe.system is not None and not tokenizer.chat_template:
         raise ConfigError(f"--system: the tokenizer of {recipe.model} has no chat template; put the text in --template")
-    return PromptReader(tokenizer, recipe.prompt_field, arguments=arguments)
-
-
-@cache
-def _read_arguments(text: str) -> dict[str, Any]:
-    """Return the variables of the chat template, from a TOML table."""
-    _, overrides = split_overrides([f"--data.chat_template_args={text}"])
-    (arguments,) = overrides.values()
-    if not isinstance(arguments, dict):
-        raise ConfigError(f"--chat-template-args: found {arguments!r}, expected a table such as {{a = true}}")
-    return arguments
+    return PromptReader(tokenizer, recipe.prompt_field)
 
 
 def _read(
@@ -176,31 +180,62 @@ def _shape(prompt: Any, recipe: Recipe, has_chat: bool, place: str) -> str | lis
     return [*([{"role": "system", "content": recipe.system}] if recipe.system is not None else []), *messages]
 
 
-def count_unreadable(files: Iterable[Path], reward: str) -> Iterator[str]:
-    """Yield how many answers of prepared files a reward cannot read, or reads as text only, with the first answer."""
+def can_read_answer(answer: str) -> bool:
+    """Whether math_strict can read an answer of a data set. Otherwise no response has a reward."""
+    try:
+        read_key(answer)
+    except ValueError:
+        return False
+    return True
+
+
+def count_unreadable(files: Iterable[Path]) -> Iterator[str]:
+    """Yield how many answers of prepared files math_strict cannot read, or reads as text only, with the first one."""
     answers = [(place, record["answer"]) for file in files for place, record in read_records(file)]
-    faults = {f"cannot be read by the reward {reward}": cache(lambda answer: not can_read_answer(answer, reward))}
-    if reward == "math_strict":
-        faults["must be spelled in the same way, because math_strict does not know what they say"] = cache(is_spelling)
+    faults = {
+        "cannot be read by the reward math_strict": lambda answer: not can_read_answer(answer),
+        "must be spelled in the same way, because math_strict does not know what they say": lambda answer: (
+            can_read_answer(answer) and read_key(answer).is_spelling
+        ),
+    }
     for fault, has_fault in faults.items():
         faulty = [(place, answer) for place, answer in answers if has_fault(answer)]
         first = "".join(f", first: {place} {answer!r:.80}" for place, answer in faulty[:1])
         yield f"{len(faulty)} of {len(answers)} answers {fault}{first}"
 
 
-def prepare_and_show(command: Data) -> None:
-    """Call ``prepare``, and print a summary with the lines for the configuration."""
-    options = {name: getattr(command, name) for name in ("split", "limit", "heldout", "overwrite")}
-    counts = prepare(command.source, command.out, command, **options)
-    print(printable(f"{command.source}: read {counts['read']}; {describe_left_out(counts)}"))
-    written = {key: command.out / name for name, key in ((TRAIN, "train"), (HELDOUT, "heldout")) if counts[key]}
-    for key, path in written.items():
-        print(printable(f"{path}: {counts[key]} prompts"))
-    if command.reward == "math_verify" and importlib.util.find_spec("math_verify") is None:
-        print("answers were not tried: pip install math-verify")
-    elif command.reward != "exact_match":
-        print(*map(printable, count_unreadable(written.values(), command.reward)), sep="\n")
-    lines = [f"{key} = {json.dumps(str(path), ensure_ascii=False)}" for key, path in written.items()]
-    if arguments := _read_arguments(command.chat_template_args):
-        lines.append(f"chat_template_args = {as_toml(arguments)}")
-    print("[data]", *lines, f"max_prompt_tokens = {command.max_prompt_tokens}", sep="\n")
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", help="a .jsonl or .parquet file, a dataset folder, or a hub name, OWNER/NAME:CONFIG")
+    parser.add_argument("out", type=Path, help="the folder for train.jsonl and heldout.jsonl")
+    parser.add_argument("--prompt-field", default="prompt", help="field with the question; dots reach into tables")
+    parser.add_argument("--answer-field", default="answer", help="field with the answer, text or a whole number")
+    parser.add_argument("--answer-after", help="take what follows the last such text of the answer, as #### in GSM8K")
+    parser.add_argument("--system", help="a system message before each prompt")
+    parser.add_argument("--template", help="text with {prompt} in it, around each plain-text prompt")
+    parser.add_argument("--model", type=Path, help="folder of the model, for chat template and tokenizer")
+    parser.add_argument("--trust", action="store_true", help="let code in that folder make its tokenizer")
+    parser.add_argument("--max-prompt-tokens", type=int, default=2048, help="leave out longer prompts; needs --model")
+    parser.add_argument("--split", help="split of a folder or hub data set")
+    parser.add_argument("--limit", type=int, help="read only the first records")
+    parser.add_argument("--heldout", type=float, default=0.0, help="share of prompts that go to heldout.jsonl")
+    parser.add_argument("--overwrite", action="store_true", help="replace the files of an earlier call")
+    flags = vars(parser.parse_args(words))
+    source, out = flags.pop("source"), flags.pop("out")
+    options = {name: flags.pop(name) for name in ("split", "limit", "heldout", "overwrite")}
+    try:
+        counts = prepare(source, out, Recipe(**flags), **options)
+        written = {key: out / name for name, key in ((TRAIN, "train"), (HELDOUT, "heldout")) if counts[key]}
+        unreadable = [*count_unreadable(written.values())]
+    except MegarlError as error:
+        print(printable(str(error)), file=sys.stderr)
+        return 2
+    lines = [f"{source}: read {counts['read']}; {describe_left_out(counts)}"]
+    lines += [f"{path}: {counts[key]} prompts" for key, path in written.items()]
+    lines += [*unreadable, "[data]", *(f"{key} = {json.dumps(str(path))}" for key, path in written.items())]
+    print(*map(printable, lines), f"max_prompt_tokens = {flags['max_prompt_tokens']}", sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
