@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
+
+import pydantic
 
 from megarl import enable_cpu
 from megarl.config import Config, process_environment
 from megarl.config import file as config_file
 from megarl.config.command import Command, OnConfiguration, Overrides, Positional, command, world_size
 from megarl.convert.command import Convert, Quantize
+from megarl.data.prepare import Data
 from megarl.errors import ConfigError, printable
 from megarl.ops.report.samples import Samples
 from megarl.text_table import text_table
+from megarl.watch.limits import GAP
 
 
 @command
@@ -192,6 +196,37 @@ def _require_inputs(config: Config, stage: Literal["rl", "sft", "eval"] = "rl") 
 
 
 @command
+class Gap:
+    """Compare rollout and training engine on the same responses before a run, and give a verdict: docs/gap.md."""
+
+    takes_keys: ClassVar[bool] = True
+    checkpoint: Positional[Path]
+    """A Hugging Face folder, a run's folder, or one of its checkpoints."""
+    config: Path | None = None
+    """The configuration; default that of the run. Its keys are flags."""
+    prompts: str | None = None
+    """A file or hub name in the place of data.train; needed for a model without a configuration."""
+    responses: int = pydantic.Field(32, ge=1)
+    """Responses of each precision."""
+    tokens: int = pydantic.Field(256, ge=1)
+    """Longest response; the configuration's limit if that is lower."""
+    max_k3: float = pydantic.Field(GAP.k3, ge=0)
+    """A larger gap per token, as configured, is bad."""
+    trust: bool = False
+    """As for ``megarl train``."""
+    json: bool = False
+    """Print everything as JSON."""
+
+    def run(self, overrides: Overrides) -> int:
+        enable_cpu()
+        from megarl.ops.evaluate.gap import find_weights, measure_and_show
+
+        config, checkpoint = find_weights(self.checkpoint, self.config, self.prompts, dict(overrides), self.trust)
+        process_environment.apply(config)
+        return measure_and_show(config, checkpoint, self.responses, self.tokens, self.max_k3, self.json)
+
+
+@command
 class Plan(OnConfiguration):
     """Estimate memory and batches from the configuration alone; refuse what cannot fit or divide."""
 
@@ -243,7 +278,7 @@ class Trace:
 
 
 _LISTED = (
-    Train, Launch, Sft, Eval, Plan, Doctor, Report, Samples, Status, Trace, Convert, Quantize,
+    Train, Launch, Sft, Eval, Gap, Data, Plan, Doctor, Report, Samples, Status, Trace, Convert, Quantize,
     Patch, Recipes, Quickstart,
 )  # fmt: skip
 COMMANDS: dict[str, type[Command]] = {kind.__name__.lower(): kind for kind in _LISTED}

@@ -71,9 +71,10 @@ def test_under_torchrun_the_layout_is_checked_and_only_the_first_rank_complains(
         (["--foo"], "megarl: unrecognized arguments: --foo; see megarl --help"),
         (["train", "c.toml", "--lr=1"], "unrecognized arguments: --lr=1; did you mean --optim.lr or --sft.lr?"),
         (["quickstart", "--steps", "3"], "unrecognized arguments: --steps 3; see megarl quickstart --help"),
-        (["samples", "x", "--step", "many"], "--step: found 'many': Input should be a valid integer"),
+        (["gap", "x", "--tokens", "many"], "--tokens: found 'many': Input should be a valid integer"),
         (["trace", "look", "x"], "invalid choice: 'look'"),
         (["doctor", "--run.steps", "3"], "reads no configuration"),
+        (["gap", "nowhere", "--rollout.dtype", "fp32"], "nowhere is not a folder; expected a Hugging Face folder"),
     ],
 )
 def test_a_wrong_command_line_costs_one_line(capsys, words, expected):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megarl.config.tables.health import CHECKS as HEALTH
 
-__all__ = ["HEALTH", "TRIPWIRES", "Learnt", "TripwireLimits"]
+__all__ = ["GAP", "HEALTH", "TRIPWIRES", "GapLimits", "Learnt", "TripwireLimits"]
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
@@ -47,5 +47,17 @@ class TripwireLimits:
         return -math.log(self.foreign_false_alarm)
 
 
+@dataclass(frozen=True, slots=True)
+class GapLimits:
+    """The table [gap]. A gap above any of the first four limits is bad."""
+
+    k3: float
+    extreme: float
+    control_k3: float
+    control_flip: float
+    cause: float
+
+
 _LEARNT = {name: Learnt(**table) for name, table in _TABLES["tripwires"].items() if isinstance(table, dict)}
 TRIPWIRES = TripwireLimits(**_TABLES["tripwires"] | _LEARNT)
+GAP = GapLimits(**_TABLES["gap"])

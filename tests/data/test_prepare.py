@@ -1,4 +1,4 @@
-"""tools/prepare_data.py: what it writes is what `[data]` reads, and all that is left out is counted."""
+"""`megarl data prepare`: what it writes is what `[data]` reads, and all that is left out is counted."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prepared import tool
 from transformers import PreTrainedTokenizerFast
 
+from megarl.cli import main
+from megarl.data.prepare import Recipe, can_read_answer, prepare
 from megarl.data.prompts import load_prompts
 from megarl.data.rewards import math_strict
 from megarl.errors import ConfigError, DataError
 
-prepare, Recipe, can_read_answer, main = tool.prepare, tool.Recipe, tool.can_read_answer, tool.main
 Write = Callable[..., Path]
 Make = Callable[..., PreTrainedTokenizerFast]
 
@@ -52,7 +52,7 @@ def test_answers_that_the_reward_cannot_read_are_counted(
 ) -> None:
     answers = ["1", "$$", "\\frac{1}{2}", "x = 3", "$$", "$ $", r"\int f", r"\text{red}"]
     source = write_jsonl(*({"prompt": str(number), "answer": answer} for number, answer in enumerate(answers)))
-    words = [str(source), str(tmp_path / "out"), "--overwrite"]
+    words = ["data", "prepare", str(source), str(tmp_path / "out"), "--overwrite"]
     for more, unread in ([], 3), (["--limit", "1"], 0):
         assert main([*words, *more]) == 0
         out = capsys.readouterr().out
@@ -171,7 +171,7 @@ def test_mistakes_are_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     source = write_jsonl({"prompt": "1", "answer": "1"})
-    assert main([str(source), "out", *words]) == 2
+    assert main(["data", "prepare", str(source), "out", *words]) == 2
     error = capsys.readouterr().err
     assert told in error
     assert error.count("\n") == 1

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from families import FAMILIES, write_family
-from prepared import tool
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import file as config_file
+from megarl.data.prepare import Recipe, prepare
 from megarl.data.prompts import load_demonstrations, load_prompts
 from megarl.data.tokenizer import count_rows, load_tokenizer
 from megarl.errors import ConfigError, DataError
@@ -134,7 +134,7 @@ class TestRows:
         with pytest.raises(DataError, match=told):
             load_demonstrations(path, short, chat_template=chat)
         with pytest.raises(DataError, match=told):
-            tool.prepare(str(path), tmp_path / "out", tool.Recipe(model=Path(short.name_or_path)))
+            prepare(str(path), tmp_path / "out", Recipe(model=Path(short.name_or_path)))
         path = write_jsonl({**fine, "response": "<think> 1"}, {**fine, "response": "2</think>"})
         with pytest.raises(DataError, match=r"train\.jsonl:2: the response \('response'\) holds '</think>', token"):
             load_demonstrations(path, short, chat_template=chat)

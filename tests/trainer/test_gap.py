@@ -1,9 +1,8 @@
-"""``tools/gap.py`` with real engines: precisions, transformers' log-probabilities, spoiled weights, checkpoints."""
+"""``megarl gap`` with real engines: precisions, transformers' log-probabilities, spoiled weights, checkpoints."""
 
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,15 @@ import torch
 from tampered_engine import FROM_VERSION
 from transformers import AutoModelForCausalLM
 
+from megarl import cli
 from megarl.config.file import parse
 from megarl.core.packing import pack
 from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.megatron import distributed
+from megarl.ops.evaluate.gap import TrainingEngine, draw
 from megarl.trainer.loop import train
 from megarl.trainer.mini_batch import split
 
-TOOL = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "gap.py"))
-TrainingEngine, draw = TOOL["TrainingEngine"], TOOL["draw"]
 SHORT = ("--responses", "12", "--tokens", "12")
 
 
@@ -56,7 +55,7 @@ def table(home: Path, engine: str = "local", dtype: str = "fp32") -> dict[str, A
 
 
 def gaps(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, dict[str, Any]]:
-    status = TOOL["main"]([*map(str, words), *SHORT, "--json"])
+    status = cli.main(["gap", *map(str, words), *SHORT, "--json"])
     return status, json.loads(capsys.readouterr().out)
 
 
@@ -129,7 +128,7 @@ def test_spoiled_weights_in_the_engine_are_bad(home: Path, tmp_path: Path, capsy
 
 def test_a_dense_model_has_a_gap_and_no_routes(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--prompts", str(home / "task" / "train.jsonl"))
-    status = TOOL["main"]([str(home / "dense"), *words, *SHORT])
+    status = cli.main(["gap", str(home / "dense"), *words, *SHORT])
     shown = capsys.readouterr().out
     assert status == 0
     assert "healthy: " in shown
@@ -172,7 +171,7 @@ def test_mistakes_are_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(home)
-    assert TOOL["main"](words) == 2
+    assert cli.main(["gap", *words]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("megarl: error: ")
     assert message in error
@@ -180,5 +179,5 @@ def test_mistakes_are_one_line(
 
 def test_several_ranks_are_refused(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert TOOL["main"]([str(home / "moe")]) == 2
+    assert cli.main(["gap", str(home / "moe")]) == 2
     assert "runs in one process" in capsys.readouterr().err

@@ -1,24 +1,21 @@
-"""What ``tools/gap.py`` makes of its numbers: limits, causes, text."""
+"""What ``megarl gap`` makes of its numbers: limits, causes, text."""
 
 from __future__ import annotations
 
 import json
 import math
-import runpy
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-TOOL = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "gap.py"))
-Gap, PairGap, judge, LIMITS = TOOL["Gap"], TOOL["PairGap"], TOOL["judge"], TOOL["GAP"]
+from megarl.watch.gap_verdict import Gap, PairGap, judge
+from megarl.watch.limits import GAP as LIMITS
 
 SMALL = Gap(1e-9, 1e-12, 0.0)
 CONTROL = PairGap("fp32", "fp32", False, 100, SMALL, SMALL, (0.0, 0.0))
 
 
-def row(k3: float, r3: float | None = None, extreme: float = 0.0, **changed: object) -> Any:
+def row(k3: float, r3: float | None = None, extreme: float = 0.0, **changed: object) -> PairGap:
     replayed = None if r3 is None else Gap(0.0, r3, 0.0)
     flips = None if r3 is None else (0.1, 0.3)
     return replace(PairGap("fp8", "bf16", True, 100, Gap(0.0, k3, extreme), replayed, flips), **changed)
@@ -38,7 +35,7 @@ def above(limit: float) -> float:
         (row(0.0), True),
     ],
 )
-def test_a_gap_at_its_limit_is_healthy_and_above_it_is_bad(configured: Any, healthy: bool) -> None:
+def test_a_gap_at_its_limit_is_healthy_and_above_it_is_bad(configured: PairGap, healthy: bool) -> None:
     verdict = judge([configured, CONTROL], "none", LIMITS)
     assert verdict.is_healthy is healthy
     assert verdict.findings[0].startswith("healthy: " if healthy else "BAD: the gap is too large")

@@ -4,4 +4,5 @@ The way through:
 
     request      the command line, checked without torch
     evaluation   the main path: weights, sampling, scores, the printed table
+    gap          ``megarl gap``
 """

@@ -1,42 +1,77 @@
-"""Write the prompt files that ``[data]`` reads, from JSONL, Parquet, dataset folders and hub names (docs/data.md).
+"""``megarl data prepare``: writes the prompt files of ``[data]`` from JSONL, Parquet, dataset folders and hub names."""
 
-python tools/prepare_data.py SOURCE OUT
-"""
-
-import argparse
 import hashlib
 import json
-import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import KW_ONLY
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from megarl.config.command import Overrides, Positional, command
 from megarl.data.chat import check_messages
 from megarl.data.math.grade import read_key
 from megarl.data.prompts import PromptReader, Text, answer_text, fill_template, in_batches
 from megarl.data.records import Record, get_field, read_records, type_name, write_jsonl
 from megarl.data.tokenizer import load_tokenizer
-from megarl.errors import ConfigError, DataError, MegarlError, printable
+from megarl.errors import ConfigError, DataError, printable
 from megarl.files.outputs import require_own_files
 
 TRAIN, HELDOUT = "train.jsonl", "heldout.jsonl"
 
 
-@dataclass(frozen=True, kw_only=True)
+@command
 class Recipe:
-    """How records become prompts; the fields are the flags of the command."""
+    """How records become prompts."""
 
+    _: KW_ONLY
     prompt_field: str = "prompt"
+    """Field with the question, text or chat messages; dots reach into tables."""
     answer_field: str = "answer"
+    """Field with the answer, text or a whole number."""
     answer_after: str | None = None
+    """Take what follows the last such text of the answer, as #### in GSM8K."""
     system: str | None = None
+    """A system message before each prompt."""
     template: str | None = None
+    """Text with {prompt} in it, around each plain-text prompt."""
     model: Path | None = None
+    """Folder of the model: prompts are written for its chat template and measured with its tokenizer."""
     trust: bool = False
+    """Let code in that folder make its tokenizer: docs/trust.md."""
     max_prompt_tokens: int = 2048
+    """Longer prompts are left out; needs --model."""
+
+
+@command
+class Data(Recipe):
+    """Write prompts for [data] from a data set: prepare SOURCE OUT; counts what it leaves out: docs/data.md."""
+
+    action: Positional[Literal["prepare"]]
+    """What to do."""
+    source: Positional[str]
+    """A .jsonl or .parquet file, a dataset folder, or a hub name: OWNER/NAME or OWNER/NAME:CONFIG."""
+    out: Positional[Path]
+    """The folder for train.jsonl and heldout.jsonl."""
+    split: str | None = None
+    """Split of a folder or hub data set."""
+    limit: int | None = None
+    """Read only the first records."""
+    heldout: float = 0.0
+    """Share of prompts that go to heldout.jsonl, chosen by a hash of the prompt."""
+    overwrite: bool = False
+    """Replace the files of an earlier call."""
+
+    def run(self, overrides: Overrides) -> None:
+        options = {name: getattr(self, name) for name in ("split", "limit", "heldout", "overwrite")}
+        counts = prepare(self.source, self.out, self, **options)
+        written = {key: self.out / name for name, key in ((TRAIN, "train"), (HELDOUT, "heldout")) if counts[key]}
+        lines = [f"{self.source}: read {counts['read']}; {describe_left_out(counts)}"]
+        lines += [f"{path}: {counts[key]} prompts" for key, path in written.items()]
+        lines += [*count_unreadable(written.values())]
+        lines += ["[data]", *(f"{key} = {json.dumps(str(path))}" for key, path in written.items())]
+        print(*map(printable, lines), f"max_prompt_tokens = {self.max_prompt_tokens}", sep="\n")
 
 
 def prepare(
@@ -202,40 +237,3 @@ def count_unreadable(files: Iterable[Path]) -> Iterator[str]:
         faulty = [(place, answer) for place, answer in answers if has_fault(answer)]
         first = "".join(f", first: {place} {answer!r:.80}" for place, answer in faulty[:1])
         yield f"{len(faulty)} of {len(answers)} answers {fault}{first}"
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", help="a .jsonl or .parquet file, a dataset folder, or a hub name, OWNER/NAME:CONFIG")
-    parser.add_argument("out", type=Path, help="the folder for train.jsonl and heldout.jsonl")
-    parser.add_argument("--prompt-field", default="prompt", help="field with the question; dots reach into tables")
-    parser.add_argument("--answer-field", default="answer", help="field with the answer, text or a whole number")
-    parser.add_argument("--answer-after", help="take what follows the last such text of the answer, as #### in GSM8K")
-    parser.add_argument("--system", help="a system message before each prompt")
-    parser.add_argument("--template", help="text with {prompt} in it, around each plain-text prompt")
-    parser.add_argument("--model", type=Path, help="folder of the model, for chat template and tokenizer")
-    parser.add_argument("--trust", action="store_true", help="let code in that folder make its tokenizer")
-    parser.add_argument("--max-prompt-tokens", type=int, default=2048, help="leave out longer prompts; needs --model")
-    parser.add_argument("--split", help="split of a folder or hub data set")
-    parser.add_argument("--limit", type=int, help="read only the first records")
-    parser.add_argument("--heldout", type=float, default=0.0, help="share of prompts that go to heldout.jsonl")
-    parser.add_argument("--overwrite", action="store_true", help="replace the files of an earlier call")
-    flags = vars(parser.parse_args(words))
-    source, out = flags.pop("source"), flags.pop("out")
-    options = {name: flags.pop(name) for name in ("split", "limit", "heldout", "overwrite")}
-    try:
-        counts = prepare(source, out, Recipe(**flags), **options)
-        written = {key: out / name for name, key in ((TRAIN, "train"), (HELDOUT, "heldout")) if counts[key]}
-        unreadable = [*count_unreadable(written.values())]
-    except MegarlError as error:
-        print(printable(str(error)), file=sys.stderr)
-        return 2
-    lines = [f"{source}: read {counts['read']}; {describe_left_out(counts)}"]
-    lines += [f"{path}: {counts[key]} prompts" for key, path in written.items()]
-    lines += [*unreadable, "[data]", *(f"{key} = {json.dumps(str(path))}" for key, path in written.items())]
-    print(*map(printable, lines), f"max_prompt_tokens = {flags['max_prompt_tokens']}", sep="\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
