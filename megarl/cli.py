@@ -57,6 +57,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_command(arguments: list[str]) -> Command:
+    """The command with its arguments; ConfigError for words that no command takes."""
     parser = _Parser(prog="megarl", description=_DESCRIPTION, allow_abbrev=False)
     parser.add_argument(
         "--version", action="version", version=f"megarl {__version__}", help="show the version and exit"

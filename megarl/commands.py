@@ -55,6 +55,7 @@ class Sft(OnConfiguration):
     """Teach the model a format from demonstrations (the [sft] table), before RL."""
 
     def run(self, overrides: Overrides) -> None:
+        """ConfigError without the table [sft]."""
         config = self.load_for_ranks(overrides)
         if config.sft is None:
             raise ConfigError(
@@ -162,6 +163,7 @@ class Recipes:
     """Where to copy to; default this folder."""
 
     def run(self, overrides: Overrides) -> None:
+        """ConfigError without a name, or for an unknown one."""
         from megarl.ops import shipped
 
         if self.action == "list":
@@ -269,6 +271,7 @@ class Trace:
     """One file, or two for diff."""
 
     def run(self, overrides: Overrides) -> None:
+        """ConfigError for another number of files."""
         expected = 2 if self.action == "diff" else 1
         if len(self.files) != expected:
             raise ConfigError(f"megarl trace {self.action}: found {len(self.files)} files, expected {expected}")

@@ -34,7 +34,10 @@ _CACHES: Mapping[str, str] = {
 
 
 def process_environment(config: Tables, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to set in addition to ``environment``, the variables of the process."""
+    """Return the variables to set in addition to ``environment``, the variables of the process.
+
+    ConfigError for a value that contradicts the configuration.
+    """
     variables: dict[str, str] = {}
     if config.run.deterministic:
         for name, values in _DETERMINISTIC.items():

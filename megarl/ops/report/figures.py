@@ -79,7 +79,7 @@ def html_name(text: str) -> str:
 
 
 def numbers(values: np.ndarray) -> list[float | None]:
-    """Return the values with six digits; None for values that are not finite."""
+    """Return the values [P] with six digits; None for values that are not finite."""
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in np.asarray(values, float).tolist()]
 
 

@@ -28,7 +28,7 @@ class Curve:
 
     @property
     def finite(self) -> np.ndarray:
-        """float64, the values that can be plotted."""
+        """float64 [F], the F values that can be plotted."""
         return self.y[np.isfinite(self.y)]
 
     def per_step(self) -> tuple[Curve, Curve, Curve]:
