@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.config import Config, EnvironmentConfig
 from megarl.config.plugs import load_plug
-from megarl.core.choices.own import call_own
+from megarl.core.choices.records import call_own
 from megarl.data.judge import Judge
 from megarl.data.tokenizer import count_rows
 from megarl.engines.episodes import EpisodeLimits
