@@ -13,7 +13,7 @@ import sys
 
 BUDGETS = {
     "megarl.core.objectives": 3500,
-    "megarl.routes, megarl.routes.answers, megarl.routes.provenance": 1800,
+    "megarl.routes, megarl.routes.answers, megarl.routes.turns": 1800,
     "megarl.replay": 3000,
     "megarl.plugin": 7000,
 }

@@ -17,8 +17,7 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import Config, gpu_defaults, megatron_fields
-from megarl.core.devices import to_device
-from megarl.core.host_copies import HostCopies
+from megarl.core.devices import HostCopies, to_device
 from megarl.core.replay_blockers import replay_blockers
 from megarl.errors import NumericsError
 from megarl.megatron.hf_weights import export_hf, load_hf, place_parameters

@@ -1,8 +1,8 @@
 """Routing traces: the experts of each token. Needs numpy; imports change nothing.
 
 Start with ``trace``, the record. ``answers`` reads answers of inference engines, ``codec`` encodes a trace as bytes,
-``trace_file`` stores many traces, ``disagreement`` compares two traces, ``provenance`` names the weights behind a row,
-and ``turns`` joins the turns of a conversation.
+``trace_file`` stores many traces, ``disagreement`` compares two traces,
+and ``turns`` joins the turns of a conversation and names the weights behind a row.
 """
 
 from megarl.routes.codec import decode, encode

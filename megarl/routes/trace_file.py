@@ -23,7 +23,7 @@ from megarl.errors import ConfigError, TraceError
 from megarl.files.tensor_file import dump_tensors, load_tensors
 from megarl.files.writing import write_atomically
 from megarl.routes import RoutingTrace, decode, encode
-from megarl.routes.provenance import row_versions
+from megarl.routes.turns import row_versions
 
 FORMAT, FORMAT_VERSION = "megarl-routing-traces", 1
 MOST_EXPERTS = 65536

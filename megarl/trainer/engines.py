@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megarl.config import Config
 from megarl.config.addresses import url_host
 from megarl.config.plugs import ENGINES, load_plug
-from megarl.core.choices.own import call_own
+from megarl.core.choices.records import call_own
 from megarl.engines.local.engine import LocalEngine
 from megarl.engines.protocol import Engine
 from megarl.engines.sglang.client import ClientSettings

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from megarl.core.objectives import OBJECTIVES, Mask, Objective, TokenColumns, TopK, coefficients
-from megarl.core.objectives.columns import prepare
+from megarl.core.objectives.columns import PolicyRatios, prepare
 from megarl.core.objectives.masks import find_dropped, measure
-from megarl.core.objectives.policy_ratios import PolicyRatios
 
 SIGNED = ("ratio", "log_ratio", "difference")
 PLACES = [

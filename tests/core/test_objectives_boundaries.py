@@ -29,9 +29,8 @@ from megarl.core.objectives import (
     policy_loss,
     select_responses,
 )
-from megarl.core.objectives.columns import prepare
+from megarl.core.objectives.columns import PolicyRatios, prepare
 from megarl.core.objectives.masks import FLOOR, find_trusted, measure
-from megarl.core.objectives.policy_ratios import PolicyRatios
 from megarl.core.objectives.weights import adaptive_power, gate_values, importance_weight, kl_penalty
 from megarl.core.ratios import LOGPROB_TOLERANCE
 from megarl.errors import NumericsError

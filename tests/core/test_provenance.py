@@ -10,7 +10,7 @@ import pytest
 from megarl.core.metrics import finalize
 from megarl.core.types import Rollout
 from megarl.errors import RolloutError
-from megarl.routes.provenance import provenance_metrics, refuse_mixed_versions, row_versions
+from megarl.routes.turns import provenance_metrics, refuse_mixed_versions, row_versions
 
 
 def rollout(versions: list[int], present: list[bool] | None = None) -> Rollout:

@@ -15,8 +15,7 @@ import torch
 from null_gpu.counting import host_waits
 
 from megarl.core.choices.parts import NON_NEGATIVE_ADVANTAGES
-from megarl.core.devices import to_device
-from megarl.core.host_copies import HostCopies
+from megarl.core.devices import HostCopies, to_device
 from megarl.core.measures import mismatch_metrics, surrogate_metrics
 from megarl.core.metrics import finalize, merge, to_host
 from megarl.core.objectives import (

@@ -4,7 +4,6 @@ Imports neither torch nor numpy: a configuration is checked before heavy package
 
     parts      the record of an objective, and valid values of the parts
     table      the named objectives
-    own        calls of functions of the user
     stopping   rules for the number of samples of a prompt
     credit     choices of baseline and weights; names of objectives f(p)
 """

@@ -1,7 +1,11 @@
-"""Records with fields from a configuration file: valid values of a field, and replacement of fields.
+"""Records with fields from a configuration file: valid values and replacement of a field.
+
+Also calls of functions of the user, with errors that name the function.
 
 Imports no torch.
 """
+
+from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -10,7 +14,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, MegarlError, describe_call
 
 Load = Callable[[str, str], Any]
 """(the part, "package.module:name") -> the user's object of that name."""
@@ -153,3 +157,18 @@ def _fits(value: object, options: tuple[Any, ...]) -> bool:
         return type(value) in options
     kind = int if isinstance(value, int) and float not in options else float
     return isinstance(value, int | float) and kind in options and abs(value) < _LARGEST[kind]
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return "module:name" of a function, of the class for a callable object."""
+    return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def call_own(label: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Return ``function(*arguments, **options)``; ConfigError with label, function and line if the function raises."""
+    try:
+        return function(*arguments, **options)
+    except MegarlError:
+        raise
+    except (Exception, SystemExit) as error:  # code of the user may raise anything
+        raise ConfigError(f"{label}: the function {name_of(function)} raised {describe_call(error)}") from error

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from megarl.core.choices.own import call_own, name_of
+from megarl.core.choices.records import call_own, name_of
 from megarl.errors import ConfigError
 
 Keep = Literal["balance", "pos", "any"]

@@ -1,6 +1,7 @@
 """The per-token columns of a batch, their checks, and the tokens that count.
 
-Functions of the user get copies of the columns; their results are checked.
+Ratios of two policies are computed once each. Functions of the user get copies of the columns; their results are
+checked.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.core.choices.own import call_own, name_of
-from megarl.core.choices.parts import NON_NEGATIVE_ADVANTAGES, Objective, Policies
-from megarl.core.ratios import is_logprob, logprob_error, usable_mask
+from megarl.core.choices.parts import NON_NEGATIVE_ADVANTAGES, Objective, Policies, Scope
+from megarl.core.choices.records import call_own, name_of
+from megarl.core.ratios import LOG_RATIO_BOUND, aggregate, is_logprob, logprob_error, positions, usable_mask
 from megarl.core.segments import check_cu_seqlens, cu_seqlens_error, is_wrong_cu_seqlens
 from megarl.errors import ConfigError, NumericsError
 
@@ -291,3 +292,38 @@ def check_returned(
             "train), expected finite numbers"
         )
     return values
+
+
+class PolicyRatios:
+    """Ratios of a batch, [T] and computed once each; log-ratios are 0 on tokens without training."""
+
+    def __init__(self, state: TokenState) -> None:
+        self._state = state
+        self._cache: dict[tuple[str, ...], Tensor] = {}
+        self.count = torch.count_nonzero(state.keep)
+        """int64 [], tokens that train."""
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [T], the position t of each token among the trained tokens of its response, counted from 1."""
+        if ("positions",) not in self._cache:
+            self._cache["positions",] = positions(self._state.keep, self._state.cu_seqlens)
+        return self._cache["positions",]
+
+    def log(self, policies: Policies, scope: Scope = "token") -> Tensor:
+        """Return the log-ratio [T] over the tokens of ``scope``; single tokens are clamped to +-20, sums are not."""
+        if (policies, scope) not in self._cache:
+            if scope == "token":
+                numerator, denominator = self._state.pair(policies)
+                log_ratio = (numerator - denominator).clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+            else:
+                log_ratio = aggregate(scope, self.log(policies), self._state.keep, self._state.cu_seqlens)
+            self._cache[policies, scope] = log_ratio
+        return self._cache[policies, scope]
+
+    def ratio(self, policies: Policies, scope: Scope = "token") -> Tensor:
+        """Return ``exp(log)`` [T], which may overflow to inf over several tokens."""
+        key = (policies, scope, "ratio")
+        if key not in self._cache:
+            self._cache[key] = self.log(policies, scope).exp()
+        return self._cache[key]

@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megarl.core.choices.own import call_own, name_of
 from megarl.core.choices.parts import NON_NEGATIVE_ADVANTAGES, Objective
+from megarl.core.choices.records import call_own, name_of
 from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import (
     Denominators,

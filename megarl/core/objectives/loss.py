@@ -20,13 +20,13 @@ from megarl.core.choices.table import find_objective
 from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import (
     Denominators,
+    PolicyRatios,
     TokenColumns,
     TokenState,
     count_loss_tokens,
     prepare,
 )
 from megarl.core.objectives.masks import Trusted, find_trusted
-from megarl.core.objectives.policy_ratios import PolicyRatios
 from megarl.core.objectives.weights import (
     Total,
     adaptive_power,

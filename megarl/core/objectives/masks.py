@@ -7,8 +7,7 @@ from torch import Tensor
 
 from megarl.core.choices.parts import RATIOS, Mask, Objective
 from megarl.core.metrics import Stat
-from megarl.core.objectives.columns import TokenState, call_part, copy_columns
-from megarl.core.objectives.policy_ratios import PolicyRatios
+from megarl.core.objectives.columns import PolicyRatios, TokenState, call_part, copy_columns
 from megarl.core.ratios import LOG_RATIO_BOUND, aggregate
 
 FLOOR = 1e-8

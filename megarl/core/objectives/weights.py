@@ -8,8 +8,7 @@ from torch import Tensor
 
 from megarl.core.choices.parts import Factor, Gate, Objective, Penalty
 from megarl.core.metrics import Stat
-from megarl.core.objectives.columns import TokenState, call_part
-from megarl.core.objectives.policy_ratios import PolicyRatios
+from megarl.core.objectives.columns import PolicyRatios, TokenState, call_part
 from megarl.core.ratios import LOG_RATIO_BOUND, aggregate, log_ratio
 
 Total = Callable[[Tensor], Tensor]

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.config import Config, EnvironmentConfig
 from megarl.config.plugs import load_plug
-from megarl.core.choices.own import call_own
+from megarl.core.choices.records import call_own
 from megarl.core.choices.stopping import POSITIVE
 from megarl.core.sampling.pass_at_k import Interval, fixed_prompts_interval, mean_interval, pass_at_k, wilson_interval
 from megarl.data.benchmarks import Benchmark, choose, load

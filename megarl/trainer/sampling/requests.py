@@ -18,7 +18,7 @@ from megarl.engines.player import Draw, Key, Sample
 from megarl.engines.protocol import Engine, SamplingParams
 from megarl.errors import RolloutError
 from megarl.megatron import distributed
-from megarl.routes.provenance import refuse_mixed_versions
+from megarl.routes.turns import refuse_mixed_versions
 from megarl.run.progress import Advance
 
 TRAIN, EVALUATE, PRESAMPLE, KEEP = 0, 1, 2, 3

@@ -23,7 +23,7 @@ from megarl.errors import CheckpointError, MegarlError
 from megarl.megatron import distributed
 from megarl.models.fit import wants_routes
 from megarl.models.shapes import read_shape
-from megarl.routes.provenance import provenance_metrics
+from megarl.routes.turns import provenance_metrics
 from megarl.run.progress import Advance
 from megarl.trainer.mini_batch import Judged
 from megarl.trainer.sampling import excerpts, requests, step_rollouts
