@@ -3,17 +3,17 @@
     python tools/bench_traces.py [--tokens 2048] [--repeats 9] [--skew 0.3] [--memory 0.5] [--json FILE]
 
 Routes are those of random router scores: independent normal ones, a constant per expert and layer of standard deviation
-``skew`` (uneven load), and a correlation ``memory`` between neighbouring tokens. "log2" is the bound for unordered rows
+``skew`` (uneven load), and a correlation ``memory`` between neighbouring tokens. "log2" is the bound for sets
 of even load, L log2 C(E, K) / 8; "wire" what SGLang sends: base64 of int32 for all layers, dense ones included. Rates
 are of one thread, in tokens per second of CPU time, of the fastest of repetitions that visit the variants in turn: a
 neighbour on the machine only slows them. The file has the interval of the median as well.
 
 - encode: from a ``RoutingTrace``, which was checked when it was made.
 - check and encode: from the array; range and duplicates are checked first.
-- decode: into a checked trace, whatever check that takes (range, duplicates; of "unordered", that numbers are of sets).
+- decode: into a checked trace, with the check of range and duplicates.
 
 "uint8, zstd" is pyarrow's zstd, level 1, without a checksum or a header. "int16" and its like are what numpy makes of
-the array. The exit code is 1 if an unordered trace of Qwen3-30B-A3B breaks a budget.
+the array. The exit code is 1 if megarl's trace of Qwen3-30B-A3B breaks a budget.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from megarl.routes import RoutingTrace, decode, encode
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_rows import Row, add_json, finish, interval_of_median
 
-MOST_BYTES, LEAST_RATE = 246.1, 1e6
-"""Of "unordered" for the first model: bytes per token, and tokens per second both ways."""
+MOST_BYTES, LEAST_RATE = 336.1, 1e6
+"""Of "megarl" for the first model: bytes per token, and tokens per second both ways."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +119,12 @@ def codecs(model: Model) -> dict[str, Codec]:
         "int32": plain(model, "<i4"),
         "int16": plain(model, "<i2"),
         **narrow,
-        "unordered": (encode, decode),
+        "megarl": (encode, decode),
     }
 
 
 def measure(model: Model, trace: RoutingTrace, repeats: int) -> list[Row]:
-    """Print all variants of one model; the rows are those of "unordered"."""
+    """Print all variants of one model; the rows are those of "megarl"."""
     tokens, variants = len(trace.experts), codecs(model)
     rates: dict[str, list[tuple[float, float, float]]] = {name: [] for name in variants}
     sizes: dict[str, int] = {}
@@ -151,7 +151,7 @@ def measure(model: Model, trace: RoutingTrace, repeats: int) -> list[Row]:
         fastest = (max(column) for column in zip(*rates[name], strict=True))
         share, excess = size / sizes["wire (base64 int32)"], size / tokens / model.bound
         print(f"{name:>22} {size / tokens:12.1f} {share:8.3f} {excess:9.3f}", *(f"{rate:17,.0f}" for rate in fastest))
-    return rows_of(model, sizes["unordered"] / tokens, rates["unordered"])
+    return rows_of(model, sizes["megarl"] / tokens, rates["megarl"])
 
 
 def rows_of(model: Model, size: float, rates: list[tuple[float, float, float]]) -> list[Row]:

@@ -1,19 +1,17 @@
-"""Routing traces as bytes: ceil(log2 C(E, K)) bits per token and layer.
+"""Routing traces as bytes: K ceil(log2 E) bits per token and layer.
 
     header   20 bytes: magic, version, CRC32 of all that follows it, whether there is a mask, L, K, E - 1, T
     payload  mask | the rows of the tokens that have one, token by token, layer by layer
 
-Numbers are little-endian. A row is the number of its set, ``sum_i C(c_i, i)`` of the experts c_1 < ... < c_K (the
-combinatorial number system). Where these numbers take more than 63 bits, a row is K numbers instead, its experts in
-ascending order. Numbers stand in planes: the lowest byte of all, the next byte of all, and then the remaining bits of
-all, lowest first. A mask, one bit per token, is written only for a trace with a mask.
+Numbers are little-endian. A row is one number of at most 63 bits, its experts in their order, the first in the
+lowest bits; K experts that need more bits are several numbers of equally many experts, the last filled up with zeros.
+Numbers stand in planes: the lowest byte of all, the next byte of all, and then the remaining bits of all, lowest first.
+A mask, one bit per token, is written only for a trace with a mask.
 """
 
-import math
 import struct
 import zlib
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -21,8 +19,9 @@ from megarl.errors import TraceError
 from megarl.routes.trace import RoutingTrace, narrow_dtype
 
 MAGIC = b"MRLT"
-VERSION = 5
+VERSION = 6
 MAX_TOP_K = 64
+MAX_BITS = 63
 MAX_FREE_BYTES = 1 << 28
 """Bytes in memory of the rows that cost no payload: missing rows, and rows of no bits (K = 0, K = E, no layers)."""
 _START = struct.Struct("<4sBI")
@@ -40,18 +39,23 @@ class _Shape:
     num_experts: int
 
     @property
+    def expert_bits(self) -> int:
+        return (self.num_experts - 1).bit_length()
+
+    @property
+    def numbers(self) -> int:
+        """Of a row."""
+        return -(-self.top_k // (MAX_BITS // self.expert_bits)) if self.expert_bits else 0
+
+    @property
     def width(self) -> int:
-        """Experts of one number: K, or 1 where a number for K of them has too many bits."""
-        return self.top_k if math.comb(self.num_experts, self.top_k) <= 1 << 63 else 1
+        """Experts of a number."""
+        return -(-self.top_k // self.numbers) if self.numbers else 0
 
     @property
     def bits(self) -> int:
-        """Of one number."""
-        return (math.comb(self.num_experts, self.width) - 1).bit_length()
-
-    def num_numbers(self, num_tokens: int) -> int:
-        """Numbers of the rows of so many tokens."""
-        return num_tokens * self.num_layers * (self.top_k // max(self.width, 1) or 1)
+        """Of a number."""
+        return self.width * self.expert_bits
 
     def check(self, label: str) -> None:
         """TraceError unless a header can hold this shape, and a number each of its rows."""
@@ -85,14 +89,14 @@ def encode(trace: RoutingTrace) -> bytes:
     mask, experts = b"", trace.experts
     if trace.present is not None:
         mask, experts = np.packbits(trace.present, bitorder="little").tobytes(), experts[trace.present]
-    rows = np.sort(experts, axis=2).reshape(-1, shape.width) if shape.width else np.empty((0, 0), np.uint8)
+    rows = experts.reshape(len(experts) * num_layers, top_k)
     body = _SHAPE.pack(trace.present is not None, num_layers, top_k, trace.num_experts - 1, num_tokens) + mask
-    body += _pack(_rank(rows, trace.num_experts), shape.bits)
+    body += _pack(_join(rows, shape), shape.bits)
     return _START.pack(MAGIC, VERSION, zlib.crc32(body)) + body
 
 
 def decode(data: bytes | bytearray | memoryview, label: str = "routing trace") -> RoutingTrace:
-    """Read what ``encode`` wrote; experts come in ascending order.
+    """Read what ``encode`` wrote.
 
     Raises TraceError, naming ``label``, what was found and what was expected, if the data is cut off, damaged, of
     another format or version, or contradicts its own header. Reserves no memory that the length of the data does not
@@ -110,7 +114,7 @@ def decode(data: bytes | bytearray | memoryview, label: str = "routing trace") -
             )
         present = np.unpackbits(payload[:size], count=shape.num_tokens, bitorder="little").astype(bool)
         payload, num_present = payload[size:], int(np.count_nonzero(present))
-    count = shape.num_numbers(num_present)
+    count = num_present * shape.num_layers * shape.numbers
     expected = -(-count * shape.bits // 8)
     if len(payload) != expected:  # before anything large is allocated
         raise TraceError(
@@ -119,54 +123,35 @@ def decode(data: bytes | bytearray | memoryview, label: str = "routing trace") -
         )
     shape.check_free(num_present, label)
     experts = np.zeros((shape.num_tokens, shape.num_layers, shape.top_k), dtype=narrow_dtype(shape.num_experts))
-    experts[slice(None) if present is None else present] = _read_rows(payload, count, num_present, shape, label)
-    return RoutingTrace.of_sets(experts, shape.num_experts, present, label)  # numbers of sets need no other check
+    experts[slice(None) if present is None else present] = _read_rows(payload, count, num_present, shape)
+    return RoutingTrace(experts, shape.num_experts, present, label)
 
 
-def _read_rows(stream: np.ndarray, count: int, num_present: int, shape: _Shape, label: str) -> np.ndarray:
+def _read_rows(stream: np.ndarray, count: int, num_present: int, shape: _Shape) -> np.ndarray:
     """Integers [present tokens, L, K], or [K] of all rows that take no bits."""
     if not shape.bits:
         return np.arange(shape.top_k)
-    numbers = _unpack(stream, count, shape.bits)
-    rows, is_wrong = _unrank(numbers, shape.num_experts, shape.width)
-    rows = rows.reshape(-1, shape.top_k)
-    is_wrong = is_wrong.reshape(-1, shape.top_k // shape.width).any(1)
-    is_wrong |= (rows[:, 1:] <= rows[:, :-1]).any(1)
-    if is_wrong.any():
-        token, layer = divmod(int(is_wrong.argmax()), shape.num_layers)
-        raise TraceError(
-            f"{label}: present row {token}, layer {layer} holds a number that is of no {shape.top_k} of "
-            f"{shape.num_experts} experts: the data is damaged or was not written by megarl"
-        )
+    rows = _split(_unpack(stream, count, shape.bits), shape)
     return rows.reshape(num_present, shape.num_layers, shape.top_k)
 
 
-@lru_cache(maxsize=4)
-def _binomials(num_experts: int, top_k: int) -> list[np.ndarray]:
-    """For i = 1..K, int64 [E-K+i]: C(c, i) for all c that the i-th smallest expert can be."""
-    columns = [np.ones(num_experts - top_k, np.int64)]  # C(c, 0)
-    for _ in range(top_k):
-        columns.append(np.concatenate([np.zeros(1, np.int64), np.cumsum(columns[-1])]))
-    return columns[1:]
+def _join(rows: np.ndarray, shape: _Shape) -> np.ndarray:
+    """Integers [N, K] -> int64 [N * numbers of a row]."""
+    numbers = np.zeros((len(rows), shape.numbers), np.int64)
+    for slot in range(shape.top_k if shape.numbers else 0):
+        number, place = divmod(slot, shape.width)
+        numbers[:, number] |= rows[:, slot].astype(np.int64) << place * shape.expert_bits
+    return numbers.reshape(-1)
 
 
-def _rank(rows: np.ndarray, num_experts: int) -> np.ndarray:
-    """Number the sets: integers [N, K], ascending in a row -> int64 [N]."""
-    numbers = np.zeros(len(rows), np.int64)
-    for column, binomials in zip(rows.T, _binomials(num_experts, rows.shape[1]), strict=True):
-        numbers += binomials[column]
-    return numbers
-
-
-def _unrank(numbers: np.ndarray, num_experts: int, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The inverse: int64 [N] -> the sets [N, K], and bool [N], True where a number is of no set."""
-    rows = np.empty((len(numbers), top_k), narrow_dtype(num_experts))
-    is_wrong = numbers >= math.comb(num_experts, top_k)
-    for slot, binomials in reversed(list(enumerate(_binomials(num_experts, top_k)))):
-        found = np.searchsorted(binomials, numbers, side="right") - 1
-        rows[:, slot] = found
-        numbers = numbers - binomials[found]
-    return rows, is_wrong
+def _split(numbers: np.ndarray, shape: _Shape) -> np.ndarray:
+    """The inverse: int64 [N * numbers of a row] -> experts [N, K]."""
+    numbers = numbers.reshape(-1, shape.numbers)
+    columns = np.empty((shape.top_k, len(numbers)), narrow_dtype(shape.num_experts))
+    for slot in range(shape.top_k):
+        number, place = divmod(slot, shape.width)
+        columns[slot] = numbers[:, number] >> place * shape.expert_bits & (1 << shape.expert_bits) - 1
+    return np.ascontiguousarray(columns.T)
 
 
 def _pack(numbers: np.ndarray, bits: int) -> bytes:
