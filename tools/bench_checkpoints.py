@@ -78,7 +78,7 @@ def main() -> None:
             saver.poll(wait=True)
 
         def save_plainly() -> None:
-            with mock.patch.object(saver_module, "sha256_of", lambda path: ""):
+            with mock.patch.object(saver_module, "sha256_of", return_value=""):
                 saver.begin(1, policy, {})
                 saver._calls.maybe_finalize_async_calls(blocking=True)
                 saver._pending = None
