@@ -156,7 +156,7 @@ def test_a_terminal_is_asked_again_until_an_answer_fits(folder: Path) -> None:
         "--model: missing, expected a folder with config.json",
         "--model: found empty, which has no config.json",
         "broken.jsonl:1: broken JSON",
-        "dense/config.json: 2 lists, expected one of objects",
+        "dense/config.json: cannot tell a format from the ending '.json'",
         "--gpus: found '-3', expected a whole number from 0 to 1024",
         "prompts_per_step * group_size = 512 responses, expected a multiple of",
         "--nodes: found '0', expected a whole number from 1 to 100000",
