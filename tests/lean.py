@@ -1,4 +1,4 @@
-"""Environments with a few packages: by default what `pip install` of megarl brings, numpy, pydantic, safetensors and their needs."""
+"""Environments with a few packages: by default what `pip install` of megarl brings, which is numpy and little more."""
 
 from __future__ import annotations
 

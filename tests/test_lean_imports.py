@@ -1,4 +1,4 @@
-"""What megarl needs: for the formulas and for replay torch and Megatron-Core, for routing traces numpy, pydantic and safetensors."""
+"""What megarl needs: for the formulas and for replay torch and Megatron-Core, for routing traces a few packages."""
 
 from __future__ import annotations
 
