@@ -1,4 +1,4 @@
-"""Environments with a few packages: by default what `pip install` of megarl brings, numpy, pydantic and their needs."""
+"""Environments with a few packages: by default what `pip install` of megarl brings, which is numpy and little more."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from importlib.metadata import distribution
 from pathlib import Path
 
-DISTRIBUTIONS = ("numpy", "pydantic", "pydantic-core", "annotated-types", "typing-extensions", "typing-inspection")
+DISTRIBUTIONS = (
+    *("numpy", "safetensors", "pydantic", "pydantic-core", "annotated-types", "typing-extensions", "typing-inspection"),
+)
 
 
 KIT = (

@@ -1,4 +1,4 @@
-"""What megarl needs: for the formulas and for replay torch and Megatron-Core, for routing traces numpy and pydantic."""
+"""What megarl needs: for the formulas and for replay torch and Megatron-Core, for routing traces a few packages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_measure_sees_what_a_configuration_brings():
 
 @pytest.fixture(scope="module")
 def lean(tmp_path_factory):
-    """Runs megarl where nothing but numpy and pydantic is installed."""
+    """Runs megarl where nothing but numpy, pydantic and safetensors is installed."""
     here = tmp_path_factory.mktemp("here")
     python = make_environment(tmp_path_factory.mktemp("lean"))
 
@@ -59,7 +59,7 @@ def lean(tmp_path_factory):
     return run
 
 
-def test_traces_need_numpy_and_pydantic_alone(lean):
+def test_traces_need_few_packages(lean):
     experts = np.array([[[0, 1]], [[2, 3]]], np.int32)
     for name, rows in (("a", experts), ("b", experts[::-1])):
         write_traces(lean.here / name, TraceInfo("tiny", (0,), 4, 2), [TracedSequence("s", RoutingTrace(rows, 4))])

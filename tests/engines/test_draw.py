@@ -139,7 +139,7 @@ def served(server: Server, draw: Draw, tokenizer: PreTrainedTokenizerBase) -> No
     client.converse(
         draw.begin,
         lambda request: {"group": request.group, "sample": request.sample},
-        lambda request, answer, url, rid: make_rollout(request, tokenizer.convert_tokens_to_ids(answer["says"])),
+        lambda request, answer, rid: make_rollout(request, tokenizer.convert_tokens_to_ids(answer["says"])),
     )
 
 

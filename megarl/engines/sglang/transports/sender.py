@@ -170,12 +170,12 @@ class WeightSender:
         exchange = in_thread(partial(request, self._http, method, f"/{path}", body, timeout_s))
         try:
             answer = exchange.result(timeout_s)  # httpx limits the time of each part of an answer alone
-        except (TimeoutError, httpx.TimeoutException) as error:
-            raise HangError(f"{self.url}/{path}: no whole answer within {timeout_s:.0f} s") from error
-        except DataError as error:
-            raise WeightSyncError(f"{self.url}/{path}: {error}") from error
-        except httpx.HTTPError as error:  # without frames, which would keep the bucket
-            raise GoneError(f"{self.url}/{path}: {type(error).__name__}: {error}") from error.with_traceback(None)
+        except (TimeoutError, httpx.HTTPError, DataError) as error:
+            message = f"{self.url}/{path}: {type(error).__name__}: {error}"
+            kind = WeightSyncError if isinstance(error, DataError) else GoneError
+            if isinstance(error, TimeoutError | httpx.TimeoutException):
+                kind, message = HangError, f"{self.url}/{path}: no whole answer within {timeout_s:.0f} s"
+            raise kind(message) from error.with_traceback(None)  # without frames, which would keep the bucket
         if answer.status_code >= 500:
             raise GoneError(f"{self.url}/{path}: HTTP {answer.status_code}: {answer.text[:300]}")
         return answer
