@@ -169,12 +169,6 @@ def test_a_holder_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
     assert f"is held by process {process.pid} on" in told[0]
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"run\.dir: .*/file/run cannot be written"):
-        RunLock(tmp_path / "file" / "run" / "lock").__enter__()
-
-
 @pytest.mark.parametrize(("number", "is_refused"), [(errno.ENOLCK, False), (errno.ENOSYS, False), (errno.EIO, True)])
 def test_a_file_system_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_refused: bool
@@ -192,14 +186,3 @@ def test_a_file_system_without_locks(
         assert is_held(path)
         os.utime(path, (0, 0))  # touched last long ago
         assert not is_held(path)
-
-
-def test_who_waits_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, told, naps = tmp_path / "lock", [], iter(range(5))
-    held = os.open(path, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
-    monkeypatch.setattr(time, "sleep", lambda _: os.close(held) if next(naps) == 4 else None)
-    with RunLock(path, told.append, wait_s=60):
-        assert len(told) == 1
-        assert "waiting for its end" in told[0]

@@ -99,23 +99,6 @@ def test_the_gap_is_that_of_transformers(home: Path) -> None:
     assert measured.replayed.k3 == pytest.approx(measured.native.k3, rel=1e-4)
 
 
-def test_routes_of_other_tokens_are_seen_by_layer_and_by_token(home: Path) -> None:
-    config = parse(table(home))
-    distributed.initialize(config)
-    model = TrainingEngine(config, None)
-    rollouts = draw(config, model, 4)
-    changed = rollouts[2].routed_experts
-    assert changed is not None
-    row = len(changed) - 3  # predicts a token of the response
-    changed[row, 1] = [one for one in range(16) if one not in changed[row, 1]][:2]
-    measured = model.compare(rollouts, "fp32", True)
-    rows = sum(int(rollout.routed_mask.sum()) for rollout in rollouts if rollout.routed_mask is not None)
-    assert measured.flips == (0.0, pytest.approx(1 / rows))
-    assert measured.native.k3 < 1e-9
-    assert measured.replayed is not None
-    assert measured.replayed.k3 > 1e-6  # the wrong experts are replayed
-
-
 def test_spoiled_weights_in_the_engine_are_bad(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     FROM_VERSION[0] = 0
     config = tmp_path / "gap.toml"
@@ -125,17 +108,6 @@ def test_spoiled_weights_in_the_engine_are_bad(home: Path, tmp_path: Path, capsy
     assert not found["healthy"]
     assert "disagree even in fp32" in found["findings"][0]
     assert found["gaps"][0]["replayed"]["k3"] > 0.1
-
-
-def test_a_dense_model_has_a_gap_and_no_routes(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--prompts", str(home / "task" / "train.jsonl"))
-    status = TOOL["main"]([str(home / "dense"), *words, *SHORT])
-    shown = capsys.readouterr().out
-    assert status == 0
-    assert "healthy: " in shown
-    assert "other experts, by layer" not in shown
-    assert "\nfp8 " in shown
-    assert " r3 " not in shown
 
 
 def test_a_run_brings_its_checkpoint_and_its_configuration(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,9 +148,3 @@ def test_mistakes_are_one_line(
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("megarl: error: ")
     assert message in error
-
-
-def test_several_ranks_are_refused(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert TOOL["main"]([str(home / "moe")]) == 2
-    assert "runs in one process" in capsys.readouterr().err
