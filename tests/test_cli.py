@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from run_configs import run_text
 
-import megarl as megarl_package
 from megarl import cli, commands
 from megarl.config.file import split_overrides
-from megarl.errors import ConfigError, DataError
+from megarl.errors import DataError
 
 HEAVY = ("torch", "megatron.core", "transformers", "plotly", "datasets")
 
@@ -94,13 +93,6 @@ def test_words_become_the_values_of_a_command():
     assert cli.parse_command(["doctor"]).config is None
 
 
-def test_the_version_is_shown(capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["--version"])
-    assert stop.value.code == 0
-    assert capsys.readouterr().out == f"megarl {megarl_package.__version__}\n"
-
-
 def test_help_explains_every_argument_of_every_command():
     for name, command in commands.COMMANDS.items():
         fields = command.__pydantic_fields__
@@ -153,16 +145,6 @@ def test_a_value_is_read_as_it_was_passed_on(value):
     """`megarl launch` passes flags on to every rank, tables among them."""
     key = "run.dir" if value is None else "train.objective_overrides.masks.1"
     assert split_overrides([f"--{key}", cli.config_file.as_flag(value)]) == ([], {key: value})
-
-
-def test_a_table_may_be_a_flag():
-    _, overrides = split_overrides(["--train.objective_overrides", "{masks = {0 = {high = 1.3}}}"])
-    assert overrides == {"train.objective_overrides": {"masks": {"0": {"high": 1.3}}}}
-
-
-def test_a_flag_below_a_plain_value_is_refused():
-    with pytest.raises(ConfigError, match=r"--model\.path\.x: unknown key"):
-        split_overrides(["--model.path.x", "3"])
 
 
 def test_errors_of_a_running_command_name_the_rank(monkeypatch, capsys, config_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import os
 import shutil
@@ -93,16 +92,6 @@ def test_a_megatron_without_the_hook_is_not_ready(moe_source, shown):
     assert code == 1
     assert text.startswith("not ready to train on this machine: replay hook\n")
     assert "this Megatron-Core cannot replay routes; run `megarl patch apply`" in text
-
-
-def test_a_release_that_imports_triton_needs_it(moe_source, shown):
-    (moe_source / "moe_utils.py").write_text("router_replay.get_replay_topk(scores)")
-    (moe_source / "router.py").write_text("self.router_replay")
-    assert "triton: " not in shown()[1]
-    (moe_source / "paged_stash.py").write_text("import triton")
-    code, text = shown()
-    is_absent = importlib.util.find_spec("triton") is None
-    assert (code, "triton: not installed; Megatron-Core imports it" in text) == (int(is_absent), is_absent)
 
 
 def test_a_configuration_is_tried_whole_and_shows_its_layout(path, tmp_path, shown, monkeypatch):
@@ -221,21 +210,6 @@ class TestSGLang:
         assert code == 1
         assert text.startswith("not ready")
         assert message in " ".join(text.split())
-
-    def test_an_interpreter_that_is_not_there_is_an_error_of_this_engine_alone(self, path: Path, tmp_path: Path, shown):
-        missing = {"sglang.python": str(tmp_path / "nothing")}
-        code, text = shown(path, missing)
-        assert code == 1
-        assert "on a CPU run `make sglang-cpu`; on GPUs make a venv of its own" in " ".join(text.split())
-        assert shown(path, missing | {"rollout.engine": "local"})[0] == 0
-
-    def test_a_release_that_an_option_is_beyond_is_refused(self, path: Path, tmp_path: Path, shown):
-        settings = {"sglang.python": self.interpreter(tmp_path, "echo 0.5.22"), "sglang.checksums": True}
-        code, text = shown(path, settings)
-        assert code == 1
-        assert "0.5.22 gives no checksums on a CPU" in " ".join(text.split())
-        assert shown(path, settings | {"sglang.gpus": [0]})[0] == 0
-        assert shown(path, settings | {"sglang.checksums": False})[0] == 0
 
     def test_servers_that_run_are_asked_each(self, path: Path, shown):
         good = {"version": "0.5.23", "device": "cuda", "tp_size": 1, "api_key": "x"}
@@ -384,26 +358,6 @@ def test_what_is_missing_is_tried_no_further_and_named_once(path: Path, tmp_path
     _, text = shown(path, {"data.chat_template": True})
     assert text.partition("\n")[0] == f"not ready for {path}: tokenizer, weights"
     assert "chat template" not in text
-
-
-def test_weights_are_looked_for(path: Path, tmp_path: Path):
-    """A recipe brings config.json alone; a download may be interrupted."""
-    model = tmp_path / "model"
-    (weights,) = model.glob("*.safetensors")
-    weights.rename(tmp_path / "away")
-    assert f"{model} has no *.safetensors" in failed(path)["weights"]
-    index = model / "model.safetensors.index.json"
-    shards = [f"model-{number}-of-3.safetensors" for number in (1, 2, 3)]
-    index.write_text(json.dumps({"weight_map": {name: name for name in shards}}))
-    (model / shards[0]).touch()
-    assert f"that names {shards[1]}, {shards[2]}, which are not there" in failed(path)["weights"]
-    (model / shards[1]).touch()
-    assert f"that names {shards[2]}, which are not there" in failed(path)["weights"]
-    (model / shards[2]).touch()
-    assert "weights" not in failed(path)
-    for damaged in ("{", "[]", "{}", '{"weight_map": 1}'):
-        index.write_text(damaged)
-        assert str(index) in failed(path)["weights"], damaged
 
 
 def test_slurm_is_looked_for(path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -134,18 +134,6 @@ def test_every_setting_that_bypasses_replay_is_an_argument() -> None:
     assert set(re.findall(r"^\| `(--[a-z-]+)", listed, re.MULTILINE)) == arguments
 
 
-def test_arguments_are_spelt_as_megatron_lm_spells_them() -> None:
-    found = script_arguments()
-    assert len(found) > 30
-    assert found - megatron_lm_names.known() == OWN
-    assert not OWN & megatron_lm_names.known()
-
-
-def test_a_name_that_megatron_lm_does_not_have_would_be_noticed() -> None:
-    wrong = {"--virtual-pipeline-model-parallel-size", "--num-moe-experts", "--ep-size", "--add-bias-linear"}
-    assert not wrong & megatron_lm_names.known()
-
-
 def test_the_page_uses_arguments_that_exist() -> None:
     commands = {"--nproc-per-node", "--model", "--layers", "--dtype", "--stack-layers"}  # of torchrun, megarl convert
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", PAGE))
@@ -158,8 +146,3 @@ def test_the_page_shows_the_marked_lines() -> None:
     shown = [line[1:].strip() for line in PAGE.splitlines() if line.startswith("+")]
     for line in marked:
         assert line in shown
-
-
-def test_the_page_names_the_commits() -> None:
-    for commit in (megatron_lm_names.ARGUMENTS_COMMIT, *megatron_lm_names.CONFIGS_COMMITS):
-        assert commit[:12] in PAGE

@@ -68,12 +68,6 @@ def test_what_is_there_already_is_copied_again_only_if_it_is_the_same(
     assert (tmp_path / "local.sh").read_text() == "mine\n"
 
 
-def test_a_broken_link_is_not_written_through(tmp_path: Path) -> None:
-    (tmp_path / "local.sh").symlink_to(tmp_path / "elsewhere")
-    assert main(["recipes", "copy", "cpu-quickstart", str(tmp_path)]) == 2
-    assert not (tmp_path / "elsewhere").exists()
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -93,8 +87,3 @@ def test_mistakes_are_one_line(
     assert told in error
     assert error.count("\n") == 1
     assert files(tmp_path) == {"file"}
-
-
-def test_path_is_that_of_the_installed_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipes", "path", "local.sh"]) == 0
-    assert Path(capsys.readouterr().out.strip()) == shipped.SCRIPTS / "local.sh"

@@ -13,7 +13,7 @@ from megarl.errors import ConfigError
 ROWS = r"""
 rollout.temprature=1.0 | rollout.temprature: unknown key | did you mean rollout.temperature?
 temperature=1.0 | temperature: unknown key | rollout.temperature or eval.temperature
-'optim={}' | optim.lr: missing | --optim.lr
+'optim={}' | optim.lr: missing | pass as flags
 'parallel={}' data=1 reward=2 | 2 problems | data: found 1 | a table [data] | reward: found 2
 rollout.temperature=a | rollout.temperature: found 'a' | number
 rollout.temperature=0.0 | rollout.temperature: found 0.0

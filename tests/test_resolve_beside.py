@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 import environments
 import resolve_beside
-from resolve_beside import ALONE, EMPTY, FOLDER, PAGE, ResolverError, cell, read_conflict, read_lock, shorten
+from resolve_beside import ALONE, FOLDER, PAGE, ResolverError, read_conflict
 
 ROOT = Path(__file__).parents[1]
 TOLD = """\
@@ -66,71 +66,9 @@ def test_a_conflict_is_told_in_one_line():
     )
 
 
-def test_a_list_of_ranges_stays_in_its_line():
-    told = """\
-error: No solution found when resolving dependencies
-  cause: Because sglang==0.5.8 depends on transformers==4.57.1 and verl>=0.9.1 depends on one of:
-             transformers>=5.5.3,<5.6.0
-             transformers>5.6.0,<5.11
-         we can conclude that sglang==0.5.8 and verl>=0.9.1 are incompatible.
-"""
-    assert read_conflict(told) == (
-        "sglang==0.5.8 depends on transformers==4.57.1; "
-        "verl>=0.9.1 depends on one of: transformers>=5.5.3,<5.6.0 transformers>5.6.0,<5.11"
-    )
-
-
-def test_an_older_uv_draws_its_explanation_as_a_tree():
-    told = "  × No solution found when resolving dependencies:\n  ╰─▶ Because a==1 depends on b>2 and you require\n"
-    assert read_conflict(f"{told}      b<2, we can conclude that your requirements are unsatisfiable.\n") == (
-        "a==1 depends on b>2"
-    )
-
-
 def test_what_is_neither_versions_nor_a_conflict_is_an_error():
     with pytest.raises(ResolverError, match=r"gave no answer.*failed to lookup"):
         read_conflict("error: failed to lookup address information")
-
-
-def test_a_lock_counts_the_largest_wheel_and_leaves_megarl_out():
-    files = {"wheels": [{"size": 2_000_000}, {"size": 5_000_000}], "sdist": {"size": 9_000_000}}
-    packages = [
-        {"name": "torch", "version": "2.11.0", **files},
-        {"name": "fonts", "version": "1", "sdist": {"size": 3_000_000}},
-        {"name": "megarl-moe", "directory": {}},
-    ]
-    assert read_lock({"packages": packages}) == {
-        "versions": {"torch": "2.11.0", "fonts": "1"},
-        "packages": 2,
-        "download_mb": 8,
-    }
-
-
-def test_what_megarl_moves_is_said():
-    alone = {"versions": {"torch": "2.9", "rich": "14", "numpy": "1"}}
-    answers = {
-        ALONE: shorten(alone, alone),
-        "train": shorten({"versions": {"torch": "2.9", "rich": "15", "numpy": "1", "trl": "1"}}, alone),
-    }
-    assert cell(answers, "train") == "torch 2.9, numpy 1; moves rich 14 to 15"
-    assert cell(answers | {ALONE: {"conflict": "a needs b"}}, "train").startswith("the pins conflict without megarl")
-    assert cell(answers, "sglang") == "not asked"
-
-
-def test_without_uv_the_error_says_how_to_get_it(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["resolve_beside", EMPTY])
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert resolve_beside.main() == 2
-    assert capsys.readouterr().err == (
-        "resolve_beside: error: found no uv beside this Python or in PATH, expected one: pip install uv\n"
-    )
-
-
-def test_an_unknown_key_of_a_neighbour_is_refused(tmp_path):
-    (tmp_path / "x.toml").write_text('title = "x"\npinned = []\n')
-    with pytest.raises(TypeError, match="pinned"):
-        resolve_beside.read_neighbour(tmp_path / "x.toml")
 
 
 def test_folder_has_a_record_for_each_neighbour():

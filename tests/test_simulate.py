@@ -10,7 +10,6 @@ import pytest
 
 from megarl.core.choices.stopping import SamplingRule, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.core.sampling.collector import Collector
-from megarl.errors import ConfigError
 
 TOOL = runpy.run_path(str(Path(__file__).parents[1] / "tools" / "simulate.py"))
 DEFAULT_RATES, Budget = TOOL["DEFAULT_RATES"], TOOL["Budget"]
@@ -70,15 +69,6 @@ def test_known_numbers():
     assert known["ada-seq-pos"] == pytest.approx(13.5643, abs=1e-4)
 
 
-def test_dapo_replaces_prompts_without_contrast():
-    rates = np.array([0.0, 0.5])
-    by_name = {arm.name: evaluate(arm, rates) for arm in arms(rates, Budget())}
-    uniform, dapo = by_name["uniform 8"], by_name["dapo 8"]
-    assert (dapo.trains, uniform.trains) == (1.0, uniform.contrast)
-    assert (dapo.cost, dapo.precision, dapo.samples) == (uniform.cost, uniform.precision, uniform.samples)
-    assert dapo.trained == pytest.approx(8 * uniform.contrast)
-
-
 def test_rules_that_divide_a_budget_spend_it_exactly():
     rates = parse_rates(DEFAULT_RATES)
     assert rates.size == 100
@@ -87,24 +77,6 @@ def test_rules_that_divide_a_budget_spend_it_exactly():
             assert evaluate(arm, rates).samples == pytest.approx(6)
         if arm.name == "gvm":
             assert all(rule.next_samples(0, 0, 0, 0) == 0 for rule in arm.rules[:19])  # p = 0: nothing to learn
-
-
-def test_least_variance_beats_equal_shares():
-    rates = parse_rates(DEFAULT_RATES)
-    by_name = {arm.name: evaluate(arm, rates) for arm in arms(rates, Budget())}
-    assert by_name["allotted, linear"].precision > 1.1 * by_name["uniform 8"].precision
-
-
-def test_default_rates_have_the_pass_at_k_that_their_comment_says():
-    rates = parse_rates(DEFAULT_RATES)
-    found = [round(float(np.mean(1 - (1 - rates) ** k)), 3) for k in (4, 32, 256)]
-    assert found == [0.632, 0.796, 0.81]
-
-
-@pytest.mark.parametrize("word", ["x", "1.5", "-0.1", "nan", "0.5:0", "0.5:x", "0.5:1:2", ""])
-def test_rates_that_are_none(word):
-    with pytest.raises(ConfigError, match="--rates"):
-        parse_rates([word])
 
 
 def test_prompts_that_are_never_solved_have_no_gradient(capsys):

@@ -97,23 +97,6 @@ def test_the_source_distribution_has_the_same_files_where_the_checkout_has_them(
     )
 
 
-def test_the_source_distribution_makes_the_same_wheel(wheel: Path, sdist: Path, tmp_path: Path) -> None:
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
-    rebuilt = build(tmp_path / f"megarl_moe-{__version__}", tmp_path / "out", "wheel")
-    with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(rebuilt) as second:
-        assert members(wheel) == members(rebuilt)
-        assert all(first.read(name) == second.read(name) for name in members(rebuilt))
-
-
-def test_a_second_build_drops_a_file_that_is_gone(source: Path, wheel: Path, tmp_path: Path) -> None:
-    """``build/lib`` of the first build is still there."""
-    shutil.copytree(source, tmp_path / "source")
-    (tmp_path / "source" / "launch" / "scripts" / "local.sh").unlink()
-    rebuilt = build(tmp_path / "source", tmp_path / "out", "wheel")
-    assert members(wheel) - members(rebuilt) == {"megarl/launch/scripts/local.sh"}
-
-
 def test_an_editable_installation_copies_no_data(source: Path, tmp_path: Path) -> None:
     """It finds the folders in the checkout, as the environment of these tests does."""
     code = f"import setuptools.build_meta as b; print(); print(b.build_editable({str(tmp_path)!r}))"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -307,29 +306,3 @@ def test_a_run_folder_that_was_copied_asks_for_its_place(here: Path) -> None:
     with pytest.raises(ConfigError, match=r"run\.dir is run, another folder: .* add --run\.dir "):
         load("copy/config.toml")
     assert load("copy/config.toml", {"run.dir": "copy"}).run_dir == Path("copy")
-
-
-def test_a_run_goes_on_with_settings_that_are_empty(here: Path) -> None:
-    """An empty string is no place, and many keys name none."""
-    held = {"data.answer_field": "", "model.reference": "", "run.dir": str(here / "run")}
-    claim(load("run.toml", held))
-    (here / "run" / "metrics.jsonl").write_text(STEP)
-    claim(load("run.toml", held))
-    with pytest.raises(ConfigError, match=r"holds a run with data\.answer_field = '' .*, this one has 'answer'"):
-        claim(load("run.toml", held | {"data.answer_field": "answer"}))
-
-
-def test_a_run_goes_on_with_a_release_that_has_more_keys(here: Path) -> None:
-    """A key that its config.toml does not have is at its default."""
-    held, newer = {"run.dir": str(here / "run")}, ("chat_template = ", "max_batch_size = ")
-    claim(load("run.toml", held))
-    (here / "run" / "metrics.jsonl").write_text(STEP)
-    saved = here / "run" / "config.toml"
-    older = "".join(line for line in saved.read_text().splitlines(True) if not line.startswith(newer))
-    for changes in ({"data.chat_template": True}, {"rollout.max_batch_size": 7}):
-        saved.write_text(older)
-        with pytest.raises(ConfigError, match=rf"holds a run with {re.escape(*changes)} = None"):
-            claim(load("run.toml", held | changes))
-    assert saved.read_text() == older
-    claim(load("run.toml", held))
-    assert saved.read_text() != older

@@ -147,12 +147,6 @@ def test_a_holder_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
     assert f"is held by process {process.pid} on" in told[0]
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"run\.dir: .*/file/run cannot be written"):
-        RunLock(tmp_path / "file" / "run" / "lock").__enter__()
-
-
 @pytest.mark.parametrize(("number", "is_refused"), [(errno.ENOLCK, False), (errno.ENOSYS, False), (errno.EIO, True)])
 def test_a_file_system_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_refused: bool

@@ -225,15 +225,3 @@ def test_both_say_the_same(what: str, world: World, tmp_path: Path, monkeypatch:
     with pytest.raises(Exception) as refused:  # noqa: PT011 (what is raised is judged below)
         asks_trainer(config)
     assert isinstance(refused.value, MegarlError), refused.value
-
-
-@pytest.mark.parametrize(("name", "says"), [("broken", "NameError"), ("text", "'right' \\(str\\), expected a number")])
-def test_a_reward_that_would_fail_in_the_first_step_is_called(
-    name: str, says: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "inputs_under_test.py").write_text(REWARDS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    config = world.settings(run__dir=str(tmp_path / "run"), reward__function=f"inputs_under_test:{name}")
-    (failed,) = asks_doctor(config)
-    assert "reward.function: with the answer of" in failed
-    assert says.replace("\\", "") in failed

@@ -189,25 +189,6 @@ def test_episodes_are_evaluated_as_they_train(
     assert "first failure: turn 0: the environment failed" in capsys.readouterr().out
 
 
-def test_responses_may_be_longer_than_training_could_hold(call: Megarl, tmp_path: Path) -> None:
-    words = ["--rollout.max_response_tokens", "5000", "--eval.max_prompts", "3"]
-    assert call("--out", tmp_path / "out", *words) == 0
-    assert max(line["length"] for line in responses(tmp_path / "out")) > 8  # up to the 64 positions of the model
-    told = json.loads((tmp_path / "out" / "eval.json").read_text())
-    assert told["config"]["rollout"]["max_response_tokens"] == 5000
-    assert "train" not in told["config"]
-
-
-def test_a_template_reaches_the_model(world: World, call: Megarl, tmp_path: Path) -> None:
-    words = ["--out", tmp_path / "out", "--eval.max_prompts", "3"]
-    assert call(*words, "--template", "a{prompt}") == 0
-    prompts = [json.loads(line) for line in (tmp_path / "out" / "heldout" / "prompts.jsonl").read_text().splitlines()]
-    lines = (world.folder / "task" / "heldout.jsonl").read_text().splitlines()[:3]
-    assert [prompt["text"] for prompt in prompts] == ["a" + json.loads(line)["prompt"] for line in lines]
-    assert call("--out", tmp_path / "plain", *words[2:]) == 0
-    assert responses(tmp_path / "plain") != responses(tmp_path / "out")
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -98,23 +98,6 @@ def test_the_gap_is_that_of_transformers(home: Path) -> None:
     assert measured.replayed.k3 == pytest.approx(measured.native.k3, rel=1e-4)
 
 
-def test_routes_of_other_tokens_are_seen_by_layer_and_by_token(home: Path) -> None:
-    config = parse(table(home))
-    distributed.initialize(config)
-    model = TrainingEngine(config, None)
-    rollouts = draw(config, model, 4)
-    changed = rollouts[2].routed_experts
-    assert changed is not None
-    row = len(changed) - 3  # predicts a token of the response
-    changed[row, 1] = [one for one in range(16) if one not in changed[row, 1]][:2]
-    measured = model.compare(rollouts, "fp32", True)
-    rows = sum(int(rollout.routed_mask.sum()) for rollout in rollouts if rollout.routed_mask is not None)
-    assert measured.flips == (0.0, pytest.approx(1 / rows))
-    assert measured.native.k3 < 1e-9
-    assert measured.replayed is not None
-    assert measured.replayed.k3 > 1e-6  # the wrong experts are replayed
-
-
 def test_spoiled_weights_in_the_engine_are_bad(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     FROM_VERSION[0] = 0
     config = tmp_path / "gap.toml"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 import pickle
 import random
@@ -11,7 +10,6 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,6 @@ from megarl.config.tables.health import FALLING, HealthConfig
 from megarl.errors import ConfigError
 from megarl.run.metrics_log import read_metrics
 from megarl.run.progress import StepProgress
-from megarl.run.status import show
-from megarl.run.vitals import Vitals
 from megarl.watch.health import CHECKS, METRICS, Health, HealthVerdict, judge_run
 
 ROOT = Path(__file__).parents[2]
@@ -114,15 +110,6 @@ def test_every_check_has_such_a_test() -> None:
     assert {*READS} | apart == {*NAMES} == {*HealthConfig.model_fields} - {"patience_steps", "start_steps"}
 
 
-def test_idle_share_at_its_limit() -> None:
-    # 1 - 7/8 and its neighbour: exact in binary.
-    assert levels(run(*[{"time/train_s": 0.125}] * 3), **only("idle_share", idle_share=[0.875])) == {
-        "idle_share": "warning"
-    }
-    assert levels(run(*[{"time/train_s": 0.126}] * 3), **only("idle_share", idle_share=[0.875])) == {}
-    assert levels(run(*[{"time/train_s": 0.0, "time/old_logprobs_s": 0.5}] * 3), **only("idle_share")) == {}
-
-
 def test_one_missing_row_for_each_response_is_normal() -> None:
     # 256 responses of 4096 tokens: a share of 1/16 are last tokens.
     limits = only("missing_rows_share", missing_rows_share=[0.125, 0.25])
@@ -165,24 +152,9 @@ def test_entropy_may_fall_where_the_task_is_solved() -> None:
     assert levels(run(*[{"rollout/entropy": 0.0}] * 30, calm=0)) == {}  # nothing to fall from
 
 
-def test_small_values_do_not_count_as_growth() -> None:
-    tiny = {"rollout/k3": 0.0, "router/native/flip": 0.0, "rollout/entropy": 0.001, "response/length_mean": 1.0}
-    grown = {"rollout/k3": 0.0099, "router/native/flip": 0.059, "rollout/entropy": 0.59, "response/length_mean": 15.9}
-    beyond = {"rollout/k3": 0.0101, "router/native/flip": 0.061, "rollout/entropy": 0.61, "response/length_mean": 16.1}
-    assert levels(run(*[tiny] * 9, *[grown] * 9, calm=0)) == {}
-    expected = dict.fromkeys(("k3_ratio", "flip_ratio", "entropy_rise_ratio", "length_ratio"), "warning")
-    assert levels(run(*[tiny] * 9, *[beyond] * 3, calm=0)) == expected
-
-
 def test_the_routers_own_choice_counts_where_replay_recorded_it() -> None:
     assert levels(run(*[{"router/native/flip": None, "router/flip": 0.4}] * 9, calm=0)) == {"flip_share": "warning"}
     assert levels(run(*[{"router/native/flip": 0.1, "router/flip": 0.4}] * 9, calm=0)) == {}
-
-
-def test_masks_and_episodes_count_together_or_the_worst() -> None:
-    assert levels(run(*[{"clip/low": 0.31, "clip/high": 0.31}] * 3)) == {"clipped_share": "warning"}
-    assert levels(run(*[{"episode/failed_fraction": 0.31}] * 3)) == {"reward_error_share": "alarm"}
-    assert levels(run(*[{"tis/ess/fraction": 0.1}] * 3)) == {"ess_share": "alarm"}
 
 
 def test_a_verdict_needs_patience_to_begin_and_to_end() -> None:
@@ -325,15 +297,6 @@ def test_what_is_kept_does_not_grow_with_the_run() -> None:
     assert health.verdicts() == []
 
 
-def test_worst_come_first() -> None:
-    cut, failed = {"response/truncated_fraction": 0.5}, {"reward/error_fraction": 0.5}
-    both = judge_run(run(*[cut] * 3, *[cut | failed] * 3))
-    assert [(v.check, v.level, v.since) for v in both] == [
-        ("reward_error_share", "alarm", 14),
-        ("truncated_share", "warning", 11),
-    ]
-
-
 def test_news_are_told_once() -> None:
     """When a verdict appears, with cause and advice; when it becomes an alarm; and when it has ended."""
     health, told = Health(HealthConfig()), {}
@@ -352,34 +315,6 @@ def test_news_are_told_once() -> None:
     assert told[11][0].startswith("alarm since step 3, truncated_share: ")
     assert told[17] == ["truncated_share: within its limits again"]
     assert stream.getvalue().count("\n") == 5
-
-
-def test_status_shows_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = judge_run(real("reward0"))
-    vitals = Vitals(tmp_path, 0, 1, steps=30, hang_s=60.0)
-    for health, expected in ((None, None), ([], "health:     no warnings"), (found, f"alarm since step 1, {found[0]}")):
-        vitals.status.health = None if health is None else [asdict(verdict) for verdict in health]
-        vitals.end("finished")
-        assert show(tmp_path) == 0
-        said = capsys.readouterr().out
-        assert ("health:" in said) == (expected is not None)
-        assert show(tmp_path, as_json=True) == 0
-        assert json.loads(capsys.readouterr().out)["health"] == vitals.status.health
-        if health:
-            assert f"health:     alarm since step 1, zero_reward_steps: {found[0].found}\n" in said
-            assert found[0].advice in said
-        elif expected:
-            assert expected in said
-
-
-@pytest.mark.parametrize("health", [{}, 1, "x", [1], [{}], [[]], [{"check": "x"}]])
-def test_a_damaged_status_is_one_line(tmp_path: Path, health: Any) -> None:
-    vitals = Vitals(tmp_path, 0, 1, steps=30, hang_s=60.0)
-    vitals.end("finished")
-    status = json.loads((tmp_path / "status.json").read_text()) | {"health": health}
-    (tmp_path / "status.json").write_text(json.dumps(status))
-    with pytest.raises(ConfigError, match=r"status.json is damaged"):
-        show(tmp_path)
 
 
 TABLES: dict[str, Any] = {

@@ -406,7 +406,7 @@ def test_how_many_responses_are_judged_and_why_the_others_are_not_is_said_everyw
         assert re.search(rf"s; heldout: {counts}; first failure: {why}", said)
     assert cli.main(["status", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count(of_kind(records, "step")[-1]["unjudged"]) == 2  # also in the verdict
-    assert cli.main(["samples", str(tmp_path), "--worst", "1"]) == 0
+    assert cli.main(["samples", str(tmp_path), "--step", "1"]) == 0
     assert "no reward" in capsys.readouterr().out
     page = write_report(tmp_path).read_text()
     assert f"{counts} (step 2)" in page

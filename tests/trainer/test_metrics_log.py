@@ -55,25 +55,6 @@ def test_the_file_is_strict_json(tmp_path: Path) -> None:
     assert (record["x"], record["y"]) == ("nan", "-inf")
 
 
-def test_a_rank_that_does_not_log_leaves_nothing(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path / "run", enabled=False) as log:
-        log.write("step", 0, {"x": 1.0})
-        log.sync()
-        assert log.truncate_after(0) == 0
-    assert not (tmp_path / "run").exists()
-
-
-def test_an_evaluation_that_comes_again_is_not_in_the_log_twice(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path, tensorboard=False) as log:
-        for kind, step in (("step", 1), ("eval", 1), ("step", 2), ("eval", 2), ("step", 3)):
-            log.write(kind, step, {})
-        assert log.truncate_after(2) == 1
-        assert log.truncate_after(2, evaluated=False) == 1
-        assert log.truncate_after(2, evaluated=False) == 0
-    found = [(record["kind"], record["step"]) for record in read_metrics(tmp_path / "metrics.jsonl")]
-    assert found == [("step", 1), ("eval", 1), ("step", 2)]
-
-
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12),
     last_step=st.integers(-1, 6),
@@ -102,20 +83,6 @@ def test_what_is_cut_is_what_came_later(
     assert path.read_text().startswith("".join(f"{line}\n" for line in kept))
     *_, added = read_metrics(path)
     assert added["wall_s"] == pytest.approx(json.loads(kept[-1])["wall_s"] if kept else 0.0, abs=900.0)
-
-
-def test_a_resumed_run_refuses_only_what_it_drops(tmp_path: Path) -> None:
-    write_steps(tmp_path, range(6))
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b"x" * 100 + b"\n" + path.read_bytes())  # a record that resuming would have to refuse
-    with MetricsLog(tmp_path, tensorboard=False) as log:
-        assert log.truncate_after(3) == 2 * 3
-        with pytest.raises(DataError, match=r"metrics\.jsonl: byte 0: broken record"):
-            log.truncate_after(-1)
-    with pytest.raises(DataError, match=":1: broken record"):
-        read_metrics(path)
-    path.write_bytes(path.read_bytes()[101:])
-    assert [record["step"] for record in read_metrics(path)] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
 def test_a_failed_cut_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

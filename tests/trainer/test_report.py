@@ -15,7 +15,7 @@ from megarl import cli
 from megarl.errors import DataError, MegarlError
 from megarl.ops.report.figures import COLORS, PHASES, Run, make_figures
 from megarl.ops.report.report import render_verdicts, write_report
-from megarl.ops.report.series import Curve, Panel, layer_curves, make_curves, read_glossary, read_panels, smooth, thin
+from megarl.ops.report.series import Curve, Panel, layer_curves, make_curves, read_glossary, read_panels, thin
 from megarl.run.metrics_log import MetricsLog, read_metrics
 from megarl.trainer.loop import train
 
@@ -235,17 +235,6 @@ def test_a_mistake_in_a_comparison_costs_one_line(
     assert not list(tmp_path.rglob("*.html"))
 
 
-def test_two_runs_are_compared_in_this_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("a", "b"):
-        write_run(tmp_path / name, steps=1)
-    assert cli.main(["report", "a", "b"]) == 0
-    assert capsys.readouterr().out == "report: compare.html\n"
-    assert "a against b" in (tmp_path / "compare.html").read_text()
-
-
 def records_of(num_steps: int, **values: float) -> list[dict[str, Any]]:
     named = {name.replace("__", "/"): value for name, value in values.items()}
     return [{"kind": "step", "step": s, "minibatch": None, "wall_s": 1.0} | named for s in range(1, num_steps + 1)]
@@ -316,21 +305,6 @@ def test_degenerate_runs_become_figures_of_plotly(panel: Panel, values: list[flo
         assert all(value is None or value > 0 for trace in figure["data"] for value in trace["y"])
 
 
-@pytest.mark.parametrize("num_steps", [3, 130])
-def test_a_step_without_training_has_no_whole_step(num_steps: int) -> None:
-    """The evaluation before training lies at step 0; above 100 steps, bars and line are means over several steps."""
-    records = [{"kind": "eval", "step": 0, "minibatch": None, "wall_s": 1.0, "time/eval_s": 5.0}]
-    records += [
-        {"kind": "step", "step": step, "minibatch": None, "wall_s": 1.0, "time/train_s": 1.0, "time/step_s": 2.0}
-        for step in range(1, num_steps)
-    ]
-    (figure,) = make_figures(PANELS["time"], [Run("a", make_curves(records))])
-    train, evaluated, whole = figure["data"]
-    assert whole["y"] == ([None, 2.0, 2.0] if num_steps == 3 else [2.0] * 65)
-    assert evaluated["y"][:2] == ([5.0, 0.0] if num_steps == 3 else [2.5, 0.0])
-    assert train["y"][:2] == ([0.0, 1.0] if num_steps == 3 else [0.5, 1.0])
-
-
 def test_thinning_keeps_a_spike_of_one_step() -> None:
     y = np.zeros(10_000)
     y[4321], y[77] = 9.0, -3.0
@@ -355,12 +329,6 @@ def test_minibatches_lie_between_steps_and_are_summed_up_per_step() -> None:
     np.testing.assert_array_equal(mean.y, [1.5, -1.0, np.nan])
     np.testing.assert_array_equal(low.y, [1.0, -1.0, np.nan])
     np.testing.assert_array_equal(high.y, [2.0, -1.0, np.nan])
-
-
-def test_smooth_is_a_centred_mean_without_the_missing() -> None:
-    np.testing.assert_allclose(smooth(np.array([0.0, 3.0, 6.0, 30.0]), 3), [1.5, 3.0, 13.0, 18.0])
-    np.testing.assert_allclose(smooth(np.array([1.0, np.nan, 3.0]), 3), [1.0, np.nan, 3.0])
-    assert np.isnan(smooth(np.full(4, np.nan), 3)).all()
 
 
 def test_layers_are_ordered_by_number() -> None:

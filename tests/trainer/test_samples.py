@@ -20,7 +20,7 @@ from megarl.core.types import Rollout
 from megarl.engines.player import Failure, Sample
 from megarl.errors import DataError
 from megarl.ops.report.report import write_report
-from megarl.ops.report.samples import _PAGE_BYTES, for_page
+from megarl.ops.report.samples import for_page
 from megarl.run.metrics_log import MetricsLog
 from megarl.run.samples import NAME, SampleFile, pack, read_samples
 from megarl.trainer.loop import train
@@ -76,20 +76,6 @@ def test_a_half_written_end_is_passed_over_and_cut_off(tmp_path: Path) -> None:
     assert (tmp_path / NAME).stat().st_size == before
     write(tmp_path, 3)
     assert (tmp_path / NAME).read_bytes() == data
-
-
-def test_a_resumption_duplicates_no_step(tmp_path: Path) -> None:
-    SampleFile(tmp_path).truncate_after(0)  # a new run
-    sizes = write(tmp_path, 1, 2, 3, 4)
-    data = (tmp_path / NAME).read_bytes()
-    SampleFile(tmp_path).truncate_after(2)
-    assert (tmp_path / NAME).stat().st_size == sizes[1]
-    write(tmp_path, 3, 4)
-    assert (tmp_path / NAME).read_bytes() == data
-    SampleFile(tmp_path).truncate_after(9)
-    assert (tmp_path / NAME).read_bytes() == data
-    SampleFile(tmp_path).truncate_after(0)
-    assert steps_of(tmp_path) == []
 
 
 def test_damage_is_told_and_a_resumption_cuts_it_off(tmp_path: Path) -> None:
@@ -229,13 +215,6 @@ def test_a_step_without_samples_is_told(stored: Path, capsys: pytest.CaptureFixt
     assert "no response matches, of 5 responses of steps 1 to 5" in line
 
 
-def test_a_folder_without_samples_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["samples", str(tmp_path / "none")]) == 2
-    assert "there is no such folder" in capsys.readouterr().err
-    assert cli.main(["samples", str(tmp_path)]) == 2
-    assert "log.samples_per_step" in capsys.readouterr().err
-
-
 def test_a_terminal_gets_no_control_characters(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = [["model", "a"], ["environment\x1b", "\x07"], ["model", "\x1b[31mred\x1b[0m a\u202eb"]]
     SampleFile(stored).append(pack([response(6, parts=parts, error="\x9b")]))
@@ -256,21 +235,6 @@ def test_no_text_of_a_model_becomes_part_of_the_page(stored: Path) -> None:
     assert "<!--" not in text
     assert page.count("<script") == 4
     assert "The run: 5 stored responses of steps 1 to 5." in page
-
-
-def test_a_page_says_what_it_leaves_out(tmp_path: Path) -> None:
-    file = SampleFile(tmp_path)
-    for step in range(1, 201):
-        file.append(pack([response(step, response=f"{step:05d}" * 4_200)]))
-    kept, note = for_page(tmp_path, "mine")
-    assert sum(len(one["response"]) for one in kept) <= _PAGE_BYTES
-    assert [one["step"] for one in kept] == list(range(201 - len(kept), 201))
-    assert 90 <= len(kept) < 100
-    assert note == (
-        f"mine: {len(kept)} stored responses of steps {201 - len(kept)} to 200; {200 - len(kept)} older ones are left "
-        "out, megarl samples shows them."
-    )
-    assert "\n[1000 characters]\n" in kept[0]["response"]
 
 
 def test_a_page_shows_what_stands_before_a_damage(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +52,6 @@ def test_a_second_ctrl_c_ends_at_once_unless_it_is_the_first_one_passed_on(
         now += 1.0
         with pytest.raises(KeyboardInterrupt):
             interrupt()
-
-
-def test_a_forked_writer_leaves_ctrl_c_to_the_process_it_serves(capfd: pytest.CaptureFixture[str]) -> None:
-    with StopRequest() as stop:
-        stop._interrupted_at = -10.0  # long ago
-        child = os.fork()
-        if not child:
-            with suppress(BaseException):
-                interrupt()
-                os._exit(7)
-            os._exit(8)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert "Ctrl-C" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("times", [1, 2])

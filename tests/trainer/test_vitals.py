@@ -13,7 +13,7 @@ import pytest
 from megarl.errors import ConfigError, PeerError, RolloutError, StopError
 from megarl.run.lock import RunLock
 from megarl.run.status import describe_ranks, rank_file, read_signs, read_status, show, stacks_file, stop_file
-from megarl.run.vitals import RunStatus, Vitals
+from megarl.run.vitals import Vitals
 from megarl.trainer.saving import record_ending
 
 
@@ -54,21 +54,6 @@ def test_status_tells_step_phase_speed_and_what_is_left(tmp_path: Path, capsys: 
     assert "finished" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="is no folder of a run that has begun"):
         read_status(tmp_path / "nowhere")
-
-
-def test_a_step_is_never_told_without_its_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread may write between any two assignments, and then not again before the next phase."""
-    vitals, told = vitals_of(tmp_path), []
-    vitals.begin(2)
-
-    def assign(status: RunStatus, name: str, value: object) -> None:
-        object.__setattr__(status, name, value)
-        told.append((status.step, status.eta_s is not None))
-
-    monkeypatch.setattr(RunStatus, "__setattr__", assign)
-    vitals.finish_step(3)
-    assert told[-1] == (3, True)
-    assert (3, False) not in told
 
 
 def test_a_run_that_went_without_a_word_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,22 +112,6 @@ def test_a_request_to_stop_is_for_the_start_that_it_names(tmp_path: Path, monkey
         assert not asked
         stop_file(tmp_path).write_text("7-0-2")
         until(lambda: asked)
-
-
-def test_signs_go_on_after_an_error_that_nobody_foresaw(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    stop_file(tmp_path).write_bytes(b"\xff")  # no text
-    with RunLock(tmp_path / "lock") as lock, vitals_of(tmp_path) as vitals:
-        vitals.lock, vitals.ask = lock, lambda who: None
-        vitals.status.health = [{"found": object()}]  # no JSON
-        for _ in range(2):
-            before = (tmp_path / "lock").stat().st_mtime_ns
-            until(lambda before=before: (tmp_path / "lock").stat().st_mtime_ns > before)
-        vitals.status.health = None
-    told = capfd.readouterr().err
-    assert "warning: UnicodeDecodeError: " in told
-    assert "warning: no status written: TypeError: " in told
-    assert "Traceback" not in told
-    assert read_status(tmp_path)["health"] is None
 
 
 def test_a_rank_without_a_launcher_ends(tmp_path: Path) -> None:

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
 import signal
 import socket
 import subprocess
 import sys
-import termios
 import time
-from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 
-import psutil
 import pytest
 from audit_reader import check
 from launch_world import CONFIG, STEPS, Launch, World, assert_whole, processes_of, rank_pid, records_of
-from ports import has_ipv6_loopback
 
-from megarl.ops.launch.steps import Node, Topology, free_ports
 from megarl.run.status import read_status
 
 pytestmark = [pytest.mark.slow(minutes=5), pytest.mark.multirank]
@@ -64,37 +56,6 @@ def test_a_run_that_is_asked_to_stop_saves_itself_and_goes_on_as_if_nothing_had_
     assert again.code() == 0
     assert f"resumed from {run.folder}/checkpoints/{status['checkpoint']}" in run.log.read_text()
     assert_whole(run.folder, reference)
-
-
-@pytest.mark.parametrize("command", ["train", "launch", "torchrun"])
-def test_a_closed_terminal_saves_the_run_as_a_request_to_stop_does(world: World, command: str) -> None:
-    """The session's leader gets SIGHUP, and every later write to the terminal is an error."""
-    config = world.config(f"closed-{command}", CONFIG.replace("every = 2", "every = 100").replace("ep = 2", "ep = 1"))
-    words = ["-m", "megarl.cli", command, str(config), *(["--launch.ranks_per_node", "1"] * (command == "launch"))]
-    if command == "torchrun":
-        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "megarl.cli", "train"]
-        words.append(str(config))
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, *words],
-        env=world.environment(TERM="xterm"),
-        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
-        cwd=world.root,
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-    )
-    os.close(theirs)
-    said = b""
-    with suppress(OSError):  # the other side has ended
-        while b"step 2/" not in said:
-            said += os.read(ours, 1 << 16)
-    assert process.poll() is None, said.decode()
-    os.close(ours)
-    assert process.wait(timeout=300) == (75 if command != "torchrun" else 1), said.decode()
-    status = read_status(world.root / f"closed-{command}")
-    assert status["state"] == "stopped"
-    assert 2 <= status["step"] < STEPS
-    assert status["checkpoint"] == f"step_{status['step']:07d}"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -213,34 +174,3 @@ def test_checkpoints_written_beside_training_are_those_of_a_run_that_waits(world
     assert "resumed from" in run.log.read_text()
     assert_whole(run.folder, reference)
     assert not list((run.folder / "checkpoints").glob("*.partial"))
-
-
-def test_a_signal_that_kills_reward_workers_too_costs_no_sample(world: World, reference: Path) -> None:
-    """As Slurm sends it to every process of a step that it ends."""
-    # A rank's rewards take longer than a beat of its status, so that the phase is seen.
-    run = Launch(world, world.config("all-signalled", CONFIG.replace("lengths:reward", "lengths:slow_reward")))
-    run.until_step(3)
-    run.until(lambda: run.status().get("phase") == "rollout", "rollout")
-    ranks = [psutil.Process(rank_pid(run.folder, rank)) for rank in range(2)]
-    for process in [process for rank in ranks for process in (rank, *rank.children(recursive=True))]:
-        with suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGTERM)
-    assert run.code() == 75, run.log.read_text()[-3000:]
-    assert "judged; first failure" not in run.log.read_text()
-    again = Launch(world, run.config)
-    assert again.code() == 0
-    assert_whole(run.folder, reference)
-
-
-@pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no address ::1")
-def test_nodes_that_meet_at_an_ipv6_address_compute_the_same(world: World, reference: Path) -> None:
-    topology = Topology((Node("a", "::1"), Node("b", "::1")), (), 1, free_ports(1, os.getpid())[0], ())
-    config = world.config("ipv6")
-    launch = {"topology": asdict(topology), "logs": str(world.root / "ipv6_logs"), "command": ["train", str(config)]}
-    (world.root / "ipv6_launch.json").write_text(json.dumps(launch))
-    nodes = [
-        Launch(world, world.root / "ipv6_launch.json", [number], command=("-m", "megarl.ops.launch.node"))
-        for number in ("0", "1")
-    ]
-    assert [node.code() for node in nodes] == [0, 0], nodes[0].log.read_text()[-3000:]
-    assert records_of(world.root / "ipv6") == records_of(reference)

@@ -26,7 +26,7 @@ from megarl.ops.launch import supervisor as module
 from megarl.ops.launch.steps import Node, ServerSteps, Step, end_file, srun
 from megarl.ops.launch.supervisor import Supervisor
 from megarl.ops.shipped import SCRIPTS
-from megarl.run.status import read_status, write_failure
+from megarl.run.status import write_failure
 
 FINISHES = """echo '{"state": "finished", "attempt": "'$MEGARL_ATTEMPT'"}' > $RUN/status.json"""
 
@@ -96,18 +96,6 @@ def test_what_would_end_the_next_start_too_is_not_started_again(
     assert made.run() == code
     assert (tmp_path / "run" / "began").read_text() == "began\n" * starts
     assert says in capsys.readouterr().err
-
-
-def test_a_disk_that_is_full_at_the_end_changes_no_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, original = launched(tmp_path, FINISHES), module.write_atomically
-
-    def full(path: Path, data: bytes) -> None:
-        if b'"finished' in data:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        original(path, data)
-
-    monkeypatch.setattr(module, "write_atomically", full)
-    assert made.run() == 0
 
 
 def test_a_stop_before_the_trainer_starts_none_and_a_cancelled_job_is_not_requeued(tmp_path: Path) -> None:
@@ -212,22 +200,6 @@ def test_a_run_folder_that_cannot_be_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(ConfigError, match=r"run\.dir: .* cannot be written"):
         launched(tmp_path, "true").run()
-
-
-def test_the_status_of_what_is_no_run_or_has_only_been_launched(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="is no folder of a run"):
-        read_status(tmp_path / "file")
-    (tmp_path / "status.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"status\.json is damaged"):
-        read_status(tmp_path)
-    made = launched(tmp_path, "exit 3")
-    made.run()
-    with pytest.raises(ConfigError, match="no rank has written a status; the launcher says: gave up, 1 starts"):
-        read_status(tmp_path / "run")
-    made._write("running")
-    with pytest.raises(ConfigError, match="the launcher says: gone; its last word: running"):
-        read_status(tmp_path / "run")
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.iterdir()), ids=lambda path: path.name)

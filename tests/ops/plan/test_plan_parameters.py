@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from math import prod
 from pathlib import Path
 
@@ -57,24 +56,6 @@ def test_large_models_have_the_sizes_that_are_published(
         assert found.active == pytest.approx(active, rel=0.02)
     if without_embeddings:
         assert found.total - found.embeddings == pytest.approx(without_embeddings, rel=0.001)
-
-
-def test_active_parameters_that_are_published_without_embeddings() -> None:
-    moonlight, glm = (count_model(read_shape(MODELS / name)) for name in ("Moonlight-16B-A3B", "GLM-4.5-Air"))
-    assert moonlight.active - moonlight.embeddings == pytest.approx(2.24e9, rel=0.002)
-    assert glm.active - glm.embeddings == pytest.approx(12e9, rel=0.02)
-
-
-@pytest.mark.parametrize("name", ["DeepSeek-V3", "GLM-4.5-Air"])
-def test_shipped_configs_say_what_transformers_has_as_defaults_of_their_architecture(name: str) -> None:
-    """DeepSeek-V3's defaults in transformers are the published model's; GLM-4.5-Air's differ in a few known fields."""
-    from transformers import AutoConfig
-
-    shipped = json.loads((MODELS / name / "config.json").read_text())
-    default = AutoConfig.for_model(shipped["model_type"]).to_dict()
-    sizes = "hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_experts_per_tok n_routed_experts"
-    found = {key: default[key] for key in sizes.split() if default[key] != shipped[key]}
-    assert found == {}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,7 +9,7 @@ from megarl.config import Layout
 from megarl.core.packing import partition
 from megarl.errors import ConfigError
 from megarl.ops.plan.layout import StepSchedule, bubble, divide_step
-from megarl.ops.plan.trainer_memory import cut_of, in_flight
+from megarl.ops.plan.trainer_memory import in_flight
 
 
 def divided(ranks: int = 1, **overrides: object) -> StepSchedule:
@@ -60,16 +60,6 @@ def test_the_bubble_by_hand() -> None:
     assert bubble(4, None, 12) == 3 / 15
     assert bubble(4, 2, 12) == 3 / 27
     assert bubble(1, None, 5) == 0.0
-
-
-def test_a_micro_batch_is_no_larger_than_what_a_mini_batch_brings() -> None:
-    """By hand: 4 sequences of 32 tokens a rank; over 2 context-parallel ranks 8 of 32, halved."""
-    settings = config("unused", train__mini_batches=4, train__micro_batch_tokens=512)
-    assert cut_of(settings, settings.check_world_size(1)).slots == 4 * 32
-    spread = config("unused", train__mini_batches=2, train__micro_batch_tokens=512, parallel__cp=2)
-    assert cut_of(spread, spread.check_world_size(2)).slots == 8 * 32 // 2
-    short = config("unused", train__micro_batch_tokens=64)
-    assert cut_of(short, short.check_world_size(1)).slots == 64
 
 
 def layout(pp: int, vpp: int | None = None) -> Layout:
