@@ -142,7 +142,7 @@ def _chunk(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, option
 
 
 def hf_tensors(piece: Piece, megatron: MegatronCheckpoint, options: Options) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, tensor [...]) of the Hugging Face tensors in a Megatron parameter. NumericsError for an overflow."""
+    """Return name and tensor [...] of the Hugging Face tensors in a parameter. NumericsError for an overflow."""
     parameter = megatron.read(piece)
     dtype = options.dtype_of(piece.rule.hf[0], parameter.dtype)
     tensors = LAYOUTS[piece.rule.layout].join([parameter], megatron.shape)

@@ -55,7 +55,8 @@ class Tensor:
 def select_tensors(tensors: Sequence[Tensor], block: tuple[int, int]) -> tuple[set[str], dict[str, Any]]:
     """Return (names of the tensors that become FP8, ``quantization_config`` of the result).
 
-    Matrices [rows, columns] of projections become FP8. ConfigError for weights that cannot be quantised, and for names that engines would confuse.
+    Matrices [rows, columns] of projections become FP8. ConfigError for weights that cannot be quantised, and for names
+    that engines would confuse.
     """
     if min(block) < 1:
         raise ConfigError(f"blocks of {block[0]} x {block[1]} are empty, expected two numbers of at least 1")
