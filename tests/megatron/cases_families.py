@@ -11,6 +11,7 @@ from tiny_world import MODELS, config, policy_of, safetensors_of
 from megarl.convert.conversion import to_hf, to_megatron
 from megarl.convert.job import Options
 from megarl.megatron.checkpoints import checkpoint
+from megarl.megatron.distributed import from_main_rank
 from megarl.megatron.policy import Policy
 
 
@@ -19,11 +20,11 @@ def chain(layout: dict[str, int], model: str, then: str) -> dict[str, list[str]]
     source, folder = MODELS / model, Path(f"{model}-chain")
     first, second, third, back = (folder / name for name in ("first", "second", "third", "back"))
     policy_of(config(source, layout))  # the ranks join
-    to_megatron(source, first, Options(layers="local"))
+    from_main_rank(lambda: to_megatron(source, first, Options(layers="local")) and None)
     other = {part[:-1]: int(part[-1]) for part in then.split()}
     _through_megatron(policy_of(config(source, layout)), first, second)
     _through_megatron(policy_of(config(source, other)), second / "step_0000000", third)
-    to_hf(third, back, source, Options())
+    from_main_rank(lambda: to_hf(third, back, source, Options()) and None)
     stored, found = safetensors_of(source), safetensors_of(back)
     different = [name for name in stored if name not in found or not torch.equal(stored[name], found[name])]
     return {"different": different, "extra": sorted(set(found) - set(stored))}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -430,14 +428,6 @@ class TestFailures:
         assert not set(selections[0].prompts.tolist()) & {0, 1}
         assert len(set(selections[0].prompts.tolist())) >= (PROMPTS if rule == "refill" else 1)
 
-    def test_rewards_that_fail_on_everything_end_the_run(
-        self, world: World, settings_of: dict[str, dict[str, Any]], rule: str
-    ) -> None:
-        overrides = {**settings_of[rule], "reward__function": "train_rewards:always_raises"}
-        expected = pytest.raises(RolloutError, match=r"no response has a reward; first: .*no verdict")
-        with sampler(world, **overrides) as (made, _), expected:
-            made.sample_step(0)
-
     def test_an_engine_that_fails_midway_ends_the_step_and_not_the_process(
         self, world: World, settings_of: dict[str, dict[str, Any]], rule: str
     ) -> None:
@@ -450,20 +440,6 @@ class TestFailures:
             assert made.state_dict() == before  # which is saved then
             made.engine = sound
             made.sample_step(0)
-
-    def test_an_interrupt_passes(self, world: World, settings_of: dict[str, dict[str, Any]], rule: str) -> None:
-        # A shell's background job ignores interrupts, and so would a test in one.
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            with sampler(world, **settings_of[rule]) as (made, _):
-                sound = made.engine
-                made.engine = Failing(sound, signal.SIGINT, after=2)
-                with pytest.raises(KeyboardInterrupt):
-                    made.sample_step(0)
-                made.engine = sound
-                made.sample_step(0)
-        finally:
-            signal.signal(signal.SIGINT, before)
 
     @pytest.mark.parametrize("reward", ["signed", "flat_where_told"])
     def test_a_threshold_that_no_reward_reaches_or_all_do(
@@ -504,9 +480,9 @@ class TestFailures:
 
 
 class Failing:
-    """The real engine, until a session has asked it for so many responses; then an error, or a signal."""
+    """The real engine, until a session has asked it for so many responses; then an error."""
 
-    def __init__(self, engine: Any, error: Exception | signal.Signals, after: int) -> None:
+    def __init__(self, engine: Any, error: Exception, after: int) -> None:
         self.engine, self.error, self.left = engine, error, after
 
     def converse(self, begin: Any, *arguments: Any) -> None:
@@ -522,9 +498,7 @@ class _FailingSession:
         found = await self._session.sample(request)
         self._failing.left -= 1
         if self._failing.left == -1:
-            if isinstance(self._failing.error, Exception):
-                raise self._failing.error
-            os.kill(os.getpid(), self._failing.error)
+            raise self._failing.error
         return found
 
 
@@ -590,11 +564,3 @@ def test_negative_rewards_are_no_pass_rates(
     expected = pytest.raises(ConfigError, match=rf'credit.scale: found "{scale}".*reward is -')
     with sampler(world, **overrides) as (made, _), expected:
         made.sample_step(0)
-
-
-def test_a_group_larger_than_the_data_is_no_problem(world: World, tmp_path: Path) -> None:
-    """Two rows for eight prompts: each comes several times, with noise of its own."""
-    for rule in (COUNTS, GVM, BALANCE, REFILL):
-        with sampler(world, **{**rule, "data__train": data_of(tmp_path, set(), rows=2)}) as (made, _):
-            for step in range(2):
-                made.sample_step(step)

@@ -381,18 +381,6 @@ class TestRefill:
                 assert max(sizes) - min(sizes) <= 1
         assert found[0] == found[1]
 
-    @pytest.mark.parametrize(("copies", "ranks"), [(1, 1), (2, 1), (1, 2), (2, 2), (3, 2)])
-    def test_enough_contrast_fills_every_place_with_prompts_that_only_one_rank_begins(
-        self, copies: int, ranks: int
-    ) -> None:
-        reward = rewards_of(3, 0.5)
-        layout = Ranks.of(lambda at: PromptAssignment(Uniform(4), 12, 2, at, refill=Refill(96, 4)), copies, ranks)
-        selection, owned = layout.agreed(layout.draw(reward, 0))
-        assert len(np.unique(selection.prompts)) == 12
-        assert len(selection.prompts) == 48
-        assert [[len(part) for part in own] for own in owned] == [[24 // copies] * 2] * copies
-        assert finalize(selection.metrics)["sampling/missing_prompts"] == 0
-
     def test_no_contrast_at_all_draws_up_to_the_limit_and_selects_nothing(self) -> None:
         layout = Ranks.of(lambda at: PromptAssignment(Uniform(2), 4, 2, at, refill=Refill(11, 0)), 2, 1)
         drawn = layout.draw(lambda prompt, sample: 1.0, 0)
@@ -403,16 +391,6 @@ class TestRefill:
         assert selection.drawn.shape == (4, 11)
         values = finalize(selection.metrics)
         assert (values["sampling/replaced_prompts"], values["sampling/missing_prompts"]) == (11, 4)
-
-    def test_one_copy_without_contrast_leaves_its_own_places_empty(self) -> None:
-        """Ranks ask no other one, so that places do not wander between them."""
-        layout = Ranks.of(lambda at: PromptAssignment(Uniform(2), 4, 2, at, refill=Refill(8, 0)), 2, 1)
-        mine = {prompt for prompt, _ in layout.draw(lambda p, s: 1.0, 0)[1][0]}
-        drawn = layout.draw(lambda prompt, sample: 1.0 if prompt in mine else float(sample), 0)
-        selection, owned = layout.agreed(drawn)
-        assert owned[1] == [[], []]
-        assert [len(part) for part in owned[0]] == [2, 2]
-        assert len(selection.pools) == 2
 
     def test_samples_of_a_class_are_chosen_at_random_per_rank_and_alike_everywhere(self) -> None:
         def chosen(seed: int | None) -> list[Key]:

@@ -157,14 +157,6 @@ def test_a_response_without_reward_trains_nothing_and_is_in_no_statistic(world: 
     assert (metrics["reward/judged"], metrics["reward/responses"]) == (NUM_SEQUENCES - failed.sum(), NUM_SEQUENCES)
 
 
-def test_the_length_of_a_response_without_reward_is_still_its_length(world: World) -> None:
-    with sampler(world, reward__function="train_rewards:sometimes_raises") as made:
-        drawn = finalize(made.sample_step(0).metrics)
-        plain = finalize(replace_reward(made, "train_rewards:digit_share").sample_step(0).metrics)
-    assert drawn["response/length_mean"] == plain["response/length_mean"]
-    assert drawn["response/truncated_fraction"] == plain["response/truncated_fraction"]
-
-
 def _passes(advantages: np.ndarray, wanted: str) -> np.ndarray:
     return advantages > 0 if wanted == "positive" else np.ones(len(advantages), dtype=bool)
 
