@@ -107,15 +107,13 @@ def test_fp32_agrees_natively_after_every_sync(home: Path, fp32_server: Server, 
 
 
 def test_bf16_disagrees_natively_and_less_under_replay(home: Path, bf16_server: Server) -> None:
-    """``tools/gap.py`` on the same rollouts of a running server."""
+    """``megarl gap`` on the same rollouts of a running server."""
     (home / "gap.toml").write_text(
         (home / "run.toml").read_text().replace("[sglang]", f'[sglang]\nurls = ["{bf16_server.url}"]')
     )
     words = ["--config", home / "gap.toml", "--responses", "256", "--json", "--model.dtype", "bf16"]
     words += ["--rollout.dtype", "bf16"]
-    command = [sys.executable, Path(__file__).parents[1] / "tools" / "gap.py", home / "model", *words]
-    environment = os.environ | {"PYTHONPATH": str(home)}
-    result = subprocess.run(command, capture_output=True, text=True, cwd=home, env=environment)
+    result = call(home, "gap", home / "model", *words, ranks=1)
     assert result.returncode == 0, result.stderr[-3000:]
     (row,) = json.loads(result.stdout[result.stdout.index("{") :])["gaps"]
     assert (row["rollout"], row["training"]) == ("bf16", "bf16")

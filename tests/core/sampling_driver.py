@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megarl.core.choices.stopping import SamplingRule
 from megarl.core.sampling.collector import Ask, Collector, Selection
 
 
@@ -32,13 +31,3 @@ def table(rates: float | np.ndarray, num_prompts: int, num_samples: int, seed: i
     """float64 [prompts, samples], rewards of 0 and 1."""
     draws = np.random.default_rng(seed).random((num_prompts, num_samples))
     return (draws < np.broadcast_to(np.asarray(rates, dtype=float).reshape(-1, 1), draws.shape)).astype(float)
-
-
-def play(rule: SamplingRule, rate: float, plays: int, seed: int) -> np.ndarray:
-    """int64 [plays, 2]: samples and positives with which the rule's own answers end."""
-    rng = np.random.default_rng(seed)
-    ends = np.zeros((plays, 2), dtype=np.int64)
-    for row in ends:
-        while more := rule.next_samples(0, int(row[0]), int(row[1]), int(row[0] - row[1])):
-            row += (more, rng.binomial(more, rate))
-    return ends

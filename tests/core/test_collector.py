@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_driver import drive, table
 
-from megarl.core.choices.stopping import POSITIVE, Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
+from megarl.core.choices.stopping import Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.core.metrics import finalize
-from megarl.core.sampling.collector import Ask, Collector, Pool, PoolRows, find_rows
+from megarl.core.sampling.collector import Ask, Collector, find_rows
 from megarl.errors import ConfigError, NumericsError
 
 RULES = [
@@ -146,13 +146,6 @@ def test_metrics():
     assert values["sampling/short_prompts"] == values["sampling/failed"] == values["sampling/missing_prompts"] == 0
 
 
-def test_a_reward_at_the_threshold_is_negative():
-    found = drive(Collector(Uniform(2), 2), lambda p, s: POSITIVE if p == 0 else 1.0)
-    assert found.drawn[3].tolist() == [0, 2]
-    one_class = drive(Collector(Sequential(1, 1, 2, 2, 2), 2), lambda p, s: POSITIVE if p == 0 else 1.0)
-    assert metrics(one_class)["sampling/resolved_fraction"] == 0
-
-
 class TestRefill:
     def test_prompts_without_contrast_are_replaced_at_once(self):
         rewards = {0: (1, 1), 1: (0, 1), 2: (0, 0), 3: (1, 0)}
@@ -194,11 +187,6 @@ class TestRefill:
         none = drive(Collector(Uniform(2), 2, refill=True, max_prompts=3), lambda p, s: 1.0)
         assert none.prompts.size == none.samples.size == none.rewards.size == len(none.pools) == 0
 
-    def test_with_sequential_rules(self):
-        rewards = table([0.0, 0.4, 1.0, 0.3], 4, 32, seed=5)
-        found = drive(Collector(ada_seq_balance(), 2, refill=True, max_prompts=9), lambda p, s: float(rewards[p, s]))
-        assert np.unique(found.prompts).tolist() == [1, 3]
-
     def test_late_samples_of_prompts_that_are_not_needed_change_nothing(self):
         collector = Collector(Uniform(2), 1, refill=True, max_prompts=5, spare=2)
         collector.start()
@@ -210,16 +198,6 @@ class TestRefill:
         for prompt, sample in collector.outstanding():
             assert collector.add(prompt, sample, 0.0) == []
         same(before, collector.select())
-
-    def test_spare_prompts_that_ended_early_are_known_to_estimates(self):
-        collector = Collector(Uniform(2), 1, refill=True, max_prompts=5, spare=1)
-        collector.start()
-        for prompt in (1, 0):
-            collector.add(prompt, 0, 1.0)
-            collector.add(prompt, 1, 0.0)
-        found = collector.select()
-        assert np.unique(found.prompts).tolist() == [0]
-        assert found.drawn[0].tolist() == [0, 1]
 
 
 def test_allotted_counts():
@@ -293,14 +271,6 @@ def test_rows_are_found_by_prompt_and_sample(keys, wanted):
     assert find_rows(*columns, *asked).tolist() == [row_of.get(key, len(keys)) for key in wanted]
 
 
-def test_each_prompt_and_sample_has_its_own_key():
-    def find(keys, *wanted):
-        return find_rows(*np.array(keys).T, *np.array(wanted).T).tolist()
-
-    assert find([(0, 2), (1, 0)], (1, 0)) == [1]
-    assert find([(0, 0), (1, 0)], (0, 1), (1, 0)) == [2, 1]
-
-
 @pytest.mark.parametrize("options", [{}, {"refill": True, "max_prompts": 6, "spare": 1}])
 def test_a_replay_selects_what_was_selected_as_the_samples_arrived(options):
     rule, rewards = Sequential(1, 1, 2, 6, train_size=2), table(0.3, 6, 6, seed=3)
@@ -312,37 +282,3 @@ def test_a_replay_selects_what_was_selected_as_the_samples_arrived(options):
         Collector(rule, 1).replay({})
     with pytest.raises(NumericsError, match="prompt 0 sample 1: the reward is nan"):
         Collector(rule, 1).replay({(0, 0): 1.0, (0, 1): math.nan})
-
-
-def test_a_pool_orders_by_sample_and_leaves_failures_out():
-    pool = Pool(3, asked=[2, 3])
-    assert pool.num_asked == 5
-    assert pool.waits
-    assert pool.drawn() == [0, 0]
-    for sample, reward in ((4, 0.9), (0, None), (2, 0.2), (1, 0.7), (3, None)):
-        assert pool.waits
-        pool.rewards[sample] = reward
-    assert not pool.waits
-    assert pool.drawn() == [1, 2]
-    assert pool.classes(0.7) == (1, 2)
-    assert pool.has_contrast()
-
-
-def test_a_pool_that_holds_nothing():
-    for pool in (Pool(0), Pool(0, asked=[2], rewards={0: None, 1: None})):
-        assert not pool.waits
-        assert pool.classes(0.7) == (0, 0)
-        assert not pool.has_contrast()
-    assert not Pool(0, asked=[2], rewards={0: 0.3, 1: 0.3}).has_contrast()
-    assert Pool(0).drawn() == []
-
-
-def test_the_rows_of_pools_are_in_the_order_of_pool_and_sample():
-    first = Pool(7, asked=[3], rewards={2: 0.9, 0: None, 1: 0.2})
-    empty = Pool(2, asked=[1], rewards={0: None})
-    last = Pool(4, asked=[2], rewards={1: 1.0, 0: 0.5})
-    rows = PoolRows.of([first, empty, last])
-    assert rows.pool.tolist() == [0, 0, 2, 2]
-    assert rows.sample.tolist() == [1, 2, 0, 1]
-    assert rows.value.tolist() == [0.2, 0.9, 0.5, 1.0]
-    assert rows.bounds.tolist() == [0, 2, 2, 4]

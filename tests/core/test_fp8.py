@@ -23,7 +23,6 @@ from megarl.core.fp8 import (
     round_activations,
     round_through_fp8,
     round_to_e4m3,
-    round_with_scale,
 )
 from megarl.data.tiny import write_tiny_model
 
@@ -202,25 +201,6 @@ def test_a_stack_is_its_matrices_bit_for_bit(shape: tuple[int, ...], dtype: torc
         for top, left in ((top, left) for top in range(0, shape[-2], 128) for left in range(0, shape[-1], 128)):
             largest = matrix[top : top + 128, left : left + 128].float().abs().max()
             assert its_scales[top // 128, left // 128] == largest / 448
-
-
-@pytest.mark.parametrize("shape", [(3, 64, 32), (2, 256, 128), (2, 130, 200), (200, 300)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_result_goes_where_it_is_wanted(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """In any dtype, also over the weights, with blocks that fill the matrix and blocks that do not."""
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    before, (expected, scales) = weight.clone(), round_with_scale(weight)
-    assert torch.equal(weight, before)
-    out = torch.full((*shape[:-1], 2 * shape[-1]), 7.0, dtype=dtype)
-    rounded, found = round_with_scale(weight, out=out[..., ::2])
-    assert torch.equal(weight, before)
-    assert torch.equal(found, scales)
-    assert torch.equal(rounded, expected.to(dtype))
-    assert torch.equal(out[..., ::2], expected.to(dtype))
-    assert (out[..., 1::2] == 7).all()
-    weight, expected = before.to(dtype), round_with_scale(before.to(dtype))[0].to(dtype)
-    assert torch.equal(round_with_scale(weight, out=weight)[0], expected)
-    assert torch.equal(weight, expected)
 
 
 def test_a_cache_rounds_as_the_cast_does_at_every_tie_and_code() -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from core_batches import random_columns
 
-from megarl.core.advantages import raw, rloo
 from megarl.core.metrics import Stat, finalize
 from megarl.core.objectives import (
     OBJECTIVES,
@@ -206,28 +205,3 @@ def test_a_wrong_part_is_refused_before_the_run(part: str, told: str) -> None:
     expected = f"{part}: the function test_functions:.*own {told}.*{then}"
     with pytest.raises((ConfigError, NumericsError), match=expected):
         try_functions(with_parts(**{part: own}), None, "cpu")
-
-
-def test_the_trial_calls_each_function_once() -> None:
-    called: list[str] = []
-
-    def made(name: str) -> Any:
-        def own(*given: Any) -> torch.Tensor:
-            called.append(name)
-            return given[0].loss_mask if name == "mask" else given[0]
-
-        return own
-
-    try_functions(with_parts(**{part: made(part) for part in ("fn", "advantage", "mask")}), None, "cpu")
-    # An advantage that compares responses of a group has nothing to compare in groups of one.
-    try_functions(replace(OBJECTIVES["grpo"], advantage=rloo), None, "cpu", group_size=2)
-    try_functions(replace(OBJECTIVES["grpo"], advantage=raw), None, "cpu", group_size=1)
-    with pytest.raises(ConfigError, match=r"rollout\.group_size: found 1 with the advantage .*rloo, which is 0"):
-        try_functions(replace(OBJECTIVES["grpo"], advantage=rloo), None, "cpu", group_size=1)
-    assert sorted(called) == ["advantage", "fn", "mask"]
-    try_functions(
-        replace(PLAIN, penalties=(Penalty("k3", coef=0.1),)),
-        lambda columns: called.append("f") or columns.ref_logprobs,
-        "cpu",
-    )
-    assert called[-1] == "f"

@@ -113,22 +113,3 @@ def test_estimates():
     np.testing.assert_allclose(mean, [4, 2, 0])
     _, rms = gvm_estimates(prompts, accepted, norms, 3, average="rms")
     np.testing.assert_allclose(rms, [17**0.5, 2, 0])
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: gvm_allocate([0.1], [1, 2], 4), r"\[B\]"),
-        (lambda: gvm_allocate([0.1], [1], 4, beta=1.5), "at least 2"),
-        (lambda: gvm_allocate([1.2], [1], 4), "0 to 1"),
-        (lambda: gvm_allocate([0.2], [np.inf], 4), "norm 0 is inf"),
-        (lambda: gvm_allocate([0.2], [1], -1), "0 or more"),
-        (lambda: gvm_allocate([], [], 1), "0 prompts"),
-        (lambda: gvm_estimates([0], [True], [np.nan], 1), "not finite"),
-        (lambda: gvm_estimates([0], [True], [1], 2), "draws some for each"),
-        (lambda: gvm_estimates([0], [True], [1], 1, average="max"), "rms"),
-    ],
-)
-def test_refusals(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -83,39 +82,6 @@ def test_runs_have_denominators_of_their_own(tool: ModuleType) -> None:
     torch.testing.assert_close(found, torch.where(dropped, 0.0, w * advantages) / 20)
 
 
-def test_replay_of_an_exact_engine_gives_its_logprobs(tool: ModuleType) -> None:
-    setup = tool.Setup(seeds=2, noises=(0.0,))
-    weights = tool.make_weights(setup)
-    generator = torch.Generator().manual_seed(3)
-    prompts = torch.randint(setup.vocab, (2, 6, setup.length), generator=generator)
-    responses, mu, routes = tool.sample(setup, weights, prompts, generator)
-    inputs, tokens = tool.encode(setup, prompts, responses), responses.flatten(1)[..., None]
-    for given in (None, routes):
-        found, used = tool.forward(setup, weights, inputs, given)
-        assert torch.equal(used, routes)
-        torch.testing.assert_close(found.gather(-1, tokens).squeeze(-1), mu, rtol=0, atol=2e-6)
-    noisy = replace(setup, noises=(1.0,))
-    responses, mu, routes = tool.sample(noisy, weights, prompts, generator)
-    inputs, tokens = tool.encode(setup, prompts, responses), responses.flatten(1)[..., None]
-    native, own = tool.forward(setup, weights, inputs)
-    replayed, used = tool.forward(setup, weights, inputs, routes)
-    assert torch.equal(used, routes)
-    assert not torch.equal(own, routes)
-    gaps = [(found.gather(-1, tokens).squeeze(-1).exp() - mu.exp()).abs().mean() for found in (native, replayed)]
-    assert gaps[1] < gaps[0]
-
-
-def test_collapse_is_of_the_end(tool: ModuleType) -> None:
-    find = tool.find_collapse
-    assert find([0.5] * 60) is None
-    assert find([0.3] * 30 + [0.8] * 15 + [0.0] * 15) == 46, "of the two steps 45 and 46 one has 0.8: half of the best"
-    assert find([0.5] * 30 + [0.0] * 15 + [0.6] * 15) is None, "it recovered"
-    assert find([0.5] * 54 + [0.4] * 6) == 60, "below the start, not half of it"
-    assert find([0.5] + [0.2] * 59) == 2
-    assert find([0.8, 0.0] + [0.0] * 58) == 2
-    assert find([0.8] + [0.39] * 2 + [0.0] * 57) == 2
-
-
 def test_routes_of_the_old_pass_hold_for_all_updates_of_a_batch(tool: ModuleType) -> None:
     """Same first batch and old pass, and other routes from the second update on."""
     setup = tool.Setup(seeds=2, noises=(0.5,), steps=1, lr=0.02)
@@ -127,30 +93,3 @@ def test_routes_of_the_old_pass_hold_for_all_updates_of_a_batch(tool: ModuleType
     assert (change[0] - change[1]).abs().max() > 1e-3
     torch.testing.assert_close(replayed["reward"], native["reward"])
     assert (replayed["k3"] < native["k3"]).all()
-
-
-def test_a_tiny_run_and_its_table(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arms = ["unmasked none", "window@old r2", "tv@mu r3", "tv@old r3"]
-    assert set(arms) <= set(tool.make_arms())
-    out = tmp_path / "out.jsonl"
-    monkeypatch.setattr(sys, "argv", ["x", "run", str(out), "--arms", ",".join(arms), "--steps", "3", "--seeds", "2"])
-    tool.main()
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["arm"] for line in lines] == arms
-    assert all(0.1 < reward[0] < 0.9 for line in lines for reward in line["rewards"])
-    assert lines[0]["rewards"] != lines[2]["rewards"]
-    assert lines[0]["start"] == lines[1]["start"] == lines[2]["start"]
-    native, recorded, replayed, _ = (line["flips"] for line in lines)
-    assert 0 < native[0][0] < native[1][0], "more noise, more flips"
-    assert recorded[0][0] > 0
-    assert replayed == [[0, 0], [0, 0]]
-    lines[2]["collapse"], lines[3]["collapse"] = [[None, 5], [2, 2]], [[3, 7], [None, None]]
-    out.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.setattr(sys, "argv", ["x", "table", str(out)])
-    tool.main()
-    rows = [row.strip("| ").split(" | ") for row in capsys.readouterr().out.splitlines()[2:]]
-    assert [row[2] for row in rows] == arms * 2
-    assert [row[5] for row in rows] == ["–", "–", "–", "1:1", "–", "–", "–", "0:2"]
-    assert [rows[3][3:5], rows[7][3:5]] == [["2/2", "5"], ["0/2", "–"]]

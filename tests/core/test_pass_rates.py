@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megarl.core.sampling.pass_rates import PassRateCounts
-from megarl.errors import CheckpointError, ConfigError
+from megarl.errors import CheckpointError
 
 
 def test_hand_computed():
@@ -83,21 +83,3 @@ def test_state_goes_round():
     with pytest.raises(CheckpointError, match="positives is missing"):
         other.load_state_dict({"samples": state["samples"]})
     np.testing.assert_array_equal(other.rates(), rates.rates())
-
-
-def test_refusals():
-    with pytest.raises(ConfigError, match=r"decay 1\.5"):
-        PassRateCounts(1, decay=1.5)
-    with pytest.raises(ConfigError, match="alpha 0"):
-        PassRateCounts(1, alpha=0)
-    rates = PassRateCounts(2)
-    for arguments, message in (
-        (([2], [1], [0]), "expected 0 to 1"),
-        (([-1], [1], [0]), "expected 0 to 1"),
-        (([0], [1], [2]), "more positives"),
-        (([0], [1], [-1]), "fewer than 0"),
-        (([0, 1], [1], [0]), r"\[B\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            rates.update(*arguments)
-    assert rates.rates().tolist() == [0.5, 0.5]

@@ -6,9 +6,7 @@ The expected gradients are those of one block per micro-batch, or of no block, w
 from __future__ import annotations
 
 import copy
-import io
 import itertools
-import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -524,18 +522,6 @@ COPIES: Mapping[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
 }
 
 
-class _Pickler(pickle.Pickler):
-    """Leaves out process groups, which Megatron's modules hold."""
-
-    def persistent_id(self, obj: Any) -> Any:
-        return "group" if isinstance(obj, dist.ProcessGroup) else None
-
-
-class _Unpickler(pickle.Unpickler):
-    def persistent_load(self, pid: str) -> None:
-        return None
-
-
 @pytest.fixture
 def shared_groups(monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:
     """Copies of modules share their process groups, which torch does not copy. Megatron's scale of losses is unset."""
@@ -587,20 +573,3 @@ def test_a_copy_of_the_model_is_native_and_leaves_the_block_alone(way: str, aux:
     assert len(recording.routes) == 1
     with pytest.raises(ReplayError, match="a RoutingReplay is not copied"):
         copy.deepcopy(replay)
-
-
-def test_a_pickled_router_is_native(one_rank: None) -> None:
-    lab = Copied("aux_loss")
-    replay = RoutingReplay(lab.gpt, min_agreement=0.0)
-    router = lab.gpt.decoder.layers[1].mlp.router
-    file = io.BytesIO()
-    with replay.record():
-        _Pickler(file).dump((router, lab.gpt._forward_pre_hooks))
-    file.seek(0)
-    copied, taps = _Unpickler(file).load()
-    assert copied.router_replay is None
-    assert copied._apply_aux_loss.args[:2] == (type(copied)._apply_aux_loss.__get__(copied), None)
-    with replay.record() as recording:
-        for tap in taps.values():
-            tap(copied, (), {})
-    assert recording.routes == []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -134,13 +132,6 @@ def test_a_fresh_pass_after_a_broken_block_is_native(recomputing: World) -> None
     assert recomputing.same(before)
 
 
-def test_an_older_replay_that_is_detached_leaves_the_newer_one_alone(world: World) -> None:
-    older, newer = world.replay, RoutingReplay(world.policy.chunks, min_agreement=0.0)
-    older.detach()
-    with newer.replay(world.routes):
-        world.run()
-
-
 def test_an_exception_in_the_block_leaves_the_routers_native(world: World) -> None:
     before = world.run()
     with pytest.raises(ZeroDivisionError), world.replay.replay(world.routes):
@@ -200,29 +191,6 @@ def _schedule(policy: Policy) -> Any:
     from megarl.megatron.policy import schedule_of
 
     return schedule_of(policy.config)
-
-
-def test_a_thousand_replays_leave_nothing_behind(world: World) -> None:
-    def make(count: int) -> None:
-        for _ in range(count):
-            replay = RoutingReplay(world.policy.chunks)
-            with pytest.raises(ReplayError), replay.replay(world.routes):
-                pass
-            replay.detach()
-
-    make(50)
-    gc.collect()
-    objects = len(gc.get_objects())
-    tracemalloc.start()
-    make(1)
-    gc.collect()
-    before, _ = tracemalloc.get_traced_memory()
-    make(1000)
-    gc.collect()
-    after, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert len(gc.get_objects()) - objects < 100
-    assert after - before < 100_000
 
 
 def test_missing_rows_route_natively(world: World) -> None:

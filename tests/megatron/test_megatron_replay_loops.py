@@ -10,7 +10,6 @@ import torch
 from cases_loops import (
     CHECKPOINTS,
     CHECKPOINTS_IN_EVALUATION,
-    FROZEN,
     MODES,
     NESTED,
     ORDERS,
@@ -175,24 +174,6 @@ def test_graphs_of_any_age_are_told_from_native_ones(world: World, one_rank: Non
         late.backward()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_recomputation_that_never_comes_is_no_error(mode: str, world: World, one_rank: None) -> None:
-    """Nothing in front of the checkpointed layers needs gradients, so autograd never runs them again."""
-    frozen = [
-        p
-        for name, p in world.model("uniform")[0].chunks[0].named_parameters()
-        if "layers." in name or "embedding" in name
-    ]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    try:
-        found = world.gradients(ORDERS["joint"], "uniform", mode)
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-    assert any(np.abs(one).max() > 0 for name, one in found.items() if "final" in name or "output" in name)
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_region_with_two_passes_of_a_router(reentrant: bool, world: World, one_rank: None) -> None:
     graphs = Graphs(world, "none")
@@ -270,9 +251,3 @@ def test_frames_of_graphs_that_are_gone_are_not_kept(world: World, one_rank: Non
     gc.collect()
     router = unwrap(graphs.model.chunks[0]).decoder.layers[0].mlp.router
     assert len(router.router_replay.log._regions) <= 4  # one graph
-
-
-def test_every_frozen_part_is_a_part(world: World) -> None:
-    names = [name for name, _ in world.model("none")[0].chunks[0].named_parameters()]
-    for part, frozen in FROZEN.items():
-        assert (0 < sum(map(frozen, names)) < len(names)) == (part != "nothing")
