@@ -65,7 +65,7 @@ def test_a_request_to_stop_ends_the_wait_where_no_response_is_there():
 
     go_on = threading.Event()
     sampling = BackgroundSampling(lambda on_finish: {} if go_on.wait(60.0) else None)
-    for _ in range(2):
+    for on_finish in (stop, None):
         with pytest.raises(StopError, match="asked to stop after 0"):
-            sampling.result(stop)
+            sampling.result(on_finish)
     go_on.set()

@@ -107,23 +107,32 @@ def is_changed(engine: Engine) -> bool:
 
 
 class BackgroundSampling:
-    """Samples while the trainer's thread trains. Starts at once. ``result`` raises the errors of ``sample``."""
+    """Samples while the trainer's thread trains. Starts at once. ``result`` raises the errors of ``sample``.
+
+    If ``on_finish`` raises, for example a request to stop, every further ``result`` raises the error again.
+    """
 
     def __init__(self, sample: Callable[[Advance], dict[Key, Sample]]) -> None:
         """``sample(on_finish)`` must make no collective call: collective calls belong to the trainer's thread."""
-        self._num_finished = self._num_told = 0
+        self._num_finished = 0
+        self._refusal: BaseException | None = None
         self._future: Future[dict[Key, Sample]] = Future()
         # A daemon thread: a trainer ending with an error does not wait for unneeded responses.
         threading.Thread(target=self._run, args=(sample,), name="sampling", daemon=True).start()
 
     def result(self, on_finish: Advance | None = None) -> dict[Key, Sample]:
-        """Wait for the result. ``on_finish`` is called now and then with the number of responses that are new, or 0."""
-        is_done = False
-        while not is_done:
-            is_done = bool(wait([self._future], timeout=_LOOK_S).done)
-            new, self._num_told = self._num_finished - self._num_told, self._num_finished
-            if on_finish is not None:
-                on_finish(new)
+        """Wait for the result. ``on_finish`` gets the number of complete responses, then that of new ones."""
+        told, is_done = 0, False
+        while not is_done and self._refusal is None:
+            is_done, finished = bool(wait([self._future], timeout=_LOOK_S).done), self._num_finished
+            try:
+                if on_finish is not None:
+                    on_finish(finished - told)
+            except BaseException as error:
+                self._refusal = error
+            told = finished
+        if self._refusal is not None:
+            raise self._refusal
         return self._future.result()
 
     def _run(self, sample: Callable[[Advance], dict[Key, Sample]]) -> None:
