@@ -263,9 +263,9 @@ class Report:
 
 @command
 class Trace:
-    """Look into files of routing traces: inspect FILE, stats FILE, or or diff A B."""
+    """Look into files of routing traces: inspect FILE, or diff A B."""
 
-    action: Positional[Literal["inspect", "stats", "diff"]]
+    action: Positional[Literal["inspect", "diff"]]
     """What to do."""
     files: Positional[tuple[Path, ...]]
     """One file, or two for diff."""

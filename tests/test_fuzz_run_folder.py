@@ -186,5 +186,4 @@ NO_TRACES = (b"", b"\xff" * 100, b"\x08" + bytes(7) + b"{}      ", b"\xff" * 7 +
 def test_traces_that_are_none_are_one_line(data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / f"a{CONTROL[:3]}.safetensors"
     path.write_bytes(data)
-    for action in ("inspect", "stats"):
-        assert run(capsys, "trace", action, path)[0] == 2
+    assert run(capsys, "trace", "inspect", path)[0] == 2

@@ -58,25 +58,6 @@ def test_inspect(files, capsys):
     ]
 
 
-def test_stats(files, capsys):
-    """Layer 1: experts 0 to 3 are used 4, 4, 2, 2 times by the six present tokens; layer 2: 2, 4, 2, 4."""
-    lines = run(capsys, "stats", "a.safetensors")
-    entropy = -(2 / 3 * np.log2(1 / 3) + 1 / 3 * np.log2(1 / 6))
-    values = ["1.33", "0.67", "0", f"{entropy:.3f}", f"{2**entropy:.1f}"]
-    assert ["1", *values] in lines
-    assert ["2", *values] in lines
-    assert ["all", *values] in lines
-    assert any(" ".join(words).startswith("6 tokens, top-2 of 4 experts") for words in lines)
-
-
-def test_stats_counts_unused_experts(files, capsys):
-    write_traces("c.safetensors", INFO, [traced("s0", [[[0, 1], [2, 3]], [[0, 1], [0, 3]]])])
-    lines = run(capsys, "stats", "c.safetensors")
-    assert ["1", "2.00", "0.00", "2", "1.000", "2.0"] in lines
-    assert ["2", "2.00", "0.00", "1", "1.500", "2.8"] in lines
-    assert ["all", "2.00", "0.00", "3", "1.250", "2.4"] in lines
-
-
 def test_diff(files, capsys):
     lines = run(capsys, "diff", "a.safetensors", "b.safetensors")
     assert ["1", "66.667%", "50.000%"] in lines
@@ -95,15 +76,14 @@ def test_diff(files, capsys):
         (["diff", "a.safetensors"], "megarl trace diff: found 1 files, expected 2"),
         (["draw", "a.safetensors"], "invalid choice: 'draw'"),
         (["inspect", "none.safetensors"], "none.safetensors: there is no such file"),
-        (["stats", "junk"], "junk: not a readable safetensors file"),
+        (["inspect", "junk"], "junk: not a readable safetensors file"),
         (["inspect", "cut"], "cut: not a readable safetensors file"),
-        (["stats", "empty.safetensors"], "no token has routes"),
         (["diff", "a.safetensors", "wide.safetensors"], "has layers (1, 2), wide.safetensors has (0, 1)"),
         (["diff", "a.safetensors", "other.safetensors"], "no sequence of the same name"),
         (["diff", "a.safetensors", "text.safetensors"], "s0: token 0 is 0 in one file and 50 in the other"),
         (["diff", "a.safetensors", "long.safetensors"], "only traces of the same tokens and model compare"),
         (["diff", "a.safetensors", "holes.safetensors"], "no token has routes in both files"),
-        (["stats", "a.safetensors", "--run.steps", "3"], "megarl trace reads no configuration"),
+        (["inspect", "a.safetensors", "--run.steps", "3"], "megarl trace reads no configuration"),
     ],
 )
 def test_a_mistake_costs_one_line_and_exit_code_2(files, capsys, words, expected):

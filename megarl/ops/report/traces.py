@@ -1,4 +1,4 @@
-"""``megarl trace inspect | stats | diff``: show the content of a file of routing traces, and the difference of two
+"""``megarl trace inspect | diff``: show the content of a file of routing traces, and the difference of two
 files."""
 
 import math
@@ -45,41 +45,6 @@ def inspect(path: Path) -> None:
     }
     rows |= _describe_sizes(file)
     _print(str(path), [*rows.items()], ("", "value"))
-
-
-def stats(path: Path) -> None:
-    """Print the expert load by layer."""
-    file = read_traces(path)
-    counts = np.zeros((len(file.info.layers), file.info.num_experts), dtype=np.int64)
-    for trace in (sequence.trace for sequence in file):
-        experts = trace.experts if trace.present is None else trace.experts[trace.present]
-        for layer, layer_counts in enumerate(counts):
-            layer_counts += np.bincount(experts[:, layer].reshape(-1), minlength=file.info.num_experts)
-    tokens = counts.sum(axis=1)
-    if not tokens.any():  # also if there are no layers
-        raise TraceError(f"{path}: no token has routes, so no load can be counted")
-    share = counts / tokens[:, None]
-    entropy = -np.where(counts > 0, share * np.log2(np.where(counts > 0, share, 1.0)), 0.0).sum(axis=1)
-    highest, lowest = share.max(axis=1) * file.info.num_experts, share.min(axis=1) * file.info.num_experts
-    unused = np.count_nonzero(counts == 0, axis=1)
-    columns = zip(highest, lowest, unused, entropy, strict=True)
-    rows = [
-        [str(layer), f"{high:.2f}", f"{low:.2f}", str(idle), f"{bits:.3f}", f"{2**bits:.1f}"]
-        for layer, (high, low, idle, bits) in zip(file.info.layers, columns, strict=True)
-    ]
-    bits = float(entropy.mean())
-    extremes = f"{highest.max():.2f}", f"{lowest.min():.2f}", str(unused.sum())
-    rows.append(["all", *extremes, f"{bits:.3f}", f"{2**bits:.1f}"])
-    headings = ("layer", "max / mean", "min / mean", "unused", "entropy (bits)", "effective experts")
-    num_experts, top_k = file.info.num_experts, file.info.top_k
-    _print(
-        f"{path}: expert load by layer",
-        rows,
-        headings,
-        f"{tokens[0] // top_k:,} tokens, top-{top_k} of {num_experts} experts; even load has max / mean 1 and entropy "
-        f"{math.log2(num_experts):.3f} bits.",
-        "Last row: highest, lowest, sum, means.",
-    )
 
 
 def diff(first: Path, second: Path) -> None:
