@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -93,10 +94,12 @@ def test_a_stop_in_the_middle_of_sampling_keeps_what_is_done_and_draws_the_rest_
     trainer = trainer_of(settings("asked"))
     original: Callable[..., Any] = getattr(trainer.sampler, "sample_step" if where == "rollout" else "evaluate")
 
-    def asked_meanwhile(step: int, *arguments: Any) -> Any:
-        if step >= 1:  # steps count from 0 when they are drawn: the second; evaluation of two done
+    calls = itertools.count()
+
+    def asked_meanwhile(*arguments: Any) -> Any:
+        if next(calls):  # the second step; the evaluation after two steps, for one comes before the first
             trainer.stop.ask("a test")
-        return original(step, *arguments)
+        return original(*arguments)
 
     setattr(trainer.sampler, "sample_step" if where == "rollout" else "evaluate", asked_meanwhile)
     with pytest.raises(StopError):
