@@ -128,7 +128,7 @@ def test_a_policy_in_bf16_keeps_exports_and_saves_the_list_in_fp32(
     frozen = FrozenModel(settings, None)
     for name, tensor in (*frozen.chunks[0].named_parameters(), *frozen.chunks[0].named_buffers()):
         tensor.data.zero_() if tensor.dim() else name
-    checkpoint.load_weights(tmp_path / "run" / "step_0000000", frozen.chunks, frozen.shape, 1.0)
+    checkpoint.load_weights(tmp_path / "run" / "step_0000000", frozen.chunks, frozen.shape)
     assert_equal(dict(frozen.export()), expected)
 
 
