@@ -180,13 +180,12 @@ def test_every_form_of_an_update_carries_the_list_in_fp32(
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_tensors_of_one_shape_whose_dtypes_part_do_not_share_a_stack(stored: torch.dtype) -> None:
+def test_biases_are_sent_in_fp32_beside_norms_of_their_shape(stored: torch.dtype) -> None:
     """And what came rounded is sent in fp32 too: an engine's memory for it is fp32."""
     given = {
         name: torch.rand(8).to(stored) for name in ("a.norm.weight", "a.gate.e_score_correction_bias", "b.norm.weight")
     }
     bucket = Bucket(given.items(), form=WeightForm(torch.bfloat16))
-    assert [len(stack.names) for stack in bucket.stacks] == [1, 2]
     assert_equal(
         dict(bucket.tensors()), {**bf16_but_for_the_list(given), bucket.names[0]: given[bucket.names[0]].float()}
     )
