@@ -45,7 +45,6 @@ SCORED = {
     "objectives/masks": f"{_OBJECTIVES} functions",
     "objectives/weights": f"{_OBJECTIVES} functions",
     "objectives/loss": f"{_OBJECTIVES} functions",
-    "objectives/policy_ratios": _OBJECTIVES,
     "objectives/responses": "responses step_advantages kl_grpo table functions objectives_boundaries",
     "objectives/columns": f"{_OBJECTIVES} functions",
     "advantages/groups": "advantages step_advantages credit_assignment",
@@ -56,8 +55,8 @@ SCORED = {
     "packing": "packing kept turns",
     "sampling/collector": "collector subsampling credit_assignment",
     "sampling/credit_assignment": "credit_assignment",
-    "choices/parts": "parts table family functions",
-    "choices/records": "records parts family functions",
+    "choices/parts": "parts table functions",
+    "choices/records": "records parts functions",
 }
 """Module of ``megarl/core`` -> the files ``tests/core/test_*.py`` that must notice a change of it."""
 

@@ -4,14 +4,13 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import KW_ONLY
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from megarl.config.command import Overrides, Positional, command
 from megarl.data.chat import check_messages
 from megarl.data.math.grade import read_key
+from megarl.data.prepare_command import Data, Recipe
 from megarl.data.prompts import PromptReader, Text, answer_text, fill_template, in_batches
 from megarl.data.records import Record, get_field, read_records, type_name, write_jsonl
 from megarl.data.tokenizer import load_tokenizer
@@ -19,59 +18,6 @@ from megarl.errors import ConfigError, DataError, printable
 from megarl.files.outputs import require_own_files
 
 TRAIN, HELDOUT = "train.jsonl", "heldout.jsonl"
-
-
-@command
-class Recipe:
-    """How records become prompts."""
-
-    _: KW_ONLY
-    prompt_field: str = "prompt"
-    """Field with the question, text or chat messages; dots reach into tables."""
-    answer_field: str = "answer"
-    """Field with the answer, text or a whole number."""
-    answer_after: str | None = None
-    """Take what follows the last such text of the answer, as #### in GSM8K."""
-    system: str | None = None
-    """A system message before each prompt."""
-    template: str | None = None
-    """Text with {prompt} in it, around each plain-text prompt."""
-    model: Path | None = None
-    """Folder of the model: prompts are written for its chat template and measured with its tokenizer."""
-    trust: bool = False
-    """Let code in that folder make its tokenizer: docs/trust.md."""
-    max_prompt_tokens: int = 2048
-    """Longer prompts are left out; needs --model."""
-
-
-@command
-class Data(Recipe):
-    """Write prompts for [data] from a data set: prepare SOURCE OUT; counts what it leaves out: docs/data.md."""
-
-    action: Positional[Literal["prepare"]]
-    """What to do."""
-    source: Positional[str]
-    """A .jsonl or .parquet file, a dataset folder, or a hub name: OWNER/NAME or OWNER/NAME:CONFIG."""
-    out: Positional[Path]
-    """The folder for train.jsonl and heldout.jsonl."""
-    split: str | None = None
-    """Split of a folder or hub data set."""
-    limit: int | None = None
-    """Read only the first records."""
-    heldout: float = 0.0
-    """Share of prompts that go to heldout.jsonl, chosen by a hash of the prompt."""
-    overwrite: bool = False
-    """Replace the files of an earlier call."""
-
-    def run(self, overrides: Overrides) -> None:
-        options = {name: getattr(self, name) for name in ("split", "limit", "heldout", "overwrite")}
-        counts = prepare(self.source, self.out, self, **options)
-        written = {key: self.out / name for name, key in ((TRAIN, "train"), (HELDOUT, "heldout")) if counts[key]}
-        lines = [f"{self.source}: read {counts['read']}; {describe_left_out(counts)}"]
-        lines += [f"{path}: {counts[key]} prompts" for key, path in written.items()]
-        lines += [*count_unreadable(written.values())]
-        lines += ["[data]", *(f"{key} = {json.dumps(str(path))}" for key, path in written.items())]
-        print(*map(printable, lines), f"max_prompt_tokens = {self.max_prompt_tokens}", sep="\n")
 
 
 def prepare(
@@ -237,3 +183,15 @@ def count_unreadable(files: Iterable[Path]) -> Iterator[str]:
         faulty = [(place, answer) for place, answer in answers if has_fault(answer)]
         first = "".join(f", first: {place} {answer!r:.80}" for place, answer in faulty[:1])
         yield f"{len(faulty)} of {len(answers)} answers {fault}{first}"
+
+
+def prepare_and_show(command: Data) -> None:
+    """Call ``prepare``, and print a summary with the lines for the configuration."""
+    options = {name: getattr(command, name) for name in ("split", "limit", "heldout", "overwrite")}
+    counts = prepare(command.source, command.out, command, **options)
+    written = {key: command.out / name for name, key in ((TRAIN, "train"), (HELDOUT, "heldout")) if counts[key]}
+    lines = [f"{command.source}: read {counts['read']}; {describe_left_out(counts)}"]
+    lines += [f"{path}: {counts[key]} prompts" for key, path in written.items()]
+    lines += [*count_unreadable(written.values())]
+    lines += ["[data]", *(f"{key} = {json.dumps(str(path))}" for key, path in written.items())]
+    print(*map(printable, lines), f"max_prompt_tokens = {command.max_prompt_tokens}", sep="\n")

@@ -42,7 +42,7 @@ def text_of(raw: bytes | None) -> str:
     [SHAPE, MoeShape(2, (0, 1), 300, 8), MoeShape(3, (0, 1, 2), 256, 8), MoeShape(2, (1,), 8, 1)],
     ids=["dense", "wide", "256", "top-1"],
 )
-def test_both_forms_say_the_same_sets(shape: MoeShape) -> None:
+def test_both_forms_say_the_same_experts_in_one_order(shape: MoeShape) -> None:
     whole = routes(50, shape)
     short = compact(whole.tobytes(), shape)
     assert short is not None
@@ -51,14 +51,14 @@ def test_both_forms_say_the_same_sets(shape: MoeShape) -> None:
     plain = decode_routes(text_of(whole.tobytes()), 50, shape, "x").experts
     found = decode_routes(text_of(short), 50, shape, "x").experts
     assert found.dtype == plain.dtype
-    assert np.array_equal(found, np.sort(plain, axis=2))
+    assert np.array_equal(found, plain)
     suffix = compact(whole[20:].tobytes(), shape)
     for text in (text_of(suffix), text_of(short), text_of(whole[20:].tobytes()), text_of(whole.tobytes())):
-        assert np.array_equal(np.sort(decode_routes(text, 50, shape, "x", known_rows=20).experts, 2), found[20:])
+        assert np.array_equal(decode_routes(text, 50, shape, "x", known_rows=20).experts, found[20:])
 
 
-@pytest.mark.parametrize(("layers", "experts", "least"), [(48, 128, 6.0), (58, 256, 5.0)])
-def test_the_short_form_has_a_fourth_of_the_bytes_at_most(layers: int, experts: int, least: float) -> None:
+@pytest.mark.parametrize(("layers", "experts", "least"), [(48, 128, 4.5), (58, 256, 3.9)])
+def test_the_short_form_has_about_a_fourth_of_the_bytes(layers: int, experts: int, least: float) -> None:
     shape = MoeShape(layers, tuple(range(layers)), experts, 8)
     whole = routes(200, shape).tobytes()
     assert len(text_of(whole)) / len(text_of(compact(whole, shape))) > least

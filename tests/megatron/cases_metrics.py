@@ -27,14 +27,12 @@ def collected(layout: dict[str, Any]) -> list[dict[str, Any]]:
     }
     own = {f"only/{copy}": Stat.mean(values), "loss": Stat.total(float(copy))}
     found = {}
-    for name, mine in {"alike": alike, "again": alike, "differing": own, "alike at last": alike, "none": {}}.items():
-        before = dict(distributed._LAYOUTS)
+    for name, mine in {"alike": alike, "differing": own, "none": {}}.items():
         got = distributed.collect_metrics(mine)
         everything = distributed.gather_objects(mine if distributed.holds_outputs() else {})
         found[name] = {
             "same": (got is None) == (rank > 0) and (got is None or _same(got, merge(everything))),
             "names": [] if got is None else list(finalize(got)),
-            "new": len(distributed._LAYOUTS) - len(before),
         }
     broken = {"most": Stat.max(torch.tensor([float("nan") if distributed.dp_rank() else 1.0]))}
     got = distributed.collect_metrics(broken)

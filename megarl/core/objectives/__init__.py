@@ -1,6 +1,6 @@
 """Objectives: from the columns of a batch to one coefficient per token.
 
-The way through: ``responses`` (rewards -> advantages) -> ``columns`` (inputs, checked) -> ``policy_ratios`` ->
+The way through: ``responses`` (rewards -> advantages) -> ``columns`` (inputs, checked) ->
 ``weights`` (factors, gate, penalties) and ``masks`` -> ``loss`` (the one equation). ``functions`` does the same for a
 function of the user. The records themselves (``Objective``, its parts, the named rows) are in ``megarl.core.choices``,
 which imports no torch.
