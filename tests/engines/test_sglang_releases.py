@@ -92,7 +92,8 @@ def weights(sglang_model: Path) -> list[Weights]:
 
 def test_the_server_is_of_this_release(served: Served):
     assert served.server.version == served.release
-    assert served.told == []
+    (told,) = served.told
+    assert f"SGLang {served.release} gives no checksums on a CPU" in told
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
