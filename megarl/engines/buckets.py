@@ -82,6 +82,11 @@ class Bucket:
             yield
             stream.synchronize()
 
+    def sum_bytes(self) -> int:
+        """Return the sum of all bytes: other weights have another sum."""
+        with self.beside():
+            return int(self.flat.sum(dtype=torch.int64))
+
     def on_host(self) -> Self:
         """Return the bucket itself; for a bucket on a GPU, a copy in pinned host memory."""
         if self.ready is None:

@@ -77,7 +77,8 @@ class StandIn:
         if found := SHARED.search(payload):
             with (Path("/dev/shm") / found[1].decode()).open("rb") as file:
                 payload = file.read(size)
-        self.take(payload)
+        if not self.control().get("deaf"):
+            self.take(payload)
         self.tell("received", bytes=size, shared=found is not None)
 
     def join(self, body: dict[str, Any]) -> None:
@@ -124,7 +125,8 @@ class StandIn:
         if path in control.get("odd", ()):
             return 200, ["odd"]
         if path == "server_info":
-            return 200, {"version": "0.5.23", "tp_size": 1, "api_key": "any"}
+            more = control.get("info", {})
+            return 200, {"version": "0.5.23", "tp_size": 1, "api_key": "any", **more}
         if path == "model_info":
             return 200, {"weight_version": self.version}
         if path == "pause_generation":

@@ -435,6 +435,44 @@ def test_weights_that_somebody_else_changes_are_found_named_and_sent_again(world
     assert not fleet.prove()
 
 
+@pytest.mark.parametrize("deaf", [(1,), (0, 1)])
+def test_an_update_that_servers_confirm_and_do_not_make_is_found_by_default(world: World, deaf: tuple[int, ...]):
+    fleet = world.start(checksums=None)
+    for version in (1, 1, 2):  # equal weights have equal checksums
+        world.update(fleet, version)
+    for index in deaf:
+        world.control(index, deaf=True)
+    message = "did not make it: other weights were sent" if len(deaf) == 2 else "holds other weights than the first"
+    for _ in range(2):
+        with pytest.raises(WeightSyncError, match=message):
+            world.update(fleet, 3)
+    for index in deaf:
+        world.control(index)
+    world.update(fleet, 4)
+    assert [world.ask(member) for member in fleet.members] == [["4", [4.0]]] * 2
+
+
+@pytest.mark.parametrize("words", [{"info": {"version": "0.5.22", "device": "cpu"}}, {"refuse": "weights_checker"}])
+def test_without_checksums_an_update_goes_on_by_default_and_a_line_says_so(world: World, words: dict[str, Any]):
+    world.control(0, **words)
+    fleet = world.start(1, checksums=None)
+    for version in (1, 2):
+        world.update(fleet, version)
+    assert len([line for line in world.told if "not found" in line]) == 1
+    assert not fleet.prove()
+    world.control(0, refuse="weights_checker")
+    must = world.start(1, checksums=True)
+    with pytest.raises(WeightSyncError, match=r"gives no checksums, HTTP 400.*sglang\.checksums = false"):
+        world.update(must, 1)
+
+
+def test_releases_without_sessions_are_updated_without_them(world: World):
+    world.control(0, info={"version": "0.5.17", "device": "cuda"})
+    world.update(fleet := world.start(1), 1)
+    assert world.ask(fleet.members[0]) == ["1", [1.0]]
+    assert not world.events(0, "begin_weight_update", "end_weight_update")
+
+
 def test_a_refusal_ends_the_update_and_the_next_one_is_complete(world: World):
     fleet = world.start()
     world.update(fleet, 1)

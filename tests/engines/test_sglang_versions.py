@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,8 +34,14 @@ def test_something_else_than_a_release_number_is_an_error() -> None:
 
 
 def test_an_old_release_is_refused_and_a_newer_one_told():
-    with pytest.raises(ConfigError, match=r"0\.5\.20 is too old, expected at least 0\.5\.21"):
-        check_server({"version": "0.5.20"}, tp=1)
+    with pytest.raises(ConfigError, match=r"0\.5\.16 is too old, expected at least 0\.5\.17"):
+        check_server({"version": "0.5.16"}, tp=1)
+    assert check_server(KEY | {"version": "0.5.17", "device": "cuda"}, tp=1) == ((0, 5, 17), [])
+    _, (warning,) = check_server(KEY | {"version": "0.5.22", "device": "cpu"}, tp=1)
+    assert "0.5.22 gives no checksums on a CPU" in warning
+    with pytest.raises(ConfigError, match=r"SGLang 0\.5\.19 does not record the ids .*take 0\.5\.20 or later"):
+        check_server(KEY | {"version": "0.5.19"}, tp=1, nucleus=True)
+    assert check_server(KEY | {"version": "0.5.20"}, tp=1, nucleus=True)[0] == (0, 5, 20)
     assert check_server(KEY | {"version": "0.5.23"}, tp=1) == ((0, 5, 23), [])
     _, (warning,) = check_server({"version": "0.5.21"}, tp=1)
     assert "no API key: whoever reaches the server can replace its weights" in warning
@@ -75,9 +82,36 @@ def test_a_fault_is_refused_where_the_arguments_make_it_real(arguments: dict[str
 
 
 @pytest.mark.parametrize(
+    ("arguments", "last", "fault"),
+    [
+        ({"device": "cpu"}, "0.5.17", "wrong_rows_on_cpu"),
+        ({"device": "cpu", "disable_overlap_schedule": False}, "0.5.17", "wrong_rows_on_cpu"),
+        ({"api_key": None}, "0.5.20", "pickles"),
+        ({"api_key": ""}, "0.5.20", "pickles"),
+    ],
+)
+def test_a_fault_of_old_releases_is_refused_up_to_the_last_one(arguments: dict[str, Any], last: str, fault: str):
+    (entry,) = [entry for entry in FAULTS if entry.name == fault]
+    with pytest.raises(ConfigError, match=re.escape(f"{entry.meaning}: {entry.remedy}")):
+        check_server(KEY | {"version": last} | arguments, tp=1)
+    major, minor, patch = parse_version(last)
+    check_server(KEY | {"version": f"{major}.{minor}.{patch + 1}"} | arguments, tp=1)
+
+
+def test_router_weights_that_no_update_reaches_are_found_by_the_config_of_the_model(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "glm4_moe"}')
+    info = KEY | {"version": "0.5.18", "dtype": "bfloat16"}
+    with pytest.raises(ConfigError, match=r"float32 copy of the router weights of GLM-4.5 .*take 0\.5\.19 or later"):
+        check_server(info, tp=1, source=tmp_path)
+    assert check_server(info | {"dtype": "float32"}, tp=1, source=tmp_path)[0] == (0, 5, 18)  # no copy: the weights
+    assert check_server(info | {"version": "0.5.19"}, tp=1, source=tmp_path)[0] == (0, 5, 19)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    assert check_server(info, tp=1, source=tmp_path)[0] == (0, 5, 18)
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
-        {"device": "cpu", "disable_overlap_schedule": True},
         {"device": "cuda", "disable_overlap_schedule": False, "enable_eplb": False, "init_expert_location": "trivial"},
         {"chunked_prefill_size": 4096, "disaggregation_mode": "null", "pp_size": 1, "ep_num_redundant_experts": 0},
         {"chunked_prefill_size": None, "radix_cache_backend": None, "preferred_sampling_params": None, "tp_size": 1},
@@ -136,6 +170,10 @@ def test_what_is_wrong_with_routes_alone_does_no_harm_without_them():
 
 def test_what_servers_cannot_mean_is_no_error_of_python():
     check_server(KEY | {"version": "0.5.23", "tp_size": float("inf"), "moe_runner_backend": ["a"]}, tp=1)
+
+
+def test_faults_of_old_releases_are_left_to_the_server():
+    check_arguments(("--device", "cpu", "--dtype", "bfloat16"))  # no key in words either
 
 
 def test_words_that_some_release_or_no_release_gets_wrong_are_left_to_the_server():

@@ -83,6 +83,7 @@ LIES: dict[str, Lie] = {
     "stop for a cut response": of_tokens(lambda tokens: (tokens[:-1] * 9)[:LIMIT], "stop"),
     "length for a stopped one": of_tokens(lambda tokens: tokens, "length"),
     "end token cut off": of_tokens(lambda tokens: tokens[:-1], "stop"),
+    "end token cut off, length": of_tokens(lambda tokens: tokens[:-1], "length"),
     "goes on behind its end": of_tokens(lambda tokens: [END, *tokens], "stop"),
     "no version": of_meta(weight_version=None),
     "version of no update": of_meta(weight_version=str(VERSION + 1)),
@@ -154,11 +155,13 @@ def honest(body: Answer) -> Answer:
 
 
 @contextmanager
-def engine_before(*servers: Liar, told: list[str], **settings: Any) -> Iterator[SGLangEngine]:
+def engine_before(
+    *servers: Liar, told: list[str], config: dict[str, Any] = CONFIG, **settings: Any
+) -> Iterator[SGLangEngine]:
     for server in servers:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     engine = SGLangEngine(
-        [server.url for server in servers], CONFIG, fleet=None, settings=ClientSettings(**settings), tell=told.append
+        [server.url for server in servers], config, fleet=None, settings=ClientSettings(**settings), tell=told.append
     )
     engine._version, engine._complete = VERSION, True
     try:
@@ -212,8 +215,9 @@ def test_what_an_honest_server_may_answer() -> None:
         assert not engine.answer_counts
         masks = [rollout.routed_mask for rollout in rollouts]
         assert np.array_equal(masks, [[False] * 4 + [True] * 10 + [False]] * 6)  # type: ignore[arg-type]
-    with engine_before(Liar(of_tokens(lambda tokens: [5, 9], "length"), 1), told=told) as engine:
-        rollouts = engine.generate(REQUESTS, PARAMS)  # the server's cache is full
+    tight = CONFIG | {"max_position_embeddings": len(REQUESTS[0].prompt_tokens) + 5}  # a server stops before the last
+    with engine_before(Liar(of_tokens(lambda tokens: [5, 9], "length"), 1), told=told, config=tight) as engine:
+        rollouts = engine.generate(REQUESTS, PARAMS)
         assert [rollout.finish_reason for rollout in rollouts] == ["length"] * 6
     assert told == []
 

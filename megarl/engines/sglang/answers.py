@@ -27,6 +27,8 @@ ROUNDING = 1e-6
 """Of a log-probability above 0, in float32."""
 TOKEN_BYTES = 256
 """Bytes of an answer per token: ids, text and log-probability."""
+ROOM_SLACK = 4
+"""A server may cut a response this number of tokens before the model's positions end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +204,12 @@ def _find_wrong_end(
             f"the server says that the response stopped at {finish.matched!r}, its last token is {output[-1]}, "
             f"expected one of {sorted(ends)}"
         )
-    if finish.type == "length" and size < limit and output[-1] in ends:  # a server with little room cuts earlier
-        yield f"the server says that the response was cut by its limit: it ends with {output[-1]}, an end token"
+    fills_model = len(request.prompt_tokens) + size >= bounds.positions - ROOM_SLACK
+    if finish.type == "length" and size < limit and (output[-1] in ends or not fills_model):
+        yield (
+            f"the server says that the response was cut by its limit: it has {size} tokens, expected {limit} (a server "
+            "with less room needs more: --context-length, sglang.max_total_tokens, sglang.mem_fraction)"
+        )
 
 
 def _require_logprobs(values: Sequence[float | None], label: str) -> np.ndarray:

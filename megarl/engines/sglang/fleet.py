@@ -24,7 +24,7 @@ from megarl.engines.sglang.transports.folder import WeightFolder
 from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Tensors, Transport
 from megarl.engines.sglang.transports.sender import Checksums, GoneError, HangError, Line, WeightSender, in_thread
 from megarl.engines.weights import Named, WeightForm, checkpoint_shapes
-from megarl.errors import ConfigError, MegarlError
+from megarl.errors import ConfigError, MegarlError, WeightSyncError
 
 YIELD_S = 5.0
 """How long an update waits for a keeper that sends a bucket of the copy; then the update continues without the
@@ -58,6 +58,8 @@ class Fleet(FleetState):
         """The servers in an operation, whose locks the fleet holds: no keeper talks to the servers."""
         self._resting: Collection[Member] = ()
         """Servers without memory, since a rest."""
+        self._compared: tuple[int, Checksums] | None = None
+        """Sum of the bytes of the last weights, and their checksums on the servers."""
 
     def start(self, *, is_only: bool = True) -> list[str]:
         """Start the servers, wait until each server answers or has failed, and return all URLs; keepers await the
@@ -103,9 +105,9 @@ class Fleet(FleetState):
                 self.each(lambda sender: sender.begin())
                 if isinstance(place := self.settings.copies, Path) and (model := self.served or self.source):
                     delivery.folder = WeightFolder(place, model, version)
-                copy = self._deliver(buckets, delivery)
+                copy, total = self._deliver(buckets, delivery)
                 self.each(lambda sender: sender.finish(version))
-                last = Update(version, copy, self._compare_checksums())
+                last = Update(version, copy, self._compare_checksums(version, total))
                 self._each_member(lambda member: member.sender.take_memory("kv_cache"), self._resting)
                 self._resting = ()
                 self.each(lambda sender: sender.resume())
@@ -203,15 +205,16 @@ class Fleet(FleetState):
                 member.holds = None
             yield
 
-    def _deliver(self, buckets: Buckets, delivery: Delivery) -> list[Bucket] | Path | None:
-        """Send every bucket to all servers; return the kept copy of the weights."""
-        folder, copies = delivery.folder, list[Bucket]()
+    def _deliver(self, buckets: Buckets, delivery: Delivery) -> tuple[list[Bucket] | Path | None, int]:
+        """Send every bucket to all servers; return the kept copy of the weights, and the sum of their bytes."""
+        folder, copies, sums = delivery.folder, list[Bucket](), list[int]()
 
         def pass_on(bucket: Bucket) -> None:
             if folder is not None:
                 folder.add(bucket)
             elif self.settings.copies == "memory":
                 copies.append(bucket.spare())
+            sums.append(0 if self.settings.checksums is False else bucket.sum_bytes())
             self.transport.send(bucket, delivery)
 
         with delivery.line:
@@ -220,18 +223,39 @@ class Fleet(FleetState):
                     delivery.line.put(partial(pass_on, bucket))
             delivery.line.wait()
         if folder is not None:
-            return folder.finish()
-        return copies if self.settings.copies == "memory" else None
+            return folder.finish(), sum(sums)
+        return copies if self.settings.copies == "memory" else None, sum(sums)
 
-    def _compare_checksums(self) -> Checksums | None:
-        """Return the checksums of all servers, None unless compared; WeightSyncError if two servers differ."""
+    def _compare_checksums(self, version: int, total: int) -> Checksums | None:
+        """Return the checksums of all servers, None unless compared; WeightSyncError if two servers differ, or if all
+        are as before although other weights were sent. total: sum of the bytes that were sent."""
         by_url: dict[str, Checksums] = {}
-        if self.settings.checksums:
-            self.each(lambda sender: by_url.update({sender.url: sender.checksums()}))
-        present = self.present if by_url else ()
-        first = next((by_url[member.url] for member in present), None)
-        for member in present if first else ():
-            member.compare_checksums(by_url[member.url], first or [])
+        is_must = self.settings.checksums
+
+        def ask(member: Member) -> None:
+            try:
+                by_url[member.url] = member.sender.checksums()
+            except WeightSyncError as error:
+                if is_must or isinstance(error, HangError | GoneError):
+                    raise
+                member.gives_checksums = False
+                self.tell(f"warning: weights that servers do not take are not found: {error}")
+
+        if is_must or (is_must is None and all(member.gives_checksums for member in self.present)):
+            self._each_member(ask)
+        present = self.present
+        if not present or any(member.url not in by_url for member in present):
+            return None
+        first = by_url[present[0].url]
+        for member in present:
+            member.compare_checksums(by_url[member.url], first)
+        before, self._compared = self._compared, (total, first)
+        if before is not None and before[0] != total and before[1] == first:
+            self._compared = before  # for the next attempt
+            raise WeightSyncError(
+                f"{present[0].url} confirmed the update to weights {version} and did not make it: other weights were "
+                "sent, but all its checksums are as before. Look at its log"
+            )
         return first
 
     # The servers in an operation: an update, a proof, or a rest

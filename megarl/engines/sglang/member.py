@@ -23,7 +23,7 @@ from megarl.engines.sglang.http import server_info
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.transports.protocol import send_tensors
 from megarl.engines.sglang.transports.sender import Checksums, GoneError, WeightSender, deadline, in_thread
-from megarl.engines.sglang.versions import check_server
+from megarl.engines.sglang.versions import check_server, gives_checksums
 from megarl.errors import RolloutError, WeightSyncError
 
 FRESH = "default"
@@ -64,8 +64,9 @@ class FleetSettings:
     copies: Path | Literal["memory", "none"] = "memory"
     """Where the fleet keeps a copy of the weights for restarted servers: in memory, or in this folder. none: the next
     update brings these servers up to date."""
-    checksums: bool = False
-    """Whether the servers' own checksums of their weights are compared after every update, and in every proof."""
+    checksums: bool | None = False
+    """Whether the servers' own checksums of their weights are compared after every update, and in every proof. None:
+    where all servers have checksums."""
 
 
 @dataclass(kw_only=True)
@@ -77,6 +78,8 @@ class FleetState:
     api_key: str | None = None
     routes: bool = True
     """Whether the servers must return routes."""
+    nucleus: bool = False
+    """Whether ``top_p`` is below 1."""
     source: Path | None = None
     """Checkpoint folder with the model's config and tokenizer; None: the model folder of the first of ``specs``."""
     settings: FleetSettings = field(default_factory=FleetSettings)
@@ -110,6 +113,7 @@ class Member:
     """Held during talks about weights: by an update, or by the keeper."""
     ready: bool = False
     """True if the server answers; updates include only ready servers."""
+    gives_checksums: bool = True
     holds: Update | None = None
     """The update whose weights the server has; None: no weights, or half of an update."""
     away_since: float | None = None
@@ -173,13 +177,14 @@ class Member:
         """Make a new sender; RolloutError without an answer, ConfigError if megarl cannot use the server."""
         fleet = self.fleet
         info = server_info(self.url, fleet.api_key, deadline())
-        _, warnings = check_server(info, fleet.tp, fleet.routes)
+        release, warnings = check_server(info, fleet.tp, fleet.routes, fleet.nucleus, fleet.source)
+        self.gives_checksums = gives_checksums(info)
         if self.connection is not None:
             self.connection.leave_group()  # not closed: a keeper may use the connection
         for warning in warnings if self.connection is None else ():
             self.fleet.tell(f"warning: {warning}")
         gpus = (self.process and self.process.spec.gpus) or ()
-        self.connection = WeightSender(self.url, tp=fleet.tp, api_key=fleet.api_key, gpus=gpus)
+        self.connection = WeightSender(self.url, release, tp=fleet.tp, api_key=fleet.api_key, gpus=gpus)
 
     def find_version(self) -> str | None:
         """Return the server's name for its weights, empty if unknown; None without an answer."""

@@ -32,8 +32,8 @@ from megarl.config.addresses import url_host
 from megarl.engines.sglang.http import authorization, key_named, server_info
 from megarl.engines.sglang.spec import SERVER_DTYPES, ServerSpec, command, environment, free_port, write_config
 from megarl.engines.sglang.versions import (
-    CHECKSUMS_ON_CPU,
     check_server,
+    gives_checksums,
     installed_release,
     parse_arguments,
     require_own,
@@ -277,10 +277,11 @@ def _check(config: Config, place: str) -> Examined:
         else:
             info = _predict_info(config, place)
         release = str(info.get("version"))
-        version, warnings = check_server(info, config.sglang.tp, servers_record(config))
+        source = Path(config.model.path)
+        _, warnings = check_server(info, config.sglang.tp, servers_record(config), config.rollout.top_p < 1, source)
     except MegarlError as error:
         return Examined(place, release, problem=str(error))
     problem = None
-    if config.sglang.checksums and info.get("device") == "cpu" and version < CHECKSUMS_ON_CPU:
+    if config.sglang.checksums and not gives_checksums(info):
         problem = f"SGLang {release} gives no checksums on a CPU: take a later one, or sglang.checksums = false"
     return Examined(place, release, tuple(warnings), problem)
