@@ -74,8 +74,7 @@ megatron.num_layers=4 | megatron.num_layers | use model.path instead
 megatron.tensor_model_parallel_size=2 | use parallel.tp instead
 megatron.lr=2.0 | use optim.lr instead
 megatron.bf16=true | use model.dtype instead
-megatron.moe_z_loss_coef=2.0 | megatron.moe_z_loss_coef | did you mean moe_z_loss_coeff
-megatron.moe_z_loss_coeff=a | megatron.moe_z_loss_coeff: found 'a' | Optional[float]
+megatron.moe_expert_capacity_factor=a | megatron.moe_expert_capacity_factor: found 'a' | number
 train.old_logprobs=rollout train.replay=r2 | train.old_logprobs: found "rollout" with | train.replay = "r2"
     | there is none
 train.old_logprobs=rollout train.objective=kl_grpo 'train.objective_overrides={"kl_coef" = 0.1}'

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config import megatron_fields
 from megarl.config.tables import Tables
 
 
@@ -20,8 +19,5 @@ def settings(config: Tables, *, on_gpu: bool, has_te: bool) -> Mapping[str, Any]
         "gradient_accumulation_fusion": on_gpu and has_te,
         "moe_permute_fusion": on_gpu and has_te,
     }
-    known_fields = {field for fields in megatron_fields.fields().values() for field in fields}
-    wanted = {name: value for name, value in decided.items() if name in known_fields} | {
-        name: value for name, value in config.megatron.items() if name in decided
-    }
+    wanted = decided | {name: value for name, value in config.megatron.items() if name in decided}
     return {name: True for name, value in wanted.items() if value}

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import copy
+import enum
+import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import TransformerConfig
+from pydantic import TypeAdapter
 
-from megarl.config import Config, gpu_defaults, megatron_fields
+from megarl.config import Config, gpu_defaults
 from megarl.core.devices import HostCopies, to_device
 from megarl.core.replay_blockers import replay_blockers
-from megarl.errors import NumericsError
+from megarl.errors import ConfigError, NumericsError, did_you_mean
 from megarl.megatron.hf_weights import export_hf, load_hf, place_parameters
 from megarl.megatron.model import build_model, release_after_use, transformer_config
 from megarl.megatron.versions import as_config_error
@@ -214,7 +217,7 @@ def _ddp_config(config: Config) -> DistributedDataParallelConfig:
 def _overrides(config: Config, cls: type, has_te: bool = False) -> dict[str, Any]:
     """Return the GPU defaults and the [megatron] table's values for a dataclass of Megatron."""
     defaults = gpu_defaults.settings(config, on_gpu=torch.cuda.is_available(), has_te=has_te)
-    return realize(cls.__name__, megatron_fields.check({**defaults, **config.megatron})[cls.__name__])
+    return check_fields({**defaults, **config.megatron})[cls]
 
 
 def _configure(cls: type[Settings], config: Config, **defaults: Any) -> Settings:
@@ -273,20 +276,39 @@ def _scheduler(optimizer: Any, schedule: Schedule) -> OptimizerParamScheduler:
     )
 
 
-def realize(dataclass_name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return checked values of a dataclass of Megatron, from the [megatron] table.
+def check_fields(table: Mapping[str, Any]) -> dict[type, dict[str, Any]]:
+    """Sort a flat [megatron] table by Megatron's dataclasses (a key may be in several), as values of the fields.
 
-    Names of dtypes and attention backends are replaced by the objects.
-
-    Names of what a CUDA graph captures stay strings, because Megatron parses the names.
+    Names of dtypes and attention backends are replaced by the objects. Names of what a CUDA graph captures stay
+    strings, because Megatron parses the names. ConfigError for an unknown key, or for a value of another type.
     """
-    result = dict(values)
-    for key, value in values.items():
-        annotation = megatron_fields.fields()[dataclass_name][key]
-        if isinstance(value, list) and "Tuple" in annotation:
-            result[key] = tuple(value)
-        elif isinstance(value, str) and "dtype" in annotation:
-            result[key] = getattr(torch, value)
-        elif isinstance(value, str) and "AttnBackend" in annotation:
-            result[key] = AttnBackend[value]
-    return result
+    hints: dict[type, dict[str, Any]] = {cls: get_type_hints(cls) for cls in _DATACLASSES}
+    known = {field for fields in hints.values() for field in fields if not field.startswith("_")}
+    for key in table:
+        if key not in known:
+            hint = did_you_mean(key, known, "see `megarl doctor` for the installed version", most=3)
+            names = ", ".join(cls.__name__ for cls in _DATACLASSES)
+            raise ConfigError(f"megatron.{key}: no field of Megatron's {names} has this name; {hint}")
+    return {
+        cls: {key: _field_value(key, value, fields[key]) for key, value in table.items() if key in fields}
+        for cls, fields in hints.items()
+    }
+
+
+_DATACLASSES: tuple[type, ...] = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+
+
+def _field_value(key: str, value: Any, hint: Any) -> Any:
+    kind = next(iter(get_args(hint)), hint)  # of Optional[torch.dtype], the dtype
+    is_enum = isinstance(kind, enum.EnumMeta)
+    if kind is torch.dtype or is_enum:
+        found = getattr(kind if is_enum else torch, str(value), None)
+        if isinstance(found, kind):
+            return found
+    else:
+        adapter = TypeAdapter(hint, config={"arbitrary_types_allowed": True, "strict": True})
+        with suppress(TypeError, ValueError):
+            return adapter.validate_json(json.dumps(value))  # as JSON, since Python's strict tuple refuses a list
+    choices = f", one of {', '.join(kind.__members__)}" if is_enum else ""
+    expected = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+    raise ConfigError(f"megatron.{key}: found {value!r}, expected {expected}{choices}")

@@ -136,13 +136,11 @@ class Trainer:
         rollouts = self._sample(step)  # N responses: tokens, mu [T], routes [T, L, K], rewards [N], advantages
         minis = self._prepare(plan, rollouts)  # packed columns [T], split into micro-batches
         minis = self.train_step.look(plan, minis, rollouts.judged, self.monitor.phase)  # pi_old, pi_ref [T]
-        num_micro_batches, last_update = sum(len(mini.micro_batches) for mini in minis), dict[str, float]()
-        with self.monitor.phase("train"), self.monitor.progress.bar("training", num_micro_batches) as advance:
+        last_update = dict[str, float]()
+        with self.monitor.phase("train"):
             for index in range(len(minis)):
                 # Replay, forward, coefficients [T], backward, optimizer step.
-                minis, measured = self.train_step.update(
-                    plan, minis, index, rollouts.judged, self.monitor.watch(advance)
-                )
+                minis, measured = self.train_step.update(plan, minis, index, rollouts.judged, self.monitor.watch())
                 if (statistics := collect([measured])) is not None:
                     last_update = finalize(statistics)
                     self.monitor.log_update(done, index, last_update)
@@ -163,9 +161,8 @@ class Trainer:
         config, monitor = self.config, self.monitor
         # If sampling fails, the following checkpoint must hold the sampler's state before the step.
         with self.checkpoints.save_on_failure(step, self.sampler.state_dict()):
-            per_rank = -(-config.responses_per_step // dist.get_world_size())
-            with monitor.phase("rollout"), monitor.progress.bar("rollout", per_rank) as advance:
-                rollouts = self.sampler.sample_step(step, monitor.watch(advance, self.stop.check))
+            with monitor.phase("rollout"):
+                rollouts = self.sampler.sample_step(step, monitor.watch(self.stop.check))
             self.checkpoints.raise_if_asked()
             if config.rollout.one_step_off and step + 1 < config.run.steps:
                 self._sync(step)
@@ -216,14 +213,13 @@ class Trainer:
         """Evaluate on all benchmarks after ``done`` steps."""
         num_prompts = {name: len(benchmark.prompts) for name, benchmark in self.sampler.benchmarks.items()}
         total = sum(num_prompts.values()) * self.config.eval.samples
-        per_rank = -(-total // dist.get_world_size())
         with self.checkpoints.save_on_failure(done):
             self.sampler.settle()
             self.checkpoints.raise_if_asked()
             self._sync(done)
             started = time.perf_counter()
-            with self.vitals.phase("evaluate"), self.monitor.progress.bar("evaluate", per_rank) as advance:
-                metrics, unjudged = self.sampler.evaluate(self.monitor.watch(advance, self.stop.check))
+            with self.vitals.phase("evaluate"):
+                metrics, unjudged = self.sampler.evaluate(self.monitor.watch(self.stop.check))
             self.checkpoints.raise_if_asked()
         self.checkpoints.eval_is_due = False
         seconds = time.perf_counter() - started

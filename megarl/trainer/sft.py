@@ -60,14 +60,12 @@ def sft(config: Config) -> None:
         progress.line(policy.left_out)
     share = settings.batch_size // distributed.dp_size()
     local = slice(distributed.dp_rank() * share, (distributed.dp_rank() + 1) * share)
-    with progress.bar("cold start", settings.steps) as advance:
-        for step in range(settings.steps):
-            indices = order.take(step * settings.batch_size, settings.batch_size)[local]
-            with as_config_error("train", config.megatron) if step == 0 and config.megatron else nullcontext():
-                metrics = _step(config, policy, [demonstrations[i] for i in indices])
-            advance(1)
-            if metrics and (step % 10 == 9 or step + 1 == settings.steps):
-                progress.line(f"cold start {step + 1}/{settings.steps}  loss {metrics['loss']:.4f}")
+    for step in range(settings.steps):
+        indices = order.take(step * settings.batch_size, settings.batch_size)[local]
+        with as_config_error("train", config.megatron) if step == 0 and config.megatron else nullcontext():
+            metrics = _step(config, policy, [demonstrations[i] for i in indices])
+        if metrics and (step % 10 == 9 or step + 1 == settings.steps):
+            progress.line(f"cold start {step + 1}/{settings.steps}  loss {metrics['loss']:.4f}")
     save_hf(policy.chunks, policy.shape, config.model.path, out, inputs=inputs)
     progress.line(f"cold start: wrote {config.sft_out}")
     distributed.shutdown()

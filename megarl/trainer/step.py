@@ -244,7 +244,7 @@ class Tripwires(StepJudge):
         """Drop sequences of the mini-batches of a step, each of which had its first pass.
 
         Returns the mini-batches without the dropped sequences, and whether any rank drops one. A collective call.
-        RolloutError with the likely cause if the step is the first after a start and is bad; AgreementError if replay
+        RolloutError if the step is the first after a start and is bad; AgreementError if replay
         found routes that agree too little, and the dropped sequences do not explain them.
         """
         if self.is_off:

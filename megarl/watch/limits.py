@@ -36,7 +36,6 @@ class TripwireLimits:
     max_k3: Learnt
     max_native_flip: Learnt
     most_dropped: float
-    all_sequences: float
     usual_drops: float
     faulty_drops: float
     foreign_false_alarm: float

@@ -168,47 +168,19 @@ class Drops:
             numbers |= {"foreign_runs": self.over[:, 2].sum(), "native_flip_max": flip}
         return Stat.maxima_of({f"tripwires/{key}": float(x) for key, x in numbers.items() if math.isfinite(x)})
 
-    def describe(self, replayed: bool) -> str:
-        """Return the step's figures beside their limits, the number of dropped sequences, and the likely cause.
-
-        replayed: training used the routes: wrong routes then raise k3 too.
-        """
+    def describe(self) -> str:
+        """Return the step's figures beside their limits, the number of dropped sequences, and a run of foreign rows."""
         (k3, flip), (max_k3, max_native_flip, _) = _pool(self.gaps[self.judged]), self.limits
         routes = "no routes, " if np.isfinite(max_native_flip) else ""
         if self._has_routes:
             routes = f"native flip {flip:.1%} (limit {max_native_flip:.0%}), "
-        cause = f"; likely cause: {self._likely_cause(replayed)}" if self.dropped.any() else ""
-        counts = f"{self.dropped.sum()} of {self.judged.sum()} responses dropped"
-        return f"k3 {k3:.1e} (limit {max_k3:.2g}), {routes}{counts}{cause}"
+        counts, runs = f"{self.dropped.sum()} of {self.judged.sum()} responses dropped", self.gaps[self.over[:, 2]]
+        run = f"; {_describe_run(runs[runs[:, Column.EVIDENCE].argmax()])} of one response" if len(runs) else ""
+        return f"k3 {k3:.1e} (limit {max_k3:.2g}), {routes}{counts}{run}"
 
     @property
     def _has_routes(self) -> bool:
         return bool(self.gaps[:, Column.ROWS].any())
-
-    def _likely_cause(self, replayed: bool) -> str:
-        wrong, runs = self.gaps[self.dropped], self.gaps[self.over[:, 2]]
-        k3, flip = _pool(wrong)
-        has_k3 = k3 > TRIPWIRES.max_k3.lowest
-        has_flips = flip > TRIPWIRES.max_native_flip.lowest or len(runs) > 0
-        is_everywhere = self.share >= TRIPWIRES.all_sequences
-        routes = "routes of other tokens, such as one token late or of another response"
-        if len(runs):
-            routes += f" ({_describe_run(runs[runs[:, Column.EVIDENCE].argmax()])} of one response)"
-        if has_flips and not has_k3:
-            return f"{routes}: the log-probabilities agree"
-        if wrong[:, Column.ROWS].any() and not has_flips:
-            cause = (
-                "precision, temperature or weights of the engine" if is_everywhere else "log-probabilities of others"
-            )
-            return f"{cause}: the experts agree, the log-probabilities do not"
-        weights = "weights that are not the trainer's, foreign or stale: every response disagrees"
-        if not is_everywhere:
-            weights = (
-                "answers of other requests (another prompt's, or an earlier step's), or one server with other weights: "
-                "only some responses disagree"
-            )
-        causes = (weights, routes) if k3 > TRIPWIRES.max_k3.largest else (routes, weights)
-        return "; or ".join(causes) if replayed and has_flips else weights
 
 
 class StepJudge:
@@ -246,11 +218,11 @@ class StepJudge:
     def announce(self, drops: Drops) -> None:
         """Say what was dropped. The first step that is judged after a start is the self-test of the run.
 
-        RolloutError with the likely cause if the self-test fails.
+        RolloutError with the figures if the self-test fails.
         """
         is_test = not self._is_tested and bool(drops.judged.any())
         if is_test or drops.dropped.any():
-            self.say(f"{'self-test' if is_test else 'tripwires'}: {drops.describe(self._settings.replay == 'r3')}")
+            self.say(f"{'self-test' if is_test else 'tripwires'}: {drops.describe()}")
         self._is_tested |= is_test
         if is_test and self._settings.max_bad_steps and self.state["bad_steps"]:
             raise self._error("the self-test of the engines has failed, no weight has changed")
@@ -287,8 +259,9 @@ class StepJudge:
         assert self.verdict is not None
         mistake = f" ({self._mistake})" if self._mistake else ""
         return RolloutError(
-            f"{problem}: {self.verdict.describe(self._settings.replay == 'r3')}{mistake}; look at the engine and its "
-            "log, or, if this is how the engines differ, set train.max_k3 and train.max_native_flip (docs/tripwires.md)"
+            f"{problem}: {self.verdict.describe()}{mistake}; look at the engine and its "
+            "log (likely causes: docs/tripwires.md), or, if this is how the engines differ, set train.max_k3 and "
+            "train.max_native_flip"
         )
 
 

@@ -319,8 +319,8 @@ def lies(arena: Arena, rng: random.Random, name: str) -> list[Happened]:
         return []
     steps = {version + 1 for version, *_ in told_lies}
     dropped = {record["step"]: record.get("tripwires/dropped", 0.0) for record in steps_of(run)}
-    named = any(words in run.said() for words in ("likely cause", "is not what was sent as version"))
-    outcome = "stopped with the likely cause" if code else "dropped and counted"
+    named = any(words in run.said() for words in ("responses dropped", "is not what was sent as version"))
+    outcome = "stopped with the figures" if code else "dropped and counted"
     caught = sum(dropped.get(step, 0.0) for step in steps)
     if not code and not caught and len(told_lies) < FEW_LIES:
         outcome = "too few tokens for the limits: seen in the step line alone"

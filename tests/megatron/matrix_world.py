@@ -24,9 +24,9 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tiny_world import RECOMPUTE, config, join
 
-from megarl.config import Config, megatron_fields
+from megarl.config import Config
 from megarl.megatron.model import build_model, layer_spec, transformer_config
-from megarl.megatron.policy import layout_fields, realize
+from megarl.megatron.policy import check_fields, layout_fields
 from megarl.models.shapes import ModelShape
 from megarl.replay.megatron_state import unwrap
 
@@ -138,7 +138,7 @@ def settings_of(layout: Mapping[str, Any], variant: Variant) -> Config:
 
 
 def fields_of(settings: Config, variant: Variant, **more: Any) -> TransformerConfig:
-    given = realize("TransformerConfig", megatron_fields.check(settings.megatron)["TransformerConfig"])
+    given = check_fields(settings.megatron)[TransformerConfig]
     fields = {**layout_fields(settings), **given, **more}
     return transformer_config(shape_of(variant.router), fields, DTYPES[variant.precision])
 

@@ -26,35 +26,14 @@ def test_a_file_gets_lines_and_no_control_characters(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("COLUMNS", "20")
     stream = io.StringIO()
     progress = StepProgress(stream=stream)
-    with progress.bar("rollout", 4) as advance:
-        advance(4)
-        progress.line("in [bold]between[/bold]")
-    with progress.bar("training", 2) as advance:
-        advance(2)
+    progress.line("in [bold]between[/bold]")
     progress.line(format_step(7, 60, METRICS))
     # Neither wrapped at 20 columns nor coloured nor read as markup.
     assert stream.getvalue() == "in [bold]between[/bold]\n" + format_step(7, 60, METRICS) + "\n"
 
 
-def test_a_terminal_gets_bars_and_keeps_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "120")
-    stream = Terminal()
-    progress = StepProgress(stream=stream)
-    with progress.bar("rollout", 256) as advance:
-        advance(100)
-        advance(156)
-    progress.line(format_step(7, 60, METRICS))
-    assert "\x1b[" in stream.getvalue()
-    assert "rollout" in stream.getvalue()
-    assert "256/256" in stream.getvalue()
-    assert stream.getvalue().endswith(format_step(7, 60, METRICS) + "\n")
-
-
 def test_other_ranks_are_silent() -> None:
     stream = Terminal()
     progress = StepProgress(enabled=False, stream=stream)
-    with progress.bar("cold start", 3) as advance:
-        advance(3)
     progress.line(format_step(1, 2, METRICS))
     assert stream.getvalue() == ""

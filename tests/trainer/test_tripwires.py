@@ -64,8 +64,7 @@ def test_acceptance_exactly_the_wrong_answers_are_dropped_counted_and_named(
     assert all("native flip" in why for why in second["dropped"].values())
     assert sum(len(samples) for samples in second["prompts"].values()) == NUM_SEQUENCES - 4
     said = capsys.readouterr().out
-    causes = {"late": "routes of other tokens", "foreign_routes": "routes of other tokens"}
-    assert f"4 of 32 responses dropped; likely cause: {causes.get(attack, 'answers of other requests')}" in said
+    assert "4 of 32 responses dropped" in said
     assert "  dropped 4  " in said
     assert show(tmp_path) == 0
     assert "4 responses dropped" in capsys.readouterr().out
@@ -78,7 +77,7 @@ def test_acceptance_the_self_test_stops_a_run_before_a_weight_changes(
     distributed.initialize(settings)
     trainer = trainer_of(settings)
     before = weights_of(trainer.policy)
-    message = r"self-test of the engines has failed, no weight has changed: k3 .*likely cause: weights that are not"
+    message = r"self-test of the engines has failed, no weight has changed: k3 .*likely causes: docs/tripwires.md"
     with pytest.raises(RolloutError, match=message):
         trainer.run()
     trainer.log.close()
@@ -95,7 +94,7 @@ def test_acceptance_bad_steps_train_on_nothing_and_then_end_the_run_which_can_co
 ) -> None:
     FROM_VERSION[0] = 2
     common: dict[str, Any] = {"run__dir": str(tmp_path), "run__steps": 6, "train__mini_batches": mini_batches}
-    with pytest.raises(RolloutError, match=r"2 bad steps in a row: k3 .* 32 of 32 responses dropped; likely cause"):
+    with pytest.raises(RolloutError, match=r"2 bad steps in a row: k3 .* 32 of 32 responses dropped"):
         train(world.settings(rollout__engine="tampered_engine:other_weights", train__max_bad_steps=2, **common))
     assert [record["tripwires/dropped"] for record in steps_of(tmp_path)] == [0, 0, 32, 32]
     assert [step for step, _ in complete_checkpoints(tmp_path / "checkpoints")] == [4]

@@ -150,12 +150,24 @@ def _groups(config: Tables) -> Iterator[Row]:
     )
 
 
+_MEGATRON_NUMBERS = (
+    "moe_expert_capacity_factor",
+    "mlp_chunks_for_training",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+)
+"""Fields that megarl itself reads, before Megatron does."""
+
+
 def _megatron(config: Tables) -> Iterator[Row]:
     settings = config.megatron
     for key in settings:
         megarl_key = megatron_fields.DERIVED.get(key)
         yield megarl_key, f"megatron.{key}: megarl sets this itself", f"use {megarl_key} instead"
-    megatron_fields.check(settings)
+    for key in _MEGATRON_NUMBERS:
+        value = settings.get(key)
+        no_number = value is not None and type(value) not in (int, float)
+        yield no_number, f"megatron.{key}: found {value!r}, expected a number", "write it without quotes"
     for key in ("hidden_dropout", "attention_dropout"):
         dropout = settings.get(key)
         yield (

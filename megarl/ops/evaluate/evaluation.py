@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import Config
@@ -180,8 +179,7 @@ def _draw_benchmark(
     )
     total = len(prompts) * request.samples
     try:
-        with progress.bar(name, -(-total // dist.get_world_size())) as advance:
-            samples, _ = draw(config, engine, played, request.samples, turn_ends(config, tokenizer), advance)
+        samples, _ = draw(config, engine, played, request.samples, turn_ends(config, tokenizer))
     finally:
         played.player.close()
     gathered = distributed.gather_on_main_rank([_line(key, sample, tokenizer) for key, sample in samples.items()])

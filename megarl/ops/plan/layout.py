@@ -79,9 +79,6 @@ class StepSchedule:
 
     fewest: int  # micro-batches of a mini-batch if responses are short
     most: int  # micro-batches of a mini-batch if all sequences have the maximum length
-    old_share: float  # of old-log-prob passes in the arithmetic of a step's passes
-    bubble_fewest: float  # share of a step's time that a stage is idle with the fewest micro-batches
-    bubble_most: float
 
 
 def divide_step(config: Config, layout: Layout) -> StepSchedule:
@@ -96,29 +93,7 @@ def divide_step(config: Config, layout: Layout) -> StepSchedule:
             f"but a mini-batch gives a rank {layout.sequences_per_rank} sequences; lower train.mini_batches, or raise "
             "rollout.prompts_per_step"
         )
-    return StepSchedule(
-        fewest=multiple,
-        most=num_most,
-        old_share=old_share(config),
-        bubble_fewest=bubble(layout.pp, layout.vpp, multiple),
-        bubble_most=bubble(layout.pp, layout.vpp, num_most),
-    )
-
-
-def old_share(config: Config) -> float:
-    """The share of old-log-prob passes in the arithmetic of a step's passes.
-
-    Unit: a forward pass over one mini-batch. An update counts 3, with full recomputation 4; a pass of the old or
-    reference policy counts 1. Passes that an objective adds after moved weights are not counted.
-    """
-    train, update = config.train, 4 if config.recompute.granularity == "full" else 3
-    updates = train.mini_batches * (update + train.resolved_objective.needs_ref_logprobs)
-    return config.old_passes / (config.old_passes + updates)
-
-
-def bubble(pp: int, vpp: int | None, micro_batches: int) -> float:
-    """Share of a step's time that a stage waits: (pp - 1) / (pp - 1 + m vpp), forward and backward alike."""
-    return (pp - 1) / (pp - 1 + micro_batches * (vpp or 1))
+    return StepSchedule(fewest=multiple, most=num_most)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -59,7 +59,6 @@ def _derive(plan: Estimate, config: Config) -> SimpleNamespace:
         place="of a server" if is_server else "of a rank",
         shared="shared in turns, " if config.sglang.release_memory else "",
         of_gpu="no launch.gpu_memory_gib, nothing refused" if limit is None else f"of {limit:g} GiB",
-        pipelined=plan.layout.pp > 1,
     )
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic of batches and the bubble, by hand and against the code that divides them."""
+"""The arithmetic of batches, by hand and against the code that divides them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from plan_worlds import config
 from megarl.config import Layout
 from megarl.core.packing import partition
 from megarl.errors import ConfigError
-from megarl.ops.plan.layout import StepSchedule, bubble, divide_step
+from megarl.ops.plan.layout import StepSchedule, divide_step
 from megarl.ops.plan.trainer_memory import in_flight
 
 
@@ -21,16 +21,6 @@ def test_a_step_by_hand() -> None:
     """16 responses, N = 2, dp = 2: 4 sequences of up to 32 tokens a rank, two in 64 tokens."""
     found = divided(2, train__mini_batches=2)
     assert (found.fewest, found.most) == (1, 2)
-
-
-def test_the_old_log_prob_passes_by_hand() -> None:
-    """In forward passes over a mini-batch: an update is 3, with recomputed layers 4; a reference policy adds 1 each."""
-    assert divided().old_share == 0.0
-    assert divided(train__mini_batches=4).old_share == 3 / (3 + 4 * 3)
-    recomputed = {"recompute__granularity": "full", "recompute__method": "uniform", "recompute__num_layers": 1}
-    assert divided(train__mini_batches=4, **recomputed).old_share == 3 / (3 + 4 * 4)
-    assert divided(train__mini_batches=4, train__old_logprobs="rollout").old_share == 0.0
-    assert divided(train__mini_batches=2, train__objective="kl_grpo").old_share == 2 / (2 + 2 * 4)
 
 
 @pytest.mark.parametrize("limit", [32, 63, 64, 100, 512])
@@ -53,13 +43,6 @@ def test_more_micro_batches_than_sequences_are_refused() -> None:
     overrides = {"parallel__pp": 4, "parallel__vpp": 2, "train__mini_batches": 8}
     with pytest.raises(ConfigError, match=r"takes 4 micro-batches at a time .* gives a rank 2 sequences"):
         divided(4, **overrides)
-
-
-def test_the_bubble_by_hand() -> None:
-    """pp = 4, 12 micro-batches: 3 of 15 slots; two chunks a rank halve the slots: 3 of 27."""
-    assert bubble(4, None, 12) == 3 / 15
-    assert bubble(4, 2, 12) == 3 / 27
-    assert bubble(1, None, 5) == 0.0
 
 
 def layout(pp: int, vpp: int | None = None) -> Layout:
