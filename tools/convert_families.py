@@ -25,6 +25,7 @@ from megarl.models.shapes import ModelShape, read_shape
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from tiny_families import FAMILIES, write_family
+from torch_dist_weights import read_weights
 
 _LENGTHS = (17, 32, 5)
 _TOLERANCE = 1e-5
@@ -96,7 +97,6 @@ def _compute_megatron(path: Path, shape: ModelShape) -> torch.Tensor:
     enable_cpu()
     from megatron.core import parallel_state, tensor_parallel
 
-    from megarl.megatron.checkpoints.checkpoint import read_weights
     from megarl.megatron.model import build_model, transformer_config
     from megarl.stand_ins.attention import PackedSequences
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from saves import save
 from tiny_world import MODELS, config, policy_of, safetensors_of
+from torch_dist_weights import read_weights
 
 from megarl.convert.conversion import to_hf, to_megatron
 from megarl.convert.job import Options
-from megarl.megatron.checkpoints import checkpoint
 from megarl.megatron.distributed import from_main_rank
 from megarl.megatron.policy import Policy
 
@@ -35,5 +35,5 @@ def _through_megatron(policy: Policy, source: Path, target: Path) -> None:
     for chunk in policy.chunks:
         for tensor in (*chunk.parameters(), *dict(chunk.named_buffers()).values()):
             tensor.data.fill_(7.0)
-    checkpoint.read_weights(source, policy.chunks)
+    read_weights(source, policy.chunks)
     save(target, 0, policy, {}, keep=1)

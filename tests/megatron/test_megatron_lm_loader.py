@@ -13,10 +13,10 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt import GPTModel
 from tiny_world import config, join
 from torch.distributed.checkpoint.api import CheckpointException
+from torch_dist_weights import read_weights
 
 from megarl.convert.conversion import to_megatron
 from megarl.convert.job import Options
-from megarl.megatron.checkpoints.checkpoint import read_weights
 from megarl.megatron.model import build_model, transformer_config
 from megarl.models.shapes import ModelShape, read_shape
 

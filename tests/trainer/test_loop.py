@@ -287,23 +287,6 @@ def test_odd_settings_train_without_nan(world: World, tmp_path: Path, change: di
         assert all(update["grad_norm"] > 0.0 for update in updates)
 
 
-def test_a_prompt_longer_than_allowed_is_refused(world: World, tmp_path: Path) -> None:
-    with pytest.raises(MegarlError, match=r"train\.jsonl:1.*max_prompt_tokens"):
-        train(world.settings(run__dir=str(tmp_path / "run"), data__max_prompt_tokens=3))
-
-
-def test_a_batch_that_does_not_divide_is_refused(world: World) -> None:
-    with pytest.raises(ConfigError, match=r"train\.mini_batches"):
-        world.settings(train__mini_batches=5)
-    with pytest.raises(ConfigError, match="multiple of"):
-        world.settings().check_world_size(NUM_SEQUENCES)
-
-
-def test_a_micro_batch_smaller_than_a_sequence_is_refused(world: World) -> None:
-    with pytest.raises(ConfigError, match=r"train\.micro_batch_tokens"):
-        world.settings(train__micro_batch_tokens=15)
-
-
 def test_a_model_that_does_not_exist_is_named(world: World, tmp_path: Path) -> None:
     for path in (tmp_path / "nothing", tmp_path):
         with pytest.raises(MegarlError, match=str(path)):

@@ -317,16 +317,6 @@ def test_stop_tokens_come_from_the_checkpoint(world: World, tmp_path: Path) -> N
         stop_tokens(str(tmp_path), tokenizer)
 
 
-def test_responses_end_with_the_first_stop_token_or_the_limit(world: World) -> None:
-    with sampler(world, train__mini_batches=1) as made:
-        (rollouts,) = made.sample_step(0).mini_batches
-    for rollout in rollouts:
-        response = rollout.response_tokens.tolist()
-        assert EOS_ID not in response[:-1]
-        assert (response[-1] == EOS_ID) == (rollout.finish_reason == "stop")
-        assert rollout.finish_reason == "stop" or len(response) == made.config.rollout.max_response_tokens
-
-
 def test_a_vocabulary_larger_than_the_tokenizer_still_gets_rewards(world: World, tmp_path: Path) -> None:
     """A random model samples ids that mean nothing to the tokenizer; they decode to nothing, and nothing crashes."""
     import shutil

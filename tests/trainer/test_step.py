@@ -515,14 +515,6 @@ def test_advantages_of_zero_give_no_gradient_and_no_nan(world: World) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_responses_of_one_token_train(world: World) -> None:
-    rollouts = sample(world, max_response_tokens=1)
-    assert {int(r.loss_mask.sum()) for r in rollouts} == {1}
-    found = step_on(world.settings(), rollouts).updates[0]
-    assert found["loss_tokens"] == NUM_SEQUENCES / 2
-    assert np.isfinite(found["loss"])
-
-
 def test_a_mini_batch_without_any_counted_token_is_an_empty_step(world: World) -> None:
     empty = [replace(r, loss_mask=np.zeros_like(r.loss_mask)) for r in world.rollouts()]
     found = step_on(world.settings(train__mini_batches=1), empty)

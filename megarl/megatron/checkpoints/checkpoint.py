@@ -109,20 +109,9 @@ def load_weights(path: Path, chunks: Sequence[torch.nn.Module], shape: ModelShap
     """Restore the weights alone, in any layout; returns the checkpoint's step. A collective call, without optimizer."""
     require_intact(path)
     step = int(_read_loop(path, shape)["step"])
-    _load_weights(path, chunks)  # reading the loop state has examined the pickles
-    return step
-
-
-def read_weights(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
-    """Restore the weights from a ``torch_dist`` checkpoint with the model's own names; a collective call."""
-    with _explain_errors(path, "does not load", _OTHER_PARAMETERS):
-        require_plain(path)
-    _load_weights(path, chunks)
-
-
-def _load_weights(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
-    with _explain_errors(path, "does not load", _OTHER_PARAMETERS):
+    with _explain_errors(path, "does not load", _OTHER_PARAMETERS):  # reading the loop state has examined the pickles
         _load_chunks(chunks, _read(sharded_weights(chunks), path))
+    return step
 
 
 def _load_chunks(chunks: Sequence[torch.nn.Module], state: Mapping[str, Any]) -> None:
