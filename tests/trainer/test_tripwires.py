@@ -109,8 +109,7 @@ def test_acceptance_drops_that_persist_end_the_run_by_name(
     world: World, tmp_path: Path, attack: str, first: int
 ) -> None:
     """Short answers of another prompt and of the step before, 4 of 32 in each step, less than makes a step bad."""
-    cause = r"dropped in step after step: .* answers of other requests \(another prompt's, or an earlier step's\)"
-    with pytest.raises(RolloutError, match=cause):
+    with pytest.raises(RolloutError, match=r"dropped in step after step: k3 .* 4 of 32 responses dropped"):
         train(world.settings(run__dir=str(tmp_path), run__steps=9, rollout__engine=f"tampered_engine:with_{attack}"))
     dropped = [record["tripwires/dropped"] for record in steps_of(tmp_path)]
     assert len(dropped) - first <= 5
