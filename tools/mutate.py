@@ -76,7 +76,6 @@ SAMPLED = {
     "replay/hooks": "megatron/test_megatron_replay megatron/test_megatron_replay_errors",
     "replay/pass_log": "megatron/test_megatron_replay_passes megatron/test_megatron_replay_attempts",
     "plugin": "megatron/test_megatron_plugin",
-    "megatron/checkpoints/manifest": "megatron/test_megatron_manifest",
     "ops/launch/supervisor": "ops/launch/test_supervisor",
     "watch/tripwires": "core/test_tripwire_formulas",
     "watch/foreign_rows": "core/test_foreign_rows",
