@@ -22,7 +22,8 @@ HEAD = """# Every key of the configuration
 
 A configuration is one TOML file. Each key is also a flag of `megarl train`, `sft`, `eval`, `plan`, `doctor` and
 `launch`: `--rollout.temperature 0.7`. Defaults < file < flags. A key with the default `-` may be absent; as a flag,
-`none` means no value. A wrong key, value or combination is one line and exit code 2, before torch is imported.
+`none` means no value. A wrong key, value or combination is one line and exit code 2, before torch is imported; keys of
+`[megatron]` are checked when the model is built, and by `megarl doctor`.
 `tools/config_doc.py` writes this page from the code.
 """
 

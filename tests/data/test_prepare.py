@@ -13,8 +13,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from megarl.cli import main
-from megarl.data.prepare import can_read_answer, prepare
-from megarl.data.prepare_command import Recipe
+from megarl.data.prepare.command import Recipe
+from megarl.data.prepare.prepare import can_read_answer, prepare
 from megarl.data.prompts import load_prompts
 from megarl.data.rewards import math_strict
 from megarl.errors import ConfigError, DataError

@@ -12,8 +12,8 @@ from families import FAMILIES, write_family
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import file as config_file
-from megarl.data.prepare import prepare
-from megarl.data.prepare_command import Recipe
+from megarl.data.prepare.command import Recipe
+from megarl.data.prepare.prepare import prepare
 from megarl.data.prompts import load_demonstrations, load_prompts
 from megarl.data.tokenizer import count_rows, load_tokenizer
 from megarl.errors import ConfigError, DataError

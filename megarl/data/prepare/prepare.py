@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.data.chat import check_messages
 from megarl.data.math.grade import read_key
-from megarl.data.prepare_command import Data, Recipe
+from megarl.data.prepare.command import Data, Recipe
 from megarl.data.prompts import PromptReader, Text, answer_text, fill_template, in_batches
 from megarl.data.records import Record, get_field, read_records, type_name, write_jsonl
 from megarl.data.tokenizer import load_tokenizer

@@ -50,6 +50,6 @@ class Data(Recipe):
     """Replace the files of an earlier call."""
 
     def run(self, overrides: Overrides) -> None:
-        from megarl.data.prepare import prepare_and_show  # imports transformers
+        from megarl.data.prepare.prepare import prepare_and_show  # imports transformers
 
         prepare_and_show(self)

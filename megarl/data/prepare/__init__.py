@@ -1,0 +1,1 @@
+"""``megarl data prepare``: ``command`` has its arguments, ``prepare`` writes the prompt files that ``[data]`` reads."""
