@@ -31,7 +31,7 @@ LIMITS = {
     "reference words in docstrings and comments, per 100": 5.5,
     "reference words in docs/ and README.md, per 100": 4.6,
     "code lines": 24_760,
-    "functions whose errors are unnamed": 6,
+    "functions whose errors are unnamed": 0,
     "functions whose shapes are unnamed": 0,
 }
 """Lower a limit when its figure falls; never raise one. The goals: 1, 5.5, 4.6, 24,500, 0, 0."""

@@ -52,7 +52,10 @@ def config_text(family: Family, **paths: Path) -> str:
 
 
 def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
-    """Make model and task in ``out``, run cold start, RL and report, and print the result; skip finished steps."""
+    """Make model and task in ``out``, run cold start, RL and report, and print the result; skip finished steps.
+
+    ConfigError if ``out`` is no folder for it, MegarlError if a step fails or the family is another.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

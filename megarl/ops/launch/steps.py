@@ -71,6 +71,7 @@ def srun(nodes: Sequence[Node], *, het_group: int | None = None) -> list[str]:
     """Return the srun command that runs one task on each node, beside running steps.
 
     MEGARL_SRUN_ARGS adds words, for example for pyxis: ``--container-image=... --container-mounts=...``.
+    ConfigError if they are not in shell syntax.
     """
     words = ["srun", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
     words += [f"--nodelist={','.join(node.name for node in nodes)}"]
@@ -281,7 +282,10 @@ def _resolve(name: str, address: str) -> str:
 
 
 def free_ports(count: int, job: int, attempt: int = 0) -> list[int]:
-    """Return free ports of this machine. Each job, and each attempt, begins the search at a different port."""
+    """Return free ports of this machine. Each job, and each attempt, begins the search at a different port.
+
+    ConfigError if too few are free.
+    """
     span = LAST_PORT - FIRST_PORT
     start = job * 61 + attempt * 997
     ports = list(islice(filter(_is_free, (FIRST_PORT + (start + offset) % span for offset in range(span))), count))

@@ -285,7 +285,7 @@ class Supervisor:
 
 
 def launch(config: Config, command: Sequence[str]) -> int:
-    """``megarl launch``; see ``Supervisor``."""
+    """``megarl launch``; see ``Supervisor``. ConfigError under torchrun, and for a layout that does not fit."""
     if config.launch.layout != "local" and not Path(command[-1]).is_absolute():
         command = [*command[:-1], str(Path(command[-1]).absolute())]
     if os.environ.get("RANK") is not None:

@@ -89,7 +89,10 @@ def plan(config: Config, model: Path | None = None) -> Estimate:
 
 
 def find_model(config: Config, model: Path | None) -> Path:
-    """The first folder with a config.json: ``model``, model.path, or one shipped for the model's or run's name."""
+    """The first folder with a config.json: ``model``, model.path, or one shipped for the model's or run's name.
+
+    ConfigError if there is none.
+    """
     if model is not None:
         return model
     model_path = Path(config.model.path)

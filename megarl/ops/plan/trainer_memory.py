@@ -87,7 +87,10 @@ def _rows(config: Config, layout: Layout) -> int:
 
 
 def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, int, int]:
-    """(weights, gradients, optimizer) of a rank, bytes: e P, 4 P, and 8 or 12 per parameter after sharding."""
+    """(weights, gradients, optimizer) of a rank, bytes: e P, 4 P, and 8 or 12 per parameter after sharding.
+
+    ConfigError for an optimizer that is not Adam in fp32 on the GPU.
+    """
     for key, value in _OPTIMIZER.items():
         if config.megatron.get(key, value) != value:
             raise ConfigError(
