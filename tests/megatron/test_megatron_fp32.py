@@ -15,7 +15,7 @@ from absent import SGLANG_PYTHON
 from biased_models import SERVABLE, compare_routes, requests, write_biased
 from saves import save
 from tiny_families import FAMILIES, write_family
-from tiny_world import config, policy_of, safetensors_of, transformers_model
+from tiny_world import config, join, policy_of, safetensors_of, transformers_model
 from torch_dist_weights import read_weights
 
 from megarl.convert.conversion import to_hf, to_megatron
@@ -145,7 +145,9 @@ def test_a_conversion_to_bf16_spares_the_list_in_both_directions(
     to_megatron(source, tmp_path / "wide", Options(layers="local"))
     to_hf(tmp_path / "wide", tmp_path / "narrow", None, to_bf16)
     assert_equal(safetensors_of(tmp_path / "narrow"), expected)
-    frozen = FrozenModel(config(source, model__dtype="bf16"), None)
+    settings = config(source, model__dtype="bf16")
+    join(settings)
+    frozen = FrozenModel(settings, None)
     for tensor in (*frozen.chunks[0].parameters(), *frozen.chunks[0].buffers()):
         tensor.data.zero_()
     read_weights(tmp_path / "megatron", frozen.chunks)
