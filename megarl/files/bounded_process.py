@@ -1,29 +1,33 @@
-"""Call functions in a forked process, with limits on time and memory.
+"""Call functions in a forked process, with limits on processor time and memory of each call.
 
 Foreign code, such as the chat template of a model's folder, may compute ``9 ** 9 ** 9``, nest loops, or build a text of
-10 GB. A language sandbox does not prevent that; ending the process does.
+10 GB. A language sandbox does not prevent that; the kernel ends the process. A single process serves all calls, so that
+a call takes a tenth of a millisecond.
 """
 
 import ctypes
 import gc
 import multiprocessing as mp
+import os
 import resource
 import signal
+import time
 import weakref
 from collections.abc import Callable
-from multiprocessing.pool import Pool
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import DataError, describe
 
-CALL_S = 30.0
-"""Seconds for a call; a chat template takes a thousandth of a second."""
+CPU_S = 5
+"""Seconds of processor time for a call; a chat template takes a thousandth."""
 _MEMORY_BYTES = 1 << 30
 """Beyond the memory of the process at its start."""
+_ANSWER_S = 900.0
+"""After this time without an answer, a process counts as stuck."""
 _PR_SET_PDEATHSIG = 1
-_functions: dict[str, Callable[..., Any]] = {}
-"""Of this process, if it is bounded."""
 
 
 class BoundedProcess:
@@ -31,43 +35,78 @@ class BoundedProcess:
 
     def __init__(self, **functions: Callable[..., Any]) -> None:
         self._functions = functions
-        self._pool: Pool | None = None
+        self._end: Callable[[], Any] = lambda: None
+        self._process: Any = None
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Return the function's result. DataError, in a line, for an exception of the function, and beyond a limit."""
-        if self._pool is None:
-            self._pool = mp.get_context("fork").Pool(1, _begin, (self._functions,))
-            weakref.finalize(self, self._pool.terminate)
+        if self._process is None:
+            self._start()
         try:
-            is_right, result = self._pool.apply_async(_call, (name, arguments)).get(CALL_S)
-        except BaseException as error:  # also of a signal: the process still works at this call
-            self._pool.terminate()
-            self._pool = None
-            if isinstance(error, mp.TimeoutError):
-                raise DataError(f"no answer within {CALL_S:g} s; its process has ended") from error
+            self._connection.send((name, arguments))
+            if not self._connection.poll(_ANSWER_S):
+                raise EOFError
+            is_right, result = self._connection.recv()
+        except (EOFError, OSError) as error:
+            self._end()
+            process: Any = self._process
+            code, self._process = process.exitcode, None
+            limit = f"it took more than {CPU_S} s of processor time" if code == -signal.SIGXCPU else f"exit code {code}"
+            raise DataError(f"{limit}; its process has ended") from error
+        except BaseException:  # of a signal: the next call would get the answer to this call
+            self._end()
+            self._process = None
             raise
         if not is_right:
             raise DataError(result)
         return result
 
+    def _start(self) -> None:
+        context = mp.get_context("fork")
+        self._connection, child_end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(child_end, self._functions), daemon=True)
+        is_collecting = gc.isenabled()
+        gc.disable()  # until the child has frozen its garbage
+        try:
+            self._process.start()
+        finally:
+            if is_collecting:
+                gc.enable()
+        child_end.close()
+        self._end = weakref.finalize(self, _stop, self._process, self._connection)
 
-def _begin(functions: dict[str, Callable[..., Any]]) -> None:
+
+def _stop(process: Any, connection: Connection) -> None:
+    connection.close()
+    process.kill()
+    process.join()
+
+
+def _serve(connection: Connection, functions: dict[str, Callable[..., Any]]) -> None:
     gc.freeze()  # the parent's objects are not to be finalized in this process
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    gc.enable()
+    # Inherited locks and pipes would live as long as this process. The limit of descriptors may be 1e9.
+    for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, connection.fileno()}:
+        with suppress(OSError):
+            os.close(descriptor)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal signals the parent too, and the parent ends this process
     limit_memory(_MEMORY_BYTES)
     lower_limit(resource.RLIMIT_CORE, 0)
-    _functions.update(functions)
-
-
-def _call(name: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
-    try:
-        return True, _functions[name](*arguments)
-    except MemoryError:
-        return False, f"it took more than {_MEMORY_BYTES >> 20} MiB of memory"
-    except Exception as error:  # foreign code may raise anything
-        return False, describe(error)
+    while True:
+        try:
+            name, arguments = connection.recv()
+        except (EOFError, OSError):  # the parent is gone
+            return
+        lower_limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + CPU_S)
+        try:
+            answer = True, functions[name](*arguments)
+        except MemoryError:
+            answer = False, f"it took more than {_MEMORY_BYTES >> 20} MiB of memory"
+        except Exception as error:  # foreign code may raise anything
+            answer = False, describe(error)
+        connection.send(answer)
 
 
 def limit_memory(num_bytes: int) -> None:

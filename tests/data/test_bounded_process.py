@@ -21,9 +21,9 @@ from megarl.errors import ConfigError, DataError
 from megarl.files.bounded_process import BoundedProcess
 
 HOSTILE = {
-    "loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "no answer within 2 s"),
-    "a power, folded when it is compiled": ("{{ 9 ** (9 ** 9) }}", "no answer within 2 s"),
-    "a power, computed later": ("{% set n = messages | length + 8 %}{{ n ** (n ** n) }}", "no answer within 2 s"),
+    "loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "1 s of processor"),
+    "a power, folded when it is compiled": ("{{ 9 ** (9 ** 9) }}", "1 s of processor"),
+    "a power, computed later": ("{% set n = messages | length + 8 %}{{ n ** (n ** n) }}", "1 s of processor"),
     "a text of 8 GB": ("{{ ('x' * 2 ** 33) | length }}", "1024 MiB of memory"),
     "a text that doubles": (
         "{% set n = namespace(t='xx') %}{% for i in range(40) %}{% set n.t = n.t + n.t %}{% endfor %}{{ n.t }}",
@@ -37,8 +37,8 @@ HOSTILE = {
 
 
 @pytest.fixture(autouse=True)
-def two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.files.bounded_process.CALL_S", 2.0)
+def one_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.files.bounded_process.CPU_S", 1)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -66,7 +66,7 @@ def test_a_hostile_template_is_one_line(name: str, tmp_path: Path, write_jsonl: 
 def test_a_template_that_hangs_when_its_variables_are_looked_for(tmp_path: Path, write_jsonl: Callable) -> None:
     template = HOSTILE["a power, folded when it is compiled"][0]
     tokenizer = load_tokenizer(write_family(tmp_path / "model", "qwen3", chat_template=template), "model.path")
-    with pytest.raises(ConfigError, match=r"data\.chat_template_args: the chat template cannot be read .*within 2 s"):
+    with pytest.raises(ConfigError, match=r"data\.chat_template_args: the chat template cannot be read .*1 s of"):
         load_prompts(
             write_jsonl({"prompt": "1+1", "answer": "2"}),
             tokenizer=tokenizer,
@@ -87,13 +87,34 @@ def test_one_process_serves_all_calls_and_is_started_again_after_a_limit() -> No
     calls = BoundedProcess(pid=os.getpid, spin=spin, ended=lambda: os.kill(os.getpid(), signal.SIGSEGV))
     number = calls.call("pid")
     assert number == calls.call("pid") != os.getpid()
-    with pytest.raises(DataError, match="no answer within 2 s; its process has ended"):
+    with pytest.raises(DataError, match="exit code -11; its process has ended"):
         calls.call("ended")
     again = calls.call("pid")
     assert again not in (number, os.getpid())
     del calls
     gc.collect()
     assert not psutil.pid_exists(again)
+
+
+def test_processor_time_counts_for_each_call() -> None:
+    def burn() -> int:
+        until = time.process_time() + 0.9
+        while time.process_time() < until:
+            pass
+        return os.getpid()
+
+    calls = BoundedProcess(burn=burn)
+    assert len({calls.call("burn") for _ in range(3)}) == 1
+
+
+def test_the_process_ends_with_its_parent_and_holds_none_of_its_files(tmp_path: Path) -> None:
+    lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    calls = BoundedProcess(files=lambda: len(os.listdir("/proc/self/fd")), pid=os.getpid)
+    assert calls.call("files") <= 5  # three streams, the pipe and the folder that is listed
+    os.close(lock)
+    calls._connection.close()
+    calls._process.join()
+    assert calls._process.exitcode == 0
 
 
 def test_an_interrupted_call_leaves_no_answer_for_the_next() -> None:
