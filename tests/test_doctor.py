@@ -192,7 +192,7 @@ class TestSGLang:
     @pytest.mark.parametrize(
         ("script", "arguments", "message"),
         [
-            ("echo 0.5.20", [], "SGLang 0.5.20 is too old, expected at least 0.5.21"),
+            ("echo 0.5.16", [], "SGLang 0.5.16 is too old, expected at least 0.5.17"),
             ("echo 0.5.23", ["--enable-lmcache"], "brings keys and values back into other slots"),
             ("echo 0.5.23", ["--api-key", "x"], "set api_key"),
             ("echo no such module >&2; exit 1", [], "has no SGLang (no such module)"),

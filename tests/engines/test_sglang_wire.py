@@ -248,7 +248,7 @@ OWN = Bounds(vocabulary=10, end_tokens=frozenset({7}))
         ([9, 9, 9, 8], "length", None, ENDED, OWN, None),  # releases differ in which they look at first
         ([9, 9, 9, 9], "length", None, ENDED, OWN, None),
         ([9, 7], "stop", 7, ENDED, OWN, None),  # the model's own end
-        ([9, 9], "length", None, ENDED, OWN, None),  # no more room in the server
+        ([9, 9], "length", None, ENDED, OWN, "cut by its limit: it has 2 tokens, expected 4"),
         ([8, 8, 8, 8], "length", None, replace(ENDED, stop_token_ids=()), OWN, None),
         ([9] * 5, "length", None, ENDED, OWN, "5 tokens, expected at most 4"),
         ([9] * 15 + [8], "stop", 8, ENDED, OWN, "16 tokens, expected at most 4"),
@@ -256,7 +256,7 @@ OWN = Bounds(vocabulary=10, end_tokens=frozenset({7}))
         ([9, 9, 9, 9], "stop", 9, ENDED, OWN, "its last token is 9, expected one of"),
         ([9, 8], "stop", 7, ENDED, OWN, "stopped at 7, its last token is 8"),
         ([9, 8], "stop", "NaN happened", ENDED, OWN, "stopped at 'NaN happened'"),
-        ([9, 8], "length", None, ENDED, OWN, "cut by its limit: it ends with 8, an end token"),
+        ([9, 8], "length", None, ENDED, OWN, "cut by its limit: it has 2 tokens, expected 4"),
         ([8, 9, 8], "stop", 8, ENDED, OWN, "goes on behind its end token"),
         ([8, 9, 9, 9], "length", None, ENDED, OWN, "goes on behind its end token"),
         ([9, 8], "stop", 8, replace(ENDED, stop_token_ids=()), OWN, "expected one of ..$"),

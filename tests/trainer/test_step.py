@@ -229,7 +229,7 @@ def _with_routes(rollouts: list[Rollout], change: Callable[[np.ndarray], np.ndar
 def test_routes_that_are_shifted_are_refused_and_named(world: World, rows: int, mini_batches: int) -> None:
     shifted = _with_routes(world.rollouts(), lambda experts: np.roll(experts, rows, 0))
     settings = world.settings(train__mini_batches=mini_batches)
-    _refused(settings, shifted, "self-test.*likely cause: routes of other tokens", RolloutError)
+    _refused(settings, shifted, "self-test.*native flip 6.*the router itself would have chosen", RolloutError)
     off = world.settings(train__mini_batches=mini_batches, train__max_native_flip="off")
     _refused(off, shifted, "shifted", ReplayError)
 
