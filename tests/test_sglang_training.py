@@ -101,7 +101,7 @@ def test_fp32_agrees_natively_after_every_sync(home: Path, fp32_server: Server, 
     for step in steps:
         assert step["rollout/staleness_max"] == 0
         assert step["rollout/wrong_answers"] == 0
-        assert all(step[f"time/sync_{part}_s"] > 0 for part in ("gather", "quantise", "send"))
+        assert step["time/sync_s"] > 0
     logged = records(home / f"fp32_{way}", "minibatch")
     assert all(mini["grad_norm"] > 0 for mini in logged)  # there was something to follow
 

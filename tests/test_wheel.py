@@ -123,7 +123,7 @@ def test_it_works_where_only_numpy_and_pydantic_are(wheel: Path, tmp_path: Path)
     assert "top-2 of 4" in run(megarl, "trace", "inspect", "t")
     listed = run(megarl, "recipes")
     recipes = [path.stem for path in (ROOT / "launch" / "recipes").glob("*.toml")]
-    assert len(recipes) == 8
+    assert len(recipes) == 9
     for name in recipes:
         assert name in listed
         run(megarl, "recipes", "copy", name, name)
