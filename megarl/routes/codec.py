@@ -23,7 +23,7 @@ VERSION = 6
 MAX_TOP_K = 64
 MAX_BITS = 63
 MAX_FREE_BYTES = 1 << 28
-"""Bytes in memory of the rows that cost no payload: missing rows, and rows of no bits (K = 0, K = E, no layers)."""
+"""Bytes in memory of the rows that cost no payload: missing rows, and rows of no bits (K = 0, E = 1, no layers)."""
 _START = struct.Struct("<4sBI")
 _SHAPE = struct.Struct("<BHHHI")
 HEADER_BYTES = _START.size + _SHAPE.size

@@ -66,7 +66,7 @@ def find_weights(
     """
     checkpoint = None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("tools/gap.py runs in one process: start it without torchrun")
+        raise ConfigError("megarl gap runs in one process: start it without torchrun")
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; expected a Hugging Face folder, a run's folder, or its checkpoint")
     if (path / "config.json").is_file():
@@ -84,7 +84,7 @@ def find_weights(
     elif prompts is None:
         raise ConfigError(f"{path} is a model without a run: give --prompts FILE, or --config FILE")
     else:
-        config = config_file.parse(WITHOUT_RUN, overrides, source="tools/gap.py")
+        config = config_file.parse(WITHOUT_RUN, overrides, source="megarl gap")
     return config, checkpoint
 
 

@@ -170,7 +170,7 @@ class ServerSteps:
         return self._logs / f"server{index}.log"
 
 
-FIRST_PORT, LAST_PORT = 20000, 30000  # runs a command and returns the output
+FIRST_PORT, LAST_PORT = 20000, 30000
 Ask = Callable[[Sequence[str]], str]  # runs a command and returns the output
 
 
