@@ -1,5 +1,4 @@
-"""``megarl trace inspect | diff``: show the content of a file of routing traces, and the difference of two
-files."""
+"""``megarl trace inspect | diff``: show the content of a file of routing traces, and the difference of two files."""
 
 import math
 from collections.abc import Sequence
