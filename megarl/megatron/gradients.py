@@ -27,8 +27,8 @@ from megarl.core.devices import to_device
 from megarl.core.ratios import segment_ids
 from megarl.errors import ConfigError
 from megarl.megatron.distributed import largest, model_group
-from megarl.megatron.passes.logprobs import WeightGradient, outer_squares
 from megarl.megatron.passes.micro_batches import MicroBatch, gather_slots
+from megarl.megatron.passes.weight_gradient import WeightGradient, outer_squares
 from megarl.megatron.policy import Policy
 from megarl.replay.megatron_state import cp_position, tp_position, unwrap
 

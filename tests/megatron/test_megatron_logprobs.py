@@ -15,6 +15,7 @@ from megarl.errors import ConfigError
 from megarl.megatron.passes import forward
 from megarl.megatron.passes import logprobs as blocks
 from megarl.megatron.passes.logprobs import linear_logprobs
+from megarl.megatron.passes.weight_gradient import WeightGradient
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -48,10 +49,15 @@ class RefusesAsCuda(TorchDispatchMode):
             left, right = arguments[:2]
             if left.dtype != right.dtype:
                 raise RuntimeError(f"expected m1 and m2 to have the same dtype: {left.dtype} != {right.dtype}")
-            if str(function) == "aten.mm.dtype":
+            if str(function) in ("aten.mm.dtype", "aten.mm.dtype_out"):
                 self.operands.add(left.dtype)
                 assert arguments[2] == FP32
-                return torch.mm(left.float(), right.float())
+                return torch.mm(left.float(), right.float(), **named)
+        if str(function) == "aten.addmm.dtype_out":
+            assert arguments[1].dtype == arguments[2].dtype
+            total, left, right = arguments[:3]
+            assert (total.dtype, arguments[3]) == (FP32, FP32)
+            return torch.addmm(total, left.float(), right.float(), **named)
         return function(*arguments, **named)
 
 
@@ -120,7 +126,7 @@ def test_a_far_larger_logit_outside_the_set_changes_nothing() -> None:
 
 def test_entropies_cost_nothing_in_the_backward_pass_if_they_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    for name in ("_by_logit", "_by_entropy"):
+    for name in ("logit_gradient", "_by_entropy"):
         original = getattr(blocks, name)
         monkeypatch.setattr(
             blocks, name, lambda *given, name=name, original=original: (calls.append(name), original(*given))[1]
@@ -128,7 +134,7 @@ def test_entropies_cost_nothing_in_the_backward_pass_if_they_get_no_gradient(mon
     hidden, weight = torch.randn(3, 8).requires_grad_(), torch.randn(9, 8)
     logprobs, _ = linear_logprobs(hidden, weight, torch.arange(3), 1.0, 9)
     logprobs.sum().backward()
-    assert calls == ["_by_logit"]
+    assert calls == ["logit_gradient"]
 
 
 def test_sets_that_do_not_fit_the_rows_are_refused() -> None:
@@ -143,7 +149,7 @@ def test_gradient_norms_of_samples_refuse_kept_sets() -> None:
     hidden = torch.randn(2, 8).requires_grad_()
     logprobs, _ = linear_logprobs(hidden, torch.randn(9, 8), torch.arange(2), 1.0, 9, None, kept)
     with pytest.raises(ConfigError, match="kept sets"):
-        blocks.WeightGradient(logprobs)
+        WeightGradient(logprobs)
 
 
 def test_states_that_were_bf16_give_the_same_numbers_in_either_dtype() -> None:
