@@ -307,7 +307,7 @@ class _LinearLogprobs(torch.autograd.Function):
         if kept is not None:
             factor = torch.where(kept.has_label, factor, 0.0)
         of_entropy = None if entropy_grad is None else (log_sum, entropies, entropy_grad.float() * scale)
-        kernels, block_grad = kernels_for(hidden.device), None
+        kernels, block_grad = kernels_for(hidden.device), hidden.new_empty(0)
         for block in _blocks(hidden, weight, shard, kernels):
             by_logit = _by_block(kernels, shard, block, scale, labels, (normaliser, factor), of_entropy, kept)
             _add_product(grad_hidden[block.rows], by_logit, block.weight)
