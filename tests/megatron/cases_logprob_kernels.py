@@ -76,6 +76,9 @@ def columns_of(case: Case, group: Any) -> dict[str, torch.Tensor]:
     hidden = torch.randn(case.tokens, WIDTH, generator=generator).to(case.dtype)
     whole = (case.spread * torch.randn(case.vocab + case.padding, WIDTH, generator=generator)).to(case.dtype)
     labels = torch.randint(0, case.vocab, (case.tokens,), generator=generator)
+    # At both ends, behind the first block, and behind the first rank's rows.
+    ends = torch.tensor([0, case.vocab - 1, case.shape[1], (case.vocab + case.padding) // 2])
+    labels[4:8] = torch.minimum(ends, torch.tensor(case.vocab - 1))[: max(0, case.tokens - 4)]
     coefficients, of_entropy = torch.randn(2, case.tokens, generator=generator)
     coefficients[::4] = 0.0
     weight = whole.chunk(case.ranks)[dist.get_rank() if group else 0].clone().requires_grad_()

@@ -2,6 +2,7 @@
 
 from typing import Any
 
-constexpr: Any
+class constexpr:
+    def __getattr__(self, name: str) -> Any: ...
 
 def __getattr__(name: str) -> Any: ...
