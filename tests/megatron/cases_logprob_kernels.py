@@ -101,7 +101,7 @@ def columns_of(case: Case, group: Any) -> dict[str, torch.Tensor]:
 
 def main(store: str, rank: int, out: str) -> None:
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=280)
     )
     logprob_kernels.FOLD = logprob_kernels.BY_LOGIT = (32, 4)  # less than a block has columns
     logprob_kernels.ENTRIES = 8
