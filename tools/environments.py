@@ -50,7 +50,7 @@ FOR_PYTHON_3_12 = (
     *("--only-binary", ":all:", "--platform", "manylinux_2_28_x86_64"),
 )
 """Wheels of Megatron-Core from 0.17 on ask for it. They run on 3.11: all is Python, but for a part that is not used."""
-TRITON = "3.4.0"
+TRITON = "3.7.1"
 """Megatron-Core imports it from 0.18 on and does not declare it; torch's builds for CPUs come without it."""
 
 RELEASE_PYTHON = """\
@@ -289,7 +289,7 @@ def megatron_release(version: str) -> Path:
             other_python = FOR_PYTHON_3_12 if minor >= 17 else ()
             pip(Path(sys.executable), "--no-deps", *other_python, "--target", cached, f"megatron-core=={version}")
             if minor >= 18:
-                (cached / "triton").symlink_to(_triton() / "triton")
+                (cached / "triton").symlink_to(triton_release() / "triton")
     return cached
 
 
@@ -311,7 +311,8 @@ def trl_release(version: str) -> Path:
     return cached
 
 
-def _triton() -> Path:
+def triton_release() -> Path:
+    """A folder with Triton alone, for this Python."""
     cached = cache_folder() / f"triton-{TRITON}-{key()}"
     with installation(cached) as is_missing:
         if is_missing:

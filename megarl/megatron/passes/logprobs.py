@@ -8,13 +8,16 @@ weighted sum per row, and computed again in the backward pass. The vocabulary ma
 the reductions combine exactly, with two small all-reduces in the forward pass and none in the backward pass.
 
 On a GPU, products are 16-bit with fp32 accumulation (``out_dtype``, torch 2.8), and the host never waits for the GPU.
-Tests run the GPU path on a CPU with CUDA's refusals only. Libraries with a fused loss (Liger, cut-cross-entropy) do not
-combine a split vocabulary, a coefficient per token and the entropy.
+There, Triton kernels (``logprob_kernels.py``) pass over a block once forward and once backward. Without Triton, and on
+a CPU, torch operations do the same in about ten passes over smaller blocks.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +30,20 @@ from megarl.core.segments import segment_lengths
 Group = dist.ProcessGroup | None
 ROWS, COLUMNS = 1024, 8192
 """Largest block of logits: 32 MiB in fp32."""
+FUSED_ROWS = 8192
+FUSED_BYTES = 128 << 20
+"""Rows and fp32 bytes of the largest block for the Triton kernels. A wide block seldom adds to the states' gradients, a
+high one to the weight's.
+"""
+
+
+def kernels_for(device: torch.device) -> ModuleType | None:
+    """The module with the Triton kernels: for CUDA devices, where Triton is installed."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from megarl.megatron.passes import logprob_kernels
+
+    return logprob_kernels
 
 
 def linear_logprobs(
@@ -62,8 +79,12 @@ class _Shard:
     def __init__(self, weight: Tensor, vocab_size: int, group: Group) -> None:
         self.group = group if group is not None and group.size() > 1 else None
         self.first = weight.size(0) * (self.group.rank() if self.group else 0)
-        rows = max(0, min(weight.size(0), vocab_size - self.first))  # without the padding
-        self.blocks = [(start, min(start + COLUMNS, rows)) for start in range(0, rows, COLUMNS)]
+        self.rows = max(0, min(weight.size(0), vocab_size - self.first))  # without the padding
+        self.blocks = self.cut(COLUMNS)
+
+    def cut(self, columns: int) -> list[tuple[int, int]]:
+        """(start, end) of blocks of so many rows of the weight, the columns of the logits."""
+        return [(start, min(start + columns, self.rows)) for start in range(0, self.rows, columns)]
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         if self.group:
@@ -88,13 +109,17 @@ class _Kept:
                 f"offsets are [{offsets.numel()}] and end at {self._bounds[-1]}, expected [{labels.numel() + 1}] for "
                 f"{labels.numel()} labels and an end at {ids.numel()}, the number of ids"
             )
-        offsets = to_device(offsets, labels.device)
-        self._ids, self.row = ids, segment_ids(offsets, ids.numel())
-        self.is_empty = segment_lengths(offsets) == 0
+        self._offsets = to_device(offsets, labels.device)
+        self._ids, self.row = ids, segment_ids(self._offsets, ids.numel())
+        self.is_empty = segment_lengths(self._offsets) == 0
         label_row = torch.where(ids == labels[self.row], self.row, labels.numel())
         self.has_label = self.is_empty | self.is_empty.new_zeros(labels.numel() + 1).scatter_(0, label_row, True)[:-1]
         self.logits = torch.full(ids.shape, float("-inf"), device=labels.device)
-        """fp32 [M], from the blocks that were given to ``take``."""
+        """fp32 [M], from the blocks that were given to ``take`` or to a kernel."""
+
+    def of_rows(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """(ids [M], offsets [R+1] of the rows, logits [M]) for a kernel."""
+        return self._ids, self._offsets[rows.start : rows.stop + 1], self.logits
 
     def take(self, logits: Tensor, first_id: int, rows: slice) -> None:
         """Keep the sets' own logits of a block [R, C] whose columns start at ``first_id``."""
@@ -129,6 +154,57 @@ def _product(first: Tensor, second: Tensor) -> Tensor:
     return torch.mm(first, second) if first.dtype == torch.float32 else torch.mm(first, second, out_dtype=torch.float32)
 
 
+def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:
+    """Add left @ right to an fp32 tensor, in the product's own pass over it."""
+    if first.dtype == torch.float32:
+        total.addmm_(first, second)
+    else:
+        torch.addmm(total, first, second, out_dtype=torch.float32, out=total)
+
+
+class _Block(NamedTuple):
+    """Logits of some rows and columns."""
+
+    rows: slice
+    columns: tuple[int, int]
+    weight: Tensor
+    """[C, H], in the dtype of products."""
+    hidden: Tensor
+    """[R, H], likewise."""
+    logits: Tensor
+    """fp32 [R, C], before the temperature; valid until the next block."""
+
+
+def _blocks(hidden: Tensor, weight: Tensor, shard: _Shard, kernels: ModuleType | None) -> Iterator[_Block]:
+    """All blocks, column by column. They share one piece of memory."""
+    num_rows = hidden.size(0)
+    rows, columns = (ROWS, COLUMNS) if kernels is None else _fused_shape(num_rows, shard.rows)
+    rows, align = min(rows, num_rows), 1 if kernels is None else 64  # rows of 256 bytes suit the GPU
+    memory = torch.empty(rows * _round_up(min(columns, shard.rows), align), dtype=torch.float32, device=hidden.device)
+    for start, end in shard.cut(columns):
+        block_weight, stride = _operand(weight[start:end]), _round_up(end - start, align)
+        for top in range(0, num_rows, rows):
+            part = slice(top, min(top + rows, num_rows))
+            block_hidden, num_parts = _operand(hidden[part]), part.stop - top
+            logits = memory[: num_parts * stride].view(num_parts, stride)[:, : end - start]
+            if block_hidden.dtype == torch.float32:
+                torch.mm(block_hidden, block_weight.t(), out=logits)
+            else:
+                torch.mm(block_hidden, block_weight.t(), out_dtype=torch.float32, out=logits)
+            yield _Block(part, (start, end), block_weight, block_hidden, logits)
+
+
+def _fused_shape(num_rows: int, num_columns: int) -> tuple[int, int]:
+    """(rows, columns) of a block for the kernels: as many rows as possible, and blocks of equal width."""
+    rows = max(1, min(num_rows, FUSED_ROWS))
+    count = max(1, -(-num_columns * rows * 4 // FUSED_BYTES))
+    return rows, _round_up(max(1, -(-num_columns // count)), 128)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -147,16 +223,18 @@ class _LinearLogprobs(torch.autograd.Function):
         largest = torch.full((1 if kept is None else 2, *shape), float("-inf"), **fp32)  # of all, of the kept set
         # sum exp(z - m), sum (z - m) exp(z - m), logit of the label, sum exp(z - m) over the kept set
         sums = torch.zeros(2 + len(largest), *shape, **fp32)
-        for start, end in shard.blocks:
-            block_weight = _operand(weight[start:end])
-            for top in range(0, hidden.size(0), ROWS):
-                rows = slice(top, top + ROWS)
-                logits = _product(_operand(hidden[rows]), block_weight.t()).mul_(scale)
-                hit, column = shard.local_labels(labels[rows], start, end)
-                sums[2, rows] += torch.where(hit, logits.gather(1, column), 0.0).squeeze(1)
-                if kept is not None:
-                    kept.take(logits, shard.first + start, rows)
-                _fold(largest[0, rows], sums[:2, rows], logits)
+        kernels = kernels_for(hidden.device)
+        for rows, (start, end), *_, logits in _blocks(hidden, weight, shard, kernels):
+            own, first_id, row_labels = (largest[0, rows], sums[:3, rows]), shard.first + start, labels[rows]
+            if kernels is not None:
+                kernels.fold(logits, scale, row_labels, first_id, *own, None if kept is None else kept.of_rows(rows))
+                continue
+            logits.mul_(scale)
+            hit, column = shard.local_labels(row_labels, start, end)
+            sums[2, rows] += torch.where(hit, logits.gather(1, column), 0.0).squeeze(1)
+            if kept is not None:
+                kept.take(logits, first_id, rows)
+            _fold(*own, logits)
         if kept is not None:
             largest[1].scatter_reduce_(0, kept.row, kept.logits, "amax")
         overall = largest.clone()
@@ -164,7 +242,8 @@ class _LinearLogprobs(torch.autograd.Function):
         _rescale(largest[0], sums[:2], overall[0])
         if kept is not None:
             sums[3].index_add_(0, kept.row, (kept.logits - overall[1, kept.row]).exp_())
-            del kept.logits
+            if kernels is None:
+                del kept.logits  # the kernels need them in the backward pass
         shard.all_reduce(sums)
         log_sum = normaliser = sums[0].log() + overall[0]
         entropies = log_sum - overall[0] - sums[1] / sums[0]
@@ -188,26 +267,49 @@ class _LinearLogprobs(torch.autograd.Function):
         factor = torch.zeros_like(log_sum) if grad is None else grad.float() * scale
         if kept is not None:
             factor = torch.where(kept.has_label, factor, 0.0)
-        of_entropy = () if entropy_grad is None else (log_sum, entropies, entropy_grad.float() * scale)
-        for start, end in shard.blocks:
-            block_weight = _operand(weight[start:end])
-            block_grad = torch.zeros(block_weight.shape, dtype=torch.float32, device=hidden.device)
-            for top in range(0, hidden.size(0), ROWS):
-                rows = slice(top, top + ROWS)
-                block_hidden = _operand(hidden[rows])
-                logits = _product(block_hidden, block_weight.t()).mul_(scale)
-                by_entropy = _by_entropy(logits, *(column[rows] for column in of_entropy)) if of_entropy else None
-                if kept is not None:
-                    logits.masked_fill_(kept.outside(shard.first + start, rows, logits.shape), float("-inf"))
-                by_logit = _by_logit(shard, (start, end), logits, labels[rows], normaliser[rows], factor[rows])
-                by_logit = (by_logit if by_entropy is None else by_logit.add_(by_entropy)).to(block_weight.dtype)
-                grad_hidden[rows] += _product(by_logit, block_weight)
-                if grad_weight is not None:
-                    block_grad += _product(by_logit.t(), block_hidden)
-                del logits, by_entropy, by_logit  # or the next block would come on top
-            if grad_weight is not None:
-                grad_weight[start:end] = block_grad
+        of_entropy = None if entropy_grad is None else (log_sum, entropies, entropy_grad.float() * scale)
+        kernels, block_grad = kernels_for(hidden.device), hidden.new_empty(0)
+        for block in _blocks(hidden, weight, shard, kernels):
+            by_logit = _by_block(kernels, shard, block, scale, labels, (normaliser, factor), of_entropy, kept)
+            _add_product(grad_hidden[block.rows], by_logit, block.weight)
+            if grad_weight is None:
+                continue
+            if block.rows.start == 0:
+                block_grad = _product(by_logit.t(), block.hidden)
+            else:
+                _add_product(block_grad, by_logit.t(), block.hidden)
+            if block.rows.stop == hidden.size(0):
+                grad_weight[slice(*block.columns)] = block_grad
         return grad_hidden.to(ctx.hidden_dtype), grad_weight, None, None, None, None, None
+
+
+def _by_block(
+    kernels: ModuleType | None,
+    shard: _Shard,
+    block: _Block,
+    scale: float,
+    labels: Tensor,
+    of_logprob: tuple[Tensor, Tensor],
+    of_entropy: tuple[Tensor, Tensor, Tensor] | None,
+    kept: _Kept | None,
+) -> Tensor:
+    """[R, C] in the dtype of products: the gradient of a block's products, which it overwrites.
+
+    of_logprob: (normaliser, factor), of_entropy: (log_sum, entropies, factor), fp32 [S] each.
+    """
+    rows, logits, dtype, first_id = block.rows, block.logits, block.weight.dtype, shard.first + block.columns[0]
+    normaliser, factor = (column[rows] for column in of_logprob)
+    entropy_columns = None if of_entropy is None else tuple(column[rows] for column in of_entropy)
+    if kernels is not None:
+        sets = None if kept is None else kept.of_rows(rows)
+        pair = normaliser, factor
+        return kernels.by_logit(logits, scale, labels[rows], first_id, pair, entropy_columns, sets, dtype)
+    logits.mul_(scale)
+    by_entropy = None if entropy_columns is None else _by_entropy(logits, *entropy_columns)
+    if kept is not None:
+        logits.masked_fill_(kept.outside(first_id, rows, logits.shape), float("-inf"))
+    by_logit = _by_logit(shard, block.columns, logits, labels[rows], normaliser, factor)
+    return (by_logit if by_entropy is None else by_logit.add_(by_entropy)).to(dtype)
 
 
 def _by_entropy(logits: Tensor, log_sum: Tensor, entropies: Tensor, factor: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ EXPORT CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const
 EXPORT CUresult cuModuleUnload(CUmodule module) { return CUDA_SUCCESS; }
 
 EXPORT CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function) {
-    *value = 0;
+    *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 0;
     return CUDA_SUCCESS;
 }
 
