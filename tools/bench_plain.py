@@ -41,11 +41,22 @@ from bench_step import configuration
 Update = Callable[[], None]
 
 
-def megarl_update(step: TrainStep, rollouts: list[Rollout], advantages: np.ndarray) -> Update:
-    """The second update of a step: the old-log-prob pass over its mini-batch has been."""
+def read_clock() -> float:
+    """Seconds: of this process on a CPU, so that others do not count; on a GPU when all work on the GPU has ended."""
+    if not torch.cuda.is_available():
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
+
+def mini_batch(step: TrainStep, rollouts: list[Rollout], advantages: np.ndarray) -> MiniBatch:
+    """A mini-batch after the old-log-prob pass."""
+    return step.old_pass(StepPlan.of(step.config, done=1), step.prepare(rollouts, advantages))
+
+
+def megarl_update(step: TrainStep, mini: MiniBatch) -> Update:
+    """The second update of a step."""
     plan = StepPlan.of(step.config, done=1)
-    mini = step.old_pass(plan, step.prepare(rollouts, advantages))
 
     def update() -> None:
         step.update(plan, [mini], 0)
@@ -63,13 +74,10 @@ def megatron_update(policy: Policy, mini: MiniBatch) -> Update:
     parts = []
     assert mini.first is not None
     for index, micro in enumerate(mini.micro_batches):
+        device = micro.input_ids.device  # the columns of the batch may be on the host
         ahead = [
-            torch.nn.functional.pad(t, (0, micro.num_slots - t.numel()))[None]
-            for t in (
-                micro.batch.loss_mask.roll(-1).float(),
-                micro.batch.advantages.roll(-1).float(),
-                mini.first.logprobs[index].roll(-1),
-            )
+            torch.nn.functional.pad(column.to(device).float().roll(-1), (0, micro.num_slots - column.numel()))[None]
+            for column in (micro.batch.loss_mask, micro.batch.advantages, mini.first.logprobs[index])
         ]
         parts.append((micro, *ahead))
 
@@ -101,9 +109,10 @@ def megatron_update(policy: Policy, mini: MiniBatch) -> Update:
 
 
 def transformers_update(config: Config, rollouts: list[Rollout], advantages: np.ndarray) -> Update:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = AutoModelForCausalLM.from_pretrained(
         config.model.path, dtype=torch.float32, experts_implementation="grouped_mm"
-    )
+    ).to(device)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-12, fused=True)
     longest = max(r.num_tokens for r in rollouts)
     ids = torch.zeros(len(rollouts), longest, dtype=torch.int64)
@@ -113,6 +122,7 @@ def transformers_update(config: Config, rollouts: list[Rollout], advantages: np.
         mask[row, : rollout.num_tokens] = torch.from_numpy(rollout.loss_mask).float()
         old[row, : rollout.num_tokens] = torch.from_numpy(rollout.rollout_logprobs)
     weights = torch.from_numpy(advantages).float()[:, None]
+    ids, mask, old, weights = (column.to(device) for column in (ids, mask, old, weights))
     size = max(1, config.train.micro_batch_tokens // longest)
 
     def update() -> None:
@@ -141,9 +151,9 @@ def main() -> int:
     advantages = np.random.default_rng(0).normal(size=len(rollouts))
     without = config.model_copy(update={"train": config.train.model_copy(update={"replay": "none"})})
     steps = {name: TrainStep(of, policy, objective) for name, of in (("megarl", config), ("none", without))}
-    updates: dict[str, Update] = {name: megarl_update(step, rollouts, advantages) for name, step in steps.items()}
-    mini = steps["none"].old_pass(StepPlan.of(without, done=1), steps["none"].prepare(rollouts, advantages))
-    updates["Megatron"] = megatron_update(policy, mini)
+    minis = {name: mini_batch(step, rollouts, advantages) for name, step in steps.items()}
+    updates: dict[str, Update] = {name: megarl_update(step, minis[name]) for name, step in steps.items()}
+    updates["Megatron"] = megatron_update(policy, minis["none"])
     updates["transformers"] = transformers_update(config, rollouts, advantages)
     seconds: dict[str, list[float]] = {name: [] for name in updates}
     names = list(updates)
@@ -152,10 +162,10 @@ def main() -> int:
             name = names[(repeat + shift) % len(names)]
             if plain := name == "Megatron" and policy.replay is not None:
                 policy.replay.detach()
-            started = time.process_time()
+            started = read_clock()
             updates[name]()
             if repeat >= 0:
-                seconds[name].append(time.process_time() - started)
+                seconds[name].append(read_clock() - started)
             if plain:
                 policy.replay = RoutingReplay(policy.chunks)
     for name in names:
