@@ -1,8 +1,8 @@
-"""Copies between host and device through pinned memory."""
+"""Copies between host and device through pinned memory, and checks that the host reads together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,33 @@ def to_device(tensor: Tensor, device: torch.device | int | str) -> Tensor:
     if tensor.is_cuda or torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class DeviceChecks:
+    """Conditions on a device that the host reads together, with one wait for all."""
+
+    def __init__(self) -> None:
+        self._checks: list[tuple[Tensor, Callable[[], object]]] = []
+
+    def add(self, is_wrong: Tensor, refuse: Callable[[], object]) -> None:
+        """is_wrong: bool []; refuse: raises the error. A condition on the host is judged at once."""
+        if is_wrong.is_cpu:
+            self._judge(bool(is_wrong), refuse)
+        else:
+            self._checks.append((is_wrong, refuse))
+
+    def require(self) -> None:
+        """Read the conditions, and raise the error of the first that is wrong."""
+        checks, self._checks = self._checks, []
+        flags = torch.stack([is_wrong for is_wrong, _ in checks]).tolist() if checks else []
+        for is_wrong, (_, refuse) in zip(flags, checks, strict=True):
+            self._judge(is_wrong, refuse)
+
+    @staticmethod
+    def _judge(is_wrong: bool, refuse: Callable[[], object]) -> None:
+        if is_wrong:
+            refuse()
+            raise AssertionError("the check raises its error")
 
 
 ARENA_BYTES = 1 << 30

@@ -4,15 +4,18 @@ Routes of the batch agree with the training routers in most experts, because bot
 transposed rows, and rows of another micro-batch, layer or model, agree by chance. Agreement is measured beyond chance,
 as Cohen's kappa: ``kappa = (agreement - chance) / (1 - chance)``. Chance is the larger of ``K / E`` and the agreement
 with rows of other tokens in the layer, at most MOST_CHANCE. Two standard errors are added to the agreement (Agresti and
-Coull 1998), and fewer than LEAST_JUDGED rows are never judged. Both checks read the device once, when the block closes.
+Coull 1998), and fewer than LEAST_JUDGED rows are never judged. The device is read once for each, when the block closes;
+the comparison of token ids may wait for other checks of an update (``DeviceChecks``).
 """
 
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
+from megarl.core.devices import DeviceChecks, to_device
 from megarl.errors import AgreementError, ReplayError
 from megarl.replay.records import MicroRoutes
 
@@ -35,36 +38,41 @@ def sample_rows(routes: MicroRoutes) -> torch.Tensor:
     return torch.from_numpy(present)
 
 
-def check_tokens(routes: Sequence[MicroRoutes], input_tokens: Mapping[int, torch.Tensor]) -> int:
-    """Number of micro-batches whose token ids were compared. ReplayError if an id is not that of the model's input.
-    input_tokens: [tokens] by micro-batch.
+def check_tokens(routes: Sequence[MicroRoutes], input_tokens: Mapping[int, torch.Tensor], checks: DeviceChecks) -> int:
+    """Number of micro-batches whose token ids are compared. ReplayError, perhaps only when the checks are required, if
+    an id is not that of the model's input. input_tokens: [tokens] by micro-batch.
     """
-    compared = [
-        micro
-        for micro, micro_routes in enumerate(routes)
-        if micro_routes.token_ids is not None and micro in input_tokens
-    ]
-    if not compared:
-        return 0
-    for micro in compared:
+    num_compared = 0
+    for micro, input_ids in sorted(input_tokens.items()):
+        if micro >= len(routes) or routes[micro].token_ids is None:
+            continue
         expected = len(routes[micro].experts)
-        if len(input_tokens[micro]) != expected:
+        if len(input_ids) != expected:
             raise ReplayError(
-                f"micro-batch {micro}: the model gets {len(input_tokens[micro])} tokens, but its routers see "
-                f"{expected} rows, so token_ids cannot be compared; omit them from MicroRoutes for such a model"
+                f"micro-batch {micro}: the model gets {len(input_ids)} tokens, but its routers see {expected} rows, so "
+                "token_ids cannot be compared; omit them from MicroRoutes for such a model"
             )
-    got = _to_host([input_tokens[micro] for micro in compared])
-    carried = _to_host([ids for micro in compared if (ids := routes[micro].token_ids) is not None])
-    for micro, input_ids, ids in zip(compared, got, carried, strict=True):
-        mask = routes[micro].present
-        differs = ids != input_ids if mask is None else (ids != input_ids) & mask.numpy()
-        if differs.any():
-            wrong = np.flatnonzero(differs)
-            raise ReplayError(
-                f"micro-batch {micro}: {len(wrong)} of {len(ids)} routes are of other tokens than the model gets "
-                f"(row {wrong[0]}: token {ids[wrong[0]]}, expected {input_ids[wrong[0]]}). {_USUAL}"
-            )
-    return len(compared)
+        differs = _find_other_tokens(routes[micro], input_ids)
+        checks.add(differs.any(), partial(_refuse_tokens, micro, routes[micro], input_ids))
+        num_compared += 1
+    return num_compared
+
+
+def _find_other_tokens(routes: MicroRoutes, input_ids: torch.Tensor) -> torch.Tensor:
+    """bool [tokens], on the device of the model's input: True where a present row is of another token."""
+    assert routes.token_ids is not None
+    differs = to_device(routes.token_ids.to(torch.int64), input_ids.device) != input_ids
+    return differs if routes.present is None else differs & to_device(routes.present, input_ids.device)
+
+
+def _refuse_tokens(micro: int, routes: MicroRoutes, input_ids: torch.Tensor) -> None:
+    assert routes.token_ids is not None
+    wrong = _find_other_tokens(routes, input_ids).nonzero()[:, 0]
+    row = int(wrong[0])
+    raise ReplayError(
+        f"micro-batch {micro}: {len(wrong)} of {len(input_ids)} routes are of other tokens than the model gets "
+        f"(row {row}: token {int(routes.token_ids[row])}, expected {int(input_ids[row])}). {_USUAL}"
+    )
 
 
 def check_agreement(

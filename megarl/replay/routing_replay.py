@@ -14,6 +14,7 @@ from typing import Any, NoReturn, get_args
 
 import torch
 
+from megarl.core.devices import DeviceChecks
 from megarl.errors import ReplayError
 from megarl.files.moe_shape import MoeShape
 from megarl.replay.checks import check_chunks, check_routers, check_routes, find_routers, find_untraced_routers
@@ -152,6 +153,7 @@ class RoutingReplay:
         min_agreement: float | None = None,
         *,
         checked: bool = False,
+        checks: DeviceChecks | None = None,
     ) -> Iterator[Recording]:
         """Use ``routes``, one entry per micro-batch in the order of the forward passes.
 
@@ -164,14 +166,15 @@ class RoutingReplay:
 
         observe: the Recording also has the routers' own choice. compared: other routes of the same micro-batches; the
         Recording counts the experts that they share with those in use, and with the routers' own choice. checked: the
-        experts were checked before, as those of a Recording, and are not checked again or copied.
+        experts were checked before, as those of a Recording, and are not checked again or copied. checks: takes the
+        comparison of token ids, for the caller to ``require`` after the block; None: it is made on closing.
         """
         entries = self._check(routes, recorded=checked or isinstance(routes, Recording))
         compared_routes = None
         if compared is not None:
             compared_routes = entries if compared is routes else self._check(compared, recorded=True)
         limit = self._min_agreement if min_agreement is None else _check_agreement(min_agreement)
-        with self._open(Replayer(entries, self._hooks, observe, compared_routes, limit)) as recording:
+        with self._open(Replayer(entries, self._hooks, observe, compared_routes, limit, checks)) as recording:
             yield recording
 
     def _check(self, routes: Routes, recorded: bool) -> list[MicroRoutes]:

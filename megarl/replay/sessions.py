@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megarl.core.devices import to_device
+from megarl.core.devices import DeviceChecks, to_device
 from megarl.errors import ReplayError
 from megarl.replay.agreement import check_agreement, check_tokens, sample_rows
 from megarl.replay.hooks import Hook, Question
@@ -170,8 +170,15 @@ class Replayer:
     replays = True
 
     def __init__(
-        self, routes: Routes, hooks: Sequence[Hook], observe: bool, compared: Routes | None, min_agreement: float
+        self,
+        routes: Routes,
+        hooks: Sequence[Hook],
+        observe: bool,
+        compared: Routes | None,
+        min_agreement: float,
+        checks: DeviceChecks | None = None,
     ) -> None:
+        self._checks = checks
         self._min_agreement = min_agreement
         self._sampled = [sample_rows(micro) for micro in routes] if min_agreement > 0 else []
         self._rows = _Rows(routes, len(hooks), self._sampled)
@@ -234,7 +241,10 @@ class Replayer:
                     f"layer {hook.layer}: {used} forward passes used the routes of {len(routes)} "
                     f"micro-batches; each must be used once. {_explain_few(block)}"
                 )
-        recording.compared_tokens = check_tokens(routes, self.tokens)
+        checks = DeviceChecks() if self._checks is None else self._checks
+        recording.compared_tokens = check_tokens(routes, self.tokens, checks)
+        if self._checks is None:
+            checks.require()
         recording.shared, recording.native_shared = (
             _stack(counts, hooks, block) for counts in (self._shared, self._native_shared)
         )

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.core import objectives
-from megarl.core.devices import to_device
+from megarl.core.devices import DeviceChecks, to_device
 from megarl.core.measures import mismatch_metrics
 from megarl.core.metrics import Stat, merge
 from megarl.core.objectives import Objective
@@ -67,12 +67,14 @@ def run_pass(
     *,
     chunks: Sequence[torch.nn.Module] | None = None,
     leaves_mistakes: bool = False,
+    checks: DeviceChecks | None = None,
     **options: Any,
 ) -> PassOutput:
     """Run micro-batches through the model, inside ``routing`` (default: replay the mini-batch's routes, if any).
 
     chunks: another model than the policy's; options: of ``forward.run``. An error when the routing closes is raised on
-    all ranks. leaves_mistakes: routes that agree too little are returned, not raised, for the tripwires to judge.
+    all ranks, and so is an error of ``checks``, which are required at the end. leaves_mistakes: routes that agree too
+    little are returned, not raised, for the tripwires to judge.
     """
     outputs: list[MicroOutput] = []
     recording: Recording | None = None
@@ -96,24 +98,29 @@ def run_pass(
             mistake = error
         else:
             failure = error
-    if policy.replay is not None:
-        distributed.fail_together(failure, "replay")
+    try:
+        if checks is not None:
+            checks.require()
+    except MegarlError as error:
+        failure = failure or error
+    if policy.replay is not None or checks is not None:
+        distributed.fail_together(failure, "the pass")
     return PassOutput(outputs, recording, mistake)
 
 
-def replayed(policy: Policy, mini: MiniBatch) -> Routing:
+def replayed(policy: Policy, mini: MiniBatch, checks: DeviceChecks | None = None) -> Routing:
     """Return the routing of later passes: the mini-batch's routes if any, or the routers' own choice."""
     if policy.replay is None or mini.replayed is None:
         return nullcontext()
-    return policy.replay.replay(mini.replayed, min_agreement=0.0, checked=True)
+    return policy.replay.replay(mini.replayed, min_agreement=0.0, checked=True, checks=checks)
 
 
-def compared(policy: Policy, mini: MiniBatch, plan: StepPlan) -> Routing:
+def compared(policy: Policy, mini: MiniBatch, plan: StepPlan, checks: DeviceChecks | None = None) -> Routing:
     """Return the routing of the first pass: replay (r3) or record, and compare the routers with the engine."""
     if policy.replay is None:
         return nullcontext()
     if mini.routes is not None:
-        return policy.replay.replay(mini.routes, plan.writes_traces, compared=mini.routes, checked=True)
+        return policy.replay.replay(mini.routes, plan.writes_traces, compared=mini.routes, checked=True, checks=checks)
     keep = policy.config.train.replay == "r2" or plan.writes_traces
     return policy.replay.record(keep=keep, compared=mini.engine_routes)
 

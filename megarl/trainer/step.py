@@ -23,6 +23,7 @@ import torch
 from megatron.core import parallel_state
 
 from megarl.config import Config
+from megarl.core.devices import DeviceChecks
 from megarl.core.measures import surrogate_metrics
 from megarl.core.metrics import Stat, merge
 from megarl.core.objectives import BatchFacts, Objective, coefficients, function_coefficients, gather_facts
@@ -161,7 +162,7 @@ class TrainStep:
         advance: Advance | None = None,
     ) -> PassOutput:
         """Leave the gradients of mini-batch ``index`` in the model."""
-        mini, function = minis[index], self.config.train.objective_function
+        mini, function, checks = minis[index], self.config.train.objective_function, DeviceChecks()
         facts = self._facts(mini, has_moved=index > 0)
         weigh_tokens = coefficients if function is None else partial(function_coefficients, function)
 
@@ -169,9 +170,8 @@ class TrainStep:
             micro: int, _: TrainBatch, logprobs: torch.Tensor, entropies: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Stat]]:
             columns = mini.columns(micro, logprobs, self._old_is_rollout)
-            weights = weigh_tokens(
-                self.objective, columns, mini.denominators, facts=facts, detailed=plan.objective_details
-            )
+            details = {"facts": facts, "detailed": plan.objective_details, "checks": checks}
+            weights = weigh_tokens(self.objective, columns, mini.denominators, **details)
             theory: dict[str, Stat] = {}
             if plan.objective_details:
                 policies = logprobs, columns.old_logprobs, columns.rollout_logprobs
@@ -189,8 +189,11 @@ class TrainStep:
         return run_pass(
             self.policy,
             mini,
-            passes.compared(self.policy, mini, plan) if is_first_pass else passes.replayed(self.policy, mini),
+            passes.compared(self.policy, mini, plan, checks)
+            if is_first_pass
+            else passes.replayed(self.policy, mini, checks),
             leaves_mistakes=is_first_pass and self.tripwires.judges_routes,
+            checks=checks,
             **options,
         )
 

@@ -11,8 +11,14 @@ from torch.utils._pytree import tree_map
 aten = torch.ops.aten
 
 
-def _mm_dtype(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return a.to(dtype) @ b.to(dtype)
+def _mm_dtype(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, **out: torch.Tensor) -> torch.Tensor:
+    return torch.mm(a.to(dtype), b.to(dtype), **out)
+
+
+def _addmm_dtype(
+    total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, **out: torch.Tensor
+) -> torch.Tensor:
+    return torch.addmm(total, a.to(dtype), b.to(dtype), **out)
 
 
 def _rms_norm_backward(
@@ -49,6 +55,8 @@ def _in_fp32(func: Any) -> Callable[..., Any]:
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     aten.histc.default: lambda x, *rest, **named: aten.histc.default(x.double(), *rest, **named).to(x.dtype),
     aten.mm.dtype: _mm_dtype,
+    aten.mm.dtype_out: _mm_dtype,
+    aten.addmm.dtype_out: _addmm_dtype,
     aten._fused_rms_norm_backward.default: _rms_norm_backward,
     aten.native_layer_norm.default: _in_fp32(aten.native_layer_norm.default),
     aten.native_layer_norm_backward.default: _in_fp32(aten.native_layer_norm_backward.default),

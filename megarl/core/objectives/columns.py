@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from megarl.core.choices.parts import NON_NEGATIVE_ADVANTAGES, Objective, Policies, Scope
 from megarl.core.choices.records import call_own, name_of
+from megarl.core.devices import DeviceChecks
 from megarl.core.ratios import LOG_RATIO_BOUND, aggregate, is_logprob, logprob_error, positions, usable_mask
 from megarl.core.segments import check_cu_seqlens, cu_seqlens_error, is_wrong_cu_seqlens
 from megarl.errors import ConfigError, NumericsError
@@ -136,10 +138,6 @@ class Denominators:
     def __add__(self, other: Denominators) -> Denominators:
         return Denominators(self.num_tokens + other.num_tokens, self.num_sequences + other.num_sequences)
 
-    def __le__(self, other: Denominators) -> bool:
-        """Whether neither number is larger."""
-        return self.num_tokens <= other.num_tokens and self.num_sequences <= other.num_sequences
-
 
 def count_loss_tokens(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Return the ``Denominators`` of a packed batch, int64 [2] on the device of the mask: mask bool [T], cu_seqlens
@@ -174,38 +172,38 @@ class TokenState:
 
 
 def prepare(
-    columns: TokenColumns, denominators: Denominators | None = None, objective: Objective | None = None
+    columns: TokenColumns,
+    denominators: Denominators | None = None,
+    objective: Objective | None = None,
+    checks: DeviceChecks | None = None,
 ) -> TokenState:
     """Check the values of loss tokens and find the tokens that count. The host waits for the device once.
+
+    checks: takes the conditions on a device, for the caller to ``require`` later; None: they are required here.
 
     NumericsError, with the column and the first token, if a loss token has a non-finite advantage or no
     log-probability (NaN, +inf, above ``LOGPROB_TOLERANCE``). ValueError for wrong cu_seqlens, and if the global
     denominators are below the counts of these columns. ConfigError for a negative advantage of an objective with
     ``NON_NEGATIVE_ADVANTAGES``.
     """
-    state, bounds = token_state(columns), columns.cu_seqlens
+    state, bounds, collected = token_state(columns), columns.cu_seqlens, DeviceChecks() if checks is None else checks
     floats = {name: column.detach() for name, column in columns.float_columns().items()}
     advantages = floats.pop("advantages")
     # NaN where the advantage is not finite, or where a log-probability is NaN; else the largest value, or 0.
     largest = functools.reduce(torch.maximum, floats.values(), advantages * 0)
-    flags = {"values": (columns.loss_mask & ~is_logprob(largest)).any()}
+    # The details are computed only after a failure.
     if bounds.is_cuda:
-        flags["bounds"] = is_wrong_cu_seqlens(bounds, largest.numel())
+        collected.add(is_wrong_cu_seqlens(bounds, largest.numel()), partial(_refuse_bounds, bounds, largest.numel()))
+    collected.add((columns.loss_mask & ~is_logprob(largest)).any(), partial(_refuse_values, columns))
     if objective is not None and objective.advantage in NON_NEGATIVE_ADVANTAGES:
-        flags["negative"] = (columns.loss_mask & (advantages < 0)).any()
-    # One transfer for all checks; the details are computed only after a failure.
-    counts = count_loss_tokens(state.usable, bounds)
-    num_tokens, num_sequences, *raised = torch.cat([counts, torch.stack([*flags.values()])]).tolist()
-    failed = {name for name, is_raised in zip(flags, raised, strict=True) if is_raised}
-    if "bounds" in failed:
-        raise cu_seqlens_error(bounds, largest.numel())
-    if "values" in failed:
-        _refuse_values(columns)
-    if objective is not None and "negative" in failed:
-        _refuse_negative_advantages(objective, columns)
-    local = Denominators(num_tokens, num_sequences)
-    if denominators is not None and not local <= denominators:
-        raise ValueError(f"the global denominators {denominators} are smaller than this part's own {local}")
+        is_negative = (columns.loss_mask & (advantages < 0)).any()
+        collected.add(is_negative, partial(_refuse_negative_advantages, objective, columns))
+    if denominators is not None:
+        num_tokens, num_sequences = counts = count_loss_tokens(state.usable, bounds)
+        is_smaller = (num_tokens > denominators.num_tokens) | (num_sequences > denominators.num_sequences)
+        collected.add(is_smaller, partial(_refuse_denominators, denominators, counts))
+    if checks is None:
+        collected.require()
     return state
 
 
@@ -219,6 +217,15 @@ def token_state(columns: TokenColumns) -> TokenState:
     # Masked before any subtraction: -inf minus -inf on a padding token would be NaN.
     clean = {name: torch.where(keep, column, 0.0) for name, column in values.items()}
     return TokenState(**clean, usable=usable, keep=keep, cu_seqlens=columns.cu_seqlens, topk=columns.topk)
+
+
+def _refuse_bounds(bounds: Tensor, num_tokens: int) -> None:
+    raise cu_seqlens_error(bounds, num_tokens)
+
+
+def _refuse_denominators(denominators: Denominators, counts: Tensor) -> None:
+    own = Denominators(*counts.tolist())
+    raise ValueError(f"the global denominators {denominators} are smaller than this part's own {own}")
 
 
 def _refuse_values(columns: TokenColumns) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megarl.core.choices.parts import NON_NEGATIVE_ADVANTAGES, Objective
 from megarl.core.choices.records import call_own, name_of
+from megarl.core.devices import DeviceChecks
 from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import (
     Denominators,
@@ -32,6 +33,7 @@ def function_coefficients(
     *,
     facts: BatchFacts | None = None,
     detailed: bool = True,
+    checks: DeviceChecks | None = None,
 ) -> Coefficients:
     """Return ``F_t / D`` for every token, less the KL penalty: ``F = function(columns)`` [T] replaces ``M * W * A``.
 
@@ -48,7 +50,7 @@ def function_coefficients(
                 f"{label}: the function {name_of(function)} returned metrics that are no mapping to "
                 "megarl.core.metrics.Stat"
             )
-    keep = prepare(columns, denominators, objective).keep
+    keep = prepare(columns, denominators, objective, checks).keep
     values = check_returned(label, function, result, columns.logprobs, keep)
     # With weight 1 and mask 1 the equation divides the values in the place of advantages by D.
     state = token_state(replace(columns, advantages=values))

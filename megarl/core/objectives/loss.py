@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megarl.core.choices.parts import Objective
 from megarl.core.choices.table import find_objective
+from megarl.core.devices import DeviceChecks
 from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import (
     Denominators,
@@ -80,6 +81,7 @@ def coefficients(
     *,
     facts: BatchFacts | None = None,
     detailed: bool = True,
+    checks: DeviceChecks | None = None,
 ) -> Coefficients:
     """Return ``(M_t F_t S_t A_t - P_t) / D`` for every token: the derivative of J by its log-probability.
 
@@ -91,6 +93,8 @@ def coefficients(
       ``facts`` has the denominators; without ``facts``, pass denominators that already exclude such tokens.
     - facts: of ``gather_facts``, shared by all micro-batches. None: the columns are the whole mini-batch.
     - detailed: False leaves out all metrics but counts.
+    - checks: takes the checks of values on a GPU, so that all micro-batches of an update share one wait; the caller
+      calls ``require`` before it uses the gradients. None: the host waits here, once.
 
     Log-ratios are clamped to +-20 per token. A loss token with rollout_logprobs -inf leaves loss and denominators
     (``logprobs/invalid``). A loss token with logprobs or old_logprobs -inf gets coefficient 0 and enters no ratio of
@@ -103,7 +107,7 @@ def coefficients(
     """
     objective = find_objective(objective)
     # Denominators without masked tokens are smaller than the count of loss tokens.
-    state = prepare(columns, None if objective.leaves else denominators, objective)
+    state = prepare(columns, None if objective.leaves else denominators, objective, checks)
     return state_coefficients(objective, state, columns.loss_mask, denominators, facts, detailed)
 
 
