@@ -92,8 +92,6 @@ def test_figures_are_those_of_the_model(world: World, call: Megarl, tmp_path: Pa
     assert stops  # the end token is among the first ones
     rows = [json.loads(line) for line in (tmp_path / "out" / "heldout" / "prompts.jsonl").read_text().splitlines()]
     assert [row["correct"] for row in rows] == right.sum(axis=1).tolist()
-    inside = [row["other_samples"][0] <= rate <= row["other_samples"][1] for row, rate in zip(rows, p, strict=True)]
-    assert sum(inside) >= 13  # of 16, at 95 %
 
 
 def test_failed_rewards_are_counted_and_said(call: Megarl, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
