@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny_families import write_family
 
 from megarl.core.fp8 import dequantize_fp8, is_fp8_weight, quantize_fp8, round_through_fp8
-from megarl.engines.buckets import Bucket, Intake, Staging, split_into_buckets
+from megarl.engines.buckets import Bucket, Intake, split_into_buckets
 from megarl.engines.sglang.transports.protocol import payload_of
 from megarl.engines.weights import WeightForm, checkpoint_shapes
 from megarl.errors import WeightSyncError
@@ -194,19 +194,3 @@ def test_a_bucket_converts_each_tensor(fp8: str, dtypes: tuple[torch.dtype, torc
             tensor = round_through_fp8(tensor.float())
         assert torch.equal(found[name], tensor.to(held or source))
         assert found[name].dtype == (held or source)
-
-
-def test_staging_gives_the_memory_of_the_second_bucket_before():
-    made: list[int] = []
-
-    def allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
-        made.append(num_bytes)
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-    staging, cpu = Staging(100, allocate), torch.device("cpu")
-    first, second, third, fourth = (staging(size, cpu) for size in (60, 90, 100, 80))
-    assert [len(one) for one in (first, second, third, fourth)] == [60, 90, 100, 80]
-    assert first.data_ptr() == third.data_ptr() != second.data_ptr() == fourth.data_ptr()
-    assert made == [100, 100]
-    staging(300, cpu)  # a tensor that is larger than a bucket
-    assert made == [100, 100, 300]

@@ -8,7 +8,6 @@ import os
 import subprocess
 import tomllib
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from megarl.engines.sglang.plugin.compact import make_header
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec, environment
 from megarl.engines.weights import WeightForm
-from megarl.errors import RolloutError
 from megarl.files.moe_shape import MoeShape
 from megarl.routes.answers import decode_routes, is_compact
 from megarl.routes.turns import join, known_rows
@@ -162,9 +160,3 @@ def test_a_second_turn_asks_for_the_rows_that_the_first_one_lacks(
         assert same_sets([whole], oracle) == 1.0  # and a row for every token but the last
         assert logprob_gap([whole], oracle) < CLOSE
         assert whole.loss_mask.sum() == before.loss_mask.sum() + after.loss_mask.sum()
-
-
-def test_more_known_rows_than_the_prompt_has_are_refused(engine: SGLangEngine):
-    request = replace(make_requests(1)[0], known_rows=99)
-    with pytest.raises(RolloutError, match=r"known_rows is 99, expected 0\.\.\d+, the prompt"):
-        engine.generate([request], PARAMS)

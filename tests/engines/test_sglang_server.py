@@ -88,8 +88,6 @@ def test_a_server_that_releases_memory_gets_no_expandable_segments(monkeypatch: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tp": 2, "gpus": (0,)}, "a GPU per rank, or None"),
-        ({"port": 70000}, "port is 70000"),
         ({"extra_args": ("--chunked-prefill-size", "-1")}, "without chunked prefill"),
         ({"extra_args": ("--chunked-prefill-size=-1",)}, "without chunked prefill"),
         ({"extra_args": ("--disaggregation-mode", "decode")}, "the routes of the prompt stay in the prefill server"),

@@ -156,10 +156,9 @@ def test_ten_gigabytes_are_not_given(tool: PythonTool) -> None:
 def test_a_print_of_a_gigabyte_is_cut(tool: PythonTool) -> None:
     result = run(tool, "for _ in range(1024): print('x' * (1 << 20))")
     assert result.exit == "output_limit"
-    assert result.truncated
     assert result.output == "x" * MODEST.output_bytes + f"\n[cut after {MODEST.output_bytes} bytes]"
     exact = run(tool, f"print('x' * {MODEST.output_bytes - 1})")
-    assert (exact.exit, exact.truncated, len(exact.output)) == ("ok", False, MODEST.output_bytes)
+    assert (exact.exit, len(exact.output)) == ("ok", MODEST.output_bytes)
 
 
 FORKS = """
@@ -302,15 +301,6 @@ def test_code_that_is_too_long_is_not_run() -> None:
     tool = PythonTool(Limits(code_bytes=20))
     assert run(tool, "print(1)        #####").exit == "error"
     assert run(tool, "print(1)        ####").output == "1\n"
-
-
-@pytest.mark.parametrize(
-    ("limits", "name"),
-    [({"wall_s": 0.0}, "wall_s"), ({"wall_s": float("nan")}, "wall_s"), ({"num_processes": -1}, "num_processes")],
-)
-def test_a_bad_limit_is_refused(limits: dict[str, float], name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        Limits(**limits)  # type: ignore[arg-type]
 
 
 def test_without_bubblewrap_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
