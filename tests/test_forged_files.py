@@ -167,7 +167,7 @@ NAMED = "expected weight_map, a table of names and files beside it"
 FORGED: dict[str, tuple[Callable[[], object], tuple[str, ...], str]] = {
     **{name: (key(k, value), SHAPE, told) for name, (k, value, told) in NUMBERS.items()},
     **{
-        f"{name} as {kind}": (replace(name, make), commands, f"is {kind}, expected a regular file")
+        f"{name} as {kind}": (replace(name, make), commands, "device or broken link, expected a regular file")
         for kind, make in FILES.items()
         for name, commands in {
             "model/config.json": (PLAN, TRAIN, CONVERT),

@@ -112,7 +112,7 @@ trace inspect nowhere | nowhere: there is no such file
 recipes copy nowhere | found no recipe or script 'nowhere'
 patch status nowhere | expected the folder that contains megatron/core
 train nowhere.toml | nowhere.toml: cannot be read as a configuration file: No such
-plan task | is a folder, expected a regular file
+plan task | is a folder, FIFO, socket, device or broken link, expected a regular file
 train run.toml --parallel.tp 2 | found 1 ranks, expected a multiple of tp
 train run.toml --reward.function lost:it | cannot import 'lost'
 sft run.toml --model.path nowhere | model.path: there is no folder nowhere

@@ -140,7 +140,7 @@ def test_without_network_the_error_says_which_data_set_and_what_to_do(tokenizer:
     message = str(caught.value)
     assert "\n" not in message
     assert message.startswith("MathArena/aime_2025: ")
-    assert "JSONL file (fields problem, answer) and pass --data aime25=FILE.jsonl" in message
+    assert "without network, write it to a JSONL file" in message
 
 
 def test_a_template_that_the_tokenizer_cannot_read_is_an_error_of_one_line(

@@ -13,14 +13,22 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from megarl.cli import main
-from megarl.data.prepare.command import Recipe
-from megarl.data.prepare.prepare import can_read_answer, prepare
+from megarl.data.prepare import prepare as writing
+from megarl.data.prepare.command import Data
+from megarl.data.prepare.prepare import can_read_answer
 from megarl.data.prompts import load_prompts
 from megarl.data.rewards import math_strict
 from megarl.errors import ConfigError, DataError
 
 Write = Callable[..., Path]
 Make = Callable[..., PreTrainedTokenizerFast]
+
+
+Recipe = dict[str, Any]
+
+
+def prepare(source: str, out: Path, recipe: Recipe, **options: Any) -> dict[str, int]:
+    return writing.prepare(Data("prepare", source, out, **recipe, **options))
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -151,14 +159,14 @@ def test_files_are_replaced_only_if_asked_and_both(write_jsonl: Write, tmp_path:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--heldout", "1"], "--heldout: found 1, expected a share from 0 to below 1"),
-        (["--heldout", "nan"], "--heldout: found nan"),
+        (["--heldout", "1"], "--heldout: found '1'"),
+        (["--heldout", "nan"], "--heldout: found 'nan'"),
         (["--heldout", "0.001"], "1 prompts to train and 0 held out"),
         (["--template", "x"], "--template: found 'x'"),
-        (["--limit", "0"], "limit is 0"),
+        (["--limit", "0"], "--limit: found '0'"),
         (["--split", "test"], "only folders and hub names have splits"),
-        (["--answer-after", ""], "--answer-after: found no text"),
-        (["--max-prompt-tokens", "0"], "--max-prompt-tokens: found 0"),
+        (["--answer-after", ""], "--answer-after: found ''"),
+        (["--max-prompt-tokens", "0"], "--max-prompt-tokens: found '0'"),
         (["--model", "nowhere"], "--model: there is no folder nowhere"),
     ],
 )

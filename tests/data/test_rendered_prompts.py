@@ -12,7 +12,7 @@ from families import FAMILIES, write_family
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import file as config_file
-from megarl.data.prepare.command import Recipe
+from megarl.data.prepare.command import Data
 from megarl.data.prepare.prepare import prepare
 from megarl.data.prompts import load_demonstrations, load_prompts
 from megarl.data.tokenizer import count_rows, load_tokenizer
@@ -135,7 +135,7 @@ class TestRows:
         with pytest.raises(DataError, match=told):
             load_demonstrations(path, short, chat_template=chat)
         with pytest.raises(DataError, match=told):
-            prepare(str(path), tmp_path / "out", Recipe(model=Path(short.name_or_path)))
+            prepare(Data("prepare", str(path), tmp_path / "out", model=Path(short.name_or_path)))
         path = write_jsonl({**fine, "response": "<think> 1"}, {**fine, "response": "2</think>"})
         with pytest.raises(DataError, match=r"train\.jsonl:2: the response \('response'\) holds '</think>', token"):
             load_demonstrations(path, short, chat_template=chat)

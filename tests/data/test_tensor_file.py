@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from megarl.errors import TraceError
-from megarl.files.tensor_file import dump_tensors, load_tensors
+from megarl.routes.trace_file import dump_tensors, load_tensors
 
 TENSORS = st.dictionaries(
     st.text(max_size=6).filter(lambda name: name != "__metadata__"),
