@@ -487,7 +487,7 @@ class TestCommand:
         run, lm = tmp_path / "run" / "checkpoints", tmp_path / "lm"
         for folder in (run / "step_0000002", run / "step_0000010", lm / "iter_0000007", lm / "iter_0000005"):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            assert self.run(source, folder, "--layers", "local", "--no-verify") == 0
+            assert self.run(source, folder, "--layers", "local") == 0
         (lm / "latest_checkpointed_iteration.txt").write_text("7\n")
         shutil.rmtree(run / "step_0000002" / HF_FOLDER)
         shutil.rmtree(lm / "iter_0000005" / HF_FOLDER)
