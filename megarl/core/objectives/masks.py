@@ -26,10 +26,8 @@ class Trusted:
     """Tokens that make their response count in the number of responses."""
 
 
-def find_trusted(
-    objective: Objective, state: TokenState, ratios: PolicyRatios, detailed: bool = True
-) -> tuple[Trusted, dict[str, Stat]]:
-    """Return the decision of the masks and, if ``detailed``, the share of tokens dropped by each kind of mask.
+def find_trusted(objective: Objective, state: TokenState, ratios: PolicyRatios) -> tuple[Trusted, dict[str, Stat]]:
+    """Return the decision of the masks, and the share of tokens dropped by each kind of mask.
 
     ConfigError or NumericsError for a mask of the user as in ``check_returned``.
     """
@@ -42,7 +40,7 @@ def find_trusted(
             kinds = {mask.sign: bad}
             if mask.sign == "outward":  # the sign of A tells the side of the window
                 kinds = {"high": bad & (state.advantages > 0), "low": bad & (state.advantages < 0)}
-            if detailed and "clip/ratio" not in metrics:
+            if "clip/ratio" not in metrics:
                 metrics |= _scope_metrics(mask, state, ratios)
         else:
             bad = keep & ~call_part("mask", mask, copy_columns(state, keep), expected=keep, trains=keep)
@@ -52,7 +50,7 @@ def find_trusted(
         in_responses = in_responses & ~bad if in_denominator == "leave" else in_responses
         for kind, tokens in kinds.items():
             dropped[kind] = dropped[kind] | tokens if kind in dropped else tokens
-    if detailed and dropped:
+    if dropped:
         metrics |= Stat.means({f"clip/{kind}": tokens for kind, tokens in dropped.items()}, ratios.count)
     return Trusted(inside, counted, in_responses), metrics
 
