@@ -9,8 +9,7 @@ import pytest
 
 from megarl.core.metrics import finalize
 from megarl.core.types import Rollout
-from megarl.errors import RolloutError
-from megarl.routes.turns import provenance_metrics, refuse_mixed_versions, row_versions
+from megarl.routes.turns import provenance_metrics, row_versions
 
 
 def rollout(versions: list[int], present: list[bool] | None = None) -> Rollout:
@@ -57,17 +56,4 @@ def test_masks_may_be_numbers(dtype: type[np.integer]) -> None:
 
 def test_a_missing_row_has_no_version_to_differ() -> None:
     gone = replace(rollout([2, 2], [True, False]), route_versions=np.array([2, 9], np.int32))
-    refuse_mixed_versions([gone])
     assert finalize(provenance_metrics([gone], trainer_version=2))["routes/stale_rows_fraction"] == 0
-
-
-def test_mixtures_are_refused_by_name() -> None:
-    one = rollout([1, 1], [True, True])
-    refuse_mixed_versions([one, rollout([2, 2], [True, True])])  # different responses may have different versions
-    with pytest.raises(RolloutError, match=r"group 2 sample 1: its tokens come from weight versions \[1, 2\]"):
-        refuse_mixed_versions([one, rollout([1, 2], [True, True])])
-    newer = replace(one, route_versions=np.array([1, 2], np.int32))
-    with pytest.raises(
-        RolloutError, match="experts of token 1 were chosen by weight version 2, the token by version 1"
-    ):
-        refuse_mixed_versions([newer])

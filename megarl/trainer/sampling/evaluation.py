@@ -100,7 +100,7 @@ def draw(
     def make_draw() -> Draw:
         return Draw(FixedSamples(keys), request_of, benchmark.player)
 
-    return requests.sample_together(config, engine, make_draw, params, on_finish, work=work)
+    return requests.sample_together(engine, make_draw, params, on_finish, work=work)
 
 
 def score_table(table: SampleTable, benchmark: PlayedBenchmark) -> dict[str, float]:

@@ -252,7 +252,7 @@ class Sampler:
         background: requests.BackgroundSampling | None = None,
     ) -> dict[Key, Sample]:
         """Return this rank's samples, from ``background`` if given; a collective call."""
-        samples, redraws = requests.sample_together(self.config, self.engine, make_draw, params, on_finish, background)
+        samples, redraws = requests.sample_together(self.engine, make_draw, params, on_finish, background)
         self._redraws += redraws
         return samples
 
