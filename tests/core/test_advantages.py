@@ -171,10 +171,6 @@ class TestPooled:
             normalize_by_pool([1.0], [6], *self.POOL)
         with pytest.raises(ValueError, match="pass rates"):
             normalize_by_pool([1.0], [0], [1.0, -5.0], [0, 0], scale="rate")
-        with pytest.raises(ValueError, match="ddof 3"):
-            normalize_by_pool([1.0], [5], *self.POOL, ddof=3)
-        with pytest.raises(ValueError, match="rate_eps -1"):
-            normalize_by_pool([1.0], [5], *self.POOL, rate_eps=-1)
 
     def test_a_rate_of_zero_has_an_epsilon(self):
         """With an epsilon a pool of no correct response still has none to learn from; any other is damped."""

@@ -57,9 +57,8 @@ def test_one_of_two_bounds_below_0_is_refused() -> None:
 
 
 def test_which_rows_read_columns_that_a_batch_may_lack() -> None:
-    assert variant("kl_grpo").reads_more
-    assert variant("dppo_topk").reads_more
-    assert not variant("grpo").reads_more
+    assert variant("dppo_topk").needs_topk
+    assert not variant("grpo").needs_topk
 
 
 def test_one_mask_is_enough_to_leave_denominators() -> None:

@@ -126,10 +126,8 @@ def mismatch(old_logprobs: Floats, rollout_logprobs: Floats, tau: float = 2.0) -
     return {
         "rollout/k1": sum(mu - old for old, mu in zip(old_logprobs, rollout_logprobs, strict=True)) / n,
         "rollout/k3": sum(x - 1 - math.log(x) for x in rho) / n,
-        "rollout/chi2_token": sum(x * x for x in rho) / n - 1,
         "rollout/ess": sum(rho) ** 2 / sum(x * x for x in rho),
         f"rollout/extreme_{tau:g}": sum(1 for x in rho if max(x, 1 / x) > tau) / n,
-        "rollout/ppl_ratio": math.exp(-sum(math.log(x) for x in rho) / n),
     }
 
 

@@ -122,7 +122,8 @@ def test_a_sample_is_described_with_its_tools_and_errors(world: World) -> None:
     sample = Sample(rollout, 0.5, turns=2, components=(1.0, 0.0))
     failed = Sample(None, None, failure=Failure("ValueError: no", "", of_episode=True))
     key, other = (0, 1), (1, 0)
-    found = describe({key: sample, other: failed}, [key, other], tokenizer, ("right", "short"))
+    names = "right", "short"
+    found = {key: describe(sample, tokenizer, names), other: describe(failed, tokenizer, names)}
     assert found[key]["prompt"] == "12="
     assert found[key]["response"] == "34=5"
     assert found[key]["parts"] == [["model", "34"], ["environment", "="], ["model", "5"]]

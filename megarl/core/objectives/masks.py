@@ -8,7 +8,7 @@ from torch import Tensor
 from megarl.core.choices.parts import RATIOS, Mask, Objective
 from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import PolicyRatios, TokenState, call_part, copy_columns
-from megarl.core.ratios import LOG_RATIO_BOUND, aggregate
+from megarl.core.ratios import aggregate
 
 FLOOR = 1e-8
 """Least probability of all other tokens, so that the KL against a certain token is finite."""
@@ -40,8 +40,6 @@ def find_trusted(objective: Objective, state: TokenState, ratios: PolicyRatios) 
             kinds = {mask.sign: bad}
             if mask.sign == "outward":  # the sign of A tells the side of the window
                 kinds = {"high": bad & (state.advantages > 0), "low": bad & (state.advantages < 0)}
-            if "clip/ratio" not in metrics:
-                metrics |= _scope_metrics(mask, state, ratios)
         else:
             bad = keep & ~call_part("mask", mask, copy_columns(state, keep), expected=keep, trains=keep)
             kinds, in_denominator = {"own": bad}, "keep"
@@ -137,11 +135,3 @@ def _violations(mask: Mask, values: Tensor, ratios: PolicyRatios) -> tuple[Tenso
     above = None if high is None else values >= high if mask.strict else values > high
     below = None if low is None else values <= low if mask.strict else values < low
     return above, below
-
-
-def _scope_metrics(mask: Mask, state: TokenState, ratios: PolicyRatios) -> dict[str, Stat]:
-    """Return statistics of the ratio over several tokens."""
-    if mask.statistic not in RATIOS or mask.scope == "token" or mask.policies != "theta_old":
-        return {}
-    log_ratio = ratios.log(mask.policies, mask.scope)
-    return {"clip/ratio": Stat.ratio(log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), state.keep)}
