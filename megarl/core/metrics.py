@@ -134,6 +134,10 @@ class Stat:
         """Return suffix -> number ("" for the main one); empty if nothing was observed."""
         return _FINALIZERS[self.kind](self.sums.tolist(), self.maxima.tolist())
 
+    def __float__(self) -> float:
+        """The main number; KeyError if the statistic has none, or saw nothing."""
+        return self.values()[""]
+
 
 def merge(dictionaries: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
     """Return name -> statistic over all observations; a name may be absent from some of the dictionaries."""

@@ -292,8 +292,6 @@ class TestBounds:
             normalize_by_pool([1.0, 0.0], [0, 1], [1.0, 0.0, 1.0], [0, 0, 2])
         with pytest.raises(ValueError, match="needs pass rates"):
             normalize_by_pool([1.0, -1.0], [0, 1], [1.0, -1.0], [0, 1], scale="rate")
-        with pytest.raises(ValueError, match=r"floor 0\.0"):
-            normalize_by_pool([1.0], [0], [1.0], [0], floor=0.0)
 
     def test_no_response_is_no_group(self):
         assert uniform_groups([], []).shape == (0,)
