@@ -16,13 +16,7 @@ from megarl.routes import Disagreement, RoutingTrace, compare
 from megarl.routes.trace_file import TraceFile, read_traces
 from megarl.trainer.records import TraceDump
 
-SETTINGS = {
-    "run__steps": 2,
-    "log__traces_every": 2,
-    "eval__every": 0,
-    "checkpoint__every": 0,
-    "log__tensorboard": False,
-}
+SETTINGS = {"run__steps": 2, "log__traces_every": 2, "eval__every": 0, "checkpoint__every": 0}
 LAYOUTS = {
     "one": (1, {}),
     "cp2": (2, {"parallel__cp": 2}),
@@ -34,18 +28,12 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def folders(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("dumps")
-    jobs = [
-        Job(
-            name.replace(" ", "-"),
-            ranks,
-            "train_jobs:run",
-            {"world": world, "overrides": {**SETTINGS, **layout, "run__dir": str(base / name)}},
-        )
-        for name, (ranks, layout) in LAYOUTS.items()
-    ]
-    ended = run_jobs(jobs, base / "jobs")
-    for job in jobs:
-        assert set(ended[job.name].exit_codes) == {0}
+    jobs = []
+    for name, (ranks, layout) in LAYOUTS.items():
+        overrides = {**SETTINGS, **layout, "run__dir": str(base / name)}
+        jobs.append(Job(name, ranks, "train_jobs:run", {"world": world, "overrides": overrides}))
+    for ended in run_jobs(jobs, base / "jobs").values():
+        ended.checked()
     return {name: base / name for name in LAYOUTS}
 
 
