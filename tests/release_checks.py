@@ -39,7 +39,6 @@ RELEASES = (*OLDER, *TRAINED)
 
 _POINT = "megatron/test_megatron_matrix.py::test_acceptance_replay_holds_at_every_point_of_the_layout"
 REPLAY_FILES = (
-    "megatron/test_megatron_known_bugs.py",
     "megatron/test_megatron_replay_semantics.py",
     "megatron/test_megatron_replay_errors.py",
 )
