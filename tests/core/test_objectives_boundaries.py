@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from megarl.core.metrics import finalize
 from megarl.core.objectives import (
-    OBJECTIVES,
     BatchFacts,
     Denominators,
     Factor,
@@ -340,10 +339,6 @@ class TestFactsOfABatch:
         assert facts is not None
         assert facts.exponents == (pytest.approx(math.acosh(5 / 3) / 2, abs=1e-9),)
         assert (facts.means, facts.denominators) == ((None,), None)
-
-    def test_only_these_rows_ask_for_any(self):
-        asking = {name for name, row in OBJECTIVES.items() if gather_facts(row, [likely_columns(0, [3])]) is not None}
-        assert asking == {"adaptive_power", "geo_rs"}
 
     @pytest.mark.parametrize(("scope", "mean"), [("token", (2 * E + 1) / 3), ("sequence_sum", (E**2 + 1) / 2)])
     def test_a_mean_of_tokens_or_of_responses(self, scope, mean):
