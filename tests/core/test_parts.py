@@ -51,9 +51,9 @@ def made_of(make: Any, given: dict[str, Any]) -> Any:
 
 
 def test_what_a_row_says_of_itself() -> None:
-    assert variant("kl_grpo").reads_more
-    assert variant("dppo_topk").reads_more
-    assert not variant("grpo").reads_more
+    assert variant("kl_grpo").needs_ref_logprobs
+    assert variant("dppo_topk").needs_topk
+    assert not variant("grpo").needs_topk
     assert variant("grpo", masks=(Mask("old_mu", high=1.0, denominator="leave"), Mask.ppo())).leaves
     assert not variant("grpo").leaves
     assert not variant("reinforce").own_functions

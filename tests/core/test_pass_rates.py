@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.sampling.pass_at_k import fixed_prompts_interval, mean_interval, pass_at_k, wilson_interval
+from megarl.core.sampling.pass_at_k import mean_interval, pass_at_k, wilson_interval
 from megarl.core.sampling.pass_rates import PassRateCounts
 from megarl.errors import CheckpointError
 
@@ -101,12 +101,6 @@ def test_mean_interval():
     half = 1.959963984540054 * math.sqrt(0.5 / 3) / 2
     np.testing.assert_allclose([found.value, found.low, found.high], [0.5, 0.5 - half, 0.5 + half], atol=1e-12)
     assert mean_interval([0.0, 1.0], 0.5).high < mean_interval([0.0, 1.0], 0.9).high
-
-
-def test_fixed_prompts_interval():
-    found = fixed_prompts_interval([4, 2], [1, 2])
-    half = 1.959963984540054 * math.sqrt(0.25 * 0.75 / 3) / 2
-    np.testing.assert_allclose([found.value, found.low, found.high], [0.625, 0.625 - half, 0.625 + half], atol=1e-12)
 
 
 def test_wilson():
