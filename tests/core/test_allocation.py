@@ -259,6 +259,6 @@ def test_invariants_of_gvm(rows, total):
 
 def test_estimates_of_gvm():
     prompts, accepted, norms = [0, 1, 0, 1, 1, 2], [True, False, True, True, False, False], [3.0, np.nan, 5, 2, 9, 1]
-    rates, mean = gvm_estimates(prompts, accepted, norms, 3)
+    rates, mean = gvm_estimates(*map(np.array, (prompts, accepted, norms)), 3)
     np.testing.assert_allclose(rates, [1, 1 / 3, 0])
     np.testing.assert_allclose(mean, [4, 2, 0])

@@ -223,7 +223,7 @@ def test_against_reference_in_any_order(seed, tokens, layers, top_k, extra):
     assert (turned.flip, turned.overlap, turned.token_any) == (0, 1, 0)
 
 
-def test_parts_add_up_and_merge():
+def test_parts_merge():
     a, b = random_experts(0, 9, 3, 2, 6), random_experts(1, 9, 3, 2, 6)
     whole = compare(RoutingTrace(a, 6), RoutingTrace(b, 6))
     parts = [
@@ -231,9 +231,6 @@ def test_parts_add_up_and_merge():
         compare(RoutingTrace(a[4:4], 6), RoutingTrace(b[4:4], 6)),
         compare(RoutingTrace(a[4:], 6), RoutingTrace(b[4:], 6)),
     ]
-    total = parts[0] + parts[1] + parts[2]
-    assert (total.flip, total.overlap, total.token_any) == (whole.flip, whole.overlap, whole.token_any)
-    np.testing.assert_array_equal(total.per_layer_flip, whole.per_layer_flip)
     numbers = finalize(merge([part.stats() for part in parts]))
     assert numbers["router/flip"] == pytest.approx(whole.flip)
     assert numbers["router/overlap"] == pytest.approx(whole.overlap)
@@ -292,7 +289,3 @@ def test_missing_rows_may_hold_anything_and_become_zero():
 def test_different_shapes_do_not_compare():
     with pytest.raises(TraceError, match="same tokens and model"):
         compare(RoutingTrace(np.array(A), 4), RoutingTrace(np.array(A)[:2], 4))
-    one = compare(RoutingTrace(np.array(A), 4), RoutingTrace(np.array(B), 4))
-    other = compare(RoutingTrace(np.array(A)[:, :1], 4), RoutingTrace(np.array(B)[:, :1], 4))
-    with pytest.raises(TraceError, match="different models"):
-        _ = one + other

@@ -10,7 +10,7 @@ import pytest
 from megarl.core.metrics import finalize
 from megarl.core.types import Rollout
 from megarl.errors import RolloutError, TraceError
-from megarl.routes.turns import join, known_rows, provenance_metrics, refuse_mixed_versions, row_versions
+from megarl.routes.turns import join, known_rows, provenance_metrics, row_versions
 
 ROUTES = np.arange(9 * 2 * 2, dtype=np.uint8).reshape(9, 2, 2)
 """The routes of nine tokens."""
@@ -125,16 +125,4 @@ class TestProvenance:
 
     def test_a_missing_row_has_no_version_to_differ(self) -> None:
         gone = replace(versions([2, 2], [True, False]), route_versions=np.array([2, 9], np.int32))
-        refuse_mixed_versions([gone])
         assert finalize(provenance_metrics([gone], trainer_version=2))["routes/stale_rows_fraction"] == 0
-
-    def test_mixtures_are_refused_by_name(self) -> None:
-        one = versions([1, 1], [True, True])
-        refuse_mixed_versions([one, versions([2, 2], [True, True])])  # different responses may have different versions
-        with pytest.raises(RolloutError, match=r"group 1 sample 2: its tokens come from weight versions \[1, 2\]"):
-            refuse_mixed_versions([one, versions([1, 2], [True, True])])
-        newer = replace(one, route_versions=np.array([1, 2], np.int32))
-        with pytest.raises(
-            RolloutError, match="experts of token 1 were chosen by weight version 2, the token by version 1"
-        ):
-            refuse_mixed_versions([newer])
