@@ -57,7 +57,7 @@ EVERY_OBJECTIVE = {
     ),
     "k3": variant("minirl", penalties=(Penalty("k3", coef=0.3),)),
 }
-"""The rows, and records of the kinds that have no row; ``test_equation`` draws any others."""
+"""The rows, and records of the kinds that have no row; ``test_table`` draws any others."""
 
 
 def assert_equal(actual: torch.Tensor, expected: object, tolerance: float = 1e-9) -> None:
