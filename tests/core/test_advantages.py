@@ -57,7 +57,6 @@ def test_hand_computed():
     close(grpo(rewards, groups, ddof=0), [1.732046807578115] + [-0.5773489358593717] * 3)
     assert grpo([1.0, 0.0], [0, 0], eps=0.0).tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
     close(rloo(rewards, groups), [1.0] + [-1 / 3] * 3)
-    close(raw_mixed([1.0, 0, 0, 1], groups), [1.0, 0, 0, 1])
     close(positive_part([1.0, 0.9, 0.5, 0, -1], [0] * 5), [1, 0.9, 0.5, 0, 0])
     assert uniform_groups([], []).shape == (0,)
     own = torch.tensor([1.0, 0.0])
@@ -286,6 +285,7 @@ class TestTokenLevelKl:
     def test_environment_tokens_shift_nothing(self):
         columns = packed(KL)
         plain = token_level_kl(REWARDS, [0, 0, 0], **columns)
+        close(plain[[0, 3, 5]], [0.7471048964659939, -1.413441696016745, 0.6663367995507514])
         assert plain[[2, 7]].tolist() == [0, 0], "only two responses reach j = 3, with equal returns"
         where = [0, 1, 3, 4, 6, 8, 9, 10]  # holes at 2, 5, 7 and 11, full of garbage
         wide = {name: torch.full((12,), math.nan, dtype=torch.float64) for name in ("logprobs", "ref_logprobs")}

@@ -32,7 +32,7 @@ NORMED = {"aggregation": "seq-mean-token-sum-norm"}
         (Gate, {"kind": "drpo", "positive": 1e-6, "negative": 1.0}),
         (Penalty, {"estimator": "k3", "max": 0.5}),
         ("grpo", {"std_eps": 0.0}),
-        ("kl_grpo", {"kl_horizon": 1}),
+        ("kl_grpo", {"kl_horizon": 1, "prefix_grad": True}),
         ("minirl", {**NORMED, "norm_length": 1}),
     ],
 )
