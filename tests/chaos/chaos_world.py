@@ -8,11 +8,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import chaos_parts
 import preloaded
@@ -37,11 +37,26 @@ class World:
     """A folder with a model, its task, and the code that the configurations name."""
 
     root: Path
+    sizes: ClassVar[dict[str, Any]] = {
+        "hidden_size": 64,
+        "num_layers": 2,
+        "num_experts": 8,
+        "expert_width": 32,
+        "initializer_range": 0.3,
+    }
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
 
     @staticmethod
-    def made(root: Path) -> World:
-        sizes = {"num_layers": 2, "num_experts": 8, "expert_width": 32}
-        write_tiny_model(root / "model", hidden_size=64, **sizes, initializer_range=0.3, seed=0)
+    def made(root: Path, model: Path | None = None) -> World:
+        """Write all of it; ``model`` is a model of another test to use instead of a new one."""
+        root.mkdir(parents=True, exist_ok=True)
+        if model is None:
+            write_tiny_model(root / "model", **World.sizes, seed=0)
+        else:
+            (root / "model").symlink_to(model)
         write_sort_task(root / "task", num_train=64, num_heldout=8, num_demonstrations=8, digits=4, seed=0)
         return World(root)
 
@@ -50,7 +65,7 @@ class World:
         task = self.root / "task"
         settings: dict[str, dict[str, Any]] = {
             "run": {"steps": STEPS, "dir": str(folder), "collective_timeout_s": 120.0},
-            "model": {"path": str(self.root / "model"), "dtype": "fp32"},
+            "model": {"path": str(self.model), "dtype": "fp32"},
             "data": {"train": str(task / "train.jsonl"), "max_prompt_tokens": 8},
             "reward": {"function": "chaos_parts:reward", "workers": 2},
             "rollout": {"prompts_per_step": 4, "group_size": 4, "max_response_tokens": 8, "dtype": "fp32"},
@@ -62,6 +77,7 @@ class World:
         }
         for name, table in tables.items():
             settings.setdefault(name, {}).update(table)
+            settings[name] = {key: value for key, value in settings[name].items() if value is not None}
         path = folder.with_suffix(".toml")
         path.write_text(tomli_w.dumps(settings))
         return path
@@ -74,6 +90,8 @@ class Run:
     world: World
     config: Path
     launched: bool = False
+    words: Sequence[str] = ()
+    environment: dict[str, str] = field(default_factory=dict)
     starts: int = 0
     seen: dict[int, float] = field(default_factory=dict)
     """Start times of all processes of the run that were ever looked at, by process id."""
@@ -109,8 +127,8 @@ class Run:
         (self.scratch / "tmp").mkdir(parents=True, exist_ok=True)
         paths = [str(Path(chaos_parts.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         more = {"PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(self.scratch / "tmp"), MARK: str(self.folder)}
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **more}
-        command = ["launch" if self.launched else "train", str(self.config)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **more, **self.environment}
+        command = ["launch" if self.launched else "train", str(self.config), *self.words]
         with self.log.open("ab") as log:
             # A fork saves the imports; the processes of torchrun are to be those of a user.
             self._process = (subprocess.Popen if self.launched else preloaded.Popen)(
@@ -164,13 +182,9 @@ class Run:
             return True
         return process.environ().get(MARK) == str(self.folder)
 
-    def await_gone(self) -> None:
-        """Wait until the processes of a run that has ended have ended too; helpers of Python do a moment later."""
-        until = time.monotonic() + PATIENCE_S
-        while left := [f"{process.pid} {process.name()}" for process in self.living()]:
-            if time.monotonic() > until:
-                raise ChaosError(f"processes are left: {left}\n{self.last_words()}")
-            time.sleep(0.05)
+    def left(self) -> list[str]:
+        """Processes that live although the run has ended."""
+        return [f"{process.pid} {process.name()}" for process in self.living()]
 
     def until(self, holds: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> bool:
         """Wait until it holds (True) or the run ends (False); ChaosError if neither comes."""

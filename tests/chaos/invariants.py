@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from megarl.run.metrics_log import read_metrics, without_timing
 
 TEMPORARY = ("*.partial", "[!.]*.tmp", "*.new", "*.damaged.*")
 """A kill in the middle of the write of a small file may leave ``.NAME.PID.tmp``."""
+ENDING_S = 60.0
+"""Helpers of Python's multiprocessing end a moment after the run."""
 COUNTED = ("judged; first failure",)
 """Words of a run that has counted what it could not use: its numbers are those of fewer samples."""
 
@@ -42,8 +45,12 @@ def require_explained(run: Run) -> None:
 
 def require_clean(run: Run) -> None:
     """No process, and no temporary file in the run folder or in TMPDIR."""
-    run.await_gone()
+    until = time.monotonic() + ENDING_S
+    while (left := run.left()) and time.monotonic() < until:
+        time.sleep(0.05)
+    require(not left, f"processes are left: {left}", run)
     found = [str(path) for pattern in TEMPORARY for path in run.folder.rglob(pattern)]
+    # SGLang leaves the names of its sockets, as sockets or empty files.
     found += [str(path) for path in (run.scratch / "tmp").iterdir() if not path.match("tmp????????") or _size(path)]
     require(not found, f"temporary files are left: {found}", run)
 
