@@ -38,7 +38,9 @@ from megarl.plugin import OBJECTIVES, MicroRoutes, RoutingReplay, StepLoss, Toke
 def add_megarl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """An ``extra_args_provider``."""
     # StepLoss weighs each micro-batch alone: without a reference, and without facts of the whole mini-batch.
-    by_itself = sorted(name for name, row in OBJECTIVES.items() if not (row.reads_more or row.beforehand))
+    by_itself = sorted(
+        name for name, row in OBJECTIVES.items() if not (row.needs_ref_logprobs or row.needs_topk or row.beforehand)
+    )
     group = parser.add_argument_group(title="megarl")
     group.add_argument("--routing-replay", choices=("none", "r2", "r3"), default="none")
     group.add_argument("--min-route-agreement", type=float, default=0.5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -26,9 +25,6 @@ def explain(need: str) -> str | None:
             return "needs Slurm: apt-get install slurm-wlm munge" if any(missing) else None
         case "shellcheck":
             return _program("shellcheck", "shellcheck: apt-get install shellcheck")
-        case "peers":
-            found = importlib.util.find_spec("verl") and importlib.util.find_spec("trl")
-            return None if found else "needs verl and TRL in one environment: docs/coming_from.md says how"
         case "gpu":
             import torch
 

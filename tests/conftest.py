@@ -20,7 +20,9 @@ import pytest
 from absent import explain
 from disks import disk  # noqa: F401 (pytest finds it here)
 from hypothesis import HealthCheck, settings
+from lean import lean  # noqa: F401 (pytest finds it here)
 from patch_trees import core_tree  # noqa: F401 (pytest finds it here)
+from run_configs import here, trainable  # noqa: F401 (pytest finds them here)
 from sglang_fixtures import (  # noqa: F401 (pytest finds them here)
     hostile_model,
     sglang_model,
@@ -68,7 +70,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     needs += [name for name in ("gpu", "sglang") if item.get_closest_marker(name)]
     for need in needs:
         if why := explain(need):
-            if os.environ.get("MEGARL_TEST_EVERYTHING") and need not in ("gpu", "peers"):
+            if os.environ.get("MEGARL_TEST_EVERYTHING") and need != "gpu":
                 pytest.fail(why, pytrace=False)
             pytest.skip(why)
 

@@ -1,17 +1,16 @@
-"""Prints as JSON what importing each module of megarl changes in a process: run by test_imports_change_nothing.py.
+"""Prints as JSON what importing megarl changes in a process: run by test_lean_imports.py.
 
-``python import_snapshot.py`` finds out which other packages megarl's modules import, imports these packages alone, and
-then forks a process for each room of megarl. There it takes a snapshot around the import of each module of the room.
-``python import_snapshot.py others`` prints the names of these packages.
+``python import_snapshot.py others`` prints the names of the modules that are imported with megarl's. Without a word,
+these alone are imported first; then all of megarl's are, between two snapshots.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
 import multiprocessing
-import os
 import pkgutil
 import signal
 import subprocess
@@ -28,11 +27,13 @@ NOT_FOR_THIS_PROCESS = ("megarl.engines.sglang.plugin.megarl_routes_plugin", "me
 """Parts of SGLang's servers: Python's start-up there imports the second for its effect."""
 
 
-def module_names() -> list[str]:
-    import megarl
-
+def import_megarl() -> list[str]:
+    megarl = importlib.import_module("megarl")
     found = pkgutil.walk_packages(megarl.__path__, "megarl.")
-    return ["megarl", *(each.name for each in found if each.name not in NOT_FOR_THIS_PROCESS)]
+    names = [each.name for each in found if each.name not in NOT_FOR_THIS_PROCESS]
+    for name in names:
+        importlib.import_module(name)
+    return names
 
 
 def watched_attributes() -> Iterator[tuple[str, Any]]:
@@ -46,22 +47,23 @@ def watched_attributes() -> Iterator[tuple[str, Any]]:
             if isinstance(value, types.ModuleType) or name == "__builtins__":
                 continue
             label = f"{owner.__name__}.{name}"
-            yield label, value
+            yield from with_code(label, value)
             if isinstance(value, type) and value.__module__ == owner.__name__:
                 for member, inner in list(vars(value).items()):
                     if not member.startswith("__abc") and member not in ("__weakref__", "_abc_impl"):
-                        yield f"{label}.{member}", inner
-                        yield from codes(f"{label}.{member}", inner)
-            yield from codes(label, value)
+                        yield from with_code(f"{label}.{member}", inner)
 
 
-def codes(label: str, value: Any) -> Iterator[tuple[str, Any]]:
+def with_code(label: str, value: Any) -> Iterator[tuple[str, Any]]:
+    yield label, value
     function = getattr(value, "__func__", getattr(value, "fget", value))
     if isinstance(function, types.FunctionType):
         yield f"{label}.__code__", function.__code__
 
 
 def settings() -> dict[str, Any]:
+    import os
+
     import torch
 
     loggers = {"": logging.root} | {
@@ -100,87 +102,33 @@ class Snapshot:
         self.modules = dict(sys.modules)
 
     def differences(self, later: Snapshot) -> list[str]:
-        changed = [
-            name
-            for name, value in self.attributes.items()
-            if name not in later.attributes or later.attributes[name] is not value
-        ]
+        changed = [name for name, value in self.attributes.items() if later.attributes.get(name, self) is not value]
         loaded = tuple(f"{name}." for name in later.modules.keys() - self.modules.keys())
-        changed += [
-            name for name in later.attributes if name not in self.attributes and not name.startswith(loaded or ("\0",))
-        ]
+        more = later.attributes.keys() - self.attributes.keys()
+        changed += [name for name in more if not name.startswith(loaded or ("\0",))]
         changed += [name for name, value in self.settings.items() if later.settings[name] != value]
-        changed += [
-            f"sys.modules[{name!r}]" for name, module in self.modules.items() if later.modules.get(name) is not module
-        ]
-        return changed
-
-
-def others() -> list[str]:
-    """Names of the modules that are not of megarl, in the order of their imports."""
-    for name in module_names():
-        importlib.import_module(name)
-    return [name for name, module in sys.modules.items() if module is not None and not name.startswith("megarl")]
-
-
-def changes_of(names: list[str]) -> dict[str, list[str]]:
-    changes = {}
-    before = Snapshot()
-    for name in names:
-        importlib.import_module(name)
-        after = Snapshot()
-        if different := before.differences(after):
-            changes[name] = different
-        before = after
-    return changes
-
-
-def in_a_fork(names: list[str], call: str = "") -> dict[str, list[str]]:
-    """``changes_of``, or what ``megarl.CALL()`` changes."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            if call:
-                megarl = importlib.import_module("megarl")
-                before = Snapshot()
-                getattr(megarl, call)()
-                answer = {call: before.differences(Snapshot())}
-            else:
-                answer = changes_of(names)
-        except BaseException as error:
-            answer = {"error": [repr(error)]}
-        with os.fdopen(write, "w") as file:
-            json.dump(answer, file)
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as file:
-        answer = json.load(file)
-    os.waitpid(pid, 0)
-    return answer
+        gone = [name for name, module in self.modules.items() if later.modules.get(name) is not module]
+        return changed + [f"sys.modules[{name!r}]" for name in gone]
 
 
 def main() -> None:
     warnings.filterwarnings("ignore", message=".*reduce_op", category=FutureWarning)
     if sys.argv[1:] == ["others"]:
-        print("OTHERS" + json.dumps([others(), module_names()]))
+        import_megarl()
+        loaded = [name for name, module in sys.modules.items() if module is not None]
+        print("OTHERS" + json.dumps([name for name in loaded if not name.startswith("megarl")]))
         return
     words = [sys.executable, "-W", "ignore", __file__, "others"]
     output = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
-    foreign, names = json.loads(output.rpartition("OTHERS")[2])
-    for name in foreign:
-        try:
+    for name in json.loads(output.rpartition("OTHERS")[2]):
+        with contextlib.suppress(ImportError):  # parts of packages that cannot be imported by themselves
             importlib.import_module(name)
-        except ImportError:  # parts of packages that cannot be imported by themselves
-            continue
     assert not any(name.startswith("megarl") for name in sys.modules)
-    rooms: dict[str, list[str]] = {}
-    for name in names:
-        rooms.setdefault(".".join(name.split(".")[:2]), []).append(name)
-    changes: dict[str, list[str]] = {}
-    for room in rooms.values():
-        changes |= in_a_fork(room)
-    print("CHANGES" + json.dumps([changes, names, in_a_fork([], "enable_cpu")]))
+    before = Snapshot()
+    names = import_megarl()
+    after = Snapshot()
+    importlib.import_module("megarl").enable_cpu()
+    print("CHANGES" + json.dumps([before.differences(after), names, after.differences(Snapshot())]))
 
 
 if __name__ == "__main__":

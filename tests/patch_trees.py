@@ -84,9 +84,3 @@ def git(folder: Path, *words: str, **settings: object) -> str:
     line = ["git", *identity, *words]
     done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=True, **settings)  # type: ignore[call-overload]
     return done.stdout
-
-
-def commit_all(folder: Path) -> None:
-    git(folder, "init", "-q")
-    git(folder, "add", "-A")
-    git(folder, "commit", "-qm", "the release")

@@ -38,13 +38,9 @@ RELEASES = (*OLDER, *TRAINED)
 """All that replay in a loop of one's own runs on."""
 
 _POINT = "megatron/test_megatron_matrix.py::test_acceptance_replay_holds_at_every_point_of_the_layout"
-REPLAY_FILES = (
-    "megatron/test_megatron_known_bugs.py",
+REPLAY_TESTS = (
     "megatron/test_megatron_replay_semantics.py",
     "megatron/test_megatron_replay_errors.py",
-)
-REPLAY_TESTS = (
-    *REPLAY_FILES,
     *(f"{_POINT}[{layout}]" for layout in ("single", "tp2-ep2-etp1", "pp2-vpp2")),
 )
 

@@ -1,12 +1,14 @@
-"""The smallest configuration of a run: as a table, checked, and as the text of a file."""
+"""The smallest configuration of a run: as a table, checked, as the text of a file, and in a folder that could train."""
 
 from __future__ import annotations
 
 import copy
 import shlex
+import shutil
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import tomli_w
 
 from megarl.config import Config
 from megarl.config.file import parse
+from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.errors import ConfigError
 
 SMALLEST: Mapping[str, Mapping[str, Any]] = {
@@ -66,3 +69,27 @@ def read_words(words: str) -> dict[str, Any]:
         with suppress(tomllib.TOMLDecodeError):
             overrides[key] = tomllib.loads(f"value = {text}")["value"]
     return overrides
+
+
+TRAINABLE = run_text(
+    run__dir="run", model__path="model", data__train="task/train.jsonl",
+    sft={"data": "task/demonstrations.jsonl", "steps": 2, "batch_size": 4, "lr": 1e-3},
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def trainable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model, its task and the configuration of a run on them."""
+    folder = tmp_path_factory.mktemp("trainable")
+    write_tiny_model(folder / "model", hidden_size=16, num_layers=1, num_experts=4, expert_width=8)
+    write_sort_task(folder / "task", num_train=8, num_heldout=4, num_demonstrations=8)
+    (folder / "run.toml").write_text(TRAINABLE)
+    return folder
+
+
+@pytest.fixture
+def here(trainable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, a copy of it."""
+    folder = shutil.copytree(trainable, tmp_path / "here")
+    monkeypatch.chdir(folder)
+    return folder

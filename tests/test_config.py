@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from run_configs import SMALLEST, parsed
@@ -15,12 +15,14 @@ from run_configs import SMALLEST, parsed
 from megarl.config import Config
 from megarl.config import file as config_file
 from megarl.config.tables.base import Table
+from megarl.core.choices.credit import Credit
 from megarl.core.choices.parts import PARTS as OBJECTIVE_PARTS
-from megarl.core.choices.parts import Factor, Mask, Penalty
+from megarl.core.choices.parts import AdvantageName, Factor, Mask, Penalty
+from megarl.core.choices.stopping import Sequential, Uniform
 from megarl.core.choices.table import OBJECTIVES
+from megarl.core.objectives import advantages_of, select_responses, token_advantages
 from megarl.errors import ConfigError
 
-RECIPES = Path(__file__).parents[1] / "launch" / "recipes"
 SFT = {"data": "demos.jsonl", "steps": 5, "batch_size": 6, "lr": 1e-3}
 
 
@@ -39,7 +41,7 @@ def test_defaults_are_resolved_and_overrides_win():
 @given(
     steps=st.integers(1, 10**6),
     lr=st.floats(1e-12, 1e3, allow_nan=False),
-    name=st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1),
+    name=st.text(st.characters(codec="utf-8", exclude_categories=("Cs",), exclude_characters="\0"), min_size=1),
     vpp=st.none() | st.integers(2, 8),
     modules=st.none() | st.lists(st.sampled_from(["moe", "mlp", "core_attn"])),
     sft=st.booleans(),
@@ -81,64 +83,25 @@ def test_written_toml_reads_back_equal(steps, lr, name, vpp, modules, sft, overr
     assert type(again.optim.lr) is float
 
 
-def tables() -> list[type[Table]]:
-    options = [
-        option for info in Config.model_fields.values() for option in (info.annotation, *get_args(info.annotation))
-    ]
-    return [option for option in options if isinstance(option, type) and issubclass(option, Table)]
-
-
 def test_optional_fields_default_to_none_so_that_toml_can_leave_them_out():
-    assert len(tables()) >= 13
-    for table in tables():
+    found = [each for info in Config.model_fields.values() for each in (info.annotation, *get_args(info.annotation))]
+    tables = [each for each in found if isinstance(each, type) and issubclass(each, Table)]
+    assert len(tables) >= 13
+    for table in tables:
         for name, info in table.model_fields.items():
             if type(None) in get_args(info.annotation):
                 assert info.default is None, f"{table.__name__}.{name}"
 
 
-def test_every_key_is_described():
-    for key, info in config_file.keys().items():
-        assert info.description, key
-
-
-def test_every_row_can_be_named_and_every_part_replaced():
+def test_every_row_can_be_named_and_its_parts_replaced():
     for name in OBJECTIVES.keys() - {"dppo_topk"}:
         assert parsed(train__objective=name).train.resolved_objective == OBJECTIVES[name]
     assert {field.name for field in dataclasses.fields(OBJECTIVES["minirl"])} == set(OBJECTIVE_PARTS)
-    for part in OBJECTIVE_PARTS:
-        value = as_table(getattr(OBJECTIVES["minirl"], part))
-        config = parsed(train__objective_overrides={part: "off" if value is None else value})
-        assert config.train.resolved_objective == OBJECTIVES["minirl"]
-    overrides = {
-        "penalties": [{"estimator": "k3", "coef": 0.1}],
-        "factors": {"0": {"high": 2}},
-        "masks": {"0": {"high": 3}},
-    }
-    changed = parsed(train__objective="grpo", train__objective_overrides=overrides)
-    expected = dataclasses.replace(
-        OBJECTIVES["grpo"],
-        penalties=(Penalty("k3", coef=0.1),),
-        factors=(Factor("theta_old", high=2),),
-        masks=(Mask.ppo(high=3),),
-    )
+    overrides = {"penalties": [{"estimator": "k3", "coef": 0.1}], "factors": {"0": {"high": 2}}}
+    changed = parsed(train__objective="grpo", train__objective_overrides={**overrides, "masks": {"0": {"high": 3}}})
+    parts = {"penalties": (Penalty("k3", coef=0.1),), "factors": (Factor("theta_old", high=2),)}
+    expected = dataclasses.replace(OBJECTIVES["grpo"], **parts, masks=(Mask.ppo(high=3),))
     assert changed.train.resolved_objective == expected
-
-
-def as_table(value: Any) -> Any:
-    """A part as a configuration file has it."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: as_table(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return {name: "off" if each is None else each for name, each in fields.items()}
-    return [as_table(each) for each in value] if isinstance(value, tuple) else value
-
-
-def test_off_stands_for_none_in_objective_overrides():
-    config = parsed(train__objective_overrides={"factors": {"0": {"high": "off"}}, "masks": "off"})
-    assert config.train.resolved_objective == dataclasses.replace(
-        OBJECTIVES["minirl"], masks=(), factors=(Factor("theta_mu"),)
-    )
-    one = parsed(train__objective="icepop", train__objective_overrides={"masks": {"1": "off"}})
-    assert one.train.resolved_objective.masks == OBJECTIVES["grpo"].masks
 
 
 def test_old_logprobs_of_the_rollout_leave_later_mini_batches_unwatched_and_the_run_says_so():
@@ -171,9 +134,7 @@ def test_world_size_divides_into_a_layout():
     [
         ({"parallel__tp": 2}, 3, "found 3 ranks, expected a multiple of tp * pp * cp = 2 * 1 * 1 = 2"),
         ({"parallel__ep": 4}, 2, "found 2 ranks, expected a multiple of ep * etp * pp = 4 * 1 * 1 = 4"),
-        ({"parallel__ep": 2, "parallel__tp": 2}, 2, "ep * etp * pp = 2 * 2 * 1 = 4"),
         ({}, 3, "found prompts_per_step * group_size = 256 responses, expected a multiple of train.mini_batches * dp"),
-        ({"train__mini_batches": 128}, 4, "128 * 4 = 512"),
         ({"sft": SFT}, 4, "sft.batch_size: found 6, expected a multiple of dp = 4"),
     ],
 )
@@ -183,71 +144,129 @@ def test_a_world_size_that_does_not_come_out_even_is_refused(overrides, world_si
     assert expected in str(caught.value)
 
 
-def test_a_missing_table_is_named():
-    with pytest.raises(
-        ConfigError, match=r"config: run, model, data, rollout, optim: missing, but needed; add to the file"
-    ):
-        config_file.parse({})
-
-
-def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read"):
-        config_file.load(tmp_path / "absent.toml")
-    (tmp_path / "broken.toml").write_text("[run\nsteps = 3")
-    with pytest.raises(ConfigError, match=r"broken\.toml: not valid TOML: .*line 1"):
-        config_file.load(tmp_path / "broken.toml")
-    (tmp_path / "latin.toml").write_bytes(b"[run]\nname = '\xe9'")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        config_file.load(tmp_path / "latin.toml")
-
-
-def test_nothing_heavy_is_imported():
-    heavy = ("torch", "numpy", "megatron", "transformers")
-    code = f"import sys, megarl.config.file; print([m for m in {heavy} if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize(
-    ("recipe", "expected"),
-    [
-        ("cpu-quickstart", "ipc"),
-        ("deepseek-v3", "distributed"),
-        ("glm-4.5-air", "distributed"),
-        ("moonlight-16b-a3b", "ipc"),
-        ("qwen3-235b-a22b", "distributed"),
-        ("qwen3-30b-a3b-8gpu", "ipc"),
-        ("qwen3-30b-a3b-32gpu", "distributed"),
-        ("qwen3-30b-a3b-64gpu", "distributed"),
-        ("starter", "ipc"),
-    ],
-)
-def test_how_weights_reach_the_servers_of_a_recipe(recipe: str, expected: str):
-    """Servers of a disaggregated job have GPUs with the same numbers, on nodes of their own."""
-    config = config_file.load(RECIPES / f"{recipe}.toml")
-    assert (config.sglang.sync, config.weight_sync) == ("auto", expected)
-    apart = config_file.load(RECIPES / f"{recipe}.toml", {"sglang.gpus": [], "sglang.urls": ["http://a:1"]})
-    assert apart.weight_sync == "distributed"  # as the trainer of a disaggregated job gets it
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({}, "ipc"),  # servers on the CPU
         ({"sglang__sync": "tensor"}, "ipc"),
         ({"sglang__sync": "tensor", "sglang__urls": ["http://a:1"]}, "tensor"),
-        ({"sglang__sync": "distributed"}, "distributed"),
         ({"sglang__gpus": [0]}, "ipc"),
         ({"sglang__gpus": [4, 5], "sglang__tp": 2, "launch__ranks_per_node": 4}, "distributed"),  # beside the trainer's
-        (
-            {"sglang__gpus": [3, 4], "sglang__tp": 2, "launch__ranks_per_node": 4},
-            "ipc",
-        ),  # refused where ranks are known
         ({"sglang__gpus": [0], "sglang__sync": "disk"}, "disk"),
-        ({"sglang__gpus": [0], "sglang__sync": "tensor"}, "tensor"),
         ({"sglang__urls": ["http://a:1"]}, "distributed"),
-        ({"sglang__sync": "ipc"}, "ipc"),
     ],
 )
 def test_how_weights_reach_the_servers(changes: dict[str, Any], expected: str):
     assert parsed(rollout__engine="sglang", **changes).weight_sync == expected
+
+
+def is_refused(**changes: Any) -> bool:
+    with suppress(ConfigError):
+        parsed(**changes)
+        return False
+    with pytest.raises(ConfigError, match="compares several: every gradient would be 0"):
+        parsed(**changes)
+    return True
+
+
+ONE: dict[str, Any] = {"rollout__group_size": 1}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_group_of_one_is_refused_where_its_advantage_is_zero(name: str) -> None:
+    """The formulas themselves say which: groups of one, with rewards that differ."""
+    objective = OBJECTIVES[name]
+    if objective.needs_topk:
+        return
+    tokens = torch.full((4,), -1.0)
+    values = token_advantages(
+        objective, [1.0, 0.0, 0.0, 1.0], [0, 1, 2, 3], logprobs=tokens, ref_logprobs=tokens,
+        loss_mask=torch.ones(4, dtype=torch.bool), cu_seqlens=torch.arange(5),
+    )  # fmt: skip
+    trains = select_responses(objective, [1.0, 0.0, 0.0, 1.0], [0, 1, 2, 3])
+    assert is_refused(**ONE, train__objective=name) == (not (values * trains).any())
+    assert not is_refused(rollout__group_size=2, train__objective=name)
+
+
+@pytest.mark.parametrize("name", get_args(AdvantageName))
+def test_every_advantage_in_a_group_of_one(name: str) -> None:
+    if name in ("token_level_kl", "process"):  # the one has a row above, the other may have several steps
+        return
+    given = {"lengths": [1, 2, 3, 4], "components": ([[1.0, 0.0], [0.0, 1.0], [0.5, 0.0], [1.0, 1.0]], [1.0, 0.5])}
+    objective = dataclasses.replace(OBJECTIVES["grpo"], advantage=name)
+    values = advantages_of(objective, [1.0, 0.0, 0.0, 1.0], [0, 1, 2, 3], **given)
+    several = {"reward__function": "rewards:mine", "reward__weights": {"right": 1.0}} if name == "gdpo" else {}
+    assert is_refused(**ONE, **several, train__objective_overrides={"advantage": name}) == (not values.any())
+
+
+def test_ranks_that_would_have_no_group_are_refused() -> None:
+    adaptive = parsed(sampling__rule="ada_seq_balance", train__mini_batches=8)
+    assert adaptive.check_world_size(4).dp == 4
+    with pytest.raises(ConfigError, match=r"expected at least train.mini_batches \* dp = 8 \* 5 = 40"):
+        adaptive.check_world_size(5)
+    # Sequences may be dealt where groups cannot, and groups where sequences cannot.
+    assert parsed(train__mini_batches=64).check_world_size(4).sequences_per_rank == 1
+    assert parsed(sampling__refill=True, train__mini_batches=3).check_world_size(5).dp == 5
+    with pytest.raises(ConfigError, match="expected a divisor"):
+        parsed(train__mini_batches=3)
+
+
+class TestDefaults:
+    def test_the_rule(self) -> None:
+        def rule_of(**overrides: Any) -> Any:
+            config = parsed(**overrides)
+            return config.sampling.rule_of(8, config.reward.threshold)
+
+        assert rule_of() == Uniform(8)
+        assert rule_of(sampling__train_size=4, reward__threshold=0.5) == Uniform(8, 4, "balance", threshold=0.5)
+        assert rule_of(sampling__train_size=4, sampling__subsample="any") == Uniform(8, 4, "any")
+        # group_size is what trains, and half of it what ends a prompt
+        assert rule_of(sampling__rule="ada_seq_balance") == Sequential(4, 4, 8, 32, 8, "balance", 0.7)
+        assert rule_of(sampling__rule="ada_seq_balance", sampling__train_size=5) == Sequential(
+            2, 3, 8, 32, 5, "balance"
+        )
+        assert rule_of(sampling__rule="ada_seq_balance", sampling__negatives=0) == Sequential(4, 0, 8, 32, 8, "balance")
+        assert rule_of(sampling__rule="ada_seq_pos") == Sequential(1, 0, 8, 32, 8, "pos", 0.7)
+        assert rule_of(
+            sampling__rule="ada_seq_pos", sampling__positives=3, sampling__round_size=16, sampling__max_samples=128
+        ) == Sequential(3, 0, 16, 128, 8, "pos")
+
+    @pytest.mark.parametrize(
+        ("changes", "fixed", "allotted", "credit"),
+        [
+            ({}, True, False, False),
+            ({"sampling__train_size": 4}, False, False, True),
+            ({"sampling__refill": True}, False, False, False),
+            ({"sampling__rule": "ada_seq_pos"}, False, False, True),
+            ({"sampling__rule": "ada_seq_balance"}, False, False, True),
+            ({"sampling__rule": "ada_est"}, False, True, True),
+            ({"sampling__rule": "gvm"}, False, True, False),
+            ({"sampling__advantages": "credit"}, True, False, True),
+            ({"sampling__train_size": 4, "sampling__advantages": "objective"}, False, False, False),
+        ],
+    )
+    def test_kinds(self, changes: dict[str, Any], fixed: bool, allotted: bool, credit: bool) -> None:
+        sampling = parsed(**changes).sampling
+        assert (sampling.fixed, sampling.allotted, sampling.uses_credit) == (fixed, allotted, credit)
+
+    @pytest.mark.parametrize(
+        ("changes", "record"),
+        [
+            ({}, Credit()),
+            ({"sampling__rule": "ada_est"}, Credit(scale="root_rate", rate_eps=1e-3)),
+            ({"sampling__rule": "ada_est", "estimate__eps": 0.02}, Credit(scale="root_rate", rate_eps=0.02)),
+            ({"sampling__rule": "ada_est", "credit__scale": "std"}, Credit(scale="std", rate_eps=1e-3)),
+            ({"sampling__rule": "ada_est", "credit__rate_eps": 0.0}, Credit(scale="root_rate")),
+            ({"sampling__rule": "ada_est", "sampling__advantages": "objective"}, Credit()),
+        ],
+    )
+    def test_credit(self, changes: dict[str, Any], record: Credit) -> None:
+        assert parsed(**changes).credit_record == record
+
+    def test_sizes_of_a_step(self) -> None:
+        assert parsed().responses_per_step == 256
+        assert parsed(sampling__train_size=4).responses_per_step == 128
+        assert parsed(sampling__rule="ada_est").responses_per_step == 256
+        assert parsed().prompts_per_step_at_most == 32
+        assert parsed(sampling__refill=True).prompts_per_step_at_most == 128
+        assert parsed(sampling__refill=True, sampling__max_prompts=50).prompts_per_step_at_most == 50

@@ -18,7 +18,6 @@ from megarl.commands import COMMANDS
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
-FILE = re.compile(r"`([a-z_0-9]+(?:/[a-z_0-9]+)*(?:\.py|/))`")
 
 
 def anchors(page: Path) -> set[str]:
@@ -40,22 +39,6 @@ def test_the_version_matrix_is_what_was_measured(tmp_path: Path) -> None:
     done = preloaded.run(words, timeout=3600)
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "page").read_text() == (ROOT / "docs" / "version_matrix.md").read_text()
-
-
-NAMED = ("README.md", "docs/architecture.md", "docs/sampling.md", "docs/rewards.md", "docs/replay.md")
-ELSEWHERE = {"traces/", "adapters/", "verify/"}
-"""Folders of a run, and packages that a page says are not there."""
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_named_files_exist(name: str) -> None:
-    """A file is named from the root of the repository or of the package, or after another one of its folder."""
-    for line in (ROOT / name).read_text().splitlines():
-        folders = {ROOT, ROOT / "megarl"}
-        for file in FILE.findall(line):
-            places = [folder / file for folder in folders if (folder / file).exists()]
-            assert places or file in ELSEWHERE, f"{name} names {file}, which does not exist: {line.strip()}"
-            folders |= {place if place.is_dir() else place.parent for place in places}
 
 
 def test_the_site_has_every_page_once() -> None:
@@ -116,13 +99,6 @@ def test_commands_are_those_of_the_command_line(
         known = {f"--{name.replace('_', '-')}" for name in COMMANDS[command].__pydantic_fields__} | {"--help"}
         flags = {word for word in words if word.startswith("--") and "." not in word}
         assert flags <= known, f"megarl {command} has no {flags - known}"
-
-
-@pytest.mark.parametrize("line", ["    megarl plann CONFIG", "    megarl plan CONFIG --jsn", "    megarl plan --json"])
-def test_a_wrong_command_in_a_page_is_found(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    ((_, words, is_code),) = mentions(line)
-    assert is_code
-    assert main(words_of(words)) == 2
 
 
 def test_the_cluster_page_can_be_followed(

@@ -7,43 +7,15 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch.distributed as dist
+from run_configs import TRAINABLE
 
 from megarl import cli
-from megarl.data.tiny import write_sort_task, write_tiny_model
-from megarl.errors import ConfigError, MegarlError
+from megarl.errors import ConfigError
 from megarl.files.outputs import begin, free_name, marked, partial_of, remove_own, replace_folder, require_own, seal
 from megarl.megatron import distributed
-from megarl.ops.quickstart import quickstart
-from megarl.routes import RoutingTrace
-from megarl.routes.trace_file import TracedSequence, TraceInfo, write_traces
 
-CONFIG = """
-[run]
-steps = 2
-dir = "run"
-[model]
-path = "model"
-dtype = "fp32"
-[data]
-train = "task/train.jsonl"
-heldout = "task/heldout.jsonl"
-max_prompt_tokens = 32
-[rollout]
-prompts_per_step = 4
-group_size = 2
-max_response_tokens = 8
-[optim]
-lr = 1e-3
-[sft]
-data = "task/demonstrations.jsonl"
-out = "theirs"
-steps = 1
-batch_size = 4
-lr = 1e-3
-"""
 STEP = '{"kind": "step", "step": 1, "minibatch": null, "wall_s": 1.0, "loss": 1.0}\n'
 NAMES = (
     *("model.safetensors.index.json", "model-00001.safetensors", "config.json", "manifest.json", ".metadata"),
@@ -57,11 +29,9 @@ COMMANDS = {
     "sft, its model": "sft run.toml --sft.out model",
     "sft, around its model": "sft run.toml --sft.out .",
     "sft, a link": "sft run.toml --sft.out link",
-    "sft, a file": "sft run.toml --sft.out theirs/page.html",
     "convert": "convert model theirs --overwrite",
     "convert, unasked": "convert model theirs",
     "convert, unfinished": "convert model new",
-    "convert, a link": "convert model link --overwrite",
     "convert, a file": "convert model theirs/page.html --overwrite",
     "convert back": "convert converted theirs --overwrite",
     "quantize": "quantize model theirs --overwrite",
@@ -69,7 +39,6 @@ COMMANDS = {
     "report": "report made --out theirs/page.html",
     "report, inside": "report theirs",
     "quickstart": "quickstart --out theirs",
-    "quickstart, other files": "quickstart --out theirs/notes",
     "train": "train run.toml --run.dir theirs",
     "eval": "eval run.toml --out theirs",
 }
@@ -78,16 +47,14 @@ REFUSED = ("megarl did not write", "would replace its own source", "is no folder
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made")
-    write_tiny_model(folder / "model", hidden_size=16, num_layers=1, num_experts=2, expert_width=8)
-    write_sort_task(folder / "task", num_train=16, num_heldout=4, num_demonstrations=16)
-    (folder / "run.toml").write_text(CONFIG)
+def made(trainable: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = shutil.copytree(trainable, tmp_path_factory.mktemp("made") / "files")
+    text = TRAINABLE.replace("[sft]", '[sft]\nout = "theirs"').replace(
+        "[data]", '[data]\nheldout = "task/heldout.jsonl"'
+    )
+    (folder / "run.toml").write_text(text)
     (folder / "made").mkdir()
     (folder / "made" / "metrics.jsonl").write_text(STEP)
-    experts = np.array([[[0, 1]], [[2, 3]]], np.int32)
-    for name in ("a", "b"):
-        write_traces(folder / name, TraceInfo("tiny", (0,), 4, 2), [TracedSequence("s", RoutingTrace(experts, 4))])
     assert cli.main(["convert", str(folder / "model"), str(folder / "converted")]) == 0
     return folder
 
@@ -128,10 +95,6 @@ def write(folder: Path, *names: str) -> None:
     seal(folder)
 
 
-def change_size(folder: Path) -> None:
-    (folder / "a.txt").write_text("longer than before")
-
-
 def change_content(folder: Path) -> None:
     (folder / "a.txt").write_text("A.txt")
     os.utime(folder / "a.txt", ns=(1, 1))
@@ -139,17 +102,10 @@ def change_content(folder: Path) -> None:
 
 TOUCHED: dict[str, Callable[[Path], object]] = {
     "a file more": lambda folder: (folder / "notes.txt").write_text("mine"),
-    "a file more, below": lambda folder: (folder / "in" / "notes").write_text("mine"),
     "an empty folder more": lambda folder: (folder / "mine").mkdir(),
     "a link more": lambda folder: (folder / "mine").symlink_to(folder.parent),
-    "a link in place of a file": lambda folder: (
-        (folder / "a.txt").unlink(),
-        (folder / "a.txt").symlink_to("/dev/null"),
-    ),
-    "another size": change_size,
     "another content": change_content,
     "no mark": lambda folder: (folder / ".megarl.json").unlink(),
-    "a mark that is none": lambda folder: (folder / ".megarl.json").write_text("[1]"),
     "a mark of other types": lambda folder: (folder / ".megarl.json").write_text('{"files": [], "patterns": {}}'),
 }
 
@@ -195,28 +151,3 @@ def test_a_folder_of_megarl_is_replaced_as_a_whole(
     assert remove_own(tmp_path / "link", lambda name, found: True) == []
     assert (out / "appeared").exists()
     assert free_name(out / "appeared") == out / "appeared-2"
-
-
-def test_a_folder_stays_of_megarl_where_flushing_sets_the_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flush = os.fsync
-
-    def flush_and_set_time(descriptor: int) -> None:
-        flush(descriptor)
-        os.utime(descriptor, (1_700_000_000, 1_700_000_000))
-
-    monkeypatch.setattr(os, "fsync", flush_and_set_time)
-    write(tmp_path / "out", "a.txt", "in/b.txt")
-    require_own(tmp_path / "out")
-
-
-def test_a_finished_quickstart_is_named_also_where_its_configuration_was_edited(tmp_path: Path) -> None:
-    page, settings = tmp_path / "run" / "report" / "index.html", tmp_path / "quickstart.toml"
-    page.parent.mkdir(parents=True)
-    page.write_text("")
-    (tmp_path / "run" / "metrics.jsonl").write_text(STEP)
-    settings.write_text("# mine")
-    with pytest.raises(MegarlError, match=r"finished quickstart, see .*index\.html; to train on"):
-        quickstart(tmp_path)
-    assert settings.read_text() == "# mine"

@@ -20,28 +20,9 @@ from typing import Any
 import preloaded
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from megarl.data.tiny import write_sort_task, write_tiny_model
-from megarl.files.hf_config import BOUNDS
 from megarl.models.hf_folder import INDEX, SINGLE
 
-CONFIG = """\
-[run]
-steps = 3
-dir = "run"
-[model]
-path = "model"
-[data]
-train = "task/train.jsonl"
-max_prompt_tokens = 16
-[rollout]
-prompts_per_step = 32
-group_size = 8
-max_response_tokens = 10
-[optim]
-lr = 1e-4
-"""
 TRAIN, PLAN, DOCTOR, CONVERT = "train run.toml", "plan run.toml", "doctor run.toml", "convert model out"
 QUANTIZE, TRACE, DATA = "quantize model out", "trace inspect a.safetensors", "eval run.toml --data task/heldout.jsonl"
 LIMITED = """
@@ -54,23 +35,6 @@ resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (4 << 3
 resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 sys.exit(cli.main(sys.argv[1:]))
 """
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made")
-    write_tiny_model(folder / "model", hidden_size=16, num_layers=1, num_experts=4, expert_width=8)
-    write_sort_task(folder / "task", num_train=8, num_heldout=4, num_demonstrations=8)
-    (folder / "run.toml").write_text(CONFIG)
-    return folder
-
-
-@pytest.fixture
-def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "here"
-    shutil.copytree(made, folder)
-    monkeypatch.chdir(folder)
-    return folder
 
 
 def run(command: str) -> tuple[int, str]:
@@ -137,37 +101,21 @@ def tensor(begin: int, end: int, shape: Any = (2,)) -> dict[str, Any]:
 
 DEEP = "[" * 100_000
 FILES = {"a FIFO": os.mkfifo, "a socket": listen, "a device": lambda path: path.symlink_to("/dev/zero")}
-SHAPE = (PLAN, TRAIN)
+# test_hf_config gives every key of every family other values; these would cost memory or time, or are of two keys.
 NUMBERS: dict[str, tuple[str, Any, str]] = {
     "1e9 layers": ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000, expected an integer from 1 to 1024"),
-    "1e9 experts": ("num_local_experts", 10**9, "num_local_experts is 1000000000, expected an integer from 1 to 16384"),
     "1e400 layers": ("num_hidden_layers", 10**400, "num_hidden_layers is 1000000"),
-    "top-9 of 4": ("num_experts_per_tok", 9, "num_experts_per_tok is 9, expected at most the 4 experts"),
-    "no width": ("head_dim", 0, "head_dim is 0, expected an integer from 1 to"),
-    "an odd width": ("head_dim", 7, "rotary embeddings turn 7 values of a head, expected pairs"),
-    "a base of text": ("rope_theta", "x", "rope_theta is 'x', expected a number from 1"),
     "an infinite base": ("rope_theta", float("inf"), "rope_theta is inf"),
-    "no number": ("rms_norm_eps", float("nan"), "rms_norm_eps is nan"),
-    "no epsilon": ("rms_norm_eps", 0, "rms_norm_eps is 0, expected a number from 1e-15 to 0.1"),
-    "a float for a count": ("num_local_experts", 4.0, "num_local_experts is 4.0, expected an integer"),
     "two names, two types": ("num_experts", 4.0, "num_local_experts is 4 and num_experts 4.0, expected one value"),
-    "true for a count": ("num_local_experts", True, "num_local_experts is True, expected an integer"),
-    "text for a count": ("vocab_size", "30", "vocab_size is '30', expected an integer"),
-    "no vocabulary": ("vocab_size", 0, "vocab_size is 0, expected an integer"),
-    "a negative width": ("moe_intermediate_size", -8, "moe_intermediate_size is -8"),
-    "groups that do not divide": ("num_key_value_heads", 3, "num_key_value_heads is 3, expected a divisor of num_atte"),
-    "only dense layers": ("mlp_only_layers", [0], "none of num_hidden_layers, 1, has experts by first_k_dense_replace"),
     "layers that are not there": ("mlp_only_layers", [7], "mlp_only_layers is [7], expected some of layers 0 to 0"),
-    "prediction layers of text": ("num_nextn_predict_layers", "x", "num_nextn_predict_layers is 'x'"),
-    "1e9 prediction layers": ("num_nextn_predict_layers", 10**9, "num_nextn_predict_layers is 1000000000"),
     "a type that is a list": ("model_type", ["qwen3_moe"], "is not supported"),
     "blocks of no rows": ("quantization_config", {"quant_method": "fp8", "weight_block_size": [0, 1]}, "with blocks"),
 }
 NAMED = "expected weight_map, a table of names and files beside it"
 FORGED: dict[str, tuple[Callable[[], object], tuple[str, ...], str]] = {
-    **{name: (key(k, value), SHAPE, told) for name, (k, value, told) in NUMBERS.items()},
+    **{name: (key(k, value), (PLAN,), told) for name, (k, value, told) in NUMBERS.items()},
     **{
-        f"{name} as {kind}": (replace(name, make), commands, f"is {kind}, expected a regular file")
+        f"{name} as {kind}": (replace(name, make), commands, "device or broken link, expected a regular file")
         for kind, make in FILES.items()
         for name, commands in {
             "model/config.json": (PLAN, TRAIN, CONVERT),
@@ -186,46 +134,21 @@ FORGED: dict[str, tuple[Callable[[], object], tuple[str, ...], str]] = {
             "model/config.json": (PLAN, CONVERT),
             f"model/{INDEX}": (CONVERT,),
             "model/tokenizer.json": (TRAIN,),
-            "model/tokenizer_config.json": (TRAIN,),
             "task/train.jsonl": (TRAIN,),
         }.items()
     },
     "a config.json of 100 MB": (replace("model/config.json", text(b" " * 10**8)), (PLAN,), "expected at most"),
     "an index of numbers": (index({"a": 1}), (CONVERT,), NAMED),
-    "an index of lists": (index([["a", "b"]]), (CONVERT,), NAMED),
     "an index of a path above": (index({"a": "../x.safetensors"}), (CONVERT,), NAMED),
-    "an index of the folder above": (index({"a": ".."}), (CONVERT,), NAMED),
-    "an index of an absolute path": (index({"a": "/etc/passwd"}), (CONVERT,), NAMED),
-    "an index of a NUL": (
-        replace(f"model/{INDEX}", text('{"weight_map": {"a": "b\\u0000"}}')),
-        (CONVERT,),
-        NAMED,
-    ),
-    "an index of a long name": (index({"a": "b" * 5000}), (CONVERT,), NAMED),
     "a header of 2**60 bytes": (header(b"{}", 2**60), (CONVERT,), "truncated, or no safetensors file"),
-    "a header that is deep": (header(DEEP.encode()), (CONVERT,), "truncated, or no safetensors file"),
     "tensors that overlap": (header({"a": tensor(0, 8), "b": tensor(4, 12)}, data=bytes(12)), (CONVERT,), "truncated"),
-    "a tensor beyond the file": (header({"a": tensor(0, 2**50, [2**48])}), (CONVERT,), "truncated"),
-    "names with paths": (
-        header({"../../a": tensor(0, 8), "b\0c": tensor(8, 16)}, data=bytes(16)),
-        (CONVERT,),
-        "unknown",
-    ),
-    "end tokens of text": (
-        replace("model/generation_config.json", text('{"eos_token_id": [[1], "x"]}')),
-        (TRAIN,),
-        "eos_token_id is [[1], 'x'], expected a token id or a list of them",
-    ),
+    "an end of text": (replace("model/generation_config.json", text('{"eos_token_id": ["x"]}')), (TRAIN,), "is ['x']"),
     "a side file that links out": (
         replace("model/notes.txt", lambda path: path.symlink_to("/etc/passwd")),
         (CONVERT, TRAIN, DOCTOR, QUANTIZE),
         "notes.txt is a link to /etc/passwd, outside of its folder",
     ),
-    "a tracker that is long": (
-        replace("model/latest_checkpointed_iteration.txt", text("9" * 10**6)),
-        (CONVERT,),
-        "expected at most 64",
-    ),
+    "a long tracker": (replace("model/latest_checkpointed_iteration.txt", text("9" * 10**6)), (CONVERT,), "at most 64"),
 }
 ROWS = [(name, command) for name, (_, commands, _) in FORGED.items() for command in commands]
 
@@ -235,21 +158,6 @@ def test_what_is_forged_costs_one_line(name: str, command: str, here: Path) -> N
     forge, _, told = FORGED[name]
     forge()
     check(command, told)
-
-
-def test_every_number_of_a_config_has_bounds() -> None:
-    """Below them is a value that is refused, above them too; test_hf_config reads every key of every family."""
-    assert all(low < high and type(low) is type(high) for low, high in BOUNDS.values())
-
-
-def test_the_largest_shape_within_the_bounds_takes_little(here: Path) -> None:
-    for name, value in {
-        **{"num_hidden_layers": 64, "num_local_experts": 4096, "num_experts_per_tok": 64, "mlp_only_layers": []},
-        **{"hidden_size": 1 << 20, "intermediate_size": 1 << 22, "moe_intermediate_size": 1 << 22},
-        **{"vocab_size": 1 << 24, "max_position_embeddings": 1 << 27},
-    }.items():
-        key(name, value)()
-    assert run(PLAN)[0] == 0
 
 
 def test_links_of_hugging_faces_cache_are_read_and_copied(here: Path) -> None:
@@ -285,24 +193,21 @@ def test_a_folder_that_looks_like_the_cache_leads_nowhere_else(here: Path) -> No
         assert not Path("out").exists()
 
 
-@pytest.fixture
-def torch_dist(here: Path) -> Path:
-    assert run(CONVERT)[0] == 0
-    (here / "out" / "conversion.json").unlink()  # a stranger writes checksums that fit
-    return here / "out"
-
-
-def test_metadata_of_a_checkpoint_name_no_file_elsewhere(torch_dist: Path, here: Path) -> None:
+def test_a_checkpoint_names_no_file_elsewhere_and_is_not_unpacked(here: Path) -> None:
     import pickle
 
     from megarl.files.pickles import load_metadata
 
+    assert run(CONVERT)[0] == 0
+    torch_dist = here / "out"
+    (torch_dist / "conversion.json").unlink()  # a stranger writes checksums that fit
     file = torch_dist / ".metadata"
+    sound = file.read_bytes()
     whole = load_metadata(torch_dist)
     outside = here / "elsewhere.distcp"
     shutil.copyfile(torch_dist / "__0_0.distcp", outside)
     first = next(iter(whole.storage_data.values()))
-    for name in ("../elsewhere.distcp", str(outside), "..", "", "\ud800", 7):
+    for name in ("../elsewhere.distcp", str(outside), "\ud800", 7):
         before, first.relative_path = first.relative_path, name
         file.write_bytes(pickle.dumps(whole))
         first.relative_path = before
@@ -310,10 +215,8 @@ def test_metadata_of_a_checkpoint_name_no_file_elsewhere(torch_dist: Path, here:
     first.offset = -5
     file.write_bytes(pickle.dumps(whole))
     check("convert out back", "expected bytes")
-
-
-def test_a_compressed_archive_is_not_unpacked(torch_dist: Path) -> None:
-    """A hundred megabytes from a hundred kilobytes."""
+    # A hundred megabytes from a hundred kilobytes.
+    file.write_bytes(sound)
     file = torch_dist / "common.pt"
     torch.save({"loop": {"model": {}}, "x": torch.zeros(25_000_000)}, torch_dist.parent / "plain.pt")
     with (
@@ -324,13 +227,3 @@ def test_a_compressed_archive_is_not_unpacked(torch_dist: Path) -> None:
             out.writestr(each.filename, plain.read(each))
     assert file.stat().st_size < 1_000_000
     check("convert out back", "compressed, which is no part of a checkpoint")
-
-
-def test_a_link_among_weights_is_read(here: Path) -> None:
-    """A cache, or a disk with room, may hold them: what is read must still be the model's tensors."""
-    shutil.move(here / "model" / SINGLE, here / "weights")
-    (here / "model" / SINGLE).symlink_to(here / "weights")
-    assert run(CONVERT)[0] == 0
-    save_file({"a": torch.zeros(2)}, here / "weights")
-    shutil.rmtree("out")
-    check(CONVERT, "does not hold the model of its config.json")

@@ -1,13 +1,11 @@
-"""Commands that read a run folder, on files that anything may have written into: one line and no traceback.
-
-What hypothesis finds is bounded: a few hundred files. Every command runs in this process, as ``megarl.cli.main``.
-"""
+"""What a run folder holds, after anything may have written into it: one line and no traceback."""
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import socket
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,9 @@ from hypothesis import strategies as st
 from run_configs import run_text
 
 from megarl.cli import main
-from megarl.config.file import load
-from megarl.errors import ConfigError, printable
+from megarl.errors import DamageError, DataError, printable
+from megarl.files.foreign_json import MAX_DEPTH, parse_json
+from megarl.megatron.checkpoints import folders as manifest
 
 SHARED = [HealthCheck.function_scoped_fixture]  # what capsys holds is taken before each example
 CONTROL = "\x1b]0;owned\x07\x1b[31m\x08\r\u202e\ud800"
@@ -29,7 +28,12 @@ STATUS: dict[str, Any] = {
 }
 RECORD = {"kind": "step", "step": 1, "minibatch": None, "wall_s": 1.0, "reward/mean": 0.5}
 SIGN = {"rank": 0, "host": socket.gethostname(), "pid": 1, "step": 2, "phase": "train", "beat": 1.0, "beat_s": 2.0}
-SOUND = {"status": STATUS, "launch": {"says": "running"}, "lock": {"host": "h", "pid": 1, "since": ""}, "sign": SIGN}
+SOUND = {
+    "status": STATUS,
+    "launch": {"says": "running", "launch": "a"},
+    "lock": {"host": "h", "pid": 1, "since": ""},
+    "sign": SIGN,
+}
 CONFIG = run_text()
 
 odd = st.one_of(
@@ -63,13 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def fill(folder: Path, **files: bytes) -> None:
     """Write a sound run, but for ``files``."""
-    given = {
-        "status": STATUS,
-        "launch": {"says": "running", "launch": "a"},
-        "lock": {"host": "h", "pid": 1, "since": ""},
-        "sign": SIGN,
-    }
-    for name, good in given.items():
+    for name, good in SOUND.items():
         data = files.get(name, json.dumps(good).encode())
         place = {"lock": "lock", "sign": "ranks/00000.json"}.get(name, f"{name}.json")
         (folder / place).write_bytes(data)
@@ -116,18 +114,12 @@ def test_report_reads_whatever_is_there(folder: Path, capsys: pytest.CaptureFixt
 
 CONFIGS = {
     "binary": bytes(range(256)) * 4,
-    "utf-16": CONFIG.encode("utf-16"),
-    "NUL": b"[run]\nsteps = 1\0\n",
     "deep": b"a = " + b"[" * 100_000,
-    "deep tables": b"[" + b"a." * 5_000 + b"b]\n",
     "digits": b"a = " + b"1" * 10_000,
     "control": CONFIG.encode() + '[run\x1b]0;owned\x07]\n"\u202e" = 1'.encode(),
-    "control in a key": CONFIG.encode() + b'"a\\u001b[31m" = 1\n',
     "control in a value": CONFIG.replace("0.0001", '"\\u001b[31m\\u202e"').encode(),
     "types": CONFIG.replace("steps = 3", "steps = [[1979-05-27, nan]]").encode(),
     "huge": CONFIG.replace("steps = 3", "steps = 1e400").encode(),
-    "array of tables": b"[[run]]\nsteps = 1\n",
-    "empty": b"",
     "large": b"#" * 100_000_000,
 }
 
@@ -143,47 +135,64 @@ def test_a_configuration_that_is_none_is_one_line(name: str, folder: Path, capsy
     assert run(capsys, "report", folder)[0] in (0, 2)
 
 
-@given(st.binary(max_size=300) | st.text(max_size=300).map(lambda text: text.encode("utf-8", "surrogatepass")))
-@settings(max_examples=100)
-def test_no_bytes_make_a_configuration_fail_otherwise(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    path = tmp_path_factory.getbasetemp() / "any.toml"
-    path.write_bytes(data)
-    with pytest.raises(ConfigError):
-        load(path)
+DIGEST = "0" * 64
+MANIFEST = {"run": "r", "step": 3, "files": {"a": [1, DIGEST]}}
+entries = st.one_of(odd, st.tuples(odd, odd).map(list), st.just([1, DIGEST]))
+tables = st.dictionaries(st.sampled_from(["a", "../a", "/etc/passwd", "..", ".", "", "a/../b", "a\0"]), entries)
 
 
-def test_a_disk_that_is_full_is_one_line(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fill(folder)
-
-    def full(*_: object) -> None:
-        with open("/dev/full", "wb", 0) as file:
-            file.write(b"1")
-
-    monkeypatch.setattr("megarl.files.outputs.write_atomically", full)
-    code, said = run(capsys, "report", folder)
-    assert code == 2
-    assert "No space left on device" in said
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / manifest.step_name(3)
+    folder.mkdir()
+    (folder / "a").write_bytes(b"1")
+    return folder
 
 
-KEYS = ["run.steps", "model.path", "optim.lr", "rollout.engine", "train.objective", "parallel.tp", "sglang.urls"]
-
-
-@given(st.sampled_from([*KEYS, "megatron.moe_router_topk", "reward.function", "environment.tools"]), odd)
+@given(name=st.sampled_from([*MANIFEST, "more"]), value=odd | tables, keep=st.booleans())
 @settings(max_examples=150)
-def test_odd_values_are_refused_or_taken(tmp_path_factory: pytest.TempPathFactory, key: str, value: Any) -> None:
-    path = tmp_path_factory.getbasetemp() / "odd.toml"
-    path.write_text(CONFIG)
-    with suppress(ConfigError):
-        load(path, {key: value})
+@example(name="files", value={"../a": [1, DIGEST]}, keep=True)
+@example(name="files", value={"a": [True, DIGEST]}, keep=True)
+@example(name="step", value=None, keep=False)
+def test_a_forged_manifest_with_a_digest_that_fits_is_damage(step: Path, name: str, value: Any, keep: bool) -> None:
+    record = {key: old for key, old in MANIFEST.items() if key != name} | ({name: value} if keep else {})
+    try:
+        (step / manifest.MANIFEST).write_bytes(manifest._encode(record))
+    except UnicodeEncodeError:
+        return
+    if record == MANIFEST:
+        return
+    with pytest.raises(DamageError):
+        manifest.read_manifest(step, "r")
+    assert isinstance(manifest.read_run(step), str)
 
 
-NO_TRACES = (b"", b"\xff" * 100, b"\x08" + bytes(7) + b"{}      ", b"\xff" * 7 + b"\x7f", bytes(999))
+@pytest.mark.parametrize("value", [{"a": [1, -2.5, None, True, "ü", ""]}, [], 0, "x", 1 << 80, {"a": {}}])
+def test_json_is_read_as_the_standard_library_does(value: Any) -> None:
+    assert parse_json(json.dumps(value).encode(), "it", 1000) == value
+    assert parse_json(json.dumps(value, ensure_ascii=False), "it", 1000) == value
 
 
-@pytest.mark.parametrize("data", NO_TRACES)
-def test_traces_that_are_none_are_one_line(data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / f"a{CONTROL[:3]}.safetensors"
-    path.write_bytes(data)
-    assert run(capsys, "trace", "inspect", path)[0] == 2
+def test_values_that_are_no_numbers_are_left_to_the_caller_and_the_deepest_can_be_written_again() -> None:
+    found = parse_json(b"[NaN, Infinity, 1e999]", "it", 1000)
+    assert math.isnan(found[0])
+    assert found[1:] == [math.inf, math.inf]
+    text = "[" * MAX_DEPTH + "]" * MAX_DEPTH
+    assert json.dumps(parse_json(text, "it", 1000)) == text
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"[" * 100_000, "a/b.json holds more than 201 levels of lists and objects"),
+        (b"", "a/b.json holds no JSON, EOF"),
+        (b"<html>", "a/b.json holds no JSON, expected value"),
+        (b'{"a": 1} x', "a/b.json holds no JSON, trailing"),
+        (b"9" * 5000, "a/b.json holds no JSON, number out of range"),
+        (b"[1" + b" " * 200_000 + b"]", "a/b.json holds 200003 bytes of JSON, expected at most 200000"),
+    ],
+)
+def test_anything_else_is_refused_in_one_line(data: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=f"^{re.escape(message)}") as caught:
+        parse_json(data, "a/b.json", 200_000)
+    assert "\n" not in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,12 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lean import make_environment
+from lean import KIT, make_environment
+from megatron_releases import installed
 
 from megarl.routes import RoutingTrace
 from megarl.routes.trace_file import TracedSequence, TraceInfo, write_traces
 
 ROOT = Path(__file__).parents[1]
+ABSENT = "import importlib.util as u; print([n for n in ('pydantic', 'transformers', 'rich') if u.find_spec(n)])"
 REPLAY = "import megarl.replay"
 PLUGIN = "import megarl.plugin"
 MEGATRON = "import torch, megatron.core.models.gpt, megatron.core.transformer.moe.moe_layer"
@@ -37,54 +40,65 @@ def third_party(statement: str) -> set[str]:
 )
 def test_nothing_comes_along_but_torch_and_megatron(statement, peers):
     assert third_party(statement) - third_party(peers) == {"megarl"}
+    assert {"megarl", "pydantic"} <= third_party("import megarl.config")  # the measure sees it
 
 
-def test_the_measure_sees_what_a_configuration_brings():
-    assert {"megarl", "pydantic"} <= third_party("import megarl.config")
+def test_traces_need_few_packages_and_what_is_missing_is_named(lean, tmp_path):
+    experts = np.array([[[0, 1]], [[2, 3]]], np.int32)
+    a, b = (str(tmp_path / name) for name in "ab")
+    for path, rows in ((a, experts), (b, experts[::-1])):
+        write_traces(path, TraceInfo("tiny", (0,), 4, 2), [TracedSequence("s", RoutingTrace(rows, 4))])
+    assert "top-2 of 4" in lean("trace", "inspect", a).stdout
+    assert "100.000%" in lean("trace", "diff", a, b).stdout
+    for words, told in (
+        (("patch", "status"), "this Python has no megatron-core"),
+        (("quickstart",), "needs the package plotly, which is not installed: pip install 'megarl-moe[train]'\n"),
+    ):
+        done = lean(*words)
+        assert done.returncode == 2
+        assert told in done.stderr
 
 
 @pytest.fixture(scope="module")
-def lean(tmp_path_factory):
-    """Runs megarl where nothing but numpy, pydantic and safetensors is installed."""
-    here = tmp_path_factory.mktemp("here")
-    python = make_environment(tmp_path_factory.mktemp("lean"))
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_environment(tmp_path_factory.mktemp("kit"), distributions=KIT)
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+
+@pytest.mark.parametrize("release", ["0.16.1", "0.19.2"])
+def test_the_plug_in_replays_with_megatron_alone(kit: Path, release: str, tmp_path: Path) -> None:
+    """Of the distribution, the process sees the package folder only."""
+    (tmp_path / "megarl").symlink_to(ROOT / "megarl")
+    path = os.pathsep.join([str(tmp_path), str(installed(release))])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+    def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [python, "-m", "megarl.cli", *words], capture_output=True, text=True, cwd=here, env=environment
+            [kit, "-W", "ignore", *words], capture_output=True, text=True, env=environment, cwd=tmp_path
         )
 
-    run.here = here
-    return run
+    assert run("-c", ABSENT).stdout == "[]\n"
+    version = run("-c", "import megatron.core; print(megatron.core.__version__)").stdout.split()[-1]
+    assert version == release
+    done = run(ROOT / "examples" / "plugged_in.py", "--replay", "r3", "--steps", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("r3 held\n")
 
 
-def test_traces_need_few_packages(lean):
-    experts = np.array([[[0, 1]], [[2, 3]]], np.int32)
-    for name, rows in (("a", experts), ("b", experts[::-1])):
-        write_traces(lean.here / name, TraceInfo("tiny", (0,), 4, 2), [TracedSequence("s", RoutingTrace(rows, 4))])
-    shown = {words: lean("trace", *words) for words in (("inspect", "a"), ("diff", "a", "b"))}
-    assert [done.returncode for done in shown.values()] == [0, 0], shown
-    assert "top-2 of 4" in shown["inspect", "a"].stdout
-    assert "100.000%" in shown["diff", "a", "b"].stdout
-
-
-def test_there_is_no_megatron_to_patch(lean):
-    done = lean("patch", "status")
-    assert done.returncode == 2
-    assert "this Python has no megatron-core" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "package"),
-    [
-        (("quickstart",), "plotly"),
-    ],
-)
-def test_what_is_missing_is_named_with_its_extra(lean, words, package):
-    done = lean(*words)
-    assert done.returncode == 2
-    assert done.stderr == (
-        f"megarl: error: megarl {words[0]} needs the package {package}, which is not installed: "
-        "pip install 'megarl-moe[train]'\n"
+def test_no_import_of_megarl_changes_the_process() -> None:
+    """In fresh processes, not forks; the snapshot sees what ``megarl.enable_cpu()`` changes."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "import_snapshot.py"], stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT
     )
+    changes, names, on_cpu = json.loads(done.stdout.rpartition("CHANGES")[2])
+    assert changes == []
+    doors = {"megarl.plugin", "megarl.replay", "megarl.routes", "megarl.core.objectives", "megarl.trainer.loop"}
+    assert doors <= {*names}
+    assert {
+        "torch.cuda.current_device",
+        "torch.cuda.Stream",
+        "Tensor.cuda",
+        "torch.distributed.distributed_c10d.ProcessGroupGloo",
+        "megatron.core.tensor_parallel.mappings._gather_along_first_dim",
+        "warnings.filters",
+    } <= {*on_cpu}
+    assert any(name.endswith("__code__") and name.startswith("megatron.core.pipeline_parallel") for name in on_cpu)

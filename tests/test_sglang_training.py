@@ -27,9 +27,8 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow(minutes=3), pytest.mark.multi
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model, its task, rewards and a configuration without FP8 rounding."""
     folder = tmp_path_factory.mktemp("sglang_home")
-    write_tiny_model(
-        folder / "model", hidden_size=64, num_layers=2, num_experts=8, expert_width=32, initializer_range=0.15
-    )
+    sizes = {"hidden_size": 64, "num_layers": 2, "num_experts": 8, "expert_width": 32}
+    write_tiny_model(folder / "model", **sizes, initializer_range=0.15)
     write_sort_task(folder / "task", num_train=64, num_heldout=16, num_demonstrations=8, digits=3)
     (folder / "end_to_end_rewards.py").write_text(REWARDS)
     table = settings(folder)
@@ -141,10 +140,7 @@ def test_one_step_off_samples_with_the_weights_of_the_step_before(home: Path, fp
 
 
 @pytest.mark.slow
-def test_acceptance_twenty_steps_of_the_quickstart_through_sglang(
-    sglang_python: Path,
-    tmp_path: Path,
-) -> None:
+def test_acceptance_twenty_steps_of_the_quickstart_through_sglang(sglang_python: Path, tmp_path: Path) -> None:
     """The quickstart's model, task and layout; the engine is a server that megarl starts, with FP8-rounded weights."""
     path, untrained = tmp_path / "quickstart.toml", tmp_path / "untrained"
     path.write_text(

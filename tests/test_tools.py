@@ -16,10 +16,6 @@ ROOT = Path(__file__).parents[1]
 TOOLS = sorted((ROOT / "tools").glob("*.py"))
 
 
-def test_there_are_tools() -> None:
-    assert len(TOOLS) >= 8
-
-
 def test_a_tool_finds_all_that_it_imports() -> None:
     code = (
         "import importlib.util, sys, traceback\n"
@@ -32,6 +28,7 @@ def test_a_tool_finds_all_that_it_imports() -> None:
         "        print(path, traceback.format_exc())\n"
     )
     tools = [str(tool) for tool in TOOLS]
+    assert len(tools) >= 8
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, *tools], capture_output=True, text=True, timeout=3600
     )
@@ -66,20 +63,3 @@ def test_a_test_that_is_run_by_name_exists(name: str) -> None:
     text = (ROOT / path).read_text()
     for part in parts:
         assert re.search(rf"^ *(?:async )?(?:def|class) {part}\b", text, re.MULTILINE), part
-
-
-def test_words_are_counted(tmp_path: Path) -> None:
-    count = runpy.run_path(str(ROOT / "tools" / "plain_words.py"))["figures"]
-    (tmp_path / "module.py").write_text(
-        '"""One sentence that names it twice, and others."""\n\n'  # 4 of 8 words refer
-        "def public(found, x: Tensor):  # a comment of more than five words\n"
-        "    part = found\n"
-        '    """Short."""\n'
-        "    if part:\n"
-        "        raise ConfigError(x)\n"
-    )
-    (tmp_path / "page.md").write_text(
-        "# Those which\n\nIt stands in a sentence here.\n\n    it is code\n\n| such | a | b | c | d |\n"
-    )
-    values = [figure.value for figure in count([tmp_path / "module.py"], [tmp_path / "page.md"]).values()]
-    assert values == [100 * 2 / 3, pytest.approx(100 * 4 / 15), pytest.approx(100 * 2 / 11), 4, 1, 1]

@@ -10,13 +10,10 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 from lean import make_environment
 
 from megarl import __version__
-from megarl.routes import RoutingTrace
-from megarl.routes.trace_file import TracedSequence, TraceInfo, write_traces
 
 ROOT = Path(__file__).parents[1]
 DATA = ("launch", "patches")
@@ -97,14 +94,6 @@ def test_the_source_distribution_has_the_same_files_where_the_checkout_has_them(
     )
 
 
-def test_an_editable_installation_copies_no_data(source: Path, tmp_path: Path) -> None:
-    """It finds the folders in the checkout, as the environment of these tests does."""
-    code = f"import setuptools.build_meta as b; print(); print(b.build_editable({str(tmp_path)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert not [name for name in members(tmp_path / done.stdout.split()[-1]) if name.startswith("megarl/")]
-
-
 def test_it_works_where_only_numpy_and_pydantic_are(wheel: Path, tmp_path: Path) -> None:
     python = make_environment(tmp_path / "empty", with_pip=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -118,9 +107,6 @@ def test_it_works_where_only_numpy_and_pydantic_are(wheel: Path, tmp_path: Path)
     megarl = python.with_name("megarl")
     assert run(megarl, "--version") == f"megarl {__version__}\n"
     assert "patch" in run(megarl, "--help")
-    experts = np.array([[[0, 1]], [[2, 3]]], np.int32)
-    write_traces(tmp_path / "t", TraceInfo("tiny", (0,), 4, 2), [TracedSequence("s", RoutingTrace(experts, 4))])
-    assert "top-2 of 4" in run(megarl, "trace", "inspect", "t")
     listed = run(megarl, "recipes")
     recipes = [path.stem for path in (ROOT / "launch" / "recipes").glob("*.toml")]
     assert len(recipes) == 9

@@ -1,4 +1,4 @@
-"""Sixty wrong inputs: each costs one line on stderr and exit code 2, which says what was found and what to do."""
+"""Wrong inputs: each costs one line on stderr and exit code 2, which says what was found and what to do."""
 
 from __future__ import annotations
 
@@ -9,40 +9,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from run_configs import run_text
 
 from megarl import cli
 from megarl.config.file import load
-from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.errors import ConfigError
 from megarl.run.folder import claim
 
-CONFIG = run_text(
-    run__dir="run", model__path="model", data__train="task/train.jsonl",
-    sft={"data": "task/demonstrations.jsonl", "steps": 2, "batch_size": 4, "lr": 1e-3},
-)  # fmt: skip
 TRAIN = "train run.toml"
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, its task and a configuration that could train."""
-    folder = tmp_path_factory.mktemp("made")
-    write_tiny_model(folder / "model", hidden_size=16, num_layers=1, num_experts=4, expert_width=8)
-    write_sort_task(folder / "task", num_train=8, num_heldout=4, num_demonstrations=8)
-    (folder / "run.toml").write_text(CONFIG)
-    return folder
-
-
-@pytest.fixture
-def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "here"
-    shutil.copytree(made, folder)
-    monkeypatch.chdir(folder)
-    return folder
 
 
 def text(name: str, old: str, new: str) -> Callable[[], None]:
@@ -64,59 +39,30 @@ def whole(name: str, content: bytes) -> Callable[[], None]:
     return write
 
 
-def config(old: str, new: str) -> Callable[[], None]:
-    return text("run.toml", old, new)
-
-
-def without(*names: str) -> Callable[[], object]:
-    return lambda: [Path(name).unlink() for name in names]
-
-
-def a_run(**status: Any) -> Callable[[], None]:
-    def write() -> None:
-        found = {"state": "finished", "phase": "", "host": "h", "step": 1, "steps": 3, "ranks": 1, "pid": 1}
-        whole("run/status.json", json.dumps(found | status).encode())()
-        whole("run/config.toml", CONFIG.encode())()
-        whole("run/metrics.jsonl", b"")()
-
-    return write
-
-
-def lines(*records: object) -> Callable[[], None]:
-    return whole("task/train.jsonl", b"".join(json.dumps(record).encode() + b"\n" for record in records))
-
-
-def nothing() -> None:
-    """The command alone is wrong."""
-
-
 COMMANDS = """
  | expected one of train, launch
 trian run.toml | did you mean train?
 train | required: CONFIG
-train run.toml --rollout.temprature 1 | did you mean rollout.temperature?
-train run.toml --json | unrecognized arguments: --json
 report run --run.steps 3 | remove --run.steps
-train run.toml --rollout.temperature hot | found 'hot'
 train run.toml --rollout.group_size 1e23 | --rollout.group_size: found '1e23'
-train run.toml --train.replay r4 | input should be 'none', 'r2' or 'r3'
-train run.toml --train.objective grop | expected one of minirl
 quickstart --family gpt | invalid choice: 'gpt'
 quickstart --out run.toml | cannot be made a folder
 eval run.toml --data task/heldout.jsonl --k 0 | --k: found 0
 eval run.toml --data aime99 | expected aime24, aime25, hmmt25
 eval run.toml --data nowhere.jsonl | nowhere.jsonl: there is no such file
 eval run.toml --data task/heldout.jsonl --model.path nowhere | model.path: there is no folder nowhere, expected a Hugg
-trace diff a | found 1 files, expected 2
-trace inspect nowhere | nowhere: there is no such file
-recipes copy nowhere | found no recipe or script 'nowhere'
-patch status nowhere | expected the folder that contains megatron/core
 train nowhere.toml | nowhere.toml: cannot be read as a configuration file: No such
-plan task | is a folder, expected a regular file
-train run.toml --parallel.tp 2 | found 1 ranks, expected a multiple of tp
-train run.toml --reward.function lost:it | cannot import 'lost'
+plan task | is a folder, FIFO, socket, device or broken link, expected a regular file
 sft run.toml --model.path nowhere | model.path: there is no folder nowhere
 train run.toml --data.train run.toml | run.toml: cannot tell a format
+--foo | megarl: unrecognized arguments: --foo; see megarl --help
+train c.toml --lr=1 | unrecognized arguments: --lr=1; did you mean --optim.lr or --sft.lr?
+gap x --tokens many | --tokens: found 'many': Input should be a valid integer
+gap nowhere --rollout.dtype fp32 | nowhere is not a folder; expected a Hugging Face folder
+recipes copy qwen3-30b-a3b-8gp | did you mean qwen3-30b-a3b-8gpu?
+recipes path ../shipped | found no recipe or script '../shipped'
+recipes copy | megarl recipes copy: found no name
+recipes copy cpu-quickstart run.toml | found a file, expected a folder or nothing
 status task | is no folder of a run that has begun
 samples task | or this is no run folder
 report task | metrics.jsonl: there is no such file
@@ -127,73 +73,29 @@ convert model model | would replace its own source
 """Commands that are wrong by themselves, and a part of the line."""
 
 
-def partition(line: str) -> list[str]:
-    return line.split(" | ")
-
-
 CASES: dict[str, tuple[str, Callable[[], object], str]] = {
     # name: command, what is done to the files before, what the line contains
-    "not UTF-8": (TRAIN, whole("run.toml", b"\xff\xfe"), "cannot be read as a configuration file"),
     "not TOML": (TRAIN, whole("run.toml", b"{}"), "not valid TOML"),
     "empty": (TRAIN, whole("run.toml", b""), "run, model, data, rollout, optim: missing"),
-    "a key misspelt": (
-        TRAIN,
-        config("steps = 3", "stps = 3"),
-        "run.stps: unknown key; did you mean run.steps?",
-    ),
-    "a table misspelt": (TRAIN, config("[sft]", "[sfy]"), "[sfy]: unknown table; did you mean sft"),
-    "two mistakes": (
-        TRAIN,
-        lambda: (config("steps = 3", "stps = 3")(), config("lr = 0.0001", "lr = 0.0")()),
-        "3 problems: (1) run.stps: unknown key; did you mean run.steps? (2) optim.lr: found 0.0",
-    ),
-    "a count as 1e23": (TRAIN, config("group_size = 8", "group_size = 1e23"), "found 1e+23"),
-    "a count of 24 digits": (
-        TRAIN,
-        config("group_size = 8", f"group_size = 1{'0' * 23}"),
-        "found an integer of 77 bits, expected at most 63",
-    ),
-    "a NUL": (TRAIN, config('"model"', '"mo\\u0000del"'), "without NUL characters"),
-    "one of two types": (TRAIN, config("[optim]", '[train]\nmax_k3 = "on"\n[optim]'), "'learn' or 'off', or input"),
-    "no config.json": (TRAIN, without("model/config.json"), "model has no config.json"),
-    "config.json is cut": (TRAIN, whole("model/config.json", b'{"model_type'), "holds no JSON"),
+    "a table misspelt": (TRAIN, text("run.toml", "[sft]", "[sfy]"), "[sfy]: unknown table; did you mean sft"),
+    "a NUL": (TRAIN, text("run.toml", '"model"', '"mo\\u0000del"'), "without NUL characters"),
+    "one of two types": (TRAIN, text("run.toml", "[optim]", '[train]\nmax_k3 = "on"\n[optim]'), "'learn' or 'off'"),
     "another architecture": (TRAIN, text("model/config.json", "qwen3_moe", "mamba"), "'mamba'"),
-    "no tokenizer": ("sft run.toml", without("model/tokenizer.json"), "tokenizer: none in model, expected one of tok"),
-    "tokenizer.json is cut": (TRAIN, whole("model/tokenizer.json", b"{"), "tokenizer.json holds no JSON"),
+    "no tokenizer": (
+        "sft run.toml",
+        lambda: Path("model/tokenizer.json").unlink(),
+        "tokenizer: none in model",
+    ),
     "no weights": (TRAIN, lambda: [p.unlink() for p in Path("model").glob("*.safetensors")], "has no *.safe"),
-    "data is not there": (TRAIN, without("task/train.jsonl"), "data.train: task/train.jsonl: there is no such file"),
     "data is empty": (TRAIN, whole("task/train.jsonl", b""), "expected at least one example"),
     "data is no JSON": (TRAIN, whole("task/train.jsonl", b"{\n"), "task/train.jsonl:1"),
-    "data is not UTF-8": (TRAIN, whole("task/train.jsonl", b"\xff\xfe\n"), "task/train.jsonl"),
-    "data without answers": (TRAIN, lines({"prompt": "1="}), "task/train.jsonl:1"),
-    "a list for a record": (TRAIN, lines([1]), "task/train.jsonl:1"),
-    "demonstrations without responses": (
-        "sft run.toml",
-        whole("task/demonstrations.jsonl", b'{"prompt": "1="}\n'),
-        "sft.data: task/demonstrations.jsonl:1",
-    ),
-    "a status that is damaged": ("status run", a_run(step="one"), "status.json is damaged"),
-    "metrics that are none": (
-        "report run",
-        lambda: (a_run()(), whole("run/metrics.jsonl", b"{}\n")()),
-        "metrics.jsonl",
-    ),
+    "data without answers": (TRAIN, whole("task/train.jsonl", b'{"prompt": "1="}\n'), "task/train.jsonl:1"),
     "a checkpoint half written": (
         "convert run/checkpoints/step_0000001 out",
         whole("run/checkpoints/step_0000001/metadata.json", b"{}"),
         "step_0000001",
     ),
-    "weights of another shape": (
-        "convert model out",
-        text("model/config.json", '"moe_intermediate_size": 8', '"moe_intermediate_size": 16'),
-        "of another shape",
-    ),
-    "weights that are cut": (
-        "convert model out",
-        lambda: os.truncate(next(Path("model").glob("*.safetensors")), 1000),
-        "truncated, or no safetensors file",
-    ),
-    "a name that is too long": (f"{TRAIN} --data.train {'a' * 300}.jsonl", nothing, "File name too long"),
+    "a name that is too long": (f"{TRAIN} --data.train {'a' * 300}.jsonl", lambda: None, "File name too long"),
 }
 
 
@@ -201,7 +103,7 @@ CASES: dict[str, tuple[str, Callable[[], object], str]] = {
     ("command", "prepare", "expected"),
     [
         *(pytest.param(*case, id=name) for name, case in CASES.items()),
-        *((command, nothing, expected) for command, expected in map(partition, COMMANDS.strip("\n").splitlines())),
+        *((command, lambda: None, told) for command, told in (row.split(" | ") for row in COMMANDS.splitlines()[1:])),
     ],
 )
 def test_a_wrong_input_costs_one_line_and_exit_code_2(

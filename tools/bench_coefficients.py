@@ -6,7 +6,7 @@
 three means as metrics. It checks nothing. Plain and every row are timed turn by turn in one run, on one thread;
 medians of their ratios are printed, with the least and the largest. On a CPU the time is that of this process, so that
 others do not count. A row above its budget (12 times the plain loss, 16 with a search for an exponent) is named, and
-the exit code is then 1. "counts only" leaves out the statistics (``log.objective_every``).
+the exit code is then 1.
 
 The budget holds for any number of tokens, because memory is kept between calls here. By default glibc gives columns of
 32 MiB (8.4e6 tokens) and more back to the kernel: then the plain loss takes 69 ns per token instead of 15, four fifths
@@ -105,7 +105,6 @@ def main() -> int:
     calls: dict[str, Callable[[], object]] = {
         name: partial(coefficients, ROWS[name], columns_of[name], denominators) for name in arguments.rows
     }
-    calls["grpo, counts only"] = lambda: coefficients(OBJECTIVES["grpo"], columns, denominators, detailed=False)
     ratios: dict[str, list[float]] = defaultdict(list)
     plain: list[float] = []
     for repeat in range(-1, arguments.repeats):  # one round to warm up

@@ -177,7 +177,7 @@ def weigh(setup: Setup, objective: Objective, columns: dict[str, Tensor]) -> Ten
     bounds = torch.arange(0, runs * tokens + 1, setup.length)
     packed = {name: column.flatten() for name, column in columns.items()}
     mask = torch.ones(runs * tokens, dtype=torch.bool)
-    found = coefficients(objective, TokenColumns(**packed, loss_mask=mask, cu_seqlens=bounds), detailed=False)
+    found = coefficients(objective, TokenColumns(**packed, loss_mask=mask, cu_seqlens=bounds))
     # One mean over the sequences of all runs: times S it is the mean over each run's.
     return found.values.view(runs, tokens) * runs
 

@@ -40,23 +40,23 @@ ROOT = Path(__file__).resolve().parents[1]
 EQUIVALENTS = ROOT / "tests/core/equivalent_mutants.toml"
 TIMEOUT_S = 60
 """A mutant that runs longer counts as killed: it loops."""
-_OBJECTIVES = "objectives_boundaries mask_bounds table equation objectives finite_differences"
+_OBJECTIVES = "objectives_boundaries mask_bounds table objectives finite_differences"
 SCORED = {
     "objectives/masks": f"{_OBJECTIVES} functions",
     "objectives/weights": f"{_OBJECTIVES} functions",
     "objectives/loss": f"{_OBJECTIVES} functions",
-    "objectives/responses": "responses step_advantages kl_grpo table functions objectives_boundaries",
+    "objectives/responses": "responses table functions objectives_boundaries",
     "objectives/columns": f"{_OBJECTIVES} functions",
-    "advantages/groups": "advantages step_advantages credit_assignment",
-    "advantages/weighted": "weighted_advantages responses",
+    "advantages/groups": "advantages responses credit_assignment",
+    "advantages/weighted": "advantages responses",
     "advantages/tokens": "advantages",
-    "ratios": f"ratios sequence_ratios {_OBJECTIVES} advantages",
+    "ratios": f"ratios {_OBJECTIVES} advantages",
     "metrics": "metrics collector",
-    "packing": "packing kept turns",
-    "sampling/collector": "collector subsampling credit_assignment",
+    "packing": "packing turns",
+    "sampling/collector": "collector credit_assignment",
     "sampling/credit_assignment": "credit_assignment",
     "choices/parts": "parts table functions",
-    "choices/records": "records parts functions",
+    "choices/records": "parts functions",
 }
 """Module of ``megarl/core`` -> the files ``tests/core/test_*.py`` that must notice a change of it."""
 
@@ -69,7 +69,7 @@ SAMPLED = {
     "data/math/text": "data/test_math_strict",
     "data/math/grammar": "data/test_math_strict",
     "data/math/items": "data/test_math_strict",
-    "core/sampling/gvm": "core/test_gvm",
+    "core/sampling/gvm": "core/test_allocation",
     "trainer/sampling/assignment": "trainer/test_assignment",
     "engines/sglang/client": "engines/test_sglang_client",
     "engines/sglang/member": "engines/test_sglang_fleet",

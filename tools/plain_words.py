@@ -30,7 +30,7 @@ LIMITS = {
     "vague names, %": 1.0,
     "reference words in docstrings and comments, per 100": 5.5,
     "reference words in docs/ and README.md, per 100": 4.6,
-    "code lines": 24_796,
+    "code lines": 24_500,
     "functions whose errors are unnamed": 0,
     "functions whose shapes are unnamed": 0,
 }

@@ -5,7 +5,7 @@
     python tools/replay_matrix.py --loops --out docs/replay_loops.md  # orders of passes, minutes
 
 Each point is a layout, a kind of activation recomputation, a token dispatcher, a router and a precision. What is
-measured, and what must hold, is in ``tests/megatron/cases_matrix.py`` and ``matrix_points.py``: a probe at the token
+measured, and what must hold, is in ``tests/megatron/cases_matrix.py``: a probe at the token
 dispatcher compares the experts of every token with the trace in every pass, and log-probabilities and gradients are
 compared with one rank on the same packed rollouts. Points that were measured are kept in ``--cache``, so that a run
 that was stopped goes on.
@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "megatron"))
 
 import cases_loops
-from matrix_points import AXES, Point, cases, complaints, full
+from cases_matrix import AXES, Point, cases, complaints, full
 from matrix_world import LAYOUTS, ROUTERS, Variant
 from ranks import Case, launch
 

@@ -23,8 +23,6 @@ class _Rewrite:
     """Size of a safetensors file."""
     overwrite: bool = False
     """Replace OUT if it exists, at the end and in one step."""
-    no_verify: bool = False
-    """Do not read everything back and compare the bits."""
 
     @property
     def shard_bytes(self) -> int:
@@ -57,7 +55,6 @@ class Convert(_Rewrite):
             layers=installed_layers() if self.layers == "installed" else self.layers,
             stack_layers=self.stack_layers,
             drop=self.drop,
-            verify=not self.no_verify,
             overwrite=self.overwrite,
             shard_bytes=self.shard_bytes,
         )
@@ -76,6 +73,5 @@ class Quantize(_Rewrite):
         from megarl.convert.job import Options
         from megarl.convert.quantization import quantize_and_show
 
-        verify, size = not self.no_verify, self.shard_bytes
-        options = Options(block=self.block, verify=verify, overwrite=self.overwrite, shard_bytes=size)
+        options = Options(block=self.block, overwrite=self.overwrite, shard_bytes=self.shard_bytes)
         quantize_and_show(self.source, self.out, options)

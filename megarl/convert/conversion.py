@@ -48,8 +48,6 @@ class Converted:
     """Tensors of the source that were left out."""
     keys: Keys
     shape: ModelShape = field(repr=False)
-    num_padded_rows: int = 0
-    """Rows of the source's vocabulary that were left out."""
 
 
 def to_megatron(source: Path, out: Path, options: Options) -> Converted:
@@ -65,11 +63,10 @@ def to_megatron(source: Path, out: Path, options: Options) -> Converted:
     with HFCheckpoint(source) as hf:
         job = ConversionJob(out, source, source, options)
         dropped = check_tensors(hf, hf_shapes(shape), options.drop)
-        if options.verify:
-            require_unchanged(source)
+        require_unchanged(source)
         chunks = [[_chunk(piece, keys, shape, hf, options) for piece in unit] for unit in units]
         states = [sorted({name for piece in unit for name in keys.extra_states(piece, shape)}) for unit in units]
-        sizes = [sum(math.prod(chunk.shape) * chunk.dtype.itemsize for chunk in unit) for unit in chunks]
+        num_bytes = sum(math.prod(chunk.shape) * chunk.dtype.itemsize for chunk in chain(*chunks))
         with job:
 
             def write_unit(number: int, unit: list[Chunk]) -> list[Written]:
@@ -81,14 +78,11 @@ def to_megatron(source: Path, out: Path, options: Options) -> Converted:
                 (job.folder / HF_FOLDER).mkdir(exist_ok=True)
                 copy_model_files(source, job.folder / HF_FOLDER, options.dtype)
 
-            job.write(chunks, sizes, write_unit, finish)
-            if options.verify:
-                written = MegatronCheckpoint(job.folder, shape)
-                job.verify(units, sizes, lambda piece: _changed_tensors(piece, hf, written, options))
-            about = {"family": shape.family, "keys": asdict(keys), "verified": options.verify, "dropped": dropped}
-            job.publish(to="megatron", **about)
-    num_parameters = sum(map(len, units))
-    return Converted(out, num_parameters, sum(sizes), len(units), dropped, keys, shape)
+            job.write(chunks, write_unit, finish)
+            written = MegatronCheckpoint(job.folder, shape)
+            job.verify(units, lambda piece: _changed_tensors(piece, hf, written, options))
+            job.publish(to="megatron", family=shape.family, keys=asdict(keys), dropped=dropped)
+    return Converted(out, sum(map(len, units)), num_bytes, len(units), dropped, keys, shape)
 
 
 def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> Converted:
@@ -101,30 +95,26 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> Conv
     shape = read_shape(model)
     job = ConversionJob(out, source, model, options)
     megatron = MegatronCheckpoint(source, shape, options.drop)
-    if options.verify:
-        require_unchanged(source)
+    require_unchanged(source)
     pieces = list(chain(*units_of(shape)))
     dtypes = [options.dtype_of(piece.rule.hf[0], megatron.dtype(piece)) for piece in pieces]
     cast_dtypes = set(compress(dtypes, (not is_fp32(piece.rule.hf[0]) for piece in pieces)))
     config_dtype = cast_dtypes.pop() if len(cast_dtypes) == 1 else None  # a config names a single dtype, or no dtype
     num_values = (math.prod(parameter_shape(piece, shape)) for piece in pieces)
     lengths = [count * dtype.itemsize for count, dtype in zip(num_values, dtypes, strict=True)]
-    shards, sizes = pack_shards(pieces, lengths, options.shard_bytes)
+    shards = pack_shards(pieces, lengths, options.shard_bytes)
     with job:
         job.write_shards(
             shards,
-            sizes,
+            sum(lengths),
             encode=lambda piece: dict(hf_tensors(piece, megatron, options)),
             finish=lambda: copy_model_files(model, job.folder, config_dtype),
         )
-        if options.verify:
-            with HFCheckpoint(job.folder) as hf:
-                check_tensors(hf, hf_shapes(shape))
-                job.verify(shards, sizes, lambda piece: _changed_parameter(piece, hf, megatron, options))
-        about = {"family": shape.family, "verified": options.verify, "dropped": megatron.dropped}
-        job.publish(to="hf", keys=asdict(megatron.keys), **about)
-    about_source = (megatron.dropped, megatron.keys, shape, megatron.num_padded_rows)
-    return Converted(out, len(pieces), sum(sizes), len(shards), *about_source)
+        with HFCheckpoint(job.folder) as hf:
+            check_tensors(hf, hf_shapes(shape))
+            job.verify(shards, lambda piece: _changed_parameter(piece, hf, megatron, options))
+        job.publish(to="hf", family=shape.family, keys=asdict(megatron.keys), dropped=megatron.dropped)
+    return Converted(out, len(pieces), sum(lengths), len(shards), megatron.dropped, megatron.keys, shape)
 
 
 def _chunk(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, options: Options) -> Chunk:
@@ -216,12 +206,10 @@ def convert(source: Path, out: Path, model: Path | None, options: Options) -> No
         raise ConfigError(
             f"{source} is neither a Hugging Face folder (config.json) nor a torch_dist checkpoint (metadata.json)"
         )
-    _print_summary(result, time.monotonic() - start_s, options.verify)
+    _print_summary(result, time.monotonic() - start_s)
 
 
-def _print_summary(result: Converted, seconds: float, verified: bool) -> None:
-    if result.num_padded_rows:
-        print(f"left out: {result.num_padded_rows} rows of the vocabulary beyond the model's {result.shape.vocab_size}")
+def _print_summary(result: Converted, seconds: float) -> None:
     if line := describe_left_out(result.dropped):
         print(printable(line))
     print(
@@ -229,5 +217,4 @@ def _print_summary(result: Converted, seconds: float, verified: bool) -> None:
         f"files, {seconds:.1f} s ({result.shape.family}, "
         f"names of {result.keys.layers} layers)"
     )
-    if verified:
-        print("read back, inverted and compared with the source: every bit is equal")
+    print("read back, inverted and compared with the source: every bit is equal")

@@ -5,7 +5,7 @@ Until all files are written and verified, the folder is called ``OUT.partial``. 
 
 import fcntl
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeVar
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import track
 from safetensors import SafetensorError
 
 from megarl.core.fp8 import BLOCK
@@ -47,8 +47,6 @@ class Options:
     """Globs of source tensors to leave out, for instance prediction layers."""
     block: tuple[int, int] = BLOCK
     """Rows and columns of an FP8 block."""
-    verify: bool = True
-    """Read the output back, and compare with the source bit for bit."""
     overwrite: bool = False
     shard_bytes: int = 2 << 30
     """Largest safetensors file, unless a single parameter is larger."""
@@ -143,27 +141,23 @@ class ConversionJob:
             ) from error
 
     def write(
-        self,
-        units: Sequence[Any],
-        sizes: Sequence[int],
-        write_unit: Callable[[int, Any], Any],
-        finish: Callable[[list[Any]], None],
+        self, units: Sequence[Any], write_unit: Callable[[int, Any], Any], finish: Callable[[list[Any]], None]
     ) -> None:
         """Write all units with ``write_unit(number, unit)``, then call ``finish`` with the results, in order.
 
         CheckpointError if the disk fails.
         """
         with self._explain_disk_errors():
-            finish([write_unit(number, unit) for number, unit in enumerate(self._shown("converting", units, sizes))])
+            finish([write_unit(number, unit) for number, unit in enumerate(_shown("converting", units))])
 
     def write_shards(
         self,
         shards: Sequence[Sequence[T]],
-        sizes: Sequence[int],
+        num_bytes: int,
         encode: Callable[[T], dict[str, torch.Tensor]],
         finish: Callable[[], None],
     ) -> None:
-        """Write a Hugging Face folder: a safetensors file for each shard, and the index.
+        """Write a Hugging Face folder: a safetensors file for each shard, and the index with ``num_bytes`` in all.
 
         ``encode(piece)`` returns the tensors [...] of a piece; ``finish`` is called at the end.
         """
@@ -176,28 +170,18 @@ class ConversionJob:
 
         def write_folder(names_of_files: list[list[str]]) -> None:
             listing = {name: file for file, names in zip(files, names_of_files, strict=True) for name in names}
-            write_index(self.folder, listing, sum(sizes))
+            write_index(self.folder, listing, num_bytes)
             finish()
 
-        self.write(shards, sizes, write_shard, write_folder)
+        self.write(shards, write_shard, write_folder)
 
-    def verify(self, units: Sequence[Sequence[T]], sizes: Sequence[int], changed: Callable[[T], list[str]]) -> None:
+    def verify(self, units: Sequence[Sequence[T]], changed: Callable[[T], list[str]]) -> None:
         """Raise CheckpointError if ``changed(piece)`` returns names."""
-        parts = self._shown("verifying", units, sizes)
-        if names := [name for unit in parts for piece in unit for name in changed(piece)]:
+        if names := [name for unit in _shown("verifying", units) for piece in unit for name in changed(piece)]:
             raise CheckpointError(
                 f"{some(names)} came out different from the source; nothing was put in place. Run the command "
                 "again. If it repeats, disk or memory is damaged, the source changes, or the map is wrong"
             )
-
-    def _shown(self, label: str, units: Sequence[T], sizes: Sequence[int]) -> Iterator[T]:
-        """Yield the units with a progress bar in bytes."""
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-            task = bar.add_task(label, total=sum(sizes))
-            for unit, size in zip(units, sizes, strict=True):
-                yield unit
-                bar.advance(task, size)
 
     def publish(self, **manifest: Any) -> None:
         """Rename the folder to ``out``, with ``manifest`` and the SHA-256 of every file of weights in the folder."""
@@ -209,3 +193,8 @@ class ConversionJob:
             self._require_free(f"has appeared meanwhile; {self.folder} is whole: rename one")
             replace_folder(self.folder, self.out)
             (self.out / _LOCK).unlink()
+
+
+def _shown(label: str, units: Sequence[T]) -> Iterable[T]:
+    """Yield the units with a progress bar."""
+    return track(units, label, console=Console(stderr=True))

@@ -166,8 +166,6 @@ class MegatronCheckpoint:
         self.keys, expected = self._recognise(pieces)
         unexpected = [key for key in self._stored if key not in expected and not key.startswith(_NO_WEIGHTS)]
         self.dropped = sorted({key for pattern in drop for key in fnmatch.filter(unexpected, pattern)})
-        self.num_padded_rows = 0
-        """Rows of the vocabulary that are left out."""
         faults = {"missing": list(expected - {*self._stored}), "unknown": list({*unexpected} - {*self.dropped})}
         if text := describe_faults(faults):
             raise CheckpointError(f"{path} does not hold a {shape.family} model of this config: {text}")
@@ -198,9 +196,8 @@ class MegatronCheckpoint:
     def _check_shape(self, piece: Piece) -> None:
         place, inner = self.keys.place(piece, self.shape), parameter_shape(piece, self.shape)
         size, expected = tuple(self._stored[place.key].size), (*place.sizes, *inner)
-        if piece.rule.layout == "vocab" and size[1:] == expected[1:] and size[0] > expected[0]:
-            self.num_padded_rows = size[0] - expected[0]
-        elif size != expected:
+        is_padded = piece.rule.layout == "vocab" and size[1:] == expected[1:] and size[0] > expected[0]
+        if size != expected and not is_padded:
             raise CheckpointError(f"{self._reader.path}: {place.key} has shape {size}, expected {expected}")
 
     def dtype(self, piece: Piece) -> torch.dtype:

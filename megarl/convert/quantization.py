@@ -23,7 +23,7 @@ from rich.filesize import decimal
 
 from megarl.convert.job import ConversionJob, Options, require_unchanged, same_bits
 from megarl.core.fp8 import SCALE, fp8_config, grid_of, is_fp8_weight, quantize_by_stripes
-from megarl.errors import CheckpointError, ConfigError, NumericsError, some
+from megarl.errors import ConfigError, NumericsError, some
 from megarl.files.hf_config import find_quantization
 from megarl.models.hf_files import HFCheckpoint, copy_model_files, pack_shards
 from megarl.models.hf_folder import read_json
@@ -110,14 +110,18 @@ def quantize(source: Path, out: Path, options: Options) -> Quantized:
     ConfigError for a source that is quantised already, CheckpointError for an incomplete source or a full disk,
     NumericsError for a value that is not finite; ``out`` is then unchanged.
     """
-    hf = _open(source)
+    if (table := find_quantization(read_json(source / "config.json"))) is not None:
+        raise ConfigError(
+            f"{source} is quantised already ({table.get('quant_method')!r}, blocks {table.get('weight_block_size')}), "
+            "expected a model in high precision: quantising twice adds errors"
+        )
+    hf = HFCheckpoint(source)
     job = ConversionJob(out, source, source, options)
-    if options.verify:
-        require_unchanged(source)
+    require_unchanged(source)
     tensors = [Tensor(name, hf.shape(name), hf.dtype(name)) for name in hf.names()]
     quantized, config = select_tensors(tensors, options.block)
     sizes = [_num_bytes(tensor, quantized, options.block) for tensor in tensors]
-    shards, totals = pack_shards(tensors, sizes, options.shard_bytes)
+    shards = pack_shards(tensors, sizes, options.shard_bytes)
 
     def encode(tensor: Tensor) -> dict[str, torch.Tensor]:
         return _encode(tensor.name, hf.read(tensor.name), tensor.name in quantized, options.block)
@@ -127,33 +131,17 @@ def quantize(source: Path, out: Path, options: Options) -> Quantized:
         def finish() -> None:
             copy_model_files(source, job.folder, None, config, predicts=True)
 
-        job.write_shards(shards, totals, encode, finish)
-        if options.verify:
-            with HFCheckpoint(job.folder) as written:
+        job.write_shards(shards, sum(sizes), encode, finish)
+        with HFCheckpoint(job.folder) as written:
 
-                def find_changed(tensor: Tensor) -> list[str]:
-                    expected = encode(tensor).items()
-                    return [name for name, tensor in expected if not same_bits(written.stored(name), tensor)]
+            def find_changed(tensor: Tensor) -> list[str]:
+                expected = encode(tensor).items()
+                return [name for name, tensor in expected if not same_bits(written.stored(name), tensor)]
 
-                job.verify(shards, totals, find_changed)
-        job.publish(to="fp8", block=options.block, verified=options.verify)
+            job.verify(shards, find_changed)
+        job.publish(to="fp8", block=options.block)
     bytes_before = sum(tensor.num_bytes for tensor in tensors)
-    return Quantized(out, sorted(quantized), len(tensors), bytes_before, sum(totals), len(shards))
-
-
-def _open(source: Path) -> HFCheckpoint:
-    if not source.is_dir():
-        raise CheckpointError(f"{source} is no folder, expected a Hugging Face checkpoint")
-    if not any(source.glob("*.safetensors")):
-        raise ConfigError(
-            f"{source} has no *.safetensors, expected a Hugging Face checkpoint; convert a Megatron one first"
-        )
-    if (table := find_quantization(read_json(source / "config.json"))) is not None:
-        raise ConfigError(
-            f"{source} is quantised already ({table.get('quant_method')!r}, blocks {table.get('weight_block_size')}), "
-            "expected a model in high precision: quantising twice adds errors"
-        )
-    return HFCheckpoint(source)
+    return Quantized(out, sorted(quantized), len(tensors), bytes_before, sum(sizes), len(shards))
 
 
 def _num_bytes(tensor: Tensor, quantized: set[str], block: tuple[int, int]) -> int:
@@ -180,6 +168,5 @@ def quantize_and_show(source: Path, out: Path, options: Options) -> None:
     rows, columns = options.block
     print(
         f"{result.out}: {len(result.names)} of {result.num_tensors} tensors in FP8, blocks of {rows} x {columns}; "
-        f"{decimal(result.bytes_before)} -> {decimal(result.bytes_after)}, {result.num_files} files; "
-        f"{'verified' if options.verify else 'not verified'}"
+        f"{decimal(result.bytes_before)} -> {decimal(result.bytes_after)}, {result.num_files} files; verified"
     )

@@ -4,7 +4,6 @@ Here rho = pi_old / mu is the mismatch between the training engine and the engin
 """
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -35,29 +34,24 @@ def mismatch_metrics(
     - ``rollout/k1``: mean(log mu - log pi_old), unbiased for KL[mu || pi_old], may be negative
     - ``rollout/k3``: mean(rho - 1 - log rho), never negative
     - ``rollout/ratio``: summary and quantiles of rho
-    - ``rollout/ppl_ratio``: exp(-mean log rho)
-    - ``rollout/chi2_token``, ``rollout/chi2_sequence``: mean rho^2 - 1, of tokens, and of non-empty sequences
-      (product of rho)
+    - ``rollout/chi2_sequence``: mean rho^2 - 1 of non-empty sequences, rho their product
     - ``rollout/extreme_2``: mean 1[max(rho, 1/rho) > 2], F(2) of R3 (arXiv 2510.11370)
     - ``rollout/ess``: effective sample size of rho
     """
     keep = usable_mask(loss_mask, rollout_logprobs) & ~torch.isneginf(old_logprobs)
     log_rho = log_ratio(old_logprobs, rollout_logprobs, keep).detach().double()
     ratio = Stat.ratio(log_rho, keep)
-    count, _, squares = ratio.sums[:3]
     columns = {
         "rollout/k1": -log_rho,
         "rollout/k3": torch.expm1(log_rho) - log_rho,
         "rollout/extreme_2": log_rho.abs() > math.log(2),
     }
-    means = Stat.means(columns, count)
+    means = Stat.means(columns, ratio.sums[0])
     sequence_log_rho, tokens = segment_sum(torch.stack([log_rho, keep.double()]), cu_seqlens)
     chi2 = (2 * sequence_log_rho.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).exp() - 1
     return {
         **means,
         "rollout/ratio": ratio,
-        "rollout/ppl_ratio": replace(means["rollout/k1"], kind="exp_mean"),
-        "rollout/chi2_token": replace(means["rollout/k1"], sums=torch.stack([squares - count, count])),
         **Stat.means({"rollout/chi2_sequence": chi2}, torch.count_nonzero(tokens)),
         "rollout/ess": Stat.ess_of(ratio),
     }

@@ -6,7 +6,6 @@ A ``Stat`` holds only sums and maxima; a minimum is a negated maximum.
 from __future__ import annotations
 
 import math
-import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +19,7 @@ from torch import Tensor
 from megarl.errors import NumericsError
 
 Values = Tensor | np.ndarray | Sequence[float] | float
-Kind = Literal["total", "mean", "exp_mean", "max", "summary", "ratio", "ess"]
-Layout = tuple[tuple[str, Kind, int, int], ...]
-"""Of statistics: name, kind, and how many sums and maxima each has."""
+Kind = Literal["total", "mean", "max", "summary", "ratio", "ess"]
 
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 """Suffix and level of the quantiles that a "ratio" statistic reports."""
@@ -32,7 +29,6 @@ HISTOGRAM_EDGES = torch.cat([-_EDGES.flip(0), _EDGES])
 """Float64 [172], edges of the log-ratio histogram: geometric on both sides of 0. A quantile of |log r| is exact to 7.5
 % from 1e-4 to 20; smaller values count as 0."""
 _HISTOGRAM_EDGES = HISTOGRAM_EDGES.tolist()
-_LARGEST_EXPONENT = math.log(sys.float_info.max)
 MOST_IN_HISTOGRAM = 1 << 16
 """Larger batches put every second entry, every third and so on into a histogram, with as much weight."""
 
@@ -139,11 +135,8 @@ class Stat:
         return _FINALIZERS[self.kind](self.sums.tolist(), self.maxima.tolist())
 
     def __float__(self) -> float:
-        """The main number; ValueError if the statistic has several, or saw nothing."""
-        values = self.values()
-        if "" not in values:
-            raise ValueError(f"a {self.kind!r} statistic with the values {values} is not one number: use finalize()")
-        return values[""]
+        """The main number; KeyError if the statistic has none, or saw nothing."""
+        return self.values()[""]
 
 
 def merge(dictionaries: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
@@ -199,10 +192,6 @@ def _select(values: Values, mask: Values | None) -> tuple[Tensor, Tensor]:
 
 def _sum(values: Values, mask: Values | None) -> list[Tensor]:
     """Return sum and number of the entries inside the mask, in float64."""
-    entries = torch.as_tensor(values)
-    if entries.dtype == torch.bool and mask is not None:
-        inside = torch.as_tensor(mask)
-        return [torch.count_nonzero(entries & inside).double(), torch.count_nonzero(inside).double()]
     selected, count = _select(values, mask)
     return [selected.sum(), count]
 
@@ -234,21 +223,18 @@ def _summary(sums: list[float], maxima: list[float]) -> dict[str, float]:
     return {"mean": mean, "std": math.sqrt(variance), "min": -maxima[1], "max": maxima[0]}
 
 
-def _exp(values: dict[str, float]) -> dict[str, float]:
-    return {name: math.inf if value > _LARGEST_EXPONENT else math.exp(value) for name, value in values.items()}
-
-
 def _quantiles(counts: list[float]) -> dict[str, float]:
-    """Return by quantile the middle of the first bin with a cumulative share above the level; empty without counts."""
+    """Return by quantile the ratio in the middle of the first bin with a cumulative share above the level."""
     edges, cumulative = _HISTOGRAM_EDGES, list(accumulate(counts))
     quantiles: dict[str, float] = {}
     for suffix, level in QUANTILES.items() if cumulative[-1] else ():
         index = bisect_left(cumulative, level * cumulative[-1])
         if 0 < index < len(edges):
             low, high = edges[index - 1], edges[index]
-            quantiles[suffix] = 0.0 if low < 0 < high else math.copysign(math.sqrt(low * high), low)
+            log_ratio = 0.0 if low < 0 < high else math.copysign(math.sqrt(low * high), low)
         else:
-            quantiles[suffix] = edges[0] if index == 0 else edges[-1]
+            log_ratio = edges[0] if index == 0 else edges[-1]
+        quantiles[suffix] = math.exp(log_ratio)
     return quantiles
 
 
@@ -261,9 +247,8 @@ def _ess(sums: list[float]) -> dict[str, float]:
 _FINALIZERS: Mapping[Kind, Callable[[list[float], list[float]], dict[str, float]]] = {
     "total": lambda sums, _: {"": sums[0]},
     "mean": lambda sums, _: _mean(sums),
-    "exp_mean": lambda sums, _: _exp(_mean(sums)),
     "max": lambda _, maxima: {"": maxima[0]} if maxima[0] != -math.inf else {},
     "summary": _summary,
-    "ratio": lambda sums, maxima: _summary(sums, maxima) | _exp(_quantiles(sums[3:])),
+    "ratio": lambda sums, maxima: _summary(sums, maxima) | _quantiles(sums[3:]),
     "ess": lambda sums, _: _ess(sums),
 }

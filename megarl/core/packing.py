@@ -99,13 +99,13 @@ def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray])
     _check_values(rollouts, loss_mask, logprobs, bounds)
     kept_ids, kept_offsets = pack_kept(rollouts)
     return TrainBatch(
-        tokens=_concatenate([r.tokens for r in rollouts], np.int64),
+        tokens=_tensor(np.concatenate([r.tokens for r in rollouts]), np.int64),
         cu_seqlens=torch.from_numpy(bounds),
         loss_mask=_tensor(loss_mask, np.bool_),
         rollout_logprobs=_tensor(logprobs, np.float32),
         advantages=_per_token(advantages, rollouts, bounds),
         routed_mask=_pack_masks(rollouts),
-        weight_versions=_concatenate([r.weight_versions for r in rollouts], np.int32),
+        weight_versions=_tensor(np.concatenate([r.weight_versions for r in rollouts]), np.int32),
         kept_ids=kept_ids,
         kept_offsets=kept_offsets,
     )
@@ -224,10 +224,6 @@ def _gather_bins(bin_of: Sequence[int]) -> list[list[int]]:
     return list(bins.values())
 
 
-def _concatenate(columns: Sequence[np.ndarray], dtype: type[np.generic]) -> Tensor:
-    return _tensor(np.concatenate(columns), dtype)
-
-
 def _tensor(column: np.ndarray, dtype: type[np.generic]) -> Tensor:
     return torch.from_numpy(column.astype(dtype, copy=False))
 
@@ -237,7 +233,7 @@ def _pack_masks(rollouts: Sequence[Rollout]) -> Tensor | None:
     if not all(map(has_routes, rollouts)):
         return None
     masks = [np.ones(r.num_tokens, bool) if r.routed_mask is None else r.routed_mask for r in rollouts]
-    return _concatenate(masks, np.bool_)
+    return _tensor(np.concatenate(masks), np.bool_)
 
 
 def _check_shapes(rollout: Rollout) -> None:

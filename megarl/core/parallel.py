@@ -13,11 +13,7 @@ from megarl.core.segments import check_cu_seqlens, segment_expand, segment_lengt
 
 
 def pad_cu_seqlens(cu_seqlens: Tensor, multiple: int) -> Tensor:
-    """Return int64 [N+1] after rounding the length of every sequence up to a multiple. ValueError for a multiple below
-    1.
-    """
-    if multiple < 1:
-        raise ValueError(f"multiple is {multiple}, expected at least 1")
+    """Return int64 [N+1] after rounding the length of every sequence up to a multiple."""
     padded = (segment_lengths(cu_seqlens) + multiple - 1) // multiple * multiple
     return torch.cat([padded.new_zeros(1), padded.cumsum(0)])
 
@@ -39,7 +35,6 @@ def zigzag_indices(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
 
     cu_seqlens: int64 [N+1], every length a multiple of 2 * cp_size (ValueError otherwise, if cp_size > 1).
     """
-    _check_rank(cp_size, cp_rank, "cp")
     check_cu_seqlens(cu_seqlens, int(cu_seqlens[-1]))
     if cp_size == 1:
         return torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
@@ -70,7 +65,6 @@ def zigzag_inverse(cu_seqlens: Tensor, cp_size: int) -> Tensor:
 
 def sequence_parallel_slice(num_tokens: int, tp_size: int, tp_rank: int) -> slice:
     """Return the contiguous slice of num_tokens that a sequence-parallel rank holds; ValueError if it is uneven."""
-    _check_rank(tp_size, tp_rank, "tp")
     if num_tokens % tp_size:
         raise ValueError(f"{num_tokens} tokens do not split into tp_size = {tp_size} equal slices: pad them first")
     share = num_tokens // tp_size
@@ -88,8 +82,3 @@ def held_tokens(cu_seqlens: Tensor, padded: Tensor, tp: tuple[int, int], cp: tup
     token_at[places] = torch.arange(places.numel())
     held = zigzag_indices(padded, *cp)
     return token_at[held[sequence_parallel_slice(held.numel(), *tp)]]
-
-
-def _check_rank(size: int, rank: int, name: str) -> None:
-    if size < 1 or not 0 <= rank < size:
-        raise ValueError(f"{name}_rank is {rank} of {name}_size {size}, expected 0 <= rank < size")

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from megarl.config import Config
 from megarl.config.tables.data import FILES
 from megarl.core.choices.stopping import POSITIVE
-from megarl.data.records import UnavailableError
-from megarl.errors import ConfigError, DataError
+from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,26 +100,18 @@ def load(benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, config: Confi
     """Return the prompts of a benchmark, at most ``eval.max_prompts``. DataError if the hub cannot be reached."""
     from megarl.data.prompts import load_prompts  # needs transformers
 
-    try:
-        return load_prompts(
-            benchmark.source,
-            tokenizer=tokenizer,
-            prompt_field=benchmark.prompt_field,
-            answer_field=benchmark.answer_field,
-            chat_template=config.data.chat_template,
-            chat_template_args=config.data.chat_template_args,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            split=benchmark.split,
-            limit=config.eval.max_prompts,
-            template=benchmark.template,
-        )
-    except UnavailableError as error:
-        if Path(benchmark.source).exists():
-            raise
-        raise DataError(
-            f"{error}. Without network: on a machine that has it, write the data set to a JSONL file (fields "
-            f"{benchmark.prompt_field}, {benchmark.answer_field}) and pass --data {benchmark.name}=FILE.jsonl"
-        ) from error
+    return load_prompts(
+        benchmark.source,
+        tokenizer=tokenizer,
+        prompt_field=benchmark.prompt_field,
+        answer_field=benchmark.answer_field,
+        chat_template=config.data.chat_template,
+        chat_template_args=config.data.chat_template_args,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        split=benchmark.split,
+        limit=config.eval.max_prompts,
+        template=benchmark.template,
+    )
 
 
 def _read_word(word: str, config: Config) -> Benchmark:

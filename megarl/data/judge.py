@@ -9,7 +9,6 @@ whole script. A worker and its child processes end with the trainer, even if the
 import asyncio
 import contextlib
 import fcntl
-import importlib
 import inspect
 import math
 import multiprocessing
@@ -84,8 +83,6 @@ class Judge:
         """
         if workers is None:  # torchrun sets LOCAL_WORLD_SIZE
             workers = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        if workers < 1 or not timeout_s > 0:
-            raise ConfigError(f"a judge needs at least 1 worker and a positive time-out, got {workers} and {timeout_s}")
         self.function, self.timeout_s, self._weights = function, timeout_s, dict(weights or {})
         self._reward = load_reward(function, model)
         self.special_tokens = bool(getattr(self._reward, "special_tokens", False))
@@ -301,8 +298,6 @@ def set_up_worker(function: str) -> None:
             del os.environ[name]
     with contextlib.suppress(ConfigError):  # the first call raises the error again, and can report the error
         _load(function)
-    if function == "math_strict":  # the import does not count as time of the first response
-        importlib.import_module("megarl.data.math.grade")
 
 
 def call_in_worker(

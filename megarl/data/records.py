@@ -20,10 +20,6 @@ _TYPES = {str: "text", int: "a whole number", float: "a number", bool: "true/fal
 Record = dict[str, Any]
 
 
-class UnavailableError(DataError):
-    """`datasets` cannot load a folder or hub data set: wrong name, wrong split, or no network."""
-
-
 def read_records(
     source: str | Path, *, split: str | None = None, limit: int | None = None
 ) -> Iterator[tuple[str, Record]]:
@@ -32,10 +28,8 @@ def read_records(
     source: a .jsonl or .parquet file, a local dataset folder, or a hub name for ``datasets.load_dataset``
     ("owner/name", or "owner/name:config"). split: of a folder or hub data set; None if the data set has a single split.
 
-    DataError for a missing or empty file and a broken line, ConfigError for a split of a file and a limit below 1.
+    DataError for a missing or empty file and a broken line, ConfigError for a split of a file.
     """
-    if limit is not None and limit < 1:
-        raise ConfigError(f"limit is {limit}, expected at least 1; leave it out to take all")
     path = Path(source)
     if path.suffix in FILES:
         if split is not None:
@@ -60,14 +54,6 @@ def require_file(source: str | Path) -> None:
         require_regular(Path(source))
         if not Path(source).is_file():
             raise DataError(f"{source}: there is no such file")
-
-
-def place_prefix(source: str | Path) -> str:
-    """Return the text before the number in the places of a source: "train.jsonl:", "train.parquet row "."""
-    path = Path(source)
-    if path.suffix in FILES:
-        source = path
-    return f"{source}:" if path.suffix == ".jsonl" else f"{source} row "
 
 
 def write_jsonl(path: Path, rows: Iterable[Record]) -> None:
@@ -101,10 +87,9 @@ def type_name(value: object) -> str:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Record]]:
-    prefix = place_prefix(path)
     with open_regular(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(MOST_JSON_BYTES + 1), b""), start=1):
-            place = f"{prefix}{number}"
+            place = f"{path}:{number}"
             if not line.strip():
                 continue
             try:
@@ -124,12 +109,12 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Record]]:
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    row, prefix = 0, place_prefix(path)
+    row = 0
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
                 for record in batch.to_pylist():
-                    yield f"{prefix}{row}", record
+                    yield f"{path} row {row}", record
                     row += 1
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable Parquet file after row {row} ({describe(error)})") from error
@@ -143,9 +128,10 @@ def _read_dataset(source: str, split: str | None) -> Iterator[tuple[str, Record]
     try:
         data = load_dataset(name, config_name or None, split=split)
     except Exception as error:  # load_dataset does not document what it raises
-        raise UnavailableError(
+        raise DataError(
             f"{source}: neither a file here nor a data set that `datasets` can load "
-            f"({describe(error)}); check the name, the split and the network"
+            f"({describe(error)}); check the name and the split; without network, write it to a "
+            "JSONL file on a machine that has it"
         ) from error
     if isinstance(data, DatasetDict):
         if len(data) != 1:
@@ -154,6 +140,5 @@ def _read_dataset(source: str, split: str | None) -> Iterator[tuple[str, Record]
                 f"{source}: has the splits {splits}; choose one with --split, data.split or data.heldout_split"
             )
         (data,) = data.values()
-    prefix = place_prefix(source)
     for row, record in enumerate(data):
-        yield f"{prefix}{row}", dict(record)
+        yield f"{source} row {row}", dict(record)

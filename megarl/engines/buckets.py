@@ -6,7 +6,6 @@ Every engine takes an update through ``Intake``.
 import copy
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -104,25 +103,6 @@ class Bucket:
         copied = copy.copy(self)
         copied.flat, copied.ready = flat, None
         return copied
-
-
-class Staging:
-    """Host memory for successive buckets: each bucket reuses the memory of the bucket before the previous bucket."""
-
-    def __init__(self, min_bytes: int, allocate: Allocate = _empty) -> None:
-        """min_bytes: size of an allocation, unless a bucket is larger."""
-        self._least, self._allocate = min_bytes, allocate
-        self._held: deque[torch.Tensor] = deque()
-
-    def __call__(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        if device.type == "cuda":  # torch's own allocator keeps the memory, and knows which streams still read
-            return self._allocate(num_bytes, device)
-        oldest = self._held.popleft() if len(self._held) > 1 else None
-        if oldest is None or len(oldest) < num_bytes:
-            oldest = None  # frees the old memory before the allocation
-            oldest = self._allocate(max(num_bytes, self._least), device)
-        self._held.append(oldest)
-        return oldest[:num_bytes]
 
 
 def _is_finite(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 writing          write atomically, flush, hash; the files of a Hugging Face folder besides the weights
 outputs          what megarl wrote, and may therefore replace or remove
-tensor_file      named arrays in a safetensors file, for routing traces
 foreign_json     open regular files only; parse JSON with limits; read the body of an HTTP answer
 pickles          the pickles in checkpoints, read without running code
 bounded_process  run functions in a forked process with limits

@@ -99,12 +99,6 @@ def join_body(status: int, headers: Mapping[str, str], chunks: Iterable[bytes], 
 
 MOST_JSON_BYTES = 64 << 20
 """Limit of a file that is parsed as a whole; the largest known tokenizer.json has 34 MB."""
-_KINDS = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFDIR: "a folder",
-    **dict.fromkeys((stat.S_IFCHR, stat.S_IFBLK), "a device"),
-}
 
 
 def is_file_name(value: object) -> bool:
@@ -117,8 +111,7 @@ def is_file_name(value: object) -> bool:
 def require_regular(path: Path) -> None:
     """Raise DataError unless ``path``, links followed, is a regular file or does not exist."""
     if os.path.lexists(path) and not os.path.isfile(path):
-        kind = _KINDS.get(stat.S_IFMT(os.stat(path).st_mode)) if os.path.exists(path) else "a link to nothing"
-        raise DataError(f"{path} is {kind or 'no file'}, expected a regular file")
+        raise DataError(f"{path} is a folder, FIFO, socket, device or broken link, expected a regular file")
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -112,12 +112,7 @@ def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.P
             f"sequence {sequence}, token {position}: no rank has its route in layer {want.layers[column]} "
             f"({np.count_nonzero(is_lacking)} such rows); the rank that sampled or recorded the sequence must pass it"
         )
-    return _by_layer(result)
-
-
-def _by_layer(experts: torch.Tensor) -> torch.Tensor:
-    """Return [T, L, K] stored layer by layer, because each replay of it reads one layer at a time."""
-    return experts.transpose(0, 1).contiguous().transpose(0, 1)
+    return result.transpose(0, 1).contiguous().transpose(0, 1)  # each replay of it reads one layer at a time
 
 
 def _find_common(

@@ -195,12 +195,6 @@ def check_tensors(hf: HFCheckpoint, expected: dict[str, tuple[int, ...]], drop: 
     }
     if text := describe_faults(faults):
         hint = "; what may be left out is for --drop GLOB of megarl convert" if faults["unknown"] else ""
-        if any(".experts.gate_up_proj" in name for name in faults["unknown"]):
-            hint += (
-                ", and experts of a layer in one tensor: save the model with transformers' names (save_original_format)"
-            )
-        if any(_LAYER.fullmatch(name) for name in faults["unknown"]):
-            hint += ", or, where these are prediction layers, for num_nextn_predict_layers of config.json"
         raise CheckpointError(f"{hf.path} does not hold the model of its config.json: {text}{hint}")
     for name in expected:
         hf.check_values(name)
@@ -224,11 +218,10 @@ def _is_known_copy(name: str, hf: HFCheckpoint, expected: dict[str, tuple[int, .
     return hf.shape(name) == hf.shape(embedding) and torch.equal(hf.read(name), hf.read(embedding))
 
 
-def pack_shards(pieces: Sequence[T], sizes: Sequence[int], shard_bytes: int) -> tuple[list[list[T]], list[int]]:
-    """Return (pieces of each file in order, bytes of each file). Only a single larger piece exceeds ``shard_bytes``."""
-    pairs = zip(pieces, sizes, strict=True)
-    shards = [list(shard) for shard in split_by_size(pairs, lambda pair: pair[1], shard_bytes)]
-    return [[piece for piece, _ in shard] for shard in shards], [sum(size for _, size in shard) for shard in shards]
+def pack_shards(pieces: Sequence[T], sizes: Sequence[int], shard_bytes: int) -> list[list[T]]:
+    """Return the pieces of each file, in order. Only a single larger piece exceeds ``shard_bytes``."""
+    shards = split_by_size(zip(pieces, sizes, strict=True), lambda pair: pair[1], shard_bytes)
+    return [[piece for piece, _ in shard] for shard in shards]
 
 
 def split_by_size(items: Iterable[T], size_of: Callable[[T], int], max_size: int) -> Iterator[list[T]]:

@@ -9,8 +9,6 @@ from megarl.files.foreign_json import is_file_name, read_object, require_regular
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_OTHERS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
-"""Endings of files of weights that are not read."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -35,7 +33,6 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     except DataError as error:
         raise CheckpointError(str(error)) from error
     hf = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    pickles = [file.name for pattern in ("*", "original/*") for file in folder.glob(pattern) if file.suffix in _OTHERS]
     listed = read_json(index).get("weight_map") if index.is_file() else None
     if index.is_file() and not (isinstance(listed, dict) and listed and all(map(is_file_name, listed.values()))):
         raise CheckpointError(f"{index} cannot be read: expected weight_map, a table of names and files beside it")
@@ -47,12 +44,8 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
         fault = f"has transformers_weights in config.json, a file for transformers alone; call it {SINGLE}"
     elif (folder / "adapter_config.json").is_file():
         fault = "holds adapter_config.json: transformers with peft applies the adapter, SGLang does not; merge it"
-    elif not files and pickles:
-        fault = (
-            f"has no *.safetensors, but {some(pickles)}; have transformers load them and save_pretrained() what it read"
-        )
     elif not files:
-        fault = "has no *.safetensors, expected a Hugging Face checkpoint folder; download the weights"
+        fault = "has no *.safetensors; download the weights, or have transformers load and save_pretrained() others"
     elif absent := [file.name for file in files if not os.path.isfile(file)]:
         fault = f"has an {INDEX} that names {some(absent)}, which are not there; download the rest"
     elif single.is_file() and files != [single]:

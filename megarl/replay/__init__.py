@@ -6,6 +6,6 @@ asked by routers, ``pass_log`` finds the pass of a call, ``sessions`` answers, `
 
 from megarl.replay.layout import stack_routes
 from megarl.replay.records import MicroRoutes, Recording
-from megarl.replay.routing_replay import AuxLoss, RoutingReplay
+from megarl.replay.routing_replay import RoutingReplay
 
-__all__ = ["AuxLoss", "MicroRoutes", "Recording", "RoutingReplay", "stack_routes"]
+__all__ = ["MicroRoutes", "Recording", "RoutingReplay", "stack_routes"]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
@@ -24,7 +24,6 @@ from megarl.replay.megatron_state import tp_position
 from megarl.replay.pass_log import PassLog, RouterCall
 from megarl.routes.trace import narrow_dtype
 
-AuxLoss = Literal["dispatch", "off"]
 _Method = Callable[..., Any]
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -188,7 +187,7 @@ class Bystander(RouterHook):
         return question.native()
 
 
-def count_dispatched(router: TopKRouter, hook: Hook, aux_loss: AuxLoss) -> None:
+def count_dispatched(router: TopKRouter, hook: Hook) -> None:
     """Make the auxiliary losses of this router count the experts that tokens are dispatched to."""
     count_natively(router)  # undo what an earlier RoutingReplay did
     if hasattr(router, "is_aux_loss_enabled"):  # from 0.14 on
@@ -200,7 +199,7 @@ def count_dispatched(router: TopKRouter, hook: Hook, aux_loss: AuxLoss) -> None:
     if hook.keeps_dispatched:
         for name, wrapper in _METHODS.items():
             if hasattr(router, name):  # a partial, which is copied with its router; a closure would stay the original's
-                setattr(router, name, partial(wrapper, getattr(router, name), hook, aux_loss))
+                setattr(router, name, partial(wrapper, getattr(router, name), hook))
 
 
 def count_natively(router: TopKRouter) -> None:
@@ -217,7 +216,6 @@ def _dispatched(hook: Hook | None) -> torch.Tensor | None:
 def _attach_loss(
     method: _Method,
     hook: Hook | None,
-    aux_loss: AuxLoss,
     probs: Any,
     scores: Any,
     routing_map: Any,
@@ -228,13 +226,11 @@ def _attach_loss(
     experts = _dispatched(hook)
     if experts is None:
         return method(probs, scores, routing_map, *arguments, **options)
-    if aux_loss == "off":
-        return probs
     counted = routing_map.any(1, keepdim=True)  # rows of padding are empty
     return method(probs, scores, torch.zeros_like(routing_map).scatter(1, experts, 1) * counted, *arguments, **options)
 
 
-def _score(method: _Method, hook: Hook | None, _: AuxLoss, logits: torch.Tensor) -> Any:
+def _score(method: _Method, hook: Hook | None, logits: torch.Tensor) -> Any:
     """A method logits -> (scores, routing map), as in 0.13. In 0.12, it returns scores only."""
     scored, experts = method(logits), _dispatched(hook)
     if experts is None or isinstance(scored, torch.Tensor):
@@ -242,19 +238,10 @@ def _score(method: _Method, hook: Hook | None, _: AuxLoss, logits: torch.Tensor)
     return scored[0], torch.zeros_like(scored[1]).scatter(1, experts, 1)
 
 
-def _switch(
-    method: _Method, hook: Hook | None, aux_loss: AuxLoss, activation: Any, load_balancing_loss_func: Any
-) -> Any:
-    """A method (probs, loss function) -> probs with the loss attached, as releases before 0.14 have."""
-    off = aux_loss == "off" and _dispatched(hook) is not None
-    return activation if off else method(activation, load_balancing_loss_func)
-
-
 _METHODS: dict[str, _Method] = {
     "_apply_aux_loss": _attach_loss,
     "_apply_seq_aux_loss": _attach_loss,
     "_apply_global_aux_loss": _attach_loss,
     "compute_routing_scores_for_aux_loss": _score,
-    "apply_load_balancing_loss": _switch,
 }
 """Methods of a router that compute balancing losses, with their wrappers; each release has some of them."""

@@ -10,7 +10,7 @@ of the pass at the replayed experts, and carry gradients to the router (Ma et al
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,7 +18,7 @@ from megarl.core.devices import DeviceChecks
 from megarl.errors import ReplayError
 from megarl.files.moe_shape import MoeShape
 from megarl.replay.checks import check_chunks, check_routers, check_routes, find_routers, find_untraced_routers
-from megarl.replay.hooks import AuxLoss, Bystander, Hook, count_dispatched, count_natively, tap
+from megarl.replay.hooks import Bystander, Hook, count_dispatched, count_natively, tap
 from megarl.replay.layout import local_rows
 from megarl.replay.megatron_state import cp_position, tp_position, unwrap
 from megarl.replay.pass_log import PassLog
@@ -44,9 +44,8 @@ class RoutingReplay:
     setting would bypass it (``megarl doctor`` lists them), if the router of a MoE layer is no TopKRouter or
     has a choice of its own, or if these are not all chunks of one model on this rank.
 
-    aux_loss: what load-balancing losses count under replay. "dispatch": the experts that tokens are sent to (Megatron
-    would count those that the router would have chosen). "off": nothing, the losses are left out. The z-loss does not
-    change. Expert-bias updates always count what was dispatched.
+    Under replay, load-balancing losses count the experts that tokens are sent to (Megatron would count those that the
+    router would have chosen), as expert-bias updates do. The z-loss does not change.
 
     min_agreement: in [0, 1], the least agreement of the replayed experts with the routers' own choice, beyond chance
     (``agreement.py``). 0 switches the check off.
@@ -55,11 +54,8 @@ class RoutingReplay:
     def __init__(
         self,
         model_chunks: Sequence[torch.nn.Module] | torch.nn.Module,
-        aux_loss: AuxLoss = "dispatch",
         min_agreement: float = MIN_AGREEMENT,
     ) -> None:
-        if aux_loss not in get_args(AuxLoss):
-            raise ReplayError(f"aux_loss = {aux_loss!r}, expected one of {', '.join(get_args(AuxLoss))}")
         self._min_agreement = _check_agreement(min_agreement)
         self._hooks: list[Hook] = []
         self._bystanders: list[tuple[Any, Bystander]] = []
@@ -76,7 +72,7 @@ class RoutingReplay:
         self._log = PassLog() if log is None else log  # of an earlier RoutingReplay, whose graphs may be left
         for index, (chunk, of_chunk) in enumerate(zip(chunks, routers, strict=True)):
             for place, router in enumerate(of_chunk):
-                self._attach(router, aux_loss, index, place == 0)
+                self._attach(router, index, place == 0)
                 if place == 0:
                     self._hooks[-1].taps = tap(chunk, index, self._log)
             self._bystanders += [(router, Bystander()) for router in find_untraced_routers(chunk)]
@@ -86,12 +82,12 @@ class RoutingReplay:
     def __reduce__(self) -> NoReturn:
         raise ReplayError("a RoutingReplay is not copied: a copy of its model routes natively, and takes a new one")
 
-    def _attach(self, router: Any, aux_loss: AuxLoss, chunk: int, is_first: bool) -> None:
+    def _attach(self, router: Any, chunk: int, is_first: bool) -> None:
         if isinstance(router.router_replay, Hook):
             router.router_replay.remove_taps()
         hook = Hook(router, len(self._hooks), self._log, chunk, is_first)
         router.router_replay = hook
-        count_dispatched(router, hook, aux_loss)
+        count_dispatched(router, hook)
         self._hooks.append(hook)
 
     @property

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Disagreement:
-    """How often two traces use different experts, as counts: adding two gives that of both sets of tokens.
+    """How often two traces use different experts, as counts.
 
     The rates raise TraceError if no token was compared.
     """
@@ -56,20 +56,6 @@ class Disagreement:
     def per_layer_flip(self) -> np.ndarray:
         """float64 [L], share of tokens with different expert sets in each layer."""
         return self.flips / self._require_tokens()
-
-    def __add__(self, other: Disagreement) -> Disagreement:
-        if (self.top_k, len(self.flips)) != (other.top_k, len(other.flips)):
-            raise TraceError(
-                f"cannot add a disagreement of {len(other.flips)} layers, top-{other.top_k}, to one of "
-                f"{len(self.flips)} layers, top-{self.top_k}: they are of different models"
-            )
-        return Disagreement(
-            self.num_tokens + other.num_tokens,
-            self.top_k,
-            self.flips + other.flips,
-            self.shared_experts + other.shared_experts,
-            self.tokens_differing + other.tokens_differing,
-        )
 
     @classmethod
     def of(cls, num_shared: np.ndarray, top_k: int) -> Disagreement:

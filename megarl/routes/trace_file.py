@@ -11,16 +11,18 @@ Lists in the metadata are JSON. Each encoded trace has a checksum, and is decode
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from pydantic import BaseModel, Field, Json, StrictInt, StrictStr, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
 from megarl.core.types import Rollout
-from megarl.errors import ConfigError, TraceError
-from megarl.files.tensor_file import dump_tensors, load_tensors
+from megarl.errors import ConfigError, DataError, TraceError
+from megarl.files.foreign_json import require_regular
 from megarl.files.writing import write_atomically
 from megarl.routes import RoutingTrace, decode, encode
 from megarl.routes.turns import row_versions
@@ -232,3 +234,25 @@ def _read_bounds(
             f"{path}: {name} has {len(bounds)} entries, expected {num_sequences + 1} that rise from 0 to {end}"
         )
     return bounds
+
+
+def dump_tensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
+    """Return the content of a file with tensors of any shape."""
+    return save({name: np.ascontiguousarray(values) for name, values in tensors.items()}, dict(metadata))
+
+
+def load_tensors(
+    path: Path, check: Callable[[Mapping[str, str]], None] = lambda metadata: None
+) -> tuple[dict[str, np.ndarray], Mapping[str, str]]:
+    """Return arrays of the stored shapes, and metadata; ``check`` gets the metadata before a tensor is read.
+
+    TraceError if the file is damaged.
+    """
+    try:
+        require_regular(path)
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata() or {}
+            check(metadata)
+            return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118 (not a mapping)
+    except (OSError, DataError, SafetensorError, TypeError) as error:  # TypeError: a dtype without a match in numpy
+        raise TraceError(f"{path}: not a readable safetensors file ({error}); expected a trace file") from error

@@ -127,25 +127,6 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
     return means | {"rollout/staleness_max": Stat.max(ages)}
 
 
-def refuse_mixed_versions(rollouts: Sequence[Rollout]) -> None:
-    """RolloutError naming the first response whose tokens or routes come from more than one version of the weights."""
-    for rollout in rollouts:
-        versions = rollout.weight_versions
-        if np.count_nonzero(versions != versions[:1]):
-            raise RolloutError(
-                f"{rollout.label}: its tokens come from weight versions {np.unique(versions).tolist()}, expected one: "
-                'let the engine abort what runs when weights change, or allow it with train.mixed_versions = "allow"'
-            )
-        stale = _stale(rollout)
-        if num_stale := np.count_nonzero(stale):
-            token = int(stale.argmax())
-            raise RolloutError(
-                f"{rollout.label}: the experts of token {token} were chosen by weight version "
-                f"{row_versions(rollout)[token]}, the token by version {versions[token]} ({num_stale} such rows): "
-                'flush the engine\'s cache when weights change, or allow it with train.mixed_versions = "allow"'
-            )
-
-
 def _stale(rollout: Rollout) -> np.ndarray:
     """Return bool [T], True for a row recorded under another weight version than the token."""
     if rollout.route_versions is None:

@@ -170,12 +170,9 @@ class TrainStep:
             micro: int, _: TrainBatch, logprobs: torch.Tensor, entropies: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Stat]]:
             columns = mini.columns(micro, logprobs, self._old_is_rollout)
-            details = {"facts": facts, "detailed": plan.objective_details, "checks": checks}
-            weights = weigh_tokens(self.objective, columns, mini.denominators, **details)
-            theory: dict[str, Stat] = {}
-            if plan.objective_details:
-                policies = logprobs, columns.old_logprobs, columns.rollout_logprobs
-                theory = surrogate_metrics(*policies, columns.loss_mask, columns.cu_seqlens)
+            weights = weigh_tokens(self.objective, columns, mini.denominators, facts=facts, checks=checks)
+            policies = logprobs, columns.old_logprobs, columns.rollout_logprobs
+            theory = surrogate_metrics(*policies, columns.loss_mask, columns.cu_seqlens)
             if self._old_is_rollout:  # old/mu is 1 then, and not the gap between the engines
                 theory = {name: stat for name, stat in theory.items() if not name.startswith("gap/")}
             entropy = Stat.mean(entropies, columns.loss_mask)

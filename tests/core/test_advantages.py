@@ -1,7 +1,10 @@
+"""Advantages against their slow references, and what is exactly 0; OPO, REINFORCE++ and GDPO weigh with tokens."""
+
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,29 +14,40 @@ from hypothesis import strategies as st
 from oracles import reference
 
 from megarl.core.advantages import (
+    gdpo,
     group_mean,
     grpo,
+    grpo_sum,
     normalize_by_pool,
+    opo,
     positive_part,
     raft,
     raw,
     raw_mixed,
+    reinforce_pp,
+    reinforce_pp_baseline,
     rloo,
     signed,
     token_level_kl,
     token_level_returns,
     uniform_groups,
+    whiten,
 )
 from megarl.core.choices.stopping import POSITIVE
 from megarl.core.objectives import OBJECTIVES, advantages_of, select_responses
 from megarl.core.sampling.collector import Pool
 from megarl.errors import NumericsError
 
-batches = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.3, 1.0, -2.5]), st.integers(-3, 3)), min_size=1, max_size=12)
+batches = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.1, 0.3, 1.0, -2.5]), st.integers(-3, 3), st.integers(0, 5)),
+    min_size=1,
+    max_size=12,
+)
+BY_LENGTH = [opo, reinforce_pp, reinforce_pp_baseline]
 
 
-def close(actual: torch.Tensor, expected: list[float]) -> None:
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-9)
+def close(actual: torch.Tensor, expected: Any, atol: float = 1e-9) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=atol)
 
 
 def test_hand_computed():
@@ -41,20 +55,24 @@ def test_hand_computed():
     close(group_mean(rewards, groups), [0.75, -0.25, -0.25, -0.25])
     close(grpo(rewards, groups), [1.499997000006] + [-0.499999000002] * 3)
     close(grpo(rewards, groups, ddof=0), [1.732046807578115] + [-0.5773489358593717] * 3)
+    assert grpo([1.0, 0.0], [0, 0], eps=0.0).tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
     close(rloo(rewards, groups), [1.0] + [-1 / 3] * 3)
-    close(raft(rewards, groups), [1, 0, 0, 0])
-    mixed, one_group = [1.0, 0, 0, 1], [7, 7, 7, 7]
-    close(raw(mixed, one_group), mixed)
-    close(raw_mixed(mixed, one_group), mixed)
-    close(signed(mixed, one_group), [1, -1, -1, 1])
     close(positive_part([1.0, 0.9, 0.5, 0, -1], [0] * 5), [1, 0.9, 0.5, 0, 0])
+    assert uniform_groups([], []).shape == (0,)
+    own = torch.tensor([1.0, 0.0])
+    raw(own, [0, 0]).add_(5)
+    assert own.tolist() == [1, 0], "a result is not the reward itself"
 
 
-def test_raw_mixed_rejects_uniform_groups_of_several():
-    """Five groups: uniform right, mixed, one alone, uniform wrong, and equal rewards whose mean is rounded."""
-    rewards, groups = [0.7, 0.7, 1, -0.5, 0.3, 0, 0, 0.1, 0.1, 0.1], [4, 4, -1, -1, 9, 5, 5, 6, 6, 6]
-    assert raw_mixed(rewards, groups).tolist() == [0, 0, 1, -0.5, 0.3, 0, 0, 0, 0, 0]
-    assert raw(rewards, groups).tolist() == rewards
+def test_two_groups_weighed_by_tokens():
+    """Group 0 has the rewards 1, 0 on 1 and 3 tokens, group 5 the rewards 3, 1 on 2 and 2."""
+    rewards, groups, lengths = [1.0, 0, 3, 1], [0, 0, 5, 5], [1, 3, 2, 2]
+    close(opo(rewards, groups, lengths), [0.75, -0.25, 1, -1])  # b = 1/4, 2
+    # 8 tokens: 1, 0 x3, 3 x2, 1 x2; mean 9/8, squares 21 - 81/8 = 87/8, over 7
+    close(reinforce_pp(rewards, groups, lengths), (np.array(rewards) - 9 / 8) / math.sqrt(87 / 56 + 1e-8))
+    # Both responses have the sum 1, and a step is worth more than a format: grpo of the sum would give 0.
+    half = 2 * 0.7071067811865476
+    close(grpo_sum([[1.0, 0.0], [0.0, 1.0]], [3.0, 1.0], [0, 0]), [half, -half], atol=1e-5)
 
 
 def test_signed_and_raft_share_one_rule_for_the_threshold():
@@ -63,47 +81,6 @@ def test_signed_and_raft_share_one_rule_for_the_threshold():
     assert signed(rewards, [0] * 5, threshold=0.5).tolist() == [-1, -1, 1, -1, 1]
     assert raft(rewards, [0] * 5, threshold=0.5).tolist() == [0, 0, 1, 0, 1]
     assert signed([POSITIVE, 0.71], [0, 0]).tolist() == [-1, 1]
-
-
-def test_rloo_counts_valid_responses_alone():
-    """[1, 0, 0, x]: G is 3, not 4; the reward of an invalid response may be anything."""
-    rewards, groups = torch.tensor([1.0, 0, 0, math.nan], dtype=torch.float64), [7] * 4
-    assert rloo(rewards, groups, valid=[True, True, True, False]).tolist() == [1, -0.5, -0.5, 0]
-    assert rloo([3.0, 0.0, 1.0], [0, 0, 1], valid=[True, False, True]).tolist() == [0, 0, 0]
-    assert rloo([1.0, 0.0], [0, 0], valid=[False, False]).tolist() == [0, 0]
-    assert rloo([1.0, 0.0], [0, 0], valid=[1, 1]).tolist() == rloo([1.0, 0.0], [0, 0]).tolist() == [1, -1]
-
-
-def test_a_result_is_not_the_reward_itself():
-    rewards = torch.tensor([1.0, 0.0])
-    raw(rewards, [0, 0]).add_(5)
-    assert rewards.tolist() == [1, 0]
-
-
-@settings(max_examples=60, deadline=None)
-@given(batch=batches, ddof=st.sampled_from([0, 1]))
-def test_against_reference(batch, ddof):
-    rewards, groups = [r for r, _ in batch], [g for _, g in batch]
-    close(group_mean(rewards, groups), reference.group_mean(rewards, groups))
-    close(grpo(rewards, groups, ddof=ddof), reference.grpo(rewards, groups, ddof=ddof))
-    close(rloo(rewards, groups), reference.rloo(rewards, groups))
-    close(raw_mixed(rewards, groups), reference.raw_mixed(rewards, groups))
-
-
-@settings(max_examples=60, deadline=None)
-@given(reward=st.floats(-1e3, 1e3), size=st.integers(1, 9), function=st.sampled_from([group_mean, grpo, rloo]))
-def test_no_contrast_is_exactly_zero(reward, size, function):
-    """The mean of equal floats is rarely the float itself; the advantage must be 0 all the same."""
-    rewards = [reward] * size + [0.0, 1.0]
-    groups = [4] * size + [9, 9]
-    values = function(rewards, groups)
-    assert values[:size].tolist() == [0.0] * size
-    assert values[-1] > 0
-    assert uniform_groups(rewards, groups).tolist() == [True, False]
-
-
-def test_raft_accepts_all_of_a_solved_group_and_none_of_an_unsolved_one():
-    assert raft([1.0, 1.0, 0.0, 0.0, 0.7], [0, 0, 1, 1, 2]).tolist() == [1, 1, 0, 0, 0]
 
 
 @given(
@@ -116,71 +93,78 @@ def test_raft_accepts_what_sampling_counts_as_positive(rewards, threshold):
     positives = pool.classes(given_threshold.get("threshold", POSITIVE))[0]
     groups = [0] * len(rewards)
     assert raft(rewards, groups, **given_threshold).sum() == positives
-    for name in ("raft", "raft_pp"):
-        assert advantages_of(OBJECTIVES[name], rewards, groups, **given_threshold).sum() == positives
+    assert advantages_of(OBJECTIVES["raft_pp"], rewards, groups, **given_threshold).sum() == positives
     chosen = select_responses(replace(OBJECTIVES["raft"], selection="positive"), rewards, groups, **given_threshold)
     assert chosen.sum() == positives
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_not_finite_names_its_response(value):
-    with pytest.raises(NumericsError, match=r"response 2 \(group 5\)"):
-        group_mean([0.0, 1.0, value], [3, 3, 5])
+def test_rloo_counts_valid_responses_alone():
+    """[1, 0, 0, x]: G is 3, not 4; the reward of an invalid response may be anything."""
+    rewards, groups = torch.tensor([1.0, 0, 0, math.nan], dtype=torch.float64), [7] * 4
+    assert rloo(rewards, groups, valid=[True, True, True, False]).tolist() == [1, -0.5, -0.5, 0]
+    assert rloo([3.0, 0.0, 1.0], [0, 0, 1], valid=[True, False, True]).tolist() == [0, 0, 0]
+    assert rloo([1.0, 0.0], [0, 0], valid=[False, False]).tolist() == [0, 0]
+    assert rloo([1.0, 0.0], [0, 0], valid=[1, 1]).tolist() == rloo([1.0, 0.0], [0, 0]).tolist() == [1, -1]
+
+
+@settings(max_examples=80, deadline=None)
+@given(batch=batches, ddof=st.sampled_from([0, 1]), data=st.data())
+def test_against_reference(batch, ddof, data):
+    rewards, groups, lengths = (list(column) for column in zip(*batch, strict=True))
+    close(group_mean(rewards, groups), reference.group_mean(rewards, groups))
+    close(grpo(rewards, groups, ddof=ddof), reference.grpo(rewards, groups, ddof=ddof))
+    close(rloo(rewards, groups), reference.rloo(rewards, groups))
+    close(raw_mixed(rewards, groups), reference.raw_mixed(rewards, groups))
+    close(opo(rewards, groups, lengths), reference.opo(rewards, groups, lengths))
+    # Where all is nearly equal, 1 / sqrt(1e-8) makes 1e4 of the last digit.
+    close(reinforce_pp(rewards, groups, lengths), reference.whiten(rewards, lengths), atol=1e-8)
+    centered = group_mean(rewards, groups).tolist()
+    close(reinforce_pp_baseline(rewards, groups, lengths), reference.whiten(centered, lengths), atol=1e-8)
+    second = data.draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=len(batch), max_size=len(batch)))
+    pairs, weights = list(zip(rewards, second, strict=True)), [0.5, -2.0]
+    summed = grpo_sum(pairs, weights, groups, ddof, 1e-3)
+    close(summed, reference.grpo_sum(pairs, weights, groups, ddof, 1e-3))
+    close(gdpo(pairs, weights, groups, lengths, ddof, 1e-3), reference.whiten(summed.tolist(), lengths), atol=1e-8)
+
+
+@settings(max_examples=40, deadline=None)
+@given(reward=st.floats(-1e3, 1e3), lengths=st.lists(st.integers(0, 9), min_size=1, max_size=9))
+@pytest.mark.parametrize("function", [group_mean, grpo, rloo, raw_mixed, *BY_LENGTH])
+def test_no_contrast_is_exactly_zero(function, reward, lengths):
+    """The mean of equal floats is rarely the float itself; the advantage must be 0 all the same."""
+    size = len(lengths)
+    rewards, groups, given_lengths = [reward] * size, [4] * size, (lengths,)
+    if function not in (reinforce_pp, reinforce_pp_baseline):  # another group does not matter
+        rewards, groups, given_lengths = [*rewards, 0.0, 1.0], [*groups, 9, 9], ([*lengths, 1, 1],)
+    values = function(rewards, groups, *(given_lengths if function in BY_LENGTH else ()))
+    if function is not raw_mixed or size > 1:
+        assert values[:size].tolist() == [0.0] * size
+    assert len(values) == size or values[-1] > 0
+    assert uniform_groups([*[reward] * size, 0.0, 1.0], [*[4] * size, 9, 9]).tolist() == [True, False]
+
+
+def test_a_response_without_tokens_is_in_no_statistics() -> None:
+    assert opo([1.0, 0.0, 50.0], [0, 0, 0], [1, 1, 0]).tolist() == [0.5, -0.5, 0]
+    assert opo([1.0, 50.0], [0, 0], [3, 0]).tolist() == [0, 0]
+    assert opo([1.0], [0], [0]).tolist() == [0]
+    close(whiten(torch.tensor([1.0, 0.0, 50.0]), [1, 1, 0]), [0.5**0.5, -(0.5**0.5), 0], atol=1e-6)
+    assert whiten(torch.tensor([1.0, 50.0]), [1, 0]).tolist() == [0, 0]  # a single token
+    assert whiten(torch.tensor([1.0, 0.0]), [0, 0]).tolist() == [0, 0]
+    # The eps is added to the variance, here 2e-8.
+    close(whiten(torch.tensor([1e-4, -1e-4], dtype=torch.float64), [1, 1]), [1e-4 / 3e-8**0.5, -1e-4 / 3e-8**0.5])
 
 
 def test_dtypes_and_shapes():
     groups = torch.tensor([0, 0])
     assert group_mean(torch.tensor([1, 0]), groups).dtype == torch.float64
-    assert group_mean(torch.tensor([1.0, 0.0]), groups).dtype == torch.float32
     assert group_mean(np.array([1.0, 0.0]), np.array([0, 0])).dtype == torch.float64
-    assert group_mean(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
-    with pytest.raises(ValueError, match=r"must both be \[N\]"):
-        group_mean([1.0, 0.0], [0])
-    with pytest.raises(ValueError, match="ddof"):
-        grpo([1.0, 0.0], [0, 0], ddof=2)
+    for function, lengths in ((group_mean, ()), *((each, ([1, 2],)) for each in BY_LENGTH)):
+        assert function(torch.tensor([1.0, 0.0]), groups, *lengths).dtype == torch.float32
+        assert function([1.0, 0.0], groups, *map(np.array, lengths)).dtype == torch.float64
+        assert function([], [], *([] for _ in lengths)).shape == (0,)
 
 
-class TestPooled:
-    POOL = ([1.0, 1.0] + [0.0] * 30, [5] * 32)
-
-    @pytest.mark.parametrize(
-        ("scale", "good", "bad"),
-        [
-            ("none", 0.9375, -0.0625),
-            ("std", 0.9375 / 0.24593468841898236, -0.0625 / 0.24593468841898236),
-            ("rate", 15, -1),
-            ("root_rate", 3.75, -0.25),
-        ],
-    )
-    def test_statistics_of_all_that_was_sampled(self, scale, good, bad):
-        """2 of 32 are correct, and 2 + 2 of them train: their own statistics would give +-0.5."""
-        close(normalize_by_pool([1.0, 0.0, 1.0, 0.0], [5] * 4, *self.POOL, scale=scale), [good, bad, good, bad])
-
-    def test_pools_of_several_prompts(self):
-        pool = ([1.0, 0.0, 0.0, 0.0, 2.0, 4.0], [3, 3, 3, 3, -1, -1])
-        close(normalize_by_pool([4.0, 1.0, 2.0], [-1, 3, -1], *pool), [1, 0.75, -1])
-
-    @pytest.mark.parametrize("scale", ["none", "std", "rate", "root_rate"])
-    @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])
-    def test_no_contrast_is_exactly_zero(self, scale, reward):
-        pool = ([reward] * 7 + [0.3], [0] * 7 + [1])
-        assert normalize_by_pool([reward, reward, 0.3], [0, 0, 1], *pool, scale=scale).tolist() == [0, 0, 0]
-
-    def test_refusals(self):
-        with pytest.raises(ValueError, match=r"\[6\] train, but the pool holds \[5\]"):
-            normalize_by_pool([1.0], [6], *self.POOL)
-        with pytest.raises(ValueError, match="pass rates"):
-            normalize_by_pool([1.0], [0], [1.0, -5.0], [0, 0], scale="rate")
-        with pytest.raises(ValueError, match="ddof 3"):
-            normalize_by_pool([1.0], [5], *self.POOL, ddof=3)
-        with pytest.raises(ValueError, match="rate_eps -1"):
-            normalize_by_pool([1.0], [5], *self.POOL, rate_eps=-1)
-
-    def test_a_rate_of_zero_has_an_epsilon(self):
-        """With an epsilon a pool of no correct response still has none to learn from; any other is damped."""
-        assert normalize_by_pool([0.0], [1], [0.0, 0.0], [1, 1], scale="root_rate", rate_eps=0.01).tolist() == [0]
-        close(normalize_by_pool([1.0], [5], *self.POOL, scale="rate", rate_eps=0.0625), [7.5])
-        close(normalize_by_pool([1.0], [5], *self.POOL, scale="root_rate", rate_eps=0.1875), [1.875])
+POOL = ([1.0, 1.0] + [0.0] * 30, [5] * 32)
 
 
 def packed(kl, beta=0.3):
@@ -196,21 +180,93 @@ def packed(kl, beta=0.3):
     }
 
 
+KL, REWARDS = ((0.1, -0.2, 0.3), (0.4, 0.2), (0.0, 0.3, 0.3)), (1.0, 0.0, 1.0)
+
+
+def of_kl(at: int, value: float) -> dict[str, Any]:
+    columns = packed(KL)
+    columns["ref_logprobs"][at] = value
+    return columns
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: group_mean([1.0, 0.0], [0]), r"must both be \[N\]"),
+        (lambda: grpo([1.0, 0.0], [0, 0], ddof=2), "ddof"),
+        (lambda: gdpo([[1.0], [0.0]], [1.0], [0, 0], [1, 1], ddof=2), "ddof=2"),
+        *(
+            (lambda lengths=lengths: opo([1.0, 0.0], [0, 0], lengths), "expected 2 numbers of loss tokens, 0 or more")
+            for lengths in ([1], [1, -1], [[1, 1]], [1, math.nan])
+        ),
+        (lambda: whiten(torch.tensor([1.0, 0.0]), [1, -1]), "expected 2 numbers of loss tokens"),
+        *(
+            (lambda given=given: grpo_sum(*given, [0, 0]), r"expected \[N, M\] and \[M\] with M >= 1")
+            for given in (([1.0, 0.0], [1.0]), ([[1.0], [0.0]], [1.0, 1.0]), ([[], []], []))
+        ),
+        (
+            lambda: normalize_by_pool([1.0, 0.0], [0, 1], [1.0, 0.0, 1.0], [0, 0, 2]),
+            r"groups \[0, 1\] train, but the pool holds \[0, 2\]",
+        ),
+        (lambda: normalize_by_pool([1.0], [6], *POOL), r"\[6\] train, but the pool holds \[5\]"),
+        (lambda: normalize_by_pool([1.0, -1.0], [0, 1], [1.0, -1.0], [0, 1], scale="rate"), "needs pass rates"),
+        (lambda: token_level_returns([1.0, 0.0], **packed(KL)), "2 rewards for 3 sequences"),
+        (lambda: token_level_returns(REWARDS, **packed(KL), horizon=0), "horizon 0"),
+        (
+            lambda: token_level_returns(REWARDS, **{**packed(KL), "ref_logprobs": torch.zeros(3)}),
+            r"must all be \[T\]",
+        ),
+        (lambda: token_level_kl(REWARDS, [0, 0, 0], **packed(KL), ddof=2), "ddof=2"),
+    ],
+)
+def test_refusals(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        *(
+            (lambda value=value: group_mean([0.0, 1.0, value], [3, 3, 5]), r"response 2 \(group 5\)")
+            for value in (math.nan, math.inf, -math.inf)
+        ),
+        (lambda: reinforce_pp([1.0, math.nan], [0, 0], [1, 1]), "response 1"),
+        (lambda: grpo_sum([[1.0, math.inf], [0.0, 0.0]], [1.0, 1.0], [0, 0]), "response 0"),
+        (lambda: token_level_kl(REWARDS, [0, 0, 0], **of_kl(4, math.nan)), "ref_logprobs is nan at token 4"),
+        (lambda: token_level_kl(REWARDS, [0, 0, 0], **of_kl(4, 2.5)), r"ref_logprobs is 2.5 at token 4 .*raw logits"),
+    ],
+)
+def test_numbers_that_are_none(call, message):
+    with pytest.raises(NumericsError, match=message):
+        call()
+
+
+class TestPooled:
+    def test_pools_of_several_prompts(self):
+        pool = ([1.0, 0.0, 0.0, 0.0, 2.0, 4.0], [3, 3, 3, 3, -1, -1])
+        close(normalize_by_pool([4.0, 1.0, 2.0], [-1, 3, -1], *pool), [1, 0.75, -1])
+        # mean 1/2, unbiased standard deviation sqrt(1/2)
+        close(normalize_by_pool([1.0, 0.0], [0, 0], [1.0, 0.0], [0, 0], scale="std"), [0.5**0.5, -(0.5**0.5)])
+
+    @pytest.mark.parametrize("scale", ["none", "std", "rate", "root_rate"])
+    @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])
+    def test_no_contrast_is_exactly_zero(self, scale, reward):
+        pool = ([reward] * 7 + [0.3], [0] * 7 + [1])
+        assert normalize_by_pool([reward, reward, 0.3], [0, 0, 1], *pool, scale=scale).tolist() == [0, 0, 0]
+
+    def test_a_rate_of_zero_has_an_epsilon(self):
+        """With an epsilon a pool of no correct response still has none to learn from; any other is damped."""
+        assert normalize_by_pool([0.0], [1], [0.0, 0.0], [1, 1], scale="root_rate", rate_eps=0.01).tolist() == [0]
+        close(normalize_by_pool([1.0], [5], *POOL, scale="rate", rate_eps=0.0625), [7.5])
+
+
 class TestTokenLevelKl:
-    KL = ((0.1, -0.2, 0.3), (0.4, 0.2), (0.0, 0.3, 0.3))
-    REWARDS = (1.0, 0.0, 1.0)
-
     def test_returns(self):
-        own = token_level_returns(self.REWARDS, **packed(self.KL))
+        own = token_level_returns(REWARDS, **packed(KL))
         close(own, [0.98, 0.99, 0.97, -0.09, -0.03, 0.94, 0.94, 0.97])
-        constant = token_level_returns(self.REWARDS, **packed(self.KL), horizon=3)
+        constant = token_level_returns(REWARDS, **packed(KL), horizon=3)
         close(constant, [0.98, 0.99, 0.97, -0.06, -0.02, 0.94, 0.94, 0.97])
-
-    def test_standardised_per_position(self):
-        values = token_level_kl(self.REWARDS, [4, 4, 4], **packed(self.KL))
-        close(values[[0, 3, 5]], [0.7471048964659939, -1.413441696016745, 0.6663367995507514])
-        # Only two responses reach j = 3, with equal returns.
-        assert values[[2, 7]].tolist() == [0, 0]
 
     @settings(max_examples=60, deadline=None)
     @given(
@@ -227,18 +283,18 @@ class TestTokenLevelKl:
         close(fast, [x for row in slow for x in row])
 
     def test_environment_tokens_shift_nothing(self):
-        columns = packed(self.KL)
-        plain = token_level_kl(self.REWARDS, [0, 0, 0], **columns)
+        columns = packed(KL)
+        plain = token_level_kl(REWARDS, [0, 0, 0], **columns)
+        close(plain[[0, 3, 5]], [0.7471048964659939, -1.413441696016745, 0.6663367995507514])
+        assert plain[[2, 7]].tolist() == [0, 0], "only two responses reach j = 3, with equal returns"
         where = [0, 1, 3, 4, 6, 8, 9, 10]  # holes at 2, 5, 7 and 11, full of garbage
         wide = {name: torch.full((12,), math.nan, dtype=torch.float64) for name in ("logprobs", "ref_logprobs")}
         for name, column in wide.items():
             column[where] = columns[name]
         mask = torch.zeros(12, dtype=torch.bool)
         mask[where] = True
-        # Sequences: tokens 0-3, 4-7, 8-11.
-        values = token_level_kl(
-            self.REWARDS, [0, 0, 0], **wide, loss_mask=mask, cu_seqlens=torch.tensor([0, 4, 8, 12]), beta=0.3
-        )
+        bounds = torch.tensor([0, 4, 8, 12])
+        values = token_level_kl(REWARDS, [0, 0, 0], **wide, loss_mask=mask, cu_seqlens=bounds, beta=0.3)
         close(values[where], plain.tolist())
         assert (values[~mask] == 0).all()
 
@@ -258,46 +314,8 @@ class TestTokenLevelKl:
         close(values, [1 - 0.3 * 0.1, 0.0, -0.15 * 20.3, -0.15 * 20])
         assert torch.isfinite(token_level_kl([1.0, 1.0, 0.0], [0, 0, 0], **columns)).all()
 
-    def test_refusals(self):
-        columns = packed(self.KL)
-        columns["ref_logprobs"][4] = math.nan
-        with pytest.raises(NumericsError, match="ref_logprobs is nan at token 4"):
-            token_level_kl(self.REWARDS, [0, 0, 0], **columns)
-        columns["ref_logprobs"][4] = 2.5
-        with pytest.raises(NumericsError, match=r"ref_logprobs is 2.5 at token 4 .*raw logits"):
-            token_level_kl(self.REWARDS, [0, 0, 0], **columns)
-        with pytest.raises(ValueError, match="2 rewards for 3 sequences"):
-            token_level_returns([1.0, 0.0], **packed(self.KL))
-        with pytest.raises(ValueError, match="horizon 0"):
-            token_level_returns(self.REWARDS, **packed(self.KL), horizon=0)
-        with pytest.raises(ValueError, match=r"must all be \[T\]"):
-            token_level_returns(self.REWARDS, **{**packed(self.KL), "ref_logprobs": torch.zeros(3)})
-        with pytest.raises(ValueError, match="ddof=2"):
-            token_level_kl(self.REWARDS, [0, 0, 0], **packed(self.KL), ddof=2)
-
-
-class TestBounds:
     def test_an_eps_of_0_and_a_beta_of_0_are_allowed(self):
-        assert grpo([1.0, 0.0], [0, 0], eps=0.0).tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
         columns = torch.full((2,), -1.0), torch.full((2,), -2.0), torch.tensor([True, True]), torch.tensor([0, 1, 2])
         values = token_level_kl([1.0, 0.0], [0, 0], *columns, beta=0.0, eps=0.0, horizon=1)
         assert values.tolist() == pytest.approx([1.0, -1.0])
         assert token_level_returns([1.0, 0.0], *columns, beta=0.5, horizon=1).tolist() == [0.5, -0.5]
-        with pytest.raises(ValueError, match="horizon 0"):
-            token_level_returns([1.0, 0.0], *columns, beta=0.5, horizon=0)
-
-    def test_a_pool_of_two(self):
-        """mean 1/2, unbiased standard deviation sqrt(1/2)."""
-        values = normalize_by_pool([1.0, 0.0], [0, 0], [1.0, 0.0], [0, 0], scale="std")
-        assert values.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
-
-    def test_one_group_or_pool_that_is_wrong_is_enough(self):
-        with pytest.raises(ValueError, match=r"groups \[0, 1\] train, but the pool holds \[0, 2\]"):
-            normalize_by_pool([1.0, 0.0], [0, 1], [1.0, 0.0, 1.0], [0, 0, 2])
-        with pytest.raises(ValueError, match="needs pass rates"):
-            normalize_by_pool([1.0, -1.0], [0, 1], [1.0, -1.0], [0, 1], scale="rate")
-        with pytest.raises(ValueError, match=r"floor 0\.0"):
-            normalize_by_pool([1.0], [0], [1.0], [0], floor=0.0)
-
-    def test_no_response_is_no_group(self):
-        assert uniform_groups([], []).shape == (0,)

@@ -1,11 +1,7 @@
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from sampling_driver import drive, table
 
 from megarl.core.choices.credit import Credit, parse_objective
@@ -65,24 +61,6 @@ def test_rewards_that_are_not_binary():
     np.testing.assert_allclose(assign(Credit(scale="std"), found)[0], ([0.1, 0.9] - pool.mean()) / pool.std(ddof=1))
 
 
-def expected_gradient(rule, size, rate, credit, seed=None):
-    """E of a prompt's mean of A d ln P(r) / dt over all that ``size`` samples can be: P(1) = sigmoid(t)."""
-    outcomes = np.array(list(itertools.product([0.0, 1.0], repeat=size)))
-    chance = np.prod(np.where(outcomes == 1, rate, 1 - rate), axis=1)
-    found = collected(rule, outcomes, seed=seed)
-    advantages, weights = assign(credit, found)
-    terms = advantages * weights * (found.rewards - rate)
-    sizes = np.bincount(found.prompts, minlength=len(outcomes))
-    return float(np.sum(chance * np.bincount(found.prompts, weights=terms, minlength=len(outcomes)) / sizes))
-
-
-def test_the_plain_balanced_batch_is_not():
-    rule = Sequential(1, 1, 2, 10, train_size=2)
-    gradient = expected_gradient(rule, 10, 0.15, Credit())
-    # c(p) = 2.9 times grad p if the baseline were p itself and no prompt gave up
-    assert 1.5 < gradient / (0.15 * 0.85) < (0.85**2 + 0.15**2) / (2 * 0.15 * 0.85)
-
-
 @pytest.mark.parametrize("objective", ["log", "raft", "linear", "power:0.5", "arcsin"])
 def test_weights_of_a_nonlinear_objective(objective):
     rewards = [[1, 0, 0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0], [0] * 8, [1] * 8]
@@ -97,7 +75,7 @@ def test_prompts_can_count_alike():
     found = collected(Allotted((6, 2, 0)), rewards)
     _, weights = assign(Credit(weigh="prompt"), found)
     np.testing.assert_allclose(weights, [4 / 6] * 6 + [2] * 2)
-    assert abs(weights.mean() - 1) < 1e-12
+    assert assign(Credit(weigh="prompt"), collected(Allotted((3,)), rewards[:1]))[1].tolist() == [1] * 3
     _, both = assign(Credit(weigh="prompt", objective="log"), found)
     np.testing.assert_allclose(both, [4 / 6 * 6] * 6 + [2 / 0.75] * 2)
 
@@ -108,20 +86,6 @@ def test_prompts_count_alike_by_what_an_objective_leaves_in():
     accepted = found.rewards > 0.5
     _, weights = assign(Credit(weigh="prompt"), found, accepted)
     np.testing.assert_allclose(weights[accepted] / accepted.sum(), [1 / 2, 1 / 6, 1 / 6, 1 / 6])
-
-
-@settings(max_examples=40, deadline=None)
-@given(counts=st.lists(st.integers(1, 6), min_size=1, max_size=6), seed=st.integers(0, 10**6))
-def test_mean_over_samples_and_mean_over_prompts(counts, seed):
-    """(r_batch - r_prompt) * sum N = sum (N_x - mean N) (r_x - r_prompt)."""
-    found = collected(Allotted(tuple(counts)), table(0.4, len(counts), 6, seed))
-    _, weights = assign(Credit(weigh="prompt"), found)
-    rates = np.array([found.rewards[found.prompts == p].mean() for p in range(len(counts))])
-    by_prompt = float(np.mean(weights * found.rewards))
-    assert abs(by_prompt - rates.mean()) < 1e-12
-    sizes = np.array(counts, dtype=float)
-    gap = (found.rewards.mean() - by_prompt) * sizes.sum()
-    assert abs(gap - np.sum((sizes - sizes.mean()) * (rates - rates.mean()))) < 1e-9
 
 
 @pytest.mark.parametrize("credit", [Credit(), Credit(statistics="trained"), Credit(weigh="prompt")])
@@ -143,11 +107,6 @@ def test_numbers_of_prompts_need_not_ascend(credit):
     assert len(np.unique(expected[0] * expected[1])) > 2
 
 
-def test_names_of_objectives():
-    assert parse_objective("log") == ("log", 1.0)
-    assert parse_objective("power:0.25") == ("power", 0.25)
-
-
 @pytest.mark.parametrize(
     "name", ["", "cubic", "power", "power:", "power:x", "power:0", "power:-1", "power:nan", "power:inf", "log:2", "Log"]
 )
@@ -157,13 +116,7 @@ def test_unknown_objectives(name):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"statistics": "all"},
-        {"scale": "variance"},
-        {"weigh": "token"},
-        {"objective": "cubic"},
-    ],
+    "options", [{"statistics": "all"}, {"scale": "variance"}, {"weigh": "token"}, {"objective": "cubic"}]
 )
 def test_a_credit_that_does_not_fit(options):
     with pytest.raises(ConfigError):

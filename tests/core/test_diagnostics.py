@@ -16,8 +16,6 @@ from megarl.core.measures import (
 )
 from megarl.core.metrics import finalize, merge
 
-ALL = torch.ones(4, dtype=torch.bool)
-
 
 def test_entropy():
     logits = torch.tensor([[0.5, 0.25, 0.25]], dtype=torch.float64).log()
@@ -82,41 +80,10 @@ def test_mismatch_leaves_out_impossible_tokens():
     assert numbers["rollout/ess"] == 1
 
 
-def test_explosion_of_the_product_ratio():
-    """Var prod rho = e^(H sigma^2) - 1 for log rho ~ N(-sigma^2/2, sigma^2): here by quadrature over the normal."""
-    points, density = np.polynomial.hermite_e.hermegauss(80)
-    share = torch.from_numpy(density / density.sum())
-    variance = 100 * 0.1**2
-    ratio = torch.from_numpy(np.exp(math.sqrt(variance) * points - variance / 2))
-    second = float((share * ratio.square()).sum())
-    assert second - 1 == pytest.approx(1.7182818284590453, abs=1e-9)
-    assert float((share * ratio).sum()) ** 2 / second == pytest.approx(0.36787944117144233, abs=1e-9)
-
-
-def test_share_of_extreme_tokens():
-    log_ratio = torch.tensor([math.log(2.5), -math.log(2.5), math.log(1.9), 0.0], dtype=torch.float64)
-    zero, bounds = torch.zeros(4, dtype=torch.float64), torch.tensor([0, 4])
-    old, mu = log_ratio - 1, zero - 1
-    assert finalize(mismatch_metrics(old, mu, ALL, bounds))["rollout/extreme_2"] == 0.5
-    some = torch.tensor([True, False, True, True])
-    assert finalize(mismatch_metrics(old, mu, some, bounds))["rollout/extreme_2"] == pytest.approx(1 / 3)
-
-
 def test_effective_prompt_ratio():
     rewards = [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]
     groups = [0, 0, 1, 1, 2, 2]
     assert float(effective_prompt_ratio(rewards, groups)) == pytest.approx(1 / 3)
-
-
-@pytest.mark.parametrize(("rate", "size", "expected"), [(0.1, 8, 0.56953278), (0.5, 4, 0.875)])
-def test_effective_prompt_ratio_in_expectation(rate, size, expected):
-    """Every outcome of a group once, weighted by its probability: E[1 - p^n - (1-p)^n]."""
-    total = 0.0
-    for outcome in range(2**size):
-        rewards = [float(outcome >> i & 1) for i in range(size)]
-        probability = rate ** sum(rewards) * (1 - rate) ** (size - sum(rewards))
-        total += probability * float(effective_prompt_ratio(rewards, [0] * size))
-    assert total == pytest.approx(expected, abs=1e-9)
 
 
 def _surrogate(log_weight, log_gap, lengths):

@@ -135,16 +135,6 @@ def test_foreign_rows_may_be_scattered(gap: int, count: int) -> None:
     assert (first, last, foreign) == (places[0], places[-1], count)
 
 
-def test_a_wholly_stale_prompt_before_a_long_response_is_found() -> None:
-    rng = np.random.default_rng(0)
-    rows = honest_rows(rng, 36_000, 4, 2, 0.15)
-    rows[:4000] = foreign_of(rng, 4000, 4, 2, 8)
-    evidence, first, last, _ = find_foreign(rows, 2, batch_of([36_000]))[0]
-    assert evidence > 1000
-    assert first <= 3
-    assert abs(last - 3999) <= 3
-
-
 @pytest.mark.parametrize("flip", [0.3, 0.45])
 def test_a_response_that_disagrees_evenly_is_left_to_its_mean(flip: float) -> None:
     rng = np.random.default_rng(1)

@@ -34,31 +34,6 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("fp8") / "model", dense_layers=(1,), **sizes)
 
 
-def rounded_by_loops(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    result = torch.zeros_like(weight)
-    for top in range(0, weight.shape[0], block[0]):
-        for left in range(0, weight.shape[1], block[1]):
-            where = (slice(top, top + block[0]), slice(left, left + block[1]))
-            scale = max(weight[where].abs().max().item(), 1e-12) / 448.0
-            scale = torch.tensor(scale, dtype=torch.float32)
-            result[where] = (weight[where] / scale).to(torch.float8_e4m3fn).float() * scale
-    return result
-
-
-@pytest.mark.parametrize("shape", [(128, 128), (64, 32), (256, 384), (200, 300), (1, 129), (129, 1)])
-def test_equals_loops_over_blocks(shape: tuple[int, int]) -> None:
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02
-    weight[: shape[0] // 2] *= 30.0  # blocks of different scale
-    torch.testing.assert_close(round_through_fp8(weight), rounded_by_loops(weight, (128, 128)), rtol=1e-6, atol=0)
-    quantized, scale = quantize_fp8(weight)
-    assert quantized.shape == shape
-    assert quantized.dtype == torch.float8_e4m3fn
-    assert quantized.is_contiguous()  # safetensors asks for it
-    assert torch.equal(dequantize_fp8(quantized, scale), round_through_fp8(weight))
-    assert scale.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
-    assert scale.dtype == torch.float32
-
-
 def test_representable_values_are_exact() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     codes = codes[codes.isfinite()]  # all 254 finite values, 448 among them: the scale is a power of two
@@ -77,17 +52,8 @@ def test_idempotent() -> None:
 def test_zero_and_tiny_blocks_stay_finite() -> None:
     weight = torch.zeros(256, 128)
     weight[128:] = 1e-40  # subnormal
-    rounded = round_through_fp8(weight)
-    assert torch.equal(rounded[:128], torch.zeros(128, 128))
-    assert rounded.isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_keeps_the_dtype_and_rounds_in_fp32(dtype: torch.dtype) -> None:
-    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
-    rounded = round_through_fp8(weight)
-    assert rounded.dtype == dtype
-    assert torch.equal(rounded, dequantize_fp8(*quantize_fp8(weight.float())).to(dtype))
+    assert not round_through_fp8(weight)[:128].any()
+    assert round_through_fp8(weight).isfinite().all()
 
 
 def activations_by_loops(activations: torch.Tensor) -> torch.Tensor:
@@ -112,14 +78,6 @@ def test_activations_equal_loops_over_groups(shape: tuple[int, ...], dtype: torc
     assert torch.equal(round_activations(activations), activations_by_loops(activations))
     strided = torch.stack([activations, -activations], dim=-1)[..., 0]
     assert torch.equal(round_activations(strided), round_activations(activations))
-
-
-def test_a_group_of_activations_depends_on_nothing_else() -> None:
-    activations = torch.randn(6, 384, generator=torch.Generator().manual_seed(0))
-    alone = round_activations(activations[2:3, 128:256])
-    activations[2, 300] = 1e6
-    activations[4] = 1e9
-    assert torch.equal(round_activations(activations)[2:3, 128:256], alone)
 
 
 def test_activations_that_are_tiny_or_not_finite() -> None:
@@ -179,18 +137,15 @@ def test_activations_equal_those_of_the_kernel_of_sglang(
     assert torch.equal(round_activations(activations.to(dtype)), expected.view(12, 256))
 
 
-def test_refuses_what_is_no_matrix() -> None:
-    with pytest.raises(ValueError, match="matrix"):
-        round_through_fp8(torch.zeros(4))
-
-
-@pytest.mark.parametrize("shape", [(5, 64, 32), (2, 3, 130, 200), (3, 300, 1000), (1, 1, 1), (700, 20, 20)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 64, 32), (2, 3, 130, 200), (3, 300, 999), (1, 1, 129), (1, 129, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_stack_is_its_matrices_bit_for_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Also in several pieces, and against torch's own cast to e4m3, which signs its zeros."""
     stack = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    stack = (stack * torch.logspace(-3, 3, shape[-1])).to(dtype)
+    stack = (stack * torch.logspace(-3, 2, shape[-1])).to(dtype)
     rounded, (codes, scales) = round_through_fp8(stack), quantize_fp8(stack)
+    assert (rounded.dtype, codes.dtype, scales.dtype) == (dtype, torch.float8_e4m3fn, torch.float32)
+    assert codes.is_contiguous()  # safetensors asks for it
     rows = zip(*(t.flatten(0, -3) for t in (stack, rounded, codes, scales)), strict=True)
     for matrix, its_rounded, its_codes, its_scales in rows:
         spread = its_scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[-2], : shape[-1]]
@@ -201,6 +156,9 @@ def test_a_stack_is_its_matrices_bit_for_bit(shape: tuple[int, ...], dtype: torc
         for top, left in ((top, left) for top in range(0, shape[-2], 128) for left in range(0, shape[-1], 128)):
             largest = matrix[top : top + 128, left : left + 128].float().abs().max()
             assert its_scales[top // 128, left // 128] == largest / 448
+        assert torch.equal(dequantize_fp8(*quantize_fp8(matrix.float())).to(dtype), its_rounded)
+    with pytest.raises(ValueError, match="matrix"):
+        round_through_fp8(torch.zeros(4))
 
 
 def test_a_cache_rounds_as_the_cast_does_at_every_tie_and_code() -> None:
@@ -222,6 +180,7 @@ def test_which_weights_are_rounded(model_path: Path) -> None:
         expected |= {f"model.layers.{layer}.{norm}.weight" for norm in norms}
     expected |= {"model.layers.0.mlp.gate.weight", "model.layers.2.mlp.gate.weight"}  # layer 1 is dense
     assert high == expected
+    assert not is_fp8_weight("model.layers.61.eh_proj.weight")
 
 
 def test_transformers_reads_the_same_values_from_an_fp8_checkpoint(model_path: Path, tmp_path: Path) -> None:
@@ -235,13 +194,8 @@ def test_transformers_reads_the_same_values_from_an_fp8_checkpoint(model_path: P
             stored[name] = weight.bfloat16()
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.2.mlp.gate"],
-    }
+    high = ["lm_head", "model.layers.0.mlp.gate", "model.layers.2.mlp.gate"]
+    config["quantization_config"] = fp8_config(high, (128, 128))
     (tmp_path / "config.json").write_text(json.dumps(config))
 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
@@ -272,15 +226,3 @@ def test_stripes_are_the_whole(shape: tuple[int, int], dtype: torch.dtype, monke
     wanted, wanted_scale = quantize_fp8(weight, block)
     assert torch.equal(quantized.view(torch.uint8), wanted.view(torch.uint8))
     assert torch.equal(scale, wanted_scale)
-
-
-def test_what_an_fp8_config_says() -> None:
-    config = fp8_config(["lm_head"], (16, 32))
-    assert config["quant_method"] == "fp8"
-    assert config["weight_block_size"] == [16, 32]
-    assert config["modules_to_not_convert"] == ["lm_head"]
-
-
-def test_the_projection_of_a_prediction_layer_stays() -> None:
-    assert not is_fp8_weight("model.layers.61.eh_proj.weight")
-    assert is_fp8_weight("model.layers.61.self_attn.o_proj.weight")

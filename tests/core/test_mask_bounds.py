@@ -10,7 +10,6 @@ import dataclasses
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -97,35 +96,6 @@ def test_at_the_bound_and_one_float_beyond(name, index, side, way, advantage, dt
     assert not dropped(outside), "a value one float inside of its bound"
 
 
-@pytest.mark.parametrize(("name", "index", "side", "way"), PLACES)
-def test_what_is_compared(name, index, side, way) -> None:
-    """The statistic itself, of the log-ratios of ``batch``, written out."""
-    mask = OBJECTIVES[name].records[index]
-    logs = way * np.array([0.5, 0.25, 0.375, 0.625])
-    q, p = math.exp(-1.0), np.exp(-1.0 + logs[TOKEN])
-    of_scope = {
-        "token": logs[TOKEN],
-        "prefix": logs.sum(),
-        "future_mean": logs[TOKEN],
-        "sequence_mean": logs.mean(),
-        "sequence_sum": logs.sum(),
-    }[mask.scope]
-    kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
-    reverse = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
-    top = abs(math.exp(-3.0) - math.exp(-2.5))
-    rest = abs((1 - q - math.exp(-3.0)) - (1 - p - math.exp(-2.5)))
-    expected = {
-        "ratio": math.exp(of_scope),
-        "log_ratio": of_scope,
-        "difference": p - q,
-        "tv": abs(p - q),
-        "kl": kl,
-        "kl_sym": max(kl, reverse),
-        "topk_tv": (top + abs(p - q) + rest) / 2,
-    }[mask.statistic]
-    assert float(value_of(mask, batch(mask, way, torch.float64, 1.0))) == pytest.approx(expected, rel=1e-12)
-
-
 @pytest.mark.parametrize(
     ("mask", "logs", "kept"),
     [
@@ -151,11 +121,3 @@ def test_numbers_that_are_exact_in_binary(mask: Mask, logs: list[float], kept: l
         columns = TokenColumns(old, old, mu, ones, ones.bool(), torch.tensor([0, 3]))
         found = coefficients(Objective("group_mean", "seq-mean-token-sum", masks=(mask,)), columns).values
         assert found.tolist() == kept
-
-
-@pytest.mark.parametrize("name", [name for name, row in OBJECTIVES.items() if row.records])
-def test_an_advantage_of_zero_gives_zero(name) -> None:
-    row = dataclasses.replace(OBJECTIVES[name], penalties=())
-    for way in (1, -1):
-        columns = batch(row.records[0], way, torch.float64, 0.0)
-        assert not coefficients(row, columns).values.any()

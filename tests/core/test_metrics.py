@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,7 +20,6 @@ from megarl.errors import NumericsError
 
 BUILDERS = {
     "mean": Stat.mean,
-    "exp_mean": lambda values, mask: replace(Stat.mean(values, mask), kind="exp_mean"),
     "max": Stat.max,
     "summary": Stat.summary,
     "ratio": Stat.ratio,
@@ -96,24 +93,9 @@ def test_a_metric_that_is_not_finite_is_an_error():
         finalize({"loss": Stat.total(math.nan)})
 
 
-def test_a_geometric_mean_beyond_all_floats_is_infinite():
-    assert replace(Stat.mean([709.0]), kind="exp_mean").values()[""] == math.exp(709)
-    assert replace(Stat.mean([710.0]), kind="exp_mean").values()[""] == math.inf
-    largest = math.log(sys.float_info.max)
-    assert replace(Stat.mean([largest]), kind="exp_mean").values()[""] == math.exp(largest) < math.inf
-    with pytest.raises(NumericsError, match="ppl"):
-        finalize({"ppl": replace(Stat.mean([1e9]), kind="exp_mean")})
-
-
 def test_two_uses_of_one_name_are_an_error():
     with pytest.raises(ValueError, match="two uses of one name"):
         Stat.total(1.0).merge(Stat.mean(torch.ones(2)))
-
-
-def test_float_of_a_statistic_with_several_numbers_is_an_error():
-    assert float(Stat.total(3)) == 3.0
-    with pytest.raises(ValueError, match="not one number"):
-        float(Stat.summary(torch.ones(2)))
 
 
 def test_names_may_be_absent_from_some_parts():

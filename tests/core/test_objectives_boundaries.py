@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from megarl.core.metrics import finalize
 from megarl.core.objectives import (
-    OBJECTIVES,
     BatchFacts,
     Denominators,
     Factor,
@@ -128,17 +127,6 @@ class TestMasks:
         assert trust(columns_of([1.0, -1.0, -1.0, 1.0], advantages=[1.0, -1.0, 1.0, -1.0]), mask)[0] == [
             False, False, True, True,
         ]  # fmt: skip
-
-    def test_the_ratio_of_a_prefix_is_reported_and_that_of_a_token_not(self):
-        columns = columns_of([0.25, 0.25], mu=[-1.0, -1.0])
-        of_prefix = trust(columns, Mask.ppo(scope="prefix"), Mask.ppo(scope="sequence_sum"))[1]
-        assert of_prefix["clip/ratio/max"] == pytest.approx(math.exp(0.5))
-        assert of_prefix["clip/ratio/min"] == pytest.approx(math.exp(0.25)), "that of the first mask"
-        of_sequence = trust(columns, Mask("old_mu", "k2", "prefix", high=9.0), Mask.ppo(scope="sequence_mean"))[1]
-        assert of_sequence["clip/ratio/mean"] == pytest.approx(math.exp(0.25))
-        assert trust(columns, Mask.ppo())[1] == {"clip/high": 1.0, "clip/low": 0.0}
-        for mask in (Mask("theta_old", "k2", "prefix", high=9.0), Mask("theta_mu", scope="prefix", high=99.0)):
-            assert trust(columns, mask)[1] == {"clip/both": 0.0}
 
     def test_the_ratio_of_many_tokens_may_overflow(self):
         assert trust(columns_of([20.0] * 40), Mask.ppo(scope="sequence_sum"))[0] == [False] * 40
@@ -351,10 +339,6 @@ class TestFactsOfABatch:
         assert facts is not None
         assert facts.exponents == (pytest.approx(math.acosh(5 / 3) / 2, abs=1e-9),)
         assert (facts.means, facts.denominators) == ((None,), None)
-
-    def test_only_these_rows_ask_for_any(self):
-        asking = {name for name, row in OBJECTIVES.items() if gather_facts(row, [likely_columns(0, [3])]) is not None}
-        assert asking == {"adaptive_power", "geo_rs"}
 
     @pytest.mark.parametrize(("scope", "mean"), [("token", (2 * E + 1) / 3), ("sequence_sum", (E**2 + 1) / 2)])
     def test_a_mean_of_tokens_or_of_responses(self, scope, mean):

@@ -1,8 +1,16 @@
+"""Pass rates of prompts as sampling learns them, and of an evaluation with their intervals."""
+
 from __future__ import annotations
+
+import itertools
+import math
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from megarl.core.sampling.pass_at_k import mean_interval, pass_at_k, wilson_interval
 from megarl.core.sampling.pass_rates import PassRateCounts
 from megarl.errors import CheckpointError
 
@@ -58,14 +66,6 @@ def test_a_prompt_that_occurs_twice_counts_as_one_draw():
     np.testing.assert_array_equal(twice.rates(), once.rates())
 
 
-def test_a_prompt_without_samples_only_fades():
-    rates = PassRateCounts(1)
-    rates.update([0], [8], [0])
-    before = rates.rates()[0]
-    rates.update([0], [0], [0])
-    assert before < rates.rates()[0] < 0.5
-
-
 def test_state_goes_round():
     rates = PassRateCounts(3)
     rates.update([0, 2], [8, 8], [1, 8])
@@ -83,3 +83,32 @@ def test_state_goes_round():
     with pytest.raises(CheckpointError, match="positives is missing"):
         other.load_state_dict({"samples": state["samples"]})
     np.testing.assert_array_equal(other.rates(), rates.rates())
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(1, 8), data=st.data())
+def test_pass_at_k_is_the_share_of_subsets(n, data):
+    c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    outcomes = [1] * c + [0] * (n - c)
+    subsets = list(itertools.combinations(outcomes, k))
+    assert abs(pass_at_k([n], [c], k)[0] - sum(map(any, subsets)) / len(subsets)) < 1e-12
+    # C(100000, 256) is far beyond a float
+    assert abs(pass_at_k([100_000], [1], 256)[0] - 256 / 100_000) < 1e-9
+
+
+def test_mean_interval():
+    found = mean_interval([0.0, 0.5, 1.0, 0.5])
+    half = 1.959963984540054 * math.sqrt(0.5 / 3) / 2
+    np.testing.assert_allclose([found.value, found.low, found.high], [0.5, 0.5 - half, 0.5 + half], atol=1e-12)
+    assert mean_interval([0.0, 1.0], 0.5).high < mean_interval([0.0, 1.0], 0.9).high
+
+
+def test_wilson():
+    found = wilson_interval(2, 10)
+    # the ends solve (x - p)^2 = z^2 x (1 - x) / n
+    for end in (found.low, found.high):
+        assert abs((end - 0.2) ** 2 - 1.959963984540054**2 * end * (1 - end) / 10) < 1e-12
+    assert found.low < 0.2 < found.high
+    assert wilson_interval(0, 10).low == 0
+    assert wilson_interval(0, 10).high > 0.2
+    assert wilson_interval(10, 10).high == 1

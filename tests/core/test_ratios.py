@@ -1,17 +1,27 @@
+"""Log-ratios, and their sums and means over parts of packed sequences, which are exact."""
+
 from __future__ import annotations
 
 import math
 import re
+from itertools import pairwise
+from typing import get_args
 
 import pytest
 import torch
-from core_batches import lengths_strategy, rows
+from core_batches import lengths_strategy, rows, seed_strategy
 from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles.reference_objectives import over_scope
 
+from megarl.core.choices.parts import Scope
 from megarl.core.ratios import (
+    aggregate,
     is_logprob,
     log_ratio,
     logprob_error,
+    positions,
+    segment_cumsum,
     segment_ids,
     segment_sum,
     segment_total,
@@ -33,9 +43,6 @@ def test_log_ratio_has_no_nan_gradient_at_masked_tokens():
     log_ratio(numerator, torch.tensor([-2.0, -math.inf]), torch.tensor([True, False])).sum().backward()
     assert numerator.grad is not None
     assert numerator.grad.tolist() == [1.0, 0.0]
-
-
-def test_log_ratio_of_bf16_is_fp32():
     half = torch.zeros(2, dtype=torch.bfloat16)
     assert log_ratio(half, half, torch.ones(2, dtype=torch.bool)).dtype == torch.float32
 
@@ -82,20 +89,13 @@ def test_the_falling_sequence_is_named():
         check_cu_seqlens(torch.tensor([0, 1, 5, 3, 6, 7]), 7)
 
 
-class OnDevice(torch.Tensor):
-    """Takes the path of a device."""
-
-    is_cpu = property(lambda _: False)  # pyright: ignore[reportAssignmentType]
-
-
-@pytest.mark.parametrize("kind", [torch.Tensor, OnDevice])
 @pytest.mark.parametrize(
     ("bounds", "wrong"),
     [([0, 2, 2, 3], False), ([1, 2, 3], True), ([0, 1, 2], True), ([0, 1, 4], True), ([0, 2, 1, 3], True)],
 )
-def test_which_bounds_are_wrong(kind, bounds, wrong):
-    assert bool(is_wrong_cu_seqlens(torch.tensor(bounds).as_subclass(kind), 3)) is wrong
-    assert not is_wrong_cu_seqlens(torch.tensor([0]).as_subclass(kind), 0)
+def test_which_bounds_are_wrong(bounds, wrong):
+    assert bool(is_wrong_cu_seqlens(torch.tensor(bounds), 3)) is wrong
+    assert not is_wrong_cu_seqlens(torch.tensor([0]), 0)
 
 
 def test_sums_of_negative_values_are_exact_too():
@@ -109,3 +109,56 @@ def test_rows_are_summed_like_each_alone() -> None:
     values, bounds = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([0, 2, 2, 3])
     assert segment_sum(values, bounds).tolist() == [[3.0, 0.0, 3.0], [9.0, 0.0, 6.0]]
     assert segment_sum(values > 2, bounds).tolist() == [[0, 0, 1], [2, 0, 1]]
+
+
+KINDS = [scope for scope in get_args(Scope) if scope != "sequence_max"]
+
+
+@settings(max_examples=80, deadline=None)
+@given(kind=st.sampled_from(KINDS), seed=seed_strategy, lengths=lengths_strategy)
+def test_against_the_reference(kind, seed, lengths):
+    generator = torch.Generator().manual_seed(seed)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    mask = torch.rand(sum(lengths), generator=generator) > 0.3
+    logs = torch.where(mask, torch.randn(sum(lengths), generator=generator, dtype=torch.float64), 0.0)
+    fast = rows(aggregate(kind, logs, mask, cu_seqlens), cu_seqlens)
+    places = rows(positions(mask, cu_seqlens), cu_seqlens)
+    for values, row, kept, place in zip(fast, rows(logs, cu_seqlens), rows(mask, cu_seqlens), places, strict=True):
+        own = [x for x, m in zip(row, kept, strict=True) if m]
+        j = 0
+        for value, m, t in zip(values, kept, place, strict=True):
+            assert value == (pytest.approx(over_scope(kind, own, j), abs=1e-14) if m else 0)
+            j += m
+            assert t == j
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_are_those_of_exact_arithmetic(reverse, dtype):
+    """A running sum over the batch loses digits: neighbours at the clamp must not blur a quiet sequence."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [60_000, 7, 40_000, 1]
+    loud, quiet = torch.full((lengths[0],), 20.0), 1e-6 * torch.randn(7, generator=generator)
+    values = torch.cat([loud, quiet, 0.1 * torch.randn(lengths[2], generator=generator), torch.tensor([0.3])])
+    values = values.to(dtype) * (1.0 if dtype == torch.float32 else math.pi)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    sums = segment_cumsum(values, cu_seqlens, reverse)
+    assert sums.dtype == torch.float64
+    for start, end in pairwise(cu_seqlens.tolist()):
+        for t in {start, start + 1, (start + end) // 2, end - 1} & set(range(start, end)):
+            exact = math.fsum(values[t:end].tolist() if reverse else values[start : t + 1].tolist())
+            assert sums[t].item() == pytest.approx(exact, rel=3e-16, abs=1e-20)
+    totals = [math.fsum(row) for row in rows(values, cu_seqlens)]
+    assert segment_total(values, cu_seqlens).tolist() == pytest.approx(totals, rel=3e-16, abs=1e-20)
+
+
+def test_empty_batches_and_sequences():
+    nothing = torch.zeros(0)
+    assert segment_cumsum(nothing, torch.tensor([0])).shape == (0,)
+    assert segment_total(nothing, torch.tensor([0, 0, 0])).tolist() == [0, 0]
+    assert segment_total(torch.tensor([2.0]), torch.tensor([0, 0, 1, 1])).tolist() == [0, 2, 0]
+    for kind in KINDS:
+        assert aggregate(kind, nothing, nothing > 0, torch.tensor([0, 0])).shape == (0,)
+        logs = torch.tensor([0.5, 0.25])
+        assert aggregate(kind, logs, logs > 0, torch.tensor([0, 2])).dtype == torch.float32
+    assert segment_cumsum(torch.zeros(3), torch.tensor([0, 3])).tolist() == [0, 0, 0]

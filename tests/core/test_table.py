@@ -1,4 +1,4 @@
-"""The rows of the table against hand-computed numbers."""
+"""The rows of the table, and the one equation against its slow reference for random records."""
 
 from __future__ import annotations
 
@@ -6,57 +6,46 @@ import math
 
 import pytest
 import torch
-from core_batches import columns_of, variant
+from core_batches import (
+    ROWS,
+    columns_of,
+    lengths_strategy,
+    likely_columns,
+    objectives,
+    random_columns,
+    seed_strategy,
+    slow_coefficients,
+    variant,
+)
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megarl.core.metrics import finalize
 from megarl.core.objectives import (
     OBJECTIVES,
     Mask,
+    Objective,
     Penalty,
     TokenColumns,
     advantages_of,
     coefficients,
     token_advantages,
 )
-from megarl.core.objectives.weights import adaptive_power
 from megarl.errors import ConfigError, NumericsError
 
 
-class TestPresets:
-    @pytest.mark.parametrize(
-        ("name", "expected"),
-        [
-            ("minirl", {"advantage": "group_mean"}),
-            ("grpo", {"advantage": "grpo", "std_ddof": 1}),
-            ("dapo", {"advantage": "grpo"}),
-            ("kl_grpo", {"advantage": "token_level_kl", "std_ddof": 0, "penalties": (), "kl_coef": 0.01}),
-            ("rloo", {"advantage": "rloo"}),
-            ("raft", {"advantage": "raft"}),
-            ("raft_pp", {"advantage": "raft"}),
-            ("cispo", {"advantage": "grpo"}),
-            ("reinforce_rej", {"advantage": "raw_mixed", "selection": "all"}),
-            ("reinforce_rej_signed", {"advantage": "signed", "selection": "mixed_groups"}),
-        ],
-    )
-    def test_what_the_coefficients_do_not_show(self, name, expected):
-        """Their formula, with its numbers, is in ``test_finite_differences``."""
-        assert {field: getattr(OBJECTIVES[name], field) for field in expected} == expected
-
-    def test_what_rows_need(self):
-        """A reference only for a KL with a factor above 0; beforehand only what depends on the whole mini-batch."""
-        needing = {name for name, row in OBJECTIVES.items() if row.needs_ref_logprobs}
-        assert needing == {"kl_grpo", "kl_grpo_token"}
-        assert not variant("grpo", penalties=(Penalty("k3"),)).needs_ref_logprobs
-        assert not variant("grpo", penalties=(Penalty("k3", "mu", 0.1),)).needs_ref_logprobs
-        assert {name: set(row.beforehand) for name, row in OBJECTIVES.items() if row.beforehand} == {
-            "adaptive_power": {"theta_old"}, "geo_rs": {"old_mu"},
-        }  # fmt: skip
-        assert [name for name, row in OBJECTIVES.items() if row.needs_topk] == ["dppo_topk"]
-        assert [set(OBJECTIVES[name].pairs) for name in ("minirl", "drpo", "sapo", "raft")] == [
-            {"theta_old", "theta_mu"}, {"theta_mu"}, {"theta_old"}, set(),
-        ]  # fmt: skip
+def test_what_rows_need():
+    """A reference only for a KL with a factor above 0; beforehand only what depends on the whole mini-batch."""
+    needing = {name for name, row in OBJECTIVES.items() if row.needs_ref_logprobs}
+    assert needing == {"kl_grpo", "kl_grpo_token"}
+    assert not variant("grpo", penalties=(Penalty("k3"),)).needs_ref_logprobs
+    assert not variant("grpo", penalties=(Penalty("k3", "mu", 0.1),)).needs_ref_logprobs
+    assert {name: set(row.beforehand) for name, row in OBJECTIVES.items() if row.beforehand} == {
+        "adaptive_power": {"theta_old"}, "geo_rs": {"old_mu"},
+    }  # fmt: skip
+    assert [name for name, row in OBJECTIVES.items() if row.needs_topk] == ["dppo_topk"]
+    assert [set(OBJECTIVES[name].pairs) for name in ("minirl", "drpo", "sapo", "raft")] == [
+        {"theta_old", "theta_mu"}, {"theta_mu"}, {"theta_old"}, set(),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("advantage", "expected"), [(1.0, 0.0), (-1.0, -math.exp(10))])
@@ -67,45 +56,30 @@ def test_a_window_looks_at_the_ratio_without_its_bound(advantage, expected):
     assert 90_001 * float(coefficients(row, columns).values[-1]) == pytest.approx(expected, rel=1e-9)
 
 
-class TestKl:
-    def test_a_reference_of_probability_zero_is_bounded_and_counted(self):
-        columns = columns_of([0.0, 0.0], advantages=0.0, ref=[0.0, -math.inf])
-        result = coefficients(variant("reinforce", penalties=(Penalty("k2", coef=1.0),)), columns)
-        assert result.values.tolist() == [0.0, -20.0]
-        assert finalize(result.metrics)["kl/penalty_clamped"] == 0.5
-
-    def test_a_missing_column_is_named(self):
-        penalised = variant("grpo", penalties=(Penalty("k3", coef=0.1),))
-        columns = columns_of([0.0])
-        given = {
-            "logprobs": columns.logprobs, "ref_logprobs": None, "loss_mask": columns.loss_mask,
-            "cu_seqlens": columns.cu_seqlens,
-        }  # fmt: skip
-        for call in (
-            lambda: coefficients(penalised, columns),
-            lambda: advantages_of(OBJECTIVES["kl_grpo"], [1.0, 0.0], [0, 0]),
-            lambda: token_advantages(OBJECTIVES["kl_grpo"], [1.0], [0], **given),
-        ):
-            with pytest.raises(ConfigError, match="ref_logprobs"):
-                call()
-        coefficients(variant("grpo", penalties=(Penalty("k3"), Penalty("k3", "old", 0.1))), columns)
-        with pytest.raises(NumericsError, match=r"^ref_logprobs is nan at token 1 "):
-            coefficients(penalised, columns_of([0.0, 0.0], ref=[0.0, math.nan]))
+def test_a_reference_of_probability_zero_is_bounded_and_counted():
+    columns = columns_of([0.0, 0.0], advantages=0.0, ref=[0.0, -math.inf])
+    result = coefficients(variant("reinforce", penalties=(Penalty("k2", coef=1.0),)), columns)
+    assert result.values.tolist() == [0.0, -20.0]
+    assert finalize(result.metrics)["kl/penalty_clamped"] == 0.5
 
 
-class TestAdaptivePower:
-    @settings(max_examples=60, deadline=None)
-    @given(logs=st.lists(st.floats(-20, 20), min_size=1, max_size=30), target=st.floats(0.05, 1.0))
-    def test_largest_power_that_keeps_the_sample_size(self, logs, target):
-        q = adaptive_power(torch.tensor(logs, dtype=torch.float64), torch.ones(len(logs), dtype=torch.bool), target)
-        assert 0 <= q <= 1
-
-        def share(power):
-            weights = [math.exp(power * x) for x in logs]
-            return sum(weights) ** 2 / sum(w * w for w in weights) / len(weights)
-
-        assert share(q) >= target - 1e-9
-        assert q == 1 or share(min(q + 1e-6, 1.0)) < target + 1e-9
+def test_a_missing_column_is_named():
+    penalised = variant("grpo", penalties=(Penalty("k3", coef=0.1),))
+    columns = columns_of([0.0])
+    given = {
+        "logprobs": columns.logprobs, "ref_logprobs": None, "loss_mask": columns.loss_mask,
+        "cu_seqlens": columns.cu_seqlens,
+    }  # fmt: skip
+    for call in (
+        lambda: coefficients(penalised, columns),
+        lambda: advantages_of(OBJECTIVES["kl_grpo"], [1.0, 0.0], [0, 0]),
+        lambda: token_advantages(OBJECTIVES["kl_grpo"], [1.0], [0], **given),
+    ):
+        with pytest.raises(ConfigError, match="ref_logprobs"):
+            call()
+    coefficients(variant("grpo", penalties=(Penalty("k3"), Penalty("k3", "old", 0.1))), columns)
+    with pytest.raises(NumericsError, match=r"^ref_logprobs is nan at token 1 "):
+        coefficients(penalised, columns_of([0.0, 0.0], ref=[0.0, math.nan]))
 
 
 @pytest.mark.parametrize("name", sorted(name for name, row in OBJECTIVES.items() if not row.needs_topk))
@@ -121,3 +95,22 @@ def test_a_hundred_thousand_tokens_stay_finite(name, drift):
         result = coefficients(objective, columns)
         assert torch.isfinite(result.values).all()
         finalize(result.metrics)
+
+
+def check(objective: Objective, columns: TokenColumns) -> None:
+    expected = slow_coefficients(objective, columns)
+    torch.testing.assert_close(coefficients(objective, columns).values, expected, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(objectives(), seed_strategy, lengths_strategy)
+def test_random_records(objective: Objective, seed: int, lengths: list[int]) -> None:
+    check(objective, likely_columns(seed, lengths))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows(name: str) -> None:
+    for seed in range(3):
+        check(ROWS[name], likely_columns(seed, [3, 5, 0, 6]))
+        if not ROWS[name].needs_topk:
+            check(ROWS[name], random_columns(seed, [3, 5, 0, 6]))

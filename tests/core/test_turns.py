@@ -1,4 +1,4 @@
-"""Turns of a conversation become one sequence with a row for every token but the last."""
+"""Turns of a conversation become one sequence with a row for every token but the last; which weights chose the rows."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megarl.core.metrics import finalize
 from megarl.core.types import Rollout
 from megarl.errors import RolloutError, TraceError
-from megarl.routes.turns import join, known_rows
+from megarl.routes.turns import join, known_rows, provenance_metrics, row_versions
 
 ROUTES = np.arange(9 * 2 * 2, dtype=np.uint8).reshape(9, 2, 2)
 """The routes of nine tokens."""
@@ -32,7 +33,7 @@ def turn(prompt: int, size: int, version: int, rows: range) -> Rollout:
     )
 
 
-FIRST = turn(prompt=2, size=4, version=1, rows=range(3))
+FIRST, LATER = turn(prompt=2, size=4, version=1, rows=range(3)), turn(prompt=6, size=9, version=5, rows=range(3, 8))
 
 
 def test_the_row_that_the_first_turn_lacks_is_the_first_one_to_ask_for() -> None:
@@ -57,26 +58,28 @@ def test_a_later_turn_brings_the_rows_that_were_missing(begin: int) -> None:
     assert np.array_equal(whole.routed_experts[:8], np.concatenate([ROUTES[:3] + 1, ROUTES[3:8] + 5]))
     assert whole.route_versions.tolist()[:8] == [1] * 3 + [5] * 5
     assert whole.prompt_length == 2
+    bare = [replace(t, routed_experts=None, routed_mask=None) for t in (FIRST, LATER)]
+    assert join(*bare).routed_experts is None
+    assert join(*bare).loss_mask.sum() == 5
 
 
 def test_each_turn_brings_the_sets_of_its_own_tokens() -> None:
     earlier = replace(FIRST, kept_counts=np.array([0, 0, 2, 1], np.int32), kept_ids=np.array([2, 9, 3], np.int32))
-    later = turn(prompt=6, size=9, version=5, rows=range(3, 8))
     sets = {"kept_counts": np.array([0] * 6 + [1, 2, 1], np.int32), "kept_ids": np.array([6, 7, 8, 8], np.int32)}
-    whole = join(earlier, replace(later, **sets))
+    whole = join(earlier, replace(LATER, **sets))
     assert whole.kept_counts is not None
     assert whole.kept_ids is not None
     assert whole.kept_counts.tolist() == [0, 0, 2, 1, 0, 0, 1, 2, 1]
     assert whole.kept_ids.tolist() == [2, 9, 3, 6, 7, 8, 8]
-    assert join(FIRST, later).kept_counts is None
-    for one, two in ((FIRST, replace(later, **sets)), (earlier, later)):
+    assert join(FIRST, LATER).kept_counts is None
+    for one, two in ((FIRST, replace(LATER, **sets)), (earlier, LATER)):
         with pytest.raises(RolloutError, match="group 1 sample 2: one turn has kept sets and the other has none"):
             join(one, two)
 
 
 def test_rows_that_neither_turn_has_stay_missing() -> None:
     holed = replace(FIRST, routed_mask=np.array([True, False, True, False]))
-    whole = join(holed, turn(prompt=6, size=9, version=5, rows=range(3, 8)))
+    whole = join(holed, LATER)
     assert whole.routed_mask is not None
     assert np.flatnonzero(~whole.routed_mask).tolist() == [1, 8]
     filled = join(holed, turn(prompt=6, size=9, version=5, rows=range(1, 8)))
@@ -84,30 +87,42 @@ def test_rows_that_neither_turn_has_stay_missing() -> None:
     assert np.array_equal(filled.routed_experts[1], ROUTES[1] + 5)
 
 
-def test_turns_without_routes_join_too() -> None:
-    bare = [replace(t, routed_experts=None, routed_mask=None) for t in (FIRST, turn(6, 9, 5, range(0)))]
-    assert join(*bare).routed_experts is None
-    assert join(*bare).loss_mask.sum() == 5
-
-
-def test_three_turns_join_one_after_the_other() -> None:
-    second = turn(prompt=5, size=7, version=2, rows=range(3, 6))
-    third = turn(prompt=8, size=9, version=3, rows=range(6, 8))
-    both = join(FIRST, second)
-    assert known_rows(both) == 6
-    whole = join(both, third)
-    assert whole.routed_mask is not None
-    assert whole.routed_mask.tolist() == [True] * 8 + [False]
-    assert whole.weight_versions.tolist() == [1] * 4 + [2] * 3 + [3] * 2
-
-
 def test_turns_that_do_not_go_together_are_errors() -> None:
-    later = turn(prompt=6, size=9, version=5, rows=range(8))
     with pytest.raises(TraceError, match="group 1 sample 2: the prompt of 6 tokens does not begin with the 4 tokens"):
-        join(FIRST, replace(later, tokens=later.tokens + (np.arange(9) == 1)))
+        join(FIRST, replace(LATER, tokens=LATER.tokens + (np.arange(9) == 1)))
     with pytest.raises(TraceError, match="the prompt of 3 tokens does not begin with the 4 tokens"):
         join(FIRST, turn(prompt=3, size=9, version=5, rows=range(8)))
     with pytest.raises(TraceError, match="one turn has routes here and the other has none"):
-        join(FIRST, replace(later, routed_experts=None, routed_mask=None))
+        join(FIRST, replace(LATER, routed_experts=None, routed_mask=None))
     with pytest.raises(TraceError, match=r"routes of \[2, 2\] and \[1, 2\] layers"):
-        join(FIRST, replace(later, routed_experts=later.routed_experts[:, :1]))  # type: ignore[index]
+        join(FIRST, replace(LATER, routed_experts=LATER.routed_experts[:, :1]))  # type: ignore[index]
+
+
+def versions(of_tokens: list[int], present: list[bool]) -> Rollout:
+    """A prompt of one token and a response, of these weights."""
+    one = turn(1, len(of_tokens), 0, range(0))
+    return replace(one, weight_versions=np.array(of_tokens, np.int32), routed_mask=np.array(present))
+
+
+class TestProvenance:
+    @pytest.mark.parametrize("dtype", [bool, np.uint8, np.int64])
+    def test_metrics_count_sources_mixtures_and_rows_of_other_weights(self, dtype: type) -> None:
+        """Masks may be numbers, as an engine of one's own may return them."""
+        plain, mixed = versions([1, 1, 1, 1], [True, True, True, False]), versions([1, 1, 2, 2], [True] * 4)
+        again = replace(versions([2, 2], [True, True]), route_versions=np.array([3, 2], np.int32))
+        assert row_versions(mixed).tolist() == [1, 1, 2, 2]
+        given = [
+            replace(one, **{name: getattr(one, name).astype(dtype) for name in ("loss_mask", "routed_mask")})
+            for one in (plain, mixed, again)
+        ]
+        found = finalize(provenance_metrics(given, trainer_version=4))
+        assert found["rollout/missing_rows_fraction"] == pytest.approx(0.1)
+        assert found["routes/stale_rows_fraction"] == pytest.approx(0.1)
+        assert found["rollout/mixed_versions_fraction"] == pytest.approx(1 / 3)
+        tokens = [version for one in (plain, mixed, again) for version in one.weight_versions[one.loss_mask]]
+        assert found["rollout/staleness_mean"] == pytest.approx(4 - np.mean(tokens))
+        assert found["rollout/staleness_max"] == 3
+
+    def test_a_missing_row_has_no_version_to_differ(self) -> None:
+        gone = replace(versions([2, 2], [True, False]), route_versions=np.array([2, 9], np.int32))
+        assert finalize(provenance_metrics([gone], trainer_version=2))["routes/stale_rows_fraction"] == 0

@@ -7,8 +7,8 @@ import os
 import resource
 import signal
 import time
-import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -23,16 +23,12 @@ from megarl.files.bounded_process import BoundedProcess
 HOSTILE = {
     "loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "1 s of processor"),
     "a power, folded when it is compiled": ("{{ 9 ** (9 ** 9) }}", "1 s of processor"),
-    "a power, computed later": ("{% set n = messages | length + 8 %}{{ n ** (n ** n) }}", "1 s of processor"),
-    "a text of 8 GB": ("{{ ('x' * 2 ** 33) | length }}", "1024 MiB of memory"),
     "a text that doubles": (
         "{% set n = namespace(t='xx') %}{% for i in range(40) %}{% set n.t = n.t + n.t %}{% endfor %}{{ n.t }}",
         "1024 MiB of memory",
     ),
-    "a list": ("{{ ([[]] * 2 ** 30) | list | length }}", "1024 MiB of memory"),
     "a long text for each prompt": ("{{ 'x' * 10 ** 7 }}", "writes 10000000 characters"),
     "recursion": ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "RecursionError"),
-    "brackets": ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "refuses these messages"),
 }
 
 
@@ -46,36 +42,18 @@ def test_a_hostile_template_is_one_line(name: str, tmp_path: Path, write_jsonl: 
     template, told = HOSTILE[name]
     tokenizer = load_tokenizer(write_family(tmp_path / "model", "qwen3", chat_template=template), "model.path")
     path = write_jsonl({"prompt": "1+1", "answer": "2"})
+    load = partial(load_prompts, path, tokenizer=tokenizer, prompt_field="prompt", answer_field="answer")
     before = resource.getrusage(resource.RUSAGE_SELF)
     with pytest.raises(DataError) as caught:
-        load_prompts(
-            path,
-            tokenizer=tokenizer,
-            prompt_field="prompt",
-            answer_field="answer",
-            chat_template=True,
-            max_prompt_tokens=50,
-        )
+        load(chat_template=True, max_prompt_tokens=50)
     assert told in str(caught.value)
     assert "train.jsonl:1: the chat template refuses" in str(caught.value)
     assert "\n" not in str(caught.value)
     after = resource.getrusage(resource.RUSAGE_SELF)
     assert after.ru_maxrss - before.ru_maxrss < 200 << 10  # KiB, of this process
-
-
-def test_a_template_that_hangs_when_its_variables_are_looked_for(tmp_path: Path, write_jsonl: Callable) -> None:
-    template = HOSTILE["a power, folded when it is compiled"][0]
-    tokenizer = load_tokenizer(write_family(tmp_path / "model", "qwen3", chat_template=template), "model.path")
-    with pytest.raises(ConfigError, match=r"data\.chat_template_args: the chat template cannot be read .*1 s of"):
-        load_prompts(
-            write_jsonl({"prompt": "1+1", "answer": "2"}),
-            tokenizer=tokenizer,
-            prompt_field="prompt",
-            answer_field="answer",
-            chat_template=True,
-            chat_template_args={"a": 1},
-            max_prompt_tokens=50,
-        )
+    if "folded" in name:  # and when its variables are looked for
+        with pytest.raises(ConfigError, match=r"data\.chat_template_args: the chat template cannot be read .*1 s of"):
+            load(chat_template=True, max_prompt_tokens=50, chat_template_args={"a": 1})
 
 
 def spin() -> None:
@@ -94,17 +72,6 @@ def test_one_process_serves_all_calls_and_is_started_again_after_a_limit() -> No
     del calls
     gc.collect()
     assert not psutil.pid_exists(again)
-
-
-def test_processor_time_counts_for_each_call() -> None:
-    def burn() -> int:
-        until = time.process_time() + 0.9
-        while time.process_time() < until:
-            pass
-        return os.getpid()
-
-    calls = BoundedProcess(burn=burn)
-    assert len({calls.call("burn") for _ in range(3)}) == 1
 
 
 def test_the_process_ends_with_its_parent_and_holds_none_of_its_files(tmp_path: Path) -> None:
@@ -127,19 +94,3 @@ def test_an_interrupted_call_leaves_no_answer_for_the_next() -> None:
     with pytest.raises(KeyboardInterrupt):
         calls.call("interrupt", 1)
     assert calls.call("double", 4) == 8
-
-
-def test_the_process_finalizes_nothing_of_its_parent(tmp_path: Path) -> None:
-    class Node:
-        other: object
-
-    gc.disable()
-    try:
-        node = Node()
-        node.other = node
-        weakref.finalize(node, (tmp_path / "finalized").touch)
-        del node
-        BoundedProcess(collect=gc.collect).call("collect")
-        assert not (tmp_path / "finalized").exists()
-    finally:
-        gc.enable()

@@ -47,9 +47,7 @@ def crowd(answer):
         file.write(f"{os.getpid()} {child.pid} ")
 
 DOES = {
-    "none": lambda a: None,
     "nan": lambda a: float("nan"),
-    "text": lambda a: "1",
     "raise": lambda a: 1 / 0,
     "odd": lambda a: (_ for _ in ()).throw(Odd(1, 2)),
     "leave": lambda a: sys.exit(2),
@@ -57,7 +55,6 @@ DOES = {
     "segv": lambda a: os.kill(os.getpid(), signal.SIGSEGV),
     "loop": lambda a: begin() or forever(),
     "slow": lambda a: slow(0.5),
-    "stop": lambda a: os.kill(os.getpid(), signal.SIGSTOP),
     "locked": lambda a: re.match("(a+)+$", "a" * 60 + "b"),  # holds the interpreter's lock
     "crowd": lambda a: crowd(a) or forever(),
     "crowd_exit": lambda a: crowd(a) or os._exit(3),
@@ -140,9 +137,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
 def test_a_reward_that_fails_costs_its_response_alone(function: str) -> None:
     expected = {
         "0.25": None,
-        "none": "expected a number",
         "nan": "expected a finite number",
-        "text": "expected a number",
         "raise": "ZeroDivisionError: division by zero",
         "odd": "Odd: 1",
         "late": "TimeoutError: gave up",
@@ -169,7 +164,7 @@ def test_a_reward_that_fails_costs_its_response_alone(function: str) -> None:
     assert [r for r, v in verdicts.items() if v.timed_out] == ["late"]
 
 
-@pytest.mark.parametrize("function", ["own", "checked", "at_once", "over_http", "served"])
+@pytest.mark.parametrize("function", ["own", "checked", "at_once", "served"])
 def test_several_rewards_by_name(function: str) -> None:
     with Judge(f"own_judges:{function}", weights={"right": 1.0, "long": -0.25}) as judge:
         assert one(judge, "several") == Verdict(0.5, components=(1.0, 2.0))
@@ -183,13 +178,15 @@ def test_several_rewards_by_name(function: str) -> None:
 def test_workers_start_with_the_first_call_that_needs_one() -> None:
     with Judge("exact_match") as judge:
         assert one(judge, " 7").reward == 0
-        assert asyncio.run(judge.score(prompt="", response=" 7", answer="7")).reward == 1
+        assert one(judge, " 7", "7").reward == 1
         assert not workers()
-    with Judge("own_judges:own", workers=3) as judge:
+    with Judge("own_judges:own", workers=3, max_characters=1) as judge:
         assert not workers()
-        one(judge, "1")
+        assert one(judge, "10.5") == Verdict(10.5)  # a function of your own gets all of a long response
         assert len(workers()) == 1
         assert one(judge, "pid").reward == workers()[0].pid
+    with Judge("math_strict", workers=1, max_characters=1000, timeout_s=600.0) as judge:
+        assert one(judge, "$" * 200_000 + r" so it is \boxed{5}", "5") == Verdict(1.0)
 
 
 @pytest.mark.parametrize(
@@ -213,36 +210,30 @@ def test_a_worker_that_dies_costs_its_call_alone(response: str, told: str) -> No
 
 def test_a_worker_that_dies_between_calls_costs_nothing() -> None:
     with Judge("own_judges:own") as judge:
-        for _ in range(2):
-            pid = one(judge, "pid").reward
-            assert pid is not None
-            os.kill(int(pid), signal.SIGKILL)
-            assert one(judge, "1") == Verdict(1.0)
-            # Also when the pool has noticed it in the meantime.
+        for noticed_s in (0.0, 0.4):  # also when the pool has noticed it in the meantime
             os.kill(int(one(judge, "pid").reward or 0), signal.SIGKILL)
-            time.sleep(0.4)
+            time.sleep(noticed_s)
             assert one(judge, "1") == Verdict(1.0)
 
 
-@pytest.mark.parametrize("response", ["loop", "locked"])
-def test_a_call_that_takes_too_long_is_killed(response: str) -> None:
-    async def both(judge: Judge) -> list[Verdict]:
-        return await asyncio.gather(judged(judge, response), judged(judge, "1"))
+@pytest.mark.parametrize("function", ["own", "over_http"])
+def test_a_call_that_takes_too_long_is_killed(function: str, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    late = Verdict(None, error="the reward function took more than 3 s", may_pass=True, timed_out=True)
 
-    with Judge("own_judges:own", timeout_s=3.0) as judge:
+    async def both(judge: Judge) -> list[Verdict]:
+        return await asyncio.gather(judged(judge, "loop"), judged(judge, "1"))
+
+    with Judge(f"own_judges:{function}", timeout_s=3.0) as judge:
         first = one(judge, "pid").reward
-        late, fine = asyncio.run(both(judge))
-        assert (late.reward, late.timed_out) == (None, True)
-        assert late.error == "the reward function took more than 3 s"
-        assert fine == Verdict(1.0)
+        assert asyncio.run(both(judge)) == [late, Verdict(1.0)]
+        if function == "over_http":
+            assert "CancelledError" in (one(judge, "inner").error or "")
+            assert not workers()
+            return
         assert one(judge, "pid").reward != first
         assert len(workers()) == 1
-
-
-def test_processes_that_a_call_has_started_end_with_it(tmp_path: Path) -> None:
-    started = tmp_path / "started"
-    with Judge("own_judges:own", timeout_s=2.0) as judge:
-        assert one(judge, "crowd", str(started)).timed_out
+        assert one(judge, "crowd", str(started)).timed_out  # with the processes that it has started
         assert "exit status 3" in (one(judge, "crowd_exit", str(started)).error or "")
         pids = [int(pid) for pid in started.read_text().split()]
         assert len(pids) == 4
@@ -254,15 +245,6 @@ def alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def test_async_functions_have_the_same_time_limit() -> None:
-    with Judge("own_judges:over_http", timeout_s=2.0) as judge:
-        assert one(judge, "loop") == Verdict(
-            None, error="the reward function took more than 2 s", may_pass=True, timed_out=True
-        )
-        assert "CancelledError" in (one(judge, "inner").error or "")
-        assert not workers()
 
 
 @pytest.mark.parametrize("function", ["own", "over_http"])
@@ -288,11 +270,12 @@ def test_cancelling_stops_the_call(function: str, tmp_path: Path) -> None:
         until(lambda: not any(alive(int(pid)) for pid in started.read_text().split()), "a process is left")
 
 
-def test_closing_ends_calls_under_way() -> None:
+def test_closing_ends_calls_under_way(tmp_path: Path) -> None:
     async def closed(judge: Judge) -> None:
         call = asyncio.ensure_future(judged(judge, "loop"))
         queued = asyncio.ensure_future(judged(judge, "1"))
-        await asyncio.sleep(0.5)
+        while not (tmp_path / "started").exists():
+            await asyncio.sleep(0.01)
         judge.close()
         assert not workers()
         for awaited in (call, queued):
@@ -339,58 +322,10 @@ def test_the_load_of_the_machine_changes_no_verdict(response: str, reward: float
         assert asyncio.run(stopped_for_a_while(judge)) == Verdict(reward, timed_out=not reward)
 
 
-def test_a_worker_that_never_gets_on_makes_no_response_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.data.judge.BUSY_S", 0.0)
-    with Judge("own_judges:checked", timeout_s=0.1) as judge:
-        late = Verdict(None, error="the reward function took more than 2 s", may_pass=True)
-        assert one(judge, "stop", "7") == late
-        assert one(judge, "1", "7") == Verdict(1.0)
-
-
-def test_expensive_answers_are_wrong() -> None:
-    with Judge("math_strict", timeout_s=30.0) as judge:
-        for box in (r"9^{9^{9}}", "10^{9}!", "((" * 400, r"\begin{pmatrix}" + "1 & " * 200 + r"1\end{pmatrix}"):
-            assert one(judge, rf"\boxed{{{box}}}", "42").reward == 0.0, box
-        assert one(judge, r"\boxed{42}", "42") == Verdict(1.0)
-
-
-def test_only_the_end_of_a_long_response_is_read() -> None:
-    long = "$" * 200_000 + r" so it is \boxed{5}"
-    with Judge("math_strict", workers=1, max_characters=1000) as judge:
-        assert one(judge, long, "5") == Verdict(1.0)
-    with Judge("own_judges:own", max_characters=1) as judge:  # a function of your own gets all of it
-        assert one(judge, "10.5") == Verdict(10.5)
-
-
-def test_workers_are_as_many_as_this_ranks_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(24)))
-    assert Judge("exact_match", workers=None).num_workers == 24
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert Judge("exact_match", workers=None).num_workers == 3
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
-    assert Judge("exact_match", workers=None).num_workers == 1
-
-
-def test_workers_are_light_and_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.setenv(name, "0")
-    with Judge("own_judges:own") as judge:
-        assert one(judge, "heavy") == Verdict(0.0)
-        assert one(judge, "launcher") == Verdict(0.0)
-
-
-def test_a_function_that_cannot_be_used_is_refused_at_once() -> None:
-    for name, told in (
-        ("exakt_match", "expected exact_match"),
-        ("own_judges:nothing", "has nothing named"),
-        ("own_judges:crowd", "has the parameters"),
-        ("__main__:reward", "__main__"),
-    ):
+def test_what_cannot_be_used_is_refused_at_once() -> None:
+    for name, told in (("exakt_match", "expected exact_match"), ("__main__:reward", "__main__")):
         with pytest.raises(ConfigError, match=told):
             Judge(name)
-    for options in ({"workers": 0}, {"timeout_s": 0.0}, {"timeout_s": float("nan")}):
-        with pytest.raises(ConfigError, match="at least 1 worker"):
-            Judge("exact_match", **options)  # type: ignore[arg-type]
 
 
 MAIN = """
@@ -421,17 +356,17 @@ def run_main(tmp_path: Path, code: str, *, as_module: bool, **options: object) -
 def test_the_main_module_does_not_run_again(tmp_path: Path, as_module: bool) -> None:
     """Neither a script without a guard nor ``python -m`` (what a launcher runs) is imported by the workers."""
     code = """
-    print(ask("heavy"), ask("exit"), ask("0.5"))
+    print(ask("heavy"), ask("launcher"), ask("exit"), ask("0.5"))
     1 / 0  # ends without closing
     """
     process = run_main(tmp_path, code, as_module=as_module)
     out, err = process.communicate(timeout=600)
-    assert out.splitlines() == ["the main module runs", "0.0 None 0.5"], err
+    assert out.splitlines() == ["the main module runs", "0.0 0.0 None 0.5"], err
     assert process.returncode == 1
     assert err.strip().endswith("ZeroDivisionError: division by zero")
 
 
-@pytest.mark.parametrize("response", ["loop", "locked", "crowd", "1"])
+@pytest.mark.parametrize("response", ["locked", "crowd", "1"])
 def test_workers_die_with_the_trainer(tmp_path: Path, response: str) -> None:
     code = f"""
     print(int(ask("pid")), flush=True)
@@ -439,17 +374,14 @@ def test_workers_die_with_the_trainer(tmp_path: Path, response: str) -> None:
     signal.pause()
     """
     process = run_main(tmp_path, code, as_module=False)
-    assert process.stdout is not None
     process.stdout.readline()
     worker = int(process.stdout.readline())
     if response == "crowd":
-        until(
-            lambda: (tmp_path / "started").exists() and len((tmp_path / "started").read_text().split()) == 2, "no call"
-        )
+        until(lambda: (tmp_path / "started").exists() and len((tmp_path / "started").read_text().split()) == 2, "call")
     else:
         time.sleep(0.5)
     left = [worker, *(p.pid for p in workers(process.pid))]
     assert all(alive(pid) for pid in left)
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     until(lambda: not any(alive(pid) for pid in left), "a worker outlived the trainer")

@@ -24,6 +24,11 @@ from megarl.files.pickles import load_metadata, require_plain
 from megarl.megatron.checkpoints import checkpoint
 
 PLACE = Place("weight", (), ())
+CHUNK = Chunk(PLACE, (3, 2), torch.bfloat16, lambda: torch.ones(3, 2, dtype=torch.bfloat16))
+
+
+def write(folder: Path, *objects: str) -> None:
+    write_metadata(folder, [CHUNK], [*objects], [write_file(folder, 0, [CHUNK], [*objects])])
 
 
 class Evil:
@@ -38,8 +43,7 @@ class Evil:
 def folder(tmp_path: Path) -> Path:
     made = tmp_path / "step_0000001"
     made.mkdir()
-    chunk = Chunk(PLACE, (3, 2), torch.bfloat16, lambda: torch.ones(3, 2, dtype=torch.bfloat16))
-    write_metadata(made, [chunk], ["layer._extra_state"], [write_file(made, 0, [chunk], ["layer._extra_state"])])
+    write(made, "layer._extra_state")
     generator = np.random.default_rng(0).bit_generator.state
     torch.save({"args": Namespace(tp=1), "step": 1, "rng": [torch.zeros(2), generator]}, made / "common.pt")
     return made
@@ -79,13 +83,11 @@ SPOILS = (spoil_metadata, spoil_object, spoil_common, spoil_common_protocol, spo
 
 
 def test_what_was_written_is_plain(folder: Path):
+    """And what Megatron-LM keeps beside it."""
     require_plain(folder)
     reader = TorchDistReader(folder)
     assert torch.equal(reader.read(PLACE), torch.ones(3, 2, dtype=torch.bfloat16))
     assert reader.common()["args"].tp == 1
-
-
-def test_what_megatron_lm_keeps_is_plain_too(folder: Path):
     common = {"args": Namespace(backend=AttnBackend.flash), "rng": np.random.get_state(), "rerun": RerunMode.DISABLED}
     torch.save(common | {"optimizer": OptimizerConfig(lr=0.5), "exit": signal.SIGTERM}, folder / "common.pt")
     require_plain(folder)
@@ -94,9 +96,7 @@ def test_what_megatron_lm_keeps_is_plain_too(folder: Path):
 
 def test_the_common_state_may_be_an_object_among_the_tensors(folder: Path):
     """As Megatron-Core writes it from 0.19 on."""
-    chunk = Chunk(PLACE, (3, 2), torch.bfloat16, lambda: torch.ones(3, 2, dtype=torch.bfloat16))
-    objects = ["common_state/shard_0_1"]
-    write_metadata(folder, [chunk], objects, [write_file(folder, 0, [chunk], objects)])
+    write(folder, "common_state/shard_0_1")
     (folder / "common.pt").unlink()
     assert TorchDistReader(folder).common() == {}  # the object is None
     spoil_object(folder, {"args": Namespace(tp=2)})
@@ -173,14 +173,12 @@ def test_the_name_of_a_type_of_tensors_is_torchs_alone(folder: Path, module: str
 
 
 def test_every_object_of_a_checkpoint_is_examined_and_no_tensor(folder: Path):
-    chunk = Chunk(PLACE, (3, 2), torch.bfloat16, lambda: torch.ones(3, 2, dtype=torch.bfloat16))
-    objects = ["a", "b", "c"]
-    write_metadata(folder, [chunk], objects, [write_file(folder, 0, [chunk], objects)])
+    write(folder, "a", "b", "c")
     require_plain(folder)
     metadata: Metadata = load_metadata(folder)
     torch.save([Evil(folder / "marker")], folder / "evil.distcp")
     length = (folder / "evil.distcp").stat().st_size
-    for chosen in [index for index in metadata.storage_data if index.fqn in objects]:
+    for chosen in [index for index in metadata.storage_data if index.fqn in ("a", "b", "c")]:
         changed: Metadata = load_metadata(folder)
         stored = changed.storage_data[chosen]
         stored.relative_path, stored.offset, stored.length = "evil.distcp", 0, length

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
+from megarl.data import prompts
 from megarl.data.prompts import Prompt, PromptOrder, load_demonstrations, load_prompts
 from megarl.errors import ConfigError, DataError
 
@@ -33,6 +36,10 @@ def test_jsonl_gives_tokens_text_answer_and_place(write_jsonl: Write, tokenizer:
     assert (first.index, first.answer, first.source) == (0, "12", f"{path}:1")
     # The blank line is no record, yet it counts as a line; a whole number is a fine answer.
     assert (second.index, second.answer, second.source) == (1, "3", f"{path}:3")
+    broken = write_jsonl({"prompt": "1=", "answer": "1"}, "broken", name="broken.jsonl")
+    assert [prompt.text for prompt in load(broken, tokenizer, limit=1)] == ["1="]  # and reads no further
+    with pytest.raises(ConfigError, match="limit is 0"):
+        load(path, tokenizer, limit=0)
 
 
 @pytest.mark.parametrize(
@@ -43,32 +50,24 @@ def test_jsonl_gives_tokens_text_answer_and_place(write_jsonl: Write, tokenizer:
         ("[1, 2]", "a list instead of a JSON object"),
         ('{"question": "1=", "answer": "1"}', "no field 'prompt'; the fields are: question, answer"),
         ('{"prompt": "1="}', "no field 'answer'"),
-        ('{"prompt": " ", "answer": "1"}', "is empty"),
-        ('{"prompt": [], "answer": "1"}', "no message with content"),
         ('{"prompt": 7, "answer": "1"}', "a whole number, expected text"),
-        ('{"prompt": null, "answer": "1"}', "null, expected text"),
         ('{"prompt": "1=", "answer": null}', "no answer ('answer' is null)"),
         ('{"prompt": "1=", "answer": "\\n"}', "no answer ('answer' is blank)"),
         ('{"prompt": "1=", "answer": 0.5}', "a number, expected text"),
-        ('{"prompt": "1=", "answer": true}', "true/false, expected text"),
         ('{"prompt": "123456789=", "answer": "1"}', "10 tokens, more than data.max_prompt_tokens = 8"),
         ('{"prompt": [{"role": "user", "content": "1="}], "answer": "1"}', "no chat template"),
+        ('{"prompt": [{"role": "user"}], "answer": "1"}', "expected role and content"),
+        ('{"prompt": [{"role": "user", "content": " "}], "answer": "1"}', "no message with content"),
+        ('{"prompt": [{"role": "forbidden", "content": "21="}], "answer": "1"}', "role is not allowed"),
     ],
 )
-def test_a_bad_line_is_named(line: str, told: str, write_jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_bad_line_is_named(line: str, told: str, write_jsonl: Write, make_tokenizer: Make) -> None:
     path = write_jsonl({"prompt": "21=", "answer": "12"}, line, {"prompt": "21=", "answer": "12"})
     with pytest.raises(DataError) as caught:
-        load(path, tokenizer, max_prompt_tokens=8)
+        load(path, make_tokenizer(chat="template" not in told), max_prompt_tokens=8)
     assert str(caught.value).startswith(f"{path}:2: ")
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_bytes_that_are_not_text_are_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = tmp_path / "train.jsonl"
-    path.write_bytes(b'{"prompt": "1=", "answer": "1"}\n{"prompt": "\xff", "answer": "1"}\n')
-    with pytest.raises(DataError, match=r"train\.jsonl:2: not UTF-8 text \(byte 12"):
-        load(path, tokenizer)
 
 
 def test_files_without_examples(write_jsonl: Write, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -79,15 +78,16 @@ def test_files_without_examples(write_jsonl: Write, tmp_path: Path, tokenizer: P
     (tmp_path / "train.csv").write_text("prompt,answer\n")
     with pytest.raises(DataError, match=r"expected \.jsonl, \.parquet"):
         load(tmp_path / "train.csv", tokenizer)
+    (tmp_path / "train.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(DataError, match="not a readable Parquet file"):
+        load(tmp_path / "train.parquet", tokenizer)
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "1=", "answer": "1"}\n{"prompt": "\xff", "answer": "1"}\n')
+    with pytest.raises(DataError, match=r"latin\.jsonl:2: not UTF-8 text \(byte 12"):
+        load(tmp_path / "latin.jsonl", tokenizer)
+    with pytest.raises(ConfigError, match="no chat template"):
+        load(tmp_path / "latin.jsonl", tokenizer, chat_template=True)
     with pytest.raises(ConfigError, match="is a file"):
         load(write_jsonl({"prompt": "1=", "answer": "1"}), tokenizer, split="train")
-
-
-def test_limit_reads_no_further(write_jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = write_jsonl({"prompt": "1=", "answer": "1"}, {"prompt": "2=", "answer": "2"}, "broken")
-    assert [prompt.text for prompt in load(path, tokenizer, limit=2)] == ["1=", "2="]
-    with pytest.raises(ConfigError, match="limit is 0"):
-        load(path, tokenizer, limit=0)
 
 
 def test_parquet_with_messages_and_a_nested_answer(tmp_path: Path, make_tokenizer: Make) -> None:
@@ -96,50 +96,16 @@ def test_parquet_with_messages_and_a_nested_answer(tmp_path: Path, make_tokenize
     answers = [{"ground_truth": f"1{n}", "style": "rule"} for n in range(3)]
     path = tmp_path / "train.parquet"
     parquet.write_table(pa.table({"prompt": chats, "reward_model": answers}), path)
-    prompts = load(path, tokenizer, answer_field="reward_model.ground_truth")
-    assert [prompt.answer for prompt in prompts] == ["10", "11", "12"]
-    assert prompts[2].text == "<s>sort<e><u>21=<e><a>"
+    found = load(path, tokenizer, answer_field="reward_model.ground_truth")
+    assert [prompt.answer for prompt in found] == ["10", "11", "12"]
+    assert found[2].text == "<s>sort<e><u>21=<e><a>"
     # Template marks are single tokens, and no end token is added behind the mark that opens the answer.
-    assert prompts[2].tokens.tolist() == tokenizer.convert_tokens_to_ids(
+    assert found[2].tokens.tolist() == tokenizer.convert_tokens_to_ids(
         ["<s>", *"sort", "<e>", "<u>", *"21=", "<e>", "<a>"]
     )
-    assert prompts[2].source == f"{path} row 2"
+    assert found[2].source == f"{path} row 2"
     with pytest.raises(DataError, match=r"row 0: there is no field 'reward_model\.answer'"):
         load(path, tokenizer, answer_field="reward_model.answer")
-
-
-def test_a_broken_parquet_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    (tmp_path / "train.parquet").write_bytes(b"PAR1 not really")
-    with pytest.raises(DataError, match="not a readable Parquet file"):
-        load(tmp_path / "train.parquet", tokenizer)
-
-
-def test_chat_template_wraps_plain_text(
-    write_jsonl: Write, tokenizer: PreTrainedTokenizerFast, make_tokenizer: Make
-) -> None:
-    path = write_jsonl({"prompt": "21=", "answer": "12"})
-    (prompt,) = load(path, make_tokenizer(chat=True), chat_template=True)
-    assert prompt.text == "<u>21=<e><a>"
-    with pytest.raises(ConfigError, match="no chat template"):
-        load(path, tokenizer, chat_template=True)
-
-
-@pytest.mark.parametrize(
-    ("messages", "told"),
-    [
-        ([{"role": "user"}], "expected role and content"),
-        (["21="], "expected role and content"),
-        ([{"role": "user", "content": 3}], "expected role and content, both text"),
-        ([{"role": "user", "content": " "}], "no message with content"),
-        ([{"role": "forbidden", "content": "21="}], "role is not allowed"),
-    ],
-)
-def test_bad_messages(messages: list[object], told: str, write_jsonl: Write, make_tokenizer: Make) -> None:
-    path = write_jsonl({"prompt": messages, "answer": "12"})
-    with pytest.raises(DataError) as caught:
-        load(path, make_tokenizer(chat=True))
-    assert str(caught.value).startswith(f"{path}:1: ")
-    assert told in str(caught.value)
 
 
 def test_a_tokenizer_that_ends_the_prompt_is_refused(write_jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -159,9 +125,9 @@ def test_a_dataset_folder_through_datasets(
     for split, digit in (("train", 1), ("test", 2)):
         table = pa.table({"prompt": [f"{digit}{n}=" for n in range(2)], "answer": ["x", "y"]})
         parquet.write_table(table, folder / f"{split}.parquet")
-    prompts = load(str(folder), tokenizer, split="test")
-    assert [(prompt.text, prompt.answer) for prompt in prompts] == [("20=", "x"), ("21=", "y")]
-    assert prompts[1].source == f"{folder} row 1"
+    found = load(str(folder), tokenizer, split="test")
+    assert [(prompt.text, prompt.answer) for prompt in found] == [("20=", "x"), ("21=", "y")]
+    assert found[1].source == f"{folder} row 1"
     with pytest.raises(DataError, match="has the splits train, test"):
         load(str(folder), tokenizer)
     with pytest.raises(DataError, match="neither a file here nor a data set"):
@@ -227,10 +193,50 @@ def test_order_differs_by_epoch_and_seed_and_never_changes() -> None:
     assert PromptOrder(8, seed=7).take(5, 8).tolist() == [7, 5, 0, 3, 1, 6, 2, 5]
 
 
-def test_order_refuses_nonsense() -> None:
-    with pytest.raises(DataError, match="0 prompts"):
-        PromptOrder(0, 1)
-    with pytest.raises(ConfigError, match="seed is -1"):
-        PromptOrder(3, -1)
-    with pytest.raises(ValueError, match="negative"):
-        PromptOrder(3, 1).take(-1, 2)
+RECORDS = [
+    {"prompt": "21=", "answer": "12"},
+    {"prompt": [{"role": "user", "content": "3 1="}], "answer": 13},
+    {"prompt": "abc: ", "answer": "\u00fc \U0001f642"},
+    {"prompt": [{"role": "system", "content": "sort"}, {"role": "user", "content": "9"}], "answer": "9"},
+    {"prompt": "1", "answer": "x" * 50},
+]
+
+
+def one_by_one(path: Path, tokenizer: PreTrainedTokenizerFast) -> list[tuple[Any, ...]]:
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if line:
+            record = json.loads(line)
+            text, chat = record["prompt"], isinstance(record["prompt"], list)
+            if chat:
+                text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
+            ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
+            found.append((len(found), ids, text, str(record["answer"]), f"{path}:{number}"))
+    return found
+
+
+def plain(found: Any) -> list[tuple[Any, ...]]:
+    return [(each.index, each.tokens.tolist(), each.text, each.answer, each.source) for each in found]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 1024])
+def test_batches_give_what_one_by_one_gives(
+    batch: int, write_jsonl: Write, make_tokenizer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "_BATCH", batch)
+    tokenizer = make_tokenizer(chat=True)
+    path = write_jsonl(RECORDS[0], "", *RECORDS[1:])
+    expected = one_by_one(path, tokenizer)
+    found = load(path, tokenizer)
+    assert plain(found) == expected
+    assert found[0].tokens.dtype == np.int32
+    assert plain(load(path, tokenizer, limit=3)) == expected[:3]
+
+
+def test_errors_come_in_the_order_of_the_file(write_jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    fine, long = {"prompt": "1", "answer": "1", "response": "1"}, {"prompt": "1" * 60, "answer": "1", "response": "1"}
+    for late in ("broken", {"prompt": "", "answer": "1"}, {"answer": "1"}, long):
+        with pytest.raises(DataError, match=r"train\.jsonl:2: the prompt has 60 tokens"):
+            load(write_jsonl(fine, long, late), tokenizer)
+        with pytest.raises(DataError, match=r"train\.jsonl:2: the prompt has 60 tokens"):
+            load_demonstrations(write_jsonl(fine, long, late), tokenizer, max_prompt_tokens=50)

@@ -6,7 +6,6 @@ import asyncio
 import gzip
 import json
 import random
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -92,21 +91,13 @@ def changed(change: Callable[[list[Any]], object]) -> Fault:
 PASSING: dict[str, Fault] = {
     "closed": close,
     "cut": cut,
-    "500": status(500),
-    "503": status(503),
     "429": status(429),
     "no json": status(200, b"\xff\xfe ok"),
     "deep json": status(200, b"[" * 100_000),
     "a number": status(200, b"0.0"),
-    "null": status(200, b"null"),
     "one is missing": changed(lambda found: found[1:]),
-    "one too many": changed(lambda found: [*found, found[0]]),
     "exchanged": changed(lambda found: [{**each, "meta_info": {"id": "other"}} for each in found]),
-    "without a score": changed(lambda found: [{"meta_info": each["meta_info"]} for each in found]),
-    "text": changed(lambda found: [{"embedding": ["no"]} for _ in found]),
     "a number as text": changed(lambda found: [{"embedding": ["0.5"]} for _ in found]),
-    "a truth value": changed(lambda found: [{"embedding": [True]} for _ in found]),
-    "408": status(408),
     "too long": status(200, b" " * (5 << 20)),
     "packed": lambda handler, body: handler.answer(
         200, gzip.compress(b" " * (50 << 20), 1), **{"Content-Encoding": "gzip"}
@@ -115,22 +106,17 @@ PASSING: dict[str, Fault] = {
 
 
 @pytest.mark.parametrize("name", PASSING)
-def test_a_failure_that_passes_costs_an_attempt(name: str, server: RewardServer) -> None:
+def test_a_failure_costs_an_attempt_and_is_never_a_zero(name: str, server: RewardServer) -> None:
     server.faults = [PASSING[name]] * 2
     assert scores_of(config(server), ["bb"]) == [score_of("bb")]
     assert len(server.requests) == 3
     assert len({tuple(request["rid"]) for request in server.requests}) == 3
-
-
-@pytest.mark.parametrize("name", PASSING)
-def test_a_failure_that_stays_is_no_reward_and_never_a_zero(name: str, server: RewardServer) -> None:
     server.always = PASSING[name]
     verdict = judge(config(server, attempts=3))
     assert verdict.reward is None
-    assert verdict.error is not None
-    assert server.url in verdict.error
+    assert server.url in str(verdict.error)
     assert not verdict.timed_out
-    assert len(server.requests) == 3
+    assert len(server.requests) == 6
 
 
 def test_a_server_that_is_gone_or_hangs_is_no_reward(server: RewardServer) -> None:
@@ -143,7 +129,6 @@ def test_a_server_that_is_gone_or_hangs_is_no_reward(server: RewardServer) -> No
         gone = other.url
     verdict = judge(config(server, urls=[gone], attempts=2))
     assert (verdict.reward, verdict.timed_out) == (None, False)
-    assert verdict.error is not None
     assert gone in verdict.error
     server.release.set()
     for _ in range(4):  # whichever server is asked first
@@ -176,15 +161,12 @@ def test_a_score_that_is_no_number_is_no_reward(value: str, server: RewardServer
     assert verdict.reward is None
     assert verdict.error is not None
     assert len(server.requests) == 1
-
-
-def test_several_scores_of_a_text_are_an_error(server: RewardServer) -> None:
     server.always = changed(lambda found: [{"embedding": [0.25, 0.75]} for _ in found])
     with pytest.raises(ConfigError, match="gave 2 scores for a text, expected one"):
         judge(config(server))
 
 
-@pytest.mark.parametrize("code", [401, 403, 404])
+@pytest.mark.parametrize("code", [401, 404])
 def test_a_server_that_cannot_work_ends_the_run_and_the_key_is_in_no_text(
     code: int, server: RewardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,57 +184,14 @@ def test_a_server_that_cannot_work_ends_the_run_and_the_key_is_in_no_text(
     assert cut.error is not None
     assert KEY[:4] not in f"{refused.value}{verdict.error}{cut.error}{settings!r}{settings.model_dump()}"
     assert {request["key"] for request in server.requests} == {f"Bearer {KEY}"}
+    with serving() as other:  # a redirection gets neither text nor key
+        server.always = lambda handler, body: handler.answer(307, b"", Location=f"{other.url}/classify")
+        verdict = judge(config(server, api_key_env="MY_KEY", attempts=2))
+        assert f"redirects to '{other.url}/classify'" in (verdict.error or "")
+        assert not other.requests
+    for wrong in ({"urls": ["http://host:1/"]}, {"urls": ["http://me:secret@host"]}, {"text": "{prompt}"}):
+        with pytest.raises(ValueError, match=r"without a slash|found host, expected|expected {response}"):
+            config(server, **wrong)
     monkeypatch.delenv("MY_KEY")
     with pytest.raises(ConfigError, match="found no variable MY_KEY"):
         RewardModel(settings)
-
-
-def test_a_redirection_gets_neither_text_nor_key(server: RewardServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_KEY", KEY)
-    with serving() as other:
-        server.always = lambda handler, body: handler.answer(307, b"", Location=f"{other.url}/classify")
-        verdict = judge(config(server, api_key_env="MY_KEY", attempts=2))
-        assert verdict.reward is None
-        assert f"redirects to '{other.url}/classify'" in (verdict.error or "")
-        assert not other.requests
-
-
-def test_a_busy_server_is_asked_again_when_it_says(server: RewardServer) -> None:
-    server.faults = [lambda handler, body: handler.answer(429, b"", **{"Retry-After": "1"})]
-    started = time.monotonic()
-    assert judge(config(server)).reward is not None
-    assert time.monotonic() - started >= 1.0
-
-
-def test_who_does_not_wait_any_more_is_not_asked_for(server: RewardServer) -> None:
-    async def run() -> float:
-        model = RewardModel(config(server, concurrency=1))
-        server.release.clear()
-        first = asyncio.create_task(model.score("first"))  # holds the place
-        while not server.requests:
-            await asyncio.sleep(0.01)
-        dropped, kept = (asyncio.create_task(model.score(text)) for text in ("dropped", "kept"))
-        await asyncio.sleep(0)
-        dropped.cancel()
-        server.release.set()
-        await first
-        server.release.set()
-        return await kept
-
-    assert asyncio.run(run()) == score_of("kept")
-    assert [request["text"] for request in server.requests] == [["first"], ["kept"]]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"urls": ["http://host:1/"]}, "without a slash"),
-        ({"urls": ["ftp://host"]}, "expected http"),
-        ({"urls": ["http://host?key=a"]}, "question mark"),
-        ({"urls": ["http://me:secret@host"]}, "found host, expected"),
-        ({"text": "{prompt}"}, "expected {response}"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RewardModelConfig(**settings)

@@ -21,13 +21,12 @@ from pathlib import Path
 from megarl.run.lock import RunLock
 with RunLock(Path(sys.argv[1])):
     print("held", flush=True)
-    time.sleep(60)
+    time.sleep(3600)
 """
 
 
 def holder(path: Path) -> subprocess.Popen[str]:
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     return process
 
@@ -67,7 +66,7 @@ def test_a_forked_process_does_not_hold_it(tmp_path: Path) -> None:
         child = os.fork()
         if child == 0:
             os.write(told, b"1")  # it runs, and has let go before
-            time.sleep(30.0)
+            time.sleep(3600.0)
             os._exit(0)
         os.read(heard, 1)
     try:
@@ -141,7 +140,7 @@ def test_a_holder_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
         told.append(text)
         process.kill()
 
-    with RunLock(path, tell, wait_s=30.0):
+    with RunLock(path, tell, wait_s=600.0):
         assert process.wait() == -signal.SIGKILL
     assert len(told) == 1
     assert f"is held by process {process.pid} on" in told[0]

@@ -53,15 +53,18 @@ def test_model_is_a_function_of_the_seed_and_leaves_the_generator_alone(tmp_path
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
-def test_existing_directory_is_not_touched(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
+def test_existing_directories_are_not_touched(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model-untrained", family="qwen3", hidden_size=32)
     with pytest.raises(DataError, match="already exists"):
         write_tiny_model(tmp_path)
-    assert (tmp_path / "file").read_text() == "mine"
-    assert len(list(tmp_path.iterdir())) == 1
+    with pytest.raises(MegarlError, match="family qwen3: add --family qwen3"):
+        quickstart(tmp_path)
+    with pytest.raises(DataError, match="sort task: 91 prompts"):
+        write_sort_task(tmp_path, num_train=91, num_heldout=0, num_demonstrations=0, digits=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["model-untrained"]
 
 
-@pytest.mark.parametrize("text", ["528104=012458", CHARACTERS, "  a  b ,. ?", " ,", "=", "(1+2)*3 = 9"])
+@pytest.mark.parametrize("text", [CHARACTERS, "  a  b ,. ?", "="])
 def test_tokenizer_round_trip_is_exact(model_path: Path, text: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
     ids = tokenizer(text)["input_ids"]
@@ -90,19 +93,6 @@ def test_sort_task_is_right_disjoint_and_partly_wrong(tmp_path: Path) -> None:
     assert 0.3 < sum(right[:250]) / 250 < 0.6  # spread over the file
     assert all(sorted(row["response"]) == sorted(row["prompt"][:-1]) for row in demonstrations)
     assert {p.name for p in tmp_path.glob("[!.]*")} == {"train.jsonl", "heldout.jsonl", "demonstrations.jsonl"}
-
-
-def test_sort_task_refuses_more_prompts_than_there_are(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="sort task: 91 prompts"):
-        write_sort_task(tmp_path, num_train=91, num_heldout=0, num_demonstrations=0, digits=2)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_of_another_family_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path / "model-untrained", family="qwen3", hidden_size=32)
-    with pytest.raises(MegarlError, match="family qwen3: add --family qwen3"):
-        quickstart(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["model-untrained"]
 
 
 _THREADED = """

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import transformers.dynamic_module_utils
-from families import FAMILIES, byte_level, write_family
+from families import FAMILIES, write_family
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from megarl.data.tokenizer import load_tokenizer, tokenize
 from megarl.errors import ConfigError
@@ -33,39 +33,13 @@ def test_a_folder_of_each_family_is_read_as_tokenizer_json_says(family: str, tmp
         assert tokenizer.decode(tokenize(tokenizer, [TEXT], False)[0]) == TEXT
 
 
-def _word_level() -> Tokenizer:
-    words = {word: number for number, word in enumerate(["<unk>", "<e>", "the", "answer", "a", "1"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return tokenizer
-
-
-def _lower_case() -> Tokenizer:
-    tokenizer = byte_level()
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
-    return tokenizer
-
-
-def _few_bytes() -> Tokenizer:
+def test_what_a_vocabulary_does_not_hold_and_what_is_normalised_is_no_mistake(tmp_path: Path) -> None:
     """No token for most bytes, and none that says so: BPE leaves them out."""
     letters = [*map(chr, range(97, 123)), "Ġ", "Ã", "©"]
     tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
-    return tokenizer
-
-
-def _unigram() -> Tokenizer:
-    pieces = [("<unk>", 0.0), ("▁", -2.0), *((chr(code), -3.0) for code in range(33, 127)), ("▁the", -1.0)]
-    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    return tokenizer
-
-
-@pytest.mark.parametrize("make", [_word_level, _lower_case, _few_bytes, _unigram, byte_level])
-def test_what_a_vocabulary_does_not_hold_and_what_is_normalised_is_no_mistake(
-    make: Callable[[], Tokenizer], tmp_path: Path
-) -> None:
-    PreTrainedTokenizerFast(tokenizer_object=make(), eos_token="<e>", unk_token="<unk>").save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>", unk_token="<unk>").save_pretrained(tmp_path)
     load_tokenizer(tmp_path, "model.path")
 
 
@@ -89,7 +63,6 @@ def _swap(table: dict[str, Any]) -> None:
     [
         ("tokenizer_config.json", _swap, r"config\.json says that '<\|im_start\|>' is token 263, but it is 264"),
         ("tokenizer.json", lambda table: table.pop("decoder"), "comes back as .T h e"),
-        ("tokenizer.json", lambda table: table["decoder"].update(type="Fuse"), "comes back as .TheĠ"),
         ("tokenizer_config.json", lambda table: table.update(split_special_tokens=True), "is encoded as"),
         ("tokenizer.json", lambda table: table.update(normalizer=NO_LINES), None),
     ],
@@ -105,21 +78,6 @@ def test_a_tokenizer_that_is_not_what_the_folder_says_is_refused(
     with pytest.raises(ConfigError, match=told) as caught:
         load_tokenizer(tmp_path, "--model")
     assert str(caught.value).startswith(f"--model: the tokenizer of {tmp_path} is not what its files say: ")
-
-
-def test_ids_in_an_older_file_count_too_and_a_text_may_have_two_ids(tmp_path: Path) -> None:
-    write_family(tmp_path, "qwen3")
-    _edit(
-        tmp_path,
-        "tokenizer_config.json",
-        lambda table: table["added_tokens_decoder"].update({"0": {"content": "<think>"}}),
-    )
-    load_tokenizer(tmp_path, "model.path")
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"<think>": 266}))
-    load_tokenizer(tmp_path, "model.path")
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"<think>": 300}))
-    with pytest.raises(ConfigError, match=r"added_tokens\.json says that '<think>' is token 300, but it is 266"):
-        load_tokenizer(tmp_path, "model.path")
 
 
 MERGED = [b" t", b"he", b" the", b"12", b"123"]
@@ -190,7 +148,9 @@ def tiktoken_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_code_of_the_folder_runs_only_if_the_user_trusts_it(tiktoken_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tokenization_moonshot\.TikTokenTokenizer: read it, then pass --trust"):
+    told = r"says that '.*' is token \d+, but it is \d+ \(and \d+ more\); its tokenizer .*"
+    told += r"tokenization_moonshot\.TikTokenTokenizer: read it, then pass --trust"
+    with pytest.raises(ConfigError, match=told):  # what transformers guesses is not taken
         load_tokenizer(tiktoken_folder, "model.path")
     assert not (tiktoken_folder.parent / "modules").exists()
     tokenizer = load_tokenizer(tiktoken_folder, "model.path", trust=True)
@@ -199,13 +159,3 @@ def test_code_of_the_folder_runs_only_if_the_user_trusts_it(tiktoken_folder: Pat
     ids = tokenize(tokenizer, [f"<|im_user|>{TEXT}<|im_end|>"], True)[0]
     assert ids == [first + 3, *TEXT.encode(), first + 2]
     assert tokenizer.decode(ids, skip_special_tokens=True) == TEXT
-
-
-def test_what_transformers_guesses_of_a_tiktoken_folder_is_refused_with_both_ids(tiktoken_folder: Path) -> None:
-    pytest.importorskip("tiktoken")
-    guess = AutoTokenizer.from_pretrained(tiktoken_folder, trust_remote_code=False)
-    assert guess.convert_tokens_to_ids("[EOT]") != 256 + len(MERGED) + 7
-    with pytest.raises(
-        ConfigError, match=r"says that '.*' is token \d+, but it is \d+ \(and \d+ more\); its tokenizer"
-    ):
-        load_tokenizer(tiktoken_folder, "model.path")

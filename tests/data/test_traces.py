@@ -66,35 +66,24 @@ def test_what_cannot_be_written(tmp_path):
     assert not path.exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_columns_must_fit_the_trace():
+    for change, message in (
         ({"tokens": np.arange(5, dtype=np.int32)}, r"tokens is int32 \[5\], expected int32 \[6\]"),
         ({"row_versions": np.arange(6)}, "row_versions is int64"),
-    ],
-)
-def test_columns_must_fit_the_trace(change, message):
-    with pytest.raises(TraceError, match=f"sample 0: {message}"):
-        replace(sequence(0, missing=(4,)), **change)
+    ):
+        with pytest.raises(TraceError, match=f"sample 0: {message}"):
+            replace(sequence(0, missing=(4,)), **change)
 
 
 def test_from_rollout(tmp_path):
-    rollout = Rollout(
-        group=3,
-        sample=1,
-        tokens=np.arange(5, dtype=np.int32),
-        loss_mask=np.array([False, False, True, True, True]),
-        rollout_logprobs=np.zeros(5, dtype=np.float32),
-        routed_experts=experts(0, 5).astype(np.uint8),
-        routed_mask=np.array([True, True, True, True, False]),
-        weight_versions=np.array([7, 7, 7, 8, 8], dtype=np.int32),
-        finish_reason="stop",
-    )
+    tokens, zeros = np.arange(5, dtype=np.int32), np.zeros(5, dtype=np.float32)
+    routed, versions = experts(0, 5).astype(np.uint8), np.array([7, 7, 7, 8, 8], dtype=np.int32)
+    rollout = Rollout(3, 1, tokens, tokens > 1, zeros, routed, tokens < 4, versions, "stop")
     write_traces(tmp_path / "a.safetensors", INFO, [from_rollout(rollout, 8, "step 2 ")])
     found = read_traces(tmp_path / "a.safetensors")["step 2 group 3 sample 1"]
     assert found.trace.num_missing == 1
     assert found.row_versions.tolist() == [7, 7, 7, 8, 8]
-    np.testing.assert_array_equal(found.trace.experts[:4], rollout.routed_experts[:4])
+    np.testing.assert_array_equal(found.trace.experts[:4], routed[:4])
     with pytest.raises(TraceError, match="group 3 sample 1: the rollout has no routes"):
         from_rollout(replace(rollout, routed_experts=None), 8)
 
@@ -123,19 +112,13 @@ INT64 = np.int64
     ("metadata", "tensors", "message"),
     [
         ({"format": "weights"}, {}, "format 'weights', expected 'megarl-routing-traces'"),
-        ({"format_version": "2"}, {}, "format version '2', expected '1'"),
-        ({"layers": "[1, 2"}, {}, "layers = .* Invalid JSON"),
         ({"names": '["sample 0", 3]'}, {}, "names = .* valid string"),
-        ({"names": '["a", "a"]'}, {}, "two sequences are called 'a'"),
         ({"names": '["a"]'}, {}, "route_offsets has 3 entries, expected 2"),
         ({"top_k": "-2"}, {}, "top_k = '-2': Input should be greater than or equal to 1"),
         ({}, {"routes": None}, "tensor routes found none, expected uint8"),
         ({}, {"cu_seqlens": np.array([0, 6, 12], dtype=np.int32)}, "cu_seqlens found int32"),
-        ({}, {"cu_seqlens": np.zeros(0, dtype=INT64)}, "cu_seqlens has 0 entries"),
         ({}, {"cu_seqlens": np.array([0, 9, 3], dtype=INT64)}, "rise from 0 to 3"),
-        ({}, {"route_offsets": np.array([0, 9, 10**12], dtype=INT64)}, "route_offsets has 3 entries"),
         ({}, {"tokens": np.zeros(11, dtype=np.int32)}, "tokens has 11 entries, expected 12"),
-        ({}, {"row_versions": np.zeros(12, dtype=np.int8)}, "row_versions found int8"),
     ],
 )
 def test_a_file_that_contradicts_itself(tmp_path, metadata, tensors, message):
@@ -161,13 +144,10 @@ def test_a_damaged_sequence_is_named_and_the_others_still_read(tmp_path):
         read_traces(path)[0]
 
 
-@pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 50, None])
-def test_not_such_a_file(tmp_path, content):
+def test_not_such_a_file(tmp_path):
     path = tmp_path / "a.safetensors"
-    if content is None:
-        with pytest.raises(TraceError, match="there is no such file"):
-            read_traces(path)
-        return
-    path.write_bytes(content)
+    with pytest.raises(TraceError, match="there is no such file"):
+        read_traces(path)
+    path.write_bytes(b"abc")
     with pytest.raises(TraceError, match="not a readable safetensors file"):
         read_traces(path)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from megarl.core.types import SampleRequest
+from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.episodes import EpisodeLimits, EpisodeResult, play
 from megarl.engines.protocol import Engine, SamplingParams, Session
 from megarl.engines.tools.protocol import Environment, Episode, ModelTurn, Observation
@@ -114,15 +114,12 @@ def play_all(
 def check_columns(played: EpisodeResult, request: SampleRequest, last_row: bool) -> None:
     """Every column has an entry for every token; what the model did not generate is masked, with log-probability 0."""
     whole = played.rollout
-    assert whole is not None
     size = whole.num_tokens
     assert (whole.group, whole.sample) == (request.group, request.sample)
     assert np.array_equal(whole.tokens[: len(request.prompt_tokens)], request.prompt_tokens)
     assert whole.tokens.dtype == np.int32
     for column in (whole.loss_mask, whole.rollout_logprobs, whole.weight_versions, whole.routed_mask):
-        assert column is not None
         assert len(column) == size
-    assert whole.routed_mask is not None
     assert whole.routed_mask.tolist() == [True] * (size - 1) + [last_row]
     assert not whole.rollout_logprobs[~whole.loss_mask].any()
     assert (whole.rollout_logprobs[whole.loss_mask] < 0).all()
@@ -136,9 +133,6 @@ def check_columns(played: EpisodeResult, request: SampleRequest, last_row: bool)
 def check_teacher_forced(played: EpisodeResult, oracle: Oracle, close: float, same_order: bool) -> None:
     """One pass over the whole sequence finds the same log-probabilities and routes."""
     whole = played.rollout
-    assert whole is not None
-    assert whole.routed_experts is not None
-    assert whole.routed_mask is not None
     logprobs = oracle.logits(whole.tokens)[:-1].log_softmax(-1).numpy()
     expected = logprobs[np.arange(whole.num_tokens - 1), whole.tokens[1:]]
     before_ties = np.arange(whole.num_tokens) < oracle.clear(whole.tokens)
@@ -147,5 +141,30 @@ def check_teacher_forced(played: EpisodeResult, oracle: Oracle, close: float, sa
     rows, found = oracle.routes(whole.tokens), whole.routed_experts.astype(int)
     if not same_order:
         rows, found = np.sort(rows, -1), np.sort(found, -1)
-    chosen = whole.routed_mask & before_ties
+    chosen = np.logical_and(whole.routed_mask, before_ties)
     assert np.array_equal(found[chosen], rows[chosen])
+
+
+def check_joined(
+    engine: Engine,
+    requests: Sequence[SampleRequest],
+    oracle: Oracle,
+    params: SamplingParams,
+    limits: EpisodeLimits,
+    close: float,
+    is_local: bool,
+) -> list[Rollout]:
+    """Tokens, log-probabilities and routes of all turns, with observations that would merge with what precedes."""
+    script, tokenizer, merged, joined = says("b0", "bb7", "b"), merging_tokenizer(), 0, []
+    for request, played in zip(requests, play_all(engine, requests, script, limits, params), strict=True):
+        assert played.failure is None
+        check_columns(played, request, last_row=is_local)
+        check_teacher_forced(played, oracle, close, same_order=is_local)
+        whole = played.rollout
+        response = tokenizer.decode(whole.response_tokens, skip_special_tokens=False)
+        again = tokenizer(response, add_special_tokens=False)["input_ids"]
+        merged += again != whole.response_tokens.tolist()
+        joined.append(whole)
+    assert merged > len(requests) / 4  # else nothing here would see a sequence that is made from text again
+    assert set(script.closed) == {1}
+    return joined

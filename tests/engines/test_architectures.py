@@ -63,7 +63,6 @@ def test_agrees_with_a_full_forward(config: Any, num_layers: int, tmp_path: Path
         start = rollout.prompt_length
         np.testing.assert_allclose(rollout.rollout_logprobs[start:], expected[start - 1 :], atol=2e-5)
         routes = torch.stack(called, dim=1).numpy()
-        assert rollout.routed_experts is not None
         assert routes.shape[1] == num_layers
         assert rollout.routed_experts.dtype == (np.uint16 if config is TIED else np.uint8)
         assert np.array_equal(np.sort(rollout.routed_experts), np.sort(routes))
@@ -89,7 +88,9 @@ def test_recorder_proves_one_row_per_token(tmp_path: Path) -> None:
             recorder.end_pass(6)
         model(ids[:, :1])
         recorder.end_pass(2)
-    assert recorder.take().shape == (8, 3, 2)
+    whole = recorder.take()
+    assert whole.shape == (8, 3, 2)
+    assert len(np.unique(whole)) > 1
     with torch.no_grad(), recorder.recording():
         model(ids)
         with pytest.raises(TraceError, match=r"routed \(6, 2\), expected \[8, top-k\]: one row per token"):
@@ -98,20 +99,3 @@ def test_recorder_proves_one_row_per_token(tmp_path: Path) -> None:
         model(ids)
         with pytest.raises(TraceError, match="twice"):
             model(ids)
-    with torch.no_grad():
-        model(ids)
-        model(ids)  # not recording: not counted
-    with recorder.recording(), pytest.raises(TraceError, match="routed None"):  # nothing of them is left
-        recorder.end_pass(6)
-
-
-def test_the_rows_of_all_passes_are_recorded(tmp_path: Path) -> None:
-    model = save(MIXTRAL, tmp_path)
-    recorder = RouteRecorder(model)
-    with torch.no_grad(), recorder.recording():
-        for length in (3, 1, 2):
-            model(torch.arange(2, 2 + 2 * length).view(2, length))
-            recorder.end_pass(2 * length)
-    whole = recorder.take()
-    assert whole.shape == (12, 3, 2)
-    assert len(np.unique(whole)) > 1

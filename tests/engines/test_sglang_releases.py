@@ -26,12 +26,10 @@ from megarl.engines.sglang.engine import SGLangEngine
 from megarl.engines.sglang.fleet import Fleet
 from megarl.engines.sglang.http import authorization
 from megarl.engines.sglang.member import FleetSettings
-from megarl.engines.sglang.plugin.compact import make_header
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.versions import CHECKSUMS_ON_CPU, NEWEST, UPDATE_SESSIONS, parse_version
 from megarl.engines.weights import WeightForm
-from megarl.files.moe_shape import MoeShape
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow(minutes=4)]
 
@@ -52,7 +50,7 @@ class Served:
 
 def ask(server: Server, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
     headers = authorization(server.spec.api_key)
-    return httpx.post(f"{server.url}/{path}", json=body or {}, headers=headers, timeout=60.0)
+    return httpx.post(f"{server.url}/{path}", json=body or {}, headers=headers, timeout=600.0)
 
 
 def sample(server: Server, **fields: Any) -> dict[str, Any]:
@@ -88,12 +86,6 @@ def served(
 @pytest.fixture(scope="module")
 def weights(sglang_model: Path) -> list[Weights]:
     return [noisy(sglang_model, seed) for seed in range(3)]
-
-
-def test_the_server_is_of_this_release(served: Served):
-    assert served.server.version == served.release
-    (told,) = served.told
-    assert f"SGLang {served.release} gives no checksums on a CPU" in told
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -155,20 +147,14 @@ def check_table(server: Server) -> None:
 
 
 def test_it_can_do_what_the_table_says(served: Served):
+    assert served.server.version == served.release
+    (told,) = served.told
+    assert f"SGLang {served.release} gives no checksums on a CPU" in told
     check_table(served.server)
+    for path in ("generate", "update_weights_from_tensor", "server_info"):
+        assert httpx.post(f"{served.server.url}/{path}", json={}, timeout=600.0).status_code == 401
 
 
 def test_the_pinned_release_can_do_what_the_table_says(sglang_server: Server):
     assert parse_version(sglang_server.version) == NEWEST
     check_table(sglang_server)
-
-
-def test_its_answers_repeat_the_prompt_and_are_guarded_by_its_key(served: Served):
-    header = make_header(MoeShape.of(json.loads((Path(served.server.spec.model_path) / "config.json").read_text())))
-    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
-    body["return_prompt_token_ids"] = True
-    url = f"{served.server.url}/generate"
-    answer = httpx.post(url, json=body, headers=header | authorization(KEY), timeout=60.0).raise_for_status().json()
-    assert answer["prompt_token_ids"] == [5, 6, 7]
-    for path in ("generate", "update_weights_from_tensor", "server_info"):
-        assert httpx.post(f"{served.server.url}/{path}", json=body, timeout=60.0).status_code == 401

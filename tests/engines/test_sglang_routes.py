@@ -8,7 +8,6 @@ import os
 import subprocess
 import tomllib
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from megarl.engines.sglang.plugin.compact import make_header
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec, environment
 from megarl.engines.weights import WeightForm
-from megarl.errors import RolloutError
 from megarl.files.moe_shape import MoeShape
 from megarl.routes.answers import decode_routes, is_compact
 from megarl.routes.turns import join, known_rows
@@ -57,21 +55,17 @@ def fleet(updated_server: Server, hostile_model: Path, weights: Weights) -> Iter
 @pytest.fixture(scope="module", params=[True, False], ids=["compact", "plain"])
 def engine(fleet: Fleet, hostile_model: Path, weights: Weights, request: pytest.FixtureRequest) -> SGLangEngine:
     config = json.loads((hostile_model / "config.json").read_text())
-    settings = ClientSettings(concurrency=16, deadline_s=120.0, compact_routes=request.param)
+    settings = ClientSettings(concurrency=16, deadline_s=600.0, compact_routes=request.param)
     engine = SGLangEngine(fleet.urls, config, fleet=fleet, settings=settings, form=WeightForm(torch.float32))
     engine.update_weights(weights.items(), 0)
     return engine
 
 
-def shape_of(model: Path) -> MoeShape:
-    return MoeShape.of(json.loads((model / "config.json").read_text()))
-
-
-def texts(server: Server, headers: dict[str, str], **changes: Any) -> list[str]:
+def texts(server: Server, headers: dict[str, str], changes: dict[str, Any]) -> list[str]:
     """The traces of a greedy request, one for each sample, in the order of prompts and samples."""
     sampling = {"temperature": 0.0, "max_new_tokens": OUTPUT, "ignore_eos": True} | changes.pop("sampling", {})
     body = {"input_ids": PROMPTS[0], "sampling_params": sampling, "return_routed_experts": True} | changes
-    answer = httpx.post(f"{server.url}/generate", json=body, headers=headers, timeout=120.0)
+    answer = httpx.post(f"{server.url}/generate", json=body, headers=headers, timeout=600.0)
     answer.raise_for_status()
     if not body.get("stream"):
         found = answer.json()
@@ -92,10 +86,12 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_both_forms(server: Server, model: Path, **changes: Any) -> None:
-    shape = shape_of(model)
-    plain = texts(server, {}, **changes)
-    short = texts(server, make_header(shape), **changes)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_short_form_says_what_the_plain_one_says(sglang_server: Server, sglang_model: Path, kind: str):
+    changes = KINDS[kind]
+    shape = MoeShape.of(json.loads((sglang_model / "config.json").read_text()))
+    plain = texts(sglang_server, {}, dict(changes))
+    short = texts(sglang_server, make_header(shape), dict(changes))
     assert len(short) == len(plain)
     for one, other in zip(plain, short, strict=True):
         assert not is_compact(base64.b64decode(one))
@@ -107,11 +103,6 @@ def check_both_forms(server: Server, model: Path, **changes: Any) -> None:
         assert short[0] != short[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_short_form_says_what_the_plain_one_says(sglang_server: Server, sglang_model: Path, kind: str):
-    check_both_forms(sglang_server, sglang_model, **KINDS[kind])
-
-
 LOADED = (
     "from sglang.srt.plugins import load_plugins; load_plugins(); "
     "from sglang.srt.managers.tokenizer_manager import TokenizerManager as T; "
@@ -121,10 +112,7 @@ LOADED = (
 )
 
 
-@pytest.mark.parametrize(("plugins", "depth"), [(None, 1), ("another", 0)], ids=["as it comes", "not listed"])
-def test_a_server_has_the_plugin_once_unless_told_otherwise(
-    sglang_spec: ServerSpec, tmp_path: Path, plugins: str | None, depth: int
-):
+def test_a_server_has_the_plugin_once(sglang_spec: ServerSpec, tmp_path: Path):
     """Where megarl is installed beside SGLang it announces the plugin too."""
     installed = tmp_path / "megarl-0.1.dist-info"
     installed.mkdir()
@@ -135,10 +123,10 @@ def test_a_server_has_the_plugin_once_unless_told_otherwise(
     (tmp_path / "megarl").symlink_to(Path(__file__).parents[2] / "megarl")
     env = environment(sglang_spec)
     env["PYTHONPATH"] += os.pathsep + str(tmp_path)
-    if plugins is not None:
-        env["SGLANG_PLUGINS"] = plugins
-    done = subprocess.run([str(sglang_spec.python), "-c", LOADED], env=env, capture_output=True, text=True, timeout=300)
-    assert f"depth {depth}" in done.stdout, done.stderr[-2000:]
+    done = subprocess.run(
+        [str(sglang_spec.python), "-c", LOADED], env=env, capture_output=True, text=True, timeout=1200
+    )
+    assert "depth 1" in done.stdout, done.stderr[-2000:]
 
 
 def test_a_second_turn_asks_for_the_rows_that_the_first_one_lacks(
@@ -155,16 +143,9 @@ def test_a_second_turn_asks_for_the_rows_that_the_first_one_lacks(
     assert [request.known_rows for request in requests] == [turn.num_tokens - 1 for turn in first]
     second = engine.generate(requests, PARAMS)
     for request, before, after in zip(requests, first, second, strict=True):
-        assert after.routed_mask is not None
         known = request.known_rows
         assert after.routed_mask.tolist() == [False] * known + [True] * (after.num_tokens - 1 - known) + [False]
         whole = join(before, after)
         assert same_sets([whole], oracle) == 1.0  # and a row for every token but the last
         assert logprob_gap([whole], oracle) < CLOSE
         assert whole.loss_mask.sum() == before.loss_mask.sum() + after.loss_mask.sum()
-
-
-def test_more_known_rows_than_the_prompt_has_are_refused(engine: SGLangEngine):
-    request = replace(make_requests(1)[0], known_rows=99)
-    with pytest.raises(RolloutError, match=r"known_rows is 99, expected 0\.\.\d+, the prompt"):
-        engine.generate([request], PARAMS)

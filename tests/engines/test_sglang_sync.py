@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import time
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,12 +22,11 @@ from megarl.engines.sglang import member as sglang_member
 from megarl.engines.sglang import server as sglang_server
 from megarl.engines.sglang.engine import SGLangEngine
 from megarl.engines.sglang.fleet import Fleet
-from megarl.engines.sglang.member import FleetSettings
+from megarl.engines.sglang.member import FleetSettings, Member
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports.folder import WeightFolder, write_empty_model
-from megarl.engines.sglang.transports.sender import WeightSender
-from megarl.engines.weights import WeightForm, checkpoint_shapes
+from megarl.engines.weights import checkpoint_shapes
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
 
 SHAPES = {"a.weight": (2, 3), "b.weight": (4,), "c.weight": (1, 5)}
@@ -39,11 +37,16 @@ def tensors(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
     return [(name, torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()]
 
 
-def test_the_expected_names_are_those_of_the_checkpoint_on_disk(tmp_path: Path):
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_expected_names_are_those_of_the_checkpoint_on_disk(tmp_path: Path, tied: bool):
     model = write_tiny_model(tmp_path / "model", hidden_size=32, num_experts=4, expert_width=16, dense_layers=(1,))
-    with safe_open(model / "model.safetensors", framework="pt") as file:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(tmp_path / "saved")
+    with safe_open(tmp_path / "saved" / "model.safetensors", framework="pt") as file:
         on_disk = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     assert checkpoint_shapes(model) == on_disk
+    assert ("lm_head.weight" in on_disk) != tied
 
 
 def write_weights(folder: Path, source: Path, parts: Iterable[Bucket], version: int) -> Path:
@@ -118,62 +121,43 @@ def test_what_megarl_did_not_write_stays(source: Path, tmp_path: Path):
         write_empty_model(source, out / "version_of_mine", fp8=False)
 
 
-def test_a_disk_that_refuses_is_a_sync_error(source: Path, tmp_path: Path):
-    (tmp_path / "out").write_text("a file where the folder should be")
-    with pytest.raises(WeightSyncError, match="the weights of version 1 could not be written"):
-        write_weights(tmp_path / "out", source, split_into_buckets(tensors(), 1000), 1)
-
-
-def test_a_fleet_of_strangers_needs_to_know_their_model():
+def test_a_fleet_of_strangers_needs_to_know_their_model(tmp_path: Path):
     with pytest.raises(ConfigError, match="needs source"):
         Fleet(urls=["http://127.0.0.1:9"])
-
-
-def test_a_stranger_that_does_not_answer_is_named(tmp_path: Path):
     with pytest.raises(RolloutError, match=r"no SGLang server answers at http://127\.0\.0\.1:9 "):
         Fleet(urls=["http://127.0.0.1:9"], source=tmp_path).start()
 
 
-class TestAServerThatCannotStart:
-    """A fleet of servers whose process ends at once."""
+def fleet_of_one(tmp_path: Path, told: list[str], **settings: Any) -> tuple[Fleet, Member, Server]:
+    """A fleet of one server, which is not started."""
+    spec = ServerSpec(tmp_path, sys.executable, "float32", tmp_path / "log", api_key="k")
+    fleet = Fleet([spec], settings=FleetSettings(3600.0, poll_s=0.05, **settings), tell=told.append)
+    (member,) = fleet.members
+    assert member.process is not None
+    return fleet, member, member.process
 
-    @pytest.fixture
-    def told(self) -> list[str]:
-        return []
 
-    @pytest.fixture
-    def fleet(self, tmp_path: Path, told: list[str]) -> Fleet:
-        spec = ServerSpec(tmp_path, "/bin/false", "float32", tmp_path / "log")
-        return Fleet([spec], settings=FleetSettings(5.0, max_restarts=2, poll_s=0.05), tell=told.append)
+def test_a_start_that_is_not_wanted_any_more_ends_soon_and_leaves_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sglang_server, "command", lambda spec, config: ["sleep", "36000"])
+    fleet, _, server = fleet_of_one(tmp_path, [])
+    threading.Timer(1.0, fleet.close).start()
+    with pytest.raises(RolloutError, match="is not needed any more"):
+        fleet.start()
+    assert not server.members()
+    assert server._config_file is None
 
-    def test_a_start_that_is_not_wanted_any_more_ends_soon_and_leaves_no_key(self, tmp_path: Path):
-        slow = tmp_path / "slow"
-        slow.write_text("#!/bin/sh\nsleep 3600\n")
-        slow.chmod(0o755)
-        fleet = Fleet([ServerSpec(tmp_path, slow, "float32", tmp_path / "log", api_key="k")])
-        threading.Timer(1.0, fleet.close).start()
-        started = time.monotonic()
-        with pytest.raises(RolloutError, match="is not needed any more"):
-            fleet.start()
-        assert time.monotonic() - started < 600.0
-        (member,) = fleet.members
-        assert member.process is not None
-        assert not member.process.members()
-        assert member.process._config_file is None
 
-    def test_a_disk_that_refuses_its_log_does_not_end_the_watch(self, fleet: Fleet, told: list[str], tmp_path: Path):
-        """Nobody would start any server again."""
-        (member,) = fleet.members
-        assert member.process is not None
-        member.process.start()
-        while member.process.alive:
-            pass
-        (tmp_path / "log").unlink()
-        (tmp_path / "log").mkdir()  # what is opened here is refused, as on a full disk
-        fleet.members[0].restart()
-        assert "could not be started again" in told[-1]
-        assert "Is a directory" in told[-1]
-        fleet.close()
+def test_a_disk_that_refuses_the_log_does_not_end_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nobody would start any server again."""
+    monkeypatch.setattr(sglang_server, "command", lambda spec, config: ["false"])
+    fleet, member, _ = fleet_of_one(tmp_path, told := [])
+    (tmp_path / "log").mkdir()  # what is opened here is refused, as on a full disk
+    member.restart()
+    assert "could not be started again" in told[-1]
+    assert "Is a directory" in told[-1]
+    fleet.close()
 
 
 def test_a_qwen_model_with_a_dense_layer_is_refused():
@@ -196,85 +180,29 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Stuck).serve_forever()
 """
 
 
-class TestAServerThatIsStuck:
-    """A fleet of one server that runs and is never healthy."""
-
-    @pytest.fixture
-    def told(self) -> list[str]:
-        return []
-
-    @pytest.fixture
-    def fleet(self, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-        monkeypatch.setattr(
-            sglang_server, "command", lambda spec, config: [str(spec.python), "-c", STUCK, str(spec.port)]
-        )
-        spec = ServerSpec(tmp_path, sys.executable, "float32", tmp_path / "log")
-        fleet = Fleet([spec], settings=FleetSettings(60.0, hang_s=0.2, poll_s=0.05), tell=told.append)
-        (member,) = fleet.members
-        assert member.process is not None
-        member.process.start()
-        member.url = member.process.url
-        yield fleet
-        fleet.close()
-
-    def test_it_is_killed_when_it_has_been_silent_for_too_long(self, fleet: Fleet, told: list[str]):
-        (member,) = fleet.members
-        assert member.process is not None
-        assert not fleet.members[0].needs_restart()
-        time.sleep(0.3)
-        assert fleet.members[0].needs_restart()
-        assert not member.process.alive
-        assert told == [f"{member.url} has not answered for 0 s: killed"]
-
-    def test_one_that_has_answered_is_left_in_peace_for_a_while(self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
-        """That the process lives is seen without a check."""
-        checks: list[str] = []
-        monkeypatch.setattr(Server, "healthy", lambda self: checks.append("checked") is None)
-        fleet.settings = replace(fleet.settings, health_s=1.0)
-        (member,) = fleet.members
-        assert member.process is not None
-        for quarter in range(40):  # 10 s
-            monkeypatch.setattr(sglang_member, "time", SimpleNamespace(monotonic=lambda now=quarter / 4: now))
-            assert not fleet.members[0].needs_restart()
-        assert len(checks) == 10
-        member.process.kill()
-        assert fleet.members[0].needs_restart()  # at once
-
-    def test_it_is_spared_during_an_update(self, fleet: Fleet):
-        """A paused server answers no health check either."""
-        (member,) = fleet.members
-        assert member.process is not None
-        fleet.updating.set()
-        for _ in range(3):
-            assert not fleet.members[0].needs_restart()
-            time.sleep(0.2)
-        assert member.process.alive
-
-
-def test_tied_embeddings_are_expected_once(tmp_path: Path):
-    path = write_tiny_model(tmp_path / "model", hidden_size=32, num_experts=4, expert_width=16)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    tied = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    tied.save_pretrained(tmp_path / "tied")
-    with safe_open(tmp_path / "tied" / "model.safetensors", framework="pt") as file:
-        assert set(checkpoint_shapes(path)) == set(file.keys())
-    assert "lm_head.weight" not in checkpoint_shapes(path)
-
-
-def test_a_server_that_failed_to_come_back_does_not_end_the_next_update(
+def test_a_server_that_is_stuck_is_killed_when_it_has_been_silent_for_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """It died again before it could be asked for its release; the next update leaves it out."""
-    spec = ServerSpec(write_tiny_model(tmp_path / "model"), sys.executable, dtype="float32", log_file=tmp_path / "log")
-    fleet = Fleet([spec])
-    (member,) = fleet.members
-    member.url = "http://127.0.0.1:9"
-    member.connection = WeightSender(member.url)
-    member.process = server = Server(spec)
-    for name in ("start", "wait_ready", "kill"):
-        monkeypatch.setattr(server, name, lambda *_: None)
-    monkeypatch.setattr(Server, "alive", property(lambda _: False))
-    fleet.members[0].restart()
-    with pytest.raises(WeightSyncError, match="tensors are missing"):
-        fleet.update([], 1, WeightForm(torch.float32))
+    monkeypatch.setattr(sglang_server, "command", lambda spec, config: [str(spec.python), "-c", STUCK, str(spec.port)])
+    fleet, member, server = fleet_of_one(tmp_path, told := [], hang_s=10.0, health_s=1.0)
+    server.start()
+    member.url = server.url
+    now = [0.0]
+    monkeypatch.setattr(sglang_member, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with monkeypatch.context() as patch:
+        checks: list[str] = []
+        patch.setattr(Server, "healthy", lambda self: checks.append("checked") is None)
+        for quarter in range(40):  # 10 s; that the process lives is seen without a check
+            now[0] = quarter / 4
+            assert not member.needs_restart()
+        assert len(checks) == 10
+    fleet.updating.set()
+    now[0] = 100.0
+    assert not member.needs_restart()  # a paused server answers no health check either
+    fleet.updating.clear()
+    assert not member.needs_restart()
+    now[0] = 111.0
+    assert member.needs_restart()
+    assert not server.alive
+    assert told == [f"{member.url} has not answered for 10 s: killed"]
+    fleet.close()

@@ -17,7 +17,7 @@ from megarl.engines.sglang.answers import Bounds, parse_answer
 from megarl.errors import ConfigError, RolloutError, TraceError
 from megarl.files.moe_shape import MoeShape
 from megarl.routes import encode
-from megarl.routes.answers import decode_routes, read_routes
+from megarl.routes.answers import read_routes
 
 SHAPE = MoeShape(num_layers=4, moe_layers=(1, 2, 3), num_experts=8, topk=2)
 REQUEST = SampleRequest(np.array([5, 6, 7], np.int32), group=4, sample=1, seed=0)
@@ -54,52 +54,37 @@ def test_an_answer_becomes_a_rollout() -> None:
     assert found.loss_mask.tolist() == [False, False, False, True, True]
     assert found.rollout_logprobs.tolist() == [0.0, 0.0, 0.0, -0.5, -1.25]
     assert found.weight_versions.tolist() == [7] * 5
-    assert found.routed_mask is not None
-    assert found.routed_experts is not None
     assert found.routed_mask.tolist() == [True] * 4 + [False]
     assert found.routed_experts.dtype == np.uint8
     assert np.array_equal(found.routed_experts[:4], routes(4)[:, 1:])
+    same = parse_answer(REQUEST, of_request(), 7, SHAPE, "a")
+    assert np.array_equal(same.tokens, found.tokens)
+    without = parse_answer(REQUEST, answer(routed_experts="absent"), 7, None)
+    assert (without.routed_experts, without.routed_mask) == (None, None)
 
 
 def test_a_known_prefix_has_no_rows() -> None:
     """Whether the server leaves it out or, as before 0.5.12, sends everything."""
     for sent in (routes(4)[2:], routes(4)):
         found = parse_answer(replace(REQUEST, known_rows=2), answer(routed_experts=encoded(sent)), 7, SHAPE)
-        assert found.routed_mask is not None
-        assert found.routed_experts is not None
         assert found.routed_mask.tolist() == [False, False, True, True, False]
         assert np.array_equal(found.routed_experts[2:4], routes(4)[2:, 1:])
     with pytest.raises(TraceError, match="3 rows, expected 2 rows of 4 layers with top-2"):
         parse_answer(replace(REQUEST, known_rows=2), answer(routed_experts=encoded(routes(3))), 7, SHAPE)
 
 
-def test_without_routes_asked_for_there_are_none() -> None:
-    found = parse_answer(REQUEST, answer(routed_experts="absent"), 7, None)
-    assert found.routed_experts is None
-    assert found.routed_mask is None
-
-
 def of_request(**changes: Any) -> dict[str, Any]:
     return answer(**{"id": "a", **changes}) | {"prompt_token_ids": [5, 6, 7]}
 
 
-def test_an_answer_with_the_id_and_prompt_of_its_request_is_taken() -> None:
-    plain = parse_answer(REQUEST, answer(), 7, SHAPE)
-    assert np.array_equal(parse_answer(REQUEST, of_request(), 7, SHAPE, "a").tokens, plain.tokens)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        (answer(), "to another request: its id is None, expected 'a'"),
+def test_the_answer_to_another_request_is_an_error() -> None:
+    for wrong, told in (
         (of_request(id="b"), "to another request: its id is 'b', expected 'a'"),
         (answer(id="a"), "to another prompt"),
         (answer(id="a") | {"prompt_token_ids": [5, 6, 8]}, "to another prompt"),
-    ],
-)
-def test_the_answer_to_another_request_is_an_error(wrong: dict[str, Any], told: str) -> None:
-    with pytest.raises(RolloutError, match=f"group 4 sample 1: the answer is {told}"):
-        parse_answer(REQUEST, wrong, 7, SHAPE, "a")
+    ):
+        with pytest.raises(RolloutError, match=f"group 4 sample 1: the answer is {told}"):
+            parse_answer(REQUEST, wrong, 7, SHAPE, "a")
 
 
 NUCLEUS = SamplingParams(top_p=0.9, max_kept_ids=4, stop_token_ids=(8,))
@@ -109,8 +94,6 @@ SETS = {"output_token_sampling_mask": [[9, 3], [8]], "output_token_sampling_logp
 def test_log_probabilities_below_top_p_are_within_the_ids_that_were_drawn_from() -> None:
     found = parse_answer(REQUEST, of_request(**SETS), 7, SHAPE, "a", NUCLEUS)
     assert found.rollout_logprobs.tolist() == [0.0, 0.0, 0.0, -0.25, 0.0]
-    assert found.kept_counts is not None
-    assert found.kept_ids is not None
     assert (found.kept_counts.tolist(), found.kept_ids.tolist()) == ([0, 0, 0, 2, 1], [3, 9, 8])
     assert (found.kept_counts.dtype, found.kept_ids.dtype) == (np.int32, np.int32)
     bare = parse_answer(REQUEST, of_request(**SETS), 7, SHAPE, "a", replace(NUCLEUS, max_kept_ids=None))
@@ -124,16 +107,12 @@ def test_log_probabilities_below_top_p_are_within_the_ids_that_were_drawn_from()
     ("change", "told"),
     [
         ({"output_token_sampling_mask": "absent"}, "which ids each of 2 tokens was drawn from, .* 0.5.20 or later"),
-        ({"output_token_sampling_logprobs": "absent"}, "which ids each of 2 tokens"),
-        ({"output_token_sampling_mask": [[9, 3]]}, "which ids each of 2 tokens"),
         ({"output_token_sampling_logprobs": [-0.25]}, "which ids each of 2 tokens"),
         ({"output_token_sampling_mask": [[3], [8]]}, "a token is not among the ids that it was drawn from"),
-        ({"output_token_sampling_mask": [[9, 8], []]}, "a token is not among the ids"),
-        ({"output_token_sampling_mask": [[9, 9], [8]]}, "a token is not among the ids"),
         ({"output_token_sampling_mask": [[3, 9, 3], [8]]}, "an id is twice among those"),
         *(
             ({"output_token_sampling_mask": [[9, 3], [odd, 8]]}, "cannot be read")
-            for odd in (None, 3.0, True, "3", -1, 1 << 33, 1 << 70)
+            for odd in (None, 3.0, "3", -1, 1 << 70)
         ),
         ({"output_token_sampling_mask": [[9, 3], [8, 40]]}, "drawn from id 40, expected 0..39"),
         ({"output_token_sampling_logprobs": [0.25, 0.0]}, "log-probability of response token 0 is 0.25"),
@@ -159,55 +138,45 @@ def test_versions_come_from_the_server() -> None:
         ({"prompt_tokens": 4}, "counts prompt_tokens = 4, the tokens are 3"),
         ({"completion_tokens": 1}, "counts completion_tokens = 1"),
         ({"output_token_logprobs": [[-0.5, 9, None]]}, "1 output_token_logprobs for 2 tokens"),
-        ({"output_token_logprobs": None}, "None output_token_logprobs"),
         ({"output_token_logprobs": [[-0.5, 9, None], [-1.0, 9, None]]}, "other tokens than output_ids"),
         ({"output_token_logprobs": [[-0.5, 9, None], [None, 8, None]]}, "response token 1 is nan"),
-        ({"output_token_logprobs": [[0.5, 9, None], [-1.0, 8, None]]}, r"response token 0 is 0\.5"),
         *(
             ({"weight_version": named}, "weight versions .* are not those")
-            for named in ("default", "absent", None, "8", 8, -1, "-1", "7.0", "", "\u0667")
+            for named in ("default", "absent", None, "8", -1, "7.0", "\u0667")
         ),
         *(
             ({"weight_versions": [{"version": "7", "start": start, "end": end}]}, "for response token")
-            for start, end in ((0, 1), (1, 2), (-1, 2), (0, 3), (2, 0))
+            for start, end in ((0, 1), (1, 2), (-1, 2), (0, 3))
         ),
         ({"output_token_logprobs": [[-0.5, 9, None], [-50.0, 8, None]]}, "token 1 is -50, expected -45 to 0"),
-        ({"output_token_logprobs": [[-1e30, 9, None], [-1.0, 8, None]]}, "token 0 is -1e"),
-        ({"output_token_logprobs": [[-float("inf"), 9, None], [-1.0, 8, None]]}, "token 0 is -inf"),
+        ({"output_ids": []}, "generated no token"),
+        ({"output_ids": [10, 8]}, "has token 10, expected 0..9, the model's vocabulary"),
+        ({"output_ids": [-1, 8]}, "has token -1, expected 0..9"),
         ({"output_token_logprobs": [[2e-6, 9, None], [-1.0, 8, None]]}, "token 0 is 2e-06"),
     ],
 )
 def test_answers_that_contradict_themselves_are_errors(changes: dict[str, Any], message: str) -> None:
+    ids = changes.pop("output_ids", OUTPUT)
+    logprobs = {} if ids is OUTPUT else {"output_token_logprobs": [[-0.5, token, None] for token in ids]}
+    wrong = answer(**logprobs | changes) | {"output_ids": ids}
     with pytest.raises(RolloutError, match=f"group 4 sample 1: .*{message}"):
-        parse_answer(REQUEST, answer(**changes), 7, SHAPE)
-
-
-def test_an_answer_of_another_kind_is_an_error() -> None:
-    with pytest.raises(RolloutError, match=r"keys \['error'\]"):
-        parse_answer(REQUEST, {"error": "x"}, 7, SHAPE)
-    with pytest.raises(RolloutError, match="generated no token"):
-        parse_answer(REQUEST, answer() | {"output_ids": []}, 7, SHAPE)
+        parse_answer(REQUEST, wrong, 7, SHAPE, bounds=Bounds(vocabulary=10))
 
 
 @pytest.mark.parametrize(
     "damaged",
     [
-        None,
         [answer()],
+        {"error": "x"},
         answer() | {"output_ids": None},
-        *(answer() | {"output_ids": [odd, 8]} for odd in (3.7, 9.0, True, "9", None, [9])),
+        *(answer() | {"output_ids": [odd, 8]} for odd in (9.0, True, "9")),
         answer() | {"prompt_token_ids": "567"},
-        answer(output_token_logprobs=[None, None]),
         answer(output_token_logprobs=[[-0.5], [-1.25]]),
-        answer(output_token_logprobs=[["-0.5", 9], [-1.25, 8]]),
         answer(output_token_logprobs=[[False, 9], [-1.25, 8]]),
         answer(finish_reason={"type": ["stop"]}),
-        answer(finish_reason=["stop"]),
         answer(id=["a"]),
         answer(prompt_tokens=3.0),
-        answer(prompt_tokens=True),
         answer(completion_tokens="2"),
-        answer(weight_version=7.0),
         answer(weight_versions=[["7", 0, 2]]),
         answer(weight_versions=[{"version": "7", "start": 0.0, "end": 2}]),
         answer(routed_experts=[1, 2]),
@@ -215,16 +184,9 @@ def test_an_answer_of_another_kind_is_an_error() -> None:
 )
 def test_an_answer_of_other_types_is_an_error_that_may_pass(damaged: Any) -> None:
     """And does not end the run with whatever Python says of it."""
-    with pytest.raises(RolloutError, match=r"group 4 sample 1: .*the server's answer cannot be read") as caught:
+    with pytest.raises(RolloutError, match=r"group 4 sample 1: .*(cannot be read|keys \['error'\])") as caught:
         parse_answer(REQUEST, damaged, 7, SHAPE)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("token", [-1, 10, 1 << 31, 1 << 40])
-def test_a_token_beyond_the_vocabulary_is_an_error(token: int) -> None:
-    beyond = answer(output_token_logprobs=[[-0.5, token, None], [-1.25, 8, None]]) | {"output_ids": [token, 8]}
-    with pytest.raises(RolloutError, match=f"has token {token}, expected 0..9, the model's vocabulary"):
-        parse_answer(REQUEST, beyond, 7, SHAPE, bounds=Bounds(vocabulary=10))
 
 
 def of_tokens(tokens: list[int], kind: str, matched: Any = None) -> dict[str, Any]:
@@ -244,19 +206,14 @@ OWN = Bounds(vocabulary=10, end_tokens=frozenset({7}))
     ("tokens", "kind", "matched", "params", "bounds", "told"),
     [
         ([9, 8], "stop", 8, ENDED, OWN, None),
-        ([9, 9, 9, 8], "stop", 8, ENDED, OWN, None),
         ([9, 9, 9, 8], "length", None, ENDED, OWN, None),  # releases differ in which they look at first
         ([9, 9, 9, 9], "length", None, ENDED, OWN, None),
         ([9, 7], "stop", 7, ENDED, OWN, None),  # the model's own end
         ([9, 9], "length", None, ENDED, OWN, "cut by its limit: it has 2 tokens, expected 4"),
         ([8, 8, 8, 8], "length", None, replace(ENDED, stop_token_ids=()), OWN, None),
         ([9] * 5, "length", None, ENDED, OWN, "5 tokens, expected at most 4"),
-        ([9] * 15 + [8], "stop", 8, ENDED, OWN, "16 tokens, expected at most 4"),
         ([9, 9], "stop", 8, ENDED, OWN, "its last token is 9, expected one of .7, 8."),
-        ([9, 9, 9, 9], "stop", 9, ENDED, OWN, "its last token is 9, expected one of"),
         ([9, 8], "stop", 7, ENDED, OWN, "stopped at 7, its last token is 8"),
-        ([9, 8], "stop", "NaN happened", ENDED, OWN, "stopped at 'NaN happened'"),
-        ([9, 8], "length", None, ENDED, OWN, "cut by its limit: it has 2 tokens, expected 4"),
         ([8, 9, 8], "stop", 8, ENDED, OWN, "goes on behind its end token"),
         ([8, 9, 9, 9], "length", None, ENDED, OWN, "goes on behind its end token"),
         ([9, 8], "stop", 8, replace(ENDED, stop_token_ids=()), OWN, "expected one of ..$"),
@@ -308,8 +265,6 @@ def test_a_row_of_minus_one_is_missing() -> None:
         given[1:3, 0] = -1  # of the second round
         for text in (encoded(missing), base64.b64encode(encode(read_routes(missing.tobytes(), SHAPE))).decode()):
             found = parse_answer(REQUEST, answer(routed_experts=text), 7, SHAPE)
-            assert found.routed_mask is not None
-            assert found.routed_experts is not None
             assert found.routed_mask.tolist() == [True, False, False, True, False]
             assert np.array_equal(np.sort(found.routed_experts[[0, 3]]), np.sort(routes(4)[[0, 3], 1:]))
             assert not found.routed_experts[1:3].any()
@@ -319,45 +274,19 @@ def test_a_row_of_minus_one_is_missing() -> None:
         parse_answer(REQUEST, answer(routed_experts=encoded(half)), 7, SHAPE)
 
 
-def test_many_experts_need_two_bytes() -> None:
-    wide = MoeShape(2, (0, 1), 300, 2)
-    given = np.array([[[0, 299], [7, 8]]], "<i4")
-    found = decode_routes(encoded(given), 1, wide, "x")
-    assert found.experts.dtype == np.uint16
-    assert np.array_equal(found.experts, given)
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (
-            Qwen3MoeConfig(num_hidden_layers=4, mlp_only_layers=[1], num_experts=16, num_experts_per_tok=4),
-            ((0, 2, 3), 16, 4),
-        ),
-        (
-            Qwen2MoeConfig(num_hidden_layers=4, decoder_sparse_step=2, num_experts=16, num_experts_per_tok=4),
-            ((1, 3), 16, 4),
-        ),
-        (MixtralConfig(num_hidden_layers=3, num_local_experts=8, num_experts_per_tok=2), ((0, 1, 2), 8, 2)),
-        (OlmoeConfig(num_hidden_layers=2, num_experts=64, num_experts_per_tok=8), ((0, 1), 64, 8)),
-        (
-            DeepseekV3Config(num_hidden_layers=5, first_k_dense_replace=3, n_routed_experts=256, num_experts_per_tok=8),
-            ((3, 4), 256, 8),
-        ),
-        (
-            Glm4MoeConfig(num_hidden_layers=3, first_k_dense_replace=1, n_routed_experts=8, num_experts_per_tok=2),
-            ((1, 2), 8, 2),
-        ),
-    ],
-    ids=lambda value: getattr(value, "model_type", ""),
-)
-def test_shapes_of_model_families(config: Any, expected: tuple[tuple[int, ...], int, int]) -> None:
-    found = MoeShape.of(config.to_dict())
-    assert (found.moe_layers, found.num_experts, found.topk) == expected
-    assert found.num_layers == config.num_hidden_layers
-
-
-def test_a_dense_family_has_no_moe_layers_and_an_unknown_one_no_shape() -> None:
+def test_shapes_of_model_families() -> None:
+    layers, few = {"num_hidden_layers": 4}, {"num_experts": 16, "num_experts_per_tok": 4}
+    routed = {"n_routed_experts": 8, "num_experts_per_tok": 2}
+    for config, expected in (
+        (Qwen3MoeConfig(**layers, mlp_only_layers=[1], **few), ((0, 2, 3), 16, 4)),
+        (Qwen2MoeConfig(**layers, decoder_sparse_step=2, **few), ((1, 3), 16, 4)),
+        (MixtralConfig(**layers, num_local_experts=8, num_experts_per_tok=2), ((0, 1, 2, 3), 8, 2)),
+        (OlmoeConfig(**layers, num_experts=64, num_experts_per_tok=8), ((0, 1, 2, 3), 64, 8)),
+        (DeepseekV3Config(**layers, first_k_dense_replace=3, **routed), ((3,), 8, 2)),
+        (Glm4MoeConfig(**layers, first_k_dense_replace=1, **routed), ((1, 2, 3), 8, 2)),
+    ):
+        found = MoeShape.of(config.to_dict())
+        assert (found.moe_layers, found.num_experts, found.topk, found.num_layers) == (*expected, 4)
     assert MoeShape.of({"model_type": "llama", "num_hidden_layers": 2}) == MoeShape(2, (), 0, 0)
     with pytest.raises(ConfigError, match="'gpt2' has no experts"):
         MoeShape.of({"model_type": "gpt2", "num_hidden_layers": 2})

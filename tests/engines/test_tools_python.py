@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -24,9 +24,7 @@ from megarl.engines.tools.sandbox import Limits
 from megarl.errors import ConfigError, RolloutError
 
 pytestmark = pytest.mark.needs("bwrap")
-
-PR_SET_CHILD_SUBREAPER = 36
-MODEST = Limits(wall_s=120.0, cpu_s=10, memory_bytes=400 << 20, num_processes=4, scratch_bytes=4 << 20)
+MODEST = Limits(wall_s=600.0, cpu_s=60, memory_bytes=400 << 20, num_processes=4, scratch_bytes=4 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -82,19 +80,14 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 @pytest.mark.parametrize(
     ("code", "exit_kind", "output"),
     [
-        ("print(6 * 7)", "ok", "42\n"),
         ("import sys\nprint('one')\nprint('two', file=sys.stderr)\nprint('three')", "ok", "one\ntwo\nthree\n"),
         ("import sys; sys.exit(3)", "error", ""),
         ("import os; os.kill(os.getpid(), 11)", "killed", ""),
         ("def f():\n    return __name__\nclass A: pass\nprint(f(), A)", "ok", "__main__ <class '__main__.A'>\n"),
-        ("print('\\ud800'.encode('utf-8', 'surrogatepass') == b'\\xed\\xa0\\x80')", "ok", "True\n"),
         ("import sys; sys.stdout.buffer.write(b'\\xff')", "ok", "\ufffd"),
-        ("print('Grüße')", "ok", "Grüße\n"),
-        (
-            "import os\nprint('a' in os.listdir('.'))\nopen('a', 'w').write('b')\nprint(open('a').read())",
-            "ok",
-            "False\nb\n",
-        ),
+        ("print('Grüße', '\ud800')", "ok", "Grüße ?\n"),
+        ("print('a' in __import__('os').listdir('.'))\nopen('a', 'w').write('b')", "ok", "False\n"),
+        ("import numpy, fractions\nprint(numpy.arange(4).sum(), fractions.Fraction(2, 4))", "ok", "6 1/2\n"),
     ],
 )
 def test_code_runs(tool: PythonTool, code: str, exit_kind: str, output: str) -> None:
@@ -107,41 +100,41 @@ def test_an_error_shows_the_lines_of_the_code_and_none_of_the_tool(tool: PythonT
     assert result.output.splitlines()[1:3] == ['  File "main.py", line 4, in <module>', "    f(0)"]
     assert result.output.endswith("ZeroDivisionError: division by zero\n")
     assert run(tool, "x = [").output.splitlines()[0].strip() == 'File "main.py", line 1'
-
-
-def test_installed_packages_and_modules_not_yet_loaded_can_be_imported(tool: PythonTool) -> None:
-    result = run(
-        tool, "import numpy, fractions, sqlite3, xml.dom\nprint(numpy.arange(4).sum(), fractions.Fraction(2, 4))"
-    )
-    assert result == ToolResult("6 1/2\n", "ok")
-
-
-def test_a_surrogate_and_a_null_in_the_code_are_errors_of_the_code(tool: PythonTool) -> None:
-    assert run(tool, "print('\ud800')") == ToolResult("?\n", "ok")
     assert run(tool, "print(1)\0").exit == "error"
+    assert "EOFError" in run(tool, "input()").output  # standard input is empty, and does not hang
 
 
-def test_standard_input_is_empty_and_does_not_hang(tool: PythonTool) -> None:
-    result = run(tool, "import sys\nprint(repr(sys.stdin.read()))\ninput()")
-    assert result.exit == "error"
-    assert result.output.startswith("''\n")
-    assert "EOFError" in result.output
+def at_its_deadline(code: str, begun: Callable[[], bool]) -> ToolResult:
+    """Run code whose deadline comes as soon as it has begun, on however busy a machine."""
+
+    async def call() -> ToolResult:
+        late = 0.0
+        asyncio.get_running_loop().time = lambda: time.monotonic() + late  # type: ignore[method-assign]
+        limits = Limits(wall_s=10_000.0, cpu_s=600, num_processes=4)
+        result = asyncio.ensure_future(PythonTool(limits)(code))
+        while not result.done() and not begun():
+            await asyncio.sleep(0.02)
+        late = 20_000.0
+        return await result
+
+    return asyncio.run(call())
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_an_endless_loop_ends_with_its_cpu_time() -> None:
+def test_time_ends(duration: str) -> None:
+    """That of the processor, and the deadline: of code that waits, has closed its output, or has stopped itself."""
     for code in ("while True: pass", "import signal\nsignal.signal(24, signal.SIG_IGN)\nwhile True: pass"):
         result = run(PythonTool(Limits(wall_s=600.0, cpu_s=1)), "print('begun')\n" + code)
         assert result.output == "begun\n"
         assert result.exit == ("killed" if "signal" in code else "timeout")
-
-
-@pytest.mark.usefixtures("nothing_left")
-def test_waiting_ends_with_the_deadline() -> None:
-    tool = PythonTool(Limits(wall_s=8.0, num_processes=4))
-    assert run(tool, "import time\nprint('begun')\ntime.sleep(300)") == ToolResult("begun\n", "timeout")
-    # Output that is closed is not the end of the process.
-    assert run(tool, "import os, time\nos.close(1)\nos.close(2)\ntime.sleep(300)").exit == "timeout"
+    start = f"import os, subprocess, time\nprint('begun', flush=True)\nsubprocess.Popen(['sleep', '{duration}'])\n"
+    for ending in (
+        "time.sleep(300)",
+        "os.close(1); os.close(2); time.sleep(300)",
+        "os.kill(os.getpid(), 19)",
+    ):
+        assert at_its_deadline(start + ending, lambda: bool(alive(duration))) == ToolResult("begun\n", "timeout")
+        assert alive(duration) == []
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -156,57 +149,36 @@ def test_ten_gigabytes_are_not_given(tool: PythonTool) -> None:
 def test_a_print_of_a_gigabyte_is_cut(tool: PythonTool) -> None:
     result = run(tool, "for _ in range(1024): print('x' * (1 << 20))")
     assert result.exit == "output_limit"
-    assert result.truncated
     assert result.output == "x" * MODEST.output_bytes + f"\n[cut after {MODEST.output_bytes} bytes]"
     exact = run(tool, f"print('x' * {MODEST.output_bytes - 1})")
-    assert (exact.exit, exact.truncated, len(exact.output)) == ("ok", False, MODEST.output_bytes)
-
-
-FORKS = """
-import os, time
-made = 0
-try:
-    while made < 40:
-        if os.fork() == 0:
-            time.sleep(30)
-        made += 1
-except OSError:
-    pass
-print(made)
-"""
+    assert (exact.exit, len(exact.output)) == ("ok", MODEST.output_bytes)
 
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_fork_bomb_stays_small_and_leaves_nothing(tool: PythonTool) -> None:
-    assert run(tool, FORKS) == ToolResult("4\n", "ok")
     threads = "import threading, time\nfor _ in range(40): threading.Thread(target=time.sleep, args=(1,)).start()"
     assert "can't start new thread" in run(tool, threads).output
+    others = set(psutil.Process().children(recursive=True))  # such as multiprocessing's tracker
+    counts: list[int] = []
 
-    mark = uuid.uuid4().hex
-    bomb = f"import os\nmark = '{mark}'\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    def has_exploded() -> bool:
+        counts.append(len(set(psutil.Process().children(recursive=True)) - others))
+        return max(counts) >= 7 and len(counts) > counts.index(max(counts)) + 20
 
-    async def exploded() -> tuple[ToolResult, int]:
-        others = set(psutil.Process().children(recursive=True))  # such as multiprocessing's tracker
-        call = asyncio.ensure_future(PythonTool(Limits(wall_s=10.0, cpu_s=60, num_processes=4))(bomb))
-        most = 0
-        while not call.done():
-            most = max(most, len(set(psutil.Process().children(recursive=True)) - others))
-            await asyncio.sleep(0.05)
-        return await call, most
-
-    result, most = asyncio.run(exploded())
+    result = at_its_deadline("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", has_exploded)
     assert result.exit == "timeout"
-    assert 3 <= most <= 7  # bubblewrap, its init, the code, four more
+    assert max(counts) == 7  # bubblewrap, its init, the code, four more
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("ending", ["", "import os; os._exit(0)", "import time; time.sleep(30)"])
+@pytest.mark.parametrize("ending", ["", "import os; os._exit(0)"])
 def test_a_child_does_not_outlive_its_parent(tool: PythonTool, duration: str, ending: str) -> None:
+    """Also one that holds the output."""
     code = f"""
 import os, subprocess, time
 if os.fork() == 0:
     os.setsid()
-    subprocess.Popen(["sleep", "{duration}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.Popen(["sleep", "{duration}"])
     os._exit(0)
 def words(pid):
     try:
@@ -215,20 +187,10 @@ def words(pid):
         return ""
 while not any("{duration}" in words(pid) for pid in os.listdir("/proc") if pid.isdigit()):
     time.sleep(0.01)
-print("begun")
+print("begun", flush=True)
 {ending}
 """
-    if "sleep" in ending:
-        tool = PythonTool(Limits(wall_s=15.0))
-    result = run(tool, code)
-    assert result.output == "begun\n"
-    assert alive(duration) == []
-
-
-def test_a_child_that_holds_the_output_does_not_hold_the_call(tool: PythonTool, duration: str) -> None:
-    assert run(tool, f"import subprocess\nsubprocess.Popen(['sleep', '{duration}'])\nprint(1)") == ToolResult(
-        "1\n", "ok"
-    )
+    assert run(tool, code).output == "begun\n"
     assert alive(duration) == []
 
 
@@ -252,34 +214,19 @@ def test_a_cancelled_call_leaves_nothing(tool: PythonTool, duration: str, delay_
     asyncio.run(cancelled())
 
 
-def test_a_call_leaves_no_zombie_to_an_init_that_reaps_none(tool: PythonTool) -> None:
-    host = f"""
-import asyncio, ctypes, psutil
-from megarl.engines.tools.python_tool import PythonTool
-from megarl.engines.tools.sandbox import Limits
-ctypes.CDLL(None).prctl({PR_SET_CHILD_SUBREAPER}, 1, 0, 0, 0)  # as the first process of a container
-tool = PythonTool(Limits(wall_s=3.0))
-for code in ("print(1)", "import os; os.fork()", "1 / 0", "while True: pass", "while True: print(1)"):
-    asyncio.run(tool(code))
-print(psutil.Process().children(recursive=True))
-"""
-    found = subprocess.run([sys.executable, "-c", host], capture_output=True, text=True, check=True)
-    assert found.stdout == "[]\n"
-
-
-def test_calls_die_with_a_killed_host(tool: PythonTool, duration: str) -> None:
+def test_calls_die_with_a_killed_host(duration: str) -> None:
     host = f"""
 import asyncio
 from megarl.engines.tools.python_tool import PythonTool
-asyncio.run(PythonTool()("import os; os.execvp('sleep', ['sleep', '{duration}'])"))
+from megarl.engines.tools.sandbox import Limits
+asyncio.run(PythonTool(Limits(wall_s=600.0))("import os; os.execvp('sleep', ['sleep', '{duration}'])"))
 """
+    deadline = time.monotonic() + 600.0
     with subprocess.Popen([sys.executable, "-c", host]) as process:
-        deadline = time.monotonic() + 600.0
         while not alive(duration):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 600.0
     while alive(duration):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -289,28 +236,22 @@ asyncio.run(PythonTool()("import os; os.execvp('sleep', ['sleep', '{duration}'])
 def test_many_calls_at_once_keep_their_outputs_apart(tool: PythonTool) -> None:
     async def all_of_them() -> list[ToolResult]:
         codes = [
-            f"open('name', 'x').write('{index:02d}' * 8000)\nprint(open('name').read(), end='')" for index in range(19)
+            f"open('name', 'x').write('{index:02d}' * 8000)\nprint(open('name').read(), end='')" for index in range(7)
         ]
         return await asyncio.gather(*(tool(code) for code in [*codes, "while True: print('x' * 1000)"]))
 
     *results, endless = asyncio.run(all_of_them())
-    assert [result.output for result in results] == [f"{index:02d}" * 8000 for index in range(19)]
+    assert [result.output for result in results] == [f"{index:02d}" * 8000 for index in range(7)]
     assert endless.exit == "output_limit"
 
 
-def test_code_that_is_too_long_is_not_run() -> None:
-    tool = PythonTool(Limits(code_bytes=20))
+def test_limits_are_numbers_and_count_the_code() -> None:
+    for name, value in (("wall_s", 0.0), ("wall_s", math.nan), ("num_processes", -1)):
+        with pytest.raises(ConfigError, match=name):
+            Limits(**{name: value})  # type: ignore[arg-type]
+    tool = PythonTool(Limits(wall_s=600.0, code_bytes=20))
     assert run(tool, "print(1)        #####").exit == "error"
     assert run(tool, "print(1)        ####").output == "1\n"
-
-
-@pytest.mark.parametrize(
-    ("limits", "name"),
-    [({"wall_s": 0.0}, "wall_s"), ({"wall_s": float("nan")}, "wall_s"), ({"num_processes": -1}, "num_processes")],
-)
-def test_a_bad_limit_is_refused(limits: dict[str, float], name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        Limits(**limits)  # type: ignore[arg-type]
 
 
 def test_without_bubblewrap_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

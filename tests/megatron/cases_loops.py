@@ -207,6 +207,8 @@ class World:
         self._layout = dict(layout)
         self._models: dict[str, tuple[MatrixModel, RoutingReplay]] = {}
         self._expected: dict[tuple[str, str, str], dict[str, np.ndarray]] = {}
+        self._orders: dict[str, list[int]] = {}
+        """The micro-batches of a loop's forward passes, by its name."""
         settings = settings_of(self._layout, Variant())
         join(settings)
         batch = pack_own(rollouts(30, 4, 8, 2))
@@ -239,6 +241,10 @@ class World:
 
     def gradients(self, loop: Loop, kind: str, mode: str, frozen: str = "nothing") -> dict[str, np.ndarray]:
         model, replay = self.model(kind)
+        if loop.__name__ not in self._orders:
+            rehearsal = Passes(self.model("none")[0], self.micros)
+            loop(rehearsal)
+            self._orders[loop.__name__] = rehearsal.forwarded
         with _frozen(model, frozen):
             for chunk in model.chunks:
                 chunk.zero_grad_buffer()
@@ -251,39 +257,11 @@ class World:
 
     def _block(self, loop: Loop, model: MatrixModel, replay: RoutingReplay, mode: str) -> Any:
         if mode == "replay":
-            return replay.replay([self.routes(model, replay)[micro] for micro in order_of(loop)])
+            return replay.replay([self.routes(model, replay)[micro] for micro in self._orders[loop.__name__]])
         return replay.record() if mode == "record" else nullcontext()
 
     def routes(self, model: MatrixModel, replay: RoutingReplay) -> list[MicroRoutes]:
         return [local_routes(micro, replay.layers, model.shape) for micro in self.micros]
-
-
-def order_of(loop: Loop) -> list[int]:
-    """The micro-batches of a loop's forward passes."""
-    recorded = _Rehearsal()
-    loop(recorded)  # type: ignore[arg-type]
-    return recorded.forwarded
-
-
-class _Rehearsal:
-    """Stands for Passes: knows the order of forward passes and computes nothing."""
-
-    def __init__(self) -> None:
-        self.forwarded: list[int] = []
-        self.chunk = torch.nn.Module()
-        self.chunk.decoder = torch.nn.Module()
-        layer = torch.nn.Module()
-        layer.mlp = torch.nn.Module()
-        layer.mlp.router = torch.nn.Linear(1, 1)
-        self.chunk.decoder.layers = torch.nn.ModuleList([layer])
-        self._weight = layer.mlp.router.weight
-
-    def loss(self, micro: int) -> torch.Tensor:
-        self.forwarded.append(micro)
-        return self._weight.sum()
-
-    def score(self, micro: int, training: bool = True) -> None:
-        self.forwarded.append(micro)
 
 
 @contextmanager

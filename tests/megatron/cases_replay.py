@@ -20,7 +20,6 @@ from tiny_world import (
     local_routes,
     micro_batches,
     policy_of,
-    rollouts,
 )
 
 from megarl.core.types import TrainBatch
@@ -54,39 +53,6 @@ class World:
 
     def same(self, before: list[torch.Tensor]) -> bool:
         return all(torch.equal(a, b) for a, b in zip(before, self.run(), strict=True))
-
-
-def dispatched(recompute: str) -> dict[str, Any]:
-    """A forward-only pass and a training pass under replay of the rollouts' routes, seen by the probe, on one rank."""
-    settings = config(MODELS / "base", recompute=RECOMPUTE[recompute])
-    policy = policy_of(settings)
-    assert policy.replay is not None
-    batch = local_batch()
-    micros = micro_batches(settings, batch)
-    routes = [local_routes(micro, policy.replay.layers, policy.shape) for micro in micros]
-    keywords: dict[str, Any] = {"temperature": 1.0, "vocab_size": policy.shape.vocab_size}
-
-    report: dict[str, Any] = {"violations": [], "calls": {}, "gate_error": 0.0, "num_micro_batches": len(micros)}
-    policy.zero_grad()
-    for name, training in (("scoring", False), ("training", True)):
-        probe = DispatchProbe(policy.chunks, micros)
-        with policy.replay.replay(routes):
-            run(policy.chunks, micros, coefficients=fixed_coefficients if training else None, **keywords)
-        probe.remove()
-        report["violations"] += [f"{name}: {line}" for line in probe.violations(rollouts(), policy.shape.moe_layers)]
-        report["calls"][name] = dict(probe.counts())
-        report["gate_error"] = max(report["gate_error"], probe.largest_gate_error())
-    native = DispatchProbe(policy.chunks, micros)
-    run(policy.chunks, micros, **keywords)
-    native.remove()
-    report["native_violations"] = len(native.violations(rollouts(), policy.shape.moe_layers))
-    report["router_gradients"] = [
-        float(parameter.main_grad.abs().max())
-        for chunk in policy.chunks
-        for name, parameter in chunk.named_parameters()
-        if name.endswith("router.weight")
-    ]
-    return report
 
 
 def recorded(layout: dict[str, int], recompute: str = "none", dispatcher: str = "alltoall") -> dict[str, Any]:

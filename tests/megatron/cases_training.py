@@ -6,7 +6,6 @@ import os
 import pickle
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ from megarl.engines.buckets import split_into_buckets
 from megarl.engines.sglang.transports.ipc import SharedMemory, empty_shared
 from megarl.engines.sglang.transports.protocol import Rebuilt
 from megarl.megatron import distributed, hf_weights
-from megarl.megatron.hf_weights import save_hf
 from megarl.megatron.passes.forward import MicroOutput, run
 from megarl.megatron.passes.micro_batches import MicroBatch
 from megarl.megatron.policy import Policy
@@ -99,14 +97,6 @@ def shared(layout: Layout, per_node: int, gpus: Sequence[int]) -> list[Any]:
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (seen, opened))
     return [*everywhere, len(stored)]
-
-
-def saved(layout: Layout, model: str = "base") -> str:
-    """Load and save as a Hugging Face folder; returns where."""
-    policy = policy_of(config(MODELS / model, layout))
-    out = Path(f"saved-{model}-{'-'.join(map(str, layout.values()))}")
-    save_hf(policy.chunks, policy.shape, MODELS / model, out)
-    return str(out.resolve())
 
 
 def logprobs(layout: Layout, model: str = "base") -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +42,6 @@ def write_family(family: str, folder: Path, dtype: torch.dtype = torch.float32, 
         weights[name][: BLOCK[0], : BLOCK[1]] = 0.0
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def write_plain(folder: Path, weights: dict[str, torch.Tensor], files: int = 1, **config: Any) -> Path:
-    """A checkpoint of no family."""
-    folder.mkdir(parents=True)
-    names = sorted(weights)
-    for number in range(files):
-        part = {name: weights[name] for name in names[number::files]}
-        save_file(part, folder / f"model-{number}.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({"dtype": "float32", **config}))
-    return folder
-
-
-def matrices(count: int = 4, shape: tuple[int, int] = (40, 24), dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(0)
-    names = [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in range(count)]
-    made = {name: torch.randn(shape, generator=generator).to(dtype) for name in names}
-    return {**made, "model.norm.weight": torch.ones(shape[1], dtype=dtype)}
 
 
 def rounded_by_loops(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> torch.Tensor:

@@ -93,22 +93,3 @@ def test_a_run_in_bf16_sends_what_the_server_would_load_itself(served: Served, t
         if served.server.spec.dtype == "float32":
             assert compare_routes(engine.generate(requests(), PARAMS), trainer, exact, oracle) == 1.0, way
         engine.close()
-
-
-def test_policy_and_server_in_bf16_choose_the_same_experts_where_the_bias_decides(
-    served: Served, tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With equal scores nothing else does, so that activations in bf16 make no difference."""
-    # All tokens go to the same experts then, as in rows that no router chose, which are refused otherwise.
-    monkeypatch.setattr("megarl.routes.answers.refuse_uncaptured", lambda *_: None)
-    settings = config(served.folder, model__dtype="bf16")
-    policy, oracle = policy_of(settings), transformers_model(served.folder)
-    with torch.no_grad():
-        for router in policy._routers:
-            router.weight.zero_()
-        for block in (module for module in oracle.modules() if hasattr(module, "route_tokens_to_experts")):
-            block.gate.weight.zero_()
-    _, engine = served.engine("tensor", tmp_path)
-    engine.update_weights(policy.export(), 1)
-    assert compare_routes(engine.generate(requests(), PARAMS), policy, settings, oracle) == 1.0
-    engine.close()

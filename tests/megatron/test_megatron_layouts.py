@@ -12,15 +12,17 @@ import torch
 from ranks import Case, case
 from tiny_world import (
     batch_of,
+    config,
     logits_of_transformers,
     oracle_loss_gradients,
+    policy_of,
     rollouts,
     teacher_forced,
     with_kept_sets,
 )
 
 from megarl.errors import ConfigError
-from megarl.megatron.model import _pipeline_messages, transformer_config
+from megarl.megatron.model import transformer_config
 from megarl.models.shapes import read_shape
 
 LOGPROBS = "cases_training:logprobs"
@@ -57,34 +59,6 @@ def assert_logprobs_of_transformers(found: dict[str, Any], model: Path, kept: bo
         torch.testing.assert_close(found["entropies"][key].double(), entropies, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("model", ["base", "tied", "vocab31"])
-def test_logprobs_and_entropies_equal_transformers_on_one_rank(
-    model: str, models: dict[str, Path], in_model_folder: None
-) -> None:
-    found = cases_training.logprobs({}, model)
-    assert found["num_micro_batches"] > 1
-    assert_logprobs_of_transformers(found, models[model])
-
-
-@pytest.mark.multirank
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(case(2, GRADIENTS, layout) for layout in LAYOUTS_OF_2),  # of a training pass
-        *(case(4, GRADIENTS, layout) for layout in LAYOUTS_OF_4),
-        case(2, GRADIENTS, "pp2", model="tied"),
-        case(2, LOGPROBS, "pp2 vpp2"),  # of a pass without gradients
-        case(2, LOGPROBS, "tp2", model="vocab31"),
-        case(4, LOGPROBS, "tp4", model="vocab30"),
-    ],
-    ids=str,
-)
-def test_logprobs_and_entropies_equal_transformers(
-    case: Case, outcome: dict[str, Any], models: dict[str, Path]
-) -> None:
-    assert_logprobs_of_transformers(outcome, models[dict(case.arguments).get("model", "base")])
-
-
 def assert_gradients(found: dict[str, Any], expected: tuple[float, dict[str, torch.Tensor]]) -> None:
     loss, gradients = expected
     assert found["loss"] == pytest.approx(loss, rel=1e-5)
@@ -95,11 +69,17 @@ def assert_gradients(found: dict[str, Any], expected: tuple[float, dict[str, tor
         assert error <= 1e-4 * scale + 2e-6, f"{name}: off by {error} on a scale of {scale}"
 
 
-@pytest.mark.parametrize("model", ["base", "tied"])
-def test_gradients_of_every_parameter_equal_those_of_transformers(
-    model: str, in_model_folder: None, reference_gradients: Callable[[str], tuple[float, dict[str, torch.Tensor]]]
+Reference = Callable[..., tuple[float, dict[str, torch.Tensor]]]
+
+
+@pytest.mark.parametrize("model", ["base", "tied", "vocab31"])
+def test_a_training_pass_on_one_rank_equals_transformers(
+    model: str, models: dict[str, Path], in_model_folder: None, reference_gradients: Reference
 ) -> None:
+    """Log-probabilities, entropies and the gradients of every parameter."""
     found = cases_training.gradients({}, model)
+    assert found["num_micro_batches"] > 1
+    assert_logprobs_of_transformers(found, models[model])
     assert_gradients(found, reference_gradients(model))
     used = [name for name, value in found["gradients"].items() if value.abs().max() > 0]
     assert len(used) > 0.9 * len(found["gradients"])
@@ -113,45 +93,33 @@ def test_gradients_of_every_parameter_equal_those_of_transformers(
         *(case(4, GRADIENTS, layout) for layout in LAYOUTS_OF_4),
         case(2, GRADIENTS, "pp2", model="tied"),
         case(2, GRADIENTS, "tp2", model="tied"),
+        *(case(2, GRADIENTS, layout, kept=True) for layout in ("tp2", "cp2", "pp2")),
+        *(case(4, GRADIENTS, layout, kept=True) for layout in ("cp2 tp2 ep2 etp1", "cp2 pp2 vpp2")),
+        case(2, LOGPROBS, "pp2 vpp2"),  # of a pass without gradients
+        case(2, LOGPROBS, "tp2", model="vocab31"),
+        case(4, LOGPROBS, "tp4", model="vocab30"),
     ],
     ids=str,
 )
-def test_gradients_in_every_layout_equal_those_of_transformers(
-    case: Case,
-    outcome: dict[str, Any],
-    reference_gradients: Callable[[str], tuple[float, dict[str, torch.Tensor]]],
+def test_every_layout_equals_transformers(
+    case: Case, outcome: dict[str, Any], models: dict[str, Path], reference_gradients: Reference
 ) -> None:
-    assert_gradients(outcome, reference_gradients(dict(case.arguments).get("model", "base")))
-
-
-KEPT = [
-    *(case(2, GRADIENTS, layout, kept=True) for layout in ("tp2", "cp2", "pp2")),
-    *(case(4, GRADIENTS, layout, kept=True) for layout in ("cp2 tp2 ep2 etp1", "cp2 pp2 vpp2")),
-]
-
-
-def assert_kept(found: dict[str, Any], model: Path, expected: tuple[float, dict[str, torch.Tensor]]) -> None:
-    assert_logprobs_of_transformers(found, model, kept=True)
-    assert_gradients(found, expected)
+    """Also with kept sets and an entropy term."""
+    arguments = dict(case.arguments)
+    model, kept = arguments.get("model", "base"), arguments.get("kept", False)
+    assert_logprobs_of_transformers(outcome, models[model], kept)
+    if case.function == GRADIENTS:
+        assert_gradients(outcome, reference_gradients(model, kept))
 
 
 def test_kept_sets_and_an_entropy_term_equal_transformers_on_one_rank(
-    in_model_folder: None, models: dict[str, Path], reference_gradients: Callable[..., Any]
+    in_model_folder: None, models: dict[str, Path], reference_gradients: Reference
 ) -> None:
-    assert_kept(cases_training.gradients({}, kept=True), models["base"], reference_gradients("base", kept=True))
-    with_neither = cases_training.gradients({})
+    found, (loss, expected) = cases_training.gradients({}, kept=True), reference_gradients("base", kept=True)
+    assert_logprobs_of_transformers(found, models["base"], kept=True)
+    assert_gradients(found, (loss, expected))
     with pytest.raises(AssertionError, match="off by"):  # both matter here
-        assert_gradients(
-            {**with_neither, "loss": reference_gradients("base", kept=True)[0]}, reference_gradients("base", kept=True)
-        )
-
-
-@pytest.mark.multirank
-@pytest.mark.parametrize("case", KEPT, ids=str)
-def test_kept_sets_and_an_entropy_term_equal_transformers(
-    case: Case, outcome: dict[str, Any], models: dict[str, Path], reference_gradients: Callable[..., Any]
-) -> None:
-    assert_kept(outcome, models["base"], reference_gradients("base", kept=True))
+        assert_gradients({**cases_training.gradients({}), "loss": loss}, (loss, expected))
 
 
 def test_gradients_do_not_depend_on_how_the_batch_is_cut_into_micro_batches(in_model_folder: None) -> None:
@@ -205,13 +173,32 @@ def test_pipeline_messages_that_would_be_swapped_are_refused(models: dict[str, P
         transformer_config(read_shape(models["base"]), {**sizes, "batch_p2p_comm": True}, torch.float32)
 
 
-@pytest.mark.parametrize("own", [{}, {"batch_p2p_comm": True}])
-def test_interleaved_pipelines_overlap_their_messages_unless_they_are_batched(
-    own: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Megatron's schedule refuses both at once, in the middle of a run."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    sizes = {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2}
-    found = {**_pipeline_messages({**sizes, **own}), **own}
-    assert found["batch_p2p_comm"] == bool(own)
-    assert found["overlap_p2p_comm"] == (not own)
+LR, DECAY, BETA1, BETA2, EPS = 1e-2, 0.1, 0.9, 0.95, 1e-8
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_step_is_adam_with_decoupled_weight_decay(distributed: bool, models: dict[str, Path]) -> None:
+    optim = {"lr": LR, "min_lr": LR, "weight_decay": DECAY, "clip_grad": 0.0, "decay_style": "constant"}
+    adam = {"adam_beta1": BETA1, "adam_beta2": BETA2, "adam_eps": EPS}
+    given = {f"optim__{name}": value for name, value in {**optim, **adam}.items()}
+    policy = policy_of(config(models["base"], parallel__distributed_optimizer=distributed, **given))
+    parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
+    wanted = [p.detach().double().clone() for p in parameters]
+    moments = [(torch.zeros_like(value), torch.zeros_like(value)) for value in wanted]
+    generator = torch.Generator().manual_seed(1)
+    for step in (1, 2, 3):
+        policy.zero_grad()
+        for parameter, value, (first, second) in zip(parameters, wanted, moments, strict=True):
+            gradient = torch.randn(parameter.shape, generator=generator)
+            parameter.main_grad.copy_(gradient)  # type: ignore[attr-defined]
+            first.mul_(BETA1).add_((1 - BETA1) * gradient.double())
+            second.mul_(BETA2).add_((1 - BETA2) * gradient.double() ** 2)
+            value *= 1 - LR * (DECAY if parameter.dim() > 1 else 0.0)  # not of norms
+            value -= LR * first / (1 - BETA1**step) / ((second / (1 - BETA2**step)).sqrt() + EPS)
+        norm, lr = policy.optimizer_step()
+        assert lr == pytest.approx(LR)
+        squares = sum(float(p.main_grad.double().square().sum()) for p in parameters)  # type: ignore[attr-defined]
+        assert norm == pytest.approx(squares**0.5, rel=1e-5)
+        for parameter, value in zip(parameters, wanted, strict=True):
+            torch.testing.assert_close(parameter.detach().double(), value, rtol=1e-5, atol=1e-6)

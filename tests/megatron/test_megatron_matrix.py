@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from matrix_points import AXES, cases, complaints, pairwise
+from cases_matrix import AXES, cases, complaints, pairwise
 from matrix_world import Variant
 from ranks import Case
 

@@ -99,10 +99,3 @@ def test_quantile_balancing_is_refused() -> None:
     refusal = "moe_router_load_balancing_type = 'quantile_balancing': .* without the replay hook"
     with pytest.raises(ReplayError, match=refusal):
         Setup(moe_router_load_balancing_type="quantile_balancing")
-
-
-@needs("mlp_chunks_for_training" in FIELDS, "0.18")
-def test_chunks_of_a_micro_batch_are_refused() -> None:
-    Setup(mlp_chunks_for_training=1)
-    with pytest.raises(ReplayError, match=r"mlp_chunks_for_training = 2: .* asked for each chunk"):
-        Setup(mlp_chunks_for_training=2)

@@ -98,7 +98,6 @@ def test_a_stage_without_moe_layers_has_rows_without_columns() -> None:
         ((numbered(16),), r"experts are \[16, 3, 2\], expected \[b, s, L, K\]; packed sequences need cu_seqlens"),
         ((numbered(2, 8), None, None, torch.tensor([0, 16])), r"expected \[T, L, K\] with cu_seqlens"),
         ((numbered(2, 8)[:, :, :2],), "have 2 layers, expected all 3 MoE layers .*without dense ones"),
-        ((numbered(2, 8), torch.ones(8, 2, dtype=torch.bool)), r"present is \[8, 2\], expected \[2, 8\]"),
         ((numbered(2, 8), None, torch.ones(16)), r"token_ids is \[16\], expected \[2, 8\]"),
         ((numbered(2, 7),), "do not divide as Megatron divides them: sequence 0 has 7 tokens, not a multiple of"),
         ((numbered(16), None, None, torch.tensor([0, 8])), "cu_seqlens end at 8, expected 16"),
@@ -111,13 +110,11 @@ def test_what_cannot_be_the_rows_of_a_micro_batch(given: tuple[Any, ...], messag
         local_rows(SHAPE, SHAPE.moe_layers, (2, 0), (2, 0), *given)
 
 
-def test_the_shape_of_megatrons_configurations() -> None:
-    fields = {"num_layers": 5, "num_moe_experts": 8, "moe_router_topk": 2}
-    assert MoeShape.of_megatron(SimpleNamespace(**fields, moe_layer_freq=2)) == MoeShape(5, (0, 2, 4), 8, 2)
-    assert MoeShape.of_megatron(SimpleNamespace(**fields, moe_layer_freq=1)).moe_layers == (0, 1, 2, 3, 4)
-    assert MoeShape.of_megatron(SimpleNamespace(**fields, moe_layer_freq=[0, 1, 0, 1, 1])).moe_layers == (1, 3, 4)
-    dense = SimpleNamespace(**{**fields, "num_moe_experts": None}, moe_layer_freq=1)
-    assert MoeShape.of_megatron(dense) == MoeShape(5, (), 0, 0)
+@pytest.mark.parametrize(("frequency", "layers"), [(2, (0, 2, 4)), (1, (0, 1, 2, 3, 4)), ([0, 1, 0, 1, 1], (1, 3, 4))])
+def test_the_shape_of_megatrons_configurations(frequency: Any, layers: tuple[int, ...]) -> None:
+    fields = {"num_layers": 5, "moe_router_topk": 2, "moe_layer_freq": frequency}
+    assert MoeShape.of_megatron(SimpleNamespace(**fields, num_moe_experts=8)) == MoeShape(5, layers, 8, 2)
+    assert MoeShape.of_megatron(SimpleNamespace(**fields, num_moe_experts=None)) == MoeShape(5, (), 0, 0)
 
 
 def test_rows_of_the_model_are_those_of_the_trainer(world: World) -> None:
@@ -190,22 +187,38 @@ def test_the_loss_of_a_step_does_not_depend_on_its_micro_batches(name: str, one_
     assert StepLoss.of(OBJECTIVES[name], [piece["loss_mask"].flatten() for piece in pieces], bounds) == loss
 
 
-def test_what_a_loss_of_a_step_refuses(world: World) -> None:
-    mask = padded_batch()["loss_mask"]
-    with pytest.raises(ConfigError, match=r"loss mask 1 is torch.float32, expected torch.bool, .*mask.bool\(\)"):
-        StepLoss.of(OBJECTIVES["minirl"], [mask, mask.float()])
-    with pytest.raises(ConfigError, match=r"loss mask 0 is \[42\], expected \[b, s\]; packed \[T\] needs cu_seqlens"):
-        StepLoss.of(OBJECTIVES["minirl"], [mask.flatten()])
-    with pytest.raises(UnknownNameError, match=r"objective .grpoo. is unknown; did you mean grpo "):
-        StepLoss.of("grpoo", [mask])
-    with pytest.raises(ConfigError, match="no loss masks: give those of all micro-batches"):
-        StepLoss.of("minirl", [])
-    with pytest.raises(ConfigError, match="1 cu_seqlens for 2 loss masks"):
-        StepLoss.of("minirl", [mask.flatten()] * 2, [torch.tensor([0, mask.numel()])])
-    with pytest.raises(ConfigError, match=r'objective is a list, expected a row, such as OBJECTIVES\["minirl"\]'):
-        StepLoss.of([], [mask])  # type: ignore[arg-type]
-    assert StepLoss.of("minirl", [mask]) == StepLoss.of(OBJECTIVES["minirl"], [mask])
-    needy = next(row for row in OBJECTIVES.values() if row.beforehand)
-    with pytest.raises(ConfigError, match="must know all tokens of the step beforehand"):
-        StepLoss.of(needy, [mask])
+MASK = padded_batch()["loss_mask"]
+NEEDY = next(row for row in OBJECTIVES.values() if row.beforehand)
+
+
+@pytest.mark.parametrize(
+    ("objective", "masks", "bounds", "error", "message"),
+    [
+        (
+            "minirl",
+            [MASK, MASK.float()],
+            None,
+            ConfigError,
+            r"loss mask 1 is torch.float32, expected torch.bool, .*mask",
+        ),
+        (
+            "minirl",
+            [MASK.flatten()],
+            None,
+            ConfigError,
+            r"loss mask 0 is \[42\], expected \[b, s\]; packed \[T\] ",
+        ),
+        ("grpoo", [MASK], None, UnknownNameError, r"objective .grpoo. is unknown; did you mean grpo "),
+        ("minirl", [], None, ConfigError, "no loss masks: give those of all micro-batches"),
+        ("minirl", [MASK.flatten()] * 2, [torch.tensor([0, 42])], ConfigError, "1 cu_seqlens for 2 loss masks"),
+        ([], [MASK], None, ConfigError, r'objective is a list, expected a row, such as OBJECTIVES\["minirl"\]'),
+        (NEEDY, [MASK], None, ConfigError, "must know all tokens of the step beforehand"),
+    ],
+)
+def test_what_a_loss_of_a_step_refuses(
+    objective: Any, masks: Any, bounds: Any, error: type[Exception], message: str, world: World
+) -> None:
+    with pytest.raises(error, match=message):
+        StepLoss.of(objective, masks, bounds)
+    assert StepLoss.of("minirl", [MASK]) == StepLoss.of(OBJECTIVES["minirl"], [MASK])
     assert reduce_metrics([]) == {}

@@ -7,7 +7,10 @@ from typing import Any
 
 import cases_replay
 import pytest
+from cases_replay import World
+from dispatch_probe import DispatchProbe
 from ranks import Case, case
+from tiny_world import rollouts
 
 RECORDED = "cases_replay:recorded"
 MOE_LAYERS = {0, 2, 3}
@@ -18,20 +21,30 @@ AGAIN: dict[str, set[int]] = {"none": set(), "uniform": MOE_LAYERS, "block": {0}
 
 @pytest.mark.parametrize("recompute", AGAIN)
 def test_tokens_are_sent_to_the_experts_of_their_rollout_in_every_pass(
-    recompute: str, in_model_folder: None, models: dict[str, Path]
+    recompute: str, models: dict[str, Path], one_rank: None
 ) -> None:
     """On one rank, scoring too; ``test_megatron_matrix`` has the layouts."""
-    found = cases_replay.dispatched(recompute)
-    assert found["violations"] == []
-    assert found["native_violations"] > 0  # the same batch without replay goes elsewhere: the probe can see it
-    assert found["gate_error"] < 1e-5
-    micros = range(found["num_micro_batches"])
+    world = World(models["base"], recompute)
+    chunks, micros = world.policy.chunks, range(len(world.micros))
     assert len(micros) > 1
-    forward = {(layer, micro, False): 1 for layer in MOE_LAYERS for micro in micros}
+    native = DispatchProbe(chunks, world.micros)
+    world.run()
+    native.remove()
+    assert native.violations(rollouts(), (0, 2, 3))  # without replay tokens go elsewhere: the probe can see it
+    once = {(layer, micro, False): 1 for layer in MOE_LAYERS for micro in micros}
     again = {(layer, micro, True): 1 for layer in AGAIN[recompute] for micro in micros}
-    assert found["calls"] == {"scoring": forward, "training": forward | again}
-    assert len(found["router_gradients"]) > 0
-    assert min(found["router_gradients"]) > 0
+    for training in (False, True):
+        world.policy.zero_grad()
+        probe = DispatchProbe(chunks, world.micros)
+        with world.replay.replay(world.routes):
+            world.run(backward=training)
+        probe.remove()
+        assert probe.violations(rollouts(), (0, 2, 3)) == []
+        assert probe.largest_gate_error() < 1e-5
+        assert probe.counts() == (once | again if training else once)
+    routers = [p for chunk in chunks for name, p in chunk.named_parameters() if name.endswith("router.weight")]
+    assert len(routers) == len(MOE_LAYERS)
+    assert all(float(p.main_grad.abs().max()) > 0 for p in routers)
 
 
 RECORDED_CASES = [

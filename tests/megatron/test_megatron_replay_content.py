@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -95,7 +94,7 @@ def test_a_typical_mistake_is_caught(mistake: str, carried: str, loop: Loop) -> 
         loop.replayed(routes)
 
 
-@pytest.mark.parametrize("router", ["softmax", "grouped", "every_other", "top3"])
+@pytest.mark.parametrize("router", ["grouped", "every_other"])
 def test_layers_in_another_order_are_caught(router: str, one_rank: None) -> None:
     loop = Loop(router)
     order = [1, 0, *range(2, len(loop.replay.layers))]
@@ -124,12 +123,6 @@ def test_routes_of_another_model_are_caught(loop: Loop) -> None:
     assert loop.replayed(random, min_agreement=0.0).agreement is None
 
 
-def test_token_ids_of_another_batch_are_caught(loop: Loop) -> None:
-    foreign = [replace(one, token_ids=torch.full((B * S,), 3)) for one in loop.routes]
-    with pytest.raises(ReplayError, match=r"row \d+: token 3, expected \d+\)\. Likely"):
-        loop.replayed(foreign)
-
-
 def test_routes_of_the_batch_pass_and_say_how_far_they_agree(loop: Loop) -> None:
     seen = loop.replayed(loop.routes)
     assert seen.compared_tokens == 3
@@ -144,12 +137,12 @@ def test_routes_of_the_batch_pass_and_say_how_far_they_agree(loop: Loop) -> None
 def test_the_threshold_can_be_set(loop: Loop) -> None:
     with pytest.raises(ReplayError, match=r"min_agreement = 0\.999"):
         loop.replayed(loop.bare, min_agreement=0.999)
-    strict = RoutingReplay(loop.model.chunks, min_agreement=0.999)
-    with pytest.raises(ReplayError, match=r"min_agreement = 0\.999"), strict.replay(loop.bare):
-        loop.run()
     for value in (-0.1, 1.1, float("nan")):
         with pytest.raises(ReplayError, match="expected a number from 0"):
             RoutingReplay(loop.model.chunks, min_agreement=value)
+    loop.replay = RoutingReplay(loop.model.chunks, min_agreement=0.999)
+    with pytest.raises(ReplayError, match=r"min_agreement = 0\.999"):
+        loop.replayed(loop.bare)
 
 
 def test_rows_that_are_not_present_are_not_compared(loop: Loop) -> None:
@@ -179,10 +172,9 @@ def test_a_recording_is_refused_for_other_micro_batches(loop: Loop) -> None:
         loop.run([loop.batches[1], loop.batches[0], loop.batches[2]])
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_input_that_is_changed_in_place_later_is_compared_as_it_was(dtype: torch.dtype, one_rank: None) -> None:
+def test_input_that_is_changed_in_place_later_is_compared_as_it_was(one_rank: None) -> None:
     loop = Loop(shape=(1, S))
-    buffer = torch.empty_like(loop.batches[0], dtype=dtype)
+    buffer = torch.empty_like(loop.batches[0])
     with loop.replay.replay(loop.routes) as seen:
         for tokens in loop.batches:
             loop.run([buffer.copy_(tokens)])
@@ -238,52 +230,35 @@ def test_sampled_rows_are_present_and_spread(num_rows: int, expected: int) -> No
     assert rows[-1] >= 2 * num_rows * (1 - 1 / expected) - 1
 
 
-class TestThreshold:
-    """Agreement p = (x + 2) / (n + 4) with 2 sqrt(p (1 - p) / (n + 4)) on top, beyond chance; all by hand."""
-
-    def check(self, agreeing: int, rows: int, min_agreement: float, experts: int = 4) -> np.ndarray:
-        """One expert of four per row, always the same, which the router chooses in some rows."""
-        given = torch.zeros(rows, 1, 1, dtype=torch.uint8)
-        own = torch.ones(rows, 1, 1, dtype=torch.uint8)
-        own[:agreeing] = 0
-        return check_agreement([MicroRoutes(given)], [torch.arange(rows)], [own], [0], experts, min_agreement)
-
-    def test_by_hand(self) -> None:
+@pytest.mark.parametrize(
+    ("agreeing", "rows", "passes", "message"),
+    [
         # p = 22 / 44, on top 2 sqrt(0.25 / 44) = 0.15076: (0.65076 - 0.25) / 0.75 = 0.53435
-        assert self.check(20, 40, 0.534).tolist() == [[0.5]]
-        with pytest.raises(ReplayError, match=r"would have chosen 50%.*25% would be chance.*at least 65%"):
-            self.check(20, 40, 0.535)
-
-    def test_chance_is_what_other_rows_agree_by_and_half_at_most(self) -> None:
+        (20, 40, 0.534, r"would have chosen 50%.*25% would be chance.*at least 65%"),
         # p = 54 / 104, on top 2 sqrt(p (1 - p) / 104) = 0.09798: (0.61721 - 0.5) / 0.5 = 0.23442
-        assert self.check(52, 100, 0.234).tolist() == [[0.52]]
-        with pytest.raises(ReplayError, match=r"would have chosen 52%.*50% would be chance.*at least 62%"):
-            self.check(52, 100, 0.235)
-
-    def test_few_rows_prove_little(self) -> None:
-        assert self.check(0, LEAST_JUDGED - 1, 1.0).tolist() == [[0.0]]
+        (52, 100, 0.234, r"would have chosen 52%.*50% would be chance.*at least 62%"),
         # p = 2 / 12, on top 2 sqrt(p (1 - p) / 12) = 0.21517: (0.38184 - 0.25) / 0.75 = 0.17578
-        assert self.check(0, LEAST_JUDGED, 0.175).tolist() == [[0.0]]
-        with pytest.raises(ReplayError, match=r"would have chosen 0%"):
-            self.check(0, LEAST_JUDGED, 0.176)
+        (0, LEAST_JUDGED, 0.175, r"would have chosen 0%"),
+        (0, LEAST_JUDGED - 1, 1.0, None),  # few rows prove little
+    ],
+)
+def test_the_least_agreement_by_hand(agreeing: int, rows: int, passes: float, message: str | None) -> None:
+    """Agreement p = (x + 2) / (n + 4) with 2 sqrt(p (1 - p) / (n + 4)) on top, beyond chance.
 
-    def test_where_all_experts_are_chosen_nothing_can_be_told(self) -> None:
-        assert self.check(0, 10, 1.0, experts=1).tolist() == [[0.0]]
+    One expert of four per row, always the same, which the router chooses in some rows. Chance is what other rows agree
+    by, and half at most.
+    """
+    given, own = torch.zeros(rows, 1, 1, dtype=torch.uint8), torch.ones(rows, 1, 1, dtype=torch.uint8)
+    own[:agreeing] = 0
 
+    def check(experts: int, least: float) -> list[list[float]]:
+        return check_agreement([MicroRoutes(given)], [torch.arange(rows)], [own], [0], experts, least).tolist()
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_caught_although_few_experts_take_most_tokens(mistake: str, loop: Loop) -> None:
-    """Other tokens' rows then agree far more than K / E."""
-    source = torch.Generator().manual_seed(2)
-    scores = torch.rand(3, B * S, 4, 8, generator=source) + torch.tensor([0.6, 0.4, 0.2, 0, 0, 0, 0, 0])
-    own = [one.topk(2).indices.to(torch.uint8) for one in scores]
-    given = MISTAKES[mistake]([MicroRoutes(one) for one in own])
-    rows = [sample_rows(one) for one in given]
-    arguments = (rows, [one[at] for one, at in zip(own, rows, strict=True)], [0, 1, 2, 3], 8, 0.5)
-    with pytest.raises(ReplayError, match="Likely rows are shifted") as raised:
-        check_agreement(given, *arguments)
-    assert int(re.findall(r"chosen (\d+)%", str(raised.value))[0]) > 33
-    assert check_agreement([MicroRoutes(one) for one in own], *arguments).min() == 1.0
+    assert check(4, passes) == [[agreeing / rows]]
+    assert check(1, 1.0) == [[agreeing / rows]]  # where all experts are chosen nothing can be told
+    if message:
+        with pytest.raises(ReplayError, match=message):
+            check(4, passes + 0.001)
 
 
 @pytest.mark.parametrize("topk", [1, 8])
@@ -307,14 +282,11 @@ def test_what_a_block_is_given_is_checked_before_it_opens(loop: Loop) -> None:
     half = torch.arange(rows) < 6
     wrong: list[tuple[MicroRoutes, str]] = [
         (MicroRoutes(one.experts.float()), "experts are torch.float32, expected integers"),
-        (MicroRoutes(one.experts > 3), "experts are torch.bool, expected integers"),
         (MicroRoutes(one.experts[0]), r"routes of shape \(4, 2\), expected \[tokens, 4 MoE layers"),
         (MicroRoutes(one.experts[:, :3]), "expected .tokens, 4 MoE layers"),
         (MicroRoutes(one.experts, torch.ones(1, dtype=torch.bool)), rf"present of shape \(1,\), expected \[{rows}\]"),
-        (MicroRoutes(one.experts, torch.ones(rows, 1).bool()), rf"present of shape \({rows}, 1\)"),
         (MicroRoutes(one.experts, torch.ones(rows)), "present is torch.float32, expected bool"),
         (MicroRoutes(one.experts, token_ids=torch.zeros(3).long()), r"token_ids of shape \(3,\)"),
-        (MicroRoutes(one.experts, token_ids=torch.zeros(rows)), "token_ids are torch.float32, expected integers"),
         (MicroRoutes(repeated), r"row 5, layer 1: experts \[3, 3\], expected 2 different ones of 0 to 7"),
         (MicroRoutes(beyond), r"row 6, layer 2: experts \[8, \d\]"),
         (MicroRoutes(negative), r"row 7, layer 3: experts \[\d, -1\]"),
@@ -333,24 +305,13 @@ def test_what_a_block_is_given_is_checked_before_it_opens(loop: Loop) -> None:
     for several in (one, one.experts):
         with pytest.raises(ReplayError, match="expected a list with one per micro-batch"):
             loop.replayed(several)
-    for nothing in (None, one.experts.numpy()):
-        with pytest.raises(
-            ReplayError, match=r"micro-batch 0: routes are a .*, expected MicroRoutes or a torch.Tensor"
-        ):
-            loop.replayed([nothing])
+    with pytest.raises(ReplayError, match=r"micro-batch 0: routes are a .*, expected MicroRoutes or a torch.Tensor"):
+        loop.replayed([one.experts.numpy()])
     with pytest.raises(ReplayError, match="micro-batch 0: 1 experts per token"):
         loop.replayed(loop.bare, compared=[MicroRoutes(one.experts[..., :1])] * 3)
     with loop.replay.record() as recording:
         loop.run()
     assert len(loop.replayed(loop.bare, compared=recording).shared) == 3
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
-def test_missing_rows_go_backward_in_every_integer_type(dtype: torch.dtype, loop: Loop) -> None:
-    present = torch.arange(B * S) % 5 > 0
-    with loop.replay.replay([MicroRoutes(one.experts.to(dtype), present) for one in loop.routes]):
-        for tokens in loop.batches:
-            loop.model.chunks[0](tokens, torch.zeros_like(tokens), None).sum().backward()
 
 
 def test_ids_of_a_pass_that_failed_are_forgotten(loop: Loop) -> None:
@@ -380,12 +341,13 @@ def _overriding(method: str) -> type[TopKRouter]:
 class TestRouters:
     """RoutingReplay finds every router that Megatron's config promises, or says which one is missing."""
 
-    def test_a_router_of_another_class(self, loop: Loop) -> None:
-        layer = unwrap(loop.model.chunks[0]).decoder.layers[2]
-        layer.mlp.router = torch.nn.Linear(2, 2)
-        with pytest.raises(
-            ReplayError, match=f"layer 2: its router is a Linear, .* megatron-core {re.escape(RELEASE)}"
-        ):
+    def test_a_router_or_moe_layer_of_another_class(self, loop: Loop) -> None:
+        layers = unwrap(loop.model.chunks[0]).decoder.layers
+        layers[2].mlp.router = torch.nn.Linear(2, 2)
+        with pytest.raises(ReplayError, match=f"layer 2: its router is a Linear, .* megatron-core {RELEASE}"):
+            RoutingReplay(loop.model.chunks)
+        layers[1].mlp = torch.nn.Linear(2, 2)
+        with pytest.raises(ReplayError, match="layer 1: found 0 routers, expected 1 by moe_layer_freq"):
             RoutingReplay(loop.model.chunks)
 
     @pytest.mark.parametrize("method", ["forward", "routing"])
@@ -398,25 +360,16 @@ class TestRouters:
 
     @pytest.mark.parametrize("method", ["forward", "routing"])
     def test_a_router_that_says_that_it_asks(self, method: str, loop: Loop) -> None:
+        """One that computes logits in its own way need not."""
         router = unwrap(loop.model.chunks[0]).decoder.layers[2].mlp.router
         asking = _overriding(method)
         asking.asks_router_replay = True  # type: ignore[attr-defined]
-        router.__class__ = type("Derived", (asking,), {})
-        loop.replay = RoutingReplay(loop.model.chunks)
-        loop.replayed(loop.routes)
+        for accepted in (_overriding("gating"), type("Derived", (asking,), {})):
+            router.__class__ = accepted
+            loop.replay = RoutingReplay(loop.model.chunks)
+            loop.replayed(loop.routes)
         router.__class__ = type("Derived", (asking,), {method: vars(_overriding(method))[method]})
         with pytest.raises(ReplayError, match=rf"its router is a Derived, and Derived\.{method}"):
-            RoutingReplay(loop.model.chunks)
-
-    def test_a_router_that_computes_logits_in_its_own_way(self, loop: Loop) -> None:
-        unwrap(loop.model.chunks[0]).decoder.layers[2].mlp.router.__class__ = _overriding("gating")
-        loop.replay = RoutingReplay(loop.model.chunks)
-        loop.replayed(loop.routes)
-
-    def test_a_moe_layer_of_another_class(self, loop: Loop) -> None:
-        layer = unwrap(loop.model.chunks[0]).decoder.layers[1]
-        layer.mlp = torch.nn.Linear(2, 2)
-        with pytest.raises(ReplayError, match="layer 1: found 0 routers, expected 1 by moe_layer_freq"):
             RoutingReplay(loop.model.chunks)
 
     @pytest.mark.parametrize(("frequency", "layers"), [(1, (0, 1, 2, 3)), (2, (0, 2)), ([0, 1, 1, 0], (1, 2))])
@@ -427,23 +380,13 @@ class TestRouters:
         with pytest.raises(ReplayError, match="by moe_layer_freq"):
             RoutingReplay(model.chunks)
 
-    def test_some_of_the_chunks(self, loop: Loop) -> None:
-        config = unwrap(loop.model.chunks[0]).config
-        config.virtual_pipeline_model_parallel_size = 2
+    def test_some_of_the_chunks_or_two_models(self, loop: Loop) -> None:
+        twice = [*loop.model.chunks, *loop.model.chunks]
+        with pytest.raises(ReplayError, match="found 2 model chunks, expected 1"):
+            RoutingReplay(twice)
+        unwrap(loop.model.chunks[0]).config.virtual_pipeline_model_parallel_size = 2
         with pytest.raises(ReplayError, match=r"found 1 model chunks, expected 2 .* give RoutingReplay all chunks"):
             RoutingReplay(loop.model.chunks)
-        with pytest.raises(
-            ReplayError, match="found two routers of layer 0, expected one; make one RoutingReplay per model"
-        ):
-            RoutingReplay([*loop.model.chunks, *loop.model.chunks])
-
-    def test_two_models(self, loop: Loop) -> None:
-        with pytest.raises(ReplayError, match=r"found 2 model chunks, expected 1"):
-            RoutingReplay([*loop.model.chunks, *loop.model.chunks])
-
-    def test_a_refused_model_keeps_its_hooks(self, loop: Loop) -> None:
-        config = unwrap(loop.model.chunks[0]).config
-        config.virtual_pipeline_model_parallel_size = 2
-        with pytest.raises(ReplayError):
-            RoutingReplay(loop.model.chunks)
-        loop.replayed(loop.routes)
+        with pytest.raises(ReplayError, match="found two routers of layer 0, expected one; make one RoutingReplay per"):
+            RoutingReplay(twice)
+        loop.replayed(loop.routes)  # a refused model keeps its hooks

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,21 +21,18 @@ from tiny_world import (
     local_batch,
     local_routes,
     rollouts,
+    transformers_model,
 )
 
 from megarl.core.replay_blockers import REPLAY_BLOCKERS
 from megarl.data.tiny import write_tiny_model
 from megarl.errors import ReplayError, TraceError
+from megarl.megatron.passes.forward import run
 from megarl.megatron.passes.micro_batches import micro_batch
 from megarl.megatron.policy import Policy
 from megarl.megatron.rollout_routes import check_rollouts
 from megarl.models.shapes import read_shape
 from megarl.replay import MicroRoutes, RoutingReplay
-
-
-@pytest.fixture
-def recomputing(models: dict[str, Path], one_rank: None) -> World:
-    return World(models["base"], "uniform")
 
 
 @pytest.mark.parametrize("num_experts", [256, 257, 512])
@@ -66,20 +66,14 @@ def test_routes_of_many_experts_are_replayed_and_one_too_many_is_refused(
 
 
 def test_too_few_and_too_many_micro_batches(world: World) -> None:
-    assert len(world.micros) > 1
-    with (
-        pytest.raises(ReplayError, match=rf"layer 0: forward of micro-batch {len(world.micros)}"),
-        world.replay.replay(world.routes[:-1]),
-    ):
+    number = len(world.micros)
+    assert number > 1
+    too_many = rf"layer 0: forward of micro-batch {number}"
+    with pytest.raises(ReplayError, match=too_many), world.replay.replay(world.routes[:-1]):
         world.run()
-    with (
-        pytest.raises(ReplayError, match=rf"layer 0: {len(world.micros) - 1} forward passes.* {len(world.micros)}"),
-        world.replay.replay(world.routes),
-    ):
+    too_few = rf"layer 0: {number - 1} forward passes.* {number}"
+    with pytest.raises(ReplayError, match=too_few), world.replay.replay(world.routes):
         world.run(micros=world.micros[:-1])
-
-
-def test_a_second_pass_in_the_same_block_is_an_error(world: World) -> None:
     with pytest.raises(ReplayError, match="another pass ran in the same block"), world.replay.replay(world.routes):
         _ = world.run(), world.run()
 
@@ -100,50 +94,39 @@ def loss_of(world: World) -> torch.Tensor:
     return chunk(**inputs, attention_mask=None, packed_seq_params=micro.packing).sum()
 
 
-@pytest.mark.parametrize("between", ["nothing", "a native pass", "a recorded pass", "a replayed pass", "training"])
+@pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("kind", ["uniform", "moe"])
 def test_backward_outside_of_the_block_is_an_error(
-    kind: str, between: str, models: dict[str, Path], one_rank: None
+    kind: str, trains: bool, models: dict[str, Path], one_rank: None
 ) -> None:
+    """Also after other passes in a block and outside."""
     world = World(models["base"], kind)
-    routes, losses = world.routes[:1], []
-    with world.replay.replay(routes):
-        losses.append(loss_of(world))
-    if between == "a native pass":
+    with world.replay.replay(world.routes[:1]):
+        loss = loss_of(world)
+    if trains:
         world.run()
-    elif between == "a recorded pass":
-        with world.replay.record():
-            world.run()
-    elif between == "a replayed pass":
-        with world.replay.replay(world.routes):
-            world.run()
-    elif between == "training":
         with world.replay.replay(world.routes):
             world.run(backward=True)
     with pytest.raises(ReplayError, match=r"layer \d: recomputation of an unknown forward pass: .* has closed"):
-        losses[0].backward()
+        loss.backward()
 
 
-def test_a_fresh_pass_after_a_broken_block_is_native(recomputing: World) -> None:
-    before = recomputing.run()
-    with pytest.raises(ReplayError, match="used the routes of 1"), recomputing.replay.replay(recomputing.routes[:1]):
-        pass
-    recomputing.run(backward=True)  # its recomputations belong to itself
-    assert recomputing.same(before)
-
-
-def test_an_exception_in_the_block_leaves_the_routers_native(world: World) -> None:
+@pytest.mark.parametrize("kind", ["none", "uniform"])
+def test_a_broken_block_leaves_the_routers_native(kind: str, models: dict[str, Path], one_rank: None) -> None:
+    world = World(models["base"], kind)
     before = world.run()
     with pytest.raises(ZeroDivisionError), world.replay.replay(world.routes):
         _ = world.run(micros=world.micros[:1]), 1 / 0
     assert world.same(before)
     with pytest.raises(ZeroDivisionError), world.replay.record():
         _ = 1 / 0
+    with pytest.raises(ReplayError, match="used the routes of 1"), world.replay.replay(world.routes[:1]):
+        pass
+    world.run(backward=True)  # its recomputations belong to itself
     assert world.same(before)
     with world.replay.replay(world.routes):  # and usable
         replayed = world.run()
     assert not torch.equal(replayed[0], before[0])
-    assert world.same(before)
 
 
 def test_blocks_do_not_nest(world: World) -> None:
@@ -167,30 +150,6 @@ def test_an_older_replay_of_the_same_model_is_refused(world: World) -> None:
 def _routers(policy: Policy) -> Iterator[Any]:
     for chunk in policy.chunks:
         yield from (module for module in chunk.modules() if isinstance(module, TopKRouter))
-
-
-def test_two_models_in_one_process_do_not_touch_each_other(world: World, models: dict[str, Path]) -> None:
-    other = World.__new__(World)
-    other.policy = Policy(world.policy.config, _schedule(world.policy))
-    assert other.policy.replay is not None
-    other.replay, other.micros, other.routes = other.policy.replay, world.micros, world.routes
-    native = other.run()
-    with world.replay.replay(world.routes):
-        assert other.same(native)
-        replayed = world.run()
-    assert not torch.equal(replayed[0], native[0])
-    with world.replay.record() as mine, other.replay.replay(other.routes):
-        in_other = other.run()
-        in_this = world.run()
-    assert all(torch.equal(a, b) for a, b in zip(in_other, replayed, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(in_this, native, strict=True))
-    assert len(mine.routes) == len(world.micros)
-
-
-def _schedule(policy: Policy) -> Any:
-    from megarl.megatron.policy import schedule_of
-
-    return schedule_of(policy.config)
 
 
 def test_missing_rows_route_natively(world: World) -> None:
@@ -228,10 +187,19 @@ def test_observing_tells_what_the_routers_wanted_and_comparing_how_much_is_share
         assert one.shape == other.experts.shape[:2]
 
 
-def test_replay_equals_transformers_with_the_same_experts_forced(world: World, models: dict[str, Path]) -> None:
-    from tiny_world import transformers_model
+def _choose(chosen: torch.Tensor) -> Any:
+    """transformers' router chooses these experts [T, K], weighted by the softmax of its own logits."""
 
+    def hook(gate: Any, arguments: Any, _: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = arguments[0].reshape(-1, gate.weight.size(1)) @ gate.weight.T
+        return logits, logits.gather(1, chosen).softmax(1), chosen
+
+    return hook
+
+
+def test_replay_equals_transformers_with_the_same_experts_forced(world: World, models: dict[str, Path]) -> None:
     oracle = transformers_model(models["base"])
+    gates = [layer.mlp.gate for layer in oracle.model.layers if hasattr(layer.mlp, "gate")]
     made = rollouts(holes=False)
     batch = local_batch(holes=False)
     micro = micro_batch(batch, batch.num_tokens)
@@ -239,37 +207,14 @@ def test_replay_equals_transformers_with_the_same_experts_forced(world: World, m
     with world.replay.replay(routes):
         found = world.run(micros=[micro])[0].split([rollout.num_tokens for rollout in made])
     for rollout, logprobs in zip(made, found, strict=True):
-        with torch.no_grad(), _forced(oracle, rollout.routed_experts):
+        with torch.no_grad(), ExitStack() as hooks:
+            for column, gate in enumerate(gates):
+                chosen = torch.as_tensor(rollout.routed_experts[:, column]).long()  # type: ignore[index]
+                hooks.enter_context(gate.register_forward_hook(_choose(chosen)))
             logits = oracle(torch.as_tensor(rollout.tokens, dtype=torch.int64)[None]).logits[0]
         labels = torch.as_tensor(rollout.tokens[1:], dtype=torch.int64)
         expected = logits[:-1].double().log_softmax(-1).gather(1, labels[:, None])[:, 0]
         torch.testing.assert_close(logprobs[1:].cpu().double(), expected, rtol=0, atol=1e-5)
-
-
-class _forced:  # noqa: N801  (used as a with statement)
-    """transformers' routers choose the given experts [T, L, K], weighted by the softmax of their own logits."""
-
-    def __init__(self, model: Any, experts: np.ndarray | None) -> None:
-        assert experts is not None
-        gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
-        self._hooks = [
-            gate.register_forward_hook(self._choose(torch.as_tensor(experts[:, column]).long()))
-            for column, gate in enumerate(gates)
-        ]
-
-    def _choose(self, chosen: torch.Tensor) -> Any:
-        def hook(gate: Any, arguments: Any, _: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            logits = arguments[0].reshape(-1, gate.weight.size(1)) @ gate.weight.T
-            return logits, logits.gather(1, chosen).softmax(1), chosen
-
-        return hook
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
 
 
 BLOCKING: dict[str, Any] = {
@@ -336,3 +281,36 @@ def test_routes_that_cannot_be_of_this_model_are_named(change: Any, message: str
         broken = replace(last, routed_experts=change(last.routed_experts))
     with pytest.raises(TraceError, match=rf"group 1 sample 1.*{message}"):
         check_rollouts([*others, broken], shape)
+
+
+def test_padding_tokens_do_not_all_go_to_the_first_experts(world: World) -> None:
+    """Constant routes 0..K-1 for padding load the first expert-parallel rank alone."""
+    padded = micro_batch(world.micros[0].batch, world.micros[0].num_slots + 40)
+    embedding = world.policy.chunks[0].module.embedding.word_embeddings.weight
+    padded = replace(padded, input_ids=padded.input_ids.clone())
+    padded.input_ids[0, -40:] = torch.arange(40) % len(embedding)  # different tokens, or all would route alike
+    routes = local_routes(padded, world.replay.layers, world.policy.shape)
+    assert routes.present is not None
+    assert not routes.present[-40:].any()
+    probe = DispatchProbe(world.policy.chunks, [padded])
+    with world.replay.replay([routes]) as recording:
+        run(world.policy.chunks, [padded], temperature=1.0, vocab_size=30)
+    probe.remove()
+    assert recording.native_rows == int((~routes.present).sum()) * 3
+    for one in probe.seen:
+        of_padding = one.experts[-40:]
+        assert torch.equal(of_padding, torch.zeros_like(of_padding).scatter(1, one.logits[-40:].topk(2).indices, True))
+        assert int(of_padding.any(0).sum()) > 2
+
+
+def test_nothing_of_a_step_is_kept_after_it(world: World) -> None:
+    routes = [MicroRoutes(one.experts.clone(), one.present) for one in world.routes]
+    watched = [weakref.ref(one.experts) for one in routes]
+    world.policy.zero_grad()
+    with world.replay.replay(routes, observe=True, compared=routes) as recording:
+        world.run(backward=True)
+    watched += [weakref.ref(one.experts) for one in recording.native]
+    watched += [weakref.ref(one) for one in (*recording.shared, *recording.native_shared)]
+    del routes, recording
+    gc.collect()
+    assert [one() for one in watched] == [None] * len(watched)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from cases_loops import (
     CHECKPOINTS,
-    CHECKPOINTS_IN_EVALUATION,
     MODES,
     NESTED,
     ORDERS,
@@ -22,10 +21,10 @@ from cases_loops import (
 )
 from matrix_world import gradients
 from ranks import Case, case
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from megarl.errors import ReplayError
-from megarl.replay import MicroRoutes, RoutingReplay
+from megarl.replay import MicroRoutes, pass_log
 from megarl.replay.megatron_state import unwrap
 
 TOLERANCE = 2e-5
@@ -59,35 +58,8 @@ def test_gradients_of_evaluation_are_those_without_recomputation(
 ) -> None:
     expected = world.gradients(whole_in_evaluation, "none", mode)
     assert largest_difference(world.gradients(whole_in_evaluation, kind, mode), expected) < TOLERANCE
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_layers_that_are_recomputed_in_another_mode_than_their_forward_pass(
-    mode: str, world: World, one_rank: None
-) -> None:
-    """Replay follows into checkpoints that the forward pass had not. torch's own refuse their tensors, and replay goes
-    on after that."""
-    assert world.error("eval_with_gradients", "moe in layers reentrant", mode, "nothing") < TOLERANCE
-    kind = "moe in layers not reentrant"
-    if CHECKPOINTS_IN_EVALUATION:
+    if kind in NESTED:  # replay follows into checkpoints that the forward pass had not
         assert world.error("eval_with_gradients", kind, mode, "nothing") < TOLERANCE
-        return
-    with pytest.raises(CheckpointError, match="A different number of tensors was saved"):
-        world.error("eval_with_gradients", kind, mode, "nothing")
-    assert world.error("joint", kind, mode, "nothing") < TOLERANCE
-
-
-def test_the_loops_can_tell_micro_batches_apart(world: World, one_rank: None) -> None:
-    """The gradients that come of the routes of another micro-batch are far from the right ones."""
-    graphs = Graphs(world, "none")
-    rows = min(len(routes.experts) for routes in graphs.routes)
-    other = [MicroRoutes(routes.experts[:rows]) for routes in graphs.routes]
-    found = []
-    for first in (A, B):
-        fitted = torch.cat([other[first].experts, graphs.routes[A].experts[rows:]])
-        with graphs.replay.replay([fitted]):
-            found.append(graphs.gradients(graphs.passes.loss(A)))
-    assert largest_difference(*found) > 1000 * TOLERANCE
 
 
 POINTS = tuple(
@@ -121,57 +93,6 @@ class Graphs:
             chunk.zero_grad_buffer()
         loss.backward()
         return gradients(self.model.chunks)
-
-
-KINDS = ["uniform", "moe", "layers not reentrant"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_older_graph_goes_backward_natively_inside_of_a_block(kind: str, world: World, one_rank: None) -> None:
-    graphs, plain = Graphs(world, kind), Graphs(world, "none")
-    expected = plain.gradients(plain.passes.loss(B))
-    with plain.replay.replay(plain.routes[:1]):
-        expected_own = plain.gradients(plain.passes.loss(A))
-    older = graphs.passes.loss(B)
-    with graphs.replay.replay(graphs.routes[:1]):
-        own = graphs.passes.loss(A)
-        assert largest_difference(graphs.gradients(older), expected) < TOLERANCE
-        assert largest_difference(graphs.gradients(own), expected_own) < TOLERANCE
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("again", ["outside", "in a block", "in a block of a newer RoutingReplay"])
-def test_a_graph_of_a_closed_block_is_refused(kind: str, again: str, world: World, one_rank: None) -> None:
-    graphs = Graphs(world, kind)
-    with graphs.replay.replay(graphs.routes[:1]):
-        late = graphs.passes.loss(A)
-    replay = graphs.replay
-    if again == "in a block of a newer RoutingReplay":
-        replay = RoutingReplay(graphs.model.chunks, min_agreement=0.0)
-    try:
-        if again == "outside":
-            with pytest.raises(ReplayError, match="the block of its forward pass has closed; run the backward pass"):
-                late.backward()
-        else:
-            with replay.record():
-                graphs.passes.loss(B).backward()
-                with pytest.raises(ReplayError, match="the block of its forward pass has closed"):
-                    late.backward()
-    finally:
-        world.forget(kind)
-
-
-def test_graphs_of_any_age_are_told_from_native_ones(world: World, one_rank: None) -> None:
-    graphs, plain = Graphs(world, "uniform"), Graphs(world, "none")
-    native, expected = graphs.passes.loss(B), plain.gradients(plain.passes.loss(B))
-    with graphs.replay.record():
-        late = graphs.passes.loss(A)
-    for _ in range(300):
-        with graphs.replay.record():
-            pass
-    assert largest_difference(graphs.gradients(native), expected) < TOLERANCE
-    with pytest.raises(ReplayError, match="has closed"):
-        late.backward()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -244,10 +165,10 @@ def test_hooks_are_not_taken_away_inside_of_a_block(world: World, one_rank: None
 
 
 def test_frames_of_graphs_that_are_gone_are_not_kept(world: World, one_rank: None) -> None:
-    graphs = Graphs(world, "layers not reentrant")
+    graphs, held = Graphs(world, "layers not reentrant"), []
     for _ in range(3):
         with graphs.replay.record():
             graphs.passes.loss(A)
-    gc.collect()
-    router = unwrap(graphs.model.chunks[0]).decoder.layers[0].mlp.router
-    assert len(router.router_replay.log._regions) <= 4  # one graph
+        gc.collect()
+        held.append(sum(type(one).__module__ == pass_log.__name__ for one in gc.get_objects()))
+    assert held[0] == held[2]

@@ -14,14 +14,11 @@ from megatron_releases import installed
 from release_checks import (
     NEWER,
     OLDER,
-    PATCH,
     PATCHED,
     RELEASES,
     REPLAY_TESTS,
     prepared,
-    restored,
     routes_alike,
-    run,
     run_example,
     run_tests,
 )
@@ -30,7 +27,6 @@ pytestmark = [pytest.mark.multirank, pytest.mark.slow(minutes=3)]
 
 SEMANTICS = ("megatron/test_megatron_replay_semantics.py", "megatron/test_megatron_newer.py")
 """Of the newest, whose hook is Megatron's own; test_release_training.py replays on those before it."""
-DOCTOR = "import sys; from megarl.ops.doctor import doctor; sys.exit(doctor())"
 
 
 @pytest.fixture(scope="module", params=[version for version in RELEASES if version not in NEWER[:-1]])
@@ -53,7 +49,7 @@ def test_replay_works_unchanged_with_another_release(release: tuple[str, Path]) 
         return
     done = run_tests(folder, SEMANTICS if version in NEWER else REPLAY_TESTS)
     assert done.status == 0, done.output[-3000:]
-    assert done.passed > (16 if version in NEWER else 70)
+    assert done.passed > (16 if version in NEWER else 45)
     assert " skipped" not in done.output
 
 
@@ -63,24 +59,3 @@ def test_the_example_replays_on_two_ranks_with_recomputation(release: tuple[str,
         done = run_example(folder, "--replay", "r3", "--tp", "2", "--recompute")
         assert done.status == 0, done.output[-3000:]
         assert "r3 held" in done.output
-
-
-def test_doctor_accepts_a_patched_release_and_names_the_tool_where_it_is_not(release: tuple[str, Path]) -> None:
-    version, folder = release
-    if version not in OLDER:
-        return
-    patched = run(["-W", "ignore", "-c", DOCTOR], folder)
-    assert patched.status == 0, patched.output
-    assert version in patched.output
-    run([*PATCH, "revert", str(folder)], check=True)
-    try:
-        missing = run(["-W", "ignore", "-c", DOCTOR], folder)
-        assert missing.status == 1
-        assert "replay hook: this Megatron-Core cannot replay routes" in missing.output
-        assert "megarl patch apply" in missing.output
-    finally:
-        run([*PATCH, "apply", str(folder)], check=True)
-
-
-def test_taken_out_again_the_patch_leaves_no_trace(release: tuple[str, Path]) -> None:
-    assert restored(*release) == []

@@ -47,17 +47,18 @@ def edit_config(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(kept))
 
 
+def read_checked(folder: Path) -> list[str]:
+    """What is left out."""
+    with HFCheckpoint(folder) as found:
+        return check_tensors(found, hf_shapes(read_shape(folder)))
+
+
 def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
     """transformers 5 writes all experts of a layer as one tensor only if it is asked to."""
     folder = write_family(tmp_path, "qwen3_moe")
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, save_original_format=False)
-    with pytest.raises(CheckpointError, match=r"experts of a layer in one tensor.*save_original_format"):
+    with pytest.raises(CheckpointError, match=r"tensors unknown: .*experts\.gate_up_proj"):
         read_checked(folder)
-
-
-def read_checked(folder: Path) -> None:
-    with HFCheckpoint(folder) as found:
-        check_tensors(found, hf_shapes(read_shape(folder)))
 
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -82,10 +83,6 @@ FOLDERS: dict[str, tuple[Callable[[Path, Tensors, Tensors], object], bool]] = {
     # name: (what is written of a model and of another one, whether it is read)
     "one file": (lambda f, a, _: single(f, a), True),
     "shards with an index": (lambda f, a, _: shard(f, a), True),
-    "an index of one file": (
-        lambda f, a, _: (single(f, a), (f / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(a, SINGLE)}))),
-        True,
-    ),
     "one file beside shards with an index": (lambda f, a, b: (single(f, a), shard(f, b)), False),
     "shards that an index does not name": (
         lambda f, a, b: (shard(f, a), single(f, b, "model-00003-of-00003.safetensors")),
@@ -93,13 +90,8 @@ FOLDERS: dict[str, tuple[Callable[[Path, Tensors, Tensors], object], bool]] = {
     ),
     "shards without an index beside one file": (lambda f, a, b: (single(f, a), shard(f, b, None)), False),
     "a variant beside one file": (lambda f, a, b: (single(f, a), single(f, b, "model.fp16.safetensors")), False),
-    "a variant of shards": (lambda f, a, b: (shard(f, a), single(f, b, "model.fp16.safetensors")), True),
     "Mistral's own names beside one file": (
         lambda f, a, b: (single(f, a), single(f, {f"layers.{n}": t for n, t in b.items()}, "consolidated.safetensors")),
-        True,
-    ),
-    "Mistral's own names beside shards": (
-        lambda f, a, b: (shard(f, a), single(f, b, "consolidated.safetensors")),
         True,
     ),
     "a file of macOS": (lambda f, a, _: (single(f, a), (f / "._model.safetensors").write_bytes(b"\0\5\26\7")), True),
@@ -107,18 +99,10 @@ FOLDERS: dict[str, tuple[Callable[[Path, Tensors, Tensors], object], bool]] = {
         lambda f, a, b: (shard(f, a), (f / "original").mkdir(), torch.save(b, f / "original" / "consolidated.00.pth")),
         True,
     ),
-    "the maker's form alone": (
-        lambda f, _, b: ((f / "original").mkdir(), torch.save(b, f / "original" / "consolidated.00.pth")),
-        False,
-    ),
     "pickles alone": (lambda f, a, _: torch.save(a, f / "pytorch_model.bin"), False),
     "pickles beside one file": (lambda f, a, b: (single(f, a), torch.save(b, f / "pytorch_model.bin")), True),
     "pickles beside shards without an index": (
         lambda f, a, b: (torch.save(a, f / "pytorch_model.bin"), shard(f, b, None)),
-        False,
-    ),
-    "an index of pickles beside shards without an index": (
-        lambda f, a, b: ((f / "pytorch_model.bin.index.json").write_text("{}"), shard(f, b, None)),
         False,
     ),
     "an index into a folder": (lambda f, a, b: (shard(f, a, prefix="sub/"), single(f, b, SHARDS[0])), False),
@@ -163,12 +147,6 @@ def test_trainer_transformers_and_servers_read_the_same_or_nothing(what: str, tm
     assert are_equal(found, {name: served[name] for name in found})
 
 
-def test_what_lies_there_instead_is_named(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(CheckpointError, match=r"no \*\.safetensors, but pytorch_model\.bin; have transformers"):
-        HFCheckpoint(tmp_path)
-
-
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "mxfp4", "bitsandbytes", "fp8", None])
 def test_another_quantisation_is_refused(method: str | None, key: str, tmp_path: Path) -> None:
@@ -178,19 +156,7 @@ def test_another_quantisation_is_refused(method: str | None, key: str, tmp_path:
         HFCheckpoint(folder)
 
 
-SPELLINGS: list[Any] = [
-    ...,
-    None,
-    "float32",
-    "bfloat16",
-    "float16",
-    "auto",
-    "torch.bfloat16",
-    "bf16",
-    "",
-    3,
-    {"": "bfloat16"},
-]
+SPELLINGS: list[Any] = [..., None, "float32", "bfloat16", "float16", "auto", "torch.bfloat16", "bf16", "", 3, {"": "x"}]
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype", "both"])
@@ -225,8 +191,7 @@ class TestPredictionLayers:
     def test_they_are_left_out_and_named(self, family: str, counted: Any, tmp_path: Path) -> None:
         folder = tmp_path / "model"
         layer = with_prediction_layer(folder, family, num_nextn_predict_layers=counted)
-        with HFCheckpoint(folder) as found:
-            left_out = check_tensors(found, hf_shapes(read_shape(folder)))
+        left_out = read_checked(folder)
         assert left_out == layer
         assert f"left out: {len(layer)} tensors of prediction layer 4 (" in describe_left_out(left_out)
         done = to_megatron(folder, tmp_path / "megatron", LOCAL)
@@ -255,7 +220,7 @@ class TestPredictionLayers:
         """A config.json with too few layers is not the model."""
         folder = write_family(tmp_path / "model", "qwen3_moe")
         edit_config(folder, num_hidden_layers=3)
-        with pytest.raises(CheckpointError, match=r"tensors unknown: model\.layers\.3.*num_nextn_predict_layers"):
+        with pytest.raises(CheckpointError, match=r"tensors unknown: model\.layers\.3.*--drop GLOB"):
             to_megatron(folder, tmp_path / "out", LOCAL)
         with_prediction_layer(tmp_path / "glm", "glm4_moe", num_nextn_predict_layers=1)
         tensors = load_file(tmp_path / "glm" / SINGLE)
@@ -272,8 +237,5 @@ def test_weights_in_8_bits_of_which_the_config_says_nothing_are_refused(dtype: t
     folder, name = write_family(tmp_path / "model", "qwen3_moe"), "model.layers.0.self_attn.q_proj.weight"
     tensors = load_file(folder / SINGLE)
     save_file(tensors | {name: tensors[name].to(dtype)}, folder / SINGLE, metadata={"format": "pt"})
-    with (
-        HFCheckpoint(folder) as found,
-        pytest.raises(CheckpointError, match=rf"{name} has dtype \w+, expected weights in 16"),
-    ):
-        check_tensors(found, hf_shapes(read_shape(folder)))
+    with pytest.raises(CheckpointError, match=rf"{name} has dtype \w+, expected weights in 16"):
+        read_checked(folder)

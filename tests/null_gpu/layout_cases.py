@@ -17,20 +17,16 @@ from megarl.megatron import distributed
 
 
 def one_step(layout: dict[str, int], recompute: str = "none", **overrides: Any) -> dict[str, Any]:
-    """A training step under replay of the rollouts' routes: loss, gradient norm, weights after it, peak of memory."""
+    """A training step under replay of the rollouts' routes: loss, gradient norm, weights after it."""
     assert torch.cuda.is_available() == (os.environ["EXPECTED_DEVICE"] == "gpu")
     with computing():
         # With its default of 1e-8, Adam makes a step of the rounding in gradients that are almost zero.
         settings = config(MODELS / "base", layout, recompute=RECOMPUTE[recompute], optim__adam_eps=1e-4, **overrides)
         policy = policy_of(settings)
-        before = torch.cuda.memory_allocated()
-        if torch.cuda.is_initialized():
-            torch.cuda.reset_peak_memory_stats()
         loss, _ = forward_backward(policy, settings, local_batch())
-        peak = torch.cuda.max_memory_allocated() - before
         norm, _ = policy.optimizer_step()
         weights = {name: weight.cpu() for name, weight in exported(policy).items()}
-    return {"loss": loss, "norm": norm, "weights": weights, "peak": peak}
+    return {"loss": loss, "norm": norm, "weights": weights}
 
 
 def agreements(layout: dict[str, int]) -> list[dict[str, Any]]:
@@ -53,6 +49,8 @@ def agreements(layout: dict[str, int]) -> list[dict[str, Any]]:
         distributed.barrier()
         kinds = ("AllReduce", "Broadcast", "AllGather", "Gather", "Send", "Recv")
         outcome["nccl_calls"] = [nccl.null_nccl_calls(kind.encode()) for kind in kinds]
+        dist.all_reduce(torch.zeros(1, device="cuda"))
+        outcome["counted"] = nccl.null_nccl_calls(b"AllReduce")
         found.append(outcome)
     return found
 

@@ -28,7 +28,6 @@ CASES = [
     case(8, STEP, "tp2 cp2 ep2 etp1 pp2"),
 ]
 AGREEMENTS = case(4, "null_gpu.layout_cases:agreements", "cp2 tp2")
-KEEPS_OUTPUTS = case(2, STEP, "pp2", megatron__deallocate_pipeline_outputs=False)
 NO_TE = "import sys; sys.modules['transformer_engine'] = None; "
 """Megatron's local layers: Transformer Engine's kernels have no values on the null GPU."""
 
@@ -56,7 +55,7 @@ def outcomes(
     root = tmp_path_factory.mktemp("layouts")
     specs = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     selected = {one for spec in specs if spec for one in spec.params.values()}
-    cases = [one for one in [*CASES, KEEPS_OUTPUTS, AGREEMENTS] if one in selected]
+    cases = [one for one in [*CASES, AGREEMENTS] if one in selected]
     run = "rank_worker.run_plan(pathlib.Path('.'))"
     write = "import tiny_world; tiny_world.write_models(pathlib.Path('../models')); "
     worlds = {
@@ -93,16 +92,6 @@ def test_a_step_over_nccl_is_that_over_gloo(case: Case, outcomes: Callable[[str,
         assert error <= 1e-5, f"{name}: off by {error}"
 
 
-@pytest.mark.parametrize(("frees", "keeps"), [(case(2, STEP, "pp2"), KEEPS_OUTPUTS)], ids=["pp2"])
-def test_a_stage_frees_what_it_has_sent(
-    frees: Case, keeps: Case, outcomes: Callable[[str, Case], dict[str, Any]]
-) -> None:
-    freed, kept = outcomes("gpu", frees), outcomes("gpu", keeps)
-    assert freed["loss"] == kept["loss"]
-    assert freed["norm"] == kept["norm"]
-    assert freed["peak"] <= kept["peak"] - 32 * 32 * 4  # an output of a micro-batch
-
-
 @pytest.mark.parametrize("case", [AGREEMENTS], ids=str)
 def test_ranks_agree_without_the_gpu(case: Case, outcomes: Callable[[str, Case], dict[str, Any]]) -> None:
     for found in outcomes("gpu", case):
@@ -114,3 +103,4 @@ def test_ranks_agree_without_the_gpu(case: Case, outcomes: Callable[[str, Case],
         assert found["from_main"] == "from 0"
         assert found["failures"] == ["the test failed on 1 other ranks; their messages say why", ""]
         assert found["nccl_calls"] == [0] * 6
+        assert found["counted"] == 1

@@ -126,10 +126,8 @@ def mismatch(old_logprobs: Floats, rollout_logprobs: Floats, tau: float = 2.0) -
     return {
         "rollout/k1": sum(mu - old for old, mu in zip(old_logprobs, rollout_logprobs, strict=True)) / n,
         "rollout/k3": sum(x - 1 - math.log(x) for x in rho) / n,
-        "rollout/chi2_token": sum(x * x for x in rho) / n - 1,
         "rollout/ess": sum(rho) ** 2 / sum(x * x for x in rho),
         f"rollout/extreme_{tau:g}": sum(1 for x in rho if max(x, 1 / x) > tau) / n,
-        "rollout/ppl_ratio": math.exp(-sum(math.log(x) for x in rho) / n),
     }
 
 
@@ -169,19 +167,3 @@ def zigzag(lengths: Sequence[int], cp_size: int, cp_rank: int) -> list[int]:
                 held.append(start + token)
         start += length
     return held
-
-
-def fewest_bins(lengths: Sequence[int], max_tokens: int) -> int:
-    """The smallest number of bins of max_tokens that hold all sequences, by trying every placement."""
-
-    def place(index: int, loads: list[int], best: int) -> int:
-        if len(loads) >= best:
-            return best
-        if index == len(lengths):
-            return len(loads)
-        for i in range(len(loads)):
-            if loads[i] + lengths[index] <= max_tokens:
-                best = place(index + 1, [*loads[:i], loads[i] + lengths[index], *loads[i + 1 :]], best)
-        return place(index + 1, [*loads, lengths[index]], best)
-
-    return place(0, [], len(lengths) + 1)

@@ -1,8 +1,4 @@
-"""Objectives as slow, obvious loops in float64, and the literal losses of the papers for autograd.
-
-The coefficients are those of the record's parts, token by token; the literal losses are written from the papers and
-know nothing of the record. Neither shares code with ``megarl.core.objectives``.
-"""
+"""Coefficients of a record as slow, obvious loops in float64; no code is shared with ``megarl.core.objectives``."""
 
 from __future__ import annotations
 
@@ -10,13 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from megarl.core.choices.parts import Factor, Gate, Mask, Objective, Penalty
 
 Floats = Sequence[float]
-TensorRows = Sequence[Sequence[Tensor]]
 
 
 def clamp(value: float, low: float, high: float) -> float:
@@ -296,50 +288,3 @@ def through_the_ratio(scope: str, terms: Floats) -> list[float]:
     # Token j is in the ratio of every token before it.
     shares = [1.0 if scope == "future_sum" else 1 / (len(terms) - i) for i in range(len(terms))]
     return [math.fsum(share * x for share, x in zip(shares[: j + 1], terms, strict=False)) for j in range(len(terms))]
-
-
-def clipped(ratio: Tensor, advantage: float, low: float, high: float) -> Tensor:
-    """PPO's min(ratio A, clip(ratio) A)."""
-    return torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-
-
-def kl_grpo_loss(
-    logprobs: TensorRows,
-    old_logprobs: Sequence[Floats],
-    kl: Sequence[Floats],
-    rewards: Floats,
-    groups: Sequence[int],
-    beta: float,
-    *,
-    whole_ratio: bool,
-    future: bool = True,
-    eps: float = 0.2,
-) -> Tensor:
-    """The literal KL-GRPO loss: -1/N sum_i 1/H_i sum_j min(rho_j A_j, clip(rho_j) A_j), by loss tokens only.
-
-    A_j: r_j = R - beta / H sum_{k >= j} K_k, standardised (population) over the responses of the group with a j-th
-    token. rho_j: exp(mean_{k >= j} log r_k), or r_j alone without ``future``; without ``whole_ratio`` only token j's
-    own log-probability moves it, log rho_j = sg[log rho_j] + lp_j - sg[lp_j]. kl: K of each loss token, detached.
-    """
-    returns = [
-        [reward - beta / len(row) * math.fsum(row[j:]) for j in range(len(row))]
-        for reward, row in zip(rewards, kl, strict=True)
-    ]
-
-    def advantage(n: int, j: int) -> float:
-        same = [row[j] for row, group in zip(returns, groups, strict=True) if group == groups[n] and len(row) > j]
-        mean = math.fsum(same) / len(same)
-        spread = math.sqrt(math.fsum((x - mean) ** 2 for x in same) / len(same))
-        return (returns[n][j] - mean) / (spread + 1e-6)
-
-    terms = []
-    for n, (lps, olds) in enumerate(zip(logprobs, old_logprobs, strict=True)):
-        logs = [lp - old for lp, old in zip(lps, olds, strict=True)]
-        row = []
-        for j, lp in enumerate(lps):
-            log_rho = torch.stack(logs[j:] if future else logs[j : j + 1]).mean()
-            if not whole_ratio:
-                log_rho = log_rho.detach() + lp - lp.detach()
-            row.append(clipped(log_rho.exp(), advantage(n, j), 1 - eps, 1 + eps))
-        terms.append(row)
-    return -torch.stack([torch.stack(row).mean() for row in terms if row]).mean()

@@ -22,7 +22,7 @@ class Job:
     name: str
     world_size: int
     function: str
-    """``module:function``, the module in this folder."""
+    """``module:function``, the module in this folder or installed."""
     arguments: dict[str, Any] = field(default_factory=dict)
 
 

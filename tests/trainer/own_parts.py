@@ -15,6 +15,7 @@ from megarl.core.objectives import OBJECTIVES, Coefficients, Mask, TokenColumns
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.local.engine import LocalEngine
 from megarl.engines.protocol import SamplingParams
+from megarl.engines.tools.protocol import Episode, ModelTurn, Observation
 from megarl.trainer.engines import make_local_engine
 
 
@@ -70,12 +71,6 @@ def root(ratios: torch.Tensor) -> torch.Tensor:
     return ratios.pow(0.5)
 
 
-def in_window(columns: TokenColumns) -> torch.Tensor:
-    """The mask "ppo" of the row grpo."""
-    ratio = (columns.logprobs - columns.old_logprobs).exp()
-    return ~((columns.advantages > 0) & (ratio > 1.2)) & ~((columns.advantages < 0) & (ratio < 0.8))
-
-
 def standardized(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """The advantage "grpo"."""
     found = torch.zeros_like(rewards)
@@ -118,3 +113,25 @@ def negative(asked: int, positives: int, negatives: int) -> int:
 
 def raises(asked: int, positives: int, negatives: int) -> int:
     raise SystemExit(3)
+
+
+class Sevens:
+    def __init__(self, prompt: str) -> None:
+        self._prompt = prompt
+
+    async def step(self, turn: ModelTurn) -> Observation:
+        if self._prompt[0] in "01234":
+            raise OSError("the disk is gone")
+        return Observation("=7", done=turn.index == 1)
+
+    async def close(self) -> None:
+        pass
+
+
+class Environment:
+    def begin(self, prompt: str, seed: int) -> Episode:
+        return Sevens(prompt)
+
+
+def make() -> Environment:
+    return Environment()

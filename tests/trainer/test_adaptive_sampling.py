@@ -32,12 +32,7 @@ COMMON: dict[str, Any] = {
     "rollout__prompts_per_step": PROMPTS,
     "reward__threshold": 0.3,
 }
-BALANCE = {
-    **COMMON,
-    "sampling__rule": "ada_seq_balance",
-    "sampling__round_size": 3,
-    "sampling__max_samples": 9,
-}
+BALANCE = {**COMMON, "sampling__rule": "ada_seq_balance", "sampling__round_size": 3, "sampling__max_samples": 9}
 POS = {**BALANCE, "sampling__rule": "ada_seq_pos", "sampling__keep": "random"}
 REFILL = {**COMMON, "sampling__refill": True, "sampling__spare": 2}
 COUNTS = {**COMMON, "sampling__rule": "ada_est", "sampling__max_samples": 9}
@@ -89,20 +84,8 @@ def by_layout(
     world: World, settings_of: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
     """By layout and rule: two steps."""
-    job = Job(
-        "adaptive",
-        2,
-        "train_jobs:adaptive",
-        {
-            "world": world,
-            "layouts": {
-                f"{layout} {rule}": {**settings, **LAYOUTS[layout]}
-                for layout in LAYOUTS
-                for rule, settings in settings_of.items()
-                if (layout, rule) in cases()
-            },
-        },
-    )
+    layouts = {f"{layout} {rule}": {**settings_of[rule], **LAYOUTS[layout]} for layout, rule in cases()}
+    job = Job("adaptive", 2, "train_jobs:adaptive", {"world": world, "layouts": layouts})
     found = run_jobs([job], tmp_path_factory.mktemp("adaptive"))["adaptive"].checked()
     return {**found, **{f"single {rule}": value for rule, value in adaptive(world, settings_of).items()}}
 
@@ -197,60 +180,23 @@ def test_a_run_on_two_ranks_is_that_on_one(runs: Path, rule: str) -> None:
         (record["kind"], record["step"]) for record in alone
     ]
     for one, other in zip(alone, two, strict=True):
-        for key in (
-            "loss",
-            "grad_norm",
-            "reward/mean",
-            "sampling/samples",
-            "sampling/trained",
-            "entropy",
-            "policy_loss",
-        ):
-            if key in one:
-                assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6)
+        for key in one.keys() & {"loss", "grad_norm", "reward/mean", "sampling/samples", "sampling/trained", "entropy"}:
+            assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6)
 
 
 @pytest.fixture(scope="module")
 def runs(world: World, settings_of: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For some rules a whole run of four steps, and one that is killed in the third, after its checkpoint of two; and
-    runs of one step on one rank and on two."""
+    """Runs of one step on one rank and on two."""
     folder = tmp_path_factory.mktemp("runs")
     jobs = []
-    for rule in ("refill", "counts", "gvm"):
-        common = {
-            **settings_of[rule],
-            "run__steps": 4,
-            "checkpoint__every": 2,
-            **({"gvm__refresh_every": 3} if rule == "gvm" else {}),
-        }
-        for name, die_after in (("whole", None), ("cut", ("minibatch", 3, 0)), ("cut", None)):
-            overrides = {**common, "run__dir": str(folder / f"{rule}_{name}")}
-            arguments = {"world": world, "overrides": overrides, "die_after": die_after}
-            jobs.append(Job(f"{rule} {name} {die_after is not None}", 1, "train_jobs:run", arguments))
     for rule, more in TWICE.items():
         for name, ranks in (("one", 1), ("two", 2)):
-            overrides = {**settings_of[rule.split()[0]], **more, "run__steps": 1}
-            overrides |= {"run__dir": str(folder / f"{rule}_{name}")} | {
-                "train__mini_batches": 1,
-                "parallel__ep": ranks,
-            }
+            overrides = {**settings_of[rule.split()[0]], **more, "run__steps": 1, "train__mini_batches": 1}
+            overrides |= {"run__dir": str(folder / f"{rule}_{name}"), "parallel__ep": ranks}
             jobs.append(Job(f"{rule} {name}", ranks, "train_jobs:run", {"world": world, "overrides": overrides}))
-    for name, ended in run_jobs(jobs, folder / "jobs").items():
-        if name.endswith("True"):
-            assert all(ended.exit_codes)
-        else:
-            ended.checked()
-        assert ("after step 2" in ended.output) == name.endswith("cut False")
+    for ended in run_jobs(jobs, folder / "jobs").values():
+        ended.checked()
     return folder
-
-
-@pytest.mark.slow
-@pytest.mark.multirank
-@pytest.mark.parametrize("rule", ["refill", "counts", "gvm"])
-def test_a_run_that_is_killed_resumes_as_if_it_had_not_been(runs: Path, rule: str) -> None:
-    whole, cut = (without_timing(read_metrics(runs / f"{rule}_{name}" / "metrics.jsonl")) for name in ("whole", "cut"))
-    assert cut == whole
-    assert len([record for record in whole if record["kind"] == "step"]) == 4
 
 
 def shown(made: Sampler, step: int) -> dict[str, Any]:
@@ -277,15 +223,11 @@ def test_the_random_choice_is_seeded_by_run_and_step(world: World, settings_of: 
             return [shown(made, step)["selection"][1] for step in (0, 0, 1)]
 
     first, random = chosen(), chosen(sampling__keep="random")
-    assert first[0] == [0, 1] * PROMPTS
-    assert random[0] == random[1] == chosen(sampling__keep="random")[0]
-    assert random[0] != first[0]
-    assert random[2] != random[0]
+    assert first[0] == [0, 1] * PROMPTS != random[0]
+    assert random[0] == random[1] != random[2]
     assert chosen(sampling__keep="random", run__seed=4)[0] != random[0]
     estimated = {"sampling__rule": "ada_est", "sampling__max_samples": 9}
-    first, random = chosen(**estimated), chosen(**estimated, sampling__keep="random")
-    assert first[0] == [0, 1] * PROMPTS
-    assert random[0] != first[0]
+    assert chosen(**estimated)[0] == [0, 1] * PROMPTS != chosen(**estimated, sampling__keep="random")[0]
 
 
 def test_gvm_draws_a_first_stage_now_and_then_and_allots_by_it(
@@ -441,43 +383,6 @@ class TestFailures:
             made.engine = sound
             made.sample_step(0)
 
-    @pytest.mark.parametrize("reward", ["signed", "flat_where_told"])
-    def test_a_threshold_that_no_reward_reaches_or_all_do(
-        self, world: World, settings_of: dict[str, dict[str, Any]], rule: str, reward: str
-    ) -> None:
-        for threshold in (-2.0, 2.0):
-            overrides = {
-                **settings_of[rule],
-                "reward__threshold": threshold,
-                "reward__function": f"train_rewards:{reward}",
-                "credit__scale": "none",
-            }
-            with sampler(world, **overrides) as (made, _):
-                metrics = finalize(made.sample_step(0).metrics)
-            assert metrics["sampling/trained"] > 0
-
-    def test_one_prompt(self, world: World, settings_of: dict[str, dict[str, Any]], rule: str) -> None:
-        overrides = {**settings_of[rule], "rollout__prompts_per_step": 1, "train__mini_batches": 1}
-        with sampler(world, **{**overrides, "data__train": data_of(world.folder / "one", set())}) as (made, _):
-            selections = recorded(made)
-            for step in range(2):
-                made.sample_step(step)
-        assert all(len(selection.pools) == 1 for selection in selections)
-
-    def test_groups_of_one(self, world: World, settings_of: dict[str, dict[str, Any]], rule: str) -> None:
-        more = {"rollout__group_size": 1, "sampling__train_size": None, "sampling__subsample": None}
-        overrides = {**settings_of[rule], **more}
-        overrides = {key: value for key, value in overrides.items() if value is not None}
-        if rule not in ("balance", "pos"):  # whose pools are larger
-            with pytest.raises(ConfigError, match=r"rollout.group_size: found 1 response to a prompt"):
-                world.settings(**overrides)
-            if rule == "refill":
-                return
-            overrides |= {"train__objective": "raft", "sampling__advantages": "objective"}
-        with sampler(world, **overrides) as (made, _):
-            drawn = made.sample_step(0)
-        assert np.isfinite(np.concatenate([np.asarray(part) for part in drawn.advantages])).all()
-
 
 class Failing:
     """The real engine, until a session has asked it for so many responses; then an error."""
@@ -500,18 +405,6 @@ class _FailingSession:
         if self._failing.left == -1:
             raise self._failing.error
         return found
-
-
-@pytest.mark.parametrize("rule", ["balance", "refill"])
-def test_rewards_from_worker_processes_and_their_timing_change_nothing(
-    world: World, settings_of: dict[str, dict[str, Any]], rule: str
-) -> None:
-    found = []
-    for reward in ("sometimes_raises_here", "sometimes_raises"):
-        overrides = {**settings_of[rule], "reward__function": f"train_rewards:{reward}", "reward__workers": 2}
-        with sampler(world, **overrides) as (made, _):
-            found.append([shown(made, step)["mini_batches"] for step in range(2)])
-    assert found[0] == found[1]
 
 
 def test_no_contrast_under_refill_ends_the_run_and_says_what_to_do(world: World, tmp_path: Path) -> None:
@@ -549,18 +442,13 @@ def test_one_threshold_says_what_is_correct(world: World, threshold: float, monk
     assert evaluated["eval/pass_rate"] == (seen[-1].column("reward") > threshold).mean()
 
 
-@pytest.mark.parametrize("scale", ["rate", "root_rate"])
-@pytest.mark.parametrize("rule", ["balance", "counts", "gvm"])
+@pytest.mark.parametrize(("rule", "scale"), [("balance", "rate"), ("counts", "root_rate"), ("gvm", "rate")])
 def test_negative_rewards_are_no_pass_rates(
     world: World, settings_of: dict[str, dict[str, Any]], rule: str, scale: str
 ) -> None:
     """At the first such reward, and not only when a prompt's mean is negative."""
-    overrides = {
-        **settings_of[rule],
-        "reward__function": "train_rewards:signed",
-        "credit__scale": scale,
-        "sampling__advantages": "credit",
-    }
+    overrides = {**settings_of[rule], "reward__function": "train_rewards:signed", "credit__scale": scale}
+    overrides["sampling__advantages"] = "credit"
     expected = pytest.raises(ConfigError, match=rf'credit.scale: found "{scale}".*reward is -')
     with sampler(world, **overrides) as (made, _), expected:
         made.sample_step(0)

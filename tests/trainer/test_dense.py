@@ -15,8 +15,7 @@ from megarl import cli
 from megarl.config import Config
 from megarl.data.tiny import Family, write_sort_task, write_tiny_model
 from megarl.engines.local.engine import LocalEngine
-from megarl.engines.protocol import SamplingParams
-from megarl.errors import ConfigError, RolloutError
+from megarl.errors import ConfigError
 from megarl.megatron import distributed
 from megarl.megatron.hf_weights import save_hf
 from megarl.models.hf_files import HFCheckpoint
@@ -132,11 +131,6 @@ def test_what_needs_experts_is_refused_before_the_run_folder_is_made(
     with pytest.raises(ConfigError, match=says):
         train(settings)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_dense_engine_refuses_to_return_routes(worlds: dict[str, World]) -> None:
-    with pytest.raises(RolloutError, match="no experts"):
-        LocalEngine.from_pretrained(worlds["qwen3"].model).converse(lambda _: None, SamplingParams())
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ def broken(*, prompt, response, answer): return answr == response
 def text(*, prompt, response, answer): return "right"
 def right(*, prompt, response, answer): return float(answer == response)
 def make(): raise OSError("no such device")
-def objective(columns): return columns.logprobs[:1]
 def nothing_alone(rewards, groups): return rewards * (groups[0] == groups[-1])
 """
 
@@ -97,34 +96,14 @@ CASES: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], bool]] =
     "a reward of one's own": (None, {"reward__function": "inputs_under_test:right"}, True),
     "FP8": (quantized(lambda t: None), {}, True),
     "FP8 without a scale": (quantized(lambda t: t.pop(SCALED + SCALE)), {}, False),
-    "FP8 with scales of other blocks": (
-        quantized(lambda t: t.update({SCALED + SCALE: t[SCALED + SCALE].repeat(2, 1)})),
-        {},
-        False,
-    ),
-    "a vector in FP8": (
-        quantized(lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)})),
-        {},
-        False,
-    ),
     "no model": (lambda f: shutil.rmtree(f / "model"), {}, False),
     "an unknown family": (edit("config.json", model_type="strange"), {}, False),
     "a dtype that nobody can open": (edit("config.json", dtype="auto"), {}, False),
     "a config of another width": (edit("config.json", moe_intermediate_size=24), {}, False),
     "more experts than there are": (edit("config.json", num_experts_per_tok=9), {}, False),
-    "another quantisation": (edit("config.json", quantization_config={"quant_method": "gptq", "bits": 4}), {}, False),
     "no weights": (lambda f: (f / "model" / SINGLE).unlink(), {}, False),
     "truncated weights": (truncate, {}, False),
-    "weights and an index of others": (
-        lambda f: (f / "model" / INDEX).write_text(json.dumps({"weight_map": {"x": "other.safetensors"}})),
-        {},
-        False,
-    ),
-    "two sets of weights": (
-        lambda f: shutil.copy(f / "model" / SINGLE, f / "model" / "model.fp32.safetensors"),
-        {},
-        False,
-    ),
+    "another index": (lambda f: (f / "model" / INDEX).write_text('{"weight_map": {"x": "x.safetensors"}}'), {}, False),
     "a missing tensor": (tensors(lambda t: t.pop("model.norm.weight")), {}, False),
     "a further tensor": (tensors(lambda t: t.update(x=torch.ones(1))), {}, False),
     "a transposed tensor": (
@@ -133,27 +112,12 @@ CASES: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], bool]] =
         False,
     ),
     "no reference": (lambda f: shutil.rmtree(f / "reference"), KL, False),
-    "a reference of another shape": (
-        lambda f: (f / "reference" / "config.json").write_text(
-            json.dumps(json.loads((f / "reference" / "config.json").read_text()) | {"rms_norm_eps": 1e-3})
-        ),
-        KL,
-        False,
-    ),
-    "a reference without a tensor": (tensors(lambda t: t.pop("model.norm.weight"), "reference"), KL, False),
     "no tokenizer": (lambda f: [file.unlink() for file in (f / "model").glob("tokenizer*")], {}, False),
     "a broken tokenizer": (lambda f: (f / "model" / "tokenizer.json").write_text("{}"), {}, False),
     "a bad last line": (line('{"prompt": "12"}'), {}, False),
-    "no JSON in the last line": (line("{"), {}, False),
     "a long last prompt": (line('{"prompt": "123456789", "answer": "1"}'), {}, False),
     "a bad last held-out line": (line('{"prompt": ""}', "heldout.jsonl"), {"eval__every": 1}, False),
-    "a benchmark without answers": (
-        line('{"prompt": "12"}', "demonstrations.jsonl"),
-        {"eval__sets": {"more": "{folder}/task/demonstrations.jsonl"}, "eval__every": 1},
-        False,
-    ),
     "no chat template": (None, {"data__chat_template": True}, False),
-    "no reward module": (None, {"reward__function": "no_such_module:right"}, False),
     "no reward function": (None, {"reward__function": "inputs_under_test:wrong"}, False),
     "a reward without a keyword": (None, {"reward__function": "inputs_under_test:missing_keyword"}, False),
     "no environment": (None, {"environment__function": "inputs_under_test:nothing"}, False),
@@ -163,7 +127,6 @@ CASES: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], bool]] =
         {"environment__function": "tools", "environment__tools": ["calculator"], "environment__stop": ["123"]},
         False,
     ),
-    "an objective of another length": (None, {"train__objective": "inputs_under_test:objective"}, False),
     "an advantage that is 0 in groups of one": (
         None,
         {"train__objective_overrides": {"advantage": "inputs_under_test:nothing_alone"}, "rollout__group_size": 1},
@@ -210,7 +173,6 @@ def test_both_say_the_same(what: str, world: World, tmp_path: Path, monkeypatch:
     monkeypatch.delitem(__import__("sys").modules, "inputs_under_test", raising=False)
     if spoil is not None:
         spoil(tmp_path)
-    keys = json.loads(json.dumps(keys).replace("{folder}", str(tmp_path)))
     try:
         config = World(tmp_path).settings(run__dir=str(tmp_path / "run"), **keys)
     except MegarlError:  # for both of them

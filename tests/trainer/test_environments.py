@@ -49,11 +49,6 @@ def refuses():
 
 def nothing():
     return None
-
-def nameless():
-    async def tool(argument):
-        return None
-    return tool
 '''
 
 
@@ -70,7 +65,9 @@ def first_answer(environment: Environment | None, text: str) -> Observation:
     return asyncio.run(environment.begin("", 0).step(turn))
 
 
-def test_without_a_function_there_is_none() -> None:
+def test_a_function_of_the_user_gets_its_options_and_without_one_there_is_none() -> None:
+    config = EnvironmentConfig(function="made_by_user:Once", options={"text": "hello"})
+    assert first_answer(make_environment(config), "").text == "hello"
     assert make_environment(EnvironmentConfig()) is None
 
 
@@ -90,46 +87,21 @@ def test_tools_are_made_with_the_format_that_is_asked_for() -> None:
     assert first_answer(made, both).text == "|A\n</tool_response>\n<tool_response>\n1|"
 
 
-@pytest.mark.needs("bwrap")
-def test_the_python_tool_has_the_limits_of_the_configuration() -> None:
-    limits = {"function": "tools", "tools": ["python"], "python_memory_mb": 300, "python_output_kb": 1}
-    made = make_environment(EnvironmentConfig(**limits, python_s=60.0))
-    assert first_answer(made, "<tool>print('x' * 2000)</tool>").text.count("x") == 1024
-    assert "MemoryError" in first_answer(made, "<tool>bytearray(400 << 20)</tool>").text
-    made = make_environment(EnvironmentConfig(**limits, python_s=2.0))
-    assert "A" not in first_answer(made, "<tool>import time; time.sleep(30); print('A')</tool>").text
-
-
-def test_a_function_of_the_user_gets_its_options() -> None:
-    config = EnvironmentConfig(function="made_by_user:Once", options={"text": "hello"})
-    assert first_answer(make_environment(config), "").text == "hello"
-
-
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
         ({"function": "gym"}, r"environment\.function: found 'gym', expected tools, or package\.module:name"),
-        ({"function": ":f"}, "expected tools, or"),
-        ({"function": "a:"}, "expected tools, or"),
         ({"function": "no_such_module:f"}, "'no_such_module:f', but cannot import 'no_such_module' .*PYTHONPATH"),
-        ({"function": "made_by_user:missing"}, "has nothing named 'missing'"),
         ({"function": "broken_by_user:f"}, r"cannot import 'broken_by_user' \(ZeroDivisionError: "),
-        (
-            {"function": "made_by_user:Once", "options": {"fails": True}},
-            "Once raised RuntimeError: no licence",
-        ),
-        (
-            {"function": "made_by_user:nothing", "options": {"x": 1}},
-            "nothing raised TypeError: .* keyword",
-        ),
+        ({"function": "made_by_user:Once", "options": {"fails": True}}, "Once raised RuntimeError: no licence"),
+        ({"function": "made_by_user:nothing", "options": {"x": 1}}, "nothing raised TypeError: .* keyword"),
         ({"function": "made_by_user:nothing"}, r"made a NoneType without begin\(prompt, seed\)"),
         ({"function": "made_by_user:refuses"}, r"^user: no GPU for the judge$"),
         ({"function": "tools", "tools": ["search"]}, r"environment\.tools: found 'search', expected calculator, "),
         ({"function": "tools", "tools": ["made_by_user:nothing"]}, "made a NoneType, expected a tool with a name"),
-        ({"function": "tools", "tools": ["made_by_user:nameless"]}, "made a function, expected a tool with a name"),
         (
             {"function": "tools", "tools": ["calculator"] * 2, "format": "hermes"},
-            "expected at least one, with own names",
+            "at least one, with own names",
         ),
         pytest.param(
             {"function": "tools", "tools": ["python"], "python_memory_mb": 1},

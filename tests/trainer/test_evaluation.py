@@ -18,9 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl import cli
 from megarl.core.sampling.pass_at_k import pass_at_k
-from megarl.ops.evaluate.evaluation import _run_of
 from megarl.run.metrics_log import read_metrics
-from megarl.trainer.sampling.requests import EVALUATE, benchmark_number, sampling_seed
 
 Megarl = Callable[..., int]
 
@@ -92,8 +90,6 @@ def test_figures_are_those_of_the_model(world: World, call: Megarl, tmp_path: Pa
     assert stops  # the end token is among the first ones
     rows = [json.loads(line) for line in (tmp_path / "out" / "heldout" / "prompts.jsonl").read_text().splitlines()]
     assert [row["correct"] for row in rows] == right.sum(axis=1).tolist()
-    inside = [row["other_samples"][0] <= rate <= row["other_samples"][1] for row, rate in zip(rows, p, strict=True)]
-    assert sum(inside) >= 13  # of 16, at 95 %
 
 
 def test_failed_rewards_are_counted_and_said(call: Megarl, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,21 +151,11 @@ def test_greedy_takes_the_most_likely_token(world: World, call: Megarl, tmp_path
     assert responses(tmp_path / "nucleus") == responses(tmp_path)
 
 
-def test_every_response_has_a_seed_of_its_own_and_heldout_those_of_the_trainer() -> None:
-    places = [
-        (name, prompt, sample) for name in ("heldout", "aime24", "aime25") for prompt in (0, 1) for sample in (0, 1)
-    ]
-    seeds = [sampling_seed(3, EVALUATE, benchmark_number(place[0]), *place[1:]) for place in places]
-    assert len(set(seeds)) == len(places)
-    assert seeds[:4] == [sampling_seed(3, EVALUATE, 0, prompt, sample) for _, prompt, sample in places[:4]]
-    assert seeds[4] == sampling_seed(3, EVALUATE, 2916937393, 0, 0)  # never to change: crc32 of the name
-
-
 def test_episodes_are_evaluated_as_they_train(
     world: World, call: Megarl, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two turns of at most 2 tokens around an observation; the environment fails on prompts that begin with 0 to 4."""
-    words = ["--environment.function", "evaluation_environment:make", "--environment.max_turn_tokens", "2"]
+    words = ["--environment.function", "own_parts:make", "--environment.max_turn_tokens", "2"]
     assert call("--out", tmp_path, *words, "--samples", "2") == 0
     texts = (world.folder / "task" / "heldout.jsonl").read_text().splitlines()
     fails = [json.loads(text)["prompt"][0] in "01234" for text in texts]
@@ -192,21 +178,14 @@ def test_episodes_are_evaluated_as_they_train(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--checkpoint", "{tmp}/none"], "--checkpoint: {tmp}/none is not a folder"),
         (["--checkpoint", "{model}"], "is a Hugging Face folder; evaluate it with --model.path {model}"),
         (["--checkpoint", "{tmp}"], "holds no complete checkpoint"),
         (["--checkpoint", "{tmp}/step_0000007"], "has no manifest.json"),
-        (["--model.path", "{tmp}/none"], "model.path: there is no folder {tmp}/none"),
         (["--model.path", "{tmp}/bare"], "weights: {tmp}/bare has no *.safetensors"),
         (["--samples", "4", "--k", "8"], "--k: found 8, expected 1 to --samples = 4"),
-        (["--k", "0"], "--k: found 0"),
-        (["--samples", "0"], "--samples: found 0, expected at least 1"),
         (["--samples", "2", "--eval.temperature", "0"], "--samples: found 2 with eval.temperature = 0"),
         (["--data", "aime23"], "--data: found 'aime23', expected aime24, aime25, hmmt25"),
         (["--data", "hmmt25"], "MathArena/hmmt_feb_2025: neither a file here nor"),
-        (["--data", "{tmp}/none.jsonl"], "there is no such file"),
-        (["--template", "x"], "--template: found 'x'"),
-        (["--reward.function", "no_such:reward"], "cannot import 'no_such'"),
         (["--data.max_prompt_tokens", "3"], "more than data.max_prompt_tokens = 3"),
         (["--out", "{tmp}/file"], "--out: {tmp}/file cannot be made"),
     ],
@@ -314,13 +293,3 @@ def test_an_error_on_one_rank_ends_all(layouts: tuple[Path, dict[str, Ended]]) -
     assert "the evaluation on heldout failed on 1 other ranks" in ended["wrong"].output
     assert ended["one rank too few"].exit_codes == (1,)
     assert "parallel: found 1 ranks, expected a multiple of ep" in ended["one rank too few"].output
-
-
-def test_results_are_written_beside_the_run_of_the_checkpoint(world: World, tmp_path: Path) -> None:
-    config = world.settings(run__dir=str(tmp_path / "mine"))
-    checkpoint = tmp_path / "theirs" / "checkpoints" / "step_0000002"
-    checkpoint.mkdir(parents=True)
-    assert _run_of(checkpoint, config) == tmp_path / "mine"  # a folder of some checkpoints is no run
-    (tmp_path / "theirs" / "run_id").write_text("x")
-    assert _run_of(checkpoint, config) == tmp_path / "theirs"
-    assert _run_of(None, config) == tmp_path / "mine"

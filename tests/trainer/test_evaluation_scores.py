@@ -1,16 +1,22 @@
-"""Figures of an evaluation: hand-computed, with rewards that failed."""
+"""Figures of an evaluation, hand-computed; and what its options mean before anything is loaded."""
 
 from __future__ import annotations
 
-import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megarl.core.sampling.pass_at_k import fixed_prompts_interval, wilson_interval
+from megarl.config import Config
+from megarl.config.file import parse
+from megarl.core.sampling.pass_at_k import wilson_interval
+from megarl.errors import ConfigError
 from megarl.ops.evaluate.evaluation import to_text
+from megarl.ops.evaluate.request import eval_request
 from megarl.trainer.sampling.evaluation import Samples, score, score_prompts
 
 NAN = float("nan")
@@ -27,6 +33,8 @@ def ends(interval: Any) -> list[float]:
 
 
 def test_responses_without_a_reward_do_not_pass_and_are_counted() -> None:
+    nothing = score(samples([NAN, NAN]), (1,))
+    assert (nothing["judged"], nothing["reward_mean"], nothing["avg"]["value"]) == (0, None, 0.0)
     made = samples([1, 1, 0, NAN], [0, 0, 0, 0], [NAN] * 4, [1, NAN, NAN, NAN])
     found, wrong = score(made, (1, 2, 4)), score(replace(made, rewards=np.nan_to_num(made.rewards)), (1, 2, 4))
     assert found["avg"]["value"] == 3 / 16
@@ -42,15 +50,6 @@ def test_pass_at_k_is_unbiased_and_a_reward_at_the_threshold_is_no_pass() -> Non
     found = score(samples([1, 0.8, 0.7, 0], [0, 0, 0, 2]), (2, 3))
     assert found["pass"]["2"]["value"] == pytest.approx((1 - 1 / 6 + 1 - 3 / 6) / 2)
     assert found["pass"]["3"]["value"] == pytest.approx((1 + 1 - 1 / 4) / 2)
-    assert found["avg"]["other_samples"] == pytest.approx(ends(fixed_prompts_interval([4, 4], [2, 1])))
-
-
-def test_what_counts_as_correct_can_be_set() -> None:
-    rewards, one = np.array([[1, 0.8, 0.5, 0]]), np.ones((1, 4), dtype=np.int64)
-    for threshold, correct in ((0.9, 1), (0.7, 2), (0.4, 3), (-1.0, 4)):
-        made = Samples(rewards, one, one == 0, threshold)
-        assert score(made, (1,))["avg"]["value"] == correct / 4
-        assert score_prompts(made)[0]["correct"] == correct
 
 
 def test_where_every_prompt_is_one_draw_the_interval_has_a_width() -> None:
@@ -65,18 +64,14 @@ def test_where_every_prompt_is_one_draw_the_interval_has_a_width() -> None:
 def test_nothing_judged_is_null_and_not_nan() -> None:
     found = score(samples([NAN, NAN]), (1,))
     assert (found["judged"], found["reward_mean"], found["avg"]["value"]) == (0, None, 0.0)
-    assert json.dumps(found, allow_nan=False)
 
 
-def test_prompts_have_wilson_intervals() -> None:
+def test_prompts_have_counts_and_a_pass_rate() -> None:
     rows = score_prompts(samples([1, 0, NAN], [NAN, NAN, NAN]))
-    assert rows[0] == {
-        "judged": 2,
-        "correct": 1,
-        "pass_rate": 1 / 3,
-        "other_samples": ends(wilson_interval(1, 3)),
-    }
-    assert rows[1] == {"judged": 0, "correct": 0, "pass_rate": 0.0, "other_samples": ends(wilson_interval(0, 3))}
+    assert rows == [
+        {"judged": 2, "correct": 1, "pass_rate": 1 / 3},
+        {"judged": 0, "correct": 0, "pass_rate": 0.0},
+    ]
 
 
 def test_the_table_fits_a_pipe_and_says_what_was_not_judged() -> None:
@@ -87,4 +82,41 @@ def test_the_table_fits_a_pipe_and_says_what_was_not_judged() -> None:
     assert "7 of 8" in shown
     assert "aime24: 7 of 8 responses judged" in shown
     assert "first failure: [odd] one" in shown
-    assert {len(line) for line in shown.splitlines()[:4]} == {79}
+    assert {len(line) for line in shown.splitlines()[:4]} == {58}
+
+
+def config(**tables: Any) -> Config:
+    table: dict[str, Any] = {
+        "run": {"steps": 1},
+        "model": {"path": "model"},
+        "data": {"train": "train.jsonl", "heldout": "heldout.jsonl"},
+        "rollout": {"prompts_per_step": 3, "group_size": 5, "max_response_tokens": 8},
+        "optim": {"lr": 1e-3},
+    }
+    return parse(table | tables)
+
+
+def test_samples_and_k_have_defaults() -> None:
+    for count, ks in ((1, (1,)), (2, (1, 2)), (4, (1, 4)), (8, (1, 4, 8)), (16, (1, 4, 16)), (64, (1, 4, 16, 64))):
+        found = eval_request(config(eval={"samples": count}))
+        assert (found.samples, found.ks) == (count, ks)
+        assert eval_request(config(), samples=count).ks == ks
+        assert eval_request(config(), samples=count, ks=[count, 1, count]).ks == tuple(sorted({1, count}))
+
+
+def test_without_a_checkpoint_any_number_of_ranks_will_do() -> None:
+    """Neither the layout nor the batches of training divide 7 ranks."""
+    table = {"parallel": {"tp": 2}, "train": {"mini_batches": 5}}
+    found = eval_request(config(**table)).layout(7)
+    assert (found.parallel.tp, found.parallel.ep) == (1, 1)
+    request = eval_request(config(**table), checkpoint=Path("run"))
+    assert request.layout(6).parallel.tp == 2
+    with pytest.raises(ConfigError, match="parallel: found 7 ranks, expected a multiple of tp"):
+        request.layout(7)
+    assert request.config == config(**table)
+
+
+def test_a_wrong_option_is_found_before_anything_heavy_is_imported() -> None:
+    code = "import sys, megarl.ops.evaluate.request; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
+    assert told.stdout.strip() == "[]"

@@ -13,8 +13,8 @@ import pytest
 import torch
 from forks import Job, run_jobs
 from megatron.core.transformer.moe.router import TopKRouter
-from model_jobs import BLOCKS, Case, case_training, norms, steps_around, tied_model
 from test_step_oracle import logprobs_of, model_at
+from train_jobs import BLOCKS, Case, case_training, norms, steps_around, tied_model
 from train_world import World, training
 
 from megarl.core.types import Rollout
@@ -52,13 +52,7 @@ ON_FOUR = {
     "r3 cp2 ep2": Case({**REPLAYED, "parallel__cp": 2, "parallel__ep": 2}, (1, 2), engine="fp8"),
 }
 AROUND = {
-    "ep2 overlapped": Case(
-        {**REPLAYED, "parallel__ep": 2, "megatron__overlap_grad_reduce": True},
-        (2, 1),
-        engine="fp8",
-        blocks=("output_layer",),
-    ),
-    "ep2": Case({**REPLAYED, "parallel__ep": 2}, (1, 3), engine="fp8", blocks=("embedding",)),
+    "ep2 overlapped": Case({**UNTIED["ep2 overlapped"].overrides, **REPLAYED}, (2, 1), engine="fp8"),
     "tied pp2": Case({**REPLAYED, "parallel__pp": 2}, (2,), tied=True, engine="fp8", blocks=("output_layer",)),
 }
 
@@ -112,19 +106,12 @@ def oracles(world: World) -> dict[str, dict[str, np.ndarray]]:
     }
 
 
-def _with_temperature(cases: dict[str, Case]) -> dict[str, Case]:
-    return {
-        name: Case({**case.overrides, "rollout__temperature": 0.9}, case.counts, case.tied, case.engine, case.blocks)
-        for name, case in cases.items()
-    }
-
-
 @pytest.fixture(scope="module")
 def on_two_ranks(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     tied_model(world)
     jobs = [
-        Job("norms", 2, "model_jobs:norms", {"world": world, "cases": _with_temperature(UNTIED | TIED | R3)}),
-        Job("around", 2, "model_jobs:steps_around", {"world": world, "cases": AROUND}),
+        Job("norms", 2, "train_jobs:norms", {"world": world, "cases": UNTIED | TIED | R3}),
+        Job("around", 2, "train_jobs:steps_around", {"world": world, "cases": AROUND}),
     ]
     return {name: ended.checked() for name, ended in run_jobs(jobs, tmp_path_factory.mktemp("norms")).items()}
 
@@ -139,12 +126,9 @@ def _same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None
 def test_norms_are_those_of_transformers_and_autograd(
     world: World, oracles: dict[str, dict[str, np.ndarray]], kind: str
 ) -> None:
-    case = {
-        "untied": Case({}, (NUM,)),
-        "tied": Case({}, (NUM,), tied=True),
-        "r3": Case({**REPLAYED, **RECOMPUTED}, (NUM,), engine="fp8"),
-    }[kind]
-    _same(norms(world, _with_temperature({kind: case}))[kind], oracles[kind])
+    replayed = Case({**REPLAYED, **RECOMPUTED}, (NUM,), engine="fp8")
+    case = replayed if kind == "r3" else Case({}, (NUM,), tied=kind == "tied")
+    _same(norms(world, {kind: case})[kind], oracles[kind])
 
 
 def test_replayed_routes_change_the_norms(oracles: dict[str, dict[str, np.ndarray]], world: World) -> None:
@@ -168,7 +152,7 @@ def test_norms_are_the_same_where_ways_to_be_parallel_combine(
     world: World, oracles: dict[str, dict[str, np.ndarray]], tmp_path: Path
 ) -> None:
     tied_model(world)
-    job = Job("four", 4, "model_jobs:norms", {"world": world, "cases": _with_temperature(ON_FOUR)})
+    job = Job("four", 4, "train_jobs:norms", {"world": world, "cases": ON_FOUR})
     for name, found in run_jobs([job], tmp_path)["four"].checked().items():
         _same(found, {block: values[:3] for block, values in oracles[name.split()[0]].items()})
 
@@ -197,9 +181,7 @@ BALANCED = {
 @pytest.mark.parametrize("megatron", [{}, BALANCED], ids=["plain", "balancing losses"])
 def test_a_step_is_bit_for_bit_the_same_after_it(world: World, megatron: dict[str, Any]) -> None:
     overrides = {**REPLAYED, **{f"megatron__{name}": value for name, value in megatron.items()}}
-    blocks = ("embedding", "output_layer")
-    case = Case(overrides, (4,), engine="fp8", blocks=blocks)
-    _same_step(*steps_around(world, {"one": case})["one"])
+    _same_step(*steps_around(world, {"one": Case(overrides, (4,), engine="fp8")})["one"])
 
 
 def _same_step(without: Any, after: Any) -> None:
@@ -211,7 +193,7 @@ def _same_step(without: Any, after: Any) -> None:
 
 def test_balancing_losses_are_no_part_of_the_norm(world: World, oracles: dict[str, dict[str, np.ndarray]]) -> None:
     settings = {f"megatron__{name}": value for name, value in BALANCED.items()}
-    _same(norms(world, _with_temperature({"one": Case(settings, (NUM,))}))["one"], oracles["untied"])
+    _same(norms(world, {"one": Case(settings, (NUM,))})["one"], oracles["untied"])
 
 
 def test_tokens_are_not_counted_for_the_expert_bias(world: World) -> None:

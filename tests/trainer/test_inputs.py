@@ -74,24 +74,14 @@ def change_weights(folder: str) -> Callable[[Path], None]:
 
 CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "prompts reordered": ("data.train", rows("train.jsonl", lambda lines: lines[::-1])),
-    "prompts cut to a third": ("data.train", rows("train.jsonl", lambda lines: lines[: len(lines) // 3])),
-    "another answer": (
-        "data.train",
-        rows("train.jsonl", lambda lines: [lines[0].replace('r": "', 'r": "9'), *lines[1:]]),
-    ),
+    "another answer": ("data.train", rows("train.jsonl", lambda rows: [rows[0].replace('r": "', 'r": "9'), *rows[1:]])),
     "other held-out prompts": ("data.heldout", rows("heldout.jsonl", lambda lines: lines[1:])),
     "digits permuted": ("tokenizer", permute_digits),
     "a chat template": ("tokenizer", lambda place: (place / "model" / "chat_template.jinja").write_text("{{ 1 }}")),
     "another model": ("model.path", change_weights("model")),
-    "another configuration": (
-        "model.path",
-        lambda place: (place / "model" / "generation_config.json").write_text("{}"),
-    ),
+    "another configuration": ("model.path", lambda place: (place / "model/generation_config.json").write_text("{}")),
     "another reference": ("model.reference", change_weights("reference")),
-    "a record of other types": (
-        "tokenizer",
-        lambda place: (place / "run" / "inputs.json").write_text('{"tokenizer": [1]}'),
-    ),
+    "other types": ("tokenizer", lambda place: (place / "run" / "inputs.json").write_text('{"tokenizer": [1]}')),
 }
 
 

@@ -66,15 +66,10 @@ def test_what_engines_are_asked_for(world: World) -> None:
 @pytest.mark.multirank
 def test_ranks_exchange_the_sets_of_adaptive_samples(world: World, tmp_path: Path) -> None:
     layouts = {"tp2": {"parallel__tp": 2}, "cp2": {"parallel__cp": 2}}
-    jobs = [
-        Job(
-            name,
-            2,
-            "train_jobs:run",
-            {"world": world, "overrides": {**ADAPTIVE, **layout, "run__dir": str(tmp_path / name)}},
-        )
-        for name, layout in layouts.items()
-    ]
+    jobs = []
+    for name, layout in layouts.items():
+        overrides = {**ADAPTIVE, **layout, "run__dir": str(tmp_path / name)}
+        jobs.append(Job(name, 2, "train_jobs:run", {"world": world, "overrides": overrides}))
     for name, done in run_jobs(jobs, tmp_path / "jobs").items():
         done.checked()
         (step,) = (r for r in read_metrics(tmp_path / name / "metrics.jsonl") if r["kind"] == "step")

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import own_parts
 import pytest
 from safetensors.torch import load_file
 from train_world import World
 from transformers import AutoConfig
 
-from megarl.core.choices.table import OBJECTIVES
 from megarl.core.types import SampleRequest
 from megarl.engines.local.engine import LocalEngine
 from megarl.engines.protocol import SamplingParams
@@ -57,29 +54,20 @@ def test_the_settings_of_fp8_reach_the_local_engine(world: World, settings: dict
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("engine", "changes", "told"),
     [
-        ({"rollout__engine": "vllm"}, 'engine: found \'vllm\', expected "local" or "sglang", or package.module:name'),
-        ({"rollout__engine": "no_such_module:engine"}, "cannot import 'no_such_module'"),
-        ({"rollout__engine": "own_parts:nothing"}, "own_parts.py has nothing named 'nothing'"),
-        ({"rollout__engine": "own_parts:not_an_engine"}, "engine: found int at 'own_parts:not_an_engine'"),
-        ({"rollout__engine": "own_parts:without_routes"}, 'train.replay: found "r3" with rollout.engine = "own_parts:'),
-        (
-            {"rollout__engine": "own_parts:counting", "rollout__fp8_rounding": True},
-            "rollout.fp8_rounding: found true, which goes only with an engine",
-        ),
-        ({"rollout__engine": "own_parts:counting", "rollout__top_p": 0.9}, "rollout.top_p: found 0.9, expected 1"),
-        (
-            {"rollout__engine": "own_parts:without_sets", "rollout__top_p": 0.9},
-            'rollout.keep_sampling_mask: found true with top_p = 0.9 and engine = "own_parts:without_sets", which does',
-        ),
-        ({"rollout__engine": "own_parts:counting", "rollout__one_step_off": True}, "rollout.one_step_off: found true"),
+        ("vllm", {}, 'engine: found \'vllm\', expected "local" or "sglang", or package.module:name'),
+        ("own_parts:not_an_engine", {}, "engine: found int at 'own_parts:not_an_engine'"),
+        ("own_parts:without_routes", {}, 'train.replay: found "r3" with rollout.engine = "own_parts:'),
+        ("own_parts:counting", {"rollout__fp8_rounding": True}, "rollout.fp8_rounding: found true, which goes only"),
+        ("own_parts:counting", {"rollout__top_p": 0.9}, "rollout.top_p: found 0.9, expected 1"),
+        ("own_parts:without_sets", {"rollout__top_p": 0.9}, "rollout.keep_sampling_mask: found true with top_p = 0.9"),
+        ("own_parts:counting", {"rollout__one_step_off": True}, "rollout.one_step_off: found true"),
     ],
 )
-def test_an_own_engine_that_cannot_is_refused(world: World, changes: dict[str, object], told: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        world.settings(**{"rollout__fp8_rounding": False, **changes})
-    assert told in str(caught.value)
+def test_an_own_engine_that_cannot_is_refused(world: World, engine: str, changes: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        world.settings(**{"rollout__engine": engine, "rollout__fp8_rounding": False, **changes})
 
 
 def records(world: World, folder: Path, objective: str, **overrides: Any) -> list[dict[str, Any]]:
@@ -89,11 +77,9 @@ def records(world: World, folder: Path, objective: str, **overrides: Any) -> lis
 
 
 def test_an_own_objective_trains_as_the_same_row_of_the_table(world: World, tmp_path: Path) -> None:
-    own = records(
-        world, tmp_path / "own", "own_parts:my_grpo", train__objective_overrides={"masks": {"0": {"low": 0.9}}}
-    )
-    row = records(
-        world, tmp_path / "row", "grpo", train__objective_overrides={"masks": {"0": {"low": 0.9, "high": 1.28}}}
+    own, row = (
+        records(world, tmp_path / name[:3], name, train__objective_overrides={"masks": {"0": mask}})
+        for name, mask in (("own_parts:my_grpo", {"low": 0.9}), ("grpo", {"low": 0.9, "high": 1.28}))
     )
     assert own == row
 
@@ -105,46 +91,14 @@ def test_an_own_function_trains_as_the_row_that_it_computes(world: World, tmp_pa
     assert all("own/outside" in record for record in own if record["kind"] == "minibatch")
 
 
-def test_what_a_function_does_not_compute_is_set_by_parts(world: World) -> None:
-    changes = {"advantage": "grpo", "aggregation": "token-mean"}
-    settings = world.settings(train__objective="own_parts:truncated", train__objective_overrides=changes)
-    expected = replace(OBJECTIVES["minirl"], masks=(), factors=(), **changes)
-    assert settings.train.resolved_objective == expected
-    assert settings.train.objective_function is own_parts.truncated
-    assert settings.warnings == ()
-    assert world.settings(train__objective="own_parts:my_grpo").train.objective_function is None
-
-
-OWN = {
-    "factors": {"0": {"fn": "own_parts:root"}},
-    "masks": ["own_parts:in_window"],
-    "advantage": "own_parts:standardized",
-}
-
-
-def test_own_parts_train_as_those_of_the_table(world: World, tmp_path: Path) -> None:
-    found = []
-    for name, changes in (("own", OWN), ("table", {"factors": {"0": {"fn": "power"}}})):
-        of_run = records(world, tmp_path / name, "grpo", train__objective_overrides=changes, optim__lr=0.01)
-        found.append([record for record in of_run if record["kind"] == "minibatch"])
-    for own, table in zip(*found, strict=True):
-        assert own["loss"] == pytest.approx(table["loss"], rel=1e-6)
-        assert own["grad_norm"] == pytest.approx(table["grad_norm"], rel=1e-6)
-        assert own["clip/own"] == pytest.approx(table["clip/high"] + table["clip/low"])
-    assert found[0][1]["clip/own"] > 0.05
-
-
 def test_the_documented_parts_train(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for page in ("objectives", "sampling"):
         text = (ROOT / "docs" / f"{page}.md").read_text()
         for code, name in re.findall(r"^```python\n(# (my_\w+)\.py.*?)^```", text, re.MULTILINE | re.DOTALL):
             (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    own = {
-        "factors": {"0": {"fn": "my_parts:damped"}},
-        "advantage": "my_parts:over_median",
-        "masks": ["my_parts:engines_agree"],
-    }
+    own: dict[str, Any] = {"factors": {"0": {"fn": "my_parts:damped"}}, "masks": ["my_parts:engines_agree"]}
+    own["advantage"] = "my_parts:over_median"
     rule = {"sampling__rule": "my_rules:until_mixed", "sampling__max_samples": 12, "reward__threshold": 0.3}
     run = records(world, tmp_path / "run", "grpo", train__objective_overrides=own, **rule)
     steps = [record for record in run if record["kind"] == "step"]
@@ -160,47 +114,31 @@ def test_an_own_part_that_is_none_is_refused_before_the_run(world: World, tmp_pa
 
 
 def test_an_own_part_that_fails_in_the_run_is_named(world: World, tmp_path: Path) -> None:
+    parts = {"factors": {"0": {"fn": "own_parts:not_finite_later"}}}
     told = r"fn: the function own_parts:not_finite_later returned nan at token \d+ of \d+"
     with pytest.raises(NumericsError, match=told):
-        records(
-            world, tmp_path, "grpo", train__objective_overrides={"factors": {"0": {"fn": "own_parts:not_finite_later"}}}
-        )
+        records(world, tmp_path, "grpo", train__objective_overrides=parts)
 
 
 @pytest.mark.parametrize(
     ("objective", "overrides", "told"),
     [
         ("grpo", {"masks": {"1": "own_parts:nothing"}}, "own_parts.py has nothing named 'nothing'"),
-        (
-            "grpo",
-            {"factors": {"0": {"fn": "own_parts:my_grpo"}}},
-            "fn: found Objective at 'own_parts:my_grpo', expe",
-        ),
+        ("grpo", {"factors": {"0": {"fn": "own_parts:my_grpo"}}}, "fn: found Objective at 'own_parts:my_grpo', expe"),
         ("grpo", {"advantage": "own_parts:root"}, "parameters (ratios: 'torch.Tensor') -> 'torch.Tensor' (too many"),
-        (
-            "grpo",
-            {"masks": {"0": {"scope": "own_parts:root"}}},
-            "scope is 'own_parts:root', expected one of 'token'",
-        ),
+        ("grpo", {"masks": {"0": {"scope": "own_parts:root"}}}, "scope is 'own_parts:root', expected one of 'token'"),
         ("no_such_module:f", {}, "train.objective: found 'no_such_module:f', but cannot import"),
-        ("own_parts:nothing", {}, "own_parts.py has nothing named 'nothing'"),
-        (
-            "own_parts:not_an_engine",
-            {},
-            "train.objective: found int at 'own_parts:not_an_engine', expected an Obj",
-        ),
+        ("own_parts:not_an_engine", {}, "train.objective: found int at 'own_parts:not_an_engine', expected an Obj"),
         ("own_parts:two_arguments", {}, "has the parameters (columns: 'TokenColumns', more: 'int')"),
         ("own_parts:truncated", {"factors": "off"}, "train.objective_overrides.factors: found with the function"),
         ("own_parts:truncated", {"kl_coef": 0.1}, "A KL in the loss is a penalty"),
-        ("own_parts:my_grpo", {"kl_coef": 0.1}, "A KL in the loss is a penalty"),
     ],
 )
 def test_an_own_objective_that_is_none_is_refused(
     world: World, objective: str, overrides: dict[str, Any], told: str
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(told)):
         world.settings(train__objective=objective, train__objective_overrides=overrides)
-    assert told in str(caught.value)
 
 
 def test_credit_does_not_replace_an_own_advantage_unseen(world: World) -> None:
@@ -210,12 +148,7 @@ def test_credit_does_not_replace_an_own_advantage_unseen(world: World) -> None:
     assert not world.settings(**changes, sampling__advantages="objective").sampling.uses_credit
 
 
-BALANCED: dict[str, Any] = {
-    "run__steps": 1,
-    "reward__threshold": 0.3,
-    "sampling__max_samples": 9,
-    "sampling__train_size": 4,
-}
+BALANCED = {"run__steps": 1, "reward__threshold": 0.3, "sampling__max_samples": 9, "sampling__train_size": 4}
 
 
 def test_an_own_sampling_rule_trains_as_the_rule_that_it_computes(world: World, tmp_path: Path) -> None:
@@ -237,11 +170,7 @@ def test_an_own_rule_that_fails_in_the_run_is_named(world: World, tmp_path: Path
     ("rule", "told"),
     [
         ("dapo", "sampling.rule: found 'dapo', expected one of uniform, ada_seq_pos, "),
-        ("own_parts:nothing", "own_parts.py has nothing named 'nothing'"),
-        (
-            "own_parts:not_an_engine",
-            "sampling.rule: found int at 'own_parts:not_an_engine', expected a function (asked",
-        ),
+        ("own_parts:not_an_engine", "sampling.rule: found int at 'own_parts:not_an_engine', expected a function (ask"),
         ("own_parts:truncated", "has the parameters (columns: 'TokenColumns')"),
         ("own_parts:fractional", "the function own_parts:fractional returned 1.5 for asked = 0, positives = 0, negat"),
         ("own_parts:never", "the function own_parts:never returned 0 before the first sample"),
@@ -250,6 +179,5 @@ def test_an_own_rule_that_fails_in_the_run_is_named(world: World, tmp_path: Path
     ],
 )
 def test_an_own_rule_that_is_none_is_refused_before_the_run(world: World, rule: str, told: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(told)):
         world.settings(sampling__rule=rule)
-    assert told in str(caught.value)

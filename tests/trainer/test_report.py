@@ -15,7 +15,7 @@ from megarl import cli
 from megarl.errors import DataError, MegarlError
 from megarl.ops.report.figures import COLORS, PHASES, Run, make_figures
 from megarl.ops.report.report import render_verdicts, write_report
-from megarl.ops.report.series import Curve, Panel, layer_curves, make_curves, read_glossary, read_panels, thin
+from megarl.ops.report.series import Curve, Panel, make_curves, read_glossary, read_panels, thin
 from megarl.run.metrics_log import MetricsLog, read_metrics
 from megarl.trainer.loop import train
 
@@ -165,25 +165,17 @@ def test_absent_panels_are_named(tmp_path: Path) -> None:
     assert cells["Held-out pass rate"] == cells["Objective"] == cells["Layout"] == "not recorded"
 
 
-def overlaid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def test_runs_are_overlaid_with_a_colour_each_and_a_dash_per_series(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A page of three runs: one whole, one shorter, and one with two metrics."""
     monkeypatch.chdir(tmp_path)
     folders = [Path(name) for name in ("r3", "none", "o<i>ther")]
     for folder, steps in zip(folders[:2], (12, 5), strict=True):
         write_run(folder, steps)
-    with MetricsLog(folders[1], tensorboard=False) as log:
-        log.write("step", 9, {"router/flip/layer_01": 0.9})
     with MetricsLog(folders[2], tensorboard=False) as log:
         log.write("step", 3, {"entropy": 0.5, "reward/mean": 1.0})
-    out = write_report(*folders, out=tmp_path / "page.html")
-    assert out == tmp_path / "page.html"
-    return out.read_text()
-
-
-def test_runs_are_overlaid_with_a_colour_each_and_a_dash_per_series(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = overlaid(tmp_path, monkeypatch)
+    page = write_report(*folders, out=tmp_path / "page.html").read_text()
     figures = embedded(page, "figures")
     cards = dict(re.findall(r'<figure class="card[^"]*" id="(\w+)">(.*?)</figure>', page))
 
@@ -192,24 +184,19 @@ def test_runs_are_overlaid_with_a_colour_each_and_a_dash_per_series(
 
     (figure,) = of("entropy")
     lines = [(trace["name"], trace["line"]["color"], trace["line"]["dash"]) for trace in figure["data"]]
-    blue, orange, teal = COLORS["blue"], COLORS["orange"], COLORS["teal"]
     assert lines == [
-        ("r3: training engine", blue, "solid"),
-        ("r3: start of the step", blue, "dash"),
-        ("none: training engine", orange, "solid"),
-        ("none: start of the step", orange, "dash"),
-        ("o&lt;i&gt;ther: training engine", teal, "solid"),
+        ("r3: training engine", COLORS["blue"], "solid"),
+        ("r3: start of the step", COLORS["blue"], "dash"),
+        ("none: training engine", COLORS["orange"], "solid"),
+        ("none: start of the step", COLORS["orange"], "dash"),
+        ("o&lt;i&gt;ther: training engine", COLORS["teal"], "solid"),
     ]
     assert [len(trace["x"]) for trace in figure["data"]] == [12, 12, 5, 5, 1]
-    widths = [trace["line"]["width"] for trace in figure["data"]]
-    assert widths[0] > widths[2] > widths[4]  # a later run does not hide an earlier one that coincides
     assert [one["layout"]["title"]["text"] for one in of("router_layers")] == ["r3", "none"]
     assert len({one["data"][0]["zmax"] for one in of("router_layers")}) == 1
-    assert [one["layout"]["title"]["text"] for one in of("time")] == ["r3", "none"]
     rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", page)]
     assert rows[0] == ["r3", "none", "o&lt;i&gt;ther"]
-    assert ["12", "6", "1"] in rows
-    assert "<h1>r3 against none against o&lt;i&gt;ther</h1>" in page
+    assert ["12", "5", "1"] in rows
 
 
 @pytest.mark.parametrize(
@@ -217,7 +204,6 @@ def test_runs_are_overlaid_with_a_colour_each_and_a_dash_per_series(
     [
         (["run", "./run"], "is given twice"),
         ([f"run{number}" for number in range(9)], "found 9 runs, expected at most 8"),
-        (["run", "--out", "no/page.html"], "--out: found no/page.html"),
         (["run", "--out", "run"], "--out: found run, expected the name of a file"),
         (["run", "empty"], "no such file"),
     ],
@@ -260,32 +246,17 @@ def test_no_alarm_is_said_with_the_checks_that_looked() -> None:
     assert "zero_reward_steps" in looked[0]
     assert "entropy_fall_ratio" in looked[0]
     assert "k3_nats" in looked[1]
-    partly = records_of(20, reward__mean=0.0)  # not enough to know that every reward is 0
-    assert "Checks that looked: zero_reward_steps" not in render_verdicts(partly, {})
-    unknown = records_of(3, loss=1.0)
-    assert "Not judged" in render_verdicts(unknown, {})
-
-
-@pytest.mark.parametrize("table", [{"zero_reward_steps": "often"}, {"unknown": 1}, "text"])
-def test_broken_limits_are_a_clear_error(table: object) -> None:
+    assert "Not judged" in render_verdicts(records_of(3, loss=1.0), {})
     with pytest.raises(DataError, match=r"the table \[health\] is broken"):
-        render_verdicts(records_of(1, loss=1.0), {"health": table})
+        render_verdicts(records_of(1, loss=1.0), {"health": "text"})
 
 
 def test_no_metrics_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(MegarlError, match="no such file"):
-        write_report(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(MegarlError, match="is empty"):
-        write_report(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "st')
-    with pytest.raises(MegarlError, match="no whole record in 12 bytes"):
-        write_report(tmp_path)
-    (tmp_path / "metrics.jsonl").unlink()
-    write_run(tmp_path, steps=1)
-    (tmp_path / "config.toml").write_text("[train\n")
-    with pytest.raises(DataError, match=r"config\.toml: not valid TOML"):
-        write_report(tmp_path)
+    for text, said in ((None, "no such file"), ("", "is empty"), ('{"kind": "st', "no whole record in 12 bytes")):
+        if text is not None:
+            (tmp_path / "metrics.jsonl").write_text(text)
+        with pytest.raises(MegarlError, match=said):
+            write_report(tmp_path)
     assert not (tmp_path / "report" / "index.html").exists()
 
 
@@ -329,9 +300,3 @@ def test_minibatches_lie_between_steps_and_are_summed_up_per_step() -> None:
     np.testing.assert_array_equal(mean.y, [1.5, -1.0, np.nan])
     np.testing.assert_array_equal(low.y, [1.0, -1.0, np.nan])
     np.testing.assert_array_equal(high.y, [2.0, -1.0, np.nan])
-
-
-def test_layers_are_ordered_by_number() -> None:
-    names = ["router/flip/layer_10", "router/flip/layer_02", "router/flip"]
-    point = Curve(np.array([1.0]), np.array([0.5]))
-    assert list(layer_curves(dict.fromkeys(names, point))) == [2, 10]

@@ -88,16 +88,6 @@ def test_two_ranks_draw_and_divide_the_same_step_as_one(by_layout: dict[str, Any
     assert by_layout[name]["eval"] == by_layout["single"]["eval"]
 
 
-def test_advantages_are_of_whole_groups_also_where_mini_batches_cut_them(by_layout: dict[str, Any]) -> None:
-    (alone,) = by_layout["single"]["ranks"]
-    advantages = np.concatenate(alone["advantages"]).reshape(6, GROUP_SIZE)
-    assert np.abs(advantages.sum(1)).max() < 1e-12
-    assert np.abs(advantages).max() > 0.05
-    cut = [np.asarray(part) for part in alone["advantages"]]
-    assert {len(part) for part in cut} == {6}
-    assert max(abs(float(part.sum())) for part in cut) > 1e-3  # so a mean per mini-batch would have been another one
-
-
 def test_held_out_prompts_have_a_split_of_their_own(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,24 +105,22 @@ def test_held_out_prompts_have_a_split_of_their_own(
     of_files = _answers(world, {})
     assert _answers(world, train) == ({"train"}, of_files[1])  # a held-out file has no split
     assert _answers(world, heldout | own_split) == (of_files[0], {"test"})
-    with pytest.raises(
-        DataError, match=r"splits train, test; choose one with --split, data\.split or data\.heldout_split"
-    ):
+    with pytest.raises(DataError, match=r"splits train, test; choose one with --split, data\.split or data\.heldout"):
         _answers(world, heldout)
 
 
 def _answers(world: World, overrides: dict[str, Any]) -> tuple[set[str], set[str]]:
     """Of the training prompts, and of the held-out ones."""
     with sampler(world, **overrides) as made:
-        return {prompt.answer for prompt in made.prompts}, {
-            prompt.answer for prompt in made.benchmarks["heldout"].prompts
-        }
+        heldout = made.benchmarks["heldout"].prompts
+        return {prompt.answer for prompt in made.prompts}, {prompt.answer for prompt in heldout}
 
 
 def test_a_response_without_reward_trains_nothing_and_is_in_no_statistic(world: World) -> None:
     with sampler(world, reward__function="train_rewards:sometimes_raises", train__mini_batches=1) as made:
         drawn = made.sample_step(0)
-        plain = replace_reward(made, "train_rewards:digit_share").sample_step(0)
+        config = made.config.model_copy(update={"reward": world.settings().reward})
+        plain = Sampler(config, made.engine, made.objective).sample_step(0)
         tokenizer = made.tokenizer
     (rollouts,), (advantages,) = drawn.mini_batches, drawn.advantages
     (judged,), _ = plain.mini_batches, plain.advantages
@@ -157,26 +145,17 @@ def test_a_response_without_reward_trains_nothing_and_is_in_no_statistic(world: 
     assert (metrics["reward/judged"], metrics["reward/responses"]) == (NUM_SEQUENCES - failed.sum(), NUM_SEQUENCES)
 
 
-def _passes(advantages: np.ndarray, wanted: str) -> np.ndarray:
-    return advantages > 0 if wanted == "positive" else np.ones(len(advantages), dtype=bool)
-
-
 @pytest.mark.parametrize("selection", ["mixed_groups", "positive"])
 def test_responses_that_are_not_selected_leave_the_denominators(world: World, selection: str) -> None:
     """The reward fails on some responses and is uniform in some groups, which only the second kind of row ignores."""
-    overrides = {"selection": selection}
-    with sampler(
-        world,
-        reward__function="train_rewards:often_uniform",
-        train__mini_batches=1,
-        train__objective_overrides=overrides,
-    ) as made:
+    overrides = {"train__mini_batches": 1, "train__objective_overrides": {"selection": selection}}
+    with sampler(world, reward__function="train_rewards:often_uniform", **overrides) as made:
         drawn = made.sample_step(0)
     (rollouts,), (advantages,) = drawn.mini_batches, drawn.advantages
     rewards = drawn.judged.rewards[:-1].reshape(NUM_GROUPS, GROUP_SIZE)
     mixed = np.repeat(rewards.min(1) < rewards.max(1), GROUP_SIZE)
     assert 0 < mixed.sum() < NUM_SEQUENCES
-    expected = mixed & _passes(advantages, selection)
+    expected = mixed & ((advantages > 0) | (selection != "positive"))
     assert [bool(r.loss_mask.any()) for r in rollouts] == expected.tolist()
     assert finalize(drawn.metrics)["rollout/trains_fraction"] == pytest.approx(expected.mean())
 
@@ -208,20 +187,6 @@ def test_rewards_of_steps_become_advantages_of_tokens(world: World) -> None:
             np.testing.assert_allclose(column[places], to_go, atol=1e-9)
             checked += 1
     assert checked > NUM_SEQUENCES // 2
-
-
-def test_token_level_advantages_are_left_to_the_step_and_their_rewards_handed_on(world: World) -> None:
-    with sampler(world, train__objective="kl_grpo", train__mini_batches=1) as made:
-        drawn = made.sample_step(0)
-    assert not drawn.advantages[0].any()
-    assert drawn.judged.owned == [list(range(NUM_SEQUENCES))]
-    assert drawn.judged.groups[:-1].tolist() == np.repeat(np.arange(NUM_GROUPS), GROUP_SIZE).tolist()
-    assert np.abs(drawn.judged.rewards).max() > 0
-
-
-def replace_reward(made: Sampler, function: str) -> Sampler:
-    reward = made.config.reward.model_copy(update={"function": function})
-    return Sampler(made.config.model_copy(update={"reward": reward}), made.engine, made.config.train.resolved_objective)
 
 
 def test_a_reward_that_fails_on_everything_ends_the_run(world: World) -> None:
@@ -290,20 +255,6 @@ def test_an_error_in_the_background_is_raised_by_the_step(world: World) -> None:
             made.sample_step(0)
 
 
-def test_prompts_go_round_when_a_step_wants_more_than_there_are(world: World, tmp_path: Path) -> None:
-    short = tmp_path / "short.jsonl"
-    short.write_text("".join(json.dumps({"prompt": f"{n}12=", "answer": "x"}) + "\n" for n in range(3)))
-    with sampler(world, data__train=str(short), train__mini_batches=1) as made:
-        (rollouts,) = made.sample_step(0).mini_batches
-    prompts = [tuple(r.tokens[: r.prompt_length]) for r in rollouts]
-    assert len(prompts) == NUM_SEQUENCES
-    assert len(set(prompts)) == 3
-    for group in range(NUM_GROUPS):
-        assert len(set(prompts[group * GROUP_SIZE : (group + 1) * GROUP_SIZE])) == 1
-    responses = [tuple(r.response_tokens) for r in rollouts]
-    assert len(set(responses)) > NUM_SEQUENCES // 2  # a prompt that comes twice is a group of its own, with own noise
-
-
 def test_stop_tokens_come_from_the_checkpoint(world: World, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(world.model)
     assert stop_tokens(str(world.model), tokenizer) == (EOS_ID,)
@@ -315,31 +266,6 @@ def test_stop_tokens_come_from_the_checkpoint(world: World, tmp_path: Path) -> N
     (tmp_path / "generation_config.json").unlink()
     with pytest.raises(ConfigError, match="no end token"):
         stop_tokens(str(tmp_path), tokenizer)
-
-
-def test_a_vocabulary_larger_than_the_tokenizer_still_gets_rewards(world: World, tmp_path: Path) -> None:
-    """A random model samples ids that mean nothing to the tokenizer; they decode to nothing, and nothing crashes."""
-    import shutil
-
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from megarl.data.tiny import write_tiny_model
-    from megarl.engines.local.engine import LocalEngine
-
-    source = write_tiny_model(tmp_path / "small", hidden_size=32, num_layers=2, num_experts=8, expert_width=16)
-    config = AutoConfig.from_pretrained(source)
-    config.vocab_size = 64
-    wide = tmp_path / "wide"
-    shutil.copytree(source, wide)
-    AutoModelForCausalLM.from_config(config).save_pretrained(wide)
-    settings = world.settings(model__path=str(wide))
-    with layout(settings):
-        engine = LocalEngine.from_pretrained(wide)
-        made = Sampler(settings, engine, settings.train.resolved_objective)
-        drawn = made.sample_step(0)
-        engine.close()
-    assert max(int(r.tokens.max()) for part in drawn.mini_batches for r in part) >= 32
-    assert finalize(drawn.metrics)["reward/error_fraction"] == 0.0
 
 
 class _Retracting:
@@ -406,18 +332,11 @@ class _RetractingSession:
         return replace(found, route_versions=found.weight_versions + 1)
 
 
-def test_routes_of_other_weights_are_counted_or_refused(world: World) -> None:
+def test_routes_of_other_weights_are_counted(world: World) -> None:
     with sampler(world) as made:
         made.engine = _Retracting(made.engine)
         stale = finalize(made.sample_step(0).metrics)["routes/stale_rows_fraction"]
         assert 0 < stale < 0.2
-    with sampler(world, train__mixed_versions="refuse") as made:
-        made.sample_step(0)
-        made.engine = _Retracting(made.engine)
-        with pytest.raises(
-            RolloutError, match="group 0 sample 0: the experts of token 0 were chosen by weight version"
-        ):
-            made.sample_step(1)
 
 
 @pytest.mark.parametrize("where", ["ahead", "given samples"])

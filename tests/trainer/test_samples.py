@@ -20,7 +20,6 @@ from megarl.core.types import Rollout
 from megarl.engines.player import Failure, Sample
 from megarl.errors import DataError
 from megarl.ops.report.report import write_report
-from megarl.ops.report.samples import for_page
 from megarl.run.metrics_log import MetricsLog
 from megarl.run.samples import NAME, SampleFile, pack, read_samples
 from megarl.trainer.loop import train
@@ -30,16 +29,8 @@ from megarl.trainer.sampling.excerpts import choose, complete, describe
 def response(step: int, **values: Any) -> dict[str, Any]:
     plain = {"group": step, "sample": 0, "rank": 0, "prompt": f"p{step}", "response": f"r{step}", "parts": []}
     plain |= {"reward": 1.0, "rewards": {}, "error": None, "length": 5, "prompt_tokens": 2, "tool_calls": 0}
-    return {
-        "step": step,
-        **plain,
-        "gap": 0.1,
-        "finish": "stop",
-        "truncated": False,
-        "trained": True,
-        "dropped": None,
-        **values,
-    }
+    plain |= {"gap": 0.1, "finish": "stop", "truncated": False, "trained": True, "dropped": None}
+    return {"step": step, **plain, **values}
 
 
 def write(folder: Path, *steps: int) -> list[int]:
@@ -122,7 +113,8 @@ def test_a_sample_is_described_with_its_tools_and_errors(world: World) -> None:
     sample = Sample(rollout, 0.5, turns=2, components=(1.0, 0.0))
     failed = Sample(None, None, failure=Failure("ValueError: no", "", of_episode=True))
     key, other = (0, 1), (1, 0)
-    found = describe({key: sample, other: failed}, [key, other], tokenizer, ("right", "short"))
+    names = "right", "short"
+    found = {key: describe(sample, tokenizer, names), other: describe(failed, tokenizer, names)}
     assert found[key]["prompt"] == "12="
     assert found[key]["response"] == "34=5"
     assert found[key]["parts"] == [["model", "34"], ["environment", "="], ["model", "5"]]
@@ -191,28 +183,16 @@ def stored(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("words", "steps"),
-    [
-        ([], [5]),
-        (["--step", "2"], [2]),
-    ],
-)
-def test_samples_are_chosen_by_step(
-    stored: Path, capsys: pytest.CaptureFixture[str], words: list[str], steps: list[int]
-) -> None:
-    assert cli.main(["samples", str(stored), *words, "--json"]) == 0
-    assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()] == steps
-    assert cli.main(["samples", str(stored), *words]) == 0
-    shown = capsys.readouterr().out
-    assert [int(step) for step in re.findall(r"^--- step (\d+)", shown, re.MULTILINE)] == steps
-    assert f"{len(steps)} of 5 responses, of steps 1 to 5" in shown
-
-
-def test_a_step_without_samples_is_told(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_are_chosen_by_step(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, step in (([], 5), (["--step", "2"], 2)):
+        assert cli.main(["samples", str(stored), *words, "--json"]) == 0
+        assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()] == [step]
+        assert cli.main(["samples", str(stored), *words]) == 0
+        shown = capsys.readouterr().out
+        assert re.findall(r"^--- step (\d+)", shown, re.MULTILINE) == [str(step)]
+        assert "1 of 5 responses, of steps 1 to 5" in shown
     assert cli.main(["samples", str(stored), "--step", "6"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "no response matches, of 5 responses of steps 1 to 5" in line
+    assert "no response matches, of 5 responses of steps 1 to 5" in capsys.readouterr().err
 
 
 def test_a_terminal_gets_no_control_characters(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,18 +215,3 @@ def test_no_text_of_a_model_becomes_part_of_the_page(stored: Path) -> None:
     assert "<!--" not in text
     assert page.count("<script") == 4
     assert "The run: 5 stored responses of steps 1 to 5." in page
-
-
-def test_a_page_shows_what_stands_before_a_damage(tmp_path: Path) -> None:
-    ends = write(tmp_path, 1, 2, 3)
-    data = bytearray((tmp_path / NAME).read_bytes())
-    data[ends[1] + 14 : ends[1] + 20] = b"\xff" * 6
-    (tmp_path / NAME).write_bytes(data)
-    kept, note = for_page(tmp_path)
-    assert sorted({one["step"] for one in kept}) == [1, 2]
-    assert note.startswith("The run: 4 stored responses of steps 1 to 2. What follows cannot be read: ")
-    assert f"byte {ends[1]}: damaged" in note
-    (tmp_path / NAME).write_bytes(b"\x1f\x8b" + b"\xff" * 20)
-    kept, note = for_page(tmp_path)
-    assert kept == []
-    assert "no samples that can be read" in note

@@ -6,8 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
@@ -28,15 +27,18 @@ from megarl.megatron.checkpoints.saver import Saver
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writers begin when training has long gone on."""
+def gate(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Writers begin when this file is there."""
     original: Callable[..., None] = saver_module._write_until_parent_ends
+    file = tmp_path_factory.mktemp("gate") / "open"
 
     def later(*arguments: Any) -> None:
-        time.sleep(4.0)
+        while not file.exists():
+            time.sleep(0.05)
         original(*arguments)
 
     monkeypatch.setattr(saver_module, "_write_until_parent_ends", later)
+    return file
 
 
 def writers() -> list[psutil.Process]:
@@ -45,19 +47,19 @@ def writers() -> list[psutil.Process]:
     return [psutil.Process(child.pid) for child in forks]
 
 
-@pytest.mark.usefixtures("slow")
-def test_what_is_saved_is_what_was_there_when_the_save_began(world: World, tmp_path: Path) -> None:
+def test_what_is_saved_is_what_was_there_when_the_save_began(world: World, tmp_path: Path, gate: Path) -> None:
     with training(world.settings()) as step:
         take_step(step, world.rollouts())
         saver = Saver(tmp_path, keep=1)
         saver.begin(1, step.policy, {"note": "first"})
-        then = {name: weight.clone() for name, weight in weights_of(step.policy).items()}
+        then = weights_of(step.policy)
         assert saver.poll() is None
         assert complete_checkpoints(tmp_path) == []
         take_step(step, world.rollouts())
         assert any(not torch.equal(weight, then[name]) for name, weight in weights_of(step.policy).items())
+        gate.touch()
         assert saver.poll(wait=True) == tmp_path / "step_0000001"
-        now = {name: weight.clone() for name, weight in weights_of(step.policy).items()}
+        now = weights_of(step.policy)
         saver.begin(2, step.policy, {})
         saver.begin(3, step.policy, {})  # after the one before
         assert saver.poll(wait=True) == tmp_path / "step_0000003"
@@ -70,13 +72,12 @@ def test_what_is_saved_is_what_was_there_when_the_save_began(world: World, tmp_p
             checkpoint.load(path, step.policy)
             assert all(torch.equal(weight, now[name]) for name, weight in weights_of(step.policy).items())
             take_step(step, world.rollouts())
-            found.append({name: weight.clone() for name, weight in weights_of(step.policy).items()})
+            found.append(weights_of(step.policy))
     assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())
     assert not writers()
 
 
-@pytest.mark.usefixtures("slow")
-def test_a_writer_that_is_killed_is_an_error_and_leaves_no_checkpoint(world: World, tmp_path: Path) -> None:
+def test_a_writer_that_is_killed_is_an_error_and_leaves_no_checkpoint(world: World, tmp_path: Path, gate: Path) -> None:
     with training(world.settings()) as step:
         saver = Saver(tmp_path, keep=1)
         saver.begin(1, step.policy, {})
@@ -89,24 +90,15 @@ def test_a_writer_that_is_killed_is_an_error_and_leaves_no_checkpoint(world: Wor
         saver.abandon()
         assert not writers()
         assert complete_checkpoints(tmp_path) == []
+        gate.touch()
         saver.begin(3, step.policy, {})
         assert saver.poll(wait=True) == tmp_path / "step_0000003"
         assert [path.name for path in tmp_path.iterdir()] == ["step_0000003"]
 
 
-@pytest.fixture
-def slow_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that a writer forks, which write, begin late."""
-    original = FileSystemWriterAsync.write_preloaded_data
-
-    def later(*arguments: Any, **named: Any) -> None:
-        time.sleep(60.0)
-        original(*arguments, **named)
-
-    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(later))
-
-
-def below(writer: psutil.Process) -> list[psutil.Process]:
+def below() -> list[psutil.Process]:
+    """The processes that the writer has forked."""
+    (writer,) = writers()
     until = time.monotonic() + 300.0
     while not writer.children():
         assert time.monotonic() < until
@@ -114,28 +106,19 @@ def below(writer: psutil.Process) -> list[psutil.Process]:
     return writer.children()
 
 
-@contextmanager
-def saving(world: World, folder: Path) -> Iterator[tuple[Saver, list[psutil.Process]]]:
-    """A save that is under way, and the processes below its writer."""
+def test_a_process_below_a_writer_that_is_killed_is_an_error_and_one_that_lives_goes_with_the_writer(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(lambda *_, **__: time.sleep(600.0)))
     with training(world.settings()) as step:
-        saver = Saver(folder, keep=1)
+        saver = Saver(tmp_path, keep=1)
         saver.begin(1, step.policy, {})
-        (writer,) = writers()
-        yield saver, below(writer)
-
-
-@pytest.mark.usefixtures("slow_below")
-def test_a_process_below_a_writer_that_is_killed_is_an_error_and_no_wait(world: World, tmp_path: Path) -> None:
-    with saving(world, tmp_path) as (saver, processes):
-        processes[0].kill()
+        below()[0].kill()
         with pytest.raises(SaveError, match="step_0000001 could not be written"):
             saver.poll(wait=True)
         assert complete_checkpoints(tmp_path) == []
-
-
-@pytest.mark.usefixtures("slow_below")
-def test_a_writer_takes_those_below_it_along(world: World, tmp_path: Path) -> None:
-    with saving(world, tmp_path) as (saver, processes):
+        saver.begin(2, step.policy, {})
+        processes = below()
         saver.abandon()
         gone, alive = psutil.wait_procs(processes, timeout=120.0)
         assert gone

@@ -26,28 +26,17 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory, sglang_python: Path) -> Path:
     folder = tmp_path_factory.mktemp("down")
-    write_tiny_model(
-        folder / "model", hidden_size=64, num_layers=2, num_experts=8, expert_width=32, initializer_range=0.1
-    )
+    sizes = {"hidden_size": 64, "num_layers": 2, "num_experts": 8, "expert_width": 32}
+    write_tiny_model(folder / "model", **sizes, initializer_range=0.1)
     write_sort_task(folder / "task", num_train=64, num_heldout=16, num_demonstrations=16, digits=3)
     settings = {
         "run": {"steps": STEPS, "dir": str(folder / "run")},
         "model": {"path": str(folder / "model"), "dtype": "fp32"},
         "data": {"train": str(folder / "task" / "train.jsonl"), "max_prompt_tokens": 8},
-        "rollout": {
-            "engine": "sglang",
-            "prompts_per_step": 8,
-            "group_size": 4,
-            "max_response_tokens": 6,
-            "dtype": "fp32",
-        },
-        "sglang": {
-            "python": str(sglang_python),
-            "mem_fraction": 0.1,
-            "max_total_tokens": 8192,
-            "max_restarts": 0,
-            "start_deadline_s": START_DEADLINE_S,
-        },
+        "rollout": {"engine": "sglang", "dtype": "fp32"}
+        | {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 6},
+        "sglang": {"python": str(sglang_python), "mem_fraction": 0.1, "max_total_tokens": 8192}
+        | {"max_restarts": 0, "start_deadline_s": START_DEADLINE_S},
         "train": {"mini_batches": 2, "micro_batch_tokens": 256},
         "optim": {"lr": 1e-3},
         "checkpoint": {"every": 100},

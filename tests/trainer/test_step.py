@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +21,6 @@ from train_world import (
     World,
     counted_passes,
     fixed_advantages,
-    old_logprobs,
     sample,
     step_on,
     take_step,
@@ -37,10 +32,8 @@ from megarl.config import Config
 from megarl.config.file import parse
 from megarl.core.metrics import finalize
 from megarl.core.types import Rollout
-from megarl.data.tiny import write_tiny_model
-from megarl.errors import ConfigError, NumericsError, ReplayError, RolloutError, TraceError
+from megarl.errors import NumericsError, ReplayError, RolloutError, TraceError
 from megarl.megatron import rollout_routes
-from megarl.replay import checks
 from megarl.trainer.step import TrainStep
 
 
@@ -84,13 +77,6 @@ def test_an_exact_engine_agrees_with_training_even_without_replay(world: World, 
     assert 0.0 <= found["rollout/k3"] < 1e-8
     assert found["rollout/ratio/min"] == pytest.approx(1.0, abs=1e-3)
     assert found["rollout/ratio/max"] == pytest.approx(1.0, abs=1e-3)
-
-
-def test_r2_with_one_mini_batch_equals_no_replay(world: World) -> None:
-    r2, none = (
-        step_on(world.settings(train__replay=mode, train__mini_batches=1), world.rollouts()) for mode in ("r2", "none")
-    )
-    assert r2 == none
 
 
 @contextmanager
@@ -155,16 +141,6 @@ def _with_missing_rows(rollouts: list[Rollout], per_sequence: int) -> list[Rollo
     return made
 
 
-@pytest.mark.parametrize("replay", ["r2", "r3"])
-def test_the_passes_do_not_check_experts_again(world: World, replay: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are the routers' own choice, or were checked with the rollouts."""
-    checked: list[Any] = []
-    monkeypatch.setattr(checks, "describe_wrong_row", lambda *given: checked.append(given))
-    with training(world.settings(train__replay=replay)) as step:
-        take_step(step, world.rollouts(), old_pass=True)
-    assert checked == []
-
-
 def test_too_many_missing_rows_are_an_error_before_anything_moves(world: World) -> None:
     _refused(world.settings(train__max_missing_rows=0.05), _with_missing_rows(world.rollouts(), 2), "no recorded route")
 
@@ -175,15 +151,6 @@ def test_last_tokens_may_have_no_row(world: World) -> None:
     for one, two in zip(without.updates, whole.updates, strict=True):
         assert one["loss"] == pytest.approx(two["loss"], rel=1e-6)  # nothing is predicted from them
         assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-5)
-
-
-def test_few_missing_rows_are_routed_natively_and_the_others_replayed(world: World) -> None:
-    holes = _with_missing_rows(world.rollouts(), 1)
-    found = step_on(world.settings(train__max_missing_rows=0.3), holes).step
-    assert found["router/flip"] == 0.0  # of the rows that there are
-    whole = step_on(world.settings(), world.rollouts()).step
-    # The last token of a response predicts nothing that trains, so its route does not matter to the others.
-    assert found["rollout/k3"] == pytest.approx(whole["rollout/k3"], rel=1e-4)
 
 
 def _refused(settings: Config, rollouts: list[Rollout], message: str, kind: type[Exception] = TraceError) -> None:
@@ -232,19 +199,6 @@ def test_routes_that_are_shifted_are_refused_and_named(world: World, rows: int, 
     _refused(settings, shifted, "self-test.*native flip 6.*the router itself would have chosen", RolloutError)
     off = world.settings(train__mini_batches=mini_batches, train__max_native_flip="off")
     _refused(off, shifted, "shifted", ReplayError)
-
-
-def test_routes_of_another_rollout_are_refused(world: World) -> None:
-    rollouts = world.rollouts()
-    other = [next(o for o in rollouts if o is not r and o.num_tokens >= r.num_tokens) for r in rollouts[:-1]]
-    experts = [o.routed_experts[: r.num_tokens] for o, r in zip(other, rollouts, strict=False)]
-    swapped = [replace(r, routed_experts=e) for r, e in zip(rollouts, experts, strict=False)]
-    message = r"would have chosen .* of the replayed experts, \d+% would be chance"
-    _refused(world.settings(), [*swapped, rollouts[-1]], message, RolloutError)
-    off: dict[str, Any] = {"train__max_native_flip": "off"}
-    _refused(world.settings(**off), [*swapped, rollouts[-1]], message, ReplayError)
-    lax = step_on(world.settings(train__min_route_agreement=0.0, **off), [*swapped, rollouts[-1]]).step
-    assert lax["router/native/flip"] > 0.5
 
 
 def test_a_rank_without_sequences_is_an_error_on_all_ranks(world: World) -> None:
@@ -420,13 +374,6 @@ def test_the_kl_at_equal_weights_is_0_where_the_reference_replays_the_policys_ro
             assert finalize(going.update(0))["kl/penalty"] == 0.0
 
 
-def test_it_is_not_0_where_the_reference_routes_by_itself(world: World) -> None:
-    with training(world.settings(**ROWS["kl_grpo strong"], model__reference=str(world.model))) as step:
-        minis = Going(step, world.rollouts()).look().minis
-    assert not torch.equal(torch.cat(old_logprobs(minis[0])), torch.cat(minis[0].ref_logprobs or []))
-    assert abs(finalize(minis[0].metrics)["kl/ref"]) > 1e-6
-
-
 @pytest.mark.parametrize("replay", ["r2", "r3"])
 def test_a_reference_of_other_weights_uses_the_experts_of_the_policy(world: World, replay: str) -> None:
     with training(world.settings(**ROWS["minirl k3"], **SAME, train__replay=replay, train__mini_batches=1)) as step:
@@ -457,50 +404,6 @@ def test_without_a_kl_there_is_no_reference_and_without_a_path_it_is_the_policys
     penalties = [update["kl/penalty"] for update in step_on(settings, world.rollouts("fp32")).updates]
     assert penalties[0] == pytest.approx(0.0, abs=1e-9)
     assert penalties[1] > 1e-6
-
-
-def test_a_reference_of_another_shape_or_place_is_refused(world: World, tmp_path: Path) -> None:
-    other = write_tiny_model(tmp_path / "other", hidden_size=32, num_layers=2, num_experts=8, expert_width=16)
-    scaled = shutil.copytree(world.model, tmp_path / "scaled")
-    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    table = json.loads((scaled / "config.json").read_text())
-    table["rope_parameters"] |= {**rope, "original_max_position_embeddings": 8192}
-    (scaled / "config.json").write_text(json.dumps(table))
-    for folder, message in (
-        (other, "model.reference: .*fields"),
-        (scaled, "model.reference: .*rope_factor 8"),
-        (tmp_path / "none", "model.reference: .*config.json"),
-    ):
-        settings = world.settings(model__reference=str(folder), **ROWS["minirl k3"])
-        with pytest.raises(ConfigError, match=message), training(settings):
-            pass
-
-
-def test_the_advantages_of_kl_grpo_wait_for_the_reference(world: World) -> None:
-    """Against the rewards alone; and the position of a token, which a sequence's advantage would not know."""
-    with training(world.settings(**ROWS["kl_grpo strong"])) as step:
-        minis = Going(step, world.rollouts()).look().minis
-    for mini in minis:
-        for micro in mini.micro_batches:
-            batch = micro.batch
-            assert not batch.advantages[~batch.loss_mask].any()
-            for first, last in pairwise(batch.cu_seqlens.tolist()):
-                own = batch.advantages[first:last][batch.loss_mask[first:last]]
-                assert own.numel() < 2 or own.unique().numel() > 1
-    assert "kl/ref" in minis[0].metrics
-
-
-def test_overrides_of_the_objective_reach_the_loss(world: World) -> None:
-    plain = step_on(world.settings(), world.rollouts()).updates
-    capped = step_on(
-        world.settings(train__objective_overrides={"factors": {"0": {"high": 0.5}}}), world.rollouts()
-    ).updates
-    assert plain[0]["tis/weight/max"] > 0.6
-    assert capped[0]["tis/weight/max"] <= 0.5
-    assert capped[0]["loss"] != plain[0]["loss"]
-    per_token = step_on(world.settings(train__objective_overrides={"aggregation": "token-mean"}), world.rollouts())
-    sequences, tokens = NUM_SEQUENCES / 2, plain[0]["loss_tokens"]
-    assert per_token.updates[0]["loss"] == pytest.approx(plain[0]["loss"] * sequences / tokens, rel=1e-5)
 
 
 def test_advantages_of_zero_give_no_gradient_and_no_nan(world: World) -> None:

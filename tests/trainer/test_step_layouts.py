@@ -1,15 +1,19 @@
-"""A step on a fixed batch of rollouts is the same step in every layout."""
+"""A step on a fixed batch of rollouts is the same step in every layout, with overlap, and around an offload."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from forks import Job, run_jobs
 from train_jobs import rows, steps
-from train_world import NUM_SEQUENCES, ROWS, Taken, World
+from train_world import NUM_MOE_LAYERS, NUM_SEQUENCES, ROWS, TOP_K, Taken, World, take_step, training, weights_of
+
+from megarl.errors import ConfigError
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"parallel__ep": 2},
@@ -33,10 +37,7 @@ def taken(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
     ]
     ended = run_jobs(jobs, tmp_path_factory.mktemp("layouts"))
     alone = steps(world, {mode: {"train__replay": mode} for mode in REPLAY})
-    return {
-        "single": alone,
-        **{name: ended[name].checked() for name in LAYOUTS},
-    }
+    return {"single": alone, **{name: ended[name].checked() for name in LAYOUTS}}
 
 
 @pytest.mark.multirank
@@ -103,22 +104,17 @@ def rows_taken(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 @pytest.mark.slow(minutes=3)
 @pytest.mark.multirank
-@pytest.mark.parametrize("layout", ROW_LAYOUTS)
-@pytest.mark.parametrize("name", EVERY_ROW)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, layout) for layout in ROW_LAYOUTS for name in EVERY_ROW),
+        *((name, layout) for layout in FEW_ROW_LAYOUTS for name in BEFOREHAND),
+    ],
+)
 def test_acceptance_every_row_has_the_coefficients_of_one_process_on_several_ranks(
     rows_taken: dict[str, dict[str, list[Taken]]], name: str, layout: str
 ) -> None:
     _same_steps(rows_taken["single"][name], rows_taken[layout][name], 1 + (name in BEFOREHAND))
-
-
-@pytest.mark.slow(minutes=3)
-@pytest.mark.multirank
-@pytest.mark.parametrize("layout", FEW_ROW_LAYOUTS)
-@pytest.mark.parametrize("name", BEFOREHAND)
-def test_rows_with_passes_beforehand_train_the_same_on_tensor_and_pipeline_ranks(
-    rows_taken: dict[str, dict[str, list[Taken]]], name: str, layout: str
-) -> None:
-    _same_steps(rows_taken["single"][name], rows_taken[layout][name], 2)
 
 
 def _same_steps(alone: list[Taken], found: list[Taken], steps: int) -> None:
@@ -156,3 +152,80 @@ def test_wrong_routes_of_one_rank_end_the_step_on_all_of_them(
     for told in (first, second):
         assert told.startswith("RolloutError: the self-test of the engines has failed")
     assert "native flip" in second
+
+
+PLAIN: dict[str, Any] = {
+    "train__replay": "r3",
+    "optim__lr": 0.01,
+    "optim__adam_eps": 1e-4,  # the default of 1e-8 makes a step of the rounding in gradients that are almost zero
+    "megatron__bucket_size": 2000,
+}
+OVERLAP: dict[str, Any] = {"megatron__overlap_grad_reduce": True, "megatron__overlap_param_gather": True}
+RECOMPUTED = {"recompute__granularity": "full", "recompute__method": "uniform", "recompute__num_layers": 1}
+OVERLAPPED: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "ep2 recomputed": (2, {"parallel__ep": 2, **RECOMPUTED}),
+    "dp2 vpp": (4, {"parallel__pp": 2, "parallel__vpp": 2}),
+    "dp2 tp2": (4, {"parallel__tp": 2}),
+}
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("name", OVERLAPPED)
+def test_overlap_changes_no_number(world: World, tmp_path: Path, name: str) -> None:
+    """Two steps of old-log-prob pass and two updates, the gradient norms of single samples between them."""
+    ranks, layout = OVERLAPPED[name]
+    variants = {"plain": {**PLAIN, **layout}, "overlap": {**PLAIN, **layout, **OVERLAP}}
+    found = run_jobs([Job(name, ranks, "train_jobs:overlapped", {"world": world, "variants": variants})], tmp_path)
+    plain, overlap = (found[name].checked()[key] for key in ("plain", "overlap"))
+    assert not plain["overlaps"]
+    assert overlap["overlaps"]
+    for one, two in zip(plain["steps"], overlap["steps"], strict=True):
+        for before, after in zip(one.updates, two.updates, strict=True):
+            assert after == pytest.approx(before, rel=2e-4, abs=1e-6)  # the norm adds up other shares
+    np.testing.assert_allclose(overlap["norms"], plain["norms"], rtol=1e-4)
+    for number, (one, two) in enumerate(zip(plain["weights"], overlap["weights"], strict=True)):
+        assert one.keys() == two.keys()
+        for weight in one:
+            np.testing.assert_allclose(two[weight], one[weight], rtol=1e-3, atol=2e-5, err_msg=f"{number} {weight}")
+    moved = [np.abs(plain["weights"][1][weight] - plain["weights"][0][weight]).max() for weight in plain["weights"][0]]
+    assert min(moved) > 1e-3
+
+
+@pytest.mark.multirank
+def test_a_rank_receives_routes_of_its_own_tokens(world: World, tmp_path: Path) -> None:
+    """A step of 32 responses on one model copy of two ranks."""
+    layouts = {"tp2": {"train__replay": "r3", "train__mini_batches": 1, "parallel__tp": 2}}
+    job = Job("one", 2, "train_jobs:transferred", {"world": world, "layouts": layouts})
+    found = run_jobs([job], tmp_path)["one"].checked()["tp2"]
+    for rank in range(2):
+        # It gets the routes of its half of the tokens that the other rank has drawn, one byte per expert.
+        assert 0 < found["routes"][rank] < found["tokens"][rank] / 2 * NUM_MOE_LAYERS * TOP_K
+
+
+def test_gradient_memory_is_given_back_and_training_goes_on_as_if_it_had_not_been(world: World) -> None:
+    found = []
+    for rests in (False, True):
+        with training(world.settings()) as step:
+            take_step(step, world.rollouts())
+            if rests:
+                buffers = [b.grad_data for c in step.policy.chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
+                held = sum(buffer.untyped_storage().nbytes() for buffer in buffers)
+                parameters = sum(p.numel() * 4 for c in step.policy.chunks for p in c.parameters())
+                assert held >= parameters
+                step.policy.offload()
+                assert all(buffer.untyped_storage().nbytes() == 0 for buffer in buffers)
+                before = weights_of(step.policy)  # what the engine would be sent meanwhile
+                step.policy.reload()
+                assert all(torch.equal(weight, before[name]) for name, weight in weights_of(step.policy).items())
+                assert sum(buffer.untyped_storage().nbytes() for buffer in buffers) == held
+                assert not any(buffer.any() for buffer in buffers)
+            take_step(step, world.rollouts())
+            found.append(weights_of(step.policy))
+    for name, weight in found[0].items():
+        assert torch.equal(weight, found[1][name]), name
+
+
+def test_only_servers_beside_the_trainer_can_hand_memory_over(world: World) -> None:
+    with pytest.raises(ConfigError, match=r"sglang.release_memory: found true, expected servers that share"):
+        world.settings(sglang__release_memory=True)

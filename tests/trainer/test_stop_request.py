@@ -1,9 +1,12 @@
+"""Requests to stop a run, by signals and in the middle of a step, and outputs that nobody reads any more."""
+
 from __future__ import annotations
 
 import itertools
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from megarl.errors import SaveError, StopError
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.run.metrics_log import read_metrics, without_timing
+from megarl.run.signals import drop_lost_outputs
 from megarl.run.stop_request import StopRequest
 from megarl.trainer.loop import train
 
@@ -140,3 +144,17 @@ def test_a_stop_saves_although_an_earlier_save_beside_training_has_failed(
     trainer.log.close()
     assert [step for step, _ in complete_checkpoints(tmp_path / "checkpoints")] == [1] * on_all_ranks
     distributed.shutdown()
+
+
+def test_outputs_that_nobody_reads_lead_nowhere_and_others_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as lost, (tmp_path / "kept").open("w") as kept:
+        monkeypatch.setattr(sys, "stdout", lost)
+        monkeypatch.setattr(sys, "stderr", kept)
+        assert not drop_lost_outputs()
+        os.close(read)
+        assert drop_lost_outputs()
+        print("into nothing", flush=True)
+        print("kept", file=sys.stderr, flush=True)
+        monkeypatch.undo()
+    assert (tmp_path / "kept").read_text() == "kept\n"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
@@ -12,8 +13,10 @@ import pytest
 
 from megarl.errors import ConfigError, PeerError, RolloutError, StopError
 from megarl.run.lock import RunLock
+from megarl.run.progress import StepProgress
 from megarl.run.status import describe_ranks, rank_file, read_signs, read_status, show, stacks_file, stop_file
 from megarl.run.vitals import Vitals
+from megarl.trainer.records import format_step
 from megarl.trainer.saving import record_ending
 
 
@@ -154,15 +157,8 @@ def fail(vitals: Vitals, folder: Path, error: Exception) -> None:
 
 def test_a_failed_collective_call_names_phase_and_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.trainer.saving._SIGNS_ARE_OLD_S", 0.1)
-    gone = {
-        "rank": 1,
-        "host": socket.gethostname(),
-        "pid": 2**22 + 1,
-        "step": 4,
-        "phase": "sync",
-        "beat": 0.0,
-        "beat_s": 2.0,
-    }
+    gone = {"rank": 1, "host": socket.gethostname(), "pid": 2**22 + 1, "step": 4, "phase": "sync", "beat": 0.0}
+    gone["beat_s"] = 2.0
     vitals = vitals_of(tmp_path, 0, 2)
     vitals.begin(4)
     rank_file(tmp_path, 1).write_text(json.dumps(gone))
@@ -175,3 +171,24 @@ def test_a_failed_collective_call_names_phase_and_ranks(tmp_path: Path, monkeypa
     assert read_status(tmp_path)["error_kind"] == "PeerError"
     with pytest.raises(RuntimeError, match="shape"):  # nothing to do with the others
         fail(vitals_of(tmp_path, 0, 2), tmp_path, RuntimeError("a shape is wrong"))
+
+
+METRICS = {"reward/mean": 0.5234, "reward/pass_rate": 0.5, "rollout/k3": 1.2e-4, "time/step_s": 2.13, "unknown": 1.0}
+
+
+def test_line_shows_what_is_there() -> None:
+    assert format_step(7, 60, METRICS) == "step  7/60  reward 0.523  pass 50.0%  k3 1.2e-04  time 2.1 s"
+    assert format_step(7, 9, {}) == "step 7/9"
+    assert "reward nan" in format_step(1, 1, {"reward/mean": float("nan")})
+
+
+def test_a_file_gets_lines_and_no_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "20")
+    stream = io.StringIO()
+    progress = StepProgress(stream=stream)
+    progress.line("in [bold]between[/bold]")
+    progress.line(format_step(7, 60, METRICS))
+    StepProgress(enabled=False, stream=stream).line("another rank")
+    # Neither wrapped at 20 columns nor coloured nor read as markup.
+    assert stream.getvalue() == "in [bold]between[/bold]\n" + format_step(7, 60, METRICS) + "\n"

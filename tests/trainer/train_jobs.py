@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from train_world import NUM_GROUPS, NUM_SEQUENCES, Taken, World, layout, take_step, training
+from safetensors.torch import load_file, save_file
+from train_world import NUM_GROUPS, NUM_SEQUENCES, Taken, World, layout, take_step, training, weights_of
 from transformers import AutoConfig
 
 from megarl.config import Config
 from megarl.core.metrics import Stat, finalize
+from megarl.core.packing import drop_routes
 from megarl.core.sampling.collector import Selection
 from megarl.core.types import Rollout
 from megarl.engines.local.engine import LocalEngine
@@ -232,10 +235,6 @@ def dies_while_saving(world: World, overrides: Mapping[str, Any], step: int) -> 
     train(world.settings(**overrides))
 
 
-def copy_run(source: Path, target: Path) -> None:
-    shutil.copytree(source, target)
-
-
 def saves_and_dies(world: World, folder: Path, at: str) -> None:
     """Save steps 1 and 2, keep one; everything dies when a call of step 2 begins as ``at`` says."""
     with training(world.settings()) as step:
@@ -332,4 +331,91 @@ def judged(
                 norm = taken.updates[-1]["grad_norm"]
                 figures = np.concatenate([verdict.figures, verdict.gaps[:, 10:]], 1)
                 found[name] = verdict.reasons(), figures[order], taken.step, norm
+    return found
+
+
+BLOCKS = {"embedding": ["model.embed_tokens.weight"], "output_layer": ["lm_head.weight"]}
+"""Names in transformers by block."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in a layout, and how many of the first rollouts each copy of it holds."""
+
+    overrides: Mapping[str, Any]
+    counts: Sequence[int]
+    tied: bool = False
+    engine: str = "fp32"
+    blocks: Sequence[str] = field(default_factory=lambda: tuple(BLOCKS))
+
+
+def tied_model(world: World) -> Path:
+    """The world's model whose output layer is its embedding."""
+    folder = world.folder / "tied"
+    if not folder.exists():
+        shutil.copytree(world.model, folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+        for file in folder.glob("*.safetensors"):
+            kept = {name: weight for name, weight in load_file(file).items() if name != "lm_head.weight"}
+            save_file(kept, file, metadata={"format": "pt"})
+    return folder
+
+
+def case_training(world: World, case: Case) -> AbstractContextManager[TrainStep]:
+    model = tied_model(world) if case.tied else world.model
+    # Rollouts are of world.model.
+    fixed = {"train__replay": "none", "train__max_k3": "off", "model__path": str(model), "rollout__temperature": 0.9}
+    return training(world.settings(**{**fixed, **case.overrides}))
+
+
+def rollouts_here(world: World, case: Case) -> list[Rollout]:
+    """Those of this model copy; each has its routes on one of the copy's ranks only."""
+    first = sum(case.counts[: distributed.dp_rank()])
+    mine = world.rollouts(case.engine)[first : first + case.counts[distributed.dp_rank()]]
+    group = distributed.model_group()
+    return [r if i % group.size() == group.rank() else drop_routes(r) for i, r in enumerate(mine)]
+
+
+def norms(world: World, cases: Mapping[str, Case]) -> dict[str, dict[str, np.ndarray]]:
+    """By case and block, the norms of all copies' rollouts; the ranks of a copy must agree on theirs."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name, case in cases.items():
+        with case_training(world, case) as step:
+            mine = rollouts_here(world, case)
+            found[name] = {block: of_all_copies(gradient_norms(step, mine, block)) for block in case.blocks}
+    return found
+
+
+def of_all_copies(values: np.ndarray) -> np.ndarray:
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (distributed.dp_rank(), values))
+    by_copy: dict[int, np.ndarray] = {}
+    for copy, of_rank in ranks:
+        assert np.array_equal(by_copy.setdefault(copy, of_rank), of_rank), f"ranks of copy {copy} differ"
+    return np.concatenate([by_copy[copy] for copy in sorted(by_copy)])
+
+
+def steps_around(world: World, cases: Mapping[str, Case]) -> dict[str, list[Any]]:
+    """By case, a step of a fresh policy without and with gradient norms before it: metrics, and weights after it."""
+    found: dict[str, list[Any]] = {}
+    for name, case in cases.items():
+        found[name] = []
+        for looks in (False, True):
+            with case_training(world, case) as step:
+                if looks:
+                    before = [chunk.training for chunk in step.policy.chunks]
+                    for block in case.blocks:
+                        gradient_norms(step, rollouts_here(world, case), block)
+                    assert before == [True] * len(before)
+                    assert all(not p.main_grad.any() and p.grad is None for p in parameters_of(step))
+                taken = take_step(step, world.rollouts())
+                weights = weights_of(step.policy)
+                found[name].append((taken, weights))
+    return found
+
+
+def parameters_of(step: TrainStep) -> list[Any]:
+    found = [parameter for chunk in step.policy.chunks for parameter in chunk.parameters()]
+    assert all(parameter.requires_grad for parameter in found)
     return found

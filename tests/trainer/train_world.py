@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 import megarl.trainer.step as train_step
 from megarl.config import Config
@@ -380,10 +380,6 @@ def step_on(settings: Config, rollouts: Sequence[Rollout], old_pass: bool = Fals
 
 def weights_of(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in policy.export()}
-
-
-def hf_config(world: World) -> Any:
-    return AutoConfig.from_pretrained(world.model)
 
 
 def trainer_of(settings: Config) -> Trainer:

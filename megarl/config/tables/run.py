@@ -117,9 +117,6 @@ class LogConfig(Table):
     """Responses of each step to store with their texts in run.dir/responses.jsonl.gz, for `megarl samples` and the
     report: a number of responses of the first rank, plus the first failed response of any rank; "all": all responses of
     all ranks; 0: no responses."""
-    objective_every: Count = 1
-    """Steps between the objective's statistics (ratio, clip/*, tis/*, kl/*, gap/*, first_order/*); 0 = never. Losses,
-    counts, rewards and inputs of tripwires are logged in every step."""
 
     def writes_traces(self, done: int) -> bool:
         """Whether step ``done``, from 1, dumps its routes."""

@@ -167,12 +167,6 @@ class GvmConfig(Table):
     """beta of the formula of alpha."""
     block: Literal["embedding", "output_layer"] = "embedding"
     """Parameters whose gradient norms count; equal with tied embeddings."""
-    average: Literal["mean", "rms"] = "mean"
-    """How the gradient norms of a prompt's accepted responses are averaged: mean (released code) or rms (theory)."""
-    solved_above: float = Field(default=1.0, ge=0, le=1)
-    """Prompts with a higher acceptance rate get no responses; 1 = off."""
-    min_accepted: NonNegative = 0.0
-    """Prompts with fewer expected accepted responses get no responses; 0 = off."""
     max_samples: PositiveInt | None = None
     """Most responses to a prompt, at least rollout.group_size; default 4 rollout.group_size."""
 

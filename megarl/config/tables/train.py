@@ -62,10 +62,6 @@ class TrainConfig(Table):
     max_bad_steps: Count = 3
     """The run stops after this number of steps in a row that lose more than a quarter of the responses, or after as
     many steps in which smaller drops persist; the first step after a start stops the run at once. 0: never."""
-    mixed_versions: Literal["allow", "refuse"] = "allow"
-    """Whether a response may mix weight versions, in the tokens or between a token and its routes."""
-    replay_aux_loss: Literal["dispatch", "off"] = "dispatch"
-    """Experts counted by load-balancing losses under replay: the experts that tokens are sent to, or nothing (off)."""
 
     @property
     def _named(self) -> Any:

@@ -120,11 +120,6 @@ def normalize_by_pool(
     exactly 0. Raises ValueError if a group has no pool or a rate is negative, NumericsError if a reward is not finite.
     Source: Reinforce-Ada (arXiv 2510.04996), global statistics.
     """
-    if scale not in ("none", "std", "rate", "root_rate") or ddof not in (0, 1) or not floor > 0 or not rate_eps >= 0:
-        raise ValueError(
-            f"scale {scale!r}, ddof {ddof}, floor {floor}, rate_eps {rate_eps}; expected a {PoolScale}, 0 or 1, above "
-            "0, and 0 or more"
-        )
     rewards, _ = prepare(rewards, groups)
     pool, inverse = prepare(pool_rewards, pool_groups)
     ids = torch.unique(as_tensor(pool_groups))

@@ -262,11 +262,6 @@ class Objective:
         return any(mask.statistic in TOP_K for mask in self.records)
 
     @property
-    def reads_more(self) -> bool:
-        """Whether the objective reads optional columns of a batch."""
-        return self.needs_ref_logprobs or self.needs_topk
-
-    @property
     def own_functions(self) -> bool:
         """Whether masks or factors are functions of the user."""
         return len(self.records) < len(self.masks) or any(callable(factor.fn) for factor in self.factors)

@@ -32,7 +32,6 @@ def function_coefficients(
     denominators: Denominators | None = None,
     *,
     facts: BatchFacts | None = None,
-    detailed: bool = True,
     checks: DeviceChecks | None = None,
 ) -> Coefficients:
     """Return ``F_t / D`` for every token, less the KL penalty: ``F = function(columns)`` [T] replaces ``M * W * A``.
@@ -54,7 +53,7 @@ def function_coefficients(
     values = check_returned(label, function, result, columns.logprobs, keep)
     # With weight 1 and mask 1 the equation divides the values in the place of advantages by D.
     state = token_state(replace(columns, advantages=values))
-    weighed = state_coefficients(objective, state, columns.loss_mask, denominators, facts, detailed)
+    weighed = state_coefficients(objective, state, columns.loss_mask, denominators, facts)
     return replace(weighed, metrics={**metrics, **weighed.metrics})
 
 

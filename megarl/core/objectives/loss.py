@@ -80,7 +80,6 @@ def coefficients(
     denominators: Denominators | None = None,
     *,
     facts: BatchFacts | None = None,
-    detailed: bool = True,
     checks: DeviceChecks | None = None,
 ) -> Coefficients:
     """Return ``(M_t F_t S_t A_t - P_t) / D`` for every token: the derivative of J by its log-probability.
@@ -92,7 +91,6 @@ def coefficients(
       not depend on the split. None: the columns are the whole batch. If masks remove tokens from denominators,
       ``facts`` has the denominators; without ``facts``, pass denominators that already exclude such tokens.
     - facts: of ``gather_facts``, shared by all micro-batches. None: the columns are the whole mini-batch.
-    - detailed: False leaves out all metrics but counts.
     - checks: takes the checks of values on a GPU, so that all micro-batches of an update share one wait; the caller
       calls ``require`` before it uses the gradients. None: the host waits here, once.
 
@@ -108,7 +106,7 @@ def coefficients(
     objective = find_objective(objective)
     # Denominators without masked tokens are smaller than the count of loss tokens.
     state = prepare(columns, None if objective.leaves else denominators, objective, checks)
-    return state_coefficients(objective, state, columns.loss_mask, denominators, facts, detailed)
+    return state_coefficients(objective, state, columns.loss_mask, denominators, facts)
 
 
 def state_coefficients(
@@ -117,7 +115,6 @@ def state_coefficients(
     loss_mask: Tensor,
     denominators: Denominators | None,
     facts: BatchFacts | None = None,
-    detailed: bool = True,
 ) -> Coefficients:
     """Return the coefficients of columns checked by ``prepare``, without a wait of the host for the device.
 
@@ -127,8 +124,8 @@ def state_coefficients(
     ratios = PolicyRatios(state)
     if facts is None:
         facts = BatchFacts(*_find_facts(objective, [(state, ratios)], lambda sums: sums))
-    weight, weight_metrics = importance_weight(objective, state, ratios, facts.exponents, facts.means, detailed)
-    trusted, trust_metrics = find_trusted(objective, state, ratios, detailed)
+    weight, weight_metrics = importance_weight(objective, state, ratios, facts.exponents, facts.means)
+    trusted, trust_metrics = find_trusted(objective, state, ratios)
     scale = _aggregation_scale(objective, state, trusted, facts.denominators or denominators)
     if objective.gate is not None:
         gate = gate_values(objective.gate, state, ratios)
@@ -141,13 +138,12 @@ def state_coefficients(
     counts = torch.stack([usable, torch.count_nonzero(loss_mask) - usable, usable - ratios.count])
     names = ("loss_tokens", "logprobs/invalid", "logprobs/dropped")
     metrics = {name: Stat.total(count) for name, count in zip(names, counts.double().unbind(), strict=True)}
-    if detailed:
-        metrics |= {"ratio": Stat.ratio(ratios.log("theta_old"), state.keep), **weight_metrics, **trust_metrics}
+    metrics |= {"ratio": Stat.ratio(ratios.log("theta_old"), state.keep), **weight_metrics, **trust_metrics}
     for penalty in objective.penalties:
         if penalty.coef:
             gradient, kl_metrics = kl_penalty(penalty, state, ratios)
             values = values - torch.where(state.keep, penalty.coef * gradient * scale, 0.0)
-            metrics |= kl_metrics if detailed else {}
+            metrics |= kl_metrics
     entropy = torch.where(state.keep, objective.entropy_coef * scale, 0.0) if objective.entropy_coef else None
     return Coefficients(values, metrics, entropy)
 
@@ -166,7 +162,7 @@ def gather_facts(
     batches = [(state, PolicyRatios(state)) for state in states]
     denominators = None
     if objective.leaves:
-        trusted = [find_trusted(objective, *batch, detailed=False)[0] for batch in batches]
+        trusted = [find_trusted(objective, *batch)[0] for batch in batches]
         counts = [_count(decision, state.cu_seqlens) for decision, state in zip(trusted, states, strict=True)]
         denominators = Denominators(*(int(count) for count in total(torch.stack(counts).sum(0).double()).tolist()))
     return BatchFacts(*_find_facts(objective, batches, total), denominators)

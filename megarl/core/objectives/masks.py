@@ -8,7 +8,7 @@ from torch import Tensor
 from megarl.core.choices.parts import RATIOS, Mask, Objective
 from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import PolicyRatios, TokenState, call_part, copy_columns
-from megarl.core.ratios import LOG_RATIO_BOUND, aggregate
+from megarl.core.ratios import aggregate
 
 FLOOR = 1e-8
 """Least probability of all other tokens, so that the KL against a certain token is finite."""
@@ -26,10 +26,8 @@ class Trusted:
     """Tokens that make their response count in the number of responses."""
 
 
-def find_trusted(
-    objective: Objective, state: TokenState, ratios: PolicyRatios, detailed: bool = True
-) -> tuple[Trusted, dict[str, Stat]]:
-    """Return the decision of the masks and, if ``detailed``, the share of tokens dropped by each kind of mask.
+def find_trusted(objective: Objective, state: TokenState, ratios: PolicyRatios) -> tuple[Trusted, dict[str, Stat]]:
+    """Return the decision of the masks, and the share of tokens dropped by each kind of mask.
 
     ConfigError or NumericsError for a mask of the user as in ``check_returned``.
     """
@@ -42,8 +40,6 @@ def find_trusted(
             kinds = {mask.sign: bad}
             if mask.sign == "outward":  # the sign of A tells the side of the window
                 kinds = {"high": bad & (state.advantages > 0), "low": bad & (state.advantages < 0)}
-            if detailed and "clip/ratio" not in metrics:
-                metrics |= _scope_metrics(mask, state, ratios)
         else:
             bad = keep & ~call_part("mask", mask, copy_columns(state, keep), expected=keep, trains=keep)
             kinds, in_denominator = {"own": bad}, "keep"
@@ -52,7 +48,7 @@ def find_trusted(
         in_responses = in_responses & ~bad if in_denominator == "leave" else in_responses
         for kind, tokens in kinds.items():
             dropped[kind] = dropped[kind] | tokens if kind in dropped else tokens
-    if detailed and dropped:
+    if dropped:
         metrics |= Stat.means({f"clip/{kind}": tokens for kind, tokens in dropped.items()}, ratios.count)
     return Trusted(inside, counted, in_responses), metrics
 
@@ -139,11 +135,3 @@ def _violations(mask: Mask, values: Tensor, ratios: PolicyRatios) -> tuple[Tenso
     above = None if high is None else values >= high if mask.strict else values > high
     below = None if low is None else values <= low if mask.strict else values < low
     return above, below
-
-
-def _scope_metrics(mask: Mask, state: TokenState, ratios: PolicyRatios) -> dict[str, Stat]:
-    """Return statistics of the ratio over several tokens."""
-    if mask.statistic not in RATIOS or mask.scope == "token" or mask.policies != "theta_old":
-        return {}
-    log_ratio = ratios.log(mask.policies, mask.scope)
-    return {"clip/ratio": Stat.ratio(log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), state.keep)}

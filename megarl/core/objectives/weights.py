@@ -21,36 +21,32 @@ def importance_weight(
     ratios: PolicyRatios,
     exponents: tuple[float | None, ...],
     means: tuple[float | None, ...],
-    detailed: bool = True,
 ) -> tuple[Tensor | None, dict[str, Stat]]:
-    """Return the product of the factors [T], finite, None for 1; and metrics if ``detailed``.
+    """Return the product of the factors [T], finite, None for 1; and metrics.
 
     exponents, means: by factor, q of "adaptive_power" and the divisor of ``batch_normalize``. ConfigError or
     NumericsError for a function of the user as in ``check_returned``.
     """
     values: Tensor | None = None
-    truncated: Tensor | None = None
+    truncated = torch.zeros_like(state.keep)
     metrics: dict[str, Stat] = {}
     for factor, exponent, mean in zip(objective.factors, exponents, means, strict=True):
         raw = factor_values(factor, state, ratios, exponent)
         clamped = _clamp(raw, factor)
-        if detailed and clamped is not raw:
-            cut = state.keep & _where_applied(factor, clamped != raw, state, False)
-            truncated = cut if truncated is None else truncated | cut
-        if detailed and exponent is not None:
+        if clamped is not raw:
+            truncated = truncated | (state.keep & _where_applied(factor, clamped != raw, state, False))
+        if exponent is not None:
             metrics["tis/power"] = Stat.mean(torch.full_like(raw, exponent), state.keep)
-        if detailed and len(objective.factors) > 1:
+        if len(objective.factors) > 1:
             metrics[f"tis/{factor.policies}"] = Stat.summary(clamped, state.keep)
         if mean is not None:
             clamped = clamped / mean
         clamped = _where_applied(factor, clamped, state, 1.0)
         values = clamped if values is None else values * clamped
-    if detailed:
-        weight = torch.ones_like(state.logprobs) if values is None else values
-        nowhere = torch.zeros_like(state.keep) if truncated is None else truncated
-        metrics |= Stat.means({"tis/truncated": nowhere}, ratios.count)
-        metrics["tis/weight"] = Stat.summary(weight, state.keep)
-        metrics["tis/ess"] = Stat.ess_of(metrics["tis/weight"])
+    weight = torch.ones_like(state.logprobs) if values is None else values
+    metrics |= Stat.means({"tis/truncated": truncated}, ratios.count)
+    metrics["tis/weight"] = Stat.summary(weight, state.keep)
+    metrics["tis/ess"] = Stat.ess_of(metrics["tis/weight"])
     return values, metrics
 
 

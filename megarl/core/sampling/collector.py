@@ -141,15 +141,11 @@ class Collector:
         numbers: Sequence[int] | None = None,
     ) -> None:
         limit = num_prompts if max_prompts is None else max_prompts
-        if num_prompts < 1 or spare < 0 or limit < num_prompts:
+        is_limited = max_prompts is not None
+        if num_prompts < 1 or spare < 0 or limit < num_prompts or refill != is_limited or (spare and not refill):
             raise ConfigError(
-                f"{num_prompts} prompts, {spare} spare ones, at most {max_prompts}: expected at least one, 0 or more, "
-                "and a limit that is not below the prompts of a step"
-            )
-        if refill != (max_prompts is not None) or (spare and not refill):
-            raise ConfigError(
-                f"refill = {refill}, max_prompts = {max_prompts}, spare = {spare}: refill needs max_prompts, for the "
-                "prompts may all be solved; without it nothing is replaced"
+                f"{num_prompts} prompts, refill = {refill}, {spare} spare ones, at most {max_prompts}: expected at "
+                "least one, and with refill, for the prompts may all be solved, a limit that is not below them"
             )
         if isinstance(rule, Allotted) and (refill or (numbers is None and len(rule.counts) != num_prompts)):
             raise ConfigError(

@@ -5,14 +5,9 @@ do not train. ``gvm_allocate`` then gives the counts of the second stage; the pa
 trains on accepted samples, GVM-GRPO on all, with advantages within groups of unequal size.
 """
 
-from collections.abc import Sequence
-from typing import Literal
-
 import numpy as np
 
 from megarl.core.sampling.allocation import Numbers, bounded_shares, check_rates, check_weights
-
-NormMean = Literal["mean", "rms"]
 
 
 def gvm_allocate(
@@ -22,17 +17,13 @@ def gvm_allocate(
     alpha: float = 1e-3,
     beta: float = 2.0,
     *,
-    solved_above: float = 1.0,
-    min_accepted: float = 0.0,
     high: int | None = None,
 ) -> np.ndarray:
     """Return ``n = total * w / sum(w)`` in whole numbers, with ``w = G / sqrt(p + alpha / p^(beta - 1))``.
 
     This minimises ``sum G^2 / (p n) / (1 + alpha / p^beta)``. The weight grows as p falls, down to ``p = (alpha (beta -
-    1))^(1 / beta)``, 0.032 by default, and falls to 0 below: a prompt without accepted samples gives no gradient.
-    Prompts without samples: p = 0 or G = 0; p above ``solved_above`` (1 is off); fewer expected accepted samples ``p
-    n``, before this filter, than ``min_accepted``. If no prompt is left, for instance because nothing was accepted, all
-    prompts get the same number.
+    1))^(1 / beta)``, 0.032 by default, and falls to 0 below: a prompt without accepted samples gives no gradient, and
+    gets none. If no prompt has a weight, for instance because nothing was accepted, all prompts get the same number.
 
     high: most samples of a prompt. Counts are ``n = min(high, s w)`` with s solved for: the minimum under the bound.
     Prompts of weight 0 get samples only if all others have ``high``, in equal shares.
@@ -52,48 +43,28 @@ def gvm_allocate(
         raise ValueError(f"{total} samples for {rates.size} prompts: expected 0 or more, and prompts to draw them for")
     safe = np.where(rates > 0, rates, 1.0)
     weights = np.where(rates > 0, norms / np.sqrt(safe + alpha / safe ** (beta - 1)), 0.0)
-    filtered = np.where(rates <= solved_above, weights, 0.0)
-    expected = rates * filtered * (total / weights.sum() if weights.any() else 0.0)
-    filtered = np.where(expected >= min_accepted, filtered, 0.0)
-    if not filtered.any():
-        filtered = np.ones_like(filtered)
-    shares = filtered / max(filtered.sum(), np.finfo(np.float64).tiny) * total
+    if not weights.any():
+        weights = np.ones_like(weights)
+    shares = weights / max(weights.sum(), np.finfo(np.float64).tiny) * total
     top = total if high is None else high
     if shares.max(initial=0.0) > top:
-        shares = bounded_shares(filtered, total, 0, top)
+        shares = bounded_shares(weights, total, 0, top)
     return _round_to_total(shares, total, shares > 0, top)
 
 
 def gvm_estimates(
-    prompts: Sequence[int] | np.ndarray,
-    accepted: Sequence[bool] | np.ndarray,
-    grad_norms: Numbers,
-    num_prompts: int,
-    average: NormMean = "mean",
+    prompts: np.ndarray, accepted: np.ndarray, grad_norms: np.ndarray, num_prompts: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (acceptance rates, gradient norms), float64 [B] each, from the samples of the first stage.
 
     A prompt's norm is the mean over its accepted samples of ``||grad log pi(y)||_2``, of the whole response and not per
-    token, on one block of parameters (the released code takes the embedding); 0 if none was accepted. The theory has
-    the root mean square instead: ``average = "rms"``. prompts: integer [N], 0..B-1; accepted: bool [N]; grad_norms:
-    [N], read where accepted. Raises ValueError for other input, also for a prompt without a sample.
+    token, on one block of parameters (the released code takes the embedding); 0 if none was accepted. (The theory has
+    the root mean square instead.) prompts: integer [N], 0..B-1, each of them at least once; accepted: bool [N];
+    grad_norms: [N], read where accepted.
     """
-    index, good = np.asarray(prompts, dtype=np.int64), np.asarray(accepted, dtype=bool)
-    norms = np.where(good, np.asarray(grad_norms, dtype=np.float64), 0.0)
-    if average not in ("mean", "rms") or not index.shape == good.shape == norms.shape or index.ndim != 1:
-        raise ValueError(
-            f"prompts {list(index.shape)}, accepted {list(good.shape)}, norms {list(norms.shape)}, "
-            f'average {average!r}: expected [N] each, and "mean" or "rms"'
-        )
-    if not (np.isfinite(norms) & (norms >= 0)).all():
-        raise ValueError("a gradient norm of an accepted sample is negative or not finite")
-    drawn = np.bincount(index, minlength=num_prompts)
-    if drawn.size != num_prompts or not drawn.all():
-        raise ValueError(f"{num_prompts} prompts have {drawn.tolist()} samples; the first stage draws some for each")
-    num_accepted = np.bincount(index[good], minlength=num_prompts)
-    power = 2 if average == "rms" else 1
-    sums = np.bincount(index, weights=norms**power, minlength=num_prompts)
-    return num_accepted / drawn, (sums / np.maximum(num_accepted, 1)) ** (1 / power)
+    num_accepted = np.bincount(prompts[accepted], minlength=num_prompts)
+    sums = np.bincount(prompts[accepted], weights=grad_norms[accepted], minlength=num_prompts)
+    return num_accepted / np.bincount(prompts, minlength=num_prompts), sums / np.maximum(num_accepted, 1)
 
 
 def _round_to_total(shares: np.ndarray, total: int, has_share: np.ndarray, top: int) -> np.ndarray:

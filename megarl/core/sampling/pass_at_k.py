@@ -52,22 +52,6 @@ def mean_interval(values: Sequence[float] | np.ndarray, level: float = 0.95) -> 
     return Interval(mean, mean - half, mean + half)
 
 
-def fixed_prompts_interval(num_samples: Counts, num_correct: Counts, level: float = 0.95) -> Interval:
-    """Return the mean pass rate of exactly these prompts: the spread over repeated evaluations with new samples.
-
-    ``z`` standard errors, ``sqrt(sum_b v_b) / B`` with v the unbiased variance ``p (1 - p) / (n - 1)`` of a prompt's
-    mean. Narrower than ``mean_interval``, which covers further prompts. num_samples: integer [B], at least 2.
-    ValueError for other counts.
-    """
-    n, c = np.asarray(num_samples, dtype=np.float64), np.asarray(num_correct, dtype=np.float64)
-    if n.shape != c.shape or n.ndim != 1 or not n.size or (n < 2).any() or ((c < 0) | (c > n)).any():
-        raise ValueError("expected [B] each, at least one prompt, at least 2 samples of each, 0 <= correct <= samples")
-    rates = c / n
-    half = _z(level) * math.sqrt(float(np.sum(rates * (1 - rates) / (n - 1)))) / n.size
-    mean = float(rates.mean())
-    return Interval(mean, mean - half, mean + half)
-
-
 def wilson_interval(num_correct: int, num_samples: int, level: float = 0.95) -> Interval:
     """Return the pass rate of one prompt with Wilson's interval: inside [0, 1], and never of width 0. ValueError for
     counts that do not fit.

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from megarl.errors import CheckpointError, ConfigError
+from megarl.errors import CheckpointError
 
 Integers = Sequence[int] | np.ndarray
 
@@ -21,11 +21,6 @@ class PassRateCounts:
     def __init__(
         self, num_prompts: int, decay: float = 0.9, alpha: float = 1.0, beta: float = 1.0, *, pooled: bool = False
     ) -> None:
-        if num_prompts < 0 or not 0 <= decay <= 1 or not (0 < alpha < np.inf and 0 < beta < np.inf):
-            raise ConfigError(
-                f"pass rates: {num_prompts} prompts, decay {decay}, alpha {alpha}, beta {beta}; "
-                "expected 0 or more, 0 to 1, and priors above 0"
-            )
         self.decay, self.alpha, self.beta, self.pooled = decay, alpha, beta, pooled
         self._pool = np.zeros(2)  # decaying: prompts drawn, and the sum of their shares of positives
         self._samples = np.zeros(num_prompts)
@@ -35,18 +30,9 @@ class PassRateCounts:
         """Take in a step: ``samples`` drawn by prompt, ``positives`` of the samples positive; [B] each.
 
         prompts: indices of the data set. A repeated prompt counts as a single draw; a prompt with 0 samples only fades.
-        ValueError for other shapes, prompts or counts.
         """
         index, inverse = np.unique(np.asarray(prompts, dtype=np.int64), return_inverse=True)
         drawn, good = np.asarray(samples, dtype=np.float64), np.asarray(positives, dtype=np.float64)
-        if not inverse.shape == drawn.shape == good.shape or drawn.ndim != 1:
-            raise ValueError(
-                f"prompts {list(inverse.shape)}, samples {list(drawn.shape)}, positives {list(good.shape)}: must be [B]"
-            )
-        if index.size and not 0 <= index[0] <= index[-1] < self._samples.size:
-            raise ValueError(f"prompts {index[0]} to {index[-1]} were drawn, expected 0 to {self._samples.size - 1}")
-        if not ((good >= 0) & (good <= drawn) & np.isfinite(drawn)).all():
-            raise ValueError("more positives than samples, or fewer than 0")
         for counts, new in ((self._samples, drawn), (self._positives, good)):
             counts[index] = self.decay * counts[index] + np.bincount(inverse, weights=new, minlength=index.size)
         was_drawn = drawn > 0

@@ -4,19 +4,27 @@ from dataclasses import KW_ONLY
 from pathlib import Path
 from typing import Literal
 
+import pydantic
+
 from megarl.config.command import Overrides, Positional, command
 
 
 @command
-class Recipe:
-    """How records become prompts."""
+class Data:
+    """Write prompts for [data] from a data set: prepare SOURCE OUT; counts what it leaves out: docs/data.md."""
 
+    action: Positional[Literal["prepare"]]
+    """What to do."""
+    source: Positional[str]
+    """A .jsonl or .parquet file, a dataset folder, or a hub name: OWNER/NAME or OWNER/NAME:CONFIG."""
+    out: Positional[Path]
+    """The folder for train.jsonl and heldout.jsonl."""
     _: KW_ONLY
     prompt_field: str = "prompt"
     """Field with the question, text or chat messages; dots reach into tables."""
     answer_field: str = "answer"
     """Field with the answer, text or a whole number."""
-    answer_after: str | None = None
+    answer_after: str | None = pydantic.Field(None, min_length=1)
     """Take what follows the last such text of the answer, as #### in GSM8K."""
     system: str | None = None
     """A system message before each prompt."""
@@ -26,25 +34,13 @@ class Recipe:
     """Folder of the model: prompts are written for its chat template and measured with its tokenizer."""
     trust: bool = False
     """Let code in that folder make its tokenizer: docs/trust.md."""
-    max_prompt_tokens: int = 2048
+    max_prompt_tokens: pydantic.PositiveInt = 2048
     """Longer prompts are left out; needs --model."""
-
-
-@command
-class Data(Recipe):
-    """Write prompts for [data] from a data set: prepare SOURCE OUT; counts what it leaves out: docs/data.md."""
-
-    action: Positional[Literal["prepare"]]
-    """What to do."""
-    source: Positional[str]
-    """A .jsonl or .parquet file, a dataset folder, or a hub name: OWNER/NAME or OWNER/NAME:CONFIG."""
-    out: Positional[Path]
-    """The folder for train.jsonl and heldout.jsonl."""
     split: str | None = None
     """Split of a folder or hub data set."""
-    limit: int | None = None
+    limit: pydantic.PositiveInt | None = None
     """Read only the first records."""
-    heldout: float = 0.0
+    heldout: float = pydantic.Field(0.0, ge=0, lt=1, allow_inf_nan=False)
     """Share of prompts that go to heldout.jsonl, chosen by a hash of the prompt."""
     overwrite: bool = False
     """Replace the files of an earlier call."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.data.chat import check_messages
 from megarl.data.math.grade import read_key
-from megarl.data.prepare.command import Data, Recipe
+from megarl.data.prepare.command import Data
 from megarl.data.prompts import PromptReader, Text, answer_text, fill_template, in_batches
 from megarl.data.records import Record, get_field, read_records, type_name, write_jsonl
 from megarl.data.tokenizer import load_tokenizer
@@ -20,19 +20,10 @@ from megarl.files.outputs import require_own_files
 TRAIN, HELDOUT = "train.jsonl", "heldout.jsonl"
 
 
-def prepare(
-    source: str,
-    out: Path,
-    recipe: Recipe,
-    *,
-    split: str | None = None,
-    limit: int | None = None,
-    heldout: float = 0.0,
-    overwrite: bool = False,
-) -> Counter[str]:
+def prepare(data: Data) -> Counter[str]:
     """Write ``out/train.jsonl``, and ``out/heldout.jsonl`` if ``heldout`` is above 0; return counts of records.
 
-    source, split, limit: as in :func:`megarl.data.records.read_records`. Left out and counted: ``no answer``,
+    Left out and counted: ``no answer``,
     ``no prompt``, ``duplicates`` of an earlier prompt, ``other answers`` (duplicates with a different answer), and
     ``too long``. Also counted: ``read``, ``train`` and ``heldout``.
 
@@ -43,51 +34,45 @@ def prepare(
     options that contradict each other, and for files that exist, unless ``overwrite`` is set and an earlier call wrote
     the files.
     """
-    if recipe.template is not None and "{prompt}" not in recipe.template:
-        raise ConfigError(f"--template: found {recipe.template!r}, expected {{prompt}} in it")
-    if recipe.answer_after == "":
-        raise ConfigError("--answer-after: found no text, expected what comes before the answer, such as ####")
-    if recipe.max_prompt_tokens < 1:
-        raise ConfigError(f"--max-prompt-tokens: found {recipe.max_prompt_tokens}, expected at least 1")
-    if not 0 <= heldout < 1:
-        raise ConfigError(f"--heldout: found {heldout:g}, expected a share from 0 to below 1")
-    targets = {True: out / HELDOUT, False: out / TRAIN}
+    if data.template is not None and "{prompt}" not in data.template:
+        raise ConfigError(f"--template: found {data.template!r}, expected {{prompt}} in it")
+    targets = {True: data.out / HELDOUT, False: data.out / TRAIN}
     existing = [path for path in targets.values() if path.exists()]
-    if existing and not overwrite:
+    if existing and not data.overwrite:
         raise ConfigError(f"{' and '.join(map(str, existing))}: exists; pass --overwrite or choose another folder")
-    if Path(source).exists() and (same := [path for path in existing if path.samefile(source)]):
+    if Path(data.source).exists() and (same := [path for path in existing if path.samefile(data.source)]):
         raise ConfigError(f"{same[0]} is the source itself, which would be replaced; choose another folder")
     require_own_files(*targets.values())
-    reader = _make_reader(recipe)
+    reader = _make_reader(data)
     counts: Counter[str] = Counter()
     rows: dict[bool, list[Record]] = {True: [], False: []}
     answers: dict[bytes, str] = {}
-    read = partial(_read, recipe, reader, counts)
-    for batch in in_batches(read_records(source, split=split, limit=limit), read):
+    read = partial(_read, data, reader, counts)
+    for batch in in_batches(read_records(data.source, split=data.split, limit=data.limit), read):
         texts = [text for text, _, _ in batch if text is not None]  # no texts without a tokenizer
         tokens = reader.encode(texts, None) if reader else [[]] * len(batch)
         for (_, digest, row), ids in zip(batch, tokens, strict=True):
-            if len(ids) > recipe.max_prompt_tokens:
+            if len(ids) > data.max_prompt_tokens:
                 counts["too long"] += 1
             elif digest in answers:
                 counts["duplicates"] += 1
                 counts["other answers"] += answers[digest] != row["answer"]
             else:
                 answers[digest] = row["answer"]
-                rows[int.from_bytes(digest[:8]) < heldout * 2**64].append(row)
+                rows[int.from_bytes(digest[:8]) < data.heldout * 2**64].append(row)
     counts |= Counter(train=len(rows[False]), heldout=len(rows[True]))
-    if not rows[False] or (heldout and not rows[True]):
-        prompts = f"{counts['train']} prompts to train" + (f" and {counts['heldout']} held out" if heldout else "")
-        advice = " of each; change --heldout" if heldout and counts["train"] + counts["heldout"] > 1 else ""
+    if not rows[False] or (data.heldout and not rows[True]):
+        prompts = f"{counts['train']} prompts to train" + (f" and {counts['heldout']} held out" if data.heldout else "")
+        advice = " of each; change --heldout" if data.heldout and counts["train"] + counts["heldout"] > 1 else ""
         raise DataError(
-            f"{source}: {prompts} are left of {counts['read']} ({describe_left_out(counts)}), expected at least "
+            f"{data.source}: {prompts} are left of {counts['read']} ({describe_left_out(counts)}), expected at least "
             f"one{advice}"
         )
     require_own_files(*targets.values())  # somebody may have written a file meanwhile
     for path in filter(Path.exists, targets.values()):
         path.unlink()
     # The held-out file first: no training file may stand beside an older held-out file with common prompts.
-    for is_heldout in (True, False) if heldout else (False,):
+    for is_heldout in (True, False) if data.heldout else (False,):
         write_jsonl(targets[is_heldout], rows[is_heldout])
     return counts
 
@@ -103,62 +88,62 @@ def describe_left_out(counts: Counter[str]) -> str:
     return ", ".join(f"{counts[key]} {words}" for key, words in names.items() if counts[key]) or "nothing left out"
 
 
-def _make_reader(recipe: Recipe) -> PromptReader | None:
+def _make_reader(data: Data) -> PromptReader | None:
     """Return the trainer's reader of prompts; None without a model."""
-    if recipe.model is None:
+    if data.model is None:
         return None
-    if not recipe.model.is_dir():
-        raise ConfigError(f"--model: there is no folder {recipe.model}, expected a Hugging Face folder")
-    tokenizer = load_tokenizer(recipe.model, "--model", recipe.trust)
-    if recipe.system is not None and not tokenizer.chat_template:
-        raise ConfigError(f"--system: the tokenizer of {recipe.model} has no chat template; put the text in --template")
-    return PromptReader(tokenizer, recipe.prompt_field)
+    if not data.model.is_dir():
+        raise ConfigError(f"--model: there is no folder {data.model}, expected a Hugging Face folder")
+    tokenizer = load_tokenizer(data.model, "--model", data.trust)
+    if data.system is not None and not tokenizer.chat_template:
+        raise ConfigError(f"--system: the tokenizer of {data.model} has no chat template; put the text in --template")
+    return PromptReader(tokenizer, data.prompt_field)
 
 
 def _read(
-    recipe: Recipe, reader: PromptReader | None, counts: Counter[str], place: str, record: Record
+    data: Data, reader: PromptReader | None, counts: Counter[str], place: str, record: Record
 ) -> tuple[Text | None, bytes, Record] | None:
     """Return (text to measure, digest, prompt and answer to write) of a record; None, and counted, if left out."""
     counts["read"] += 1
-    raw = get_field(record, recipe.prompt_field, place)
-    answer = get_field(record, recipe.answer_field, place)
-    if isinstance(answer, str) and recipe.answer_after is not None:
-        _, mark, answer = answer.rpartition(recipe.answer_after)
+    raw = get_field(record, data.prompt_field, place)
+    answer = get_field(record, data.answer_field, place)
+    if isinstance(answer, str) and data.answer_after is not None:
+        _, mark, answer = answer.rpartition(data.answer_after)
         answer = answer.strip() if mark else ""
     for name, value in (("prompt", raw), ("answer", answer)):
         if value is None or (isinstance(value, str) and not value.strip()):
             counts[f"no {name}"] += 1
             return None
-    answer = answer_text(answer, recipe.answer_field, place)
-    prompt = _shape(raw, recipe, reader is not None and reader.has_chat, place)
-    text = reader.text({recipe.prompt_field: prompt}, place) if reader else None
+    answer = answer_text(answer, data.answer_field, place)
+    prompt = _shape(raw, data, reader is not None and reader.has_chat, place)
+    text = reader.text({data.prompt_field: prompt}, place) if reader else None
     # Of the prompt in the source, without whitespace around the text.
     content = raw.strip() if isinstance(raw, str) else json.dumps(raw, ensure_ascii=False, sort_keys=True)
     return text, hashlib.sha256(content.encode()).digest(), {"prompt": prompt, "answer": answer}
 
 
-def _shape(prompt: Any, recipe: Recipe, has_chat: bool, place: str) -> str | list[dict[str, str]]:
+def _shape(prompt: Any, data: Data, has_chat: bool, place: str) -> str | list[dict[str, str]]:
     """Return the prompt to write: text, or chat messages."""
-    field = recipe.prompt_field
+    field = data.prompt_field
     if isinstance(prompt, list):
-        if recipe.template is not None:
+        if data.template is not None:
             raise DataError(f"{place}: the prompt ({field!r}) is a list of chat messages: remove --template")
         check_messages(prompt, field, place)
         messages = [{"role": message["role"], "content": message["content"]} for message in prompt]
         if messages[-1]["role"] == "assistant":
             raise DataError(f"{place}: the last message of {field!r} is the assistant's, expected a question to answer")
-        if recipe.system is not None and messages[0]["role"] == "system":
+        if data.system is not None and messages[0]["role"] == "system":
             raise DataError(f"{place}: {field!r} begins with a system message: remove --system")
     elif isinstance(prompt, str):
-        text = fill_template(recipe.template, prompt)
-        if not has_chat and recipe.system is None:
+        text = fill_template(data.template, prompt)
+        if not has_chat and data.system is None:
             return text
         messages = [{"role": "user", "content": text}]
     else:
         raise DataError(
             f"{place}: the prompt ({field!r}) is {type_name(prompt)}, expected text or a list of chat messages"
         )
-    return [*([{"role": "system", "content": recipe.system}] if recipe.system is not None else []), *messages]
+    return [*([{"role": "system", "content": data.system}] if data.system is not None else []), *messages]
 
 
 def can_read_answer(answer: str) -> bool:
@@ -187,8 +172,7 @@ def count_unreadable(files: Iterable[Path]) -> Iterator[str]:
 
 def prepare_and_show(command: Data) -> None:
     """Call ``prepare``, and print a summary with the lines for the configuration."""
-    options = {name: getattr(command, name) for name in ("split", "limit", "heldout", "overwrite")}
-    counts = prepare(command.source, command.out, command, **options)
+    counts = prepare(command)
     written = {key: command.out / name for name, key in ((TRAIN, "train"), (HELDOUT, "heldout")) if counts[key]}
     lines = [f"{command.source}: read {counts['read']}; {describe_left_out(counts)}"]
     lines += [f"{path}: {counts[key]} prompts" for key, path in written.items()]

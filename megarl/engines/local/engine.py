@@ -68,11 +68,9 @@ class LocalEngine(Engine):
 
         fp8_rounding: round the linear weights of attention and experts through FP8 blocks of 128 x 128 as they arrive.
         fp8_activations: round the inputs of these weights too, with ``fp8_rounding`` only (``FP8Products``).
-        fp8_kv_cache: round keys and values (``FP8Cache``). max_batch_size: most responses of a batch; RolloutError
-        below 1. experts_implementation: None: transformers' choice, "grouped_mm" (also fast on a CPU) where available.
+        fp8_kv_cache: round keys and values (``FP8Cache``). max_batch_size: most responses of a batch.
+        experts_implementation: None: transformers' choice, "grouped_mm" (also fast on a CPU) where available.
         """
-        if max_batch_size < 1:
-            raise RolloutError(f"max_batch_size is {max_batch_size}, expected at least 1")
         if fp8_activations and not fp8_rounding:
             raise RolloutError("fp8_activations without fp8_rounding: FP8 engines round weights too, set both")
         if fp8_kv_cache and getattr(config.get_text_config(), "kv_lora_rank", None):

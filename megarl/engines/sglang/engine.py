@@ -55,11 +55,11 @@ class SGLangEngine(Engine):
                 "have experts in every layer and would compute something else (mlp_only_layers, decoder_sparse_step); "
                 'set rollout.engine = "local", or take a model without dense layers'
             )
-        self._positions = int(config.get("max_position_embeddings") or 1 << 30)
-        self._vocabulary = int(config.get("vocab_size") or 1 << 31)
         ends = config.get("eos_token_id")
         self._bounds = Bounds(
-            self._vocabulary, self._positions, frozenset([] if ends is None else np.ravel(ends).tolist())
+            int(config.get("vocab_size") or 1 << 31),
+            int(config.get("max_position_embeddings") or 1 << 30),
+            frozenset([] if ends is None else np.ravel(ends).tolist()),
         )
         self._fleet, self._helper, self._agree = fleet, helper, agree or _raise
         self._form = form or WeightForm(torch.bfloat16)
@@ -155,13 +155,8 @@ class SGLangEngine(Engine):
 
     def _make_body(self, request: SampleRequest, params: SamplingParams) -> dict[str, Any]:
         # The last position stays free: a server refuses a request that could fill the last position.
-        check_prompt(request, params, self._vocabulary)
-        limit = limit_response(request, params, self._positions - 1)
-        if not 0 <= request.known_rows <= len(request.prompt_tokens):
-            raise RolloutError(
-                f"{request.label}: known_rows is {request.known_rows}, expected "
-                f"0..{len(request.prompt_tokens)}, the prompt"
-            )
+        check_prompt(request, params, self._bounds.vocabulary)
+        limit = limit_response(request, params, self._bounds.positions - 1)
         return {
             "input_ids": request.prompt_tokens.tolist(),
             "sampling_params": {
@@ -169,7 +164,7 @@ class SGLangEngine(Engine):
                 "temperature": params.temperature,
                 "top_p": params.top_p if params.has_nucleus else 1.0,
                 # SGLang returns ids of a top_p below 1 with a top_k only.
-                "top_k": min(MOST_DRAWN_FROM, self._vocabulary) if params.has_nucleus else -1,
+                "top_k": min(MOST_DRAWN_FROM, self._bounds.vocabulary) if params.has_nucleus else -1,
                 "min_p": 0.0,
                 "repetition_penalty": 1.0,
                 "presence_penalty": 0.0,

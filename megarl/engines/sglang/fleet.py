@@ -96,7 +96,7 @@ class Fleet(FleetState):
         """
         assert self.source is not None
         intake = Intake.for_servers(checkpoint_shapes(self.source), version, form)
-        delivery = Delivery(self, Line(), self.tell)
+        delivery = Delivery(self, Line())
         buckets = self.transport.stream(intake, tensors, delivery)
         self.no_starts.clear()
         try:

@@ -53,7 +53,7 @@ class ServerSpec:
     tp: int = 1
     """Tensor-parallel size."""
     gpus: tuple[int, ...] | None = None
-    """Device indices as nvidia-smi counts them; None serves on the CPU, without CUDA."""
+    """A GPU per rank: device indices as nvidia-smi counts them; None serves on the CPU, without CUDA."""
     max_total_tokens: int | None = None
     """Size of the KV cache in tokens; None: SGLang derives the size from mem_fraction."""
     mem_fraction: float | None = None
@@ -66,10 +66,6 @@ class ServerSpec:
     """More arguments of sglang.launch_server; the last arguments override earlier arguments."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"port is {self.port}, expected 0 (a free one) to 65535")
-        if self.tp < 1 or (self.gpus is not None and len(self.gpus) != self.tp):
-            raise ConfigError(f"tp is {self.tp} and gpus are {self.gpus}, expected tp >= 1 and a GPU per rank, or None")
         for name in parse_arguments(self.extra_args):
             if name in NOT_EXTRA:
                 raise ConfigError(f"extra_args hold --{name.replace('_', '-')}: {NOT_EXTRA[name]}")

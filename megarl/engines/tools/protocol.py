@@ -27,8 +27,6 @@ class ToolResult:
     exit: ToolExit
     """ok; error: the call is wrong or failed; timeout: wall or CPU time; memory: an allocation was refused;
     output_limit: too much output; killed: the process died of another signal."""
-    truncated: bool = False
-    """Whether the output was cut."""
 
 
 class Tool(Protocol):

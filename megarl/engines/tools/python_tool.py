@@ -147,7 +147,7 @@ class _Call:
             text += f"\n[cut after {self._limits.output_bytes} bytes]"
         if reason is None:
             reason = "output_limit" if self._output.more else _classify_exit(status)
-        return ToolResult(text, reason, self._output.more)
+        return ToolResult(text, reason)
 
 
 class _Pipe(asyncio.Protocol):

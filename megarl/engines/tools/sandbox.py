@@ -19,14 +19,12 @@ import contextlib
 import errno
 import fcntl
 import json
-import math
 import os
 import platform
 import secrets
 import shutil
 import struct
 import subprocess
-import sys
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,7 +61,7 @@ _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a call; ConfigError for a bad value."""
+    """Limits of a call; the configuration checks the values."""
 
     wall_s: float = 10.0
     """From the start to the end of the process; the start takes 0.1 to 0.2 s."""
@@ -81,13 +79,6 @@ class Limits:
     """Standard output and error together; more output ends the call."""
     code_bytes: int = 64 << 10
     """Longer code is not run."""
-
-    def __post_init__(self) -> None:
-        for name in ("wall_s", "cpu_s", "memory_bytes", "scratch_bytes", "scratch_files", "output_bytes", "code_bytes"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected a finite number above 0")
-        if self.num_processes < 0:
-            raise ConfigError(f"num_processes is {self.num_processes}, expected at least 0")
 
 
 @dataclass(slots=True)
@@ -186,8 +177,6 @@ class Sandbox:
 
 def prepare(limits: Limits, interpreter: str) -> Sandbox:
     """Return a sandbox for this host. ConfigError if the host cannot contain code as asked."""
-    if sys.platform != "linux":
-        raise ConfigError(f"the Python tool needs Linux and this is {sys.platform}: leave the tool out here")
     interpreter = os.path.abspath(shutil.which(interpreter) or interpreter)
     bwrap = shutil.which("bwrap")
     if bwrap is None:

@@ -123,7 +123,8 @@ def publish(path: Path, run: str, files: Files, keep: int, keep_every: int) -> N
     def put_in_place() -> None:
         with explained(path):
             written = {name: record for records in by_rank or [] for name, record in records.items()}
-            write_manifest(partial, run, int(path.name.removeprefix("step_")), _complete(partial, written))
+            manifest = {"run": run, "step": int(path.name.removeprefix("step_")), "files": _complete(partial, written)}
+            write_atomically(partial / MANIFEST, _encode(manifest))
             sync(partial)
             replace_folder(partial, path, lambda folder: saved_files(folder, run))
         complete = complete_checkpoints(path.parent)
@@ -155,10 +156,6 @@ Files = Mapping[str, tuple[int, str]]
 """Bytes and SHA-256 of each file by name."""
 _CLOCKS_NS = 60 * 10**9
 """The clocks of two nodes differ by less."""
-
-
-def write_manifest(folder: Path, run: str, step: int, files: Files) -> None:
-    write_atomically(folder / MANIFEST, _encode({"run": run, "step": step, "files": files}))
 
 
 def _encode(record: Mapping[str, Any]) -> bytes:

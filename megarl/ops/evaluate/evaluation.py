@@ -268,16 +268,17 @@ def _show(request: EvalRequest, task: Task, tables: Mapping[str, Json]) -> None:
 
 def to_text(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a table with a row per score of each benchmark, and the remarks below."""
-    headings = ("benchmark", "score", "value", "95 %, other prompts", "95 %, other samples", "prompts")
+    headings = ("benchmark", "score", "value", "95 %, other prompts", "prompts")
     rows: list[Sequence[str]] = []
     for name, result in results.items():
         figures = result["figures"]
         for index, (label, entry) in enumerate(_label(figures).items()):
-            shown = f"{entry['value']:.1%}", _range(entry["other_prompts"]), _range(entry.get("other_samples"))
-            rows.append(("" if index else name, label, *shown, str(entry["prompts"])))
-        rows.append(("", "judged", f"{figures['judged']} of {figures['responses']}", "", "", ""))
-        rows.append(("", "length", f"{figures['length_mean']:.1f}", "", "", ""))
-        rows.append(("", "truncated", f"{figures['truncated']:.1%}", "", "", ""))
+            ends = entry["other_prompts"]
+            shown = f"{entry['value']:.1%}", f"{ends[0]:.1%} to {ends[1]:.1%}" if ends else "", str(entry["prompts"])
+            rows.append(("" if index else name, label, *shown))
+        rows.append(("", "judged", f"{figures['judged']} of {figures['responses']}", "", ""))
+        rows.append(("", "length", f"{figures['length_mean']:.1f}", "", ""))
+        rows.append(("", "truncated", f"{figures['truncated']:.1%}", "", ""))
         rows.append(())
     remarks = [
         printable(f"{name}: {line}")
@@ -296,7 +297,3 @@ def _describe_unjudged(figures: Mapping[str, Any], first_error: str | None) -> s
         return None
     counts = f"{figures['judged']} of {figures['responses']} responses judged, the others count as not correct"
     return f"{counts}; first failure: {first_error}"
-
-
-def _range(ends: Sequence[float] | None) -> str:
-    return "" if ends is None else f"{ends[0]:.1%} to {ends[1]:.1%}"

@@ -100,9 +100,8 @@ class Gvm:
             self._refresh(step)
         rates, norms = np.array([self._estimates[prompt.index] for prompt in prompts]).T
         total = self._config.rollout.group_size * len(prompts)
-        limits = {"solved_above": gvm.solved_above, "min_accepted": gvm.min_accepted}
         high = gvm.max_samples or 4 * self._config.rollout.group_size
-        counts = gvm_allocate(rates, norms, total, gvm.alpha, gvm.beta, **limits, high=high)
+        counts = gvm_allocate(rates, norms, total, gvm.alpha, gvm.beta, high=high)
         return Allotted(tuple(counts.tolist()), self._config.reward.threshold)
 
     def learn(self, prompts: Sequence[Prompt], samples: np.ndarray, positives: np.ndarray) -> dict[str, Stat]:
@@ -163,7 +162,7 @@ class Gvm:
         table, missing = table[judged], np.setdiff1d(np.arange(num_prompts), table[judged, 0])
         # A prompt without rewards has acceptance rate 0.
         table = np.concatenate([table, np.pad(missing[:, None], ((0, 0), (0, 5)))])
-        return gvm_estimates(table[:, 0].astype(np.int64), table[:, 3] > 0, table[:, 4], num_prompts, gvm.average)
+        return gvm_estimates(table[:, 0].astype(np.int64), table[:, 3] > 0, table[:, 4], num_prompts)
 
     def _gather_accepted(self, samples: Mapping[Key, Sample]) -> list[tuple[Key, Rollout]]:
         """Return the model copy's accepted responses in order; local responses with routes."""

@@ -26,7 +26,7 @@ from megarl.config import Config, EnvironmentConfig
 from megarl.config.plugs import load_plug
 from megarl.core.choices.records import call_own
 from megarl.core.choices.stopping import POSITIVE
-from megarl.core.sampling.pass_at_k import Interval, fixed_prompts_interval, mean_interval, pass_at_k, wilson_interval
+from megarl.core.sampling.pass_at_k import mean_interval, pass_at_k, wilson_interval
 from megarl.data.benchmarks import Benchmark, choose, load
 from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt
@@ -100,7 +100,7 @@ def draw(
     def make_draw() -> Draw:
         return Draw(FixedSamples(keys), request_of, benchmark.player)
 
-    return requests.sample_together(config, engine, make_draw, params, on_finish, work=work)
+    return requests.sample_together(engine, make_draw, params, on_finish, work=work)
 
 
 def score_table(table: SampleTable, benchmark: PlayedBenchmark) -> dict[str, float]:
@@ -193,13 +193,12 @@ def score(samples: Samples, ks: Sequence[int]) -> dict[str, Any]:
     """Return all scores of a benchmark as plain numbers; None where a score is undefined."""
     (num_prompts, number), c = samples.rewards.shape, samples.num_correct
     n, judged = np.full(num_prompts, number), int(samples.num_judged.sum())
-    fixed = fixed_prompts_interval(n, c, LEVEL) if number > 1 else None
     return {
         "prompts": num_prompts,
         "samples": number,
         "responses": num_prompts * number,
         "judged": judged,
-        "avg": {**_average(c / n, is_binary=number == 1), "other_samples": _clip(fixed)},
+        "avg": _average(c / n, is_binary=number == 1),
         "pass": {str(k): _average(pass_at_k(n, c, k), is_binary=k == number) for k in ks},
         "reward_mean": float(np.nanmean(samples.rewards)) if judged else None,
         "length_mean": float(samples.lengths.mean()),
@@ -208,30 +207,20 @@ def score(samples: Samples, ks: Sequence[int]) -> dict[str, Any]:
 
 
 def score_prompts(samples: Samples) -> list[dict[str, Any]]:
-    """Return samples and pass rate by prompt, with Wilson's interval."""
+    """Return samples and pass rate by prompt."""
+    counts = zip(samples.num_judged.tolist(), samples.num_correct.tolist(), strict=True)
     number = samples.rewards.shape[1]
-    return [
-        {
-            "judged": judged,
-            "correct": correct,
-            "pass_rate": correct / number,
-            "other_samples": _clip(wilson_interval(correct, number, LEVEL)),
-        }
-        for judged, correct in zip(samples.num_judged.tolist(), samples.num_correct.tolist(), strict=True)
-    ]
+    return [{"judged": judged, "correct": correct, "pass_rate": correct / number} for judged, correct in counts]
 
 
 def _average(values: np.ndarray, *, is_binary: bool) -> dict[str, Any]:
-    # A value is a single draw of 0 or 1: the normal interval would have no width where all prompts agree.
-    if is_binary:
+    interval = None
+    if is_binary:  # the normal interval would have no width where all prompts agree
         interval = wilson_interval(int(values.sum()), values.size, LEVEL)
-    else:
-        interval = mean_interval(values, LEVEL) if values.size > 1 else None
-    return {"value": float(values.mean()), "other_prompts": _clip(interval), "prompts": int(values.size)}
-
-
-def _clip(interval: Interval | None) -> list[float] | None:
-    return None if interval is None else [max(interval.low, 0.0), min(interval.high, 1.0)]
+    elif values.size > 1:
+        interval = mean_interval(values, LEVEL)
+    ends = None if interval is None else [max(interval.low, 0.0), min(interval.high, 1.0)]
+    return {"value": float(values.mean()), "other_prompts": ends, "prompts": int(values.size)}
 
 
 def make_player(config: Config, tokenizer: PreTrainedTokenizerBase, judge: Judge) -> Player:

@@ -22,18 +22,12 @@ def choose(keys: Sequence[Key], count: int | Literal["all"], step: int) -> list[
     return [keys[(index * len(keys) // count + step) % len(keys)] for index in range(count)]
 
 
-def describe(
-    samples: Mapping[Key, Sample], keys: Sequence[Key], tokenizer: PreTrainedTokenizerBase, components: Sequence[str]
-) -> dict[Key, Excerpt]:
-    """Return the text and the facts of the chosen samples, without the results of training.
+def describe(sample: Sample, tokenizer: PreTrainedTokenizerBase, components: Sequence[str]) -> Excerpt:
+    """Return the text and the facts of a sample, without the results of training.
 
     components: the names of several rewards. A sample without a response, because its episode failed in the first
     turn, has empty texts.
     """
-    return {key: _describe(samples[key], tokenizer, components) for key in keys}
-
-
-def _describe(sample: Sample, tokenizer: PreTrainedTokenizerBase, components: Sequence[str]) -> Excerpt:
     rollout = sample.rollout
     excerpt: Excerpt = {"prompt": "", "response": "", "parts": [], "length": 0, "prompt_tokens": 0, "finish": "abort"}
     if rollout is not None:

@@ -18,7 +18,6 @@ from megarl.engines.player import Draw, Key, Sample
 from megarl.engines.protocol import Engine, SamplingParams
 from megarl.errors import RolloutError
 from megarl.megatron import distributed
-from megarl.routes.turns import refuse_mixed_versions
 from megarl.run.progress import Advance
 
 TRAIN, EVALUATE, PRESAMPLE, KEEP = 0, 1, 2, 3
@@ -69,7 +68,6 @@ def load_run_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def sample_together(
-    config: Config,
     engine: Engine,
     make_draw: Callable[[], Draw],
     params: SamplingParams,
@@ -85,10 +83,7 @@ def sample_together(
     """
 
     def sample(under_way: BackgroundSampling | None) -> dict[Key, Sample]:
-        samples = under_way.result(on_finish) if under_way else make_draw().run(engine, params, on_finish)
-        if config.train.mixed_versions == "refuse":
-            refuse_mixed_versions([s.rollout for s in samples.values() if s.rollout is not None])
-        return samples
+        return under_way.result(on_finish) if under_way else make_draw().run(engine, params, on_finish)
 
     for redraws in range(MOST_DRAWS):
         samples = distributed.run_together(work, partial(sample, None if redraws else background))

@@ -178,7 +178,8 @@ class Sampler:
         keys = excerpts.choose([*samples], count, step) if count == "all" or distributed.is_main_rank() else []
         if count and failed is not None and failed in samples and failed not in keys:
             keys = sorted([*keys, failed])
-        return excerpts.describe(samples, keys, self.tokenizer, tuple(self.config.reward.weights))
+        names = tuple(self.config.reward.weights)
+        return {key: excerpts.describe(samples[key], self.tokenizer, names) for key in keys}
 
     def evaluate(self, on_finish: Advance | None = None) -> tuple[dict[str, float], str | None]:
         """Return mean reward, pass rate and length on every benchmark, and their averages; a collective call.
@@ -252,7 +253,7 @@ class Sampler:
         background: requests.BackgroundSampling | None = None,
     ) -> dict[Key, Sample]:
         """Return this rank's samples, from ``background`` if given; a collective call."""
-        samples, redraws = requests.sample_together(self.config, self.engine, make_draw, params, on_finish, background)
+        samples, redraws = requests.sample_together(self.engine, make_draw, params, on_finish, background)
         self._redraws += redraws
         return samples
 

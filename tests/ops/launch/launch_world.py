@@ -96,11 +96,35 @@ class World:
 
 
 @dataclass
-class Launch:
-    """A ``megarl launch`` that runs, or another command that trains."""
+class Run:
+    """A run of this configuration; its log lies beside it."""
 
     world: World
     config: Path
+
+    @property
+    def log(self) -> Path:
+        return self.config.with_suffix(".log")
+
+    @property
+    def folder(self) -> Path:
+        return self.world.root / self.config.stem
+
+    def status(self) -> dict[str, Any]:
+        return read_json(self.folder / "status.json")
+
+    def until(self, holds: Callable[[], bool], what: str) -> None:
+        until(holds, what, log=self.log)
+
+    def until_step(self, step: int) -> None:
+        """Until it has finished so many steps."""
+        self.until(lambda: self.status().get("step", 0) >= step, f"step {step}")
+
+
+@dataclass
+class Launch(Run):
+    """A ``megarl launch`` that runs, or another command that trains."""
+
     words: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
     command: Sequence[str] = ("-m", "megarl.cli", "launch")
@@ -108,7 +132,6 @@ class Launch:
     """Whether its interpreters import everything themselves."""
 
     def __post_init__(self) -> None:
-        self.log = self.config.with_suffix(".log")
         with self.log.open("ab") as log:
             start = subprocess.Popen if self.fresh else preloaded.Popen
             self.process = start(
@@ -120,23 +143,14 @@ class Launch:
                 cwd=self.world.root,
             )
 
-    @property
-    def folder(self) -> Path:
-        return self.world.root / self.config.stem
-
-    def status(self) -> dict[str, Any]:
-        return read_json(self.folder / "status.json")
-
-    def until(self, holds: Callable[[], bool], what: str, timeout_s: float = 900.0) -> None:
-        until = time.monotonic() + timeout_s
-        while not holds():
-            assert time.monotonic() < until, f"{what}: not so after {timeout_s:.0f} s\n{self.log.read_text()[-3000:]}"
+    def until(self, holds: Callable[[], bool], what: str) -> None:
+        def holds_or_ends() -> bool:
+            if found := holds():
+                return found
             assert self.process.poll() is None, f"{what}: ended before\n{self.log.read_text()[-3000:]}"
-            time.sleep(0.05)
+            return False
 
-    def until_step(self, step: int) -> None:
-        """Until it has finished so many steps."""
-        self.until(lambda: self.status().get("step", 0) >= step, f"step {step}")
+        super().until(holds_or_ends, what)
 
     def code(self, timeout_s: float = 1200.0) -> int:
         try:
@@ -144,6 +158,16 @@ class Launch:
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGTERM)
             raise AssertionError(self.log.read_text()[-3000:]) from None
+
+
+def until(holds: Callable[[], bool], what: str, timeout_s: float = 900.0, log: Path | None = None) -> None:
+    """Wait; AssertionError with the end of the log."""
+    until = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > until:
+            said = log.read_text()[-6000:] if log and log.exists() else ""
+            raise AssertionError(f"{what}: not so after {timeout_s:.0f} s\n{said}")
+        time.sleep(0.1)
 
 
 def read_json(path: Path) -> dict[str, Any]:

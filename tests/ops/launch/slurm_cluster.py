@@ -6,18 +6,17 @@ Needs slurm-wlm and munge, and root; with those a cluster is up in about a secon
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from launch_world import until
 
 from megarl.engines.sglang.spec import free_port
 
 NODES = ("n1", "n2")
-DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
 
 CONF = """ClusterName=megarl
 SlurmctldHost={host}(127.0.0.1)
@@ -65,8 +64,6 @@ class Cluster:
         return {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def __enter__(self) -> Cluster:
-        missing = [name for name in DAEMONS if shutil.which(name) is None]
-        assert not missing, f"found no {', '.join(missing)}: apt-get install slurm-wlm munge"
         self._write_conf()
         try:
             self._start("munged", "--foreground", "--force", *self._munge_files())
@@ -140,10 +137,3 @@ class Cluster:
         self._daemons.append(
             subprocess.Popen(words, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         )
-
-
-def until(holds: Callable[[], bool], what: str, timeout_s: float = 300.0) -> None:
-    until = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < until, f"{what}: not there after {timeout_s:.0f} s"
-        time.sleep(0.1)

@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +16,8 @@ import psutil
 import pytest
 from absent import SGLANG_PYTHON
 from audit_reader import check
-from launch_world import CONFIG, STEPS, World, assert_whole, processes_of, rank_pid, read_json
-from slurm_cluster import Cluster, until
+from launch_world import CONFIG, STEPS, Run, World, assert_whole, processes_of, rank_pid, read_json, until
+from slurm_cluster import Cluster
 
 from megarl.ops.shipped import SCRIPTS
 from megarl.run.status import read_status
@@ -55,30 +54,19 @@ def nodes_are_free_again(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @dataclass
-class Job:
+class Job(Run):
     """A submitted run."""
 
     cluster: Cluster
-    world: World
-    config: Path
     id: str
 
     @property
-    def folder(self) -> Path:
-        return self.world.root / self.config.stem
-
-    @property
     def said(self) -> str:
-        return self.config.with_suffix(".log").read_text()[-6000:]
+        return self.log.read_text()[-6000:]
 
-    def until(self, holds: Callable[[], bool], what: str, timeout_s: float = 900.0) -> None:
-        until = time.monotonic() + timeout_s
-        while not holds():
-            assert time.monotonic() < until, f"{what}: not so after {timeout_s:.0f} s\n{self.said}"
-            time.sleep(0.1)
-
-    def until_step(self, step: int, timeout_s: float = 900.0) -> None:
-        self.until(lambda: read_json(self.folder / "status.json").get("step", 0) >= step, f"step {step}", timeout_s)
+    def until_start(self, number: int) -> None:
+        self.until(lambda: self.said.count("starting it again") == number - 1, "the trainer is started again")
+        self.until(lambda: self.status().get("attempt", "").endswith(f"-{number}"), f"start {number}")
 
     def set_time_limit(self, minutes: int) -> None:
         """Of all its starts, the one that runs included."""
@@ -95,7 +83,7 @@ def submit(cluster: Cluster, world: World, script: str, config: Path, *options: 
     step = preloaded.write_python(world.root / "python", sys.executable, "megarl.ops.launch.node", preloaded.MODULES)
     environment = world.environment(MEGARL_PYTHON=sys.executable, MEGARL_STEP_PYTHON=str(step))
     job = cluster.submit(*options, f"--output={log}", SCRIPTS / script, config, env=environment, cwd=world.root)
-    return Job(cluster, world, config, job)
+    return Job(world, config, cluster, job)
 
 
 def torchrun_of(job: Job, node: int) -> psutil.Process:
@@ -162,12 +150,10 @@ def test_ranks_steps_and_scripts_that_are_killed_cost_nothing_that_is_saved(
     job = submit(cluster, world, "colocated.sbatch", world.config("killed", TWO_NODES), "--nodes=2")
     job.until_step(3)
     os.kill(rank_pid(job.folder, 1), signal.SIGKILL)
-    job.until(lambda: job.said.count("starting it again") == 1, "the trainer is started again")
-    job.until(lambda: read_json(job.folder / "status.json").get("attempt", "").endswith("-2"), "second start")
+    job.until_start(2)
     job.until_step(5)
     os.kill(torchrun_of(job, node=1).pid, signal.SIGKILL)
-    job.until(lambda: job.said.count("starting it again") == 2, "the trainer is started again")
-    job.until(lambda: read_json(job.folder / "status.json").get("attempt", "").endswith("-3"), "third start")
+    job.until_start(3)
     job.until_step(6)
     supervisor = [p for p in processes_of(job.config) if "launch" in p.cmdline()]
     os.kill(supervisor[0].pid, signal.SIGKILL)

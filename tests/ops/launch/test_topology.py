@@ -46,7 +46,13 @@ def test_trainer_nodes_come_first_and_servers_get_ports_of_their_own() -> None:
     assert found.trainers[0].address == "10.0.0.1"
     assert found.urls == [f"http://10.0.1.1:{port}" for port in found.server_ports]
     assert len({found.master_port, *found.server_ports}) == 3
-    assert read_topology(json.loads(json.dumps({"topology": asdict(found)}))) == found
+    launch = {"topology": asdict(found), "logs": "/run/logs/7-0/attempt1", "command": ["train", "c.toml"]}
+    assert read_topology(json.loads(json.dumps(launch))) == found
+    first, second = (" ".join(node.torchrun(launch, index)) for index in (0, 1))
+    assert "--nnodes 2 --node-rank 1 --nproc-per-node 8 --max-restarts 0 --master-addr 10.0.0.1" in second
+    assert f"--master-port {found.master_port}" in first
+    assert first.endswith("--redirects 3 --tee 0:3 --module megarl.cli train c.toml")
+    assert "--tee" not in second  # its first rank is not the run's
 
 
 def test_the_components_of_a_heterogeneous_job() -> None:
@@ -103,16 +109,6 @@ def test_ports_that_somebody_listens_on_are_passed_over_and_jobs_begin_elsewhere
             assert free_ports(3, job=5)[0] != first[0]
     assert not set(free_ports(20, job=5)) & set(free_ports(20, job=6))
     assert free_ports(1, job=5, attempt=1) != first[:1]
-
-
-def test_the_command_line_of_a_node() -> None:
-    found = find(config(layout="disaggregated", nodes=2, server_nodes=1, ranks_per_node=8), JOB, slurm)
-    launch = {"topology": asdict(found), "logs": "/run/logs/7-0/attempt1", "command": ["train", "c.toml"]}
-    first, second = (" ".join(node.torchrun(launch, index)) for index in (0, 1))
-    assert "--nnodes 2 --node-rank 1 --nproc-per-node 8 --max-restarts 0 --master-addr 10.0.0.1" in second
-    assert f"--master-port {found.master_port}" in first
-    assert first.endswith("--redirects 3 --tee 0:3 --module megarl.cli train c.toml")
-    assert "--tee" not in second  # its first rank is not the run's
 
 
 def test_servers_and_trainer_read_the_same_file_and_only_the_trainer_meets_urls(

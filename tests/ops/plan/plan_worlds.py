@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from run_configs import parsed
 from tiny_families import FAMILIES
 
 from megarl.config import Config
-from megarl.config.file import parse
 from megarl.ops.shipped import MODELS as MODELS
 
 ROOT = Path(__file__).parents[3]
@@ -27,12 +27,6 @@ def write_config(folder: Path, family: str, **changes: Any) -> Path:
 
 def config(model: Path | str, **overrides: Any) -> Config:
     """A run on one rank; ``overrides`` are dotted keys with ``__`` for the dot."""
-    table = {
-        "run": {"steps": 4},
-        "model": {"path": str(model)},
-        "data": {"train": "unused.jsonl", "max_prompt_tokens": 8},
-        "rollout": {"prompts_per_step": 4, "group_size": 4, "max_response_tokens": 24},
-        "train": {"micro_batch_tokens": 64},
-        "optim": {"lr": 1e-3},
-    }
-    return parse(table, {key.replace("__", "."): value for key, value in overrides.items()})
+    sizes = {"run__steps": 4, "data__max_prompt_tokens": 8, "train__micro_batch_tokens": 64, "optim__lr": 1e-3}
+    sizes |= {"rollout__prompts_per_step": 4, "rollout__group_size": 4, "rollout__max_response_tokens": 24}
+    return parsed(**{"model__path": str(model), **sizes, **overrides})

@@ -11,7 +11,6 @@ from plan_worlds import MODELS, config, write_config
 from tiny_families import FAMILIES, write_family
 
 from megarl.engines.buckets import split_into_buckets
-from megarl.engines.sglang.transports.folder import WeightFolder
 from megarl.engines.weights import WeightForm
 from megarl.models.names import hf_shapes, rules_of
 from megarl.models.shapes import ModelShape, read_shape
@@ -32,17 +31,6 @@ def test_an_update_is_as_large_as_its_buckets(family: str, fp8: bool, tmp_path: 
     form = WeightForm(torch.bfloat16, "blocks" if fp8 else "off")
     sent = [bucket.flat.numel() for bucket in split_into_buckets(tensors_of(shape), 1 << 18, form=form)]
     assert sum(sent) == weight_bytes(shape, 2, fp8=fp8)
-
-
-def test_an_fp8_folder_is_as_large_as_planned(tmp_path: Path) -> None:
-    """But for the headers of its safetensors files."""
-    source = write_config(tmp_path / "model", "qwen3_moe", hidden_size=256, moe_intermediate_size=192)
-    shape = read_shape(source)
-    folder = WeightFolder(tmp_path / "weights", source, 0)
-    for bucket in split_into_buckets(tensors_of(shape), 1 << 20, form=WeightForm(torch.bfloat16, "blocks")):
-        folder.add(bucket)
-    stored = sum(file.stat().st_size for file in folder.finish().glob("*.safetensors"))
-    assert stored == pytest.approx(weight_bytes(shape, 2, fp8=True), rel=0.02)
 
 
 def test_the_experts_of_a_large_layer_are_not_gathered_all_at_once() -> None:

@@ -16,16 +16,11 @@ from megarl.ops.plan.layout import count_model, count_rank, stages_of
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_total_is_that_of_every_checkpoint_tensor(family: str, tmp_path: Path) -> None:
-    shape = read_shape(write_config(tmp_path, family))
-    assert count_model(shape).total == sum(prod(size) for size in hf_shapes(shape).values())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_total_is_that_of_the_model_of_transformers(family: str, tmp_path: Path) -> None:
+def test_the_total_is_that_of_the_checkpoint_and_of_transformers(family: str, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = read_shape(write_config(tmp_path, family))
+    assert count_model(shape).total == sum(prod(size) for size in hf_shapes(shape).values())
     kind, settings = FAMILIES[family]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
@@ -83,13 +78,10 @@ def test_tensor_parallel_ranks_pad_the_vocabulary_and_keep_norms_whole(tmp_path:
     assert count.expert == 8 * 3 * 32 * 40 // 2
 
 
-def test_interleaved_chunks_take_turns(tmp_path: Path) -> None:
+def test_interleaved_chunks_take_turns_and_the_last_stage_may_be_uneven(tmp_path: Path) -> None:
     settings = config(write_config(tmp_path, "mixtral", num_hidden_layers=8), parallel__pp=2, parallel__vpp=2)
     stages = stages_of(settings, read_shape(tmp_path))
     assert [stage.chunks for stage in stages] == [((0, 1), (4, 5)), ((2, 3), (6, 7))]
-
-
-def test_an_uneven_last_stage(tmp_path: Path) -> None:
     uneven = {"megatron__num_layers_in_last_pipeline_stage": 1}
     settings = config(write_config(tmp_path, "mixtral", num_hidden_layers=5), parallel__pp=3, **uneven)
     assert [len(stage.layers) for stage in stages_of(settings, read_shape(tmp_path))] == [2, 2, 1]

@@ -1,7 +1,9 @@
-"""The recipes: valid, planned on the GPUs that they name, and what the paper and the quickstart say."""
+"""The recipes: planned on the GPUs that they name, what the paper and the quickstart say, copied as a whole."""
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -13,6 +15,7 @@ from megarl import cli
 from megarl.config import file as config_file
 from megarl.data.tiny import write_tiny_model
 from megarl.models.shapes import read_shape
+from megarl.ops import shipped
 from megarl.ops.plan.plan import plan
 from megarl.ops.quickstart import RANKS, config_text
 from megarl.ops.shipped import MODELS, RECIPES
@@ -31,6 +34,10 @@ def test_a_recipe_is_planned_where_it_says(
     assert cli.main(["plan", f"{name}.toml", *model]) == 0
     told = capsys.readouterr().out
     assert "trainer's GPU, with reserves" in told
+    if gpus := re.fullmatch(r"qwen3-30b-a3b-(\d+)gpu", name):
+        config = config_file.load(f"{name}.toml")
+        found = plan(config)
+        assert found.layout.world_size + (found.server_gpus if config.launch.apart else 0) == int(gpus[1])
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -48,52 +55,72 @@ def test_a_recipe_is_the_papers(name: str) -> None:
     assert config.launch.gpu_memory_gib in (79.0, 140.0)
 
 
-def test_off_policy_flags_are_those_of_the_paper() -> None:
+def test_off_policy_variants_are_those_of_the_paper_and_planned() -> None:
     """R2 for N = 2, R3 for 4 and 8; every mini-batch keeps its 1024 responses."""
-    assert [re.findall(r"mini_batches (\d) .*replay (r\d)", flags)[0] for flags in OFF_POLICY] == [
-        ("2", "r2"),
-        ("4", "r3"),
-        ("8", "r3"),
-    ]
+    found = [re.findall(r"mini_batches (\d) .*replay (r\d)", flags)[0] for flags in OFF_POLICY]
+    assert found == [("2", "r2"), ("4", "r3"), ("8", "r3")]
+    for name, flags in itertools.product(LARGE, OFF_POLICY):
+        config = config_file.load(RECIPES / f"{name}.toml", config_file.split_overrides(flags.split())[1])
+        assert config.responses_per_step // config.train.mini_batches == 1024
+        plan(config)
 
 
-@pytest.mark.parametrize("flags", OFF_POLICY)
-@pytest.mark.parametrize("name", LARGE)
-def test_off_policy_variants_are_planned(name: str, flags: str) -> None:
-    _, overrides = config_file.split_overrides(flags.split())
-    path = RECIPES / f"{name}.toml"
-    config = config_file.load(path, overrides)
-    assert config.responses_per_step // config.train.mini_batches == 1024
-    plan(config)
-
-
-@pytest.mark.parametrize(("name", "gpus"), [("8gpu", 8), ("32gpu", 32), ("64gpu", 64)])
-def test_qwen3_30b_uses_the_gpus_of_its_name(name: str, gpus: int) -> None:
-    path = RECIPES / f"qwen3-30b-a3b-{name}.toml"
-    config = config_file.load(path)
-    found = plan(config)
-    apart = found.server_gpus if config.launch.apart else 0
-    assert found.layout.world_size + apart == gpus
-
-
-def test_the_cpu_recipe_is_the_quickstart() -> None:
+def test_the_cpu_recipe_is_the_quickstart_and_so_is_its_model(tmp_path: Path) -> None:
     folder = "runs/quickstart"
     paths = {name: Path(folder, name) for name in ("config", "run", "model", "task")}
     recipe = tomllib.loads((RECIPES / "cpu-quickstart.toml").read_text())
     assert recipe == tomllib.loads(config_text("qwen3_moe", **paths))
     assert recipe["launch"] == {"ranks_per_node": RANKS}
-
-
-def test_the_shipped_model_of_the_quickstart_is_the_one_that_it_makes(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", seed=0)
     assert read_shape(MODELS / "quickstart") == read_shape(tmp_path / "model")
 
 
-def test_a_recipe_on_smaller_gpus_is_one_line_and_exit_code_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_list_describes_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["recipes"]) == 0
+    listed = [line.split() for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    assert [words[0] for words in listed] == sorted(path.stem for path in RECIPES.glob("*.toml"))
+    assert all(len(words) > 3 for words in listed)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "qwen3-30b-a3b-32gpu",
+            {
+                "qwen3-30b-a3b-32gpu.toml",
+                "disaggregated.sbatch",
+                "heterogeneous.sbatch",
+                "models/Qwen3-30B-A3B/config.json",
+            },
+        ),
+        ("starter", {"starter.toml", "local.sh"}),
+        ("Containerfile", {"Containerfile", "requirements-sglang.txt", "requirements-trainer.txt"}),
+    ],
+)
+def test_a_copy_brings_what_the_recipe_needs(
+    name: str, expected: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(RECIPES)
-    words = ["plan", "qwen3-30b-a3b-8gpu.toml", "--launch.gpu_memory_gib", "79"]
+    assert cli.main(["recipes", "copy", name, str(tmp_path / "new" / "folder")]) == 0
+    folder = tmp_path / "new" / "folder"
+    assert files(folder) == expected
+    assert capsys.readouterr().out.split() == [str(folder / file) for file in shipped._parts(name)]
+    for file in expected:
+        assert os.access(folder / file, os.X_OK) == file.endswith((".sh", ".sbatch"))
+
+
+def test_what_is_there_already_is_copied_again_only_if_it_is_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["recipes", "copy", "cpu-quickstart", str(tmp_path)]
+    assert cli.main(words) == cli.main(words) == 0
+    (tmp_path / "local.sh").write_text("mine\n")
+    (tmp_path / "cpu-quickstart.toml").unlink()
     assert cli.main(words) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("megarl: error: launch.gpu_memory_gib: a rank of stage 0 with a server on its GPU needs")
+    assert f"{tmp_path}/local.sh exists and is another file; nothing was copied" in capsys.readouterr().err
+    assert files(tmp_path) == {"local.sh"}
+    assert (tmp_path / "local.sh").read_text() == "mine\n"

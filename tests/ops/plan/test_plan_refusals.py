@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from plan_worlds import MODELS, config, write_config
@@ -14,8 +15,8 @@ from megarl.ops.plan.plan import SERVER_RESERVE, TRAINER_RESERVE, plan, shared_g
 from megarl.ops.plan.table import to_text
 from megarl.ops.plan.trainer_memory import RankMemory
 
-SGLANG = {"rollout__engine": "sglang"}
-FP8 = {**SGLANG, "sglang__fp8": True}
+Table = dict[str, Any]
+SGLANG: Table = {"rollout__engine": "sglang"}
 ROWS = """
 mixtral 3 parallel.tp=2 | found 3 ranks, expected a multiple of tp * pp * cp
 mixtral 4 parallel.ep=8 | expected a multiple of ep * etp * pp
@@ -23,7 +24,6 @@ mixtral 3 parallel.tp=3 train.micro_batch_tokens=66 | parallel.tp: | num_attenti
 mixtral 4 parallel.tp=4 | parallel.tp: found 4, expected a divisor of | num_key_value_heads = 2
 mixtral 3 parallel.ep=3 rollout.prompts_per_step=3 | parallel.ep: found 3, | experts = 8
 qwen3 1 | train.replay: found "r3", expected "none": the qwen3 model in model.path is dense
-qwen2 1 train.replay=r2 | train.replay: found "r2", expected "none"
 qwen3 2 train.replay=none parallel.ep=2 | parallel.ep: found 2, expected 1: the qwen3 model | no experts
 qwen3 1 train.replay=none train.max_native_flip=0.3 | train.max_native_flip: found 0.3: | no routers to watch
 llama 1 train.replay=none log.traces_every=2 | log.traces_every: found 2, expected 0
@@ -43,6 +43,10 @@ mixtral 1 rollout.engine=sglang sglang.servers=2 'sglang.gpus=[0, 1]'
 mixtral 1 launch.gpu_memory_gib=0.5 | a rank of stage 0 with its engine needs | at most 0.5
 mixtral 1 rollout.engine=sglang launch.gpu_memory_gib=5e-05
     | GiB of weights and then 0 tokens of cache, expected at least one sequence of 32
+mixtral 1 rollout.engine=sglang launch.layout=disaggregated launch.server_nodes=1 launch.gpu_memory_gib=4.0
+    | a server's GPU needs 6. | GiB, expected at most 4; raise sglang.tp
+mixtral 2 parallel.pp=2 megatron.account_for_embedding_in_pipeline_split=true
+    | does not know megatron.account_for_embedding_in_pipeline_split
 mixtral 1 megatron.optimizer=sgd | megatron.optimizer = 'sgd', expected 'adam'
 """
 """Family, ranks and overrides | parts of the line."""
@@ -58,17 +62,32 @@ def test_what_cannot_be_is_refused(words: str, parts: list[str], tmp_path: Path)
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
-def test_widths_of_experts_that_expert_tensor_parallelism_cannot_cut(tmp_path: Path) -> None:
-    model = write_config(tmp_path, "mixtral", intermediate_size=41)
-    settings = config(model, launch__ranks_per_node=2, parallel__tp=2)
-    with pytest.raises(ConfigError, match=r"parallel.etp: found 2, expected a divisor of .* intermediate size = 41"):
-        plan(settings)
+WIDE = {"intermediate_size": 128, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def test_key_value_heads_that_a_server_cannot_cut(tmp_path: Path) -> None:
-    model = write_config(tmp_path, "mixtral", hidden_size=48, num_attention_heads=6, num_key_value_heads=2)
-    with pytest.raises(ConfigError, match=r"sglang.tp: found 3 for 2 key-value heads"):
-        plan(config(model, **SGLANG, sglang__tp=3))
+@pytest.mark.parametrize(
+    ("changes", "overrides", "message"),
+    [
+        (
+            {"intermediate_size": 41},
+            {"launch__ranks_per_node": 2, "parallel__tp": 2},
+            r"parallel.etp: found 2, expected a divisor of .* intermediate size = 41",
+        ),
+        (
+            {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2},
+            {**SGLANG, "sglang__tp": 3},
+            r"sglang.tp: found 3 for 2 key-value heads",
+        ),
+        (
+            {**WIDE, "head_dim": 32},
+            {**SGLANG, "sglang__fp8": True},
+            r"leaves a GPU 64 of the keys",
+        ),
+    ],
+)
+def test_widths_that_cannot_be_cut(changes: Table, overrides: Table, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(config(write_config(tmp_path, "mixtral", **changes), **overrides))
 
 
 @pytest.mark.parametrize(
@@ -76,55 +95,27 @@ def test_key_value_heads_that_a_server_cannot_cut(tmp_path: Path) -> None:
     [
         ("Qwen3-30B-A3B", 4, "leaves a GPU 192 of the experts' intermediate size"),
         ("GLM-4.5-Air", 1, "leaves a GPU 10944 of intermediate_size"),
-        ("Moonlight-16B-A3B", 2, "leaves a GPU 5632 of intermediate_size|704 of the experts' intermediate size"),
+        ("nowhere", 1, r"model.path: found no config.json in .*nowhere.* --model"),
     ],
 )
 def test_fp8_blocks_that_servers_of_large_models_cannot_cut(model: str, tp: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        plan(config(MODELS / model, **FP8, sglang__tp=tp))
+        plan(config(MODELS / model, **SGLANG, sglang__fp8=True, sglang__tp=tp))
 
 
-def test_keys_that_are_no_whole_fp8_block(tmp_path: Path) -> None:
-    wide = {"intermediate_size": 128, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    with pytest.raises(ConfigError, match=r"leaves a GPU 64 of the keys, expected a multiple of 128"):
-        plan(config(write_config(tmp_path, "mixtral", **wide, head_dim=32), **FP8))
-
-
-def test_servers_of_their_own_that_do_not_fit(tmp_path: Path) -> None:
-    apart = {"launch__layout": "disaggregated", "launch__server_nodes": 1, "launch__gpu_memory_gib": 4.0}
-    with pytest.raises(ConfigError, match=r"a server's GPU needs 6\.\d GiB, expected at most 4; raise sglang.tp"):
-        plan(config(write_config(tmp_path, "mixtral"), **SGLANG, **apart))
-
-
-def test_trainer_and_server_on_one_gpu(tmp_path: Path) -> None:
-    beside = {"sglang__gpus": [0], "sglang__mem_fraction": 0.5, "launch__layout": "colocated"}
+def test_a_server_on_the_gpu_of_the_trainer_or_beside_it(tmp_path: Path) -> None:
     model = write_config(tmp_path, "mixtral")
+    shared = {"sglang__gpus": [0], "sglang__mem_fraction": 0.5, "launch__layout": "colocated"}
     with pytest.raises(ConfigError, match=r"with a server on its GPU needs 10\.\d GiB, expected at most 8"):
-        plan(config(model, **SGLANG, **beside, launch__gpu_memory_gib=8.0))
-    assert plan(config(model, **SGLANG, **beside, launch__gpu_memory_gib=16.0)).server_gpus == 1
-
-
-def test_a_server_on_a_gpu_of_the_node_that_the_trainer_does_not_use(tmp_path: Path) -> None:
+        plan(config(model, **SGLANG, **shared, launch__gpu_memory_gib=8.0))
+    assert plan(config(model, **SGLANG, **shared, launch__gpu_memory_gib=16.0)).server_gpus == 1
     own = {"sglang__gpus": [1], "sglang__mem_fraction": 0.6, "launch__layout": "colocated"}
-    model = write_config(tmp_path, "mixtral")
     settings = config(model, **SGLANG, **own, launch__gpu_memory_gib=8.0)
     found = plan(settings)
     assert 'beside the trainer\'s, sync = "distributed"' in to_text(found, settings)
     assert found.gpu.trainer < 4 << 30 < found.gpu.server < 8 << 30
     with pytest.raises(ConfigError, match=r"a server's GPU needs 6\.\d GiB, expected at most 6"):
         plan(config(model, **SGLANG, **own, launch__gpu_memory_gib=6.0))
-
-
-def test_pipeline_divisions_that_are_not_computed(tmp_path: Path) -> None:
-    split = {"parallel__pp": 2, "megatron__account_for_embedding_in_pipeline_split": True}
-    settings = config(write_config(tmp_path, "mixtral"), launch__ranks_per_node=2, **split)
-    with pytest.raises(ConfigError, match=r"does not know megatron.account_for_embedding_in_pipeline_split"):
-        plan(settings)
-
-
-def test_a_model_that_is_nowhere(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.path: found no config.json in .*nowhere.* --model"):
-        plan(config(tmp_path / "nowhere"))
 
 
 def test_memory_on_a_shared_gpu_by_hand() -> None:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 MODULE = "sglang.srt.managers.tokenizer_manager"
 TARGET = "TokenizerManager.generate_request"
-IN_THREAD_FROM = 1 << 16
-"""Characters of a trace; a shorter trace is rewritten faster than a thread starts."""
 
 log = logging.getLogger("megarl.routes")
 
@@ -96,10 +94,7 @@ async def _compact_one(answer: Any, shape: MoeShape) -> None:
     text = meta.get("routed_experts") if isinstance(meta, dict) else None
     if not isinstance(meta, dict) or not isinstance(text, str):  # no routes, or not the last part of a stream
         return
-    if len(text) < IN_THREAD_FROM:
-        meta["routed_experts"] = _short(text, shape)
-    else:
-        meta["routed_experts"] = await asyncio.to_thread(_short, text, shape)
+    meta["routed_experts"] = await asyncio.to_thread(_short, text, shape)
 
 
 def _short(text: str, shape: MoeShape) -> str:

@@ -53,7 +53,7 @@ class Broadcast(Transport):
                 return broadcast(senders, bucket)
             except WeightSyncError as error:
                 self._is_split = True
-                delivery.tell(
+                delivery.receivers.tell(
                     f"warning: a broadcast of weights to all servers failed, each gets them by itself: {error}"
                 )
         delivery.receivers.each(lambda sender: broadcast([sender], bucket), daemon=False)

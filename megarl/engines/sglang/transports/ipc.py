@@ -22,7 +22,7 @@ from torch._utils import _rebuild_tensor_v2
 from torch.multiprocessing import reductions
 
 from megarl.config.process_environment import ALLOCATOR_VARIABLES, without_expandable_segments
-from megarl.engines.buckets import Bucket, Intake, Staging
+from megarl.engines.buckets import Bucket, Intake
 from megarl.engines.sglang.transports.protocol import (
     Buckets,
     Delivery,
@@ -81,7 +81,7 @@ class SharedMemory(Transport):
         """
         limit = intake.max_bytes
         limit = limit if self.gpu != CPU else min(limit, shutil.disk_usage(SHARED_MEMORY).free // 4)
-        buckets = intake.buckets(tensors, Staging(limit, empty_shared), limit)
+        buckets = intake.buckets(tensors, empty_shared, limit)
         rounds = self.rounds(buckets, (lambda: None) if delivery is None else delivery.line.wait)
         next(rounds)  # from here on an error in the generator reaches all ranks
         return rounds

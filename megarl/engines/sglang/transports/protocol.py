@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from megarl.engines.buckets import Bucket, Intake, Staging
+from megarl.engines.buckets import Bucket, Intake
 from megarl.engines.sglang.transports.sender import Line, WeightSender, deadline
 from megarl.engines.weights import Named
 
@@ -34,8 +34,6 @@ class Delivery:
     """The servers that take part."""
     line: Line
     """Sends one bucket while the next bucket is made."""
-    tell: Callable[[str], None]
-    """Prints one line for the user."""
     folder: WeightFolder | None = None
     """The copy on disk, or None; complete after all buckets have passed the line."""
 
@@ -45,7 +43,7 @@ class Transport(Protocol):
 
     def stream(self, intake: Intake, tensors: Iterable[Named], delivery: Delivery | None) -> Buckets:
         """Yield the buckets of an update, in memory for this transport. Runs in the caller's thread."""
-        return intake.buckets(tensors, Staging(intake.max_bytes))
+        return intake.buckets(tensors)
 
     def send(self, bucket: Bucket, delivery: Delivery) -> None:
         """Send one bucket to all servers of the update. Runs in the thread of the line."""

@@ -1,36 +1,25 @@
-"""Packed attention and RMSNorm of the local layer spec, against their formulas."""
+"""What stands in on a CPU: packed attention and RMSNorm by their formulas, CUDA's calls, no Transformer Engine."""
 
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import on_cpu  # noqa: F401
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.errors import ConfigError
-from megarl.megatron.versions import takes
 from megarl.stand_ins.attention import PackedAttention, PackedSequences, RMSNorm
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
-MLA = takes(rope_utils._apply_rotary_pos_emb_bshd, "mla_rotary_interleaved")
-LATENT = "mla_rotary_interleaved" if MLA else "multi_latent_attention"
-
-
-class _Alone:
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
-CP_GROUP = {"cp_group": _Alone()} if takes(rope_utils.apply_rotary_pos_emb, "cp_group") else {}
 
 
 def settings(**changes: object) -> TransformerConfig:
@@ -87,26 +76,6 @@ def test_packed_attention_and_its_gradients_equal_the_formula_in_each_sequence(l
         torch.testing.assert_close(gradient, want, rtol=1e-9, atol=1e-11)
 
 
-@given(st.lists(st.integers(1, 7), min_size=2, max_size=6), st.randoms(use_true_random=False))
-def test_a_sequence_does_not_see_what_it_is_packed_with(lengths: list[int], random: object) -> None:
-    query, key, value = (tensor.detach() for tensor in inputs(sum(lengths), torch.float32))
-    core = attention()
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    packed = core(query, key, value, packed_seq_params=PackedSequences.of(cu_seqlens)).split(lengths)
-    order = list(range(len(lengths)))
-    random.shuffle(order)  # type: ignore[attr-defined]
-    parts = [[part.split(lengths)[index] for index in order] for part in (query, key, value)]
-    shuffled = core(
-        *(torch.cat(part) for part in parts),
-        packed_seq_params=PackedSequences.of(torch.tensor([0, *(lengths[index] for index in order)]).cumsum(0)),
-    ).split([lengths[index] for index in order])
-    for place, index in enumerate(order):
-        one = (part.split(lengths)[index] for part in (query, key, value))
-        alone = core(*one, packed_seq_params=PackedSequences.of(torch.tensor([0, lengths[index]])))
-        torch.testing.assert_close(packed[index], alone, rtol=0, atol=1e-6)
-        torch.testing.assert_close(packed[index], shuffled[place], rtol=0, atol=1e-6)
-
-
 def test_unpacked_inputs_are_causal_attention_of_each_batch_row() -> None:
     query, key, value = (tensor.detach() for tensor in inputs(10, torch.float64))
     batched = [tensor.view(2, 5, -1, WIDTH).transpose(0, 1) for tensor in (query, key, value)]
@@ -117,22 +86,15 @@ def test_unpacked_inputs_are_causal_attention_of_each_batch_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        ({"attention_dropout": 0.1}, "attention_dropout"),
-        ({"window_size": (4, 0)}, "window_size"),
-        ({"softmax_type": "off-by-one"}, "softmax_type"),
-    ],
+    "change", [{"attention_dropout": 0.1}, {"window_size": (4, 0)}, {"softmax_type": "off-by-one"}], ids=str
 )
-def test_what_the_attention_cannot_do_is_refused_by_name(change: dict[str, object], name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
+def test_what_the_attention_cannot_do_is_refused_by_name(change: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(change))):
         attention(**change)
-
-
-def test_a_mask_is_refused_because_it_would_be_ignored() -> None:
-    query, key, value = inputs(4, torch.float32)
-    with pytest.raises(NotImplementedError, match="mask"):
-        attention()(query, key, value, attention_mask=torch.ones(4, 4, dtype=torch.bool))
+    with pytest.raises(ConfigError, match="LayerNorm"):
+        RMSNorm(settings(normalization="LayerNorm"), 16)
+    with pytest.raises(NotImplementedError, match="mask"):  # it would be ignored
+        attention()(*inputs(4, torch.float32), attention_mask=torch.ones(4, 4, dtype=torch.bool))
 
 
 def test_rms_norm_is_the_formula_and_marks_its_weight() -> None:
@@ -146,6 +108,79 @@ def test_rms_norm_is_the_formula_and_marks_its_weight() -> None:
     assert RMSNorm(parallel, 16).weight.sequence_parallel is True  # type: ignore[attr-defined]
 
 
-def test_other_norms_are_refused() -> None:
-    with pytest.raises(ConfigError, match="LayerNorm"):
-        RMSNorm(settings(normalization="LayerNorm"), 16)
+HERE = str(Path(__file__).parent)
+
+
+def run_python(code: str, first: str | Path = HERE) -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(first), *sys.path]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=1200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_nothing_is_touched_where_there_is_cuda() -> None:
+    code = """
+import torch
+names = ("synchronize", "current_device", "stream", "Stream", "Event", "get_rng_state", "manual_seed")
+before = [getattr(torch.cuda, name) for name in names], torch.Tensor.cuda, torch.compile
+torch.cuda.is_available = lambda: True
+from megarl.stand_ins import cpu
+assert cpu.enable() is False
+assert ([getattr(torch.cuda, name) for name in names], torch.Tensor.cuda, torch.compile) == before
+assert not hasattr(torch.cuda, "_megarl_cpu_layer")
+print("untouched")
+"""
+    assert "untouched" in run_python(code)
+
+
+@pytest.mark.parametrize("first", ["", "import megatron.core, megatron.core.models.gpt"], ids=["megarl", "megatron"])
+def test_a_model_trains_whoever_imports_megatron_first(first: str, models: dict[str, Path]) -> None:
+    code = f"""
+{first}
+import os
+import cases_training
+os.chdir({str(models["base"].parent.parent)!r})
+found = cases_training.fixed_batch_steps({{}})
+print(found["losses"][0] != found["losses"][1])
+"""
+    assert "True" in run_python(code)
+
+
+CODE = """
+import warnings
+import torch
+torch.cuda.is_available = lambda: {cuda}
+from megarl.stand_ins import te
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    te.hide_unusable()
+try:
+    import transformer_engine
+    print("imported", end="; ")
+except ImportError:
+    print("hidden", end="; ")
+print(te.find_te()[0], [str(each.message) for each in caught])
+"""
+
+
+@pytest.mark.parametrize(
+    ("cuda", "code", "said"),
+    [
+        (True, "", "imported; True []"),
+        (
+            True,
+            "import sys; sys.modules.pop(__name__); raise OSError('no such file')",
+            "hidden; False",
+        ),
+        (True, "raise ImportError('undefined symbol')", "(ImportError: undefined symbol)"),
+        (False, "raise RuntimeError('not asked for')", "hidden; False []"),
+    ],
+)
+def test_transformer_engine_is_used_if_it_can_be_imported(cuda: bool, code: str, said: str, tmp_path: Path) -> None:
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "pytorch.py").write_text(code)
+    found = run_python(CODE.format(cuda=cuda), tmp_path)
+    assert said in found
+    assert ("cannot be imported" in found) == (cuda and bool(code))
