@@ -178,7 +178,7 @@ class _Block(NamedTuple):
 def _blocks(hidden: Tensor, weight: Tensor, shard: _Shard, kernels: ModuleType | None) -> Iterator[_Block]:
     """All blocks, column by column. They share one piece of memory."""
     num_rows = hidden.size(0)
-    rows, columns = (ROWS, COLUMNS) if kernels is None else _fused_shape(num_rows, shard.rows)
+    rows, columns = (ROWS, COLUMNS) if kernels is None else fused_shape(num_rows, shard.rows)
     rows, align = min(rows, num_rows), 1 if kernels is None else 64  # rows of 256 bytes suit the GPU
     memory = torch.empty(rows * _round_up(min(columns, shard.rows), align), dtype=torch.float32, device=hidden.device)
     for start, end in shard.cut(columns):
@@ -194,7 +194,7 @@ def _blocks(hidden: Tensor, weight: Tensor, shard: _Shard, kernels: ModuleType |
             yield _Block(part, (start, end), block_weight, block_hidden, logits)
 
 
-def _fused_shape(num_rows: int, num_columns: int) -> tuple[int, int]:
+def fused_shape(num_rows: int, num_columns: int) -> tuple[int, int]:
     """(rows, columns) of a block for the kernels: as many rows as possible, and blocks of equal width."""
     rows = max(1, min(num_rows, FUSED_ROWS))
     count = max(1, -(-num_columns * rows * 4 // FUSED_BYTES))

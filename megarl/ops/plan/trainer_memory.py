@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megarl.config import Config, Layout
 from megarl.engines.buckets import BUCKET_BYTES
 from megarl.errors import ConfigError
-from megarl.megatron.passes.logprobs import COLUMNS, ROWS
+from megarl.megatron.passes.logprobs import fused_shape
 from megarl.models.fit import wants_routes
 from megarl.models.names import Rule, rules_of
 from megarl.models.shapes import ModelShape
@@ -197,15 +197,16 @@ def _moment(shape: ModelShape, cut: Cut, stage: Stage) -> int:
 
 
 def head_bytes(shape: ModelShape, cut: Cut) -> int:
-    """End of the last stage: the final norm, tensors kept by ``linear_logprobs`` with gradients, and three blocks of
-    logits.
+    """End of the last stage: the final norm, tensors kept by ``linear_logprobs`` with gradients, and a block of logits
+    with the gradient of its weights.
 
-    (e H + 4) S' + (e H + 21 + 4 H) S + e H V / tp, and the blocks.
+    (e H + 4) S' + (e H + 21 + 4 H) S + e H V / tp + 4 (R + H) C for a block of R rows and C columns.
     """
     hidden, vocabulary = shape.fields["hidden_size"], -(-shape.vocab_size // cut.tp)
     activations = (cut.element * hidden + 4) * cut.rows + (cut.element * hidden + 21) * cut.slots
     gradients = 4 * hidden * cut.slots + vocabulary * hidden * cut.element
-    return activations + gradients + 8 * hidden * COLUMNS + 3 * 4 * ROWS * COLUMNS
+    rows, columns = fused_shape(cut.slots, vocabulary)
+    return activations + gradients + 4 * (rows + hidden) * columns
 
 
 def layer_bytes(shape: ModelShape, layer: int, cut: Cut, recompute: Collection[str] = ()) -> int:
