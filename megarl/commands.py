@@ -221,6 +221,8 @@ class Gap:
 
     def run(self, overrides: Overrides) -> int:
         enable_cpu()
+        # Transformer Engine multiplies fp32 matrices in TF32, and the control in fp32 would differ. Before CUDA starts.
+        os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
         from megarl.ops.evaluate.gap import find_weights, measure_and_show
 
         config, checkpoint = find_weights(self.checkpoint, self.config, self.prompts, dict(overrides), self.trust)

@@ -109,6 +109,8 @@ class Trainer:
                 self._sync(first)
             if self.checkpoints.eval_is_due:
                 self._evaluate(first)
+            if torch.cuda.is_available() and first < self.config.run.steps:
+                self.monitor.say("the first pass compiles kernels: 6 to 16 s on an H100")
             settings = self.config.megatron
             for step in range(first, self.config.run.steps):
                 # Megatron rejects a few settings on first use: in the first step.
