@@ -45,7 +45,7 @@ SCORED = {
     "objectives/masks": f"{_OBJECTIVES} functions",
     "objectives/weights": f"{_OBJECTIVES} functions",
     "objectives/loss": f"{_OBJECTIVES} functions",
-    "objectives/responses": "responses table functions objectives_boundaries",
+    "objectives/responses": "responses kl_grpo table functions objectives_boundaries",
     "objectives/columns": f"{_OBJECTIVES} functions",
     "advantages/groups": "advantages responses credit_assignment",
     "advantages/weighted": "advantages responses",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_se
 
 from megarl.convert.job import Options
 from megarl.convert.quantization import quantize
-from megarl.core.fp8 import is_fp8_weight, round_through_fp8
 from megarl.data.tiny import write_tiny_model
 from megarl.engines import buckets
 from megarl.engines.buckets import Bucket
@@ -102,12 +100,8 @@ def test_the_folder_of_an_fp8_model_has_no_weights_and_says_what_comes(model: Pa
     assert json.loads((again / "config.json").read_text()) == found
 
 
-KEEP = ("*.layers.0.self_attn.*", "*.layers.1.mlp.experts.*")
-
-
 @pytest.fixture(scope="module")
 def folder_server(sglang_spec: ServerSpec, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """With attention of one layer and experts of the other in high precision."""
     folder = tmp_path_factory.mktemp("served")
     options = Options(shard_bytes=1 << 20)
     assert quantize(model, folder / "fp8", options).num_files > 1
@@ -140,9 +134,5 @@ def test_a_server_computes_with_what_the_folder_holds(folder_server: Server, mod
     sequences = np.random.default_rng(0).integers(2, 24, (4, 24)).tolist()
     found = [prompt_logprobs(folder_server.url, tokens) for tokens in sequences]
     weights = load_file(model / "model.safetensors")
-    kept = {name for name in weights if any(fnmatch.fnmatch(name, glob) for glob in KEEP)}
-    all_rounded = {name: round_through_fp8(one) if is_fp8_weight(name) else one for name, one in weights.items()}
-    written = {name: weights[name] if name in kept else one for name, one in all_rounded.items()}
-    assert gap(found, sequences, model, written) < CLOSE
-    for other in (weights, all_rounded):
-        assert gap(found, sequences, model, other) > 10 * CLOSE
+    assert gap(found, sequences, model, rounded(weights)) < CLOSE
+    assert gap(found, sequences, model, weights) > 10 * CLOSE

@@ -97,7 +97,7 @@ def test_the_short_form_says_what_the_plain_one_says(sglang_server: Server, sgla
         assert not is_compact(base64.b64decode(one))
         assert is_compact(base64.b64decode(other))
         assert len(one) / len(other) >= 4.0
-        expected = np.sort(decode_routes(one, NUM_ROWS, shape, "plain").experts, axis=2)
+        expected = decode_routes(one, NUM_ROWS, shape, "plain").experts
         assert np.array_equal(decode_routes(other, NUM_ROWS, shape, "short").experts, expected)
     if "input_ids" in changes:
         assert short[0] != short[1]

@@ -245,10 +245,7 @@ def test_many_calls_at_once_keep_their_outputs_apart(tool: PythonTool) -> None:
     assert endless.exit == "output_limit"
 
 
-def test_limits_are_numbers_and_count_the_code() -> None:
-    for name, value in (("wall_s", 0.0), ("wall_s", math.nan), ("num_processes", -1)):
-        with pytest.raises(ConfigError, match=name):
-            Limits(**{name: value})  # type: ignore[arg-type]
+def test_the_length_of_the_code_is_limited() -> None:
     tool = PythonTool(Limits(wall_s=600.0, code_bytes=20))
     assert run(tool, "print(1)        #####").exit == "error"
     assert run(tool, "print(1)        ####").output == "1\n"

@@ -30,6 +30,12 @@ def starts_low(*, prompt: str, response: str, answer: str) -> float:
     return float(response[:1] in set("01234"))
 
 
+@instantaneous
+def starts_low_at_once(*, prompt: str, response: str, answer: str) -> float:
+    """As ``starts_low``, in the caller: the order of arrival is that of sampling."""
+    return starts_low(prompt=prompt, response=response, answer=answer)
+
+
 def only_starts_low(*, prompt: str, response: str, answer: str) -> float | None:
     """As ``starts_low``, without a reward for the others."""
     return 1.0 if response[:1] in set("01234") and response else None
