@@ -21,7 +21,6 @@ from megarl.core.objectives import (
     policy_loss,
     token_advantages,
 )
-from megarl.core.ratios import aggregate, ratio_gradient
 
 LENGTHS = [7, 4, 9, 5, 1, 8, 6, 3]
 GROUPS = [4, 4, 4, 4, 2, 2, 2, 9]
@@ -154,14 +153,3 @@ def test_the_three_differ_where_theta_has_moved_and_only_the_literal_one_where_i
     own, token, whole = (by_autograd(name, still, columns.old_logprobs)[1] for name in ROWS)
     assert torch.allclose(own, token)
     assert not torch.allclose(own, whole, rtol=1e-2)
-
-
-@pytest.mark.parametrize("kind", ["prefix", "future_mean", "future_sum"])
-def test_the_gradient_of_a_ratio_is_its_transpose(kind: Any) -> None:
-    columns = batch(2)
-    mask, bounds = columns.loss_mask, columns.cu_seqlens
-    ratios = torch.where(mask, columns.logprobs - columns.old_logprobs, 0.0).requires_grad_()
-    upstream = torch.where(mask, torch.randn(len(mask), dtype=torch.float64), 0.0)
-    (expected,) = torch.autograd.grad(aggregate(kind, ratios, mask, bounds), ratios, upstream)
-    found = ratio_gradient(kind, upstream, mask, bounds)
-    assert torch.allclose(found, torch.where(mask, expected, 0.0), rtol=1e-9)
