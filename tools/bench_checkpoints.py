@@ -70,6 +70,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=asked.folder) as name:
         folder = Path(name)
         policy = policy_of(folder, asked.experts)
+        policy.zero_grad()
+        policy.optimizer_step()  # from here on Adam has moments to save
         path = folder / "checkpoints" / "step_0000001"
         saver = Saver(path.parent, keep=1)
 

@@ -1,11 +1,12 @@
 """The loss layer on a GPU: Triton kernels, blocks of torch operations and whole logits; times, memory and errors.
 
     python tools/bench_loss_layer.py [--tokens 8192] [--hidden 2048] [--vocab 151936] [--dtype bf16] [--repeats 5]
-                                     [--sweep] [--json FILE]
+                                     [--sweep] [--profile] [--json FILE]
 
 Errors are against float64 on a slice of the tokens, with log-probabilities, entropies and both gradients. Times of
 "blocks", "triton" and "whole" are taken turn by turn; "+entropy" adds a gradient of the entropies, "+kept" takes
-log-probabilities over 50 ids of each token. ``--sweep`` tries sizes of blocks and configurations of the kernels.
+log-probabilities over 50 ids of each token. ``--sweep`` tries sizes of blocks and configurations of the kernels,
+``--profile`` prints the kernels that take the longest on a GPU.
 Needs torch, numpy and, for the kernels, triton. On a CPU the kernels run only under TRITON_INTERPRET=1.
 """
 
@@ -289,7 +290,7 @@ def sweep_shapes(inputs: Inputs, kernels: ModuleType) -> None:
         for mib in (16, 32, 64, 128, 192, 256, 384):
             settings = {"FUSED_ROWS": rows, "FUSED_BYTES": mib << 20, "kernels_for": lambda device: kernels}
             with replaced(logprobs, **settings):
-                columns = logprobs._fused_shape(tokens, inputs.weight.size(0))[1]
+                columns = logprobs.fused_shape(tokens, inputs.weight.size(0))[1]
                 costs = [measure(linear, inputs, False, False) for _ in range(4)][1:]
             one = median(costs)
             print(
@@ -320,14 +321,19 @@ def profile(inputs: Inputs, kernels: ModuleType) -> None:
         print(f"{event.device_time_total / 1e3:9.3f} ms {event.count:5d} x {event.key[:120]}", flush=True)
 
 
+FAILED: list[str] = []
+"""Titles of the parts that failed."""
+
+
 def attempt(title: str, call: Callable[[], Any]) -> Any:
-    """Run a part; a part that fails does not keep the others from running."""
+    """Run a part; a part that fails does not keep the others from running, and makes the exit code 1."""
     print(f"\n== {title}", flush=True)
     started = time.perf_counter()
     try:
         return call()
     except Exception:
         traceback.print_exc(file=sys.stdout)
+        FAILED.append(title)
         return None
     finally:
         print(f"({time.perf_counter() - started:.1f} s)", flush=True)
@@ -342,6 +348,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16" if is_gpu else "fp32")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     add_json(parser)
     args = parser.parse_args()
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
@@ -349,20 +356,20 @@ def main() -> int:
     name = torch.cuda.get_device_name() if is_gpu else "CPU"
     print(f"{name}, torch {torch.__version__}, T {args.tokens}, H {args.hidden}, V {args.vocab}, {args.dtype}")
     inputs = make_inputs(args.tokens, args.hidden, args.vocab, dtype)
-    columns = logprobs._fused_shape(args.tokens, args.vocab)[1]
+    columns = logprobs.fused_shape(args.tokens, args.vocab)[1]
     attempt("errors against float64", lambda: errors(inputs, kernels, dtype))
     if is_gpu:
         attempt(f"products of a block of {columns} columns", lambda: products(inputs, columns))
     rows = attempt("times", lambda: times(inputs, kernels, args.repeats)) or []
-    if kernels is not None and is_gpu:
+    if kernels is not None and args.profile:
         attempt("kernels of a pass", lambda: profile(inputs, kernels))
     if kernels is not None and args.sweep:
         attempt("configurations of the kernels", lambda: sweep_kernels(inputs, kernels, columns))
         attempt("sizes of a block", lambda: sweep_shapes(inputs, kernels))
         attempt("times with the chosen configuration", lambda: times(inputs, kernels, args.repeats))
-        if is_gpu:
+        if args.profile:
             attempt("kernels of a pass with the chosen configuration", lambda: profile(inputs, kernels))
-    return finish(rows, args.json)
+    return finish(rows, args.json) or int(bool(FAILED))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from megarl.megatron.policy import DTYPES, Policy, schedule_of
 from megarl.replay import RoutingReplay
 from megarl.trainer.mini_batch import MiniBatch, StepPlan
 from megarl.trainer.sampling.sampler import Sampler
-from megarl.trainer.step import TrainStep
+from megarl.trainer.step import TrainStep, collect
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_rows import finish, ratio_row, take_json
@@ -59,7 +59,8 @@ def megarl_update(step: TrainStep, mini: MiniBatch) -> Update:
     plan = StepPlan.of(step.config, done=1)
 
     def update() -> None:
-        step.update(plan, [mini], 0)
+        _, statistics = step.update(plan, [mini], 0)
+        collect([statistics])
 
     return update
 

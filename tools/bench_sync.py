@@ -7,12 +7,7 @@ server is the stand-in of the tests, a process of its own that reads every byte 
 a real SGLang server, whose own loading then rules.
 
 A plain copy puts the weights into new memory (``clone``); it is measured beside every update. Updates are in CPU
-seconds of this process, all threads. The parts are seconds of the clock, which other load on the machine stretches:
-
-- gather: from the model
-- quantise: into buckets, with casts, checks, and rounding through FP8 where it is on
-- send: what waits for the server (pause, transfer, flush, verification)
-- hidden: share of the transfer that other work hides
+seconds of this process, all threads; "clock" is what the trainer waits.
 
 Ratios are medians over rounds, with minimum and maximum. The small model shows fixed costs. Peak memory is the growth
 of this process over its size before an update, in units of the largest bucket.
@@ -60,7 +55,6 @@ FP32, BF16 = torch.float32, torch.bfloat16
 SIZES = {"small": {"hidden_size": 64, "num_experts": 32}, "large": {"hidden_size": 256, "num_experts": 64}}
 BUDGET = 3.0
 """At most, for the whole update of a large model by the best way, in plain copies."""
-PARTS = ("gather", "quantise", "send")
 
 
 def measure(rounds: int, python: str | None) -> Iterator[dict[str, Any]]:
@@ -101,22 +95,21 @@ def _measure(
     for fleet, _ in ways.values():
         fleet.start()
 
-    def update(name: str, version: int) -> Any:
+    def update(name: str, version: int) -> None:
         if name in local:
-            return local[name].update_weights(policy.export(), version)
-        fleet, form = ways[name]
-        return fleet.update(policy.export(), version, form)
+            local[name].update_weights(policy.export(), version)
+        else:
+            fleet, form = ways[name]
+            fleet.update(policy.export(), version, form)
 
     for version in range(1, rounds + 3):  # the first two open groups and fill caches
         for name in found:
-            copy_s, _, _ = _seconds(source.clone)
-            warm_s, _, _ = _seconds(lambda: target.copy_(source))
+            copy_s, _ = _seconds(source.clone)
+            warm_s, _ = _seconds(lambda: target.copy_(source))
             with _peak() as grown:
-                cpu_s, clock_s, parts = _seconds(partial(update, name, version))
-            parts = {"update": cpu_s, "clock": clock_s, **(parts or {})}
-            parts = {part: seconds / copy_s for part, seconds in parts.items()}
-            parts |= {"memory": grown[0], "warm": cpu_s / warm_s}
-            found[name] += [parts] if version > 2 else []
+                cpu_s, clock_s = _seconds(partial(update, name, version))
+            cost = {"update": cpu_s / copy_s, "clock": clock_s / copy_s, "warm": cpu_s / warm_s, "memory": grown[0]}
+            found[name] += [cost] if version > 2 else []
     for fleet, _ in ways.values():
         fleet.close()
     largest = bucket_bytes(num_bytes // 4, BUCKET_BYTES)
@@ -127,13 +120,9 @@ def _measure(
             "update / copy into memory in use": "warm",
             "clock / plain copy": "clock",
         }
-        columns |= {f"{part} / plain copy": part for part in PARTS if name in ways}
         for what, part in columns.items():
             budget = BUDGET if best and part == "update" else None
             yield _row(f"{size}: {name}", what, [run[part] for run in runs], budget)
-        if name in ways:
-            shares = [run["hidden"] / max(1e-9, run["hidden"] + run["send"]) for run in runs]
-            yield _row(f"{size}: {name}", "hidden share of sending", shares)
         yield _row(f"{size}: {name}", "peak memory / largest bucket", [run["memory"] / largest for run in runs])
 
 
@@ -142,11 +131,11 @@ def _row(name: str, what: str, values: list[float], budget: float | None = None)
     return {"name": name, "what": what, **found, "budget": budget, "kind": "at_most" if budget else None}
 
 
-def _seconds(work: Callable[[], Any]) -> tuple[float, float, Any]:
-    """(CPU seconds of this process, seconds of the clock, what ``work`` returns)."""
+def _seconds(work: Callable[[], object]) -> tuple[float, float]:
+    """(CPU seconds of this process, seconds of the clock)."""
     started, cpu = time.perf_counter(), time.process_time()
-    found = work()
-    return time.process_time() - cpu, time.perf_counter() - started, found
+    work()
+    return time.process_time() - cpu, time.perf_counter() - started
 
 
 @contextmanager

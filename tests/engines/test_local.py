@@ -69,6 +69,21 @@ def test_the_recorded_ids_are_the_nucleus_of_each_token(
         engine.generate(requests, replace(params, max_kept_ids=found - 1))
 
 
+def test_few_tokens_may_get_copies_of_their_experts(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, changes = make_requests(12, copies=2), []
+    grouped = engine.generate(requests, PARAMS)
+    change = engine._model.set_experts_implementation
+    monkeypatch.setattr(
+        engine._model, "set_experts_implementation", lambda name: (changes.append(name), change(name)) and None
+    )
+    monkeypatch.setattr(engine, "_copied_rows", 24)  # fewer than the tokens of the prompts
+    for _ in range(2):
+        for expected, rollout in zip(grouped, engine.generate(requests, PARAMS), strict=True):
+            assert_same(rollout, expected)
+    assert changes == ["batched_mm", "grouped_mm", "batched_mm"]
+    change("grouped_mm")
+
+
 def test_columns_of_a_rollout(engine: LocalEngine) -> None:
     for request, rollout in zip(make_requests(9), engine.generate(make_requests(9), PARAMS), strict=True):
         length, total = len(request.prompt_tokens), rollout.num_tokens

@@ -109,7 +109,7 @@ def main(store: str, rank: int, out: str) -> None:
     for name, case in CASES.items():
         if rank >= case.ranks:
             continue
-        logprobs._fused_shape = lambda rows, columns, shape=case.shape: shape
+        logprobs.fused_shape = lambda rows, columns, shape=case.shape: shape
         logprobs.ROWS, logprobs.COLUMNS = case.shape
         results[name] = {}
         for version, kernels in (("blocks", None), ("kernels", logprob_kernels)):

@@ -57,7 +57,8 @@ def computing() -> Iterator[None]:
         return
     # Triton kernels have no values: those of the loss (tests/megatron/test_megatron_logprob_kernels.py has their
     # numbers), and some of torch's own operations.
-    of_torch = torch.backends.python_native.triton.disabled()  # pyright: ignore[reportAttributeAccessIssue]
+    native: Any = getattr(torch.backends, "python_native", None)  # from torch 2.12 on
+    of_torch = contextlib.nullcontext() if native is None else native.triton.disabled()
     with mock.patch.object(logprobs, "kernels_for", return_value=None), of_torch, Computing():
         yield
 

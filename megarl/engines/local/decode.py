@@ -28,8 +28,11 @@ from megarl.errors import NumericsError, RolloutError
 class _Reader:
     """Feeds tokens to the model and keeps cache, positions and padding of the rows in step."""
 
-    def __init__(self, model: PreTrainedModel, recorder: RouteRecorder | None, cache: DynamicCache) -> None:
+    def __init__(
+        self, model: PreTrainedModel, recorder: RouteRecorder | None, cache: DynamicCache, copied_rows: int
+    ) -> None:
         self._model = model
+        self._copied_rows = copied_rows
         self._recorder = recorder
         self._cache = cache
         self._mask: torch.Tensor | None = None
@@ -59,6 +62,10 @@ class _Reader:
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         self._positions = positions[:, -1:]
         model: Any = self._model
+        if self._copied_rows:
+            experts = "batched_mm" if ids.numel() <= self._copied_rows else "grouped_mm"
+            if model.config._experts_implementation != experts:
+                model.set_experts_implementation(experts)
         output = model(
             input_ids=ids,
             attention_mask=self._mask,
@@ -82,12 +89,14 @@ def decode(
     version: int,
     on_finish: OnFinish,
     cache: DynamicCache,
+    copied_rows: int = 0,
 ) -> list[Rollout]:
     """Sample one response per request, at most ``limits`` int64 [B] tokens long, in one batch.
 
-    A ``recorder`` must be recording; None: no experts. The ``cache`` is empty. The requests have been checked.
+    A ``recorder`` must be recording; None: no experts. The ``cache`` is empty. The requests have been checked. Up to
+    ``copied_rows`` tokens of a pass get copies of their experts' weights; 0: the model's implementation stays.
     """
-    reader = _Reader(model, recorder, cache)
+    reader = _Reader(model, recorder, cache, copied_rows)
     prompts, prompt_of_request = _distinct([request.prompt_tokens for request in requests])
     ids, mask = _pad_left(prompts)
     logits = reader.read_prompts(ids, mask)

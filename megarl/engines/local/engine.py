@@ -42,6 +42,9 @@ from megarl.models.hf_files import HFCheckpoint
 from megarl.models.names import is_fp32
 
 BUCKET_BYTES = 32 << 20
+COPIED_ROWS = 16
+"""Tokens of a pass that get copies of their experts' weights on a GPU in fp32, as ``generate`` of transformers does:
+torch multiplies groups of fp32 matrices expert by expert there, and waits for each."""
 
 
 class LocalEngine(Engine):
@@ -91,6 +94,9 @@ class LocalEngine(Engine):
             hold_in_fp32(self._model, self._views)
             self._views = checkpoint_views(self._model)
         self._shapes = {name: tuple(view.shape) for name, view in self._views.items()}
+        is_grouped = self._model.config._experts_implementation == "grouped_mm" and not fp8_activations
+        by_expert = is_grouped and dtype == torch.float32 and self._model.device.type == "cuda"
+        self._copied_rows = COPIED_ROWS if by_expert else 0
         self._arithmetic = FP8Products(self._views, dtype) if fp8_activations else nullcontext()
         self._cache = FP8Cache if fp8_kv_cache else DynamicCache
         self._recorder = RouteRecorder(self._model)
@@ -164,9 +170,8 @@ class LocalEngine(Engine):
             for start in range(0, len(requests), self._max_batch_size):  # refuses a generator, as ``sample_each``
                 indices = order[start : start + self._max_batch_size]
                 batch, cache = [requests[i] for i in indices.tolist()], self._cache(config=self._model.config)
-                rollouts += decode(
-                    self._model, recorder, batch, params, limits[indices], self._version, on_finish, cache
-                )
+                inputs = self._model, recorder, batch, params, limits[indices], self._version, on_finish, cache
+                rollouts += decode(*inputs, self._copied_rows)
         return [rollouts[i] for i in np.argsort(order).tolist()]
 
     def close(self) -> None:

@@ -184,6 +184,7 @@ def _all_attempts(config: Config | None, failed: Collection[str]) -> Iterator[tu
     for name in _SINGLE:
         yield name, lambda name=name: importlib.import_module(name)
     yield "the trainer", _trainer
+    yield "attention of transformer-engine", _attend
     if config is not None and "model.path" not in failed:
         yield from attempts(config, failed)
 
@@ -202,6 +203,37 @@ def _trainer() -> dict[str, Any]:
     from megarl.stand_ins import te
 
     return {"te_problem": te.find_te()[1]}
+
+
+def _attend() -> dict[str, Any]:
+    """Attend to 16 packed tokens with Transformer Engine on a GPU, as training does; a failure names the copies of cuDNN in the process."""
+    import torch
+
+    from megarl.stand_ins import te
+
+    if not torch.cuda.is_available() or not te.find_te()[0]:
+        return {}
+    engine: Any = importlib.import_module("transformer_engine.pytorch")
+    tokens = torch.zeros(16, 2, 64, dtype=torch.bfloat16, device="cuda")
+    bounds = torch.tensor([0, 16], dtype=torch.int32, device="cuda")
+    packed: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}
+    packed |= {f"cu_seqlens_{side}": bounds for side in ("q", "kv")}
+    packed |= {f"max_seqlen_{side}": 16 for side in ("q", "kv")}
+    try:
+        engine.DotProductAttention(2, 64)(tokens, tokens, tokens, **packed).sum().item()
+    except Exception as error:
+        raise ConfigError(f"{describe(error)}; {_cudnn_copies()}") from error
+    return {"note": f"works; {_cudnn_copies()}"}
+
+
+def _cudnn_copies() -> str:
+    """Name the folders whose cuDNN this process has loaded: with two, each loads parts of the other."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    files = [Path(line.split(maxsplit=5)[5]) for line in lines if "libcudnn" in line]
+    folders = sorted({str(file.parent) for file in files})
+    advice = "; expected one: unset LD_LIBRARY_PATH, or remove the system's cuDNN from it" if len(folders) > 1 else ""
+    return f"cuDNN of {', '.join(folders) or 'no folder'}{advice}"
 
 
 def attempts(config: Config, failed: Collection[str]) -> Iterator[tuple[str, Attempt]]:

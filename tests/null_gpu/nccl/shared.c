@@ -83,7 +83,7 @@ ncclResult_t wait_more(ncclComm_t comm, Wait *wait, uint64_t waited_for, const c
     char ranks[256] = "";
     for (int rank = 0; rank < comm->size; rank++)
         if (waited_for >> rank & 1) snprintf(ranks + strlen(ranks), sizeof ranks - strlen(ranks), " %d", rank);
-    return fail(comm, ncclTimeout, "%s: waited %.0f s for rank%s", what, limit(), ranks);
+    return fail(comm, ncclRemoteError, "%s: waited %.0f s for rank%s", what, limit(), ranks);
 }
 
 ncclResult_t barrier(ncclComm_t comm, const char *what) {
