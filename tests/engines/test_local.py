@@ -73,9 +73,12 @@ def test_few_tokens_may_get_copies_of_their_experts(engine: LocalEngine, monkeyp
     requests, changes = make_requests(12, copies=2), []
     grouped = engine.generate(requests, PARAMS)
     change = engine._model.set_experts_implementation
-    monkeypatch.setattr(
-        engine._model, "set_experts_implementation", lambda name: (changes.append(name), change(name)) and None
-    )
+
+    def change_and_note(name: str) -> None:
+        changes.append(name)
+        change(name)
+
+    monkeypatch.setattr(engine._model, "set_experts_implementation", change_and_note)
     monkeypatch.setattr(engine, "_copied_rows", 24)  # fewer than the tokens of the prompts
     for _ in range(2):
         for expected, rollout in zip(grouped, engine.generate(requests, PARAMS), strict=True):

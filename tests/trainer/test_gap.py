@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from megarl.config.file import parse
 from megarl.core.packing import pack
 from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.megatron import distributed
+from megarl.models.shapes import read_shape
+from megarl.ops.evaluate import gap
 from megarl.ops.evaluate.gap import TrainingEngine, draw
 from megarl.trainer.loop import train
 from megarl.trainer.mini_batch import split
@@ -57,7 +60,8 @@ def gaps(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, d
 def test_precisions_of_a_moe_and_what_replay_removes(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, found = gaps(capsys, home / "moe", "--prompts", home / "task" / "train.jsonl")
     rows = {(row["rollout"], row["training"]): row for row in found["gaps"]}
-    assert set(rows) == {("bf16", "bf16"), ("fp32", "bf16"), ("fp8", "bf16"), ("fp32", "fp32")}
+    rounded = ["fp8 weights", "fp8", "fp8 with cache"]
+    assert list(rows) == [("bf16", "bf16"), ("fp32", "bf16"), *((name, "bf16") for name in rounded), ("fp32", "fp32")]
     assert [name for name, row in rows.items() if row["is_configured"]] == [("bf16", "bf16")]
     control, fp8, bf16 = rows["fp32", "fp32"], rows["fp8", "bf16"], rows["bf16", "bf16"]
     assert control["native"]["k3"] < 1e-9
@@ -65,7 +69,17 @@ def test_precisions_of_a_moe_and_what_replay_removes(home: Path, capsys: pytest.
     assert fp8["native"]["k3"] > 10 * bf16["native"]["k3"] > 1e3 * control["native"]["k3"]
     assert fp8["replayed"]["k3"] < 0.8 * fp8["native"]["k3"]
     assert min(fp8["flips"]) > bf16["flip"] > 0
+    assert fp8["native"]["k3"] > rows["fp8 weights", "bf16"]["native"]["k3"] > 3 * bf16["native"]["k3"]
+    assert rows["fp8 with cache", "bf16"]["native"] != fp8["native"]
     assert status == (0 if found["healthy"] else 1)
+
+
+def test_latents_are_not_rounded(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = replace(read_shape(home / "moe"), fields={"multi_latent_attention": True})
+    monkeypatch.setattr(gap, "read_shape", lambda _: shape)
+    names = [name for name, _, _ in gap._pairs(parse(table(home)))]
+    assert "fp8" in names
+    assert "fp8 with cache" not in names
 
 
 def test_the_gap_is_that_of_transformers(home: Path) -> None:

@@ -206,7 +206,7 @@ def _trainer() -> dict[str, Any]:
 
 
 def _attend() -> dict[str, Any]:
-    """Attend to 16 packed tokens with Transformer Engine on a GPU, as training does; a failure names the copies of cuDNN in the process."""
+    """Attend to packed tokens with Transformer Engine on a GPU, as training does; a failure names the copies of cuDNN."""
     import torch
 
     from megarl.stand_ins import te

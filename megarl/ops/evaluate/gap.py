@@ -44,11 +44,18 @@ from megarl.trainer.sampling.requests import EVALUATE, is_changed, load_run_prom
 from megarl.watch.gap_verdict import Gap, GapReport, PairGap, judge
 from megarl.watch.limits import GAP
 
+_FP8 = ("fp8_rounding", "fp8_activations", "fp8_kv_cache")
 PRECISIONS: dict[str, dict[str, Any]] = {
-    name: {"dtype": dtype, "fp8_rounding": fp8, "fp8_activations": fp8, "fp8_kv_cache": False}
-    for name, dtype, fp8 in (("fp32", "fp32", False), ("bf16", "bf16", False), ("fp8", "bf16", True))
+    name: {"dtype": dtype, **{key: place < num_rounded for place, key in enumerate(_FP8)}}
+    for name, dtype, num_rounded in (
+        ("fp32", "fp32", 0),
+        ("bf16", "bf16", 0),
+        ("fp8 weights", "bf16", 1),
+        ("fp8", "bf16", 2),
+        ("fp8 with cache", "bf16", 3),
+    )
 }
-"""Rollouts of the local engine; fp8 rounds weights and activations."""
+"""Rollouts of the local engine. In FP8: weights; activations too ("fp8"); keys and values too."""
 WITHOUT_RUN: dict[str, Any] = {
     "run": {"steps": 1},
     "rollout": {"prompts_per_step": 1, "group_size": 2, "max_response_tokens": 1024},
@@ -141,7 +148,9 @@ def _pairs(config: Config) -> list[tuple[str, str, bool]]:
         configured = "sglang fp8"
     pairs = [(configured, training, True)]
     if config.rollout.engine_kind.fp8_arithmetic:
-        pairs += [(name, training, False) for name in PRECISIONS if name != configured]
+        is_latent = "multi_latent_attention" in read_shape(config.model.path).fields  # the local engine has no latents
+        names = (name for name, values in PRECISIONS.items() if not (is_latent and values["fp8_kv_cache"]))
+        pairs += [(name, training, False) for name in names if name != configured]
         if ("fp32", "fp32") not in [pair[:2] for pair in pairs]:
             pairs.append(("fp32", "fp32", False))
     return pairs
