@@ -39,8 +39,6 @@ class Convert(_Rewrite):
     """Of the output."""
     layers: Literal["installed", "local", "te"] = "installed"
     """Whose names Megatron will look for: those of its local layers or of Transformer Engine's."""
-    stack_layers: bool = False
-    """One tensor for all layers, as Megatron-LM asks for by default under --moe-layer-freq 1."""
     drop: tuple[str, ...] = ()
     """Globs of tensors that the model does not have and that may be left out (prediction layers)."""
 
@@ -53,7 +51,6 @@ class Convert(_Rewrite):
         options = Options(
             dtype=DTYPES[self.dtype],
             layers=installed_layers() if self.layers == "installed" else self.layers,
-            stack_layers=self.stack_layers,
             drop=self.drop,
             overwrite=self.overwrite,
             shard_bytes=self.shard_bytes,

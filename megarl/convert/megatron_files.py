@@ -61,9 +61,9 @@ class Keys:
         return [Keys(layers, stacked) for stacked in ([False, True] if can_stack else [False]) for layers in _LAYERS]
 
     @staticmethod
-    def of_megatron(shape: ModelShape, layers: Literal["local", "te"], stacked: bool = False) -> "Keys":
+    def of_megatron(shape: ModelShape, layers: Literal["local", "te"]) -> "Keys":
         """Return Megatron's scheme: layers are stacked unless ``moe_layer_freq`` is a list, as in a MoE model."""
-        return Keys("local" if shape.norm_over_heads else layers, stacked or not shape.moe_layers)
+        return Keys("local" if shape.norm_over_heads else layers, stacked=not shape.moe_layers)
 
     def place(self, piece: Piece, shape: ModelShape) -> Place:
         """Return the place of a parameter."""

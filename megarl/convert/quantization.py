@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +128,8 @@ def quantize(source: Path, out: Path, options: Options) -> Quantized:
         return _encode(tensor.name, hf.read(tensor.name), tensor.name in quantized, options.block)
 
     with job:
-
-        def finish() -> None:
-            copy_model_files(source, job.folder, None, config, predicts=True)
-
-        job.write_shards(shards, sum(sizes), encode, finish)
+        copy = partial(copy_model_files, source, job.folder, None, config, predicts=True)
+        job.write_shards(shards, sum(sizes), encode, copy)
         with HFCheckpoint(job.folder) as written:
 
             def find_changed(tensor: Tensor) -> list[str]:

@@ -125,7 +125,11 @@ CASES: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], bool]] =
     "a broken environment": (None, {"environment__function": "inputs_under_test:make"}, False),
     "a turn that ends with several tokens": (
         None,
-        {"environment__function": "tools", "environment__tools": ["inputs_under_test:Silent"], "environment__stop": ["123"]},
+        {
+            "environment__function": "tools",
+            "environment__tools": ["inputs_under_test:Silent"],
+            "environment__stop": ["123"],
+        },
         False,
     ),
     "an advantage that is 0 in groups of one": (

@@ -86,9 +86,7 @@ def test_tools_are_made_with_the_format_that_is_asked_for() -> None:
     assert first_answer(made, "<tool>two</tool>").done
     tools = ["made_by_user:Repeat", "made_by_user:Shout"]
     made = make_environment(EnvironmentConfig(function="tools", tools=tools, format="hermes", observation="|{output}|"))
-    both = (
-        '<tool_call>{"name": "shout", "arguments": "a"}</tool_call><tool_call>{"name": "repeat", "arguments": "1"}'
-    )
+    both = '<tool_call>{"name": "shout", "arguments": "a"}</tool_call><tool_call>{"name": "repeat", "arguments": "1"}'
     assert first_answer(made, both).text == "|A\n</tool_response>\n<tool_response>\n11|"
 
 
