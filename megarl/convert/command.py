@@ -24,10 +24,6 @@ class _Rewrite:
     overwrite: bool = False
     """Replace OUT if it exists, at the end and in one step."""
 
-    @property
-    def shard_bytes(self) -> int:
-        return int(self.shard_gib * 2**30)
-
 
 @command
 class Convert(_Rewrite):
@@ -44,16 +40,17 @@ class Convert(_Rewrite):
 
     def run(self, overrides: Overrides) -> None:
         enable_cpu()
-        from megarl.convert.conversion import DTYPES, convert, installed_layers
+        from megarl.convert.conversion import DTYPES, convert
         from megarl.convert.job import Options
+        from megarl.stand_ins.te import find_te
 
         os.environ.update(compile_caches(os.environ))
         options = Options(
             dtype=DTYPES[self.dtype],
-            layers=installed_layers() if self.layers == "installed" else self.layers,
+            layers=("te" if find_te()[0] else "local") if self.layers == "installed" else self.layers,
             drop=self.drop,
             overwrite=self.overwrite,
-            shard_bytes=self.shard_bytes,
+            shard_bytes=int(self.shard_gib * 2**30),
         )
         convert(self.source, self.out, self.model, options)
 
@@ -70,5 +67,5 @@ class Quantize(_Rewrite):
         from megarl.convert.job import Options
         from megarl.convert.quantization import quantize_and_show
 
-        options = Options(block=self.block, overwrite=self.overwrite, shard_bytes=self.shard_bytes)
+        options = Options(block=self.block, overwrite=self.overwrite, shard_bytes=int(self.shard_gib * 2**30))
         quantize_and_show(self.source, self.out, options)

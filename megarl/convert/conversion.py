@@ -9,7 +9,7 @@ from argparse import Namespace
 from dataclasses import asdict, dataclass, field
 from itertools import chain, compress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -29,7 +29,6 @@ from megarl.errors import CheckpointError, ConfigError, NumericsError, printable
 from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, describe_left_out, pack_shards
 from megarl.models.names import LAYOUTS, hf_shapes, is_fp32
 from megarl.models.shapes import ModelShape, read_shape
-from megarl.stand_ins.te import find_te
 
 _MODEL_ARGUMENTS = ("num_layers", "hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "num_attention_heads")
 """Arguments that Megatron-LM compares with a checkpoint, or takes from a checkpoint."""
@@ -40,9 +39,7 @@ class Converted:
     """Result of a conversion."""
 
     out: Path
-    num_parameters: int
     num_bytes: int
-    num_files: int
     dropped: list[str]
     """Tensors of the source that were left out."""
     keys: Keys
@@ -75,7 +72,7 @@ def to_megatron(source: Path, out: Path, options: Options) -> Converted:
             written = MegatronCheckpoint(job.folder, shape)
             job.verify(units, lambda piece: _changed_tensors(piece, hf, written, options))
             job.publish(to="megatron", family=shape.family, keys=asdict(keys), dropped=dropped)
-    return Converted(out, sum(map(len, units)), num_bytes, len(units), dropped, keys, shape)
+    return Converted(out, num_bytes, dropped, keys, shape)
 
 
 def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> Converted:
@@ -107,7 +104,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> Conv
             check_tensors(hf, hf_shapes(shape))
             job.verify(shards, lambda piece: _changed_parameter(piece, hf, megatron, options))
         job.publish(to="hf", family=shape.family, keys=asdict(megatron.keys), dropped=megatron.dropped)
-    return Converted(out, len(pieces), sum(lengths), len(shards), megatron.dropped, megatron.keys, shape)
+    return Converted(out, sum(lengths), megatron.dropped, megatron.keys, shape)
 
 
 def _chunk(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, options: Options) -> Chunk:
@@ -175,11 +172,6 @@ def _common_state(shape: ModelShape, keys: Keys) -> dict[str, Any]:
 DTYPES = {"keep": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def installed_layers() -> Literal["local", "te"]:
-    """Return the layers that Megatron builds in this environment."""
-    return "te" if find_te()[0] else "local"
-
-
 def convert(source: Path, out: Path, model: Path | None, options: Options) -> None:
     """Convert a checkpoint into the other format and print a summary.
 
@@ -200,8 +192,6 @@ def convert(source: Path, out: Path, model: Path | None, options: Options) -> No
         )
     if line := describe_left_out(result.dropped):
         print(printable(line))
-    print(
-        f"{result.out}: {result.num_parameters} parameters, {result.num_bytes / 2**30:.3f} GiB in {result.num_files} "
-        f"files ({result.shape.family}, names of {result.keys.layers} layers)"
-    )
+    about = f"{result.shape.family}, names of {result.keys.layers} layers"
+    print(f"{result.out}: {result.num_bytes / 2**30:.3f} GiB ({about})")
     print("read back, inverted and compared with the source: every bit is equal")

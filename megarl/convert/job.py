@@ -105,7 +105,14 @@ class ConversionJob:
         require_own(self.out)
         self._require_free("exists; remove it, choose another folder, or ask for --overwrite")
         with self.writing():
-            self._claim()
+            require_own(self.folder)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.folder / _LOCK).open("a")
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise CheckpointError(f"another process writes {self.folder}; wait for it or stop it") from error
+            outputs.begin(self.folder, _WRITTEN, self._model, keep=[_LOCK])
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -115,16 +122,6 @@ class ConversionJob:
     def _require_free(self, problem: str) -> None:
         if self.out.exists() and any(self.out.iterdir()) and not self._overwrite:
             raise CheckpointError(f"{self.out} {problem}")
-
-    def _claim(self) -> None:
-        require_own(self.folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.folder / _LOCK).open("a")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CheckpointError(f"another process writes {self.folder}; wait for it or stop it") from error
-        outputs.begin(self.folder, _WRITTEN, self._model, keep=[_LOCK])
 
     @contextmanager
     def writing(self) -> Iterator[None]:

@@ -163,7 +163,8 @@ class MegatronCheckpoint:
         self._stored = self._reader.tensors
         self._check_model()
         pieces = list(chain(*units_of(shape)))
-        self.keys, expected = self._recognise(pieces)
+        schemes = [(keys, {keys.place(piece, shape).key for piece in pieces}) for keys in Keys.all_of(shape)]
+        self.keys, expected = min(schemes, key=lambda scheme: len(scheme[1] - self._stored.keys()))
         unexpected = [key for key in self._stored if key not in expected and not key.startswith(_NO_WEIGHTS)]
         self.dropped = sorted({key for pattern in drop for key in fnmatch.filter(unexpected, pattern)})
         faults = {"missing": list(expected - {*self._stored}), "unknown": list({*unexpected} - {*self.dropped})}
@@ -185,13 +186,6 @@ class MegatronCheckpoint:
             if expected.get(name, value) != value:
                 values = f"{value!r}, and {expected[name]!r} in the config"
                 raise CheckpointError(f"{self._reader.path} is of another model: {name} is {values}")
-
-    def _recognise(self, pieces: Sequence[Piece]) -> tuple[Keys, set[str]]:
-        """Return the naming scheme with the fewest missing parameters, and the keys of the scheme."""
-        candidates = [
-            (keys, {keys.place(piece, self.shape).key for piece in pieces}) for keys in Keys.all_of(self.shape)
-        ]
-        return min(candidates, key=lambda candidate: len(candidate[1] - set(self._stored)))
 
     def _check_shape(self, piece: Piece) -> None:
         place, inner = self.keys.place(piece, self.shape), parameter_shape(piece, self.shape)
