@@ -108,10 +108,10 @@ credit.objective=entropy | sampling: objective 'entropy' is unknown
 credit.scale=variance credit.ddof=2 credit.floor=0.0 credit.rate_eps=-1.0 credit.weigh=token
     | 5 problems | credit.scale | credit.ddof | credit.floor | credit.rate_eps | credit.weigh
 environment.function=tools | tools: found [] with function = 'tools'; name tools, with function
-'environment.tools=["python"]' | tools: found ['python'] with function = None
-environment.function=tools 'environment.tools=["own:tool", "python"]'
+'environment.tools=["calculator"]' | tools: found ['calculator'] with function = None
+environment.function=tools 'environment.tools=["calculator", "python"]'
     | tools: found several with format = "block", which names none; use format = "hermes"
-environment.function=tools 'environment.tools=["python"]' environment.observation=none
+environment.function=tools 'environment.tools=["calculator"]' environment.observation=none
     | observation: found 'none', expected {output} in it
 environment.max_turns=3 | function: missing beside other keys; it says what the environment is
 environment.concurrency=0 | environment.concurrency

@@ -95,7 +95,7 @@ def test_every_key_that_may_name_code_is_in_the_list():
 
 
 def test_data_of_a_stranger_is_read_without_their_folder(folder: Path):
-    path = write(folder, environment={"function": "tools", "tools": ["python"]}, sglang__servers=2)
+    path = write(folder, environment={"function": "tools", "tools": ["calculator"]}, sglang__servers=2)
     give_away(folder, path)
     before = [*sys.path]
     assert config_file.load(path).sglang.servers == 2

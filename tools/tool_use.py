@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import subprocess
 import sys
 import tomllib
@@ -22,6 +21,7 @@ from megarl.config.file import parse
 from megarl.data.records import write_jsonl
 from megarl.data.rewards import instantaneous
 from megarl.data.tiny import choose_share, write_tiny_model
+from megarl.engines.tools.calculator import CalculatorTool
 from megarl.engines.tools.protocol import ToolResult
 from megarl.errors import ConfigError
 from megarl.files.writing import write_atomically
@@ -165,18 +165,16 @@ def write_tool_task(
     write_jsonl(folder / "demonstrations.jsonl", demonstrations)
 
 
-class Calculator:
-    """Multiplies two numbers. Errors are "?": the tiny model's vocabulary lacks the letters of a message.
+class Calculator(CalculatorTool):
+    """megarl's calculator, whose errors are "?": its messages have letters that the tiny model's vocabulary lacks.
 
     An observation that the tokenizer cannot read would fail the episode, and a malformed call would have no reward in
     place of 0.
     """
 
-    name = "calculator"
-
     async def __call__(self, argument: str) -> ToolResult:
-        factors = re.fullmatch(r"(\d{1,9})\*(\d{1,9})", argument, re.ASCII)
-        return ToolResult(str(int(factors[1]) * int(factors[2])), "ok") if factors else ToolResult(ERROR, "error")
+        result = await super().__call__(argument)
+        return result if result.exit == "ok" else ToolResult(ERROR, result.exit)
 
 
 @instantaneous

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megarl.core.types import FinishReason
+from megarl.engines.tools.calculator import CalculatorTool
 from megarl.engines.tools.environment import Block, Hermes, ToolEnvironment
 from megarl.engines.tools.protocol import Environment, ModelTurn, Observation, ToolResult
 from megarl.engines.tools.python_tool import PythonTool
@@ -19,8 +20,7 @@ from megarl.errors import ConfigError
 class Echo:
     """A tool that gives back what it gets."""
 
-    def __init__(self, name: str = "echo") -> None:
-        self.name = name
+    name = "echo"
 
     async def __call__(self, argument: str) -> ToolResult:
         return ToolResult(f"[{argument}]", "ok")
@@ -69,16 +69,16 @@ def outputs(found: Observation) -> list[str]:
 
 
 def test_hermes_runs_several_calls_in_order_and_gives_one_argument_as_it_is() -> None:
-    environment = ToolEnvironment([Echo("other"), Echo()], Hermes())
+    environment = ToolEnvironment([CalculatorTool(), Echo()], Hermes())
     turn = hermes(
-        {"name": "other", "arguments": {"expression": "6 * 7"}},
+        {"name": "calculator", "arguments": {"expression": "6 * 7"}},
         {"name": "echo", "arguments": {"a": 1, "b": "two"}},
         {"name": "echo", "arguments": "plain"},
         {"name": "echo", "arguments": {"only": 5}},
         {"name": "echo"},
     )
     found = step(environment, f"Let me see. {turn} Done?")
-    assert outputs(found) == ["[6 * 7]", '[{"a": 1, "b": "two"}]', "[plain]", "[5]", "[{}]"]
+    assert outputs(found) == ["42", '[{"a": 1, "b": "two"}]', "[plain]", "[5]", "[{}]"]
     assert not found.done
     assert step(environment, "The answer is 42.").done
     assert step(environment, "</tool_call>").done

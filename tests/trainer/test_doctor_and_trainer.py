@@ -30,7 +30,6 @@ def broken(*, prompt, response, answer): return answr == response
 def text(*, prompt, response, answer): return "right"
 def right(*, prompt, response, answer): return float(answer == response)
 def make(): raise OSError("no such device")
-class Silent: name, __call__ = "silent", right
 def nothing_alone(rewards, groups): return rewards * (groups[0] == groups[-1])
 """
 
@@ -125,11 +124,7 @@ CASES: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], bool]] =
     "a broken environment": (None, {"environment__function": "inputs_under_test:make"}, False),
     "a turn that ends with several tokens": (
         None,
-        {
-            "environment__function": "tools",
-            "environment__tools": ["inputs_under_test:Silent"],
-            "environment__stop": ["123"],
-        },
+        {"environment__function": "tools", "environment__tools": ["calculator"], "environment__stop": ["123"]},
         False,
     ),
     "an advantage that is 0 in groups of one": (

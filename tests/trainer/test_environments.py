@@ -43,11 +43,6 @@ class Shout:
         from megarl.engines.tools.protocol import ToolResult
         return ToolResult(argument.upper(), "ok")
 
-class Repeat(Shout):
-    name = "repeat"
-    async def __call__(self, argument):
-        return await super().__call__(2 * argument)
-
 def refuses():
     from megarl.errors import ConfigError
     raise ConfigError("user: no GPU for the judge")
@@ -77,17 +72,19 @@ def test_a_function_of_the_user_gets_its_options_and_without_one_there_is_none()
 
 
 def test_tools_are_made_with_the_format_that_is_asked_for() -> None:
-    made = make_environment(EnvironmentConfig(function="tools", tools=["made_by_user:Shout"]))
+    made = make_environment(EnvironmentConfig(function="tools", tools=["calculator"]))
     assert isinstance(made, ToolEnvironment)
-    assert first_answer(made, "<tool>two</tool>").text == "\n<output>TWO</output>\n"
+    assert first_answer(made, "<tool>2 ** 5</tool>").text == "\n<output>32</output>\n"
     settings: dict[str, Any] = {"call_open": "[", "call_close": "]", "observation": "{output};"}
-    made = make_environment(EnvironmentConfig(function="tools", tools=["made_by_user:Shout"], **settings))
-    assert first_answer(made, "[two]").text == "TWO;"
-    assert first_answer(made, "<tool>two</tool>").done
-    tools = ["made_by_user:Repeat", "made_by_user:Shout"]
+    made = make_environment(EnvironmentConfig(function="tools", tools=["calculator"], **settings))
+    assert first_answer(made, "[2 ** 5]").text == "32;"
+    assert first_answer(made, "<tool>2 ** 5</tool>").done
+    tools = ["calculator", "made_by_user:Shout"]
     made = make_environment(EnvironmentConfig(function="tools", tools=tools, format="hermes", observation="|{output}|"))
-    both = '<tool_call>{"name": "shout", "arguments": "a"}</tool_call><tool_call>{"name": "repeat", "arguments": "1"}'
-    assert first_answer(made, both).text == "|A\n</tool_response>\n<tool_response>\n11|"
+    both = (
+        '<tool_call>{"name": "shout", "arguments": "a"}</tool_call><tool_call>{"name": "calculator", "arguments": "1"}'
+    )
+    assert first_answer(made, both).text == "|A\n</tool_response>\n<tool_response>\n1|"
 
 
 @pytest.mark.parametrize(
@@ -100,10 +97,10 @@ def test_tools_are_made_with_the_format_that_is_asked_for() -> None:
         ({"function": "made_by_user:nothing", "options": {"x": 1}}, "nothing raised TypeError: .* keyword"),
         ({"function": "made_by_user:nothing"}, r"made a NoneType without begin\(prompt, seed\)"),
         ({"function": "made_by_user:refuses"}, r"^user: no GPU for the judge$"),
-        ({"function": "tools", "tools": ["search"]}, r"environment\.tools: found 'search', expected python, "),
+        ({"function": "tools", "tools": ["search"]}, r"environment\.tools: found 'search', expected calculator, "),
         ({"function": "tools", "tools": ["made_by_user:nothing"]}, "made a NoneType, expected a tool with a name"),
         (
-            {"function": "tools", "tools": ["made_by_user:Shout"] * 2, "format": "hermes"},
+            {"function": "tools", "tools": ["calculator"] * 2, "format": "hermes"},
             "at least one, with own names",
         ),
         pytest.param(

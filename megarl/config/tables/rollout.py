@@ -84,7 +84,7 @@ class EnvironmentConfig(Table):
     options: dict[str, Any] = {}
     """Keyword arguments of the factory in function."""
     tools: list[str] = []
-    """Tools of the model: "python" or "package.module:factory"."""
+    """Tools of the model: "calculator", "python" or "package.module:factory"."""
     format: Literal["block", "hermes"] = "block"
     """Form of a tool call. block: text between call_open and call_close, for a single tool; hermes: JSON in <tool_call>
     tags, as Qwen does."""

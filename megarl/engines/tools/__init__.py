@@ -2,6 +2,7 @@
 
     protocol       tools, environments and episodes
     environment    the environment of tools: finds the calls in a turn and runs the calls
+    calculator     a tool for arithmetic
     python_tool    a tool for Python
     sandbox        starts the process of a Python call, and filters its system calls; bootstrap is the first code inside
 

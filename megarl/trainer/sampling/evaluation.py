@@ -34,6 +34,7 @@ from megarl.data.tokenizer import count_rows, load_model_tokenizer
 from megarl.engines.episodes import EpisodeLimits
 from megarl.engines.player import Draw, Key, Player, Sample
 from megarl.engines.protocol import Engine
+from megarl.engines.tools.calculator import CalculatorTool
 from megarl.engines.tools.environment import Block, Hermes, ToolEnvironment
 from megarl.engines.tools.protocol import Environment, Tool
 from megarl.engines.tools.python_tool import PythonTool
@@ -304,6 +305,8 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tuple[
 
 
 def _tool(name: str, config: EnvironmentConfig) -> Tool:
+    if name == "calculator":
+        return CalculatorTool()
     if name == "python":
         limits = Limits(
             wall_s=config.python_s,
@@ -313,7 +316,7 @@ def _tool(name: str, config: EnvironmentConfig) -> Tool:
             output_bytes=config.python_output_kb << 10,
         )
         return PythonTool(limits)
-    tool: Tool = _make("environment.tools", name, {}, "python")
+    tool: Tool = _make("environment.tools", name, {}, "calculator, python")
     if not callable(tool) or not isinstance(getattr(tool, "name", None), str):
         raise ConfigError(f"environment.tools: {name!r} made a {type(tool).__name__}, expected a tool with a name")
     return tool

@@ -1,0 +1,114 @@
+"""Arithmetic for a model: one expression in, one number out, in bounded time and memory."""
+
+import ast
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from megarl.engines.tools.protocol import ToolResult
+
+MAX_LENGTH = 1000
+"""Characters of an expression. With MAX_BITS, the length bounds the time to a few milliseconds."""
+MAX_BITS = 4096
+"""Size of an integer; Python prints up to 14000 bits."""
+MAX_DEPTH = 50
+"""Levels of nesting; far below the depth of this process's stack."""
+
+Number = int | float
+
+_OPERATORS: dict[type[ast.operator | ast.unaryop], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+_FUNCTIONS: dict[str, tuple[Callable[..., Any], int, int]] = {
+    **{name: (getattr(math, name), 1, 1) for name in ("ceil", "cos", "exp", "floor", "sin", "sqrt", "tan")},
+    "abs": (abs, 1, 1),
+    "gcd": (math.gcd, 2, 2),
+    "log": (math.log, 1, 2),
+    "max": (max, 2, MAX_LENGTH),
+    "min": (min, 2, MAX_LENGTH),
+    "round": (round, 1, 1),
+}
+"""Function, least and most arguments. ``round`` has no digits: ``round(5, -10**9)`` would take forever."""
+_CONSTANTS = {"pi": math.pi, "e": math.e}
+
+
+class CalculatorTool:
+    """Evaluates +, -, *, /, //, %, ** and the functions and constants above with Python's meaning.
+
+    Other syntax, too large an integer, and a result that is not a finite real number are errors of the call. The
+    expression is parsed and never run as code.
+    """
+
+    name = "calculator"
+
+    async def __call__(self, argument: str) -> ToolResult:
+        try:
+            return ToolResult(str(evaluate(argument)), "ok")
+        except (ValueError, ArithmeticError, TypeError) as error:
+            return ToolResult(f"error: {error}", "error")
+
+
+def evaluate(expression: str) -> Number:
+    """Return the value of an arithmetic expression.
+
+    ValueError for other syntax and for too large numbers, ArithmeticError for a division by zero or an overflow,
+    TypeError for a wrong argument of a function.
+    """
+    if len(expression) > MAX_LENGTH:
+        raise ValueError(f"the expression has {len(expression)} characters, at most {MAX_LENGTH} are read")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError("this is no arithmetic expression") from error
+    return _compute(tree.body, 0)
+
+
+def _compute(node: ast.expr, depth: int) -> Number:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"the expression is nested more than {MAX_DEPTH} deep")
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return _require_small(number)
+        case ast.Name(id=name) if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_compute(operand, depth + 1))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            a, b = _compute(left, depth + 1), _compute(right, depth + 1)
+            # A power can be huge: check the size before the computation. Other results stay near the operands' size.
+            if isinstance(op, ast.Pow) and isinstance(a, int) and isinstance(b, int) and abs(a) > 1 and b > 0:
+                _check_bits((abs(a).bit_length() - 1) * b)
+            return _require_small(_OPERATORS[type(op)](a, b))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
+            function, min_args, max_args = _FUNCTIONS[name]
+            if not min_args <= len(args) <= max_args:
+                raise ValueError(f"{name} takes {min_args} to {max_args} numbers, not {len(args)}")
+            return _require_small(function(*(_compute(arg, depth + 1) for arg in args)))
+        case ast.BinOp(op=ast.BitXor()):
+            raise ValueError("^ is not known; a power is written **")
+        case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
+            raise ValueError(f"{name!r} is not known; known are {', '.join([*_FUNCTIONS, *_CONSTANTS])}")
+        case _:
+            raise ValueError(f"this is no arithmetic: it holds a {type(node).__name__}")
+
+
+def _require_small(value: Number) -> Number:
+    if isinstance(value, int):
+        _check_bits(value.bit_length())
+    elif not isinstance(value, float) or not math.isfinite(value):
+        raise ValueError(f"the result is {value}, not a finite real number")
+    return value
+
+
+def _check_bits(bits: int) -> None:
+    if bits > MAX_BITS:
+        raise ValueError(f"an integer in it has more than {MAX_BITS} bits")
