@@ -64,11 +64,9 @@ def test_under_torchrun_the_layout_is_checked_and_only_the_first_rank_complains(
 
 
 def test_words_become_the_values_of_a_command():
-    words = ["a", "b", "--dtype", "bf16", "--drop", "mtp.*", "*.eh", "--shard-gib", "3", "--stack-layers"]
+    words = ["a", "b", "--dtype", "bf16", "--drop", "mtp.*", "*.eh", "--shard-gib", "3"]
     parsed = cli.parse_command(["convert", *words])
-    assert parsed == commands.Convert(
-        Path("a"), Path("b"), dtype="bf16", drop=("mtp.*", "*.eh"), shard_gib=3.0, stack_layers=True
-    )
+    assert parsed == commands.Convert(Path("a"), Path("b"), dtype="bf16", drop=("mtp.*", "*.eh"), shard_gib=3.0)
     assert cli.parse_command(["trace", "diff", "a", "b"]).files == (Path("a"), Path("b"))
     assert cli.parse_command(["doctor"]).config is None
 

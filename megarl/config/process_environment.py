@@ -5,6 +5,7 @@ is a ConfigError. On a CPU, the variables have no effect.
 """
 
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -17,6 +18,8 @@ from megarl.errors import ConfigError
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables with the settings of torch's GPU allocator; torch 2.9 and later read the first, which wins over the
 second."""
+LAUNCHER = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME|TORCHELASTIC_.*)")
+"""Variables of torchrun, because of which a library in another process would take it for a rank."""
 _DETERMINISTIC: Mapping[str, tuple[str, ...]] = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),  # Megatron refuses to build deterministic layers otherwise
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),  # the values that cuBLAS documents as reproducible

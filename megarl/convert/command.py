@@ -24,10 +24,6 @@ class _Rewrite:
     overwrite: bool = False
     """Replace OUT if it exists, at the end and in one step."""
 
-    @property
-    def shard_bytes(self) -> int:
-        return int(self.shard_gib * 2**30)
-
 
 @command
 class Convert(_Rewrite):
@@ -39,24 +35,22 @@ class Convert(_Rewrite):
     """Of the output."""
     layers: Literal["installed", "local", "te"] = "installed"
     """Whose names Megatron will look for: those of its local layers or of Transformer Engine's."""
-    stack_layers: bool = False
-    """One tensor for all layers, as Megatron-LM asks for by default under --moe-layer-freq 1."""
     drop: tuple[str, ...] = ()
     """Globs of tensors that the model does not have and that may be left out (prediction layers)."""
 
     def run(self, overrides: Overrides) -> None:
         enable_cpu()
-        from megarl.convert.conversion import DTYPES, convert, installed_layers
+        from megarl.convert.conversion import DTYPES, convert
         from megarl.convert.job import Options
+        from megarl.stand_ins.te import find_te
 
         os.environ.update(compile_caches(os.environ))
         options = Options(
             dtype=DTYPES[self.dtype],
-            layers=installed_layers() if self.layers == "installed" else self.layers,
-            stack_layers=self.stack_layers,
+            layers=("te" if find_te()[0] else "local") if self.layers == "installed" else self.layers,
             drop=self.drop,
             overwrite=self.overwrite,
-            shard_bytes=self.shard_bytes,
+            shard_bytes=int(self.shard_gib * 2**30),
         )
         convert(self.source, self.out, self.model, options)
 
@@ -73,5 +67,5 @@ class Quantize(_Rewrite):
         from megarl.convert.job import Options
         from megarl.convert.quantization import quantize_and_show
 
-        options = Options(block=self.block, overwrite=self.overwrite, shard_bytes=self.shard_bytes)
+        options = Options(block=self.block, overwrite=self.overwrite, shard_bytes=int(self.shard_gib * 2**30))
         quantize_and_show(self.source, self.out, options)

@@ -5,16 +5,15 @@ Memory: a parameter at a time towards Megatron, a file of ``shard_bytes`` toward
 
 import math
 import os
-import time
 from argparse import Namespace
 from dataclasses import asdict, dataclass, field
 from itertools import chain, compress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from megarl.convert.job import ConversionJob, Options, require_unchanged, same_bits
+from megarl.convert.job import ConversionJob, Options, require_unchanged, same_bits, shown
 from megarl.convert.megatron_files import (
     HF_FOLDER,
     Keys,
@@ -25,12 +24,11 @@ from megarl.convert.megatron_files import (
     torch_dist_folder,
     units_of,
 )
-from megarl.convert.torch_dist import Chunk, Written, write_file, write_metadata
+from megarl.convert.torch_dist import Chunk, write_file, write_metadata
 from megarl.errors import CheckpointError, ConfigError, NumericsError, printable
 from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, describe_left_out, pack_shards
 from megarl.models.names import LAYOUTS, hf_shapes, is_fp32
 from megarl.models.shapes import ModelShape, read_shape
-from megarl.stand_ins.te import find_te
 
 _MODEL_ARGUMENTS = ("num_layers", "hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "num_attention_heads")
 """Arguments that Megatron-LM compares with a checkpoint, or takes from a checkpoint."""
@@ -41,9 +39,7 @@ class Converted:
     """Result of a conversion."""
 
     out: Path
-    num_parameters: int
     num_bytes: int
-    num_files: int
     dropped: list[str]
     """Tensors of the source that were left out."""
     keys: Keys
@@ -56,9 +52,7 @@ def to_megatron(source: Path, out: Path, options: Options) -> Converted:
     ConfigError for an unknown model, CheckpointError for an incomplete source or a full disk; ``out`` then stays.
     """
     shape = read_shape(source)
-    keys = Keys.of_megatron(shape, options.layers, options.stack_layers)
-    if keys.stacked and len(shape.moe_layers) not in (0, shape.num_layers):
-        raise ConfigError("--stack-layers needs layers of one kind; this model has dense and MoE layers")
+    keys = Keys.of_megatron(shape, options.layers)
     units = units_of(shape)
     with HFCheckpoint(source) as hf:
         job = ConversionJob(out, source, source, options)
@@ -68,21 +62,17 @@ def to_megatron(source: Path, out: Path, options: Options) -> Converted:
         states = [sorted({name for piece in unit for name in keys.extra_states(piece, shape)}) for unit in units]
         num_bytes = sum(math.prod(chunk.shape) * chunk.dtype.itemsize for chunk in chain(*chunks))
         with job:
-
-            def write_unit(number: int, unit: list[Chunk]) -> list[Written]:
-                return write_file(job.folder, number, unit, states[number])
-
-            def finish(results: list[Any]) -> None:
+            with job.writing():
+                parts = enumerate(zip(shown("converting", chunks), states, strict=True))
+                results = [write_file(job.folder, number, *part) for number, part in parts]
                 write_metadata(job.folder, chain(*chunks), chain(*states), results)
                 torch.save(_common_state(shape, keys), job.folder / "common.pt")
                 (job.folder / HF_FOLDER).mkdir(exist_ok=True)
                 copy_model_files(source, job.folder / HF_FOLDER, options.dtype)
-
-            job.write(chunks, write_unit, finish)
             written = MegatronCheckpoint(job.folder, shape)
             job.verify(units, lambda piece: _changed_tensors(piece, hf, written, options))
             job.publish(to="megatron", family=shape.family, keys=asdict(keys), dropped=dropped)
-    return Converted(out, sum(map(len, units)), num_bytes, len(units), dropped, keys, shape)
+    return Converted(out, num_bytes, dropped, keys, shape)
 
 
 def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> Converted:
@@ -114,7 +104,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> Conv
             check_tensors(hf, hf_shapes(shape))
             job.verify(shards, lambda piece: _changed_parameter(piece, hf, megatron, options))
         job.publish(to="hf", family=shape.family, keys=asdict(megatron.keys), dropped=megatron.dropped)
-    return Converted(out, len(pieces), sum(lengths), len(shards), megatron.dropped, megatron.keys, shape)
+    return Converted(out, sum(lengths), megatron.dropped, megatron.keys, shape)
 
 
 def _chunk(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, options: Options) -> Chunk:
@@ -182,11 +172,6 @@ def _common_state(shape: ModelShape, keys: Keys) -> dict[str, Any]:
 DTYPES = {"keep": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def installed_layers() -> Literal["local", "te"]:
-    """Return the layers that Megatron builds in this environment."""
-    return "te" if find_te()[0] else "local"
-
-
 def convert(source: Path, out: Path, model: Path | None, options: Options) -> None:
     """Convert a checkpoint into the other format and print a summary.
 
@@ -194,7 +179,6 @@ def convert(source: Path, out: Path, model: Path | None, options: Options) -> No
     """
     if not source.exists():
         raise ConfigError(f"{source} does not exist, expected a checkpoint folder")
-    start_s = time.monotonic()
     checkpoint = torch_dist_folder(source)
     if checkpoint != source or (checkpoint / "metadata.json").is_file():
         result = to_hf(checkpoint, out, model, options)
@@ -206,15 +190,8 @@ def convert(source: Path, out: Path, model: Path | None, options: Options) -> No
         raise ConfigError(
             f"{source} is neither a Hugging Face folder (config.json) nor a torch_dist checkpoint (metadata.json)"
         )
-    _print_summary(result, time.monotonic() - start_s)
-
-
-def _print_summary(result: Converted, seconds: float) -> None:
     if line := describe_left_out(result.dropped):
         print(printable(line))
-    print(
-        f"{result.out}: {result.num_parameters} parameters, {result.num_bytes / 2**30:.3f} GiB in {result.num_files} "
-        f"files, {seconds:.1f} s ({result.shape.family}, "
-        f"names of {result.keys.layers} layers)"
-    )
+    about = f"{result.shape.family}, names of {result.keys.layers} layers"
+    print(f"{result.out}: {result.num_bytes / 2**30:.3f} GiB ({about})")
     print("read back, inverted and compared with the source: every bit is equal")

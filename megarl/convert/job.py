@@ -41,8 +41,6 @@ class Options:
     """Dtype of the output, except for the tensors of ``is_fp32``; None: the dtype of each source tensor."""
     layers: Literal["local", "te"] = "te"
     """Whose names a written Megatron checkpoint gets. The names of a source are recognised."""
-    stack_layers: bool = False
-    """Write a single tensor for all layers, Megatron's default with ``--moe-layer-freq 1``."""
     drop: tuple[str, ...] = ()
     """Globs of source tensors to leave out, for instance prediction layers."""
     block: tuple[int, int] = BLOCK
@@ -106,8 +104,15 @@ class ConversionJob:
     def __enter__(self) -> Self:
         require_own(self.out)
         self._require_free("exists; remove it, choose another folder, or ask for --overwrite")
-        with self._explain_disk_errors():
-            self._claim()
+        with self.writing():
+            require_own(self.folder)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.folder / _LOCK).open("a")
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise CheckpointError(f"another process writes {self.folder}; wait for it or stop it") from error
+            outputs.begin(self.folder, _WRITTEN, self._model, keep=[_LOCK])
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -118,18 +123,9 @@ class ConversionJob:
         if self.out.exists() and any(self.out.iterdir()) and not self._overwrite:
             raise CheckpointError(f"{self.out} {problem}")
 
-    def _claim(self) -> None:
-        require_own(self.folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.folder / _LOCK).open("a")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CheckpointError(f"another process writes {self.folder}; wait for it or stop it") from error
-        outputs.begin(self.folder, _WRITTEN, self._model, keep=[_LOCK])
-
     @contextmanager
-    def _explain_disk_errors(self) -> Iterator[None]:
+    def writing(self) -> Iterator[None]:
+        """Raise CheckpointError for an error of the disk inside."""
         try:
             yield
         except MegarlError:
@@ -139,16 +135,6 @@ class ConversionJob:
             raise CheckpointError(
                 f"{self.folder} cannot be written ({reason}); {self.out} is as it was. Run the same command again"
             ) from error
-
-    def write(
-        self, units: Sequence[Any], write_unit: Callable[[int, Any], Any], finish: Callable[[list[Any]], None]
-    ) -> None:
-        """Write all units with ``write_unit(number, unit)``, then call ``finish`` with the results, in order.
-
-        CheckpointError if the disk fails.
-        """
-        with self._explain_disk_errors():
-            finish([write_unit(number, unit) for number, unit in enumerate(_shown("converting", units))])
 
     def write_shards(
         self,
@@ -161,23 +147,20 @@ class ConversionJob:
 
         ``encode(piece)`` returns the tensors [...] of a piece; ``finish`` is called at the end.
         """
-        files = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
-
-        def write_shard(number: int, shard: Sequence[T]) -> list[str]:
-            tensors = {name: tensor for piece in shard for name, tensor in encode(piece).items()}
-            save_tensors(tensors, self.folder / files[number])
-            return list(tensors)
-
-        def write_folder(names_of_files: list[list[str]]) -> None:
-            listing = {name: file for file, names in zip(files, names_of_files, strict=True) for name in names}
+        listing: dict[str, str] = {}
+        with self.writing():
+            for number, shard in enumerate(shown("converting", shards), start=1):
+                tensors = {name: tensor for piece in shard for name, tensor in encode(piece).items()}
+                file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+                save_tensors(tensors, self.folder / file)
+                listing |= dict.fromkeys(tensors, file)
+                del tensors  # before the next file needs the memory
             write_index(self.folder, listing, num_bytes)
             finish()
 
-        self.write(shards, write_shard, write_folder)
-
     def verify(self, units: Sequence[Sequence[T]], changed: Callable[[T], list[str]]) -> None:
         """Raise CheckpointError if ``changed(piece)`` returns names."""
-        if names := [name for unit in _shown("verifying", units) for piece in unit for name in changed(piece)]:
+        if names := [name for unit in shown("verifying", units) for piece in unit for name in changed(piece)]:
             raise CheckpointError(
                 f"{some(names)} came out different from the source; nothing was put in place. Run the command "
                 "again. If it repeats, disk or memory is damaged, the source changes, or the map is wrong"
@@ -186,7 +169,7 @@ class ConversionJob:
     def publish(self, **manifest: Any) -> None:
         """Rename the folder to ``out``, with ``manifest`` and the SHA-256 of every file of weights in the folder."""
         files = sorted(path for path in self.folder.iterdir() if path.suffix in (".safetensors", ".distcp"))
-        with self._explain_disk_errors():
+        with self.writing():
             text = json.dumps({**manifest, "sha256": {file.name: sha256_of(file) for file in files}}, indent=1)
             write_atomically(self.folder / MANIFEST, text.encode())
             outputs.seal(self.folder)
@@ -195,6 +178,6 @@ class ConversionJob:
             (self.out / _LOCK).unlink()
 
 
-def _shown(label: str, units: Sequence[T]) -> Iterable[T]:
+def shown(label: str, units: Sequence[T]) -> Iterable[T]:
     """Yield the units with a progress bar."""
     return track(units, label, console=Console(stderr=True))

@@ -61,9 +61,9 @@ class Keys:
         return [Keys(layers, stacked) for stacked in ([False, True] if can_stack else [False]) for layers in _LAYERS]
 
     @staticmethod
-    def of_megatron(shape: ModelShape, layers: Literal["local", "te"], stacked: bool = False) -> "Keys":
+    def of_megatron(shape: ModelShape, layers: Literal["local", "te"]) -> "Keys":
         """Return Megatron's scheme: layers are stacked unless ``moe_layer_freq`` is a list, as in a MoE model."""
-        return Keys("local" if shape.norm_over_heads else layers, stacked or not shape.moe_layers)
+        return Keys("local" if shape.norm_over_heads else layers, stacked=not shape.moe_layers)
 
     def place(self, piece: Piece, shape: ModelShape) -> Place:
         """Return the place of a parameter."""
@@ -163,7 +163,8 @@ class MegatronCheckpoint:
         self._stored = self._reader.tensors
         self._check_model()
         pieces = list(chain(*units_of(shape)))
-        self.keys, expected = self._recognise(pieces)
+        schemes = [(keys, {keys.place(piece, shape).key for piece in pieces}) for keys in Keys.all_of(shape)]
+        self.keys, expected = min(schemes, key=lambda scheme: len(scheme[1] - self._stored.keys()))
         unexpected = [key for key in self._stored if key not in expected and not key.startswith(_NO_WEIGHTS)]
         self.dropped = sorted({key for pattern in drop for key in fnmatch.filter(unexpected, pattern)})
         faults = {"missing": list(expected - {*self._stored}), "unknown": list({*unexpected} - {*self.dropped})}
@@ -185,13 +186,6 @@ class MegatronCheckpoint:
             if expected.get(name, value) != value:
                 values = f"{value!r}, and {expected[name]!r} in the config"
                 raise CheckpointError(f"{self._reader.path} is of another model: {name} is {values}")
-
-    def _recognise(self, pieces: Sequence[Piece]) -> tuple[Keys, set[str]]:
-        """Return the naming scheme with the fewest missing parameters, and the keys of the scheme."""
-        candidates = [
-            (keys, {keys.place(piece, self.shape).key for piece in pieces}) for keys in Keys.all_of(self.shape)
-        ]
-        return min(candidates, key=lambda candidate: len(candidate[1] - set(self._stored)))
 
     def _check_shape(self, piece: Piece) -> None:
         place, inner = self.keys.place(piece, self.shape), parameter_shape(piece, self.shape)

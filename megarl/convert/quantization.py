@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,6 @@ def select_tensors(tensors: Sequence[Tensor], block: tuple[int, int]) -> tuple[s
     Matrices [rows, columns] of projections become FP8. ConfigError for weights that cannot be quantised, and for names
     that engines would confuse.
     """
-    if min(block) < 1:
-        raise ConfigError(f"blocks of {block[0]} x {block[1]} are empty, expected two numbers of at least 1")
     quantized = {tensor.name for tensor in tensors if len(tensor.shape) == 2 and is_fp8_weight(tensor.name)}
     if not quantized:
         raise ConfigError("no linear weight is left to be quantised: the model has none")
@@ -67,27 +66,18 @@ def select_tensors(tensors: Sequence[Tensor], block: tuple[int, int]) -> tuple[s
         raise ConfigError(f"{some(integers)} are quantised already, expected weights in high precision")
     if fused := [t.name for t in tensors if len(t.shape) > 2 and _EXPERTS.match(t.name)]:
         raise ConfigError(f"{some(fused)} hold all experts of a layer, expected one matrix per expert")
-    modules = _modules_to_keep([tensor for tensor in tensors if tensor.name not in quantized])
-    _require_distinct(modules, list(dict.fromkeys(t.module for t in tensors if t.name in quantized)))
-    return quantized, fp8_config(modules, block)
-
-
-def _modules_to_keep(tensors: Sequence[Tensor]) -> list[str]:
-    """Return the modules of the matrices that stay, in model order. ``lm_head`` always: a tied head has no tensor."""
-    matrices = (tensor for tensor in tensors if len(tensor.shape) > 1)
-    modules = [t.module for t in matrices if t.name.endswith(_WEIGHT) or _EXPERTS.match(t.name)]
-    return list(dict.fromkeys(["lm_head", *modules]))
-
-
-def _require_distinct(high: Sequence[str], quantized: Sequence[str]) -> None:
-    for name in high:
+    matrices = (tensor for tensor in tensors if tensor.name not in quantized and len(tensor.shape) > 1)
+    kept = (tensor.module for tensor in matrices if tensor.name.endswith(_WEIGHT) or _EXPERTS.match(tensor.name))
+    modules = list(dict.fromkeys(["lm_head", *kept]))  # in model order, and lm_head always: a tied head has no tensor
+    converted = list(dict.fromkeys(t.module for t in tensors if t.name in quantized))
+    for name in modules:
         pattern = re.compile(name)
-        confused = [module for module in quantized if pattern.match(module) or name in module]
-        if confused:
+        if confused := [module for module in converted if pattern.match(module) or name in module]:
             raise ConfigError(
                 f"{name} stays in high precision, and its name would make engines take {some(confused)} for such a "
                 "module too: rename one in the checkpoint"
             )
+    return quantized, fp8_config(modules, block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +114,19 @@ def quantize(source: Path, out: Path, options: Options) -> Quantized:
     shards = pack_shards(tensors, sizes, options.shard_bytes)
 
     def encode(tensor: Tensor) -> dict[str, torch.Tensor]:
-        return _encode(tensor.name, hf.read(tensor.name), tensor.name in quantized, options.block)
+        name, content = tensor.name, hf.read(tensor.name)
+        if content.is_floating_point() and not (finite := content.isfinite()).all():
+            raise NumericsError(
+                f"{name} holds {int((~finite).sum())} values of {content.numel()} that are not finite; the source is "
+                "not worth quantising, and nothing was put in place"
+            )
+        if name not in quantized:
+            return {name: content.contiguous()}
+        return dict(zip((name, name + SCALE), quantize_by_stripes(content, options.block), strict=True))
 
     with job:
-
-        def finish() -> None:
-            copy_model_files(source, job.folder, None, config, predicts=True)
-
-        job.write_shards(shards, sum(sizes), encode, finish)
+        copy = partial(copy_model_files, source, job.folder, None, config, predicts=True)
+        job.write_shards(shards, sum(sizes), encode, copy)
         with HFCheckpoint(job.folder) as written:
 
             def find_changed(tensor: Tensor) -> list[str]:
@@ -148,18 +143,6 @@ def _num_bytes(tensor: Tensor, quantized: set[str], block: tuple[int, int]) -> i
     if tensor.name not in quantized:
         return tensor.num_bytes
     return math.prod(tensor.shape) + torch.float32.itemsize * math.prod(grid_of(tensor.shape, block))
-
-
-def _encode(name: str, content: torch.Tensor, is_quantized: bool, block: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """Return a tensor as stored, with its scales."""
-    if content.is_floating_point() and not (finite := content.isfinite()).all():
-        raise NumericsError(
-            f"{name} holds {int((~finite).sum())} values of {content.numel()} that are not finite; the source is not "
-            "worth quantising, and nothing was put in place"
-        )
-    if not is_quantized:
-        return {name: content.contiguous()}
-    return dict(zip((name, name + SCALE), quantize_by_stripes(content, block), strict=True))
 
 
 def quantize_and_show(source: Path, out: Path, options: Options) -> None:

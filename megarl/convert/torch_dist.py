@@ -8,7 +8,7 @@ import json
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, SavePlan
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -81,12 +81,8 @@ def _make_data(chunks: Mapping[MetadataIndex, Chunk], item: WriteItem) -> torch.
     return tensor.reshape(chunk.bounds().sizes).clone(memory_format=torch.contiguous_format)
 
 
-Written = list[Any]
-"""An item of ``.metadata`` as JSON: [key, offsets, index], size, [file, first byte, length]."""
-
-
-def write_file(folder: Path, number: int, chunks: Sequence[Chunk], extra_states: Sequence[str]) -> list[Written]:
-    """Write file ``__<number>_0.distcp`` in any process; pass the results to ``write_metadata``."""
+def write_file(folder: Path, number: int, chunks: Sequence[Chunk], extra_states: Sequence[str]) -> list[WriteResult]:
+    """Write file ``__<number>_0.distcp``; pass the results to ``write_metadata``."""
     items: list[WriteItem] = []
     for chunk in chunks:
         bounds = chunk.bounds()
@@ -96,12 +92,11 @@ def write_file(folder: Path, number: int, chunks: Sequence[Chunk], extra_states:
     items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in extra_states]
     plan = SavePlan(items, storage_data=_StoragePrefix(f"__{number}_"))
     planner: Any = SimpleNamespace(resolve_data=partial(_make_data, by_index))  # the only method that the writer calls
-    results = FileSystemWriter(folder, thread_count=1).write_data(plan, planner).wait()
-    return [[astuple(item.index), item.size_in_bytes, astuple(item.storage_data)[:3]] for item in results]
+    return FileSystemWriter(folder, thread_count=1).write_data(plan, planner).wait()
 
 
 def write_metadata(
-    folder: Path, chunks: Iterable[Chunk], extra_states: Iterable[str], written: Sequence[list[Written]]
+    folder: Path, chunks: Iterable[Chunk], extra_states: Iterable[str], written: list[list[WriteResult]]
 ) -> None:
     """Write ``.metadata`` and ``metadata.json`` for the files; the caller writes ``common.pt``."""
     tensors: dict[str, Any] = {}
@@ -109,11 +104,7 @@ def write_metadata(
         meta = TensorStorageMetadata(TensorProperties(dtype=chunk.dtype), chunk.global_size(), [])
         tensors.setdefault(chunk.place.key, meta).chunks.append(chunk.bounds())
     objects = {name: BytesStorageMetadata() for name in extra_states}
-    results = [
-        [WriteResult(MetadataIndex(*index), size, _StorageInfo(*place)) for index, size, place in of_file]
-        for of_file in written
-    ]
-    FileSystemWriter(folder).finish(Metadata({**tensors, **objects}), results)
+    FileSystemWriter(folder).finish(Metadata({**tensors, **objects}), written)
     about = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     about |= {"common_backend": "torch", "common_backend_version": 1}
     (folder / "metadata.json").write_text(json.dumps(about))

@@ -15,7 +15,6 @@ import math
 import multiprocessing
 import multiprocessing.context
 import os
-import re
 import resource
 import select
 import signal
@@ -31,6 +30,7 @@ from typing import Any, Self
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from megarl.config.plugs import check_function, load_plug
+from megarl.config.process_environment import LAUNCHER
 from megarl.config.tables.data import RewardModelConfig
 from megarl.data.rewards import BUILT_IN_REWARDS, Verdict, describe_failure, read_verdict
 from megarl.errors import ConfigError
@@ -118,24 +118,14 @@ class Judge:
         ConfigError of the function, if the function cannot work on this machine at all, is raised.
         """
         response = self._begin(response)
-        if self._is_async:
-            return await self._score_async(prompt, response, answer)
         if self._is_local:
-            return self._score_now(prompt, response, answer)
+            return await self._score_here(prompt, response, answer)
         async with self._slots.get():
             arguments = self.function, prompt, response, answer, self._weights, self._cpu_s
             verdict = await self._run(call_in_worker, arguments)
             if self._is_checked and verdict.timed_out and verdict.reward is None:
                 return await self._run(check_in_worker, (self.function, answer, self._cpu_s))
             return verdict
-
-    def _score_now(self, prompt: str, response: str, answer: str) -> Verdict:
-        try:
-            return read_verdict(self._reward(prompt=prompt, response=response, answer=answer), response, self._weights)
-        except ConfigError:
-            raise
-        except (Exception, asyncio.CancelledError) as error:  # foreign code may raise anything
-            return describe_failure(error, self._reward)
 
     def _begin(self, response: str) -> str:
         """Return the characters of a response that the function gets. RuntimeError if the judge is closed."""
@@ -154,11 +144,13 @@ class Judge:
             if future is not None:
                 future.cancel()
 
-    async def _score_async(self, prompt: str, response: str, answer: str) -> Verdict:
-        deadline = asyncio.timeout(None if getattr(self._reward, "limits_itself", False) else self.timeout_s)
+    async def _score_here(self, prompt: str, response: str, answer: str) -> Verdict:
+        is_limited = self._is_async and not getattr(self._reward, "limits_itself", False)
+        deadline = asyncio.timeout(self.timeout_s if is_limited else None)
         try:
             async with deadline:
-                returned = await self._reward(prompt=prompt, response=response, answer=answer)
+                returned = self._reward(prompt=prompt, response=response, answer=answer)
+                returned = await returned if self._is_async else returned
             return read_verdict(returned, response, self._weights)
         except ConfigError:
             raise
@@ -259,8 +251,6 @@ def load_reward(name_or_path: str, model: RewardModelConfig | None = None) -> Ca
     return check_function("reward.function", name_or_path, reward, "*, prompt, response, answer")
 
 
-DISTRIBUTED = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME|TORCHELASTIC_.*)")
-"""Variables of a launcher, because of which a library would take a worker for a rank."""
 MEMORY_BYTES = 4 << 30
 """Address space for the responses of a function marked with ``wrong_if_stopped``."""
 _MAIN = threading.Lock()
@@ -294,9 +284,8 @@ def set_up_worker(function: str) -> None:
     """Run first in a worker: make a process group that dies with the trainer, and load the reward function."""
     os.setpgid(0, 0)
     _die_with_parent()
-    for name in tuple(os.environ):
-        if DISTRIBUTED.fullmatch(name):
-            del os.environ[name]
+    for name in filter(LAUNCHER.fullmatch, tuple(os.environ)):
+        del os.environ[name]
     with contextlib.suppress(ConfigError):  # the first call raises the error again, and can report the error
         _load(function)
     if function == "math_strict":  # the import does not count as time of the first response

@@ -7,6 +7,7 @@ pass through the tokenizer's chat template, which adds the special tokens.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -203,21 +204,10 @@ class Text(NamedTuple):
 def in_batches(
     records: Iterator[tuple[str, Record]], read: Callable[[str, Record], _Row | None]
 ) -> Iterator[list[_Row]]:
-    """Yield the rows read from records in batches, without None. Rows before a bad record come before the DataError."""
-    rows: list[_Row] = []
-    try:
-        for place, record in records:
-            if (row := read(place, record)) is not None:
-                rows.append(row)
-            if len(rows) == _BATCH:
-                yield rows
-                rows = []
-    except DataError:
-        if rows:
-            yield rows
-        raise
-    if rows:
-        yield rows
+    """Yield the rows read from records in batches, without None."""
+    rows = (row for place, record in records if (row := read(place, record)) is not None)
+    while batch := list(islice(rows, _BATCH)):
+        yield batch
 
 
 class PromptReader:

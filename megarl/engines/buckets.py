@@ -40,10 +40,10 @@ class Bucket:
     def __init__(self, tensors: Iterable[Named], allocate: Allocate = _empty, form: WeightForm = _AS_IT_IS) -> None:
         sources = dict(tensors)
         pieces = [piece for name, tensor in sources.items() for piece in form.pieces(name, tensor)]
-        self._places, total = list[Place](), 0
+        self.places, total = list[Place](), 0
         for name, dtype, shape in sorted(pieces, key=lambda piece: -piece[1].itemsize):
             begin, total = total, total + math.prod(shape) * dtype.itemsize
-            self._places.append((name, dtype, torch.Size(shape), begin, total))
+            self.places.append((name, dtype, torch.Size(shape), begin, total))
         self.flat = allocate(total, next(iter(sources.values())).device)
         """uint8 [bytes], a copy of the tensors, on their device."""
         views = dict(self.tensors())
@@ -56,17 +56,13 @@ class Bucket:
         if self.ready is not None:
             self.ready.record()
 
-    def places(self) -> Iterator[Place]:
-        """Yields (name, dtype, shape, first byte, end byte) of each tensor."""
-        return iter(self._places)
-
     @property
     def names(self) -> list[str]:
-        return [name for name, *_ in self._places]
+        return [name for name, *_ in self.places]
 
     def tensors(self) -> Iterator[Named]:
         """Yields the tensors as views of the flat memory."""
-        for name, dtype, shape, start, end in self._places:
+        for name, dtype, shape, start, end in self.places:
             yield name, self.flat[start:end].view(dtype).view(shape)
 
     @contextmanager

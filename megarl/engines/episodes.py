@@ -69,11 +69,6 @@ class EpisodeResult:
     """Whether the cause is outside of the environment: a server, a time-out, the engine."""
 
 
-def one_turn(rollout: Rollout) -> EpisodeResult:
-    """Return a response as an episode without an environment."""
-    return EpisodeResult(rollout, (rollout.num_tokens - 1,), (None,))
-
-
 async def play(
     session: Session,
     request: SampleRequest,

@@ -14,7 +14,7 @@ from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt
 from megarl.data.rewards import Verdict
 from megarl.data.tokenizer import step_tokens
-from megarl.engines.episodes import EpisodeLimits, EpisodeResult, one_turn, play
+from megarl.engines.episodes import EpisodeLimits, EpisodeResult, play
 from megarl.engines.protocol import Engine, OnFinish, SamplingParams, Session
 from megarl.engines.tools.protocol import Environment
 from megarl.errors import RequestError
@@ -86,7 +86,8 @@ class Player:
         """
         try:
             if self._environment is None:
-                played = one_turn(await session.sample(request))
+                rollout = await session.sample(request)
+                played = EpisodeResult(rollout, (rollout.num_tokens - 1,), (None,))
             else:
                 world = self._environment, self._tokenizer, self._limits, self._places.get()
                 played = await play(session, request, prompt.text, *world)

@@ -180,14 +180,13 @@ def check_prompt(request: SampleRequest, params: SamplingParams, vocabulary: int
 def limit_response(request: SampleRequest, params: SamplingParams, positions: int) -> int:
     """Return the longest response in tokens to a request of a model with ``positions``; RolloutError if none fits."""
     prompt_length, requested = len(request.prompt_tokens), request.max_response_tokens
-    limit = min(requested or params.max_response_tokens, params.max_response_tokens, positions - prompt_length)
-    if limit < 1 or requested == 0:
-        if requested is not None and requested < 1:
-            raise RolloutError(f"{request.label}: max_response_tokens is {requested}, expected at least 1")
+    most = params.max_response_tokens if requested is None else min(requested, params.max_response_tokens)
+    if min(most, positions - prompt_length) < 1:
         raise RolloutError(
-            f"{request.label}: a prompt of {prompt_length} tokens leaves no room in {positions} positions"
+            f"{request.label}: a prompt of {prompt_length} tokens leaves no room in {positions} positions for a "
+            f"response of up to {most} tokens, expected at least 1"
         )
-    return limit
+    return min(most, positions - prompt_length)
 
 
 def sample_each(converse: Callable[[Begin], None], requests: Sequence[SampleRequest]) -> list[Rollout]:

@@ -35,16 +35,12 @@ class WeightForm:
     blocks: as ``weight`` float8_e4m3fn and ``weight_scale_inv`` float32, as in FP8 checkpoints. Routers, norms,
     embeddings and the head keep their dtype."""
 
-    def dtype_of(self, name: str, stored: torch.dtype) -> torch.dtype:
-        """The dtype of a tensor in this form, unless the tensor is in FP8."""
-        return torch.float32 if is_fp32(name) else self.dtype or stored
-
     def pieces(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """(Name, dtype, shape) of a tensor [rows, columns] or [rows] in this form, and of its scales."""
         if self.fp8 == "blocks" and is_fp8_weight(name):
             scales = (name + SCALE, torch.float32, grid_of(tensor.shape, BLOCK))
             return [(name, torch.float8_e4m3fn, tensor.shape), scales]
-        return [(name, self.dtype_of(name, tensor.dtype), tensor.shape)]
+        return [(name, torch.float32 if is_fp32(name) else self.dtype or tensor.dtype, tensor.shape)]
 
     def held_bytes(self, name: str, tensor: torch.Tensor) -> int:
         """Bytes of a tensor [rows, columns] or [rows] in this form, with its scales."""

@@ -22,7 +22,7 @@ class MoeShape:
 
     @staticmethod
     def of(hf: Mapping[str, Any]) -> MoeShape:
-        """Read a model's config.json. ConfigError if it names no experts and the model type is not a dense one."""
+        """Read a model's config.json. ConfigError for a family that megarl does not know."""
         from megarl.files.hf_config import read_config  # its tables of families, for those who ask
 
         return MoeShape(*read_config(hf))

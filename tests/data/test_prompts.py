@@ -229,12 +229,3 @@ def test_batches_give_what_one_by_one_gives(
     assert plain(found) == expected
     assert found[0].tokens.dtype == np.int32
     assert plain(load(path, tokenizer, limit=3)) == expected[:3]
-
-
-def test_errors_come_in_the_order_of_the_file(write_jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
-    fine, long = {"prompt": "1", "answer": "1", "response": "1"}, {"prompt": "1" * 60, "answer": "1", "response": "1"}
-    for late in ("broken", {"prompt": "", "answer": "1"}, {"answer": "1"}, long):
-        with pytest.raises(DataError, match=r"train\.jsonl:2: the prompt has 60 tokens"):
-            load(write_jsonl(fine, long, late), tokenizer)
-        with pytest.raises(DataError, match=r"train\.jsonl:2: the prompt has 60 tokens"):
-            load_demonstrations(write_jsonl(fine, long, late), tokenizer, max_prompt_tokens=50)

@@ -11,6 +11,7 @@ import pytest
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.local.engine import BatchSession
+from megarl.engines.protocol import run_session
 from megarl.errors import RolloutError
 
 
@@ -60,7 +61,7 @@ def test_a_batch_waits_for_whoever_is_between_two_samples_and_is_in_order() -> N
         doomed = session.start(once(4))
         session.start(cancels())
 
-    BatchSession(echo).run(begin)
+    run_session(BatchSession(echo).run_episodes(begin))
     assert echo.batches == [[0, 1, 2, 3], [0, 1, 2, 5]]
 
 
@@ -79,4 +80,4 @@ def test_an_error_is_raised_once_and_ends_all(where: str) -> None:
             session.start(once(group))
 
     with pytest.raises(RolloutError, match="no token"):
-        BatchSession(broken if where == "engine" else Echo()).run(begin)
+        run_session(BatchSession(broken if where == "engine" else Echo()).run_episodes(begin))

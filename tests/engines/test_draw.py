@@ -23,8 +23,8 @@ from megarl.data.prompts import Prompt
 from megarl.engines.episodes import EpisodeLimits
 from megarl.engines.local.engine import BatchSession, LocalEngine
 from megarl.engines.player import Draw, Player
-from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams
-from megarl.engines.sglang.client import ClientSettings, SGLangClient
+from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, run_session
+from megarl.engines.sglang.client import Call, ClientSettings, SGLangClient
 from megarl.errors import RolloutError
 
 TIMEOUT_S = 600.0
@@ -105,11 +105,11 @@ def make_rollout(request: SampleRequest, token: int) -> Rollout:
 
 def served(server: Server, draw: Draw, tokenizer: PreTrainedTokenizerBase) -> None:
     client = SGLangClient([server.url], ClientSettings())
-    client.converse(
-        draw.begin,
+    call = Call(
         lambda request: {"group": request.group, "sample": request.sample},
         lambda request, answer, rid: make_rollout(request, tokenizer.convert_tokens_to_ids(answer["says"])),
     )
+    client.converse(draw.begin, call)
 
 
 def collected(rule: SamplingRule, says: Callable[[int, int], str], prompts: int, **options: Any) -> Selection:
@@ -222,7 +222,7 @@ class Batches(Engine):
         self._sample = sample
 
     def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
-        BatchSession(self._sample).run(begin)
+        run_session(BatchSession(self._sample).run_episodes(begin))
 
 
 @pytest.mark.parametrize("where", ["engine", "rule"])

@@ -90,7 +90,7 @@ def test_what_goes_into_a_bucket_comes_out_of_it(sizes: list[tuple[torch.dtype, 
     for name, tensor in given_.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name].float(), tensor.float())
-    for name, dtype, _, start, _ in bucket.places():
+    for name, dtype, _, start, _ in bucket.places:
         assert start % dtype.itemsize == 0, name
 
 

@@ -17,7 +17,7 @@ from generate_server import GenerateServer, serving
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.protocol import sample_each
 from megarl.engines.sglang import client as client_module
-from megarl.engines.sglang.client import ClientSettings, SGLangClient
+from megarl.engines.sglang.client import Call, ClientSettings, SGLangClient
 from megarl.errors import RequestError, RolloutError, StopError
 from megarl.files.foreign_json import retry_after
 
@@ -80,11 +80,15 @@ def decode(request: SampleRequest, answer: Any, rid: str) -> Rollout:
     )
 
 
+def group_of(request: SampleRequest) -> dict[str, Any]:
+    return {"group": request.group}
+
+
 def ask(made: Sequence[Counting], requests: list[SampleRequest], **settings: Any) -> list[tuple[int, int]]:
     client = SGLangClient([server.url for server in made], ClientSettings(**settings))
     finished: list[int] = []
     found = sample_each(
-        lambda begin: client.converse(begin, lambda request: {"group": request.group}, decode, finished.append),
+        lambda begin: client.converse(begin, Call(group_of, decode, finished.append)),
         requests,
     )
     assert [number for number in finished if number] == [1] * len(requests)
@@ -119,9 +123,7 @@ def test_a_trainer_that_is_asked_to_stop_ends_the_wait_for_a_long_response():
     with servers(36_000.0) as made:
         client = SGLangClient([made[0].url], ClientSettings())
         with pytest.raises(StopError):
-            sample_each(
-                lambda begin: client.converse(begin, lambda r: {"group": r.group}, decode, asked), requests_of(1, 2)
-            )
+            sample_each(lambda begin: client.converse(begin, Call(group_of, decode, asked)), requests_of(1, 2))
     assert ticks == [0, 0]
 
 
@@ -157,7 +159,7 @@ def test_a_request_that_nobody_waits_for_is_dropped_and_frees_its_place():
             doomed = [session.start(ask_for(request)) for request in requests[:3]]
             session.start(ends_others())
 
-        client.converse(begin, lambda request: {"group": request.group}, decode)
+        client.converse(begin, Call(group_of, decode))
     assert answered == [3]
     assert made[0].groups[2] == 0
 
@@ -181,9 +183,9 @@ def test_an_error_of_an_episode_or_a_request_ends_the_others_and_is_raised():
             session.start(breaks())
 
         with pytest.raises(RolloutError, match="the environment is broken"):
-            client.converse(begin, lambda request: {"group": request.group}, decode)
+            client.converse(begin, Call(group_of, decode))
         with pytest.raises(RolloutError, match="the prompt is empty"):  # no fault of the server
-            sample_each(lambda begin: client.converse(begin, fails, decode), requests_of(2, 2))
+            sample_each(lambda begin: client.converse(begin, Call(fails, decode)), requests_of(2, 2))
         assert made[0].groups.total() == 0
 
 
@@ -207,7 +209,7 @@ def ask_faulty(made: Sequence[Counting], requests: list[SampleRequest], **settin
     client = SGLangClient([server.url for server in made], ClientSettings(concurrency=64, **settings), tell=told.append)
 
     def begin_all(begin: Any) -> None:
-        client.converse(begin, lambda request: {"group": request.group}, decode, max_bytes=lambda _: 10 << 20)
+        client.converse(begin, Call(group_of, decode, max_bytes=lambda _: 10 << 20))
 
     sample_each(begin_all, requests)
     return client, told

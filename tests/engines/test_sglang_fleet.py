@@ -32,7 +32,7 @@ from megarl.engines.buckets import Bucket
 from megarl.engines.protocol import sample_each
 from megarl.engines.sglang import fleet as sglang_fleet
 from megarl.engines.sglang import server as sglang_server
-from megarl.engines.sglang.client import ClientSettings, SGLangClient
+from megarl.engines.sglang.client import Call, ClientSettings, SGLangClient
 from megarl.engines.sglang.fleet import Fleet
 from megarl.engines.sglang.member import FleetSettings, Member
 from megarl.engines.sglang.server import Server
@@ -497,8 +497,8 @@ def test_a_session_begins_without_a_server_that_is_behind(world: World):
     world.until(lambda: fleet.members[1].ready)
     client = SGLangClient([member.url for member in fleet.members], ClientSettings(recovery_s=WAIT_S))
     requests = [SampleRequest(np.array([1, 2], np.int32), group, 0, 0) for group in range(6)]
-    ask = partial(client.converse, body=lambda _: {"mine": 1}, decode=lambda request, *_: request, version="1")
-    assert len(sample_each(ask, requests)) == len(requests)
+    call = Call(body=lambda _: {"mine": 1}, decode=lambda request, *_: request, version="1")
+    assert len(sample_each(partial(client.converse, call=call), requests)) == len(requests)
     assert sum(event["mine"] for event in world.events(0, "generate")) == len(requests)
     assert not any(event["mine"] for event in world.events(1, "generate"))
 
@@ -529,7 +529,7 @@ def test_no_request_meets_other_weights_than_those_it_asks_for(world: World):
             answers.append(answer["is"])
             return request
 
-        ask = partial(client.converse, body=lambda request: {}, decode=decode, version=str(version))
+        ask = partial(client.converse, call=Call(lambda request: {}, decode, version=str(version)))
         assert len(sample_each(ask, requests)) == len(requests)
         assert answers == [[str(version), [version]]] * len(requests)
     killer.join()

@@ -288,5 +288,5 @@ def test_shapes_of_model_families() -> None:
         found = MoeShape.of(config.to_dict())
         assert (found.moe_layers, found.num_experts, found.topk, found.num_layers) == (*expected, 4)
     assert MoeShape.of({"model_type": "llama", "num_hidden_layers": 2}) == MoeShape(2, (), 0, 0)
-    with pytest.raises(ConfigError, match="'gpt2' has no experts"):
+    with pytest.raises(ConfigError, match="'gpt2' is not known"):
         MoeShape.of({"model_type": "gpt2", "num_hidden_layers": 2})

@@ -90,7 +90,7 @@ def shared(layout: Layout, per_node: int, gpus: Sequence[int]) -> list[Any]:
         seen.append(sorted(handles))
         for rebuild, arguments in handles.values() if distributed.local_rank() == 0 else ():
             flat = pickle.loads(pickle.dumps(Rebuilt((rebuild, arguments))))
-            for name, dtype, shape, start, end in bucket.places():
+            for name, dtype, shape, start, end in bucket.places:
                 assert torch.equal(flat[start:end].view(dtype).view(shape), stored[name])
                 opened += 1
     deque(exported, maxlen=0)

@@ -27,7 +27,7 @@ from megarl.convert.conversion import to_hf, to_megatron
 from megarl.convert.job import MANIFEST, ConversionJob, Options, same_bits
 from megarl.convert.megatron_files import HF_FOLDER, Keys, MegatronCheckpoint, torch_dist_folder, units_of
 from megarl.convert.quantization import quantize
-from megarl.convert.torch_dist import Chunk, TorchDistReader, write_file, write_metadata
+from megarl.convert.torch_dist import Chunk, write_file, write_metadata
 from megarl.core.fp8 import is_fp8_weight
 from megarl.errors import CheckpointError, ConfigError, NumericsError
 from megarl.files.outputs import MARK
@@ -86,14 +86,6 @@ class TestRoundTrip:
         to_megatron(copy, tmp_path / "megatron", LOCAL)
         to_hf(tmp_path / "megatron", tmp_path / "back", None, Options())
         assert_same(copy, tmp_path / "back")
-
-    def test_stacked_layers_come_back_too(self, tmp_path: Path) -> None:
-        source = write_family(tmp_path / "model", "mixtral")
-        assert to_megatron(source, tmp_path / "megatron", Options(stack_layers=True)).keys.stacked
-        stored = TorchDistReader(tmp_path / "megatron").tensors
-        assert tuple(stored["decoder.layers.mlp.experts.experts.linear_fc1.weight"].size) == (4, 8, 80, 32)
-        to_hf(tmp_path / "megatron", tmp_path / "back", None, Options())
-        assert_same(source, tmp_path / "back")
 
     def test_fp8_sources_are_read_as_what_they_stand_for(self, source: Path, tmp_path: Path) -> None:
         quantize(source, tmp_path / "fp8", Options(block=BLOCK))
@@ -430,7 +422,6 @@ class TestCommand:
         ("words", "says"),
         [
             (["{source}", "{tmp}/out", "--model", "{source}"], "--model belongs to a Megatron source"),
-            (["{source}", "{tmp}/out", "--stack-layers"], "--stack-layers needs layers of one kind"),
             (["{source}", "{tmp}/out", "--shard-gib", "0"], "--shard-gib: found"),
         ],
     )

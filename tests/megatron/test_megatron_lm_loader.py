@@ -31,11 +31,10 @@ def build(shape: ModelShape, moe_layer_freq: int | None = None, vocab_size: int 
     return build_model(shape, settings)[0]
 
 
-def converted(model: Path, folder: Path, stack_layers: bool = False) -> ModelShape:
+def converted(model: Path, folder: Path) -> ModelShape:
     """DIR of the page: ``release`` inside, and the tracker file."""
     join(config(Path("unused")))
-    options = Options(layers="local", stack_layers=stack_layers)
-    done = to_megatron(model, folder / "release", options)
+    done = to_megatron(model, folder / "release", Options(layers="local"))
     (folder / "latest_checkpointed_iteration.txt").write_text("release\n")
     return done.shape
 
@@ -65,19 +64,18 @@ def assert_equal_weights(found: GPTModel, wanted: GPTModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stack_layers", "moe_layer_freq", "heed_metadata"),
-    [(False, 1, True), (True, 1, True), (True, 1, False), (False, None, True), (False, None, False)],
-    ids=["apart", "stacked", "stacked, metadata ignored", "list of layers", "list of layers, metadata ignored"],
+    ("moe_layer_freq", "heed_metadata"),
+    [(1, True), (None, True), (None, False)],
+    ids=["apart", "list of layers", "list of layers, metadata ignored"],
 )
 def test_the_weights_load(
-    stack_layers: bool,
     moe_layer_freq: int | None,
     heed_metadata: bool,
     models: dict[str, Path],
     tmp_path: Path,
     one_rank: None,
 ) -> None:
-    shape = converted(models["olmoe"], tmp_path, stack_layers)
+    shape = converted(models["olmoe"], tmp_path)
     assert converted(models["olmoe"], tmp_path / "oracle") == shape
     expected, model = build(shape), build(shape, moe_layer_freq)
     read_weights(tmp_path / "oracle" / "release", [expected])

@@ -27,7 +27,7 @@ def test_a_bucket_of_a_gpu_holds_and_checks_what_one_of_the_host_does(computing:
     on_host = Bucket(tensors(dtype).items(), form=form)
     on_gpu = Bucket(((name, tensor.cuda()) for name, tensor in tensors(dtype).items()), form=form)
     assert on_gpu.flat.is_cuda
-    assert list(on_gpu.places()) == list(on_host.places())
+    assert on_gpu.places == on_host.places
     for copied in (on_gpu.on_host(), on_gpu.spare()):
         assert copied.flat.is_pinned()
         assert torch.equal(copied.flat, on_host.flat)

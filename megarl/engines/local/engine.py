@@ -144,17 +144,16 @@ class LocalEngine(Engine):
     def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
         """See ``Engine.converse``. Samples once every episode waits, so batches do not depend on timing.
 
-        A response ends early (``length``) at the model's last position.
+        A response ends early (``length``) at the model's last position. WeightSyncError without weights, RolloutError
+        for routes of a model without experts.
         """
-        self._require_weights(params)
-        BatchSession(lambda requests: self._sample(requests, params, on_finish)).run(begin)
-
-    def _require_weights(self, params: SamplingParams) -> None:
         self._require_open()
         if self._missing is not None:
             raise WeightSyncError(f"the engine cannot generate, {self._missing}: send all weights with update_weights")
         if params.return_routed_experts and self._recorder.num_layers == 0:
             raise RolloutError(f"{type(self._model).__name__} has no experts: set return_routed_experts to False")
+        session = BatchSession(lambda requests: self._sample(requests, params, on_finish))
+        run_session(session.run_episodes(begin))
 
     def _sample(self, requests: Sequence[SampleRequest], params: SamplingParams, on_finish: OnFinish) -> list[Rollout]:
         config = self._model.config.get_text_config()
@@ -198,10 +197,6 @@ class BatchSession(Session):
         self._sample_batch = sample
         self._waiting: dict[asyncio.Future[Rollout], SampleRequest] = {}
         self._will_answer = False
-
-    def run(self, begin: Begin) -> None:
-        """Run all episodes; raises the first error of an episode or of ``begin``."""
-        run_session(self.run_episodes(begin))
 
     async def sample(self, request: SampleRequest) -> Rollout:
         answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()

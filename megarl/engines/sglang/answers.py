@@ -136,8 +136,11 @@ def parse_answer(
     )
 
 
-def longest_answer(num_tokens: int, shape: MoeShape | None, params: SamplingParams, most_drawn_from: int) -> int:
-    """Return the bytes of the longest honest answer of ``num_tokens`` tokens, prompt included."""
+def longest_answer(
+    request: SampleRequest, *, shape: MoeShape | None, params: SamplingParams, most_drawn_from: int
+) -> int:
+    """Return the bytes of the longest honest answer to a request."""
+    num_tokens = len(request.prompt_tokens) + params.max_response_tokens
     nuclei = 12 * most_drawn_from if params.has_nucleus else 0
     routes = 0 if shape is None else longest_text(num_tokens, shape)
     return (1 << 20) + (TOKEN_BYTES + nuclei) * num_tokens + routes

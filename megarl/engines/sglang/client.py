@@ -114,14 +114,15 @@ class _Server:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """What ``converse`` was given."""
+class Call:
+    """What the requests of a ``converse`` have in common."""
 
     body: Body
     decode: Decode
-    on_finish: OnFinish
-    version: str | None
-    max_bytes: Limit
+    on_finish: OnFinish = None
+    version: str | None = None
+    """A server gets no requests unless its weights are called so; None: any."""
+    max_bytes: Limit = lambda request: MAX_ANSWER_BYTES
 
 
 class SGLangClient:
@@ -140,23 +141,12 @@ class SGLangClient:
         self.counts = Counter[str]()
         """Of the last ``converse``, see ``Engine.answer_counts``."""
 
-    def converse(
-        self,
-        begin: Begin,
-        body: Body,
-        decode: Decode,
-        on_finish: OnFinish = None,
-        version: str | None = None,
-        max_bytes: Limit = lambda request: MAX_ANSWER_BYTES,
-    ) -> None:
+    def converse(self, begin: Begin, call: Call) -> None:
         """See ``Engine.converse``; RolloutError if a request keeps failing, with the last failure.
 
-        A server gets no requests unless its weights are called ``version`` (None: any).
         RequestError, raised to the caller of the request, if no server takes a request of its size.
         """
-
         self.counts.clear()
-        call = _Call(body, decode, on_finish, version, max_bytes)
 
         async def run() -> None:
             # trust_env: servers are near, often on the loopback address, and no proxy may come between.
@@ -180,7 +170,7 @@ class SGLangClient:
 
 
 class _RequestSession(Session):
-    def __init__(self, client: SGLangClient, http: aiohttp.ClientSession, call: _Call) -> None:
+    def __init__(self, client: SGLangClient, http: aiohttp.ClientSession, call: Call) -> None:
         super().__init__()
         self._servers = [_Server(url) for url in client.urls]
         self._client, self._settings, self._http, self._call = client, client.settings, http, call

@@ -4,6 +4,7 @@ Every rank of the trainer sends requests to all servers. The rank with the fleet
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, check_prompt, limit_response
 from megarl.engines.sglang.answers import Bounds, longest_answer, parse_answer
-from megarl.engines.sglang.client import ClientSettings, SGLangClient, Tell
+from megarl.engines.sglang.client import Call, ClientSettings, SGLangClient, Tell
 from megarl.engines.sglang.fleet import Fleet
 from megarl.engines.sglang.plugin.compact import make_header
 from megarl.engines.sglang.transports.ipc import Helper
@@ -98,16 +99,9 @@ class SGLangEngine(Engine):
 
         self._sampling = True
         try:
-            self._client.converse(
-                begin,
-                lambda request: self._make_body(request, params),
-                decode,
-                on_finish,
-                version=str(self._version),
-                max_bytes=lambda request: longest_answer(
-                    len(request.prompt_tokens) + params.max_response_tokens, shape, params, MOST_DRAWN_FROM
-                ),
-            )
+            body = partial(self._make_body, params=params)
+            most_bytes = partial(longest_answer, shape=shape, params=params, most_drawn_from=MOST_DRAWN_FROM)
+            self._client.converse(begin, Call(body, decode, on_finish, str(self._version), most_bytes))
         finally:
             self._sampling = False
 
@@ -121,13 +115,8 @@ class SGLangEngine(Engine):
         busy = "responses are being sampled: wait for generate to return before the weights change"
         self._agree(WeightSyncError(busy) if self._sampling else None)
         self._complete = False
-        outstanding = iter(tensors)
-
-        def send() -> None:
-            if (sender := self._fleet or self._helper) is not None:
-                sender.update(outstanding, version, self._form)
-
-        failure = self._try(send)
+        outstanding, sender = iter(tensors), self._fleet or self._helper
+        failure = self._try(lambda: sender and sender.update(outstanding, version, self._form))
         for _ in outstanding:  # gathering a sharded model is collective: every rank must reach the end
             pass
         self._agree(failure)

@@ -260,11 +260,6 @@ class Fleet(FleetState):
 
     # The servers in an operation: an update, a proof, or a rest
 
-    @property
-    def senders(self) -> list[WeightSender]:
-        """The senders of all present members."""
-        return [member.sender for member in self.present]
-
     @contextmanager
     def _take(self, is_wanted: Callable[[Member], bool], wait_s: float = 0.0) -> Iterator[None]:
         """Hold the locks of wanted members, except where a keeper keeps the lock for longer than ``wait_s``."""

@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.config.process_environment import compile_caches, without_expandable_segments
+from megarl.config.process_environment import LAUNCHER, compile_caches, without_expandable_segments
 from megarl.engines.sglang.versions import check_arguments, parse_arguments
 from megarl.errors import ConfigError, RolloutError
 
@@ -17,8 +17,6 @@ CPU_SHIM = Path(__file__).parent / "cpu"
 PLUGIN = Path(__file__).parent / "plugin"
 SERVER_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """``rollout.dtype`` in SGLang's words."""
-TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE")
-TORCHRUN_PREFIXES = ("LOCAL_", "ROLE_", "TORCHELASTIC_")
 NOT_EXTRA = {
     "api_key": "every user of the host could read it there: set api_key",
     "config": "it could set anything unchecked: give the arguments themselves",
@@ -100,8 +98,7 @@ def command(spec: ServerSpec, config_file: Path | None = None) -> list[str]:
 
 def environment(spec: ServerSpec) -> dict[str, str]:
     """Return the server's environment: this process's without torchrun's ranks, plus variables of the device."""
-    torchrun = {name for name in os.environ if name in TORCHRUN_VARIABLES or name.startswith(TORCHRUN_PREFIXES)}
-    env = {name: os.environ[name] for name in os.environ.keys() - torchrun}
+    env = {name: value for name, value in os.environ.items() if not LAUNCHER.fullmatch(name)}
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     env["PYTHONSAFEPATH"] = "1"  # no modules of the current folder
     env |= compile_caches(env)

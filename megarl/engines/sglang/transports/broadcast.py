@@ -47,7 +47,7 @@ class Broadcast(Transport):
 
     def send(self, bucket: Bucket, delivery: Delivery) -> None:
         """Broadcast to all servers; if the group fails, to each server by itself."""
-        senders = delivery.receivers.senders
+        senders = [member.sender for member in delivery.receivers.present]
         if not self._is_split and len(senders) > 1 and len({own_address(sender.url) for sender in senders}) == 1:
             try:
                 return broadcast(senders, bucket)
@@ -65,7 +65,7 @@ def broadcast(senders: Sequence[WeightSender], bucket: Bucket) -> None:
 
     WeightSyncError if a server fails; all servers have then left the group.
     """
-    places = [(name, str(dtype).removeprefix("torch."), list(shape)) for name, dtype, shape, *_ in bucket.places()]
+    places = [(name, str(dtype).removeprefix("torch."), list(shape)) for name, dtype, shape, *_ in bucket.places]
     body = dict(zip(("names", "dtypes", "shapes"), zip(*places, strict=True), strict=True))
     body |= {"load_format": "flattened_bucket", "flush_cache": False}
     for sender in senders:

@@ -32,7 +32,6 @@ class WeightFolder:
         self._where: dict[str, str] = {}
         self._shards = 0
         self._bytes = 0
-        self._is_complete = False
         with self._errors():
             begin(self._part, HF_FILES, source)
 
@@ -48,7 +47,7 @@ class WeightFolder:
 
     def finish(self) -> Path:
         """Complete the folder on the first call; return its absolute path."""
-        if self._is_complete:
+        if not self._part.exists():
             return self._target.absolute()
         with self._errors():
             write_index(self._part, self._where, self._bytes)
@@ -58,7 +57,6 @@ class WeightFolder:
             for old in self._folder.glob("version_*"):
                 if old != self._target:
                     remove_own(old, marked(old))
-        self._is_complete = True
         return self._target.absolute()
 
     @contextmanager

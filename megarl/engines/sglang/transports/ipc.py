@@ -108,7 +108,8 @@ class SharedMemory(Transport):
                     return
         finally:  # the traceback of an error keeps the tensors
             for unsent in {*filter(None, (bucket, next_bucket))}:
-                remove_file(unsent.flat)
+                if not unsent.flat.is_cuda:  # no more processes may open it; readers may continue
+                    _file_of(unsent.flat).unlink(missing_ok=True)
 
     def send(self, bucket: Bucket, delivery: Delivery) -> None:
         """Send the handles of a bucket to all servers."""
@@ -138,7 +139,9 @@ class SharedMemory(Transport):
         self._open = handle
         if failures:
             withdraw(handle)
-            raise self._failure or _second_hand(failures[0])
+            failure = self._failure or WeightSyncError(failures[0])
+            failure.second_hand |= self._failure is None
+            raise failure
         self.handles = {turn.gpu: turn.handle for turn in turns if turn.handle is not None}
 
 
@@ -173,12 +176,6 @@ def empty_shared(num_bytes: int, device: torch.device) -> torch.Tensor:
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)
     weakref.finalize(flat, _file_of(flat).unlink, missing_ok=True)
     return flat
-
-
-def remove_file(flat: torch.Tensor) -> None:
-    """Stop new processes from opening this host memory, uint8 [bytes]; current readers may continue."""
-    if not flat.is_cuda:
-        _file_of(flat).unlink(missing_ok=True)
 
 
 def _file_of(flat: torch.Tensor) -> Path:
@@ -223,9 +220,3 @@ def withdraw(handle: Handle | None) -> None:
     if handle is not None and handle[0] is reductions.rebuild_cuda_tensor:
         *_, counter, offset, _, _ = handle[1]
         torch.UntypedStorage._release_ipc_counter_cuda(counter, offset)
-
-
-def _second_hand(message: str) -> WeightSyncError:
-    error = WeightSyncError(message)
-    error.second_hand = True
-    return error

@@ -73,7 +73,7 @@ def payload_of(bucket: Bucket, flat: torch.Tensor | Rebuilt | None = None) -> st
     """
     places = [
         SimpleNamespace(name=name, shape=list(shape), dtype=dtype, start_idx=start, end_idx=end, numel=end - start)
-        for name, dtype, shape, start, end in bucket.places()
+        for name, dtype, shape, start, end in bucket.places
     ]
     # A copy: pickle would write the whole storage of a slice.
     content = {"flattened_tensor": bucket.on_host().flat.clone() if flat is None else flat, "metadata": places}
