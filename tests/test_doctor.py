@@ -79,7 +79,7 @@ def test_this_environment_is_ready_but_not_where_megatron_lacks_the_hook(shown, 
     assert "this Megatron-Core cannot replay routes; run `megarl patch apply`" in text
 
 
-def test_a_configuration_is_tried_whole_and_shows_its_layout(path, tmp_path, shown, monkeypatch):
+def test_a_configuration_is_tried_whole(path, tmp_path, shown, monkeypatch):
     """Tokenizer, first prompt and weights too, in the child process."""
     monkeypatch.undo()
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -90,8 +90,6 @@ def test_a_configuration_is_tried_whole_and_shows_its_layout(path, tmp_path, sho
     report = doctor.examine(path, {"parallel.ep": 2}, trust=True)
     text = report.to_text()
     assert report.ready, text
-    assert "etp 1 x ep 2 x pp 1 x dp 1" in text
-    assert "in 1 mini-batches, 128 sequences" in " ".join(text.split())
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
     broken = {check.name: check.says() for check in doctor.examine(path, trust=True).checks if check.status == "failed"}
@@ -257,7 +255,7 @@ def test_without_torch_it_says_what_to_install(lean, path: Path):
     assert alone.stdout.startswith("not ready to train on this machine: ")
     assert "torch, transformers: not installed; pip install 'megarl-moe[train]'" in alone.stdout
     found = json.loads(lean("doctor", "--json", str(path)).stdout)
-    assert {*found} == {"verdict", "config", "checks", "versions", "details"}
+    assert {*found} == {"verdict", "config", "checks", "versions"}
     assert (found["verdict"], found["config"], found["versions"]["torch"]) == ("not ready", str(path), None)
     status = {each["name"]: each["status"] for each in found["checks"]}
     assert status["torch"] == status["megatron-core"] == "failed"

@@ -124,7 +124,7 @@ def _check_te(release: str | None, facts: dict[str, Any]) -> Finding:
 
 
 def _check_sglang(config: Config | None, release: str | None) -> Finding:
-    """Find SGLang in the environment of sglang.python; ``details.servers`` judges the servers."""
+    """Find SGLang in the environment of sglang.python; ``_check_servers`` judges the servers."""
     python = Path((config.sglang if config else SGLangConfig()).python)
     try:
         return Finding("sglang", "ok", f"{installed_release(python)} in {python}")
