@@ -103,25 +103,17 @@ def _map_trace(grid: np.ndarray, x: np.ndarray, layers: Sequence[int], **options
     }
 
 
-def _middle(text: str) -> Figure:
-    return {"text": text, "showarrow": False, "xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5}
-
-
 def _axis(title: str, **options: Any) -> Figure:
     return {"title": {"text": title}, **options}
 
 
 def _reward_lines(curves: Curves) -> list[Line]:
-    """Training reward and pass rate (a single line if equal), and the evaluations."""
-    reward, pass_rate = curves.get("reward/mean"), curves.get("reward/pass_rate")
-    if reward is not None and pass_rate is not None and np.array_equal(reward.y, pass_rate.y, equal_nan=True):
-        lines = [Line("reward/pass_rate", "pass rate = mean reward (training)")]
-    else:
-        judged = describe_judged(sum_judged(curves))
-        lines = [
-            Line("reward/pass_rate", "pass rate (training)"),
-            Line("reward/mean", f"mean reward (training{judged and f', {judged}'})", "grey"),
-        ]
+    """Training reward and pass rate, and the evaluations."""
+    judged = describe_judged(sum_judged(curves))
+    lines = [
+        Line("reward/pass_rate", "pass rate (training)"),
+        Line("reward/mean", f"mean reward (training{judged and f', {judged}'})", "grey"),
+    ]
     if curves.get("eval/pass_rate") is not None:
         lines.append(Line("eval/pass_rate", "pass rate (held-out)", "orange", "dots"))
     else:
@@ -254,6 +246,5 @@ def _scale_y(layout: Figure, panel: Panel, data: Sequence[Figure]) -> None:
             trace["y"] = [value if value is None or value > 0 else none for value in trace["y"]]
     elif scale in ("percent", "log") and top <= 0:
         axis["range"] = [-0.0005, 0.0105]
-        layout["annotations"] = [_middle("zero in every step")]
     elif scale in ("zero", "percent"):
         axis["rangemode"] = "tozero"

@@ -58,15 +58,6 @@ def render_samples(notes: Sequence[str], has_any: bool) -> str:
     return f"{heading}{texts}{_read('samples.html') if has_any else ''}</section>"
 
 
-def render_tiles(rows: Mapping[str, str]) -> str:
-    """Return label -> value as large tiles."""
-    return "".join(
-        f'<div class="tile"><div class="value">{html.escape(value.split(" (")[0])}</div>'
-        f'<div class="label">{html.escape(label)}</div></div>'
-        for label, value in rows.items()
-    )
-
-
 def render_table(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of cells as HTML; the first cell is the heading."""
     cells = "".join(
