@@ -13,7 +13,6 @@ engine and the folder of results, whose files are written atomically:
 import json
 import platform
 import re
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -82,7 +81,7 @@ def evaluate(request: EvalRequest, world_size: int) -> Path:
     for benchmark in request.benchmarks:  # before ranks wait for a result
         require_file(benchmark.source)
     distributed.initialize(config)
-    progress = StepProgress(distributed.is_main_rank(), sys.stderr if request.json else None)
+    progress = StepProgress(distributed.is_main_rank())
     task = distributed.from_main_rank(lambda: _prepare(request))
     tokenizer = load_model_tokenizer(config.model)
     # Servers write below run.dir. Keep the files out of a run in progress.
@@ -258,8 +257,6 @@ def _write_summary(request: EvalRequest, task: Task, tables: Mapping[str, Json])
 
 def _show(request: EvalRequest, task: Task, tables: Mapping[str, Json]) -> None:
     """Print the table; on the main rank."""
-    if request.json:
-        return print((task.out / "eval.json").read_text())
     weights = request.config.model.path if task.checkpoint is None else task.checkpoint
     engine, temperature = request.config.rollout.engine, request.config.eval.temperature
     print(printable(f"{weights}, engine {engine}, temperature {temperature:g}"), "", to_text(tables), sep="\n")
