@@ -123,8 +123,10 @@ def _make_headline(records: Sequence[Mapping[str, Any]], curves: Curves, config:
             judged = describe_judged(evaluations.get(steps[point], {}), metric.rpartition("/")[0])
             rows[f"{title}, {label}"] = f"{values[point]:.1%}{judged and f', {judged}'} (step {steps[point]:.0f})"
     rows["Steps"] = str(len({record["step"] for record in records if record["kind"] == "step"}) or NOT_RECORDED)
-    costs = [(curves[f"cost/{name}"], name) for name in ("samples", "tokens", "updates") if f"cost/{name}" in curves]
-    rows["Cost"] = ", ".join(f"{curve.finite[-1]:,.0f} {name}" for curve, name in costs) or NOT_RECORDED
+    if "sampling/tokens" in curves:
+        drawn = ((f"sampling/{name}", f"gvm/first_stage_{name}") for name in ("samples", "tokens"))
+        samples, tokens = (sum(curves[name].finite.sum() for name in pair if name in curves) for pair in drawn)
+        rows["Drawn for training"] = f"{samples:,.0f} samples, {tokens:,.0f} tokens"
     rows["Wall time"] = format_duration(max(record["wall_s"] for record in records), 1)
     speed = curves.get("speed/tokens_per_s")
     rows["Tokens per second (median)"] = NOT_RECORDED if speed is None else f"{np.median(speed.finite):,.0f}"
