@@ -193,7 +193,7 @@ def _plot_layers(panel: Panel, run: Run) -> Figure:
 
 
 def _plot_time(panel: Panel, run: Run) -> Figure:
-    """Plot the seconds of each phase as stacked bars, and the whole step as a line."""
+    """Plot the seconds of each phase as stacked bars."""
     phases = {phase: curve for phase in PHASES if (curve := run.curves.get(f"time/{phase}_s")) is not None}
     steps = np.unique(np.concatenate([curve.x for curve in phases.values()]))
     # More bars than _MAX_BARS would be thinner than a pixel. Bars are then means of several steps.
@@ -206,14 +206,6 @@ def _plot_time(panel: Panel, run: Run) -> Figure:
         height = np.add.reduceat(_align_to(curve, steps), starts) / sizes
         look = {"type": "bar", "name": phase.replace("_", " "), "marker": {"color": PHASES[phase]}}
         data.append({**look, "x": numbers(middles), "y": numbers(height)})
-    if (total := run.curves.get("time/step_s")) is not None:
-        # An evaluation may precede the first step. The evaluation belongs to no step: the line has a gap.
-        counts = np.add.reduceat(np.isin(steps, total.x[np.isfinite(total.y)]).astype(np.float64), starts)
-        whole = np.add.reduceat(_align_to(total, steps), starts) / np.where(counts > 0, counts, np.nan)
-        look = {"type": "scatter", "mode": "lines+markers", "marker": {"size": 4}, "name": "whole step"}
-        data.append(
-            {**look, "line": {"color": COLORS["red"], "width": 1.4}, "x": numbers(middles), "y": numbers(whole)}
-        )
     label = panel.y_label if stride == 1 else f"{panel.y_label} (mean of {stride})"
     bars = {"barmode": "stack", "bargap": 0.08 if stride == 1 else 0.0, "legend": {"traceorder": "normal"}}
     return {"data": data, "layout": {"xaxis": _axis("global step"), "yaxis": _axis(label), **bars}}
