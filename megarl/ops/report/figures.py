@@ -83,7 +83,7 @@ def numbers(values: np.ndarray) -> list[float | None]:
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in np.asarray(values, float).tolist()]
 
 
-def _map_trace(grid: np.ndarray, x: np.ndarray, layers: Sequence[int], **options: Any) -> Figure:
+def _map_trace(grid: np.ndarray, x: np.ndarray, layers: Sequence[int]) -> Figure:
     """Return a map of layers against columns, the share of tokens routed differently; NaN is left blank.
 
     grid: float [L, columns]; x: [columns].
@@ -99,7 +99,6 @@ def _map_trace(grid: np.ndarray, x: np.ndarray, layers: Sequence[int], **options
         "colorscale": "Viridis",
         "colorbar": {"tickformat": ".3~%", "thickness": 12},
         "hovertemplate": "layer %{y}, %{x}: %{z:.3~%}<extra></extra>",
-        **options,
     }
 
 
@@ -168,13 +167,8 @@ def _band(low: Curve, high: Curve, style: Figure) -> Iterator[Figure]:
     low, high = thin(Curve(low.x[is_finite], low.y[is_finite])), thin(Curve(high.x[is_finite], high.y[is_finite]))
     outline = Curve(np.concatenate([high.x, low.x[::-1]]), np.concatenate([high.y, low.y[::-1]]))
     color = style["line"]["color"]
-    area = {"line": {"width": 0, "color": color}, "fill": "toself", "fillcolor": _with_opacity(color, 0.16)}
+    area = {"line": {"width": 0, "color": color}, "fill": "toself", "fillcolor": f"{color}29"}  # an opacity of 0.16
     yield _trace(style, outline, "lines", **area, showlegend=False, hoverinfo="skip")
-
-
-def _with_opacity(color: str, opacity: float) -> str:
-    red, green, blue = (int(color[start : start + 2], 16) for start in (1, 3, 5))
-    return f"rgba({red},{green},{blue},{opacity})"
 
 
 def _plot_layers(panel: Panel, run: Run) -> Figure:

@@ -67,7 +67,7 @@ def flags(sample: Mapping[str, Any]) -> list[str]:
     """Return the exceptions of a sample."""
     untrained = "" if sample["trained"] else "not trained"
     texts = (
-        "cut off" if sample["truncated"] else "",
+        "cut off" if sample["finish"] == "length" else "",
         "no reward" if sample["reward"] is None else "",
         f"dropped: {sample['dropped']}" if sample["dropped"] else untrained,
     )
