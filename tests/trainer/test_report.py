@@ -251,7 +251,7 @@ def test_no_alarm_is_said_with_the_checks_that_looked() -> None:
 
 
 def test_no_metrics_is_a_clear_error(tmp_path: Path) -> None:
-    for text, said in ((None, "no such file"), ("", "is empty"), ('{"kind": "st', "no whole record in 12 bytes")):
+    for text, said in ((None, "no such file"), ("", "no whole record"), ('{"kind": "st', "no whole record")):
         if text is not None:
             (tmp_path / "metrics.jsonl").write_text(text)
         with pytest.raises(MegarlError, match=said):

@@ -6,7 +6,6 @@ import gzip
 import html
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
 from importlib.resources import files
 from string import Template
 from typing import Any
@@ -26,8 +25,8 @@ def make_page(
     """Return the page. body: HTML, in which ``<div class="plot" data-figure="N">`` holds figure N."""
     data = {name: _embed(value) for name, value in (("figures", figures), ("samples", samples))}
     texts = {"title": html.escape(title), "subtitle": html.escape(subtitle), "body": body}
-    script = _read("page.js")
-    return Template(_read("page.html")).substitute(texts, **data, plotly=_packed_plotly(), script=script).encode()
+    script, plotly = _read("page.js"), base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
+    return Template(_read("page.html")).substitute(texts, **data, plotly=plotly, script=script).encode()
 
 
 def render_card(key: str, panel: Panel, places: Sequence[int]) -> str:
@@ -78,8 +77,3 @@ def _embed(value: Any) -> str:
 
 def _read(name: str) -> str:
     return (files("megarl.ops.report") / name).read_text(encoding="utf-8")
-
-
-@cache
-def _packed_plotly() -> str:
-    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()

@@ -75,8 +75,7 @@ def _read_run(folder: Path) -> _Source:
     path = folder / "metrics.jsonl"
     records = read_metrics(path)
     if not records:
-        problem = f"no whole record in {size} bytes" if (size := path.stat().st_size) else "the file is empty"
-        raise DataError(f"{path}: {problem}: the run has not finished its first step")
+        raise DataError(f"{path}: no whole record: the run has not finished its first step")
     return _Source(str(folder), folder, records, make_curves(records), _read_config(folder / "config.toml"))
 
 
