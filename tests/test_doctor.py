@@ -17,7 +17,6 @@ from run_configs import run_text
 from tiny_families import write_family
 
 from megarl.config import file as config_file
-from megarl.config import megatron_fields
 from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.errors import ConfigError
 from megarl.ops import doctor
@@ -68,9 +67,9 @@ def test_this_environment_is_ready_but_not_where_megatron_lacks_the_hook(shown, 
     assert text.startswith("ready to train on this machine\n")
     assert "replay hook" in text
     assert "pip install 'megarl-moe[gpu]'" in text
-    moe = tmp_path / "transformer" / "moe"
+    moe = tmp_path / "megatron" / "core" / "transformer" / "moe"
     moe.mkdir(parents=True)
-    monkeypatch.setattr(megatron_fields, "source_root", lambda: tmp_path)
+    monkeypatch.setattr(machine, "find_installed", lambda: tmp_path)
     (moe / "moe_utils.py").write_text("def topk_routing_with_score_function(logits, topk): ...")
     (moe / "router.py").write_text("class TopKRouter: ...")
     code, text = shown()

@@ -13,7 +13,6 @@ from typing import Any
 
 from megarl.config import Config
 from megarl.config import file as config_file
-from megarl.errors import ConfigError
 from megarl.models.fit import check_fit
 from megarl.ops.doctor import inputs, machine
 from megarl.ops.doctor.report import Diagnosis, Finding
@@ -30,23 +29,17 @@ def doctor(
 
 def examine(path: Path | None = None, overrides: Mapping[str, Any] | None = None, *, trust: bool = False) -> Diagnosis:
     """Check the machine, and with a path what the configuration names."""
-    releases, config, checks = machine.versions(), None, []
-    try:
-        config = None if path is None else config_file.load(path, overrides, trust=trust)
-    except ConfigError as error:
-        if "found no megatron-core" not in str(error):
-            raise
-        checks = [Finding("[megatron]", "failed", "not checked: Megatron-Core, which has its keys, is not installed")]
-    if config is None:
-        checks += machine.check_machine(None, releases)
-        return Diagnosis(None if path is None else str(path), checks, releases)
+    releases = machine.versions()
+    if path is None:
+        return Diagnosis(None, machine.check_machine(None, releases), releases)
+    config = config_file.load(path, overrides, trust=trust)
     _check_layout(config)
     of_model, shape = inputs.read_model(config)
     if shape is not None:
         check_fit(config, shape)
     of_inputs = [*of_model, *inputs.check_inputs(config, shape)]
     failed = {check.name for check in of_inputs if check.status == "failed"}
-    checks += [*machine.check_machine(config, releases, failed), *of_inputs]
+    checks = [*machine.check_machine(config, releases, failed), *of_inputs]
     checks += [Finding("configuration", "warning", warning) for warning in config.warnings]
     if config.rollout.engine_kind.server and releases["httpx"] and releases["aiohttp"]:
         checks += _check_servers(config)
