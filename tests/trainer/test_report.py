@@ -116,7 +116,7 @@ def test_a_run_writes_every_metric_that_the_report_reads(
 
     monkeypatch.setattr("megarl.ops.report.report.make_curves", lambda records: Listening(make_curves(records)))
     page = write_report(tmp_path).read_text()
-    assert {"reward/mean", "ratio/std", "time/step_s", "speed/tokens_per_s"} <= asked.keys()
+    assert {"reward/mean", "ratio/std", "time/train_s", "speed/tokens_per_s"} <= asked.keys()
     optional = {name for panel in PANELS.values() if panel.optional for name in panel.needs}
     assert {name for name, found in asked.items() if not found} <= optional
     records = read_metrics(tmp_path / "metrics.jsonl")
