@@ -119,5 +119,5 @@ def test_what_is_there_already_is_copied_again_only_if_it_is_the_same(
     (tmp_path / "cpu-quickstart.toml").unlink()
     assert cli.main(words) == 2
     assert f"{tmp_path}/local.sh exists and is another file; nothing was copied" in capsys.readouterr().err
-    assert files(tmp_path) == {"local.sh"}
+    assert files(tmp_path) == {*SCRIPTS}
     assert (tmp_path / "local.sh").read_text() == "mine\n"
