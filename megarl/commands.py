@@ -180,11 +180,13 @@ class Quickstart:
 
     out: Path = Path("runs/quickstart")
     """The folder for the model, the run and the report."""
+    family: Literal["qwen3_moe", "qwen3", "qwen2", "llama"] = "qwen3_moe"
+    """A MoE, or a dense model."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.ops.quickstart import quickstart
 
-        quickstart(self.out)
+        quickstart(self.out, self.family)
 
 
 def _require_inputs(config: Config, stage: Literal["rl", "sft", "eval"] = "rl") -> None:

@@ -143,7 +143,9 @@ def test_one_step_off_samples_with_the_weights_of_the_step_before(home: Path, fp
 def test_acceptance_twenty_steps_of_the_quickstart_through_sglang(sglang_python: Path, tmp_path: Path) -> None:
     """The quickstart's model, task and layout; the engine is a server that megarl starts, with FP8-rounded weights."""
     path, untrained = tmp_path / "quickstart.toml", tmp_path / "untrained"
-    path.write_text(quickstart.config_text(config=path, **{name: tmp_path / name for name in ("run", "model", "task")}))
+    path.write_text(
+        quickstart.config_text("qwen3_moe", config=path, **{name: tmp_path / name for name in ("run", "model", "task")})
+    )
     seed = load(path).run.seed
     write_tiny_model(untrained, seed=seed)
     write_sort_task(tmp_path / "task", seed=seed)

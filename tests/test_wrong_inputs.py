@@ -45,6 +45,7 @@ trian run.toml | did you mean train?
 train | required: CONFIG
 report run --run.steps 3 | remove --run.steps
 train run.toml --rollout.group_size 1e23 | --rollout.group_size: found '1e23'
+quickstart --family gpt | invalid choice: 'gpt'
 quickstart --out run.toml | cannot be made a folder
 eval run.toml --data task/heldout.jsonl --k 0 | --k: found 0
 eval run.toml --data aime99 | expected aime24, aime25, hmmt25

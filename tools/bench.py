@@ -102,7 +102,7 @@ def prepare(work: Path) -> None:
     work.mkdir(parents=True, exist_ok=True)
     config = work / "quickstart.toml"
     paths = {name: work / name for name in ("run", "model", "task")}
-    config.write_text(config_text(config=config, **paths))
+    config.write_text(config_text("qwen3_moe", config=config, **paths))
     write_tiny_model(work / "untrained")
     write_sort_task(work / "task")
     words = ["sft", str(config), "--model.path", str(work / "untrained"), "--parallel.ep", "1"]

@@ -63,7 +63,9 @@ def prepare(out: Path) -> None:
     if (out / "model" / "config.json").exists():
         return
     out.mkdir(parents=True, exist_ok=True)
-    config.write_text(config_text(config=config, **{name: out / name for name in ("run", "model", "task")}))
+    config.write_text(
+        config_text("qwen3_moe", config=config, **{name: out / name for name in ("run", "model", "task")})
+    )
     write_tiny_model(out / "untrained")
     write_sort_task(out / "task", wrong_share=WRONG_SHARES)
     megarl("sft", config, "--model.path", str(out / "untrained"), "--parallel.ep", "1")

@@ -175,7 +175,7 @@ def _table(model: Path, task: Path, run: Path, steps: int, fp8: bool) -> dict[st
 
     from megarl.ops.quickstart import config_text
 
-    text = config_text(config=run / "quickstart.toml", run=run, model=model, task=task)
+    text = config_text("qwen3_moe", config=run / "quickstart.toml", run=run, model=model, task=task)
     table = tomllib.loads(text)
     table["parallel"]["ep"] = 1
     table["run"]["steps"] = steps
@@ -202,7 +202,7 @@ def quickstart_model() -> Path:
             write_tiny_model(folder / "untrained")
             write_sort_task(folder / "task")
             path, names = folder / "quickstart.toml", ("run", "model", "task")
-            text = config_text(config=path, **{name: folder / name for name in names})
+            text = config_text("qwen3_moe", config=path, **{name: folder / name for name in names})
             path.write_text(text.replace("ep = 2", "ep = 1"))
             words = ["-m", "megarl.cli", "sft", path, "--model.path", folder / "untrained"]
             own = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -1,6 +1,6 @@
 """``megarl quickstart``: from an empty folder to a report in a minute on two cores.
 
-Quickstart makes a tiny Qwen3-MoE and the task of sorting six digits. Demonstrations, 55 % of them
+Quickstart makes a tiny Qwen3-MoE, or a dense model, and the task of sorting six digits. Demonstrations, 55 % of them
 sorted in the wrong order, teach the format. RL selects the right order. The ranks of both commands are forks of one
 process, so torch and Megatron are imported once.
 """
@@ -18,10 +18,11 @@ from megarl import enable_cpu
 from megarl.config import Config
 from megarl.config.command import OnConfiguration
 from megarl.config.file import load
-from megarl.data.tiny import write_sort_task, write_tiny_model
+from megarl.data.tiny import Family, write_sort_task, write_tiny_model
 from megarl.engines.sglang.spec import free_port
 from megarl.errors import ConfigError, MegarlError, RolloutError
 from megarl.files.outputs import write_output
+from megarl.models.shapes import read_shape
 from megarl.ops.exits import run_to_exit
 from megarl.ops.report.report import write_report
 from megarl.run.metrics_log import describe_judged, read_metrics
@@ -31,17 +32,29 @@ RANKS = 2
 
 CONFIG = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 """The configuration, with the paths {config}, {run}, {model} and {task} left open."""
+_DENSE = {
+    "ep = 2": "ep = 1",
+    'replay = "r3"': 'replay = "none"',
+    "MiniRL with R3 on a tiny MoE, expert-parallel on two": "MiniRL on a tiny dense model, data-parallel on two",
+    ", routing included": "",
+    "--train.replay none | r2, or ": "",
+    "--parallel.ep 1 --parallel.tp 2": "--parallel.tp 2",
+}
+"""What is otherwise for a dense model."""
 
 
-def config_text(**paths: Path) -> str:
-    """The configuration with these paths."""
-    return CONFIG.format(**paths, megarl=program())
+def config_text(family: Family, **paths: Path) -> str:
+    """The configuration for a model of this family."""
+    text = CONFIG.format(**paths, megarl=program())
+    for moe, dense in _DENSE.items() if family != "qwen3_moe" else ():
+        text = text.replace(moe, dense)
+    return text
 
 
-def quickstart(out: Path) -> None:
+def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
     """Make model and task in ``out``, run cold start, RL and report, and print the result; skip finished steps.
 
-    ConfigError if ``out`` is no folder for it, MegarlError if a step fails.
+    ConfigError if ``out`` is no folder for it, MegarlError if a step fails or the family is another.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -49,9 +62,11 @@ def quickstart(out: Path) -> None:
         raise ConfigError(f"--out {out}: cannot be made a folder ({error.strerror}); choose another one") from None
     run, model, task = out / "run", out / "model", out / "task"
     path = out / "quickstart.toml"
-    text = config_text(config=path, run=run, model=model, task=task)
+    text = config_text(family, config=path, run=run, model=model, task=task)
     finished = (run / "report" / "index.html").exists()
     untrained = out / "model-untrained"
+    if (untrained / "config.json").exists() and (made := read_shape(untrained).family) != family:
+        raise MegarlError(f"{out} holds a model of the family {made}: add --family {made}, or choose another --out")
     if not path.exists() and (entries := [entry.name for entry in out.iterdir()]):
         raise ConfigError(f"--out {out}: found {entries[0]}, expected a new or empty folder; choose another one")
     if finished:
@@ -68,8 +83,8 @@ def quickstart(out: Path) -> None:
     with _timed(seconds, "start"):
         config = load(path)
         if not (untrained / "config.json").exists():
-            _say("making a tiny Qwen3-MoE model and 4096 sorting problems")
-            write_tiny_model(untrained, seed=config.run.seed)
+            _say(f"making a tiny {family} model and 4096 sorting problems")
+            write_tiny_model(untrained, seed=config.run.seed, family=family)
         if not (task / "demonstrations.jsonl").exists():
             write_sort_task(task, seed=config.run.seed)
         enable_cpu()  # before the forks of the ranks
@@ -80,8 +95,9 @@ def quickstart(out: Path) -> None:
         with _timed(seconds, "cold start"):
             _say("cold start: Megatron learns the format from demonstrations, 55 % of them sorted the wrong way")
             start_ranks(["sft", str(path)], lambda: sft(command.load_for_ranks(overrides)))
+    replay, ep = config.train.replay, config.parallel.ep
     with _timed(seconds, "RL"):
-        _say(f"RL: MiniRL, replay r3, FP8-rounded rollout weights, {RANKS} ranks, ep 2")
+        _say(f"RL: MiniRL, replay {replay}, FP8-rounded rollout weights, {RANKS} ranks, ep {ep}")
         start_ranks(["train", str(path)], lambda: train(command.load_for_ranks({})))
     with _timed(seconds, "report"):
         report = write_report(run)

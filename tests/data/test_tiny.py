@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.data.tiny import CHARACTERS, EOS_ID, PAD_ID, write_sort_task, write_tiny_model
-from megarl.errors import DataError
+from megarl.errors import DataError, MegarlError
+from megarl.ops.quickstart import quickstart
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,8 @@ def test_existing_directories_are_not_touched(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model-untrained", family="qwen3", hidden_size=32)
     with pytest.raises(DataError, match="already exists"):
         write_tiny_model(tmp_path)
+    with pytest.raises(MegarlError, match="family qwen3: add --family qwen3"):
+        quickstart(tmp_path)
     with pytest.raises(DataError, match="sort task: 91 prompts"):
         write_sort_task(tmp_path, num_train=91, num_heldout=0, num_demonstrations=0, digits=2)
     assert [path.name for path in tmp_path.iterdir()] == ["model-untrained"]

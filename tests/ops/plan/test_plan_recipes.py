@@ -71,7 +71,7 @@ def test_the_cpu_recipe_is_the_quickstart_and_so_is_its_model(tmp_path: Path) ->
     folder = "runs/quickstart"
     paths = {name: Path(folder, name) for name in ("config", "run", "model", "task")}
     recipe = tomllib.loads((RECIPES / "cpu-quickstart.toml").read_text())
-    assert recipe == tomllib.loads(config_text(**paths))
+    assert recipe == tomllib.loads(config_text("qwen3_moe", **paths))
     assert recipe["launch"] == {"ranks_per_node": RANKS}
     write_tiny_model(tmp_path / "model", seed=0)
     assert read_shape(MODELS / "quickstart") == read_shape(tmp_path / "model")
