@@ -21,7 +21,7 @@ from megarl.config.command import POSITIONAL, Command, OnConfiguration
 from megarl.errors import ConfigError, did_you_mean
 from megarl.ops.exits import run_to_exit
 
-_KEYS = "\nAny key of docs/config.md is a flag too, and wins over the file: --rollout.temperature 0.7."
+_KEYS = "Any key of docs/config.md is a flag too, and wins over the file: --rollout.temperature 0.7."
 _DESCRIPTION = "Stable reinforcement learning of Mixture-of-Experts language models on Megatron-Core."
 
 
@@ -66,18 +66,14 @@ def parse_command(arguments: list[str]) -> Command:
     for name, command in COMMANDS.items():
         about = " ".join((command.__doc__ or "").split())
         options = {"help": about, "description": about, "allow_abbrev": False}
+        options |= {"epilog": _KEYS} if issubclass(command, OnConfiguration) else {}
         _add_arguments(commands.add_parser(name, argument_default=argparse.SUPPRESS, **options), command)
     first = arguments[0] if arguments else ""
     if first not in COMMANDS and not first.startswith("-"):
         hint = did_you_mean(first, COMMANDS, f"expected one of {', '.join(COMMANDS)}")
         raise ConfigError(f"found {f'the command {first!r}' if first else 'no command'}; {hint}")
     reads_keys = issubclass(COMMANDS.get(first, object), OnConfiguration)
-    try:
-        parsed, unknown = parser.parse_known_args(arguments)
-    except SystemExit:
-        if reads_keys:
-            print(_KEYS)
-        raise
+    parsed, unknown = parser.parse_known_args(arguments)
     if unknown:  # argparse itself would not name the command
         prog, flag = f"megarl {first}" if first in COMMANDS else "megarl", unknown[0].partition("=")[0]
         keys = config_file.keys() if reads_keys else ()

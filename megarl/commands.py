@@ -84,13 +84,11 @@ class Eval(OnConfiguration):
     """Text with {prompt} around every plain-text prompt; default the benchmark's text."""
     out: Path | None = None
     """Folder for figures and responses; default <run.dir>/eval/<checkpoint>."""
-    json: bool = False
-    """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.ops.evaluate.request import WITHOUT_TRAINING, eval_request
 
-        options = {name: getattr(self, name) for name in ("data", "samples", "template", "checkpoint", "out", "json")}
+        options = {name: getattr(self, name) for name in ("data", "samples", "template", "checkpoint", "out")}
         request = eval_request(self.load({**WITHOUT_TRAINING, **overrides}), ks=self.k, **options)
         request.layout(world_size())
         _require_inputs(request.config, "eval")

@@ -131,8 +131,9 @@ def test_a_module_beside_the_file_is_found_from_any_folder_by_the_console_script
     script = Path(sys.executable).with_name("megarl")
     words = [script, "doctor", "../settings/run.toml", "--rollout.engine", "beside_the_file:engine"]
     result = subprocess.run(words, cwd=elsewhere, capture_output=True, text=True, timeout=600)
-    assert "beside_the_file:objective; r3" in result.stdout, result.stderr
-    assert "beside_the_file:engine; can: routes" in result.stdout
+    assert result.stdout.splitlines()[:1] == ["not ready for ../settings/run.toml: model.path, data.train"], (
+        result.stderr
+    )
     words = [script, "train", "../settings/run.toml", "--train.objective", "beside_it:objective"]
     result = subprocess.run(words, cwd=elsewhere, capture_output=True, text=True, timeout=600)
     assert result.returncode == 2

@@ -125,8 +125,6 @@ def test_world_size_divides_into_a_layout():
     assert layout.sequences_per_rank == 256 // 2 // 2
     assert parsed(parallel__ep=2).check_world_size(2).edp == 1
     assert parsed(parallel__tp=2).check_world_size(4).etp == 2  # etp follows tp, as in Megatron
-    assert parsed(parallel__tp=2).parallel.uses_sequence_parallel
-    assert not parsed().parallel.uses_sequence_parallel
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from run_configs import run_text
 from tiny_families import write_family
 
 from megarl.config import file as config_file
-from megarl.config import megatron_fields
 from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.errors import ConfigError
 from megarl.ops import doctor
@@ -68,9 +67,9 @@ def test_this_environment_is_ready_but_not_where_megatron_lacks_the_hook(shown, 
     assert text.startswith("ready to train on this machine\n")
     assert "replay hook" in text
     assert "pip install 'megarl-moe[gpu]'" in text
-    moe = tmp_path / "transformer" / "moe"
+    moe = tmp_path / "megatron" / "core" / "transformer" / "moe"
     moe.mkdir(parents=True)
-    monkeypatch.setattr(megatron_fields, "source_root", lambda: tmp_path)
+    monkeypatch.setattr(machine, "find_installed", lambda: tmp_path)
     (moe / "moe_utils.py").write_text("def topk_routing_with_score_function(logits, topk): ...")
     (moe / "router.py").write_text("class TopKRouter: ...")
     code, text = shown()
@@ -79,7 +78,7 @@ def test_this_environment_is_ready_but_not_where_megatron_lacks_the_hook(shown, 
     assert "this Megatron-Core cannot replay routes; run `megarl patch apply`" in text
 
 
-def test_a_configuration_is_tried_whole_and_shows_its_layout(path, tmp_path, shown, monkeypatch):
+def test_a_configuration_is_tried_whole(path, tmp_path, shown, monkeypatch):
     """Tokenizer, first prompt and weights too, in the child process."""
     monkeypatch.undo()
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -90,8 +89,6 @@ def test_a_configuration_is_tried_whole_and_shows_its_layout(path, tmp_path, sho
     report = doctor.examine(path, {"parallel.ep": 2}, trust=True)
     text = report.to_text()
     assert report.ready, text
-    assert "etp 1 x ep 2 x pp 1 x dp 1" in text
-    assert "in 1 mini-batches, 128 sequences" in " ".join(text.split())
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
     broken = {check.name: check.says() for check in doctor.examine(path, trust=True).checks if check.status == "failed"}
@@ -100,21 +97,14 @@ def test_a_configuration_is_tried_whole_and_shows_its_layout(path, tmp_path, sho
 
 
 def test_what_a_run_warns_of_is_said(path, tmp_path, shown, monkeypatch):
-    kl = {"train.objective_overrides.penalties": [{"estimator": "k3", "coef": 0.1}]}
-    code, text = shown(path, {"train.objective_overrides.factors.0.high": 0.5} | kl)
-    assert code == 0
-    assert str(tmp_path / "model") in text[text.index("reference policy") :]
-    assert "minirl, other factors, other penalties; " in " ".join(text.split())
-    plain = shown(path)[1]
-    assert "minirl; " in plain
-    assert not [words for words in ("old policy", "warning", "reference policy") if words in plain]
-    assert "the engine's (train.old_logprobs)" in " ".join(shown(path, {"train.old_logprobs": "rollout"})[1].split())
+    assert "warning" not in shown(path)[1]
     code, text = shown(path, {"rollout.top_p": 0.9})
     assert code == 0
     assert text.count("- warning: ") == 1
     assert "rollout.top_p: found 0.9: training optimises the policy within the recorded nuclei" in text
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert "etp 1 x ep 2 x pp 1 x dp 2" in shown(path, {"parallel.ep": 2})[1]
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match=r"found 3 ranks, expected a multiple of ep \* etp \* pp"):
+        shown(path, {"parallel.ep": 2})
 
 
 class TestSGLang:
@@ -170,8 +160,7 @@ class TestSGLang:
         code, text = shown(path, {"sglang.python": str(python), "sglang.arguments": arguments})
         if message is None:
             assert code == 0, text
-            (row,) = [line for line in text.splitlines() if line.startswith(str(python))]
-            assert "0.5.22" in row
+            assert f"server {python}  SGLang 0.5.22\n" in text
         else:
             assert code == 1
             assert text.startswith("not ready")
@@ -212,23 +201,17 @@ class TestSGLang:
         for python in (venv / "bin" / "python", *venv.glob("releases/*/python")):
             code, text = shown(path, {"sglang.python": str(python)})
             release = "0.5.23" if python.parent.name == "bin" else python.parent.name
-            assert f"  {release} " in text
+            assert release in text
             assert code == (1 if release == "0.5.17" else 0)
 
 
-def test_a_dense_model_has_no_routes(path, tmp_path, shown):
+def test_a_dense_model_is_ready_without_replay(path, tmp_path, shown):
     write_model(tmp_path / "dense", "qwen2")
     dense = {"model.path": str(tmp_path / "dense")}
     with pytest.raises(ConfigError, match='found "r3"'):
         shown(path, dense)
     code, text = shown(path, {**dense, "train.replay": "none"})
     assert code == 0, text
-    assert "qwen2, dense; routes are not asked for" in text
-    text = shown(path, {"train.replay": "none"})[1]
-    assert "mixtral, top-2 of 8 experts; routes are asked for" in text
-    write_model(tmp_path / "norms", "olmoe")
-    text = shown(path, {"model.path": str(tmp_path / "norms"), "train.replay": "none"})[1]
-    assert "Transformer Engine has no norm over all heads" in text
 
 
 @pytest.mark.parametrize(
@@ -257,7 +240,7 @@ def test_without_torch_it_says_what_to_install(lean, path: Path):
     assert alone.stdout.startswith("not ready to train on this machine: ")
     assert "torch, transformers: not installed; pip install 'megarl-moe[train]'" in alone.stdout
     found = json.loads(lean("doctor", "--json", str(path)).stdout)
-    assert {*found} == {"verdict", "config", "checks", "versions", "details"}
+    assert {*found} == {"verdict", "config", "checks", "versions"}
     assert (found["verdict"], found["config"], found["versions"]["torch"]) == ("not ready", str(path), None)
     status = {each["name"]: each["status"] for each in found["checks"]}
     assert status["torch"] == status["megatron-core"] == "failed"

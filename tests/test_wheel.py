@@ -18,16 +18,7 @@ from megarl import __version__
 ROOT = Path(__file__).parents[1]
 DATA = ("launch", "patches")
 """Folders beside the package that the wheel carries inside of it."""
-LOAD = """
-import sys
-from megarl.config import file
-from megarl.errors import ConfigError
-try:
-    file.load(f"{sys.argv[1]}.toml", trust=True)
-except ConfigError as error:
-    assert "found no megatron-core" in str(error), error
-    print("its [megatron] table needs Megatron-Core")
-"""
+LOAD = "import sys; from megarl.config import file; file.load(f'{sys.argv[1]}.toml', trust=True)"
 pytestmark = [pytest.mark.slow(minutes=1), pytest.mark.gate]
 
 
@@ -113,11 +104,7 @@ def test_it_works_where_only_numpy_and_pydantic_are(wheel: Path, tmp_path: Path)
     for name in recipes:
         assert name in listed
         run(megarl, "recipes", "copy", name, name)
-        loaded = subprocess.run(
-            [python, "-c", LOAD, name], cwd=tmp_path / name, env=environment, stdout=subprocess.PIPE
-        )
-        assert loaded.returncode == 0
-        assert loaded.stdout in (b"", b"its [megatron] table needs Megatron-Core\n")
+        subprocess.run([python, "-c", LOAD, name], cwd=tmp_path / name, env=environment, check=True)
     assert os.access(tmp_path / "qwen3-30b-a3b-8gpu" / "local.sh", os.X_OK)
     installed = run(python, "-c", "from megarl.ops.patching.patch import PATCHES; print(PATCHES)")
     assert Path(installed.strip()).is_relative_to(tmp_path / "empty")

@@ -138,15 +138,6 @@ def test_what_nobody_foresaw_costs_one_line_and_a_file(
         file.unlink()
 
 
-def test_torchrun_is_told_the_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends its own report with it."""
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(here / "error.json"))
-    assert cli.main(["train", "run.toml", "--data.train", "nowhere.jsonl"]) == 2
-    record = json.loads((here / "error.json").read_text())
-    assert record["message"] == "megarl: error: data.train: nowhere.jsonl: there is no such file"
-    assert isinstance(record["timestamp"], int)
-
-
 def test_a_reader_that_goes_away_is_no_traceback() -> None:
     """As in `megarl recipes | head -1`."""
     read_end, write_end = os.pipe()

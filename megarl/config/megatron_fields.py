@@ -1,15 +1,12 @@
-"""The ``[megatron]`` table: the fields that megarl sets itself, and where Megatron-Core is installed.
+"""The ``[megatron]`` table: the fields that megarl sets itself.
 
 derived.toml (``DERIVED``) lists the fields that megarl sets itself. ``core/replay_blockers.py`` lists the fields that
 bypass replay. ``megatron/policy.py`` checks all other keys against the installed version.
 """
 
-import importlib.util
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-
-from megarl.errors import ConfigError
 
 RELEASES = "0.12.3 to 0.19"
 """Of Megatron-Core, that megarl runs on."""
@@ -19,15 +16,3 @@ DERIVED: Mapping[str, str] = {
     for field in fields
 }
 """Megatron field set by megarl -> megarl key that decides the value."""
-
-
-def source_root() -> Path:
-    """Folder of the installed megatron.core, without an import; ConfigError if Megatron is not installed."""
-    # `megatron` is a namespace package: a search below the package runs no code.
-    spec = importlib.util.find_spec("megatron")
-    for location in (spec.submodule_search_locations or ()) if spec else ():
-        if (Path(location) / "core" / "__init__.py").is_file():
-            return Path(location) / "core"
-    raise ConfigError(
-        f"found no megatron-core in this environment, expected {RELEASES}: run `pip install 'megarl-moe[megatron]'`"
-    )

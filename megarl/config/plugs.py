@@ -7,7 +7,7 @@ The configuration is checked against the capabilities of the engine. A user's en
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -77,20 +77,13 @@ class EngineKind:
     rollout.keep_sampling_mask with top_p below 1."""
     server: bool = False
     """Samples in servers, which can work while the trainer trains. The [sglang] table describes the servers."""
-    resumable: bool = False
-    """A response follows from weights, prompt and seed alone, so that a resumed run repeats lost steps exactly."""
-
-    @property
-    def capabilities(self) -> tuple[str, ...]:
-        """Names of the capabilities."""
-        return tuple(field.name for field in fields(self)[1:] if getattr(self, field.name))
 
 
 ENGINES: Mapping[str, EngineKind] = MappingProxyType(
     {
         "local": EngineKind(
             "megarl.trainer.engines:make_local_engine",
-            **dict.fromkeys(("routes", "fp8", "fp8_arithmetic", "nucleus", "kept_sets", "resumable"), True),
+            **dict.fromkeys(("routes", "fp8", "fp8_arithmetic", "nucleus", "kept_sets"), True),
         ),
         "sglang": EngineKind(
             "megarl.trainer.engines:make_sglang_engine",

@@ -235,7 +235,7 @@ def layout_fields(config: Config) -> dict[str, Any]:
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.expert_tp,
         "context_parallel_size": parallel.cp,
-        "sequence_parallel": parallel.uses_sequence_parallel,
+        "sequence_parallel": parallel.tp > 1,  # which Megatron's MoE needs
         "moe_token_dispatcher_type": parallel.dispatcher,
         **{f"recompute_{name}": getattr(recompute, name) for name in ("granularity", "method", "num_layers")},
         "deterministic_mode": config.run.deterministic and torch.cuda.is_available(),

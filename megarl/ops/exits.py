@@ -1,14 +1,12 @@
 """The end of a command for the user: an exit code and, for an error, one line on stderr."""
 
 import errno
-import json
 import os
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from megarl import __version__
@@ -101,13 +99,8 @@ def _complain(message: str, *, on_every_rank: bool) -> None:
     rank = os.environ.get("RANK", "0")  # set by torchrun
     line = " ".join(filter(None, map(str.strip, message.splitlines())))  # keep spaces inside lines
     place = f" (rank {rank})" if "RANK" in os.environ and on_every_rank else ""
-    message_line = f"megarl: error{place}: {printable(line)}"
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun ends its report of forty lines with this record
-        with suppress(OSError):
-            record = {"message": message_line, "timestamp": int(time.time())}
-            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(record))
     if rank != "0" and not on_every_rank:
         time.sleep(_FIRST_RANK_SPEAKS_S)  # torchrun ends all ranks after the first end: let the first rank print
         return
     drop_lost_outputs()
-    print(message_line, file=sys.stderr)
+    print(f"megarl: error{place}: {printable(line)}", file=sys.stderr)

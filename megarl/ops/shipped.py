@@ -14,12 +14,6 @@ MODELS = _LAUNCH / "models"
 SCRIPTS = _LAUNCH / "scripts"
 GPU = _LAUNCH / "gpu"
 """A container recipe and the requirements of its two environments."""
-RUNS_ON = {
-    "local": ("local.sh",),
-    "colocated": ("colocated.sbatch",),
-    "disaggregated": ("disaggregated.sbatch", "heterogeneous.sbatch"),
-}
-"""The scripts for each layout of ``[launch]``."""
 
 
 def list_recipes() -> dict[str, str]:
@@ -41,7 +35,7 @@ def find(name: str) -> Path:
 
 
 def copy(name: str, folder: Path) -> list[Path]:
-    """Copy a recipe, the scripts of the recipe, and the config.json of the model to the place named in the recipe.
+    """Copy a recipe, the scripts, and the config.json of the model to the place named in the recipe.
 
     Returns the copies. ConfigError, before any write, if a target exists with different content.
     """
@@ -67,12 +61,8 @@ def _parts(name: str) -> dict[str, Path]:
         return {recipe.name: recipe}
     if recipe.parent == GPU:
         return {path.name: path for path in sorted(GPU.iterdir())}
-    table = tomllib.loads(recipe.read_text())
-    launch, model = table["launch"], Path(table["model"]["path"])
-    one_node = launch.get("nodes", 1) == 1 and not launch.get("server_nodes")
-    layouts = {launch.get("layout", "local"), *(["local"] if one_node else [])}
-    files = {recipe.name: recipe}
-    files |= {script: SCRIPTS / script for layout in sorted(layouts) for script in RUNS_ON[layout]}
+    model = Path(tomllib.loads(recipe.read_text())["model"]["path"])
+    files = {path.name: path for path in (recipe, *sorted(SCRIPTS.iterdir()))}
     if (MODELS / model.name).is_dir():  # the quickstart makes its own
         files[f"{model}/config.json"] = MODELS / model.name / "config.json"
     return files

@@ -156,17 +156,12 @@ class MetricsLog:
 
     def _mirror(self, kind: Kind, step: int, prefix: str, values: dict[str, float]) -> None:
         if self._use_tensorboard:
-            from tensorboard.compat.proto.summary_pb2 import Summary
             from torch.utils.tensorboard import SummaryWriter
 
             if self._tensorboard is None:
                 self._tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=self._purge_from)
-            scalars = [Summary.Value(tag=prefix + name, simple_value=value) for name, value in values.items()]
-            events = self._tensorboard.file_writer
-            assert events is not None, "it is open from the start"
-            events.add_summary(
-                Summary(value=scalars), step
-            )  # one event for all: add_scalar would write an event per metric
+            for name, value in values.items():
+                self._tensorboard.add_scalar(prefix + name, value, step)
             if kind != "minibatch":
                 self._tensorboard.flush()
         if self._wandb is not None:

@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
 
 from megarl.config import Config
 from megarl.errors import printable
@@ -21,16 +20,16 @@ Advance = Callable[[int], None]
 
 
 class StepProgress:
-    def __init__(self, enabled: bool = True, stream: TextIO | None = None) -> None:
-        """enabled: whether this rank shows anything; stream: standard output if None."""
-        self._enabled, self._stream = enabled, stream if stream is not None else sys.stdout
+    def __init__(self, enabled: bool = True) -> None:
+        """enabled: whether this rank shows anything."""
+        self._enabled = enabled
 
     def line(self, text: str) -> None:
         """Print a line, without control characters. A lost output is a hang-up, also without a terminal."""
         if not self._enabled:
             return
         try:
-            print(printable(text), file=self._stream, flush=True)
+            print(printable(text), flush=True)
         except OSError:
             if not drop_lost_outputs():
                 raise

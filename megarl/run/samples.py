@@ -27,12 +27,10 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "rewards": (dict,),  # by name, for several rewards
     "error": (str, type(None)),  # of the reward or the environment
     "length": (int,),  # tokens that the model generated
-    "prompt_tokens": (int,),
     "tool_calls": (int,),  # answers of the environment
     # mean k3 per generated token, each at most 1; null if the engines were not compared
     "gap": (float, int, type(None)),
     "finish": (str,),  # stop, length or abort
-    "truncated": (bool,),  # it reached the length limit
     "trained": (bool,),
     "dropped": (str, type(None)),  # why a tripwire dropped it
 }

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from megarl.errors import ConfigError, MegarlError, printable
 from megarl.files.foreign_json import read_object
 from megarl.files.writing import read_record
-from megarl.run.lock import is_held, read_holder
+from megarl.run.lock import is_held
 
 FAILURE_VARIABLE = "MEGARL_FAILURE"
 """The environment variable with the path of the file that ``write_failure`` writes."""
@@ -78,7 +78,6 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         "silent_s": now - status["updated"],
         "checkpoint": newest_checkpoint(run_dir),
         "where": None if has_finished else describe_ranks(read_signs(run_dir, status["ranks"]), now),
-        "holder": read_holder(lock),
         "launch": _read_launch(run_dir),
     }
 

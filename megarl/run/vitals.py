@@ -44,7 +44,6 @@ class RunStatus:
     steps: int = 0
     phase: str = BETWEEN
     phase_since: float = field(default_factory=time.time)
-    started: float = field(default_factory=time.time)
     updated: float = 0.0
     step_s: float | None = None
     """Wall-clock seconds, work between steps included; mean over 20 steps."""

@@ -123,7 +123,7 @@ def split(config: Config, batch: TrainBatch, max_tokens: int | None = None) -> l
     return split_micro_batches(
         batch,
         config.train.micro_batch_tokens if max_tokens is None else max_tokens,
-        parallel.equal_micro_batches,
+        parallel.dispatcher == "allgather",  # it exchanges no sizes: equal micro-batches
         parallel.micro_batch_multiple,
     )
 

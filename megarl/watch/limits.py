@@ -1,4 +1,4 @@
-"""The limits of this room by name, read from limits.toml. ``HEALTH`` holds the checks of the table [health].
+"""The limits of this room by name, read from limits.toml.
 
 >>> TRIPWIRES.max_k3.largest
 0.3
@@ -8,10 +8,6 @@ import math
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-
-from megarl.config.tables.health import CHECKS as HEALTH
-
-__all__ = ["GAP", "HEALTH", "TRIPWIRES", "GapLimits", "Learnt", "TripwireLimits"]
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 

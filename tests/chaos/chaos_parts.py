@@ -158,4 +158,4 @@ def _record(told: dict[str, Any], version: int, group: int, sample: int) -> None
         file.write(json.dumps([version, group, sample]) + "\n")
 
 
-liar = EngineKind(_make_liar, routes=True, resumable=True)
+liar = EngineKind(_make_liar, routes=True)

@@ -236,7 +236,7 @@ def micro_batches(settings: Config, batch: TrainBatch) -> list[MicroBatch]:
     return split_micro_batches(
         batch,
         settings.train.micro_batch_tokens,
-        padded_to_max=parallel.equal_micro_batches,
+        padded_to_max=parallel.dispatcher == "allgather",
         multiple_of=parallel.micro_batch_multiple,
     )
 

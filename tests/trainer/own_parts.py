@@ -42,7 +42,7 @@ def make_counting_engine(config: Config, tell: Callable[[str], None]) -> Countin
     return CountingEngine(make_local_engine(config, tell), tell)
 
 
-counting = EngineKind(make_counting_engine, routes=True, resumable=True)
+counting = EngineKind(make_counting_engine, routes=True)
 """By a function, and without FP8 rounding."""
 named = EngineKind("own_parts:make_counting_engine", routes=True)
 without_sets = EngineKind(make_counting_engine, routes=True, nucleus=True)

@@ -99,7 +99,7 @@ class TamperedEngine(LocalEngine):
 
 
 def _kind(tamper: Callable[..., Answers] | None) -> EngineKind:
-    return EngineKind(lambda config, tell: TamperedEngine(config, tamper), routes=True, fp8=True, resumable=True)
+    return EngineKind(lambda config, tell: TamperedEngine(config, tamper), routes=True, fp8=True)
 
 
 KINDS = {"swapped": swapped, "late": late, "foreign_routes": foreign_routes, "replayed": replayed}

@@ -245,9 +245,9 @@ def test_gvm_draws_a_first_stage_now_and_then_and_allots_by_it(
             return stages[step]
 
         allocator._presample = drawn
-        selections, looked, states, costs = recorded(made), [], [], []
+        selections, looked, states = recorded(made), [], []
         for step in range(5):
-            costs.append(finalize(made.sample_step(step).metrics)["cost/samples"])
+            made.sample_step(step)
             looked.append(sorted(stages))
             states.append(json.loads(json.dumps(made.state_dict())))
         assert looked == [[0, 1], [0, 1], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
@@ -265,13 +265,6 @@ def test_gvm_draws_a_first_stage_now_and_then_and_allots_by_it(
         later._allocator._presample = lambda step, keys: pytest.fail("a first stage was drawn anew")
         later.sample_step(3)
         assert again[0].drawn.tolist() == selections[3].drawn.tolist()
-        # One step ahead a checkpoint lies between a first stage and its step: it has counted the stage.
-        early, resumed = (Sampler(made.config, made.engine, made.objective, train_step) for _ in range(2))
-        early.load_state_dict(states[1])
-        early.begin_step(2)
-        resumed.load_state_dict(early.state_dict())
-        for of in (early, resumed):
-            assert finalize(of.sample_step(2).metrics)["cost/samples"] == costs[2]
 
 
 def _first_stage(stage: dict[tuple[int, int], Any], train_step: TrainStep) -> tuple[np.ndarray, np.ndarray]:

@@ -178,7 +178,7 @@ def test_episodes_are_evaluated_as_they_train(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--checkpoint", "{model}"], "is a Hugging Face folder; evaluate it with --model.path {model}"),
+        (["--checkpoint", "{model}"], "; a Hugging Face folder goes to --model.path"),
         (["--checkpoint", "{tmp}"], "holds no complete checkpoint"),
         (["--checkpoint", "{tmp}/step_0000007"], "has no manifest.json"),
         (["--model.path", "{tmp}/bare"], "weights: {tmp}/bare has no *.safetensors"),

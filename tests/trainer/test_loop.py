@@ -167,7 +167,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("rule", RULES)
 def test_each_rule_of_sampling_trains_and_resumes(world: World, tmp_path: Path, rule: str) -> None:
-    """Four steps at once, and two and two: the same records. Costs add up what was drawn."""
+    """Four steps at once, and two and two: the same records."""
     table = {"reward__function": "train_rewards:starts_low", **RULES[rule], "checkpoint__every": 2}
     for name, parts in (("whole", (4,)), ("parts", (2, 4))):
         for steps in parts:
@@ -176,12 +176,7 @@ def test_each_rule_of_sampling_trains_and_resumes(world: World, tmp_path: Path, 
         of_kind(without_timing(read_metrics(tmp_path / name / "metrics.jsonl")), "step") for name in ("whole", "parts")
     )
     assert cut == whole
-    stage = {key: [step.get(f"gvm/first_stage_{key}", 0.0) for step in whole] for key in ("samples", "tokens")}
-    for key in ("samples", "tokens") if rule != "refill" else ():  # refill asks for samples that it cancels
-        drawn = np.add([step[f"sampling/{key}"] for step in whole], stage[key])
-        np.testing.assert_allclose([step[f"cost/{key}"] for step in whole], np.cumsum(drawn))
-    assert [step["cost/updates"] for step in whole] == [2, 4, 6, 8]
-    assert (np.sum(stage["samples"]) > 0) == (rule == "gvm")
+    assert (sum(step.get("gvm/first_stage_samples", 0.0) for step in whole) > 0) == (rule == "gvm")
 
 
 def test_a_run_that_ended_before_its_first_step_leaves_its_folder_to_another(world: World, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_a_run_writes_every_metric_that_the_report_reads(
 
     monkeypatch.setattr("megarl.ops.report.report.make_curves", lambda records: Listening(make_curves(records)))
     page = write_report(tmp_path).read_text()
-    assert {"reward/mean", "ratio/std", "time/step_s", "speed/tokens_per_s"} <= asked.keys()
+    assert {"reward/mean", "ratio/std", "time/train_s", "speed/tokens_per_s"} <= asked.keys()
     optional = {name for panel in PANELS.values() if panel.optional for name in panel.needs}
     assert {name for name, found in asked.items() if not found} <= optional
     records = read_metrics(tmp_path / "metrics.jsonl")
@@ -129,7 +129,6 @@ def test_a_run_writes_every_metric_that_the_report_reads(
         for name in ("judged", "responses")
     )
     assert f"<td>{judged:.0f} of {drawn:.0f} judged</td>" in page
-    assert f'<div class="value">{judged:.0f} of {drawn:.0f} judged</div>' in page
     assert 0 < judged < drawn
 
 
@@ -252,7 +251,7 @@ def test_no_alarm_is_said_with_the_checks_that_looked() -> None:
 
 
 def test_no_metrics_is_a_clear_error(tmp_path: Path) -> None:
-    for text, said in ((None, "no such file"), ("", "is empty"), ('{"kind": "st', "no whole record in 12 bytes")):
+    for text, said in ((None, "no such file"), ("", "no whole record"), ('{"kind": "st', "no whole record")):
         if text is not None:
             (tmp_path / "metrics.jsonl").write_text(text)
         with pytest.raises(MegarlError, match=said):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import json
 import os
 import socket
@@ -182,13 +181,12 @@ def test_line_shows_what_is_there() -> None:
     assert "reward nan" in format_step(1, 1, {"reward/mean": float("nan")})
 
 
-def test_a_file_gets_lines_and_no_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_gets_lines_as_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "20")
-    stream = io.StringIO()
-    progress = StepProgress(stream=stream)
+    progress = StepProgress()
     progress.line("in [bold]between[/bold]")
     progress.line(format_step(7, 60, METRICS))
-    StepProgress(enabled=False, stream=stream).line("another rank")
+    StepProgress(enabled=False).line("another rank")
     # Neither wrapped at 20 columns nor coloured nor read as markup.
-    assert stream.getvalue() == "in [bold]between[/bold]\n" + format_step(7, 60, METRICS) + "\n"
+    assert capsys.readouterr().out == "in [bold]between[/bold]\n" + format_step(7, 60, METRICS) + "\n"

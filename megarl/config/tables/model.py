@@ -50,19 +50,9 @@ class ParallelConfig(Table):
         return self.tp if self.etp is None else self.etp
 
     @property
-    def equal_micro_batches(self) -> bool:
-        """Whether all micro-batches need the same number of slots: the all-gather dispatcher exchanges no sizes."""
-        return self.dispatcher == "allgather"
-
-    @property
     def micro_batch_multiple(self) -> int:
         """The number of micro-batches is a multiple of this number: the interleaved schedule takes pp at a time."""
         return self.pp if self.vpp else 1
-
-    @property
-    def uses_sequence_parallel(self) -> bool:
-        """Whether tensor-parallel ranks split activations along the sequence: Megatron's MoE needs it with tp > 1."""
-        return self.tp > 1
 
     def rows(self) -> Iterable[Row]:
         yield from self.only_with("pp > 1", self.pp > 1, "vpp")

@@ -4,10 +4,10 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 from megarl.config import Config
@@ -123,24 +123,15 @@ def _check_reward(config: Config) -> Iterator[Finding]:
 
 
 def _check_keys(config: Config) -> Iterator[Finding]:
-    for key, variable in _named_variables(config.model_dump()):
-        if os.environ.get(variable):
-            yield Finding(key, "ok", f"the variable {variable} is set")
-        else:
-            yield Finding(key, "failed", f"the environment has no variable {variable}", advice="export it")
+    for table in ("sglang", "reward_model"):
+        variable = getattr(config, table).api_key_env
+        if variable is not None and not os.environ.get(variable):
+            problem = f"the environment has no variable {variable}"
+            yield Finding(f"{table}.api_key_env", "failed", problem, advice="export it")
     signed_in = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") == "offline"
     if config.log.wandb_project and not signed_in and not Path("~/.netrc").expanduser().is_file():
         advice = "run `wandb login`, or set WANDB_MODE=offline"
         yield Finding("log.wandb_project", "failed", "neither WANDB_API_KEY nor ~/.netrc", advice=advice)
-
-
-def _named_variables(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (key, variable) for keys that end in _env, also in nested tables."""
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _named_variables(value, f"{prefix}{key}.")
-        elif key.endswith("_env") and isinstance(value, str):
-            yield f"{prefix}{key}", value
 
 
 def _check_disk(config: Config, shape: ModelShape | None) -> Finding:
@@ -187,10 +178,6 @@ def _check_urls(config: Config) -> Iterator[Finding]:
 
 def _check_launch(config: Config) -> Iterator[Finding]:
     launch = config.launch
-    servers = config.sglang.servers if config.rollout.engine_kind.server and not config.sglang.urls else 0
-    place = f"{launch.server_nodes} nodes of their own" if launch.apart else "each of these nodes"
-    layout = f"{launch.layout}: {launch.nodes} x {launch.ranks_per_node} ranks"
-    layout += f", {servers} SGLang servers on {place}" if servers else ""
     for variable in ("MEGARL_SETUP", "MEGARL_PYTHON"):
         program = os.environ.get(variable)
         if program and not (Path(program).is_file() or shutil.which(program)):
@@ -209,10 +196,7 @@ def _check_launch(config: Config) -> Iterator[Finding]:
         except ConfigError as error:
             yield Finding("launch", "failed", str(error))
             return
-        if "SLURM_JOB_ID" not in os.environ:
-            nodes = f" --nodes {launch.nodes + launch.server_nodes}" if launch.layout != "heterogeneous" else ""
-            layout += f"; `sbatch{nodes} {launch.layout}.sbatch CONFIG` (`megarl recipes copy` gives the script)"
-    yield Finding("launch", "ok", layout)
+    yield Finding("launch", "ok", f"{launch.layout}: {launch.nodes} x {launch.ranks_per_node} ranks")
 
 
 def check_gpus(config: Config, gpus: int) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from megarl.engines.sglang.versions import NEWEST, dotted, installed_release
 from megarl.errors import ConfigError, MegarlError, describe
 from megarl.ops.doctor.inputs import check_gpus
 from megarl.ops.doctor.report import Finding
+from megarl.ops.patching.patch import PatchError, find_installed
 
 _TRAIN = (
     *("torch", "accelerate", "aiohttp", "datasets", "einops", "httpx", "pebble", "plotly", "psutil"),
@@ -89,8 +90,8 @@ def has_gpu() -> bool:
 def _check_megatron(release: str | None, replays: bool) -> list[Finding]:
     """Check Megatron-Core and the replay hook in the source, without an import."""
     try:
-        root = megatron_fields.source_root()
-    except ConfigError:
+        root = find_installed() / "megatron" / "core"
+    except PatchError:
         newer = " (0.17 and later need Python 3.12)" if sys.version_info < (3, 12) else ""
         expected = f"{megatron_fields.RELEASES}{newer}"
         return [Finding("megatron-core", "failed", "not installed", expected, "pip install 'megarl-moe[megatron]'")]
@@ -124,7 +125,7 @@ def _check_te(release: str | None, facts: dict[str, Any]) -> Finding:
 
 
 def _check_sglang(config: Config | None, release: str | None) -> Finding:
-    """Find SGLang in the environment of sglang.python; ``details.servers`` judges the servers."""
+    """Find SGLang in the environment of sglang.python; ``_check_servers`` judges the servers."""
     python = Path((config.sglang if config else SGLangConfig()).python)
     try:
         return Finding("sglang", "ok", f"{installed_release(python)} in {python}")

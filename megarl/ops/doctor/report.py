@@ -1,4 +1,4 @@
-"""Report of the doctor: checks, tables with details, and the verdict."""
+"""Report of the doctor: checks and the verdict."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -30,20 +30,10 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Details:
-    """Details that are not judged."""
-
-    title: str
-    headings: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-
-
-@dataclass(frozen=True, slots=True)
 class Diagnosis:
     config: str | None
     """Path of the configuration; None: the machine alone was examined."""
     checks: Sequence[Finding]
-    tables: Sequence[Details]
     versions: Mapping[str, str | None]
     """Distribution -> release; None if not installed."""
 
@@ -67,14 +57,11 @@ class Diagnosis:
         lines += [f"- {', '.join(names)}: {says}" for says, names in failed.items()]
         lines += [f"- warning: {', '.join(names)}: {says}" for says, names in self._lines("warning").items()]
         checks = [(check.status, check.name, check.says()) for check in self.checks]
-        for table in (Details("Checks", ("", "what", "found"), checks), *self.tables):
-            lines += ["", table.title, "", text_table(table.rows, table.headings)]
-        return printable("\n".join(lines))
+        return printable("\n".join([*lines, "", text_table(checks, ("", "what", "found"))]))
 
     def to_json(self) -> str:
-        """verdict, config, checks (name, status, found, expected, advice), versions, details."""
-        details = {t.title: [dict(zip(t.headings, row, strict=True)) for row in t.rows] for t in self.tables}
+        """verdict, config, checks (name, status, found, expected, advice), versions."""
         verdict = "ready" if self.ready else "not ready"
         checks = [asdict(check) for check in self.checks]
         report = {"verdict": verdict, "config": self.config, "checks": checks, "versions": self.versions}
-        return json.dumps({**report, "details": details}, indent=2)
+        return json.dumps(report, indent=2)

@@ -13,7 +13,6 @@ engine and the folder of results, whose files are written atomically:
 import json
 import platform
 import re
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -82,7 +81,7 @@ def evaluate(request: EvalRequest, world_size: int) -> Path:
     for benchmark in request.benchmarks:  # before ranks wait for a result
         require_file(benchmark.source)
     distributed.initialize(config)
-    progress = StepProgress(distributed.is_main_rank(), sys.stderr if request.json else None)
+    progress = StepProgress(distributed.is_main_rank())
     task = distributed.from_main_rank(lambda: _prepare(request))
     tokenizer = load_model_tokenizer(config.model)
     # Servers write below run.dir. Keep the files out of a run in progress.
@@ -123,22 +122,10 @@ def find_checkpoint(path: Path) -> Path:
         return path
     if checkpoints := complete_checkpoints(path) or complete_checkpoints(path / "checkpoints"):
         return checkpoints[-1][1]
-    if (path / "config.json").is_file():
-        raise ConfigError(
-            f"--checkpoint: {path} is a Hugging Face folder; evaluate it with --model.path {path} and no --checkpoint"
-        )
     raise ConfigError(
         f"--checkpoint: {path} holds no complete checkpoint; expected step_<number>, or a folder that has some in it "
-        "or in its folder checkpoints (checkpoint.every writes them)"
+        "or in its folder checkpoints (checkpoint.every writes them); a Hugging Face folder goes to --model.path"
     )
-
-
-def _run_of(checkpoint: Path | None, config: Config) -> Path:
-    """Return the run's folder of a checkpoint; ``run.dir`` without a checkpoint, or without a run around the
-    checkpoint."""
-    if checkpoint is not None and checkpoint.parent.name == "checkpoints" and read_run_id(checkpoint.parent.parent):
-        return checkpoint.parent.parent
-    return config.run_dir
 
 
 def _prepare(request: EvalRequest) -> Task:
@@ -148,7 +135,10 @@ def _prepare(request: EvalRequest) -> Task:
     if checkpoint is None:
         with HFCheckpoint(config.model.path):  # raises without weights
             pass
-    out = request.out or _run_of(checkpoint, config) / "eval" / ("model" if checkpoint is None else checkpoint.name)
+    run, name = config.run_dir, "model" if checkpoint is None else checkpoint.name
+    if checkpoint is not None and checkpoint.parent.name == "checkpoints" and read_run_id(checkpoint.parent.parent):
+        run = checkpoint.parent.parent
+    out = request.out or run / "eval" / name
     tokenizer = load_model_tokenizer(config.model)
     for benchmark in request.benchmarks:
         load_reward(benchmark.reward, config.reward_model)
@@ -258,8 +248,6 @@ def _write_summary(request: EvalRequest, task: Task, tables: Mapping[str, Json])
 
 def _show(request: EvalRequest, task: Task, tables: Mapping[str, Json]) -> None:
     """Print the table; on the main rank."""
-    if request.json:
-        return print((task.out / "eval.json").read_text())
     weights = request.config.model.path if task.checkpoint is None else task.checkpoint
     engine, temperature = request.config.rollout.engine, request.config.eval.temperature
     print(printable(f"{weights}, engine {engine}, temperature {temperature:g}"), "", to_text(tables), sep="\n")
@@ -272,7 +260,8 @@ def to_text(results: Mapping[str, Mapping[str, Any]]) -> str:
     rows: list[Sequence[str]] = []
     for name, result in results.items():
         figures = result["figures"]
-        for index, (label, entry) in enumerate(_label(figures).items()):
+        scores = {f"avg@{figures['samples']}": figures["avg"]} | {f"pass@{k}": e for k, e in figures["pass"].items()}
+        for index, (label, entry) in enumerate(scores.items()):
             ends = entry["other_prompts"]
             shown = f"{entry['value']:.1%}", f"{ends[0]:.1%} to {ends[1]:.1%}" if ends else "", str(entry["prompts"])
             rows.append(("" if index else name, label, *shown))
@@ -286,10 +275,6 @@ def to_text(results: Mapping[str, Mapping[str, Any]]) -> str:
         if (line := _describe_unjudged(result["figures"], result["first_error"]))
     ]
     return "\n".join([text_table(rows, headings, words=2), *remarks])
-
-
-def _label(figures: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"avg@{figures['samples']}": figures["avg"]} | {f"pass@{k}": entry for k, entry in figures["pass"].items()}
 
 
 def _describe_unjudged(figures: Mapping[str, Any], first_error: str | None) -> str | None:

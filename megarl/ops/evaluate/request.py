@@ -27,8 +27,6 @@ class EvalRequest:
     """Step folder, or a folder of a run or of checkpoints, for the newest checkpoint; None: model.path."""
     out: Path | None = None
     """Where results go; None: below run.dir."""
-    json: bool = False
-    """Print the results as JSON, and all messages on stderr."""
 
     def layout(self, world_size: int) -> Config:
         """Return the configuration for this number of ranks. Raises ConfigError if a checkpoint's layout does not fit.
@@ -59,7 +57,6 @@ def eval_request(
     template: str | None = None,
     checkpoint: Path | None = None,
     out: Path | None = None,
-    json: bool = False,
 ) -> EvalRequest:
     """Check a command line and its configuration. ConfigError for a contradiction.
 
@@ -78,4 +75,4 @@ def eval_request(
     if powers[0] < 1 or powers[-1] > number:
         wrong = powers[0] if powers[0] < 1 else powers[-1]
         raise ConfigError(f"--k: found {wrong}, expected 1 to {flag} = {number}: pass@k needs k samples of a prompt")
-    return EvalRequest(config, choose(data, config, template), number, tuple(powers), checkpoint, out, json)
+    return EvalRequest(config, choose(data, config, template), number, tuple(powers), checkpoint, out)

@@ -102,21 +102,18 @@ class ServerSteps:
     def __init__(self, config: Config, launch_file: Path, logs: Path, tell: Callable[[str], None]) -> None:
         self._config, self._launch_file, self._logs, self._tell = config, launch_file, logs, tell
         self._steps: list[Step] = []
-        self._restarts: list[int] = []
+        self.restarts: list[int] = []
+        """Of each server."""
 
     def start(self, topology: Topology) -> None:
         self._topology = topology
-        self._restarts = [0] * len(topology.server_ports)
+        self.restarts = [0] * len(topology.server_ports)
         self._steps = [self._start_step(index) for index in range(len(topology.server_ports))]
-
-    @property
-    def num_restarts(self) -> int:
-        return sum(self._restarts)
 
     def find(self) -> tuple[list[int], list[int]]:
         """Return (servers that have answered, servers in the first start)."""
         ready = [index for index in range(len(self._steps)) if ready_file(self._launch_file, index).exists()]
-        loading = [index for index, step in enumerate(self._steps) if step.code is None and not self._restarts[index]]
+        loading = [index for index, step in enumerate(self._steps) if step.code is None and not self.restarts[index]]
         return ready, [index for index in loading if index not in ready]
 
     def restart_ended(self) -> bool:
@@ -126,8 +123,8 @@ class ServerSteps:
         """
         restarted = False
         for index, step in enumerate(self._steps):
-            if step.code is not None and self._restarts[index] < self._config.sglang.max_restarts:
-                self._restarts[index] += 1
+            if step.code is not None and self.restarts[index] < self._config.sglang.max_restarts:
+                self.restarts[index] += 1
                 self._tell(f"{step.name} ended with exit code {step.code}; starting it again")
                 self._steps[index] = self._start_step(index)
                 restarted = True
@@ -139,7 +136,7 @@ class ServerSteps:
         for index, step in enumerate(self._steps):
             if step.code is not None and not ready_file(self._launch_file, index).exists():
                 failures.append(
-                    f"{step.name} ended with exit code {step.code} before it was ready, after {self._restarts[index]} "
+                    f"{step.name} ended with exit code {step.code} before it was ready, after {self.restarts[index]} "
                     f"restarts; see {self._log(index)}"
                 )
                 if step.code == BAD_INPUT:

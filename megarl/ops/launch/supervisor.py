@@ -132,7 +132,7 @@ class Supervisor:
                 key = ["--sglang.api_key_env", KEY_VARIABLE]
         *words, path = self.command
         if self._attempt:
-            says += f", {self._attempt} starts of the trainer, {self._servers.num_restarts} restarts of servers"
+            says += f", {self._attempt} starts of the trainer, {sum(self._servers.restarts)} restarts of servers"
         launch = {
             "launch": self.logs.name,
             "topology": asdict(self.topology),

@@ -83,7 +83,7 @@ def numbers(values: np.ndarray) -> list[float | None]:
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in np.asarray(values, float).tolist()]
 
 
-def _map_trace(grid: np.ndarray, x: np.ndarray, layers: Sequence[int], **options: Any) -> Figure:
+def _map_trace(grid: np.ndarray, x: np.ndarray, layers: Sequence[int]) -> Figure:
     """Return a map of layers against columns, the share of tokens routed differently; NaN is left blank.
 
     grid: float [L, columns]; x: [columns].
@@ -99,12 +99,7 @@ def _map_trace(grid: np.ndarray, x: np.ndarray, layers: Sequence[int], **options
         "colorscale": "Viridis",
         "colorbar": {"tickformat": ".3~%", "thickness": 12},
         "hovertemplate": "layer %{y}, %{x}: %{z:.3~%}<extra></extra>",
-        **options,
     }
-
-
-def _middle(text: str) -> Figure:
-    return {"text": text, "showarrow": False, "xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5}
 
 
 def _axis(title: str, **options: Any) -> Figure:
@@ -112,16 +107,12 @@ def _axis(title: str, **options: Any) -> Figure:
 
 
 def _reward_lines(curves: Curves) -> list[Line]:
-    """Training reward and pass rate (a single line if equal), and the evaluations."""
-    reward, pass_rate = curves.get("reward/mean"), curves.get("reward/pass_rate")
-    if reward is not None and pass_rate is not None and np.array_equal(reward.y, pass_rate.y, equal_nan=True):
-        lines = [Line("reward/pass_rate", "pass rate = mean reward (training)")]
-    else:
-        judged = describe_judged(sum_judged(curves))
-        lines = [
-            Line("reward/pass_rate", "pass rate (training)"),
-            Line("reward/mean", f"mean reward (training{judged and f', {judged}'})", "grey"),
-        ]
+    """Training reward and pass rate, and the evaluations."""
+    judged = describe_judged(sum_judged(curves))
+    lines = [
+        Line("reward/pass_rate", "pass rate (training)"),
+        Line("reward/mean", f"mean reward (training{judged and f', {judged}'})", "grey"),
+    ]
     if curves.get("eval/pass_rate") is not None:
         lines.append(Line("eval/pass_rate", "pass rate (held-out)", "orange", "dots"))
     else:
@@ -176,13 +167,8 @@ def _band(low: Curve, high: Curve, style: Figure) -> Iterator[Figure]:
     low, high = thin(Curve(low.x[is_finite], low.y[is_finite])), thin(Curve(high.x[is_finite], high.y[is_finite]))
     outline = Curve(np.concatenate([high.x, low.x[::-1]]), np.concatenate([high.y, low.y[::-1]]))
     color = style["line"]["color"]
-    area = {"line": {"width": 0, "color": color}, "fill": "toself", "fillcolor": _with_opacity(color, 0.16)}
+    area = {"line": {"width": 0, "color": color}, "fill": "toself", "fillcolor": f"{color}29"}  # an opacity of 0.16
     yield _trace(style, outline, "lines", **area, showlegend=False, hoverinfo="skip")
-
-
-def _with_opacity(color: str, opacity: float) -> str:
-    red, green, blue = (int(color[start : start + 2], 16) for start in (1, 3, 5))
-    return f"rgba({red},{green},{blue},{opacity})"
 
 
 def _plot_layers(panel: Panel, run: Run) -> Figure:
@@ -201,7 +187,7 @@ def _plot_layers(panel: Panel, run: Run) -> Figure:
 
 
 def _plot_time(panel: Panel, run: Run) -> Figure:
-    """Plot the seconds of each phase as stacked bars, and the whole step as a line."""
+    """Plot the seconds of each phase as stacked bars."""
     phases = {phase: curve for phase in PHASES if (curve := run.curves.get(f"time/{phase}_s")) is not None}
     steps = np.unique(np.concatenate([curve.x for curve in phases.values()]))
     # More bars than _MAX_BARS would be thinner than a pixel. Bars are then means of several steps.
@@ -214,14 +200,6 @@ def _plot_time(panel: Panel, run: Run) -> Figure:
         height = np.add.reduceat(_align_to(curve, steps), starts) / sizes
         look = {"type": "bar", "name": phase.replace("_", " "), "marker": {"color": PHASES[phase]}}
         data.append({**look, "x": numbers(middles), "y": numbers(height)})
-    if (total := run.curves.get("time/step_s")) is not None:
-        # An evaluation may precede the first step. The evaluation belongs to no step: the line has a gap.
-        counts = np.add.reduceat(np.isin(steps, total.x[np.isfinite(total.y)]).astype(np.float64), starts)
-        whole = np.add.reduceat(_align_to(total, steps), starts) / np.where(counts > 0, counts, np.nan)
-        look = {"type": "scatter", "mode": "lines+markers", "marker": {"size": 4}, "name": "whole step"}
-        data.append(
-            {**look, "line": {"color": COLORS["red"], "width": 1.4}, "x": numbers(middles), "y": numbers(whole)}
-        )
     label = panel.y_label if stride == 1 else f"{panel.y_label} (mean of {stride})"
     bars = {"barmode": "stack", "bargap": 0.08 if stride == 1 else 0.0, "legend": {"traceorder": "normal"}}
     return {"data": data, "layout": {"xaxis": _axis("global step"), "yaxis": _axis(label), **bars}}
@@ -254,6 +232,5 @@ def _scale_y(layout: Figure, panel: Panel, data: Sequence[Figure]) -> None:
             trace["y"] = [value if value is None or value > 0 else none for value in trace["y"]]
     elif scale in ("percent", "log") and top <= 0:
         axis["range"] = [-0.0005, 0.0105]
-        layout["annotations"] = [_middle("zero in every step")]
     elif scale in ("zero", "percent"):
         axis["rangemode"] = "tozero"

@@ -6,7 +6,6 @@ import gzip
 import html
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
 from importlib.resources import files
 from string import Template
 from typing import Any
@@ -26,8 +25,8 @@ def make_page(
     """Return the page. body: HTML, in which ``<div class="plot" data-figure="N">`` holds figure N."""
     data = {name: _embed(value) for name, value in (("figures", figures), ("samples", samples))}
     texts = {"title": html.escape(title), "subtitle": html.escape(subtitle), "body": body}
-    script = _read("page.js")
-    return Template(_read("page.html")).substitute(texts, **data, plotly=_packed_plotly(), script=script).encode()
+    script, plotly = _read("page.js"), base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
+    return Template(_read("page.html")).substitute(texts, **data, plotly=plotly, script=script).encode()
 
 
 def render_card(key: str, panel: Panel, places: Sequence[int]) -> str:
@@ -58,15 +57,6 @@ def render_samples(notes: Sequence[str], has_any: bool) -> str:
     return f"{heading}{texts}{_read('samples.html') if has_any else ''}</section>"
 
 
-def render_tiles(rows: Mapping[str, str]) -> str:
-    """Return label -> value as large tiles."""
-    return "".join(
-        f'<div class="tile"><div class="value">{html.escape(value.split(" (")[0])}</div>'
-        f'<div class="label">{html.escape(label)}</div></div>'
-        for label, value in rows.items()
-    )
-
-
 def render_table(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of cells as HTML; the first cell is the heading."""
     cells = "".join(
@@ -87,8 +77,3 @@ def _embed(value: Any) -> str:
 
 def _read(name: str) -> str:
     return (files("megarl.ops.report") / name).read_text(encoding="utf-8")
-
-
-@cache
-def _packed_plotly() -> str:
-    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()

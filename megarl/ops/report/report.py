@@ -26,12 +26,6 @@ from megarl.run.status import format_duration
 from megarl.watch.health import CHECKS, judge_run
 
 NOT_RECORDED = "not recorded"
-JUDGED = "Responses with a reward"
-TILES = (
-    *("Held-out pass rate, first", "Held-out pass rate, last", JUDGED),
-    *("Steps", "Wall time", "Tokens per second (median)"),
-)
-"""Rows of the headline, shown as large tiles too."""
 _RUN_COLORS = ("blue", "orange", "teal", "red", "purple", "yellow", "cyan", "brown")
 _NOTE = """Drag over a figure to zoom, double-click to go back; a click on a name in the legend hides its line, a
 double-click shows it alone. Bands show the range over the mini-batches of a step. In runs of 40 steps and more, bold
@@ -81,8 +75,7 @@ def _read_run(folder: Path) -> _Source:
     path = folder / "metrics.jsonl"
     records = read_metrics(path)
     if not records:
-        problem = f"no whole record in {size} bytes" if (size := path.stat().st_size) else "the file is empty"
-        raise DataError(f"{path}: {problem}: the run has not finished its first step")
+        raise DataError(f"{path}: no whole record: the run has not finished its first step")
     return _Source(str(folder), folder, records, make_curves(records), _read_config(folder / "config.toml"))
 
 
@@ -102,13 +95,11 @@ def _make_page(sources: Sequence[_Source]) -> bytes:
     headlines = [_make_headline(source.records, source.curves, source.config) for source in sources]
     labels = dict.fromkeys(label for headline in headlines for label in headline)
     rows = [[label, *(headline.get(label, NOT_RECORDED) for headline in headlines)] for label in labels]
-    tiles = {label: headlines[0].get(label, NOT_RECORDED) for label in TILES} if is_single else {}
-    tiles = {label: value for label, value in tiles.items() if value not in (NOT_RECORDED, "all")}
     named = list(zip(sources, prefixes, strict=True))
     verdicts = [render_verdicts(source.records, source.config, prefix) for source, prefix in named]
     samples, notes = zip(*(for_page(source.folder, prefix) for source, prefix in named), strict=True)
     body = (
-        f'<section id="health">{"".join(verdicts)}</section><div class="tiles">{page.render_tiles(tiles)}</div>'
+        f'<section id="health">{"".join(verdicts)}</section>'
         f"{page.render_table(rows if is_single else [['', *names], *rows])}"
         f'<p class="note">{_NOTE}</p><div class="panels">{cards}</div>'
         + (f'<p class="note">Not recorded: {"; ".join(absent)}.</p>' if absent else "")
@@ -131,12 +122,15 @@ def _make_headline(records: Sequence[Mapping[str, Any]], curves: Curves, config:
             judged = describe_judged(evaluations.get(steps[point], {}), metric.rpartition("/")[0])
             rows[f"{title}, {label}"] = f"{values[point]:.1%}{judged and f', {judged}'} (step {steps[point]:.0f})"
     rows["Steps"] = str(len({record["step"] for record in records if record["kind"] == "step"}) or NOT_RECORDED)
-    costs = [(curves[f"cost/{name}"], name) for name in ("samples", "tokens", "updates") if f"cost/{name}" in curves]
-    rows["Cost"] = ", ".join(f"{curve.finite[-1]:,.0f} {name}" for curve, name in costs) or NOT_RECORDED
+    if "sampling/tokens" in curves:
+        drawn = ((f"sampling/{name}", f"gvm/first_stage_{name}") for name in ("samples", "tokens"))
+        samples, tokens = (sum(curves[name].finite.sum() for name in pair if name in curves) for pair in drawn)
+        rows["Drawn for training"] = f"{samples:,.0f} samples, {tokens:,.0f} tokens"
     rows["Wall time"] = format_duration(max(record["wall_s"] for record in records), 1)
     speed = curves.get("speed/tokens_per_s")
     rows["Tokens per second (median)"] = NOT_RECORDED if speed is None else f"{np.median(speed.finite):,.0f}"
-    rows[JUDGED] = describe_judged(sum_judged(curves)) or ("all" if "reward/judged" in curves else NOT_RECORDED)
+    all_judged = "all" if "reward/judged" in curves else NOT_RECORDED
+    rows["Responses with a reward"] = describe_judged(sum_judged(curves)) or all_judged
     if (failed := curves.get("episode/failed_fraction")) is not None:
         rows["Episodes that failed"] = f"{100.0 * failed.finite.mean():.3g}%"
     rows["Objective"] = _get_setting(config, "train", "objective")

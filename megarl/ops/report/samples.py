@@ -1,6 +1,5 @@
 """``megarl samples``, and the samples in a report: the model's texts."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,6 @@ class Samples:
     """The folder of the run."""
     step: int | None = None
     """Only this step's, from 1."""
-    json: bool = False
-    """Print JSON lines."""
 
     def run(self, overrides: Overrides) -> None:
         """DataError if the run has stored no samples; ConfigError if nothing matches."""
@@ -44,9 +41,6 @@ class Samples:
         if not matching:
             stored = f"{total} responses of steps {first} to {last}" if total else "none"
             raise ConfigError(f"{file}: no response matches, of {stored}")
-        if self.json:
-            print(*map(json.dumps, matching), sep="\n")
-            return
         for sample in matching:
             print(describe(sample), end="\n\n")
         print(f"{len(matching)} of {total} responses, of steps {first} to {last}")
@@ -73,7 +67,7 @@ def flags(sample: Mapping[str, Any]) -> list[str]:
     """Return the exceptions of a sample."""
     untrained = "" if sample["trained"] else "not trained"
     texts = (
-        "cut off" if sample["truncated"] else "",
+        "cut off" if sample["finish"] == "length" else "",
         "no reward" if sample["reward"] is None else "",
         f"dropped: {sample['dropped']}" if sample["dropped"] else untrained,
     )

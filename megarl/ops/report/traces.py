@@ -1,6 +1,5 @@
 """``megarl trace inspect | diff``: show the content of a file of routing traces, and the difference of two files."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +41,6 @@ def inspect(path: Path) -> None:
         "tokens": f"{file.num_tokens:,}" + (f", longest sequence {file.lengths.max():,}" if len(file) else ""),
         "missing rows": f"{missing:,}" + (f" ({missing / file.num_tokens:.2%})" if file.num_tokens else ""),
     }
-    rows |= _describe_sizes(file)
     _print(str(path), [*rows.items()], ("", "value"))
 
 
@@ -101,18 +99,6 @@ def _compare_sequences(a: TracedSequence, b: TracedSequence) -> np.ndarray:
         )
     # All tokens of two files are in memory at once: keep the numbers small.
     return shared_experts(a.trace.experts[rows], b.trace.experts[rows]).astype(np.uint16)
-
-
-def _describe_sizes(file: TraceFile) -> dict[str, str]:
-    size = {"bytes of routes": f"{file.num_route_bytes:,}"}
-    if file.num_tokens:
-        info, per_token = file.info, file.num_route_bytes / file.num_tokens
-        bound = len(info.layers) * math.log2(math.comb(info.num_experts, info.top_k)) / 8
-        size["bytes per token"] = f"{per_token:.1f}; log2 C(E, K) is {bound:.1f}"
-        width = 1 if info.num_experts <= 256 else 2
-        if plain := len(info.layers) * info.top_k * width:
-            size[f"against uint{8 * width}"] = f"{per_token / plain:.3f} of {plain} bytes per token"
-    return size
 
 
 def _print(title: str, rows: Sequence[Sequence[str]], headings: Sequence[str], *notes: str) -> None:

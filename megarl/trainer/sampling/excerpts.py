@@ -29,14 +29,13 @@ def describe(sample: Sample, tokenizer: PreTrainedTokenizerBase, components: Seq
     turn, has empty texts.
     """
     rollout = sample.rollout
-    excerpt: Excerpt = {"prompt": "", "response": "", "parts": [], "length": 0, "prompt_tokens": 0, "finish": "abort"}
+    excerpt: Excerpt = {"prompt": "", "response": "", "parts": [], "length": 0, "finish": "abort"}
     if rollout is not None:
         excerpt |= {
             "prompt": tokenizer.decode(rollout.tokens[: rollout.prompt_length].tolist()),
             "response": tokenizer.decode(rollout.response_tokens.tolist()),
             "parts": _split(rollout, tokenizer),
             "length": int(rollout.loss_mask.sum()),
-            "prompt_tokens": rollout.prompt_length,
             "finish": rollout.finish_reason,
         }
     return excerpt | {
@@ -44,7 +43,6 @@ def describe(sample: Sample, tokenizer: PreTrainedTokenizerBase, components: Seq
         "rewards": {name: float(value) for name, value in zip(components, sample.components, strict=False)},
         "error": sample.failure and sample.failure.error,
         "tool_calls": sum(author == "environment" for author, _ in excerpt["parts"]),
-        "truncated": excerpt["finish"] == "length",
     }
 
 

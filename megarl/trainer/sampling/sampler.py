@@ -78,8 +78,6 @@ class Sampler:
         """The next prompt in the run's order, with refill. Without refill, the step determines the position."""
         self._redraws = 0
         """Draws since the last step, repeated because the engine's weights had changed."""
-        self._spent = np.zeros(2)
-        """Responses and tokens drawn for training since the run began, first stages of GVM included."""
         self._ahead: _AssignedStep | None = None
         self._while_waiting = while_waiting
         self._allocator: Allocator | None = None
@@ -96,7 +94,7 @@ class Sampler:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint; plain, and equal on all ranks."""
         estimates = {} if self._allocator is None else self._allocator.state_dict()
-        return {"position": self._position, "estimates": estimates, "spent": self._spent.tolist()}
+        return {"position": self._position, "estimates": estimates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``; CheckpointError if an earlier megarl wrote the checkpoint."""
@@ -105,7 +103,6 @@ class Sampler:
                 "the checkpoint has no state of the sampler: it is of an earlier megarl; begin a new run"
             )
         self._position = int(state["position"])
-        self._spent = np.array(state.get("spent", (0.0, 0.0)))  # absent in an earlier megarl: count from here
         if self._allocator is not None:
             self._allocator.load_state_dict(state["estimates"])
 
@@ -156,7 +153,7 @@ class Sampler:
             metrics |= provenance_metrics(rollouts, trainer_version=step)
             metrics["rollout/tokens"] = Stat.total(float(sum(rollout.num_tokens for rollout in rollouts)))
         # Update persistent state last: a failed step then leaves the previous checkpoint valid.
-        metrics |= self._update_estimates(step, selection) | self._count_cost(step, table)
+        metrics |= self._update_estimates(step, selection)
         # The next step begins behind the last training prompt, or behind all prompts if too few train. Spare prompts
         # come again: their number depends on timing, and the training data must not.
         is_full = len(selection.pools) == self.config.rollout.prompts_per_step
@@ -214,8 +211,6 @@ class Sampler:
                 return _AssignedStep(step, position, SequenceAssignment(rule, *sizes))
         else:
             rule = self._allocator.allot(step, self._step_prompts(step))
-            if isinstance(self._allocator, Gvm):  # counted now: checkpoints hold the estimates from now on
-                self._spent = self._spent + self._allocator.spent[:2]
         refill = Refill(config.prompts_per_step_at_most, sampling.spare) if sampling.refill else None
         seed = requests.sampling_seed(config.run.seed, requests.KEEP, step, 0, 0) if sampling.keep == "random" else None
         return _AssignedStep(step, position, PromptAssignment(rule, *sizes, refill=refill, seed=seed))
@@ -266,10 +261,3 @@ class Sampler:
         number, _, num_judged, num_positive = selection.drawn
         samples[number], positives[number] = num_judged, num_positive
         return self._allocator.learn(prompts, samples, positives)
-
-    def _count_cost(self, step: int, table: step_rollouts.SampleTable) -> dict[str, Stat]:
-        """Return the cost of the run up to ``step``; equal on all ranks."""
-        self._spent = self._spent + np.array([len(table.rows), table.column("tokens").sum()])
-        samples, tokens = self._spent.tolist()
-        costs = {"samples": samples, "tokens": tokens, "updates": (step + 1) * self.config.train.mini_batches}
-        return Stat.means_of({f"cost/{name}": (cost, 1) for name, cost in costs.items()})

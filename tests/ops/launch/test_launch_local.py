@@ -25,7 +25,6 @@ def test_a_run_ends_with_0_and_leaves_logs_status_and_audit(
     status = read_status(reference)
     assert (status["state"], status["step"], status["checkpoint"]) == ("finished", STEPS, f"step_{STEPS:07d}")
     assert status["step_s"] > 0
-    assert status["holder"] is None
     logs = sorted(reference.glob("logs/*/attempt1/node0/*/attempt_0/*/stdout.log"))
     assert [log.parent.name for log in logs] == ["0", "1"]
     assert f"step {STEPS}/{STEPS}" in logs[0].read_text()

@@ -20,6 +20,8 @@ from megarl.ops.plan.plan import plan
 from megarl.ops.quickstart import RANKS, config_text
 from megarl.ops.shipped import MODELS, RECIPES
 
+SCRIPTS = ("colocated.sbatch", "disaggregated.sbatch", "heterogeneous.sbatch", "local.sh")
+
 NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))
 LARGE = [name for name in NAMES if name not in ("cpu-quickstart", "starter")]
 OFF_POLICY = re.findall(r"`(--rollout\.prompts_per_step[^`]*)`", (ROOT / "docs/recipes.md").read_text())
@@ -91,14 +93,9 @@ def test_the_list_describes_every_recipe(capsys: pytest.CaptureFixture[str]) -> 
     [
         (
             "qwen3-30b-a3b-32gpu",
-            {
-                "qwen3-30b-a3b-32gpu.toml",
-                "disaggregated.sbatch",
-                "heterogeneous.sbatch",
-                "models/Qwen3-30B-A3B/config.json",
-            },
+            {"qwen3-30b-a3b-32gpu.toml", *SCRIPTS, "models/Qwen3-30B-A3B/config.json"},
         ),
-        ("starter", {"starter.toml", "local.sh"}),
+        ("starter", {"starter.toml", *SCRIPTS}),
         ("Containerfile", {"Containerfile", "requirements-sglang.txt", "requirements-trainer.txt"}),
     ],
 )
@@ -122,5 +119,5 @@ def test_what_is_there_already_is_copied_again_only_if_it_is_the_same(
     (tmp_path / "cpu-quickstart.toml").unlink()
     assert cli.main(words) == 2
     assert f"{tmp_path}/local.sh exists and is another file; nothing was copied" in capsys.readouterr().err
-    assert files(tmp_path) == {"local.sh"}
+    assert files(tmp_path) == {*SCRIPTS}
     assert (tmp_path / "local.sh").read_text() == "mine\n"
