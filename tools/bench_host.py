@@ -38,9 +38,9 @@ from unittest.mock import patch
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 ON_NULL_GPU = bool(os.environ.get("NULL_GPU"))
-if ON_NULL_GPU:  # before Megatron and Transformer Engine are imported
-    from null_gpu import without_values
+from null_gpu import without_values  # noqa: E402
 
+if ON_NULL_GPU:  # before Megatron and Transformer Engine are imported
     without_values.install()
 
 import bench_plain  # noqa: E402
@@ -144,7 +144,7 @@ def main() -> int:
         config = configuration(options, Path(folder), overrides)
         distributed.initialize(config)
         if ON_NULL_GPU:  # checks are read, but what they read has no meaning
-            DeviceChecks._judge = staticmethod(lambda is_wrong, refuse: None)  # type: ignore[method-assign]
+            DeviceChecks._judge = staticmethod(lambda is_wrong, refuse: None)
             without_values.balance_routes(SHAPES[options.shape]["num_experts_per_tok"])
         bench = HostBench(config, options)
         bench.measure(options.repeats)

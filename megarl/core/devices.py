@@ -26,7 +26,7 @@ class DeviceChecks:
         self._checks: list[tuple[Tensor, Callable[[], object]]] = []
 
     def add(self, is_wrong: Tensor, refuse: Callable[[], object]) -> None:
-        """is_wrong: bool []; refuse: raises the error. A condition on the host is judged at once."""
+        """is_wrong: a bool scalar; refuse: raises the error. A condition on the host is judged at once."""
         if is_wrong.is_cpu:
             self._judge(bool(is_wrong), refuse)
         else:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -48,9 +49,10 @@ def test_attention_works() -> None:
 
 
 def test_a_failure_names_the_copies_of_cudnn(tmp_path: Path) -> None:
-    import nvidia.cudnn
-
-    wheel = Path(next(iter(nvidia.cudnn.__path__))) / "lib/libcudnn.so.9"
+    spec = find_spec("nvidia.cudnn")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    wheel = Path(spec.submodule_search_locations[0]) / "lib/libcudnn.so.9"
     copy = tmp_path / wheel.name
     copy.write_bytes(wheel.read_bytes())
     status, sentence = attention_check(wheel, copy)

@@ -207,7 +207,7 @@ def _trainer() -> dict[str, Any]:
 
 
 def _attend() -> dict[str, Any]:
-    """Attend to packed tokens with Transformer Engine on a GPU, as training does; a failure names the copies of cuDNN."""
+    """Attend to packed tokens with Transformer Engine on a GPU, as training does; name the copies of cuDNN."""
     import torch
 
     from megarl.stand_ins import te
@@ -217,9 +217,8 @@ def _attend() -> dict[str, Any]:
     engine: Any = importlib.import_module("transformer_engine.pytorch")
     tokens = torch.zeros(16, 2, 64, dtype=torch.bfloat16, device="cuda")
     bounds = torch.tensor([0, 16], dtype=torch.int32, device="cuda")
-    packed: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}
-    packed |= {f"cu_seqlens_{side}": bounds for side in ("q", "kv")}
-    packed |= {f"max_seqlen_{side}": 16 for side in ("q", "kv")}
+    packed: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "max_seqlen_q": 16}
+    packed |= {"max_seqlen_kv": 16, "cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}
     try:
         engine.DotProductAttention(2, 64)(tokens, tokens, tokens, **packed).sum().item()
     except Exception as error:
@@ -229,10 +228,8 @@ def _attend() -> dict[str, Any]:
 
 def _cudnn_copies() -> str:
     """Name the folders whose cuDNN this process has loaded: with two, each loads parts of the other."""
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else []
-    files = [Path(line.split(maxsplit=5)[5]) for line in lines if "libcudnn" in line]
-    folders = sorted({str(file.parent) for file in files})
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    folders = sorted({str(Path(line.split(maxsplit=5)[5]).parent) for line in lines if "libcudnn" in line})
     advice = "; expected one: unset LD_LIBRARY_PATH, or remove the system's cuDNN from it" if len(folders) > 1 else ""
     return f"cuDNN of {', '.join(folders) or 'no folder'}{advice}"
 

@@ -126,7 +126,7 @@ def measuring(policy: Policy, parameters: Sequence[Parameter]) -> Iterator[None]
     # The embedding's gradient makes gradients flow through every layer and activation checkpointing.
     trained = set(map(id, [*parameters, *_embeddings(policy)]))
     frozen = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad and id(p) not in trained]
-    buffers = [parameter.main_grad for parameter in frozen]
+    buffers = [vars(parameter)["main_grad"] for parameter in frozen]
     policy.zero_grad()
     hooked = [chunk for chunk in policy.chunks if chunk.use_forward_hook]
     for chunk in hooked:  # their hooks gather weights, and assert that all weights are trained
@@ -142,7 +142,7 @@ def measuring(policy: Policy, parameters: Sequence[Parameter]) -> Iterator[None]
     finally:
         for parameter, buffer in zip(frozen, buffers, strict=True):
             parameter.requires_grad_(True)
-            parameter.main_grad = buffer  # the experts of Transformer Engine 2.11 take it from frozen weights
+            vars(parameter)["main_grad"] = buffer  # the experts of Transformer Engine 2.11 take it from frozen weights
         for chunk in hooked:
             chunk.enable_forward_pre_hook()
         vars(config).update(originals)
