@@ -6,9 +6,10 @@ and how fast is an update?
 
 It makes a model with random weights. First `megarl doctor` looks at the machine. Then the model is trained for two
 steps in each case: bf16 without Transformer Engine, with it, with R3 and with the routers' own choice, and with weights
-in bf16 and FP8 sent to SGLang. `megarl gap` compares engines in all precisions. Twenty steps on FP8 rollouts are run
-with R3 and without. The last cases measure the loss layer and an update at real layer shapes. Each case is a process of
-its own with a limit, and a case that fails does not end the others.
+in bf16 and FP8 sent to SGLang. The servers are compared with transformers on the same GPU, and `megarl gap` compares
+engines in all precisions. Twenty steps on FP8 rollouts are run with R3 and without. The last cases measure the loss
+layer and an update at real layer shapes. Each case is a process of its own with a limit, and a case that fails does not
+end the others.
 
 OUT/report.json, OUT/report.txt and OUT/compare.html (the curves of the twenty steps) are made to be sent: versions,
 checks, times, and the last lines of a case that fails. The exit code is 1 if a check failed or a case ended with an
@@ -138,6 +139,8 @@ def cases(work: Path, size: str, sglang_python: str | None, sglang_arguments: st
     model, prompts = str(work / "model"), str(work / "task" / "train.jsonl")
     gap = ["gap", model, "--prompts", prompts, "--responses", "16", "--tokens", str(SIZES[size][1])]
     served = _flags({**configuration(work, size), **server, "train.replay": "r3"})
+    compared = [model, "--prompts", prompts, "--tokens", str(SIZES[size][1]), *_flags(server)]
+    script = str(TOOLS / "compare_server.py")
     return [
         Case("doctor", ["doctor"]),
         _run("without TE, r3", {"train.replay": "r3"}, code=WITHOUT_TE + MEGARL),
@@ -146,6 +149,8 @@ def cases(work: Path, size: str, sglang_python: str | None, sglang_arguments: st
         _run("bf16 to SGLang, r3", {"train.replay": "r3", **server}, no_server),
         _run("FP8 to SGLang, r3", {"train.replay": "r3", **fp8_server}, no_fp8_server),
         _run("FP8 to SGLang, memory released", {**fp8_server, "sglang.release_memory": True}, no_fp8_server),
+        Case("bf16 SGLang against transformers", compared, script, not_run=no_server),
+        Case("FP8 SGLang against transformers", [*compared, "--sglang.fp8", "true"], script, not_run=no_fp8_server),
         Case("gap", gap),
         Case("gap with SGLang", [*gap, "--config", str(work / "gap.toml"), *served], not_run=no_server),
         _run(f"{many_name}, r3", {"train.replay": "r3", **many}),
