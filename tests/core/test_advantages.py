@@ -125,6 +125,9 @@ def test_against_reference(batch, ddof, data):
     summed = grpo_sum(pairs, weights, groups, ddof, 1e-3)
     close(summed, reference.grpo_sum(pairs, weights, groups, ddof, 1e-3))
     close(gdpo(pairs, weights, groups, lengths, ddof, 1e-3), reference.whiten(summed.tolist(), lengths), atol=1e-8)
+    summed = grpo_sum(pairs, weights, groups)
+    close(summed, reference.grpo_sum(pairs, weights, groups, 1, 1e-6))
+    close(gdpo(pairs, weights, groups, lengths), reference.whiten(summed.tolist(), lengths), atol=1e-8)
 
 
 @settings(max_examples=40, deadline=None)
@@ -248,6 +251,17 @@ class TestPooled:
         close(normalize_by_pool([4.0, 1.0, 2.0], [-1, 3, -1], *pool), [1, 0.75, -1])
         # mean 1/2, unbiased standard deviation sqrt(1/2)
         close(normalize_by_pool([1.0, 0.0], [0, 0], [1.0, 0.0], [0, 0], scale="std"), [0.5**0.5, -(0.5**0.5)])
+
+    @pytest.mark.parametrize(
+        ("scale", "right", "wrong"),
+        [
+            ("std", 0.9375 / 0.24593468841898236, -0.0625 / 0.24593468841898236),
+            ("rate", 15, -1),
+            ("root_rate", 3.75, -0.25),
+        ],
+    )
+    def test_two_of_32(self, scale, right, wrong):
+        close(normalize_by_pool([1.0, 0.0], [5, 5], *POOL, scale=scale), [right, wrong])
 
     @pytest.mark.parametrize("scale", ["none", "std", "rate", "root_rate"])
     @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])

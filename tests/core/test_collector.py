@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sampling_driver import drive, table
 
@@ -149,6 +149,23 @@ def test_metrics():
     assert values["sampling/short_prompts"] == values["sampling/failed"] == values["sampling/missing_prompts"] == 0
 
 
+def test_a_reward_at_the_threshold_is_no_positive():
+    """One positive and one negative are wanted: 1.0 and 0.7 are, 0.7 and 0.7 are not, at a threshold of 0.7."""
+    rewards = [[1.0, 0.7, 0.0, 0.0], [0.7, 0.7, 1.0, 1.0]]
+    found = drive(Collector(Sequential(1, 1, 2, 4, 2, threshold=0.7), 2), lambda p, s: rewards[p][s])
+    assert found.drawn.tolist() == [[0, 1], [2, 4], [2, 4], [1, 2]]
+
+
+def test_prompts_with_only_positives_are_not_resolved():
+    found = drive(Collector(Sequential(1, 1, 2, 4, 2), 2), lambda p, s: float(p == 1 or s == 0))
+    assert metrics(found)["sampling/resolved_fraction"] == 0.5
+
+
+def test_a_prompt_with_one_reward_is_counted_as_lone():
+    found = drive(Collector(Uniform(2), 3), lambda p, s: None if (p, s) == (0, 1) else 1.0)
+    assert metrics(found)["sampling/lone_prompts"] == 1
+
+
 class TestRefill:
     def test_prompts_without_contrast_are_replaced_at_once(self):
         rewards = {0: (1, 1), 1: (0, 1), 2: (0, 0), 3: (1, 0)}
@@ -263,6 +280,8 @@ def test_refusals():
             Collector(Allotted((2, 2)), **options)
 
 
+@example(keys=[(0, 0), (0, 3), (1, 0)], wanted=[(1, 0), (1, 1)])
+@example(keys=[(0, 0), (1, 0)], wanted=[(0, 1), (1, 0)])
 @given(
     keys=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), unique=True, max_size=20),
     wanted=st.lists(st.tuples(st.integers(-1, 8), st.integers(0, 9)), max_size=20),

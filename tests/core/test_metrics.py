@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -112,6 +113,7 @@ def test_of_many_entries_every_second_one_counts_twice_in_the_quantiles():
     assert numbers["v/p99"] < 2
     assert numbers["v/max"] == pytest.approx(100)
     assert float(stat.sums[3:].sum()) == len(values)
+    assert len(stat.sums) == 3 + 173, "count, sum and sum of squares; 172 edges have 173 bins between and beside them"
 
 
 def test_on_the_host_nothing_moves():
@@ -122,9 +124,31 @@ def test_on_the_host_nothing_moves():
     assert [len(part) for part in (given["count"].sums, given["count"].maxima)] == [1, 0]
 
 
+class Remote(torch.Tensor):
+    """A tensor of the host that says it is on another device, and counts its transfers."""
+
+    device = torch.device("meta")
+    transfers = 0
+
+    def cpu(self) -> torch.Tensor:
+        Remote.transfers += 1
+        return self.as_subclass(torch.Tensor)
+
+
+def test_what_is_on_a_device_moves_to_the_host_at_once():
+    given = every_stat([(1.0, True), (2.0, True), (9.0, False)])
+    remote = {name: replace(given[name], sums=given[name].sums.as_subclass(Remote)) for name in ("mean", "summary")}
+    moved = to_host(given | remote)
+    assert Remote.transfers == 1
+    assert all(type(moved[name].sums) is torch.Tensor for name in given)
+    assert finalize(moved) == finalize(given)
+
+
 def test_at_the_ends():
     below = finalize({"r": Stat.ratio(torch.full((3,), -30.0), torch.ones(3, dtype=torch.bool))})
     assert below["r/p50"] == pytest.approx(math.exp(-20)), "the first edge, not the second"
+    above = finalize({"r": Stat.ratio(torch.full((3,), 30.0), torch.ones(3, dtype=torch.bool))})
+    assert above["r/p50"] == pytest.approx(math.exp(20)), "the last edge"
     assert finalize({"m": Stat.max(torch.empty(0, dtype=torch.int64))}) == {}
     flags, mask = torch.tensor([True, True, False, True]), torch.tensor([True, True, True, False])
     assert float(Stat.mean(flags, mask)) == pytest.approx(2 / 3)

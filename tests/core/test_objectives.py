@@ -10,6 +10,7 @@ import pytest
 import torch
 from core_batches import (
     ROWS,
+    columns_of,
     columns_of_probabilities,
     lengths_strategy,
     random_columns,
@@ -30,10 +31,12 @@ from megarl.core.objectives import (
     Mask,
     Penalty,
     TokenColumns,
+    TopK,
     coefficients,
     gather_facts,
     policy_loss,
 )
+from megarl.core.objectives.columns import prepare
 from megarl.errors import ConfigError, NumericsError
 
 PPO, RATIO, WEIGHT = Mask.ppo(), Factor("theta_old"), Factor("theta_mu")
@@ -266,7 +269,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("column", "value", "message"),
         [
-            ("advantages", torch.zeros(3), r"advantages is \[3\]"),
+            ("advantages", torch.zeros(3), r"advantages is \[3\], expected \[T\] like logprobs \[4\]$"),
             ("advantages", torch.zeros(1), r"per response give advantages\.repeat_interleave\(cu_seqlens"),
             ("advantages", torch.ones(4, dtype=torch.int64), r"expected floating point: give advantages\.float\("),
             ("loss_mask", torch.zeros(4), r"torch\.float32, expected torch\.bool: give loss_mask\.bool\(\)"),
@@ -278,12 +281,35 @@ class TestRefusals:
             ("cu_seqlens", torch.tensor([0, 3]), "holds 4 tokens"),
             ("cu_seqlens", torch.tensor([1, 4]), "from 1 to 4"),
             ("cu_seqlens", torch.tensor([0, 3, 2, 4]), "sequence 1"),
+            ("topk", TopK(torch.zeros(4, 3), torch.zeros(4, 2), torch.ones(4).bool()), "topk has other shapes"),
+            ("topk", TopK(torch.zeros(3, 2), torch.zeros(3, 2), torch.ones(4).bool()), "topk has other shapes"),
         ],
     )
     def test_columns_that_do_not_fit(self, column, value, message):
         columns = random_columns(9, [4])
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(columns, **{column: value})
+
+    @pytest.mark.parametrize(
+        ("bounds", "message"), [([-9, 2, 4], "from -9 to 4"), ([0, 9], "from 0 to 9"), ([0, 3, 2, 4], "sequence 1")]
+    )
+    def test_bounds_on_a_gpu_are_refused_with_the_values(self, bounds, message):
+        class OnGpu(torch.Tensor):
+            is_cuda = True
+
+        columns = dataclasses.replace(random_columns(9, [4]), cu_seqlens=torch.tensor(bounds).as_subclass(OnGpu))
+        with pytest.raises(ValueError, match=message):
+            prepare(columns)
+
+    @pytest.mark.parametrize("advantage", ["raft", "positive_part"])
+    def test_only_a_negative_advantage_of_a_loss_token_is_refused(self, advantage):
+        objective = variant("minirl", advantage=advantage)
+        mask = [True, True, False, True]
+        prepare(columns_of([0.0] * 4, advantages=[0.0, 0.5, -0.5, 0.25], mask=mask), None, objective)
+        negative = columns_of([0.0] * 4, advantages=[0.0, 0.5, -0.5, -0.25], mask=mask)
+        prepare(negative, None, variant("minirl"))
+        with pytest.raises(ConfigError, match=r"is -0.25 at token 3 .*\(1 such loss tokens\).*never negative"):
+            prepare(negative, None, objective)
 
 
 class TestEntropy:

@@ -44,6 +44,7 @@ def test_the_largest_log_probability_may_lie_beside_wider_columns():
     narrow = dataclasses.replace(wide, rollout_logprobs=torch.tensor([LOGPROB_TOLERANCE]))
     assert narrow.rollout_logprobs.dtype == torch.float32
     assert prepare(narrow).keep.tolist() == [True]
+    assert prepare(narrow).rollout_logprobs.dtype == torch.float64, "that of the widest column"
     for above in (1.0011e-3, math.nan):
         with pytest.raises(NumericsError, match="rollout_logprobs"):
             prepare(dataclasses.replace(narrow, rollout_logprobs=torch.tensor([above])))
@@ -65,10 +66,11 @@ def test_the_rows_of_a_padded_batch_are_sequences(shape):
     assert with_ref.ref_logprobs.tolist() == [-7] * logprobs.numel()
     with pytest.raises(ValueError, match=r"logprobs is .*, expected \[b, s\]; packed columns"):
         TokenColumns.of_padded(logprobs.flatten(), batch)
+    hint = r"; one per response: give advantages\.view\(b, 1\)\.expand\(b, s\)" if width == 1 else ""
     for name in batch:
         with pytest.raises(ValueError, match=f"the batch has no {name}"):
             TokenColumns.of_padded(logprobs, {other: column for other, column in batch.items() if other != name})
-        with pytest.raises(ValueError, match=rf"{name} is \[{rows * width}\], expected \[{rows}, {width}\]"):
+        with pytest.raises(ValueError, match=rf"{name} is \[{rows * width}\], expected .* like logprobs{hint}$"):
             TokenColumns.of_padded(logprobs, batch | {name: batch[name].flatten()})
 
 
