@@ -26,7 +26,10 @@ class DeviceChecks:
         self._checks: list[tuple[Tensor, Callable[[], object]]] = []
 
     def add(self, is_wrong: Tensor, refuse: Callable[[], object]) -> None:
-        """is_wrong: a bool scalar; refuse: raises the error. A condition on the host is judged at once."""
+        """is_wrong: a bool scalar; refuse: raises the error, unless a closer look finds nothing wrong.
+
+        A condition on the host is judged at once.
+        """
         if is_wrong.is_cpu:
             self._judge(bool(is_wrong), refuse)
         else:
@@ -43,7 +46,6 @@ class DeviceChecks:
     def _judge(is_wrong: bool, refuse: Callable[[], object]) -> None:
         if is_wrong:
             refuse()
-            raise AssertionError("the check raises its error")
 
 
 ARENA_BYTES = 1 << 30

@@ -121,6 +121,11 @@ class TestMasks:
             [False, False], {"clip/high": 0.5, "clip/low": 0.5},
         )  # fmt: skip
 
+    def test_masks_of_one_kind_count_what_any_of_them_drops(self):
+        columns = columns_of([1.0, 0.0, 0.0], old=0.0, mu=[0.0, -1.0, 0.0], advantages=0.5)
+        masks = Mask.ppo(), dataclasses.replace(Mask.ppo(), policies="old_mu")
+        assert trust(columns, *masks) == ([False, False, True], {"clip/high": pytest.approx(2 / 3), "clip/low": 0.0})
+
     @pytest.mark.parametrize("strict", [True, False])
     def test_a_ratio_of_1_leads_nowhere(self, strict):
         """An outward mask of a divergence passes what has not moved, though 0 is at its strict bound."""
