@@ -231,7 +231,7 @@ class Bench:
             torch.cuda.set_sync_debug_mode("warn")
             self.updates[name]()
             torch.cuda.set_sync_debug_mode("default")
-        waits = [warning for warning in caught if "synchroniz" in str(warning.message).lower()]
+        waits = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
         places = [(Path(wait.filename), wait.lineno) for wait in waits]  # the null GPU's own copies do not count
         return Counter(f"{file.name}:{line}" for file, line in places if "null_gpu" not in file.parts)
 
