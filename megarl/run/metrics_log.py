@@ -160,8 +160,12 @@ class MetricsLog:
 
             if self._tensorboard is None:
                 self._tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=self._purge_from)
-            for name, value in values.items():
-                self._tensorboard.add_scalar(prefix + name, value, step)
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            scalars = [Summary.Value(tag=prefix + name, simple_value=value) for name, value in values.items()]
+            events = self._tensorboard.file_writer
+            assert events is not None, "it is open from the start"
+            events.add_summary(Summary(value=scalars), step)  # add_scalar would take 6 ms for 150 metrics, this 0.3 ms
             if kind != "minibatch":
                 self._tensorboard.flush()
         if self._wandb is not None:
