@@ -147,7 +147,8 @@ def main() -> int:
         config = configuration(options, Path(folder), overrides)
         distributed.initialize(config)
         if ON_NULL_GPU:  # checks and counts are read, but what they read has no meaning
-            DeviceChecks._judge = staticmethod(lambda is_wrong, refuse: None)
+            add = DeviceChecks.add
+            DeviceChecks.add = lambda self, is_wrong, refuse: add(self, is_wrong, lambda: None)
             norm = optimizer.get_grad_norm_fp32
             optimizer.get_grad_norm_fp32 = lambda *words, **named: (norm(*words, **named), 1.0)[1]
             count = passes.count_flips

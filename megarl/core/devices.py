@@ -30,22 +30,18 @@ class DeviceChecks:
 
         A condition on the host is judged at once.
         """
-        if is_wrong.is_cpu:
-            self._judge(bool(is_wrong), refuse)
-        else:
+        if not is_wrong.is_cpu:
             self._checks.append((is_wrong, refuse))
+        elif bool(is_wrong):
+            refuse()
 
     def require(self) -> None:
         """Read the conditions, and raise the error of the first that is wrong."""
         checks, self._checks = self._checks, []
         flags = torch.stack([is_wrong for is_wrong, _ in checks]).tolist() if checks else []
         for is_wrong, (_, refuse) in zip(flags, checks, strict=True):
-            self._judge(is_wrong, refuse)
-
-    @staticmethod
-    def _judge(is_wrong: bool, refuse: Callable[[], object]) -> None:
-        if is_wrong:
-            refuse()
+            if is_wrong:
+                refuse()
 
 
 ARENA_BYTES = 1 << 30
