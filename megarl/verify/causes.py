@@ -6,6 +6,7 @@ expected experts, so a hypothesis that changes nothing explains nothing.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,10 +17,12 @@ from megarl.verify.expert_sets import ExpertSets, list_experts, map_of_bits
 MOST_ROWS = 512  # wrong rows that the hypotheses look at
 MOST_SHIFT = 64  # rows
 MOST_MICRO_BATCHES = 256  # the expected routes of so many other micro-batches are tried
-LEAST_EXPLAINED = 0.9
+LEAST_EXPLAINED = 0.8
 """Share of wrong pairs that a hypothesis must predict to be named."""
-LEAST_NATIVE = 0.4
-"""Experts shared beyond chance (Cohen's kappa) from which wrong rows count as the router's own choice."""
+LEAST_NATIVE = 0.5
+"""Experts shared beyond chance, over those of rows that miss one expert, from which the router chose by itself."""
+LEAST_VOTES = 4
+"""Rows that must have moved equally far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +148,9 @@ def _renumbered(bits: np.ndarray, wanted: np.ndarray, wrong: np.ndarray) -> Iter
     predicted, evidence, example = np.zeros_like(meant), 0, ""
     for layer in np.flatnonzero(wrong.any(0)):
         rows = wrong[:, layer]
-        together = meant[rows, layer].T.astype(np.int64) @ used[rows, layer]
+        together = meant[rows, layer].T.astype(np.float64) @ used[rows, layer]
         occurring = meant[rows, layer].sum(0)
-        number = together.argmax(1)
+        number = (together / np.sqrt(np.maximum(1, used[rows, layer].sum(0)))).argmax(1)
         evidence += int(occurring.sum() - 2 * np.count_nonzero(occurring))
         for expert in np.flatnonzero(occurring):
             predicted[:, layer, number[expert]] |= meant[:, layer, expert]
@@ -176,42 +179,40 @@ def _other_layers(bits: np.ndarray, wanted: np.ndarray, wrong: np.ndarray) -> It
 def _run(
     bits: np.ndarray, places: np.ndarray, wrong: np.ndarray, expected: Sequence[ExpertSets], of: int
 ) -> Iterator[_Prediction]:
-    """Wrong rows are found whole elsewhere in the expected routes, in the wrong layers."""
+    """Wrong rows stand elsewhere in the expected routes. Rows that occur once or twice vote for how far they moved."""
     layers = wrong.any(0)
-    sources: dict[bytes, list[tuple[int, int]]] = {}
-    for index, sets in enumerate(expected):
-        if sets.bits.shape[1:] == bits.shape[1:]:
-            for row, key in zip(sets.rows.tolist(), map(np.ndarray.tobytes, sets.bits[:, layers]), strict=True):
-                sources.setdefault(key, []).append((index, row))
-    predicted, moves = bits.copy(), []
-    last = (-1, -1)
-    for row, place in enumerate(places.tolist()):
-        origins = sources.get(bits[row][layers].tobytes(), [])
-        if not origins:
-            predicted[row] = 255
-            continue
-        following = (last[0], last[1] + 1)
-        last = following if following in origins else origins[0]
-        moves.append((place, last))
-    if moves:
-        place, (index, row) = moves[0]
+    near = range(max(0, of - MOST_MICRO_BATCHES // 2), min(len(expected), of + MOST_MICRO_BATCHES // 2))
+    origins: defaultdict[bytes, list[tuple[int, int]]] = defaultdict(list)
+    for index in near:
+        if expected[index].bits.shape[1:] == bits.shape[1:]:
+            keys = map(np.ndarray.tobytes, expected[index].bits[:, layers])
+            for row, key in zip(expected[index].rows.tolist(), keys, strict=True):
+                origins[key].append((index, row))
+    moves = [
+        [(index, row - place) for index, row in origins.get(key, ())]
+        for place, key in zip(places.tolist(), map(np.ndarray.tobytes, bits[:, layers]), strict=True)
+    ]
+    votes = Counter(move for options in moves if len(options) <= 2 for move in options)
+    taken = [max(options, key=lambda move: votes[move], default=(0, 0)) for options in moves]
+    found = np.array([votes[move] >= LEAST_VOTES for move in taken])
+    if found.any():
+        first = int(found.argmax())
+        index, distance = taken[first]
         whose = "of this micro-batch" if index == of else f"of micro-batch {index}"
-        text = f"rows from {place} on are rows of other tokens, at first row {row} {whose}: another request, or stale"
-        yield "run", text, predicted
+        text = f"from row {places[first]} on stand rows of other tokens, first row {places[first] + distance} {whose}"
+        yield "run", text, np.where(found[:, None, None], bits, np.uint8(255))
 
 
 def _judge_rest(micro: int, bits: np.ndarray, places: np.ndarray, wrong: np.ndarray, wanted: ExpertSets) -> Cause:
-    """Native routing agrees with the expected experts far beyond chance; rows of other tokens do not."""
-    meant = wanted.bits[_places_in(wanted, places)]
-    others = wanted.bits[(_places_in(wanted, places) + len(wanted.bits) // 3 + 1) % len(wanted.bits)]
-    share, chance = _share(bits, meant, wrong), _share(bits, others, wrong)
-    kappa = (share - chance) / max(1.0 - chance, 1e-9)
-    if kappa >= LEAST_NATIVE:
-        return Cause("native", micro, kappa, f"these rows share {share:.0%} of the experts: the router chose by itself")
-    return Cause("other", micro, 0.0, f"these rows share {share:.0%} of the experts, {chance:.0%} would be chance")
-
-
-def _share(first: np.ndarray, second: np.ndarray, wrong: np.ndarray) -> float:
-    """Experts of the sets ``second`` that the sets ``first`` have too, over the wrong pairs."""
-    common, size = map_of_bits(first & second).sum(2), map_of_bits(second).sum(2)
-    return float(common[wrong].sum() / max(1, size[wrong].sum()))
+    """A router that chooses by itself misses one expert of a wrong row, and rows of other tokens miss nearly all."""
+    meant = map_of_bits(wanted.bits[_places_in(wanted, places)])
+    top_k = meant.sum(2).max()
+    share = float((map_of_bits(bits) & meant)[wrong].sum() / max(1, meant[wrong].sum()))
+    # Two rows share an expert with the square of its frequency in the layer.
+    by_layer = np.square(map_of_bits(wanted.bits).mean(0)).sum(1) / top_k
+    chance = float(np.broadcast_to(by_layer, wrong.shape)[wrong].mean())
+    native = (share - chance) / max(1.0 - 1.0 / top_k - chance, 1e-9)
+    text = f"these rows share {share:.0%} of the expected experts, {chance:.0%} would be chance"
+    if native >= LEAST_NATIVE:
+        return Cause("native", micro, min(native, 1.0), f"the router chose by itself: {text}")
+    return Cause("other", micro, 0.0, text)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,19 +54,21 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
 
     ``on=False`` watches nothing and costs nothing; the report then compares no row. At most ``most_rows`` rows of a
     call are noted, evenly spaced, as ceil(E / 8) bytes each (None: all). Only ``report`` waits for the device.
-    ReplayError for model chunks without a MoE layer, and if another watch is open.
+    ReplayError for modules without a decoder, and on entering while another watch is open.
     """
 
     def __init__(self, model_chunks: Sequence[torch.nn.Module], on: bool = True, most_rows: int | None = 1024) -> None:
         self._on, self._most_rows = on, most_rows
         decoders = [chunk.decoder for chunk in map(unwrap, model_chunks) if getattr(chunk, "decoder", None) is not None]
+        if not decoders:
+            raise ReplayError("no model chunk has a decoder; expected the model chunks of this rank, each a GPTModel")
+        self._config = decoders[0].config
         self._decoder_layers = [layer for decoder in decoders for layer in _moe_layers(decoder)]
         every = [layer for chunk in model_chunks for layer in _moe_layers(chunk)]
         self._draft_layers = [layer for layer in every if layer not in self._decoder_layers]
         self._calls: dict[BaseMoELayer, tuple[list[_Call], list[_Call]]] = {}
         """By layer: forward passes, recomputations."""
-        if not self._decoder_layers:
-            raise ReplayError("the model chunks have no MoE layer in a decoder; expected the chunks of a MoE GPTModel")
+        self._restore = ExitStack()
 
     @property
     def layers(self) -> list[int]:
@@ -74,30 +76,35 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
         return [(layer.layer_number or 0) - 1 for layer in self._decoder_layers]
 
     def rows(self, experts: torch.Tensor, *columns: torch.Tensor | None, **named: torch.Tensor | None) -> MicroRoutes:
-        """Cut the rows of this rank out of a whole micro-batch: ``RoutingReplay.rows``, with the same arguments."""
-        config = self._decoder_layers[0].config
+        """Cut the rows of this rank out of a whole micro-batch: ``RoutingReplay.rows``, with the same arguments.
+        experts: [b, s, L, K], or packed [T, L, K].
+        """
+        config = self._config
         tp = tp_position() if config.sequence_parallel else (1, 0)
         return local_rows(MoeShape.of_megatron(config), self.layers, tp, cp_position(), experts, *columns, **named)
 
     def __enter__(self) -> RoutingWatch:
         self._calls = {layer: ([], []) for layer in (*self._decoder_layers, *self._draft_layers)} if self._on else {}
-        for layer, calls in self._calls.items():
-            dispatcher, name = layer.token_dispatcher, _entrance(layer)
-            if isinstance(getattr(dispatcher, name), partial):
-                raise ReplayError(f"layer {layer.layer_number} is watched already; close the other RoutingWatch first")
-            original = getattr(dispatcher, name)
-            setattr(dispatcher, name, partial(self._dispatch, original, inspect.signature(original), calls))
+        with ExitStack() as restore:
+            for layer, calls in self._calls.items():
+                dispatcher, name = layer.token_dispatcher, _entrance(layer)
+                original = getattr(dispatcher, name)
+                if isinstance(original, partial):
+                    raise ReplayError(f"layer {layer.layer_number} is watched already; close the other RoutingWatch")
+                restore.callback(_put_back, dispatcher, name, vars(dispatcher).get(name))
+                signature = inspect.signature(getattr(type(dispatcher), name))  # another tool may have wrapped it
+                setattr(dispatcher, name, partial(self._dispatch, original, signature, calls))
+            self._restore = restore.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for layer in self._calls:
-            vars(layer.token_dispatcher).pop(_entrance(layer), None)
+        self._restore.close()
 
     def _dispatch(self, original: Any, signature: Any, calls: Any, *positional: Any, **named: Any) -> Any:
-        arguments = signature.bind(*positional, **named).arguments
+        arguments = signature.bind(None, *positional, **named).arguments
         routing_map, gates = arguments["routing_map"].detach(), arguments["probs"].detach()
-        hidden = next(iter(arguments.values())).detach().reshape(-1)
-        stride = 1 if self._most_rows is None else -(-len(routing_map) // self._most_rows)
+        hidden = [*arguments.values()][1].detach().reshape(-1)  # its name differs between dispatchers
+        stride = 1 if self._most_rows is None else max(1, -(-len(routing_map) // self._most_rows))
         rows, gates = routing_map[::stride].bool(), gates[::stride]
         fingerprint = hidden[:: max(1, len(hidden) // FINGERPRINT)][:FINGERPRINT].float().clone()
         is_recomputation = torch._C._current_graph_task_id() != -1
@@ -121,7 +128,7 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
                     f"{len(self.layers)} MoE layers, numbers {self.layers}; give [tokens, {len(self.layers)}, K]"
                 )
         calls = [self._calls[layer] for layer in self._decoder_layers]
-        num_experts = self._decoder_layers[0].config.num_moe_experts or 0
+        num_experts = self._config.num_moe_experts
         return compare_routes(
             _by_micro_batch([forward for forward, _ in calls]),
             [_sets_of(routes, num_experts) for routes in expected],
@@ -139,6 +146,13 @@ def _moe_layers(module: torch.nn.Module) -> list[BaseMoELayer]:
 def _entrance(layer: BaseMoELayer) -> str:
     """The method of the layer's dispatcher that is given tokens and experts; until 0.13 one does all."""
     return "dispatch_preprocess" if hasattr(layer.token_dispatcher, "dispatch_preprocess") else "token_permutation"
+
+
+def _put_back(dispatcher: Any, name: str, attribute: Any) -> None:
+    """Restore the dispatcher's own attribute, if it had one besides the method of its class."""
+    del vars(dispatcher)[name]
+    if attribute is not None:
+        setattr(dispatcher, name, attribute)
 
 
 def _sets_of(routes: MicroRoutes, num_experts: int) -> ExpertSets:

@@ -18,6 +18,8 @@ class FifoReplay:
     registered: ClassVar[list[FifoReplay]] = []
     stage: ClassVar[str] = "native"
     """native, forward (replay, next forward entry), backward (replay, next entry of recomputations)."""
+    after_scatter: ClassVar[bool] = False
+    """Whether scores are gathered from those of the router's own choice, which are 0 elsewhere."""
 
     def __init__(self) -> None:
         self.entries: list[torch.Tensor] = []
@@ -38,6 +40,9 @@ class FifoReplay:
             return compute(scores, topk, num_groups, group_topk)
         experts = self.entries[self.taken[self.stage]].to(scores.device, torch.int64)
         self.taken[self.stage] += 1
+        if self.after_scatter:
+            chosen = compute(scores, topk, num_groups, group_topk)[1]
+            scores = torch.full_like(scores, float("-inf")).scatter(1, chosen, scores.gather(1, chosen))
         return scores.gather(1, experts), experts
 
     @classmethod
@@ -47,9 +52,14 @@ class FifoReplay:
             replay.entries, replay.taken = list(entries), {"forward": 0, "backward": 0}
 
     @classmethod
+    def all_consumed(cls) -> bool:
+        """The check that such a stack can make of itself: every entry was taken, forward and in recomputations."""
+        return all(count == len(replay.entries) for replay in cls.registered for count in replay.taken.values())
+
+    @classmethod
     def clear(cls) -> None:
         cls.registered.clear()
-        cls.stage = "native"
+        cls.stage, cls.after_scatter = "native", False
 
 
 def install(model: torch.nn.Module) -> None:
