@@ -117,9 +117,10 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
         """Compare the forward passes with ``expected``, and every recomputation with its forward pass.
 
         expected: one for each forward micro-batch, in order; experts [T, L, K] with the columns of ``layers``. For
-        several passes over the same micro-batches in one block, repeat the list. ReplayError for other columns.
+        several passes over the same micro-batches in one block, repeat the list. A rank without MoE layers compares
+        nothing. ReplayError for other columns.
         """
-        if not self._on:
+        if not self._on or not self._decoder_layers:
             return compare_routes([], [], self.layers)
         for micro, routes in enumerate(expected):
             if routes.experts.dim() != 3 or routes.experts.size(1) != len(self.layers):
