@@ -16,7 +16,8 @@ from megarl.verify.expert_sets import ExpertSets, list_experts, map_of_bits
 
 MOST_ROWS = 512  # wrong rows that the hypotheses look at
 MOST_SHIFT = 64  # rows
-MOST_MICRO_BATCHES = 256  # the expected routes of so many other micro-batches are tried
+MOST_MICRO_BATCHES = 256  # whose expected routes are tried, the nearest first
+MOST_INDEXED = 1 << 18  # rows of these in which a wrong row is looked for
 LEAST_EXPLAINED = 0.8
 """Share of wrong pairs that a hypothesis must predict to be named."""
 LEAST_NATIVE = 0.5
@@ -95,11 +96,12 @@ def _predict(
             order = np.arange(wanted.num_rows).reshape(width, -1).T.ravel()
             text = f"rows are in the order of [{width}, {wanted.num_rows // width}] transposed"
             yield "transposed", text, _rows_of(wanted, order[places])
-    for other in sorted(range(len(expected)), key=lambda index: abs(index - of))[:MOST_MICRO_BATCHES]:
-        if other != of and expected[other].bits.shape[1:] == bits.shape[1:]:
-            yield "micro_batch", f"these are the routes of micro-batch {other}", _rows_of(expected[other], places)
+    nearest = sorted(range(len(expected)), key=lambda index: abs(index - of))[:MOST_MICRO_BATCHES]
+    nearest = [index for index in nearest if expected[index].bits.shape[1:] == bits.shape[1:]]
+    for other in nearest[1:]:
+        yield "micro_batch", f"these are the routes of micro-batch {other}", _rows_of(expected[other], places)
     yield from _other_layers(bits, meant, wrong)
-    yield from _run(bits, places, wrong, expected, of)
+    yield from _run(bits, places, wrong, expected, nearest)
 
 
 def _places_in(sets: ExpertSets, places: np.ndarray) -> np.ndarray:
@@ -177,20 +179,20 @@ def _other_layers(bits: np.ndarray, wanted: np.ndarray, wrong: np.ndarray) -> It
 
 
 def _run(
-    bits: np.ndarray, places: np.ndarray, wrong: np.ndarray, expected: Sequence[ExpertSets], of: int
+    bits: np.ndarray, places: np.ndarray, wrong: np.ndarray, expected: Sequence[ExpertSets], nearest: Sequence[int]
 ) -> Iterator[_Prediction]:
     """Wrong rows stand elsewhere in the expected routes. Rows that occur once or twice vote for how far they moved."""
-    layers = wrong.any(0)
-    near = range(max(0, of - MOST_MICRO_BATCHES // 2), min(len(expected), of + MOST_MICRO_BATCHES // 2))
-    origins: defaultdict[bytes, list[tuple[int, int]]] = defaultdict(list)
-    for index in near:
-        if expected[index].bits.shape[1:] == bits.shape[1:]:
-            keys = map(np.ndarray.tobytes, expected[index].bits[:, layers])
-            for row, key in zip(expected[index].rows.tolist(), keys, strict=True):
-                origins[key].append((index, row))
+    layers, num_indexed = wrong.any(0), 0
+    origins: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    for index in nearest:
+        num_indexed += len(expected[index].rows)
+        for row, key in zip(expected[index].rows.tolist(), _hash_rows(expected[index].bits[:, layers]), strict=True):
+            origins[key].append((index, row))
+        if num_indexed > MOST_INDEXED:
+            break
     moves = [
         [(index, row - place) for index, row in origins.get(key, ())]
-        for place, key in zip(places.tolist(), map(np.ndarray.tobytes, bits[:, layers]), strict=True)
+        for place, key in zip(places.tolist(), _hash_rows(bits[:, layers]), strict=True)
     ]
     votes = Counter(move for options in moves if len(options) <= 2 for move in options)
     taken = [max(options, key=lambda move: votes[move], default=(0, 0)) for options in moves]
@@ -198,9 +200,13 @@ def _run(
     if found.any():
         first = int(found.argmax())
         index, distance = taken[first]
-        whose = "of this micro-batch" if index == of else f"of micro-batch {index}"
+        whose = "of this micro-batch" if index == nearest[0] else f"of micro-batch {index}"
         text = f"from row {places[first]} on stand rows of other tokens, first row {places[first] + distance} {whose}"
         yield "run", text, np.where(found[:, None, None], bits, np.uint8(255))
+
+
+def _hash_rows(bits: np.ndarray) -> list[int]:
+    return [hash(row.tobytes()) for row in bits]
 
 
 def _judge_rest(micro: int, bits: np.ndarray, places: np.ndarray, wrong: np.ndarray, wanted: ExpertSets) -> Cause:

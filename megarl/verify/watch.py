@@ -57,8 +57,14 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
     ReplayError for modules without a decoder, and on entering while another watch is open.
     """
 
-    def __init__(self, model_chunks: Sequence[torch.nn.Module], on: bool = True, most_rows: int | None = 1024) -> None:
+    def __init__(
+        self,
+        model_chunks: Sequence[torch.nn.Module] | torch.nn.Module,
+        on: bool = True,
+        most_rows: int | None = 1024,
+    ) -> None:
         self._on, self._most_rows = on, most_rows
+        model_chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else model_chunks
         decoders = [chunk.decoder for chunk in map(unwrap, model_chunks) if getattr(chunk, "decoder", None) is not None]
         if not decoders:
             raise ReplayError("no model chunk has a decoder; expected the model chunks of this rank, each a GPTModel")
