@@ -28,13 +28,14 @@ class RoutingReport:
     """The first wrong row, "" if none."""
     missing: list[str] = field(default_factory=list)
     """Passes that are missing or too many, and passes with another number of rows."""
-    recomputed: int = 0
-    """Pairs of recomputations, compared with their forward pass."""
-    recomputed_right: int = 0
+    recomputed: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    """int64 [micro-batches, L], pairs of recomputations, compared with their forward pass."""
+    recomputed_right: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    """int64 [micro-batches, L], pairs of these with the experts of the forward pass."""
     num_zero_gates: int = 0
     """Pairs of token and expert whose gate weight is exactly 0: the expert is computed and counts nothing."""
     causes: list[Cause] = field(default_factory=list)
-    """Of forward passes, then of recomputations, one for each micro-batch with wrong rows, at most MOST_CAUSES each."""
+    """Of forward passes, then of recomputations, one for each micro-batch with wrong rows; at most MOST_CAUSES."""
 
     @property
     def right_share(self) -> float:
@@ -44,8 +45,7 @@ class RoutingReport:
     @property
     def is_right(self) -> bool:
         """Whether every compared row is right, no pass is missing, and no gate weight is 0."""
-        wrong = int(self.compared.sum() - self.right.sum()) + self.recomputed - self.recomputed_right
-        return not (wrong or self.missing or self.num_zero_gates or self.causes)
+        return not (self.causes or self.missing or self.num_zero_gates)
 
     def require(self) -> None:
         """ReplayError with the report as text unless ``is_right``; on this rank alone: over ranks, sum ``metrics``."""
@@ -57,8 +57,8 @@ class RoutingReport:
         return {
             "watch/compared": float(self.compared.sum()),
             "watch/right": float(self.right.sum()),
-            "watch/recomputed": float(self.recomputed),
-            "watch/recomputed_right": float(self.recomputed_right),
+            "watch/recomputed": float(self.recomputed.sum()),
+            "watch/recomputed_right": float(self.recomputed_right.sum()),
             "watch/passes_wrong": float(len(self.missing)),
             "watch/zero_gates": float(self.num_zero_gates),
         }
@@ -70,8 +70,9 @@ class RoutingReport:
             f"routing: {self.right.sum():,} of {self.compared.sum():,} rows are right, in {len(self.compared)} "
             f"micro-batches and {len(self.layers)} layers"
         ]
-        if self.recomputed:
-            lines.append(f"recomputed: {self.recomputed_right:,} of {self.recomputed:,} rows equal their forward pass")
+        if self.recomputed.any():
+            same, total = self.recomputed_right.sum(), self.recomputed.sum()
+            lines.append(f"recomputed: {same:,} of {total:,} rows equal their forward pass")
         if self.num_zero_gates:
             lines.append(f"gate weights: {self.num_zero_gates:,} are exactly 0: these experts count nothing")
         lines += self.missing
@@ -94,7 +95,8 @@ def compare_routes(
     decoder layer was expected to use.
     """
     report = RoutingReport(tuple(layers), num_zero_gates=num_zero_gates)
-    report.compared, report.right = np.zeros((2, len(seen), len(layers)), np.int64)
+    shape = 4, len(seen), len(layers)
+    report.compared, report.right, report.recomputed, report.recomputed_right = np.zeros(shape, np.int64)
     if len(seen) != len(expected):
         report.missing.append(f"{len(seen)} forward passes ran, expected {len(expected)}, one for each micro-batch")
     for micro, (used, wanted) in enumerate(zip(seen, expected, strict=False)):
@@ -111,8 +113,7 @@ def compare_routes(
         if not again.num_rows:
             continue
         compared, wrong = _compare(again, first)
-        report.recomputed += int(compared.sum())
-        report.recomputed_right += int((compared & ~wrong).sum())
+        report.recomputed[micro], report.recomputed_right[micro] = compared.sum(0), (compared & ~wrong).sum(0)
         _add_cause(report, f"recomputation of micro-batch {micro}", micro, again, wrong, seen)
     _check_complete(report, expected, recomputed)
     report.causes += _find_borrowed(draft, expected, layers)
