@@ -19,21 +19,21 @@ MOST_CAUSES = 8
 class RoutingReport:
     """What a comparison found; a (row, layer) pair is right if its set of experts is the expected one."""
 
-    layers: tuple[int, ...] = ()
-    compared: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    layers: tuple[int, ...]
+    num_zero_gates: int
+    """Pairs of token and expert whose gate weight is exactly 0: the expert is computed and counts nothing."""
+    compared: np.ndarray
     """int64 [micro-batches, L], pairs of forward passes with an expected row."""
-    right: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    right: np.ndarray
     """int64 [micro-batches, L], pairs of these with the expected experts."""
+    recomputed: np.ndarray
+    """int64 [micro-batches, L], pairs of recomputations, compared with their forward pass."""
+    recomputed_right: np.ndarray
+    """int64 [micro-batches, L], pairs of these with the experts of the forward pass."""
     first_wrong: str = ""
     """The first wrong row, "" if none."""
     missing: list[str] = field(default_factory=list)
     """Passes that are missing or too many, and passes with another number of rows."""
-    recomputed: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
-    """int64 [micro-batches, L], pairs of recomputations, compared with their forward pass."""
-    recomputed_right: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
-    """int64 [micro-batches, L], pairs of these with the experts of the forward pass."""
-    num_zero_gates: int = 0
-    """Pairs of token and expert whose gate weight is exactly 0: the expert is computed and counts nothing."""
     causes: list[Cause] = field(default_factory=list)
     """Of forward passes, then of recomputations, one for each micro-batch with wrong rows; at most MOST_CAUSES."""
 
@@ -94,9 +94,8 @@ def compare_routes(
     layers: numbers of the L layers for the text. draft: experts in prediction layers, which must not be those that a
     decoder layer was expected to use.
     """
-    report = RoutingReport(tuple(layers), num_zero_gates=num_zero_gates)
-    shape = 4, len(seen), len(layers)
-    report.compared, report.right, report.recomputed, report.recomputed_right = np.zeros(shape, np.int64)
+    counts = np.zeros((4, len(seen), len(layers)), np.int64)
+    report = RoutingReport(tuple(layers), num_zero_gates, counts[0], counts[1], counts[2], counts[3])
     if len(seen) != len(expected):
         report.missing.append(f"{len(seen)} forward passes ran, expected {len(expected)}, one for each micro-batch")
     for micro, (used, wanted) in enumerate(zip(seen, expected, strict=False)):
@@ -161,11 +160,11 @@ def _find_borrowed(
 ) -> Iterator[Cause]:
     """Yield a cause for each prediction layer that uses the expected routes of a decoder layer."""
     for micro, (used, wanted) in enumerate(zip(draft, expected, strict=False)):
-        index = np.clip(np.searchsorted(wanted.rows, used.rows), 0, max(0, len(wanted.rows) - 1))
-        for column in range(used.bits.shape[1]):
-            same = (used.bits[:, column, None] == wanted.bits[index]).all(2) & wanted.known[index]
-            shares = same.sum(0) / np.maximum(1, wanted.known[index].sum(0))
-            if len(used.rows) and shares.max() >= LEAST_EXPLAINED:
-                borrowed = layers[int(shares.argmax())]
-                text = f"micro-batch {micro}: prediction layer {column} uses the routes of layer {borrowed}"
-                yield Cause("draft", micro, float(shares.max()), text)
+        if used.num_rows != wanted.num_rows:
+            continue
+        present = wanted.known[used.rows]
+        same = (used.bits[:, :, None] == wanted.bits[used.rows][:, None]).all(3) & present[:, None]
+        shares = same.sum(0) / np.maximum(1, present.sum(0))
+        for layer, column in np.argwhere(shares >= LEAST_EXPLAINED).tolist():
+            text = f"micro-batch {micro}: prediction layer {layer} uses the routes of layer {layers[column]}"
+            yield Cause("draft", micro, float(shares[layer, column]), text)
