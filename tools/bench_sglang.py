@@ -249,9 +249,14 @@ def turns(url: str, model: Path, args: argparse.Namespace) -> list[Row]:
 
         def ask(request: SampleRequest) -> tuple[int, float, Rollout]:
             started = time.perf_counter()
-            answer = http.post("/generate", json=engine._make_body(request, params)).raise_for_status()
+            body = engine._make_body(request, params) | {"rid": "a"}
+            answer = http.post("/generate", json=body).raise_for_status()
             seconds = time.perf_counter() - started
-            return len(answer.content), seconds, parse_answer(request, answer.json(), 0, shape)
+            return (
+                len(answer.content),
+                seconds,
+                parse_answer(request, answer.json(), 0, shape, "a", params, engine._bounds),
+            )
 
         for _ in range(args.repeats):
             (request,) = requests_of(model, 1, 400)

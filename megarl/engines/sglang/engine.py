@@ -12,7 +12,7 @@ import torch
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, check_prompt, limit_response
-from megarl.engines.sglang.answers import Bounds, longest_answer, parse_answer
+from megarl.engines.sglang.answers import MOST_DRAWN_FROM, Bounds, longest_answer, parse_answer
 from megarl.engines.sglang.client import Call, ClientSettings, SGLangClient, Tell
 from megarl.engines.sglang.fleet import Fleet
 from megarl.engines.sglang.plugin.compact import make_header
@@ -20,9 +20,6 @@ from megarl.engines.sglang.transports.ipc import Helper
 from megarl.engines.weights import WeightForm
 from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
 from megarl.files.moe_shape import MoeShape
-
-MOST_DRAWN_FROM = 4000
-"""Most ids in a nucleus of the server: SGLang returns 4096 at most, ties included."""
 
 
 class SGLangEngine(Engine):
@@ -89,18 +86,12 @@ class SGLangEngine(Engine):
             raise RolloutError("the servers' model has no experts: set return_routed_experts to False")
 
         def decode(request: SampleRequest, answer: Any, rid: str) -> Rollout:
-            rollout = parse_answer(request, answer, self._version, shape, rid, params, self._bounds)
-            versions = set(rollout.weight_versions.tolist())
-            if versions != {self._version}:
-                raise RolloutError(
-                    f"{request.label}: made with weight versions {sorted(versions)}, expected {self._version} alone"
-                )
-            return rollout
+            return parse_answer(request, answer, self._version, shape, rid, params, self._bounds)
 
         self._sampling = True
         try:
             body = partial(self._make_body, params=params)
-            most_bytes = partial(longest_answer, shape=shape, params=params, most_drawn_from=MOST_DRAWN_FROM)
+            most_bytes = partial(longest_answer, shape=shape, params=params)
             self._client.converse(begin, Call(body, decode, on_finish, str(self._version), most_bytes))
         finally:
             self._sampling = False
