@@ -218,7 +218,6 @@ def _make_fleet(
         tp=settings.tp,
         api_key=key,
         routes=servers_record(config),
-        nucleus=config.rollout.top_p < 1,
         source=source,
         served=_served_model(config, folder),
         transport=transport,

@@ -78,8 +78,6 @@ class FleetState:
     api_key: str | None = None
     routes: bool = True
     """Whether the servers must return routes."""
-    nucleus: bool = False
-    """Whether ``top_p`` is below 1."""
     source: Path | None = None
     """Checkpoint folder with the model's config and tokenizer; None: the model folder of the first of ``specs``."""
     settings: FleetSettings = field(default_factory=FleetSettings)
@@ -177,14 +175,14 @@ class Member:
         """Make a new sender; RolloutError without an answer, ConfigError if megarl cannot use the server."""
         fleet = self.fleet
         info = server_info(self.url, fleet.api_key, deadline())
-        release, warnings = check_server(info, fleet.tp, fleet.routes, fleet.nucleus, fleet.source)
+        warnings = check_server(info, fleet.tp, fleet.routes)
         self.gives_checksums = gives_checksums(info)
         if self.connection is not None:
             self.connection.leave_group()  # not closed: a keeper may use the connection
         for warning in warnings if self.connection is None else ():
             self.fleet.tell(f"warning: {warning}")
         gpus = (self.process and self.process.spec.gpus) or ()
-        self.connection = WeightSender(self.url, release, tp=fleet.tp, api_key=fleet.api_key, gpus=gpus)
+        self.connection = WeightSender(self.url, tp=fleet.tp, api_key=fleet.api_key, gpus=gpus)
 
     def find_version(self) -> str | None:
         """Return the server's name for its weights, empty if unknown; None without an answer."""

@@ -277,8 +277,7 @@ def _check(config: Config, place: str) -> Examined:
         else:
             info = _predict_info(config, place)
         release = str(info.get("version"))
-        source = Path(config.model.path)
-        _, warnings = check_server(info, config.sglang.tp, servers_record(config), config.rollout.top_p < 1, source)
+        warnings = check_server(info, config.sglang.tp, servers_record(config))
     except MegarlError as error:
         return Examined(place, release, problem=str(error))
     problem = None
