@@ -13,6 +13,7 @@ import os
 import random
 import re
 import uuid
+from weakref import WeakKeyDictionary
 
 import aiohttp
 from pydantic import BaseModel, TypeAdapter
@@ -20,7 +21,6 @@ from pydantic import BaseModel, TypeAdapter
 from megarl.config.tables.data import RewardModelConfig
 from megarl.errors import ConfigError, RolloutError
 from megarl.files.foreign_json import UNPACKED, check_types, parse_json, read_body, retry_after
-from megarl.files.per_loop import PerLoop
 
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 8.0
 """Longest wait before the second attempt, which doubles with each attempt; and the longest wait of all."""
@@ -70,7 +70,7 @@ class RewardModel:
         self._key = "" if config.api_key_env is None else os.environ.get(config.api_key_env, "")
         if config.api_key_env is not None and not self._key:
             raise ConfigError(f"reward_model.api_key_env: found no variable {config.api_key_env}; export it")
-        self._places = PerLoop(lambda: asyncio.Semaphore(config.concurrency))
+        self._places = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
 
     async def __call__(self, *, prompt: str, response: str, answer: str) -> float:
         """Return the score of the response."""
@@ -82,7 +82,7 @@ class RewardModel:
         """Return the score of a text, after several attempts, each at the next server; the last error without one."""
         urls, first = self.config.urls, next(self._turns)
         failure: Exception = RolloutError("the reward model was not asked")
-        async with self._places.get():
+        async with self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.config.concurrency)):
             for attempt in range(self.config.attempts):
                 if attempt:  # with a random pause, so that ranks do not ask at the same time
                     pause_s = min(BACKOFF_S * 2 ** (attempt - 1), MAX_BACKOFF_S)
