@@ -45,7 +45,7 @@ from megarl.engines.sglang.engine import SGLangEngine
 from megarl.engines.sglang.plugin.compact import compact, make_header
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
-from megarl.files.moe_shape import MoeShape
+from megarl.files.hf_config import MoeShape
 from megarl.routes.answers import decode_routes
 from megarl.routes.turns import join, known_rows
 

@@ -27,7 +27,7 @@ from megarl.engines.sglang.plugin.compact import make_header
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec, environment
 from megarl.engines.weights import WeightForm
-from megarl.files.moe_shape import MoeShape
+from megarl.files.hf_config import MoeShape
 from megarl.routes.answers import decode_routes, is_compact
 from megarl.routes.turns import join, known_rows
 

@@ -15,7 +15,7 @@ from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang.answers import Bounds, parse_answer
 from megarl.errors import ConfigError, RolloutError, TraceError
-from megarl.files.moe_shape import MoeShape
+from megarl.files.hf_config import MoeShape
 from megarl.routes import encode
 from megarl.routes.answers import read_routes
 

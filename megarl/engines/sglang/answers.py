@@ -17,7 +17,7 @@ from megarl.core.types import FinishReason, Rollout, SampleRequest
 from megarl.engines.protocol import SamplingParams, limit_response, too_many_kept
 from megarl.errors import DataError, RolloutError
 from megarl.files.foreign_json import check_types
-from megarl.files.moe_shape import MoeShape
+from megarl.files.hf_config import MoeShape
 from megarl.routes.answers import longest_text, routes_from_sglang
 
 _FINISH: Mapping[object, FinishReason] = {"stop": "stop", "length": "length"}

@@ -19,7 +19,7 @@ from megarl.engines.sglang.plugin.compact import make_header
 from megarl.engines.sglang.transports.ipc import Helper
 from megarl.engines.weights import WeightForm
 from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
-from megarl.files.moe_shape import MoeShape
+from megarl.files.hf_config import MoeShape
 
 
 class SGLangEngine(Engine):

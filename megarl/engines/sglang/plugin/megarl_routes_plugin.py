@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megarl.files.moe_shape import MoeShape
+    from megarl.files.hf_config import MoeShape
 
 MODULE = "sglang.srt.managers.tokenizer_manager"
 TARGET = "TokenizerManager.generate_request"
