@@ -36,11 +36,11 @@ from urllib.parse import urlsplit
 import httpx
 import numpy as np
 
+from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.tiny import write_tiny_model
 from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang.answers import parse_answer
-from megarl.engines.sglang.client import ClientSettings
 from megarl.engines.sglang.engine import SGLangEngine
 from megarl.engines.sglang.plugin.compact import compact, make_header
 from megarl.engines.sglang.server import Server
@@ -168,7 +168,7 @@ def answer_sizes(url: str, body: bytes, shape: MoeShape) -> None:
 
 def engine_of(url: str, model: Path, **settings: Any) -> SGLangEngine:
     config = json.loads((model / "config.json").read_text())
-    engine = SGLangEngine([url], config, fleet=None, settings=ClientSettings(**settings))
+    engine = SGLangEngine([url], config, fleet=None, settings=SGLangConfig(**settings))
     engine.update_weights([], 0)  # none are sent: the server keeps its own
     return engine
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.types import SampleRequest
 from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang import client as sglang_client
-from megarl.engines.sglang.client import ClientSettings
 from megarl.engines.sglang.engine import SGLangEngine
 from megarl.errors import RolloutError
 
@@ -114,7 +114,7 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def engine_before(server: Liar, told: list[str], **settings: Any) -> Iterator[SGLangEngine]:
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    url, own = f"http://127.0.0.1:{server.server_address[1]}", ClientSettings(**settings)
+    url, own = f"http://127.0.0.1:{server.server_address[1]}", SGLangConfig(**settings)
     engine = SGLangEngine([url], CONFIG, fleet=None, settings=own, tell=told.append)
     engine._version, engine._complete = VERSION, True
     with pytest.MonkeyPatch.context() as patch:

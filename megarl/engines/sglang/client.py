@@ -18,9 +18,10 @@ from typing import Any
 
 import aiohttp
 
+from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.protocol import Begin, OnFinish, Session, run_session
-from megarl.engines.sglang.http import authorization, is_ready
+from megarl.engines.sglang.http import is_ready
 from megarl.errors import DataError, RequestError, RolloutError, TraceError
 from megarl.files.foreign_json import UNPACKED, parse_json, read_body, retry_after
 
@@ -40,6 +41,8 @@ BACKOFF_S = 0.5
 """Wait before a request is sent again; doubles with each attempt."""
 MAX_WAIT_S = 30.0
 """Longest wait before a request is sent again, whatever its Retry-After says."""
+LOSSES = 30
+"""Lost connections, or waits for a busy server, of one request before the rollout fails."""
 MAX_ANSWER_BYTES = 1 << 30
 """Of the answer to a request of unknown length."""
 
@@ -49,26 +52,6 @@ Tell = Callable[[str], None]
 Body = Callable[[SampleRequest], dict[str, Any]]
 Limit = Callable[[SampleRequest], int]
 """Returns the longest honest answer to a request, in bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClientSettings:
-    """Load on the servers, and their time limits."""
-
-    concurrency: int = 256
-    """Requests of one server at a time."""
-    deadline_s: float = 600.0
-    """Longest time from sending a request to the whole answer."""
-    attempts: int = 4
-    """Failures (bad answer or deadline) of one request before the rollout fails."""
-    losses: int = 30
-    """Lost connections, or waits for a busy server, of one request before the rollout fails."""
-    recovery_s: float = 300.0
-    """Seconds until an absent server counts as down; the rollout fails when all servers are down."""
-    api_key: str | None = None
-    """Sent as a bearer token."""
-    compact_routes: bool = True
-    """Ask for routes in the short form, which only servers with megarl's plugin know."""
 
 
 class RetryError(Exception):
@@ -129,14 +112,15 @@ class SGLangClient:
     """Sends ``/generate`` requests to the servers at ``urls``."""
 
     def __init__(
-        self, urls: Sequence[str], settings: ClientSettings, headers: Mapping[str, str] = {}, tell: Tell = print
+        self, urls: Sequence[str], settings: SGLangConfig, headers: Mapping[str, str] = {}, tell: Tell = print
     ) -> None:
-        """``headers`` go with every request. ``tell`` gets a line for the first event of a kind in a ``converse``."""
+        """``headers`` go with every request, an API key among them. ``tell`` gets a line for the first
+        event of a kind in a ``converse``."""
         if not urls:
             raise RolloutError("there is no SGLang server to send requests to")
         self.urls = list(urls)
         self.settings = settings
-        self.headers = authorization(settings.api_key) | UNPACKED | dict(headers)
+        self.headers = UNPACKED | dict(headers)
         self.tell = tell
         self.counts = Counter[str]()
         """Of the last ``converse``, see ``Engine.answer_counts``."""
@@ -258,7 +242,7 @@ class _RequestSession(Session):
                 raise WrongAnswerError(f"{server.url}: {error}") from error
         except AwayError as failure:
             job.losses += 1
-            if job.losses >= settings.losses:
+            if job.losses >= LOSSES:
                 raise RolloutError(
                     f"{job.request.label}: lost {job.losses} times with its connection, the last: {failure}; if this "
                     "request ends the server, its log says why"
@@ -285,7 +269,7 @@ class _RequestSession(Session):
         job.losses += status in BUSY
         job.failures += status not in BUSY
         tries = job.failures + job.losses
-        if job.failures >= settings.attempts or job.losses >= settings.losses:
+        if job.failures >= settings.attempts or job.losses >= LOSSES:
             last = f"{job.request.label}: {tries} attempts failed, the last: {reason}"
             if status != TOO_LARGE:
                 raise RolloutError(last) from failure
@@ -330,7 +314,8 @@ class _RequestSession(Session):
 
     async def _await_return(self, server: _Server, failure: AwayError) -> None:
         """Assign requests to a server again when it has the weights; RolloutError if all servers stay away."""
-        until = asyncio.get_running_loop().time() + self._settings.recovery_s
+        is_restarted = self._settings.urls or self._settings.max_restarts
+        until = asyncio.get_running_loop().time() + (self._settings.start_deadline_s if is_restarted else 1.0)
         while asyncio.get_running_loop().time() < until:
             await asyncio.sleep(RETURN_POLL_S)
             if await is_ready(self._http, server.url, self._call.version):

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, check_prompt, limit_response
 from megarl.engines.sglang.answers import MOST_DRAWN_FROM, Bounds, longest_answer, parse_answer
-from megarl.engines.sglang.client import Call, ClientSettings, SGLangClient, Tell
+from megarl.engines.sglang.client import Call, SGLangClient, Tell
 from megarl.engines.sglang.fleet import Fleet
+from megarl.engines.sglang.http import authorization
 from megarl.engines.sglang.plugin.compact import make_header
 from megarl.engines.sglang.transports.ipc import Helper
 from megarl.engines.weights import WeightForm
@@ -37,16 +39,18 @@ class SGLangEngine(Engine):
         fleet: Fleet | None,
         helper: Helper | None = None,
         agree: Callable[[MegarlError | None], None] | None = None,
-        settings: ClientSettings | None = None,
+        settings: SGLangConfig | None = None,
+        api_key: str | None = None,
         form: WeightForm | None = None,
         tell: Tell = print,
     ) -> None:
         """config: the model's config.json. fleet: sends the weights, in ``form`` (default bf16); absent on all ranks
         but the sender. helper: makes handles of the rank's memory for the servers. agree: a barrier of the ranks that
         share the servers; an error on any rank is raised on all ranks. tell: gets a line about wrong answers."""
-        settings = settings or ClientSettings()
+        settings = settings or SGLangConfig()
         self._shape = MoeShape.of(config)
-        self._client = SGLangClient(urls, settings, make_header(self._shape) if settings.compact_routes else {}, tell)
+        headers = authorization(api_key) | (make_header(self._shape) if settings.compact_routes else {})
+        self._client = SGLangClient(urls, settings, headers, tell)
         if config.get("model_type") in ("qwen2_moe", "qwen3_moe") and self._shape.dense_layers:
             raise ConfigError(
                 f"only layers {self._shape.moe_layers} of {self._shape.num_layers} have experts: SGLang's Qwen models "

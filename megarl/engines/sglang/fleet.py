@@ -103,7 +103,7 @@ class Fleet(FleetState):
             with self._pause_keepers():
                 self._each_member(lambda member: member.sender.take_memory("weights"), self._resting)
                 self.each(lambda sender: sender.begin())
-                if isinstance(place := self.settings.copies, Path) and (model := self.served or self.source):
+                if isinstance(place := self.copies, Path) and (model := self.served or self.source):
                     delivery.folder = WeightFolder(place, model, version)
                 copy, total = self._deliver(buckets, delivery)
                 self.each(lambda sender: sender.finish(version))
@@ -212,9 +212,9 @@ class Fleet(FleetState):
         def pass_on(bucket: Bucket) -> None:
             if folder is not None:
                 folder.add(bucket)
-            elif self.settings.copies == "memory":
+            elif self.copies == "memory":
                 copies.append(bucket.spare())
-            sums.append(0 if self.settings.checksums is False else bucket.sum_bytes())
+            sums.append(bucket.sum_bytes() if self.settings.checksums else 0)
             self.transport.send(bucket, delivery)
 
         with delivery.line:
@@ -224,27 +224,16 @@ class Fleet(FleetState):
             delivery.line.wait()
         if folder is not None:
             return folder.finish(), sum(sums)
-        return copies if self.settings.copies == "memory" else None, sum(sums)
+        return copies if self.copies == "memory" else None, sum(sums)
 
     def _compare_checksums(self, version: int, total: int) -> Checksums | None:
         """Return the checksums of all servers, None unless compared; WeightSyncError if two servers differ, or if all
         are as before although other weights were sent. total: sum of the bytes that were sent."""
         by_url: dict[str, Checksums] = {}
-        is_must = self.settings.checksums
-
-        def ask(member: Member) -> None:
-            try:
-                by_url[member.url] = member.sender.checksums()
-            except WeightSyncError as error:
-                if is_must or isinstance(error, HangError | GoneError):
-                    raise
-                member.gives_checksums = False
-                self.tell(f"warning: weights that servers do not take are not found: {error}")
-
-        if is_must or (is_must is None and all(member.gives_checksums for member in self.present)):
-            self._each_member(ask)
+        if self.settings.checksums:
+            self._each_member(lambda member: by_url.update({member.url: member.sender.checksums()}))
         present = self.present
-        if not present or any(member.url not in by_url for member in present):
+        if not by_url or not present:
             return None
         first = by_url[present[0].url]
         for member in present:

@@ -14,8 +14,6 @@ from megarl.errors import ConfigError, RolloutError
 Version = tuple[int, int, int]
 OLDEST, NEWEST = (0, 5, 21), (0, 5, 23)
 """Earlier releases lack update sessions, and run the pickles of whoever reaches their port."""
-CHECKSUMS_ON_CPU = (0, 5, 23)
-"""The first release whose /weights_checker answers on a CPU too."""
 Arguments = Mapping[str, Any]
 """Name with underscores -> value, as in /server_info; an absent argument has its default."""
 
@@ -94,11 +92,6 @@ def _read_faults() -> tuple[Fault, ...]:
 FAULTS = _read_faults()
 
 
-def gives_checksums(info: Arguments) -> bool:
-    """Whether the server of a /server_info answer has checksums of its weights."""
-    return info.get("device") != "cpu" or parse_version(str(info.get("version"))) >= CHECKSUMS_ON_CPU
-
-
 def check_server(info: Arguments, tp: int, routes: bool = True) -> list[str]:
     """Return warnings about a /server_info answer; ConfigError if megarl cannot use the server, or if its
     tensor-parallel size is not ``tp``. routes: whether the server must return routes."""
@@ -116,8 +109,6 @@ def check_server(info: Arguments, tp: int, routes: bool = True) -> list[str]:
         warnings.append("no API key: whoever reaches the server can replace its weights; start it with --api-key")
     if info.get("speculative_algorithm") is not None:
         warnings.append("speculative decoding: megarl was never tried with it; watch rollout/k3")
-    if not gives_checksums(info):
-        warnings.append(f"SGLang {text} gives no checksums on a CPU: weights that it does not take are not found")
     if version > NEWEST:
         warnings.append(f"SGLang {text} is newer than {dotted(NEWEST)}, the last release that megarl was tried with")
     return warnings

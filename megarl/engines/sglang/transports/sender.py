@@ -136,7 +136,7 @@ class WeightSender:
             if answer.status_code == 200 and (ranks := self._read(answer)["ranks"]):
                 return [dict(rank["checksums"]) for rank in ranks]
         message = f"{self.url} gives no checksums, HTTP {answer.status_code}: {answer.text[:300]}"
-        raise WeightSyncError(f"{message}; take a later release, or set sglang.checksums = false")
+        raise WeightSyncError(f"{message}; on a CPU take SGLang 0.5.23 or later, or set sglang.checksums = false")
 
     def weight_version(self, timeout_s: float | None = None) -> str:
         """Returns the server's name for the version of its weights; WeightSyncError without a name."""
