@@ -132,7 +132,7 @@ def test_no_lie_is_taken(name: str) -> None:
         assert {rollout.finish_reason for rollout in rollouts} == {"stop"}
         assert engine.answer_counts["wrong_answers"] >= 3
     (line,) = told
-    assert "a wrong answer, which is asked for again: http://127.0.0.1" in line
+    assert "wrong answers, which are asked for again, the first: http://127.0.0.1" in line
     stays = engine_before(Liar(LIES[name], every=1), [], attempts=2)
     cause = {"token beyond the vocabulary": "token 40", "one row": "same", "a list": "read"}.get(name, "")
     told_last = rf"group \d sample 0: 2 attempts failed, the last: http://127.*{cause}"

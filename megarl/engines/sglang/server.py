@@ -19,10 +19,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Literal, Self
 
 import httpx
 import psutil
@@ -73,11 +73,6 @@ class Server:
         return f"http://{url_host(self.spec.host)}:{self._port}"
 
     @property
-    def pid(self) -> int | None:
-        """Process id of the reaper, also the id of the server's process group; None while stopped."""
-        return None if self._process is None else self._process.pid
-
-    @property
     def alive(self) -> bool:
         """Whether the process runs; the server may still be unhealthy."""
         try:
@@ -125,17 +120,16 @@ class Server:
         while True:
             if ended is not None and ended.is_set():
                 raise RolloutError(f"the SGLang server at {self.url} is not needed any more")
+            remaining, problem = end - time.monotonic(), None
             if (code := self._exit_code()) is not None:
-                break
-            remaining = end - time.monotonic()
-            if remaining <= 0:
+                problem = f"ended with exit code {code} before it was ready: the reason is in"
+            elif remaining <= 0:
                 problem = f"was not ready after {deadline_s:.0f} s: allow more time if it still loads, else look into"
+            if problem is not None:
                 raise RolloutError(f"the SGLang server at {self.url} {problem} {log}{self.log_tail()}")
             if self.healthy(timeout_s=min(HEALTH_TIMEOUT_S, remaining)):
                 return
             time.sleep(min(0.2, remaining))
-        problem = f"ended with exit code {code} before it was ready: the reason is in"
-        raise RolloutError(f"the SGLang server at {self.url} {problem} {log}{self.log_tail()}")
 
     def healthy(self, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
         """Whether the server passes its health check in time: a generated token, or a generation in progress."""
@@ -145,11 +139,6 @@ class Server:
         except httpx.HTTPError:
             return False
         return answer.status_code == 200
-
-    @property
-    def version(self) -> str:
-        """The running server's release of SGLang, for example 0.5.23."""
-        return str(server_info(self.url, self.spec.api_key)["version"])
 
     def stop(self, grace_s: float = 10.0) -> None:
         """End the server and all processes: SIGTERM to the group, SIGKILL after ``grace_s``.
@@ -181,11 +170,11 @@ class Server:
         # The leader stays a zombie until the end, which reserves the process id.
         return [process for process in psutil.process_iter() if _is_living_member(process, self._process.pid)]
 
-    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+    def log_tail(self) -> str:
         """Return the last lines of the server's output since its start."""
         with open(self.spec.log_file, "rb") as log:
             log.seek(self._log_start)
-            text = "\n".join(log.read().decode("utf-8", errors="replace").splitlines()[-lines:])
+            text = "\n".join(log.read().decode("utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:])
         return text.replace(self.spec.api_key, "***") if self.spec.api_key else text  # SGLang prints its arguments
 
     def _exit_code(self) -> int | None:
@@ -240,43 +229,24 @@ def _is_living_member(process: psutil.Process, leader_pid: int) -> bool:
 ASK_S = 20.0
 
 
-@dataclass(frozen=True, slots=True)
-class Examined:
-    """An environment for servers, or a running server, before a run."""
-
-    where: str
-    """Path of the interpreter, or URL."""
-    release: str | None = None
-    """None: unknown."""
-    warnings: tuple[str, ...] = ()
-    problem: str | None = None
-    """Why a run would refuse the server, and the remedy; None: no problem."""
-
-
-def examine(config: Config) -> list[Examined]:
-    """Ask the servers in sglang.urls, or the interpreter sglang.python; starts no server."""
-    return [_check(config, place) for place in config.sglang.urls or [str(config.sglang.python)]]
-
-
-def _predict_info(config: Config, python: str) -> Mapping[str, Any]:
-    """Return the expected /server_info of a server with these settings, as far as the command line shows."""
-    settings = config.sglang
-    gpus, arguments = tuple(settings.gpus[: settings.tp]) or None, tuple(settings.arguments)
-    programs = config.model.path, python, SERVER_DTYPES[config.rollout.dtype], os.devnull
-    spec = ServerSpec(*programs, tp=settings.tp, gpus=gpus, routes=servers_record(config), extra_args=arguments)
-    # Servers started by megarl have a key, which is not on the command line.
-    return {**parse_arguments(command(spec)), "api_key": True, "version": installed_release(Path(python))}
-
-
-def _check(config: Config, place: str) -> Examined:
-    release = None
-    try:
-        if config.sglang.urls:
-            info = server_info(place, key_named(config.sglang.api_key_env), ASK_S)
-        else:
-            info = _predict_info(config, place)
-        release = str(info.get("version"))
-        warnings = check_server(info, config.sglang.tp, servers_record(config))
-    except MegarlError as error:
-        return Examined(place, release, problem=str(error))
-    return Examined(place, release, tuple(warnings))
+def examine(config: Config) -> Iterator[tuple[str, Literal["ok", "warning", "failed"], str]]:
+    """Yield (interpreter or URL, status, text) of the servers in sglang.urls, or of sglang.python; starts no server."""
+    settings, routes = config.sglang, servers_record(config)
+    for place in settings.urls or [str(settings.python)]:
+        try:
+            if settings.urls:
+                info = server_info(place, key_named(settings.api_key_env), ASK_S)
+            else:
+                gpus, arguments = tuple(settings.gpus[: settings.tp]) or None, tuple(settings.arguments)
+                programs = config.model.path, place, SERVER_DTYPES[config.rollout.dtype], os.devnull
+                spec = ServerSpec(*programs, tp=settings.tp, gpus=gpus, routes=routes, extra_args=arguments)
+                # Servers started by megarl have a key, which is not on the command line.
+                expected = {"api_key": True, "version": installed_release(Path(place))}
+                info = {**parse_arguments(command(spec)), **expected}
+            warnings = check_server(info, settings.tp, routes)
+        except MegarlError as error:
+            yield place, "failed", str(error)
+            continue
+        for warning in warnings:
+            yield place, "warning", warning
+        yield place, "ok", f"SGLang {info['version']}"

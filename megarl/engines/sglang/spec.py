@@ -21,13 +21,8 @@ NOT_EXTRA = {
     "api_key": "every user of the host could read it there: set api_key",
     "config": "it could set anything unchecked: give the arguments themselves",
     "weight_version": "a restarted server must not name its old weights as the current ones",
-    "model_path": "set model_path",
-    "model": "set model_path",
-    "host": "set host",
-    "port": "set port",
-    "tp_size": "set tp",
-    "tensor_parallel_size": "set tp",
-    "tp": "set tp",
+    **{"model_path": "set model_path", "model": "set model_path", "host": "set host", "port": "set port"},
+    **dict.fromkeys(("tp_size", "tensor_parallel_size", "tp"), "set tp"),
 }
 """Arguments that extra_args may not hold, and the remedy."""
 

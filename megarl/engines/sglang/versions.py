@@ -83,13 +83,8 @@ def parse_version(text: str) -> Version:
     return int(match[1]), int(match[2]), int(match[3])
 
 
-def _read_faults() -> tuple[Fault, ...]:
-    table = tomllib.loads(Path(__file__).with_name("releases.toml").read_text("utf-8"))["faults"]
-    assert table.keys() == _CAUSES.keys(), "releases.toml and _CAUSES have other faults"
-    return tuple(Fault(name=name, applies=_CAUSES[name], **entry) for name, entry in table.items())
-
-
-FAULTS = _read_faults()
+_TABLE = tomllib.loads(Path(__file__).with_name("releases.toml").read_text("utf-8"))["faults"]
+FAULTS = [Fault(name, cause, **_TABLE[name]) for name, cause in _CAUSES.items()]
 
 
 def check_server(info: Arguments, tp: int, routes: bool = True) -> list[str]:

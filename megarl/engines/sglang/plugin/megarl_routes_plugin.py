@@ -55,17 +55,12 @@ def import_megarl() -> None:
     Its directory must not be on PYTHONPATH, because it may be the site-packages of a foreign environment. ImportError
     without the package.
     """
-    if importlib.util.find_spec("megarl") is not None:
-        return
-    root = Path(__file__).resolve().parents[3]
-    spec = importlib.util.spec_from_file_location(
-        "megarl", root / "__init__.py", submodule_search_locations=[str(root)]
-    )
-    if spec is None or spec.loader is None:
-        raise ImportError(f"found no package megarl at {root}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["megarl"] = module
-    spec.loader.exec_module(module)
+    if importlib.util.find_spec("megarl") is None:
+        sys.path.append(str(Path(__file__).resolve().parents[4]))
+        try:
+            importlib.import_module("megarl")
+        finally:
+            sys.path.pop()
 
 
 def generate_request(
