@@ -4,13 +4,12 @@ Plain text is tokenized with the tokenizer's special tokens. Chat messages, and 
 pass through the tokenizer's chat template, which adds the special tokens.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -20,11 +19,8 @@ from megarl.data.records import Record, get_field, read_records, type_name
 from megarl.data.tokenizer import count_rows, find_prefix, tokenize
 from megarl.errors import ConfigError, DataError
 
-_BATCH = 1024
-"""Number of texts that are tokenized at a time."""
 _MOST_MARK_TOKENS = 32
 """Tokens at the end of a prompt in which a mark of the response is looked for."""
-_Row = TypeVar("_Row")
 NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -87,12 +83,12 @@ def load_prompts(
         text = reader.text(record, place)
         return text, answer_text(get_field(record, answer_field, place), answer_field, place)
 
-    prompts: list[Prompt] = []
-    for rows in in_batches(read_records(source, split=split, limit=limit), read):
-        encoded = reader.encode([text for text, _ in rows], max_prompt_tokens)
-        for (text, answer), tokens in zip(rows, encoded, strict=True):
-            prompts.append(Prompt(len(prompts), np.array(tokens, np.int32), text.text, answer, text.place))
-    return prompts
+    rows = [read(place, record) for place, record in read_records(source, split=split, limit=limit)]
+    encoded = reader.encode([text for text, _ in rows], max_prompt_tokens)
+    return [
+        Prompt(index, np.array(tokens, np.int32), text.text, answer, text.place)
+        for index, ((text, answer), tokens) in enumerate(zip(rows, encoded, strict=True))
+    ]
 
 
 def load_demonstrations(
@@ -135,17 +131,17 @@ def load_demonstrations(
         return text, Text(place, response, plain=False)
 
     demonstrations: list[Demonstration] = []
-    for rows in in_batches(read_records(path), read):
-        prompts = reader.encode([text for text, _ in rows], max_prompt_tokens)
-        responses = reader.encode_responses([response for _, response in rows], prompts, response_field)
-        for (text, _), prompt, ids in zip(rows, prompts, responses, strict=True):
-            if ids[-1] != end_token:
-                ids.append(end_token)
-            tokens = np.array([*prompt, *ids], dtype=np.int32)
-            limit = ("the response with its end", "rollout.max_response_tokens")
-            _check_length(len(ids), max_response_tokens, *limit, text.place)
-            _check_length(len(tokens), max_positions, "prompt with response", "the model's positions", text.place)
-            demonstrations.append(Demonstration(tokens, np.arange(len(tokens)) >= len(prompt), text.place))
+    rows = [read(place, record) for place, record in read_records(path)]
+    prompts = reader.encode([text for text, _ in rows], max_prompt_tokens)
+    responses = reader.encode_responses([response for _, response in rows], prompts, response_field)
+    for (text, _), prompt, ids in zip(rows, prompts, responses, strict=True):
+        if ids[-1] != end_token:
+            ids.append(end_token)
+        tokens = np.array([*prompt, *ids], dtype=np.int32)
+        limit = ("the response with its end", "rollout.max_response_tokens")
+        _check_length(len(ids), max_response_tokens, *limit, text.place)
+        _check_length(len(tokens), max_positions, "prompt with response", "the model's positions", text.place)
+        demonstrations.append(Demonstration(tokens, np.arange(len(tokens)) >= len(prompt), text.place))
     return demonstrations
 
 
@@ -199,15 +195,6 @@ class Text(NamedTuple):
     text: str
     plain: bool
     """Whether the tokenizer adds special tokens: not after a chat template, nor to a response."""
-
-
-def in_batches(
-    records: Iterator[tuple[str, Record]], read: Callable[[str, Record], _Row | None]
-) -> Iterator[list[_Row]]:
-    """Yield the rows read from records in batches, without None."""
-    rows = (row for place, record in records if (row := read(place, record)) is not None)
-    while batch := list(islice(rows, _BATCH)):
-        yield batch
 
 
 class PromptReader:

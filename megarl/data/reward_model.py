@@ -20,13 +20,11 @@ from pydantic import BaseModel, TypeAdapter
 
 from megarl.config.tables.data import RewardModelConfig
 from megarl.errors import ConfigError, RolloutError
-from megarl.files.foreign_json import UNPACKED, check_types, parse_json, read_body, retry_after
+from megarl.files.foreign_json import UNPACKED, check_types, parse_json, read_body
 
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 8.0
 """Longest wait before the second attempt, which doubles with each attempt; and the longest wait of all."""
 _FIELDS = re.compile(r"\{(prompt|response|answer)\}")
-MAX_WAIT_S = 30.0
-"""Longest wait that a busy server may ask for."""
 MAX_BYTES = 1 << 20
 """Size of an answer."""
 
@@ -43,14 +41,6 @@ class _Scores(BaseModel):
 
 
 _ANSWER = TypeAdapter(list[_Scores])
-
-
-class _BusyError(ValueError):
-    """The server may serve the text after ``wait_s`` seconds."""
-
-    def __init__(self, message: str, wait_s: float) -> None:
-        super().__init__(message)
-        self.wait_s = wait_s
 
 
 class RewardModel:
@@ -86,8 +76,7 @@ class RewardModel:
             for attempt in range(self.config.attempts):
                 if attempt:  # with a random pause, so that ranks do not ask at the same time
                     pause_s = min(BACKOFF_S * 2 ** (attempt - 1), MAX_BACKOFF_S)
-                    wait_s = getattr(failure.__cause__, "wait_s", 0.0)
-                    await asyncio.sleep(wait_s + random.uniform(pause_s / 2, pause_s))
+                    await asyncio.sleep(random.uniform(pause_s / 2, pause_s))
                 url = urls[(first + attempt) % len(urls)]
                 try:
                     async with asyncio.timeout(self.config.timeout_s):
@@ -98,7 +87,6 @@ class RewardModel:
                     raise
                 except (aiohttp.ClientError, OSError, ValueError) as error:
                     failure = RolloutError(f"reward model: {url}: {self._describe(error)}")
-                    failure.__cause__ = error
         raise failure
 
     async def _post(self, url: str, text: str) -> float:
@@ -111,8 +99,7 @@ class RewardModel:
             aiohttp.ClientSession(headers=headers, **options) as http,
             http.post(place, json={"text": [text], "rid": [rid]}, allow_redirects=False) as response,
         ):
-            status, wait_s = response.status, retry_after(response.headers, MAX_WAIT_S)
-            data = await read_body(response, place, MAX_BYTES)
+            status, data = response.status, await read_body(response, place, MAX_BYTES)
         answer = f"HTTP {status}: {' '.join(self._describe(data.decode(errors='replace')).split())[:200]}"
         if status in (401, 403, 404, 405):
             raise ConfigError(
@@ -121,7 +108,7 @@ class RewardModel:
             )
         if status != 200:
             is_final = 400 <= status < 500 and status not in (408, 429)
-            raise RolloutError(f"reward model: {url}: {answer}") if is_final else _BusyError(answer, wait_s)
+            raise RolloutError(f"reward model: {url}: {answer}") if is_final else ValueError(answer)
         rows = check_types(_ANSWER, parse_json(data, place, MAX_BYTES), place)
         if len(rows) != 1 or rows[0].meta_info.id not in (None, rid):
             raise ValueError("an answer to another request")

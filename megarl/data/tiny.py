@@ -6,7 +6,6 @@ correct behaviour. The task shows that the RL loop works, not that RL teaches a 
 """
 
 import os
-import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,8 +73,7 @@ def write_tiny_model(
         dtype="float32",
     )
     target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent, ignore_cleanup_errors=True) as made:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config)
@@ -84,12 +82,10 @@ def write_tiny_model(
             with torch.no_grad():
                 model.get_input_embeddings().weight[PAD_ID].normal_(0.0, initializer_range)
         logging.disable_progress_bar()  # for a single small file
-        model.save_pretrained(staging)
-        _save_tokenizer(staging, max_positions)
-        staging.chmod(0o755)  # mkdtemp makes private folders
-        os.replace(staging, target)  # replaces an empty folder in a single step
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        model.save_pretrained(made)
+        _save_tokenizer(made, max_positions)
+        os.chmod(made, 0o755)  # a temporary folder is private
+        os.replace(made, target)  # replaces an empty folder in a single step
     return target
 
 
@@ -139,7 +135,7 @@ def choose_share(rng: np.random.Generator, share: float, count: int) -> np.ndarr
     return mask
 
 
-def _save_tokenizer(path: Path, max_positions: int) -> None:
+def _save_tokenizer(path: str, max_positions: int) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -224,10 +224,9 @@ def _check(observation: object) -> None:
     """TypeError for an answer that is no observation."""
     if not isinstance(observation, Observation):
         raise TypeError(f"step returned a {type(observation).__name__}, expected an Observation")
-    if not isinstance(observation.text, str):
-        raise TypeError(f"the text of its observation is a {type(observation.text).__name__}")
-    if observation.reward is not None and not isinstance(observation.reward, numbers.Real):
-        raise TypeError(f"the reward of its observation is a {type(observation.reward).__name__}, expected a number")
+    text, reward = observation.text, observation.reward
+    if not isinstance(text, str) or not (reward is None or isinstance(reward, numbers.Real)):
+        raise TypeError(f"its observation has {text!r:.80} and the reward {reward!r:.80}, expected text and a number")
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, vocabulary: int | None) -> np.ndarray:
