@@ -11,8 +11,8 @@ import torch
 from rollout_oracle import make_requests
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
+from megarl.engines.local.decode import RouteRecorder
 from megarl.engines.local.engine import LocalEngine
-from megarl.engines.local.recorder import RouteRecorder
 from megarl.engines.protocol import SamplingParams
 from megarl.errors import RolloutError, TraceError
 

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl.data.chat import check_messages
 from megarl.data.math.grade import read_key
 from megarl.data.prepare.command import Data
-from megarl.data.prompts import PromptReader, Text, answer_text, fill_template
+from megarl.data.prompts import PromptReader, Text, answer_text, check_messages, fill_template
 from megarl.data.records import Record, get_field, read_records, type_name, write_jsonl
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError, DataError, printable

@@ -24,8 +24,7 @@ from transformers.initialization import no_init_weights
 from megarl.core.fp8 import is_fp8_weight, is_known_precision, round_activations, round_to_e4m3
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.buckets import Intake
-from megarl.engines.local.decode import decode
-from megarl.engines.local.recorder import RouteRecorder
+from megarl.engines.local.decode import RouteRecorder, decode
 from megarl.engines.protocol import (
     Begin,
     Engine,
