@@ -86,7 +86,7 @@ class Player:
         try:
             if self._environment is None:
                 rollout = await session.sample(request)
-                played = EpisodeResult(rollout, (rollout.num_tokens - 1,), (None,))
+                played = EpisodeResult(rollout, [rollout.num_tokens - 1], [None])
             else:
                 places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._concurrency))
                 world = self._environment, self._tokenizer, self._limits, places
