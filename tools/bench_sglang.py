@@ -42,7 +42,7 @@ from megarl.data.tiny import write_tiny_model
 from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang.answers import parse_answer
 from megarl.engines.sglang.engine import SGLangEngine
-from megarl.engines.sglang.plugin.compact import compact, make_header
+from megarl.engines.sglang.plugin.compact import HEADER, compact, make_header
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.files.hf_config import MoeShape
@@ -181,10 +181,8 @@ def requests_of(model: Path, num: int, prompt: int) -> list[SampleRequest]:
 def rates(url: str, model: Path, args: argparse.Namespace) -> None:
     params = SamplingParams(max_response_tokens=args.response)
     requests, shape = requests_of(model, args.requests, args.prompt), shape_of(model)
-    engines = {
-        f"client, {name}": engine_of(url, model, concurrency=64, compact_routes=name == "short")
-        for name in ("short", "plain")
-    }
+    engines = {f"client, {name}": engine_of(url, model, concurrency=64) for name in ("short", "plain")}
+    del engines["client, plain"]._client.headers[HEADER]
     bodies = [json.dumps(engines["client, short"]._make_body(request, params)).encode() for request in requests]
     answer_sizes(url, bodies[0], shape)
     work: dict[str, Callable[[], object]] = {"limit": lambda: raw_posts(url, bodies, 64)}

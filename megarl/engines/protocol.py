@@ -152,7 +152,7 @@ def check_prompt(request: SampleRequest, params: SamplingParams, vocabulary: int
     """RolloutError for a prompt or stop tokens outside of the vocabulary."""
     prompt, label = request.prompt_tokens, request.label
     if prompt.ndim != 1 or prompt.dtype.kind not in "iu" or not prompt.size:
-        raise RolloutError(f"{label}: the prompt is {prompt.dtype} {prompt.shape}, expected at least one integer [P]")
+        raise RolloutError(f"{label}: the prompt is {prompt.dtype} {prompt.shape}, expected integers [P], at least one")
     if prompt.astype(np.uint64).max() >= vocabulary:  # a negative token becomes a large number
         raise RolloutError(f"{label}: the prompt has a token outside of 0..{vocabulary - 1}")
     if any(token >= vocabulary for token in params.stop_token_ids):

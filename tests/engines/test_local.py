@@ -20,7 +20,7 @@ from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.local.decode import sampling_logprobs
 from megarl.engines.local.engine import LocalEngine
 from megarl.engines.protocol import SamplingParams
-from megarl.errors import RolloutError, WeightSyncError
+from megarl.errors import CheckpointError, RolloutError, WeightSyncError
 
 PARAMS = SamplingParams(max_response_tokens=9, stop_token_ids=(1, 5))
 """Two stop tokens, so that some responses end early and some at the limit."""
@@ -256,7 +256,7 @@ def test_bad_requests_are_refused(engine: LocalEngine, request_: SampleRequest, 
 def test_bad_settings_are_refused(engine: LocalEngine, model_path: Path, tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match="stop_token_ids"):
         engine.generate(make_requests(1), replace(PARAMS, stop_token_ids=(32,)))
-    with pytest.raises(RolloutError, match="no checkpoint"):
+    with pytest.raises(CheckpointError, match="safetensors"):
         LocalEngine.from_pretrained(tmp_path)
     with pytest.raises(TypeError, match="generator"):
         engine.generate((request for request in make_requests(2)), PARAMS)  # no empty list

@@ -201,7 +201,7 @@ def test_a_prompt_that_cannot_be_served_is_an_error_at_once(
         (np.arange(63) % 28 + 2, "a prompt of 63 tokens leaves no room in 63 positions"),
         (np.arange(61) % 28 + 2, "refuses the request, HTTP 400"),
         (np.array([3, 32]), r"token outside of 0\.\.31"),
-        (np.array([], np.int32), r"the prompt is int32 \(0,\), expected at least one"),
+        (np.array([], np.int32), r"the prompt is int32 \(0,\), expected integers"),
     ):
         with pytest.raises(RolloutError, match=message):
             engine.generate([*make_requests(3), SampleRequest(prompt.astype(np.int32), 3, 0, 0)], PARAMS)

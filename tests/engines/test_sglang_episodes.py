@@ -34,6 +34,7 @@ from megarl.engines.protocol import SamplingParams, Session
 from megarl.engines.sglang import engine as sglang_engine
 from megarl.engines.sglang.engine import SGLangEngine
 from megarl.engines.sglang.fleet import Fleet
+from megarl.engines.sglang.plugin.compact import HEADER
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.weights import WeightForm
@@ -83,9 +84,8 @@ def served(sglang_spec: ServerSpec, tmp_path_factory: pytest.TempPathFactory) ->
     engine = SGLangEngine(urls, config, fleet=fleet, settings=settings, form=form)
     weights = noisy(model, 7)
     engine.update_weights(weights.items(), 3)
-    plain = SGLangEngine(
-        urls, config, fleet=None, settings=settings.model_copy(update={"compact_routes": False}), form=form
-    )
+    plain = SGLangEngine(urls, config, fleet=None, settings=settings, form=form)
+    del plain._client.headers[HEADER]
     plain._version, plain._complete = 3, True  # those of the other, on the same server
     (server,) = [member.process for member in fleet.members if member.process]
     yield Served(engine, plain, server, model, weights, told)

@@ -176,9 +176,6 @@ class SGLangConfig(Table):
     CPUs, servers have checksums from SGLang 0.5.23 on."""
     fp8: bool = False
     """Compute in FP8 on the servers, with weights in blocks of 128 x 128; needs GPUs with FP8."""
-    compact_routes: bool = True
-    """Ask for routes in a compact form. Servers started by megarl have the compact form; running servers send the long
-    form."""
     concurrency: PositiveInt = 256
     """Most requests of a rank in flight at one server, which queues what it has no room for."""
     deadline_s: PositiveFloat = 600.0

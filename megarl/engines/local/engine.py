@@ -110,14 +110,10 @@ class LocalEngine(Engine):
     def from_pretrained(cls, path: str | Path, *, weight_version: int = 0, **options: Any) -> LocalEngine:
         """Builds the engine from a Hugging Face checkpoint folder with safetensors files; ``options`` as above.
 
-        Raises RolloutError if the folder holds no config or weights, CheckpointError or WeightSyncError if they do not
-        fit.
+        Raises ConfigError if the folder holds no config, CheckpointError or WeightSyncError if the weights do not fit.
         """
-        folder = Path(path)
-        if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-            raise RolloutError(f"{folder} is no checkpoint: expected config.json and *.safetensors in it")
-        with HFCheckpoint(folder) as checkpoint:
-            engine = cls(read_model_config(folder), **options)
+        with HFCheckpoint(Path(path)) as checkpoint:
+            engine = cls(read_model_config(path), **options)
             left_out = checkpoint.names_of_prediction_layers()
             names = (name for name in checkpoint.names() if name not in left_out)
             engine.update_weights(((name, checkpoint.read(name)) for name in names), weight_version)

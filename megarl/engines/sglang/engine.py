@@ -49,8 +49,7 @@ class SGLangEngine(Engine):
         share the servers; an error on any rank is raised on all ranks. tell: gets a line about wrong answers."""
         settings = settings or SGLangConfig()
         self._shape = MoeShape.of(config)
-        headers = authorization(api_key) | (make_header(self._shape) if settings.compact_routes else {})
-        self._client = SGLangClient(urls, settings, headers, tell)
+        self._client = SGLangClient(urls, settings, authorization(api_key) | make_header(self._shape), tell)
         if config.get("model_type") in ("qwen2_moe", "qwen3_moe") and self._shape.dense_layers:
             raise ConfigError(
                 f"only layers {self._shape.moe_layers} of {self._shape.num_layers} have experts: SGLang's Qwen models "

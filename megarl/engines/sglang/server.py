@@ -1,16 +1,14 @@
 """A process of an SGLang server: start, health, and an end without leftovers.
 
-The server runs in a session of its own under ``reaper``. Three events end the server:
+The server runs in a session of its own under ``reaper``. Two events end the server:
 
 - ``stop``: SIGTERM, then SIGKILL, then a check for surviving processes: SGLang's children outlive a SIGTERM by many
   seconds;
-- the exit of the interpreter;
-- the reaper, if the starting process is killed.
+- the reaper, when the starting process has ended or was killed.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import shlex
@@ -58,7 +56,6 @@ class Server:
         self._port = spec.port or free_port(spec.host)
         self._config_file: Path | None = None
         self._log_start = 0
-        self._owner_pid = os.getpid()
 
     def __enter__(self) -> Self:
         self.start()
@@ -109,8 +106,6 @@ class Server:
                     stderr=log,
                     start_new_session=True,
                 )
-            self._owner_pid = os.getpid()
-            atexit.register(self._stop_at_exit)
 
     def wait_ready(self, deadline_s: float, ended: threading.Event | None = None) -> None:
         """Return when the server has generated a token; RolloutError with the end of the log at the deadline, or if
@@ -157,7 +152,6 @@ class Server:
             if self._config_file is not None:
                 self._config_file.unlink(missing_ok=True)
                 self._config_file = None
-            atexit.unregister(self._stop_at_exit)
 
     def kill(self) -> None:
         """Kills all processes of the server at once."""
@@ -212,10 +206,6 @@ class Server:
                 f"processes of the SGLang server at {self.url} are left {KILL_WAIT_S:.0f} s after SIGKILL, probably in "
                 f"a driver call: {survivors}; end them before the next start"
             )
-
-    def _stop_at_exit(self) -> None:
-        if os.getpid() == self._owner_pid:  # not in a fork of the process
-            self.stop(grace_s=2.0)
 
 
 def _is_living_member(process: psutil.Process, leader_pid: int) -> bool:
