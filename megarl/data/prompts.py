@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +25,6 @@ from megarl.files.bounded_process import BoundedProcess
 
 _MOST_MARK_TOKENS = 32
 """Tokens at the end of a prompt in which a mark of the response is looked for."""
-NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ def load_prompts(
     split: str | None = None,
     limit: int | None = None,
     template: str | None = None,
-    chat_template_args: Mapping[str, Any] = NO_ARGUMENTS,
+    chat_template_args: Mapping[str, Any] = {},
 ) -> list[Prompt]:
     """Read and tokenize all prompts of a source. No prompt is dropped or shortened.
 
@@ -103,7 +101,7 @@ def load_demonstrations(
     response_field: str = "response",
     *,
     chat_template: bool = False,
-    chat_template_args: Mapping[str, Any] = NO_ARGUMENTS,
+    chat_template_args: Mapping[str, Any] = {},
     max_prompt_tokens: int | None = None,
     max_response_tokens: int | None = None,
     max_positions: int | None = None,
@@ -211,7 +209,7 @@ class PromptReader:
         field: str,
         chat_template: bool = False,
         template: str | None = None,
-        arguments: Mapping[str, Any] = NO_ARGUMENTS,
+        arguments: Mapping[str, Any] = {},
     ) -> None:
         """The parameters and ConfigError are those of :func:`load_prompts`."""
         self._tokenizer, self._field, self._template = tokenizer, field, template

@@ -119,20 +119,14 @@ def write_sort_task(
     drawn = rng.choice(10**digits, size=min(sum(counts) + 10, 10**digits), replace=False).tolist()
     numbers = [number for n in drawn if len(set(number := f"{n:0{digits}d}")) > 1]  # at most ten are left out
     train, heldout, shown = np.split(numbers[: sum(counts)], np.cumsum(counts[:2]))
-    is_wrong = choose_share(rng, wrong_share, num_demonstrations)
+    is_wrong = np.arange(num_demonstrations) < round(wrong_share * num_demonstrations)
+    rng.shuffle(is_wrong)
     folder = Path(path)
     for name, numbers in (("train", train), ("heldout", heldout)):
         write_jsonl(folder / f"{name}.jsonl", ({"prompt": f"{n}=", "answer": "".join(sorted(n))} for n in numbers))
     rows = zip(shown, is_wrong.tolist(), strict=True)
     demonstrations = ({"prompt": f"{n}=", "response": "".join(sorted(n, reverse=wrong))} for n, wrong in rows)
     write_jsonl(folder / "demonstrations.jsonl", demonstrations)
-
-
-def choose_share(rng: np.random.Generator, share: float, count: int) -> np.ndarray:
-    """Return bool [count] with exactly ``round(share * count)`` True, at random places."""
-    mask = np.arange(count) < round(share * count)
-    rng.shuffle(mask)
-    return mask
 
 
 def _save_tokenizer(path: str, max_positions: int) -> None:

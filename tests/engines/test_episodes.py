@@ -211,7 +211,11 @@ FAULTS: dict[str, tuple[Callable[[], Script], str, int | None]] = {
     "close": (lambda: Broken("close", ValueError("no")), "the environment failed to close: ValueError: no", 3),
     "nan": (answers(Observation("", False, math.nan)), "turn 1: the environment gave the reward nan", 2),
     "none": (answers(None), "turn 1: the environment failed: TypeError: step returned a NoneType", 2),
-    "reward": (answers(Observation("", False, "1")), "turn 1: the environment failed: TypeError: the reward of its", 2),  # type: ignore[arg-type]
+    "reward": (
+        answers(Observation("", False, "1")),
+        "turn 1: the environment failed: TypeError: its observation has '' and the reward",
+        2,
+    ),  # type: ignore[arg-type]
     "surrogate": (answers(Observation("\ud800", False)), "the tokenizer cannot read the observation '\\ud800': ", 2),
     "late": (lambda: Script(for_ever), "turn 0: the environment took more than 1 s", 1),
 }

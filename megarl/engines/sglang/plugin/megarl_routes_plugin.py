@@ -78,18 +78,13 @@ async def _rewrite_all(answers: Any, shape: MoeShape) -> AsyncIterator[Any]:
     try:
         async for answer in answers:
             for item in answer if isinstance(answer, list) else [answer]:  # several prompts, or several samples
-                await _compact_one(item, shape)
+                meta = item.get("meta_info") if isinstance(item, dict) else None
+                # No text: no routes, or not the last part of a stream.
+                if isinstance(meta, dict) and isinstance(text := meta.get("routed_experts"), str):
+                    meta["routed_experts"] = await asyncio.to_thread(_short, text, shape)
             yield answer
     finally:  # SGLang reads a single answer; the dropped iterator must release its locks
         await answers.aclose()
-
-
-async def _compact_one(answer: Any, shape: MoeShape) -> None:
-    meta = answer.get("meta_info") if isinstance(answer, dict) else None
-    text = meta.get("routed_experts") if isinstance(meta, dict) else None
-    if not isinstance(meta, dict) or not isinstance(text, str):  # no routes, or not the last part of a stream
-        return
-    meta["routed_experts"] = await asyncio.to_thread(_short, text, shape)
 
 
 def _short(text: str, shape: MoeShape) -> str:
