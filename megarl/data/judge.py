@@ -169,20 +169,17 @@ class Judge:
             self._busy[pool] = None
             is_sound = True
             try:
-                return await self._wait_for(self._schedule(pool, work, arguments))
+                try:
+                    self._busy[pool] = future = pool.schedule(work, args=arguments, timeout=self._longest_s)
+                except RuntimeError as error:
+                    raise BrokenProcessPool(str(error)) from error
+                return await self._wait_for(future)
             except BrokenProcessPool:  # the process died before it confirmed the call: try another process
                 is_sound = False
             finally:
                 self._release(pool, is_sound)
         reason = f"{TRIES} workers died, or did not start, before they began this call"
         return Verdict(None, error=reason, may_pass=True)
-
-    def _schedule(self, pool: ProcessPool, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Call:
-        try:
-            self._busy[pool] = future = pool.schedule(work, args=arguments, timeout=self._longest_s)
-        except RuntimeError as error:
-            raise BrokenProcessPool(str(error)) from error
-        return future
 
     async def _wait_for(self, future: Call) -> Verdict:
         guard = asyncio.timeout(self._longest_s + START_S)

@@ -22,7 +22,7 @@ from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports.folder import WeightFolder
 from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Tensors, Transport
-from megarl.engines.sglang.transports.sender import Checksums, GoneError, HangError, Line, WeightSender, in_thread
+from megarl.engines.sglang.transports.sender import Checksums, GoneError, HangError, Line, in_thread
 from megarl.engines.weights import Named, WeightForm, checkpoint_shapes
 from megarl.errors import ConfigError, MegarlError, WeightSyncError
 
@@ -101,17 +101,17 @@ class Fleet(FleetState):
         self.no_starts.clear()
         try:
             with self._pause_keepers():
-                self._each_member(lambda member: member.sender.take_memory("weights"), self._resting)
-                self.each(lambda sender: sender.begin())
+                self.each(lambda member: member.sender.take_memory("weights"), self._resting)
+                self.each(lambda member: member.sender.begin())
                 if isinstance(place := self.copies, Path) and (model := self.served or self.source):
                     delivery.folder = WeightFolder(place, model, version)
                 copy, total = self._deliver(buckets, delivery)
-                self.each(lambda sender: sender.finish(version))
+                self.each(lambda member: member.sender.finish(version))
                 last = Update(version, copy, self._compare_checksums(version, total))
-                self._each_member(lambda member: member.sender.take_memory("kv_cache"), self._resting)
+                self.each(lambda member: member.sender.take_memory("kv_cache"), self._resting)
                 self._resting = ()
-                self.each(lambda sender: sender.resume())
-                self._each_member(lambda member: member.settle(last))
+                self.each(lambda member: member.sender.resume())
+                self.each(lambda member: member.settle(last))
                 self.last = last
         except MegarlError as error:
             with suppress(MegarlError):
@@ -141,7 +141,7 @@ class Fleet(FleetState):
                 changed.append(member)
 
         with self._take(lambda member: member.ready and member.holds is last is not None):
-            self._each_member(ask)
+            self.each(ask)
             with ThreadPoolExecutor(len(changed) or 1) as threads:
                 list(threads.map(Member.send_copy, changed))
         return bool(changed)
@@ -151,7 +151,7 @@ class Fleet(FleetState):
         update."""
         self.no_starts.set()
         with self._pause_keepers():  # until the update: resting servers fail health checks, and have no weights
-            self.each(lambda sender: sender.release_memory())
+            self.each(lambda member: member.sender.release_memory())
             self._resting = [*self.present]
             for member in self.members:
                 if member.process is not None and member not in self._resting:
@@ -231,7 +231,7 @@ class Fleet(FleetState):
         are as before although other weights were sent. total: sum of the bytes that were sent."""
         by_url: dict[str, Checksums] = {}
         if self.settings.checksums:
-            self._each_member(lambda member: by_url.update({member.url: member.sender.checksums()}))
+            self.each(lambda member: by_url.update({member.url: member.sender.checksums()}))
         present = self.present
         if not by_url or not present:
             return None
@@ -268,20 +268,13 @@ class Fleet(FleetState):
             while self.present:
                 self.present.pop().lock.release()
 
-    def each(self, step: Callable[[WeightSender], object], *, daemon: bool = True) -> list[WeightSender]:
-        """Run a step for all servers at the same time; return the senders of the servers that have done the step.
-
-        The update continues without servers that hang or have gone. daemon: False for a step inside torch, which must
-        not end with the process.
-        """
-        return [member.sender for member in self._each_member(lambda member: step(member.sender), daemon=daemon)]
-
-    def _each_member(
+    def each(
         self, step: Callable[[Member], object], among: Collection[Member] | None = None, *, daemon: bool = True
     ) -> list[Member]:
         """Run a step for all present members at once; return the members that have done the step.
 
-        The remaining members leave: they hang, or have gone. WeightSyncError if a member refuses the step.
+        The remaining members leave: they hang, or have gone. WeightSyncError if a member refuses the step. daemon:
+        False for a step inside torch, which must not end with the process.
         """
         members = [member for member in self.present if among is None or member in among]
         steps = {member: in_thread(partial(step, member), daemon) for member in members}

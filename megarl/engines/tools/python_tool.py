@@ -67,6 +67,7 @@ class _Call:
         self._pipes: list[asyncio.BaseTransport] = []
         self._text = bytearray()
         """Of the code, at most a byte more than the limit."""
+        self._named = asyncio.ensure_future(self._open_init())
 
     async def result(self) -> ToolResult:
         started, reason = time.monotonic(), None
@@ -85,7 +86,6 @@ class _Call:
         for reader, fd in ((self._status, self._child.status_fd), (self._output, self._child.output_fd)):
             protocol = partial(asyncio.StreamReaderProtocol, reader)
             self._pipes.append((await loop.connect_read_pipe(protocol, os.fdopen(fd, "rb", 0)))[0])
-        self._named = asyncio.ensure_future(self._open_init())
 
     async def _collect(self) -> None:
         """Return at the end of the process, or at the limit of its output."""

@@ -88,7 +88,7 @@ class Disk(Transport):
         assert delivery.folder is not None, "a fleet with this transport keeps its copy on disk"
         delivery.line.wait()
         path = str(delivery.folder.finish())
-        delivery.receivers.each(lambda sender: sender.load_from_disk(path))
+        delivery.receivers.each(lambda member: member.sender.load_from_disk(path))
 
     def send(self, bucket: Bucket, delivery: Delivery) -> None:
         """Do nothing: the fleet has written the bucket."""

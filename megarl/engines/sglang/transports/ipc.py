@@ -118,8 +118,8 @@ class SharedMemory(Transport):
             payloads = [payload_of(bucket, Rebuilt(self.handles[gpu])) for gpu in sender.gpus]
             post_payloads(sender, payloads, bucket.flat.numel())
 
-        for sender in delivery.receivers.each(share):
-            self.confirmed.update(sender.gpus)
+        for member in delivery.receivers.each(lambda member: share(member.sender)):
+            self.confirmed.update(member.sender.gpus)
 
     def _meet(self, bucket: Bucket | None) -> None:
         handle = None

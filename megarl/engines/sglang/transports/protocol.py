@@ -99,4 +99,4 @@ class Tensors(Transport):
     def send(self, bucket: Bucket, delivery: Delivery) -> None:
         """Encode a bucket once and post the text to all servers."""
         payload = payload_of(bucket)
-        delivery.receivers.each(lambda sender: send_tensors(sender, bucket, payload))
+        delivery.receivers.each(lambda member: send_tensors(member.sender, bucket, payload))
