@@ -10,7 +10,6 @@ import asyncio
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,9 +34,8 @@ from megarl.engines.protocol import (
     limit_response,
     run_session,
 )
-from megarl.engines.weights import WeightForm, checkpoint_views, read_model_config
+from megarl.engines.weights import WeightForm, checkpoint_views
 from megarl.errors import RolloutError, WeightSyncError
-from megarl.models.hf_files import HFCheckpoint
 from megarl.models.names import is_fp32
 
 BUCKET_BYTES = 32 << 20
@@ -105,19 +103,6 @@ class LocalEngine(Engine):
         self._version = -1
         self._missing: str | None = "no weights have arrived yet"
         self._closed = False
-
-    @classmethod
-    def from_pretrained(cls, path: str | Path, *, weight_version: int = 0, **options: Any) -> LocalEngine:
-        """Builds the engine from a Hugging Face checkpoint folder with safetensors files; ``options`` as above.
-
-        Raises ConfigError if the folder holds no config, CheckpointError or WeightSyncError if the weights do not fit.
-        """
-        with HFCheckpoint(Path(path)) as checkpoint:
-            engine = cls(read_model_config(path), **options)
-            left_out = checkpoint.names_of_prediction_layers()
-            names = (name for name in checkpoint.names() if name not in left_out)
-            engine.update_weights(((name, checkpoint.read(name)) for name in names), weight_version)
-        return engine
 
     @property
     def weight_version(self) -> int:

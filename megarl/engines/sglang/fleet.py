@@ -22,7 +22,7 @@ from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports.folder import WeightFolder
 from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Tensors, Transport
-from megarl.engines.sglang.transports.sender import Checksums, GoneError, HangError, Line, in_thread
+from megarl.engines.sglang.transports.sender import Checksums, GoneError, HangError, in_thread
 from megarl.engines.weights import Named, WeightForm, checkpoint_shapes
 from megarl.errors import ConfigError, MegarlError, WeightSyncError
 
@@ -96,7 +96,7 @@ class Fleet(FleetState):
         """
         assert self.source is not None
         intake = Intake.for_servers(checkpoint_shapes(self.source), version, form)
-        delivery = Delivery(self, Line())
+        delivery = Delivery(self)
         buckets = self.transport.stream(intake, tensors, delivery)
         self.no_starts.clear()
         try:
@@ -220,8 +220,8 @@ class Fleet(FleetState):
         with delivery.line:
             for bucket in buckets:
                 if bucket is not None:
-                    delivery.line.put(partial(pass_on, bucket))
-            delivery.line.wait()
+                    delivery.put(partial(pass_on, bucket))
+            delivery.wait()
         if folder is not None:
             return folder.finish(), sum(sums)
         return copies if self.copies == "memory" else None, sum(sums)

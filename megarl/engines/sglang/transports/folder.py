@@ -86,7 +86,7 @@ class Disk(Transport):
         yield from super().stream(intake, tensors, delivery)
         assert delivery is not None, "one rank writes the folder, without help"
         assert delivery.folder is not None, "a fleet with this transport keeps its copy on disk"
-        delivery.line.wait()
+        delivery.wait()
         path = str(delivery.folder.finish())
         delivery.receivers.each(lambda member: member.sender.load_from_disk(path))
 

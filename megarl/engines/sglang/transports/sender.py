@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -204,31 +204,6 @@ class HangError(WeightSyncError):
 
 class GoneError(WeightSyncError):
     """The server refuses or loses connections, or answers with HTTP 5xx."""
-
-
-class Line:
-    """Runs one step at a time in a thread, while the caller prepares the next step."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "weight-sending")
-        self._running: Future[None] | None = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.shutdown()
-
-    def put(self, step: Callable[[], None]) -> None:
-        """Start a step after the previous step has ended; raises the error of the previous step."""
-        self.wait()
-        self._running = self._thread.submit(step)
-
-    def wait(self) -> None:
-        """Wait for the running step, if any; raises the error of the step."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.result()
 
 
 def in_thread(work: Callable[[], Result], daemon: bool = True) -> Future[Result]:
