@@ -28,7 +28,7 @@ from megarl.core.metrics import Stat, finalize, merge, to_host
 from megarl.core.objectives import OBJECTIVES, Denominators, Objective, TokenColumns, policy_loss
 from megarl.core.objectives.columns import count_loss_tokens
 from megarl.errors import ConfigError
-from megarl.files.moe_shape import MoeShape
+from megarl.files.hf_config import MoeShape
 from megarl.replay import MicroRoutes, Recording, RoutingReplay, stack_routes
 from megarl.replay.megatron_state import cp_position, tp_position
 from megarl.routes import RoutingTrace

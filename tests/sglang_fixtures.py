@@ -15,9 +15,9 @@ import preloaded
 import pytest
 from absent import SGLANG_PYTHON
 
+from megarl.config.tables.rollout import SGLangConfig
 from megarl.data.tiny import write_tiny_model
 from megarl.engines.sglang import server as server_module
-from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports.broadcast import Broadcast
@@ -47,7 +47,7 @@ def transport_fields(way: str, folder: Path, **settings: Any) -> dict[str, Any]:
     """The fields of a fleet that sends weights in this way of ``sglang.sync``."""
     transports = {"tensor": Tensors, "distributed": Broadcast, "disk": Disk, "ipc": SharedMemory}
     copies = {"copies": folder} if way == "disk" else {}
-    return {"transport": transports[way](), "settings": FleetSettings(**copies, **settings)}
+    return {"transport": transports[way](), "settings": SGLangConfig(**{"checksums": False} | settings), **copies}
 
 
 def forking(python: Path, folder: Path) -> Path:

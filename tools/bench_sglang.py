@@ -36,16 +36,16 @@ from urllib.parse import urlsplit
 import httpx
 import numpy as np
 
+from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.tiny import write_tiny_model
 from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang.answers import parse_answer
-from megarl.engines.sglang.client import ClientSettings
 from megarl.engines.sglang.engine import SGLangEngine
-from megarl.engines.sglang.plugin.compact import compact, make_header
+from megarl.engines.sglang.plugin.compact import HEADER, compact, make_header
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
-from megarl.files.moe_shape import MoeShape
+from megarl.files.hf_config import MoeShape
 from megarl.routes.answers import decode_routes
 from megarl.routes.turns import join, known_rows
 
@@ -168,7 +168,7 @@ def answer_sizes(url: str, body: bytes, shape: MoeShape) -> None:
 
 def engine_of(url: str, model: Path, **settings: Any) -> SGLangEngine:
     config = json.loads((model / "config.json").read_text())
-    engine = SGLangEngine([url], config, fleet=None, settings=ClientSettings(**settings))
+    engine = SGLangEngine([url], config, fleet=None, settings=SGLangConfig(**settings))
     engine.update_weights([], 0)  # none are sent: the server keeps its own
     return engine
 
@@ -181,10 +181,8 @@ def requests_of(model: Path, num: int, prompt: int) -> list[SampleRequest]:
 def rates(url: str, model: Path, args: argparse.Namespace) -> None:
     params = SamplingParams(max_response_tokens=args.response)
     requests, shape = requests_of(model, args.requests, args.prompt), shape_of(model)
-    engines = {
-        f"client, {name}": engine_of(url, model, concurrency=64, compact_routes=name == "short")
-        for name in ("short", "plain")
-    }
+    engines = {f"client, {name}": engine_of(url, model, concurrency=64) for name in ("short", "plain")}
+    del engines["client, plain"]._client.headers[HEADER]
     bodies = [json.dumps(engines["client, short"]._make_body(request, params)).encode() for request in requests]
     answer_sizes(url, bodies[0], shape)
     work: dict[str, Callable[[], object]] = {"limit": lambda: raw_posts(url, bodies, 64)}
@@ -249,9 +247,14 @@ def turns(url: str, model: Path, args: argparse.Namespace) -> list[Row]:
 
         def ask(request: SampleRequest) -> tuple[int, float, Rollout]:
             started = time.perf_counter()
-            answer = http.post("/generate", json=engine._make_body(request, params)).raise_for_status()
+            body = engine._make_body(request, params) | {"rid": "a"}
+            answer = http.post("/generate", json=body).raise_for_status()
             seconds = time.perf_counter() - started
-            return len(answer.content), seconds, parse_answer(request, answer.json(), 0, shape)
+            return (
+                len(answer.content),
+                seconds,
+                parse_answer(request, answer.json(), 0, shape, "a", params, engine._bounds),
+            )
 
         for _ in range(args.repeats):
             (request,) = requests_of(model, 1, 400)

@@ -31,11 +31,11 @@ import torch
 from transformers import AutoConfig
 
 from megarl.config.file import parse
+from megarl.config.tables.rollout import SGLangConfig
 from megarl.data.tiny import write_tiny_model
 from megarl.engines.buckets import BUCKET_BYTES
 from megarl.engines.local.engine import LocalEngine
 from megarl.engines.sglang.fleet import Fleet
-from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec, free_port
 from megarl.engines.sglang.transports.broadcast import Broadcast
@@ -74,8 +74,9 @@ def _measure(
     ways: dict[str, tuple[Fleet, WeightForm]] = {}
 
     def add(name: str, form: WeightForm, transport: Transport, copies: Any = "memory") -> None:
-        settings = FleetSettings(copies=copies)
-        ways[name] = Fleet(urls=[url], source=model, tell=lambda _: None, transport=transport, settings=settings), form
+        settings = SGLangConfig(checksums=False)
+        fleet = Fleet(urls=[url], source=model, tell=print, transport=transport, settings=settings, copies=copies)
+        ways[name] = fleet, form
 
     add("ipc", WeightForm(FP32), SharedMemory(), "none")
     add("ipc, spare copy", WeightForm(FP32), SharedMemory())

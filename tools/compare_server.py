@@ -32,6 +32,7 @@ from megarl.data.tokenizer import load_model_tokenizer
 from megarl.engines.local.decode import sampling_logprobs
 from megarl.engines.local.engine import LocalEngine
 from megarl.engines.protocol import SamplingParams
+from megarl.engines.weights import read_model_config
 from megarl.errors import MegarlError
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES
@@ -85,13 +86,16 @@ def differences(config: Config, rollouts: list[Rollout]) -> Iterator[tuple[np.nd
     that of transformers.
     """
     fp8 = config.sglang.fp8
-    local = LocalEngine.from_pretrained(
-        config.model.path,
+    local = LocalEngine(
+        read_model_config(config.model.path),
         dtype=DTYPES[config.rollout.dtype],
         device="cuda" if torch.cuda.is_available() else "cpu",
         fp8_rounding=fp8,
         fp8_activations=fp8,
     )
+    with HFCheckpoint(config.model.path) as checkpoint:
+        names = checkpoint.names() - checkpoint.names_of_prediction_layers()
+        local.update_weights(((name, checkpoint.read(name)) for name in names), 0)
     model, recorder = local._model, local._recorder
     for rollout in rollouts:
         assert rollout.routed_experts is not None

@@ -20,7 +20,7 @@ import numpy as np
 from megarl.config.file import parse
 from megarl.data.records import write_jsonl
 from megarl.data.rewards import instantaneous
-from megarl.data.tiny import choose_share, write_tiny_model
+from megarl.data.tiny import write_tiny_model
 from megarl.engines.tools.calculator import CalculatorTool
 from megarl.engines.tools.protocol import ToolResult
 from megarl.errors import ConfigError
@@ -153,7 +153,8 @@ def write_tool_task(
     num_problems = num_train + num_heldout
     chosen = rng.choice(900 * 900, size=num_problems + num_demonstrations, replace=False)
     pairs = [(100 + int(n) // 900, 100 + int(n) % 900) for n in chosen]
-    guesses = choose_share(rng, guess_share, num_demonstrations).tolist()
+    guesses = np.arange(num_demonstrations) < round(guess_share * num_demonstrations)
+    rng.shuffle(guesses)
     wrong = rng.integers(10_000, 1_000_000, size=num_demonstrations).tolist()
     problems = [{"prompt": f"{a}*{b}=", "answer": str(a * b)} for a, b in pairs[:num_problems]]
     demonstrations = [

@@ -3,8 +3,8 @@
 Prompts:
 
     records          examples of any source, each with the place in the source
-    tokenizer        the tokenizer of a model folder, checked; tokens of reasoning steps; chat: the chat template
-    prompts          prompts and demonstrations as tokens; the order of prompts
+    tokenizer        the tokenizer of a model folder, checked; tokens of reasoning steps
+    prompts          prompts and demonstrations as tokens; the chat template; the order of prompts
     benchmarks       the problems of an evaluation
     tiny             the quickstart's model and task
 

@@ -117,15 +117,28 @@ def load(benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, config: Confi
 def _read_word(word: str, config: Config) -> Benchmark:
     name, equals, source = word.partition("=")
     if not equals or Path(word).exists():
-        return BENCHMARKS.get(word) or _from_config(_derive_name(word), word, config)
-    if not source or not _NAME.fullmatch(name):
+        if word in BENCHMARKS:
+            return BENCHMARKS[word]
+        name, source = "", word
+    elif not source or not _NAME.fullmatch(name):
         raise ConfigError(
             f"--data: found {word!r}, expected NAME=SOURCE, the name of letters, digits, dots, dashes and underscores"
         )
-    _check_source(source)
+    is_file, path = source.endswith(FILES), Path(source)
+    if not (is_file or "/" in source or path.exists()):  # a misspelt short name
+        raise ConfigError(
+            f"--data: found {source!r}, expected {', '.join(BENCHMARKS)}, a {', '.join(FILES)} file, a folder, or a "
+            "hub name owner/name"
+        )
     if name in BENCHMARKS:
-        split = BENCHMARKS[name].split if not source.endswith(FILES) and not Path(source).is_dir() else None
-        return replace(BENCHMARKS[name], source=source, split=split)
+        return replace(
+            BENCHMARKS[name], source=source, split=None if is_file or path.is_dir() else BENCHMARKS[name].split
+        )
+    # The stem of a file, or the whole hub name.
+    derived = path.stem if is_file else path.name if path.is_dir() else source
+    name = name or re.sub(r"[^A-Za-z0-9_.-]+", "--", derived).lstrip(".-")
+    if not name:
+        raise ConfigError(f"--data: found {source!r}, from which no name can be made; pass NAME={source}")
     return _from_config(name, source, config)
 
 
@@ -134,24 +147,3 @@ def _from_config(name: str, source: str, config: Config) -> Benchmark:
     split = None if source.endswith(FILES) else data.split
     fields = data.prompt_field, data.answer_field
     return Benchmark(name, source, split, *fields, None, config.reward.function, config.reward.threshold)
-
-
-def _derive_name(source: str) -> str:
-    """Return a name for a folder: the stem of a file, or the whole hub name."""
-    _check_source(source)
-    path = Path(source)
-    name = path.stem if source.endswith(FILES) else path.name if path.is_dir() else source
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "--", name).lstrip(".-")
-    if not name:
-        raise ConfigError(f"--data: found {source!r}, from which no name can be made; pass NAME={source}")
-    return name
-
-
-def _check_source(source: str) -> None:
-    """Refuse a word that is neither a file, nor a folder, nor owner/name: a misspelt short name."""
-    if source.endswith(FILES) or "/" in source or Path(source).exists():
-        return
-    raise ConfigError(
-        f"--data: found {source!r}, expected {', '.join(BENCHMARKS)}, a {', '.join(FILES)} file, a folder, or a hub "
-        "name owner/name"
-    )

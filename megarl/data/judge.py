@@ -24,8 +24,9 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
-from functools import cache, partial
+from functools import cache
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
@@ -35,7 +36,6 @@ from megarl.config.tables.data import RewardModelConfig
 from megarl.data.rewards import BUILT_IN_REWARDS, Verdict, describe_failure, read_verdict
 from megarl.errors import ConfigError
 from megarl.files.bounded_process import limit_memory, lower_limit
-from megarl.files.per_loop import PerLoop
 
 START_S = 120.0
 """Time limit for the start of a worker, including the import of the reward function's module."""
@@ -99,7 +99,7 @@ class Judge:
                 f"reward.function {function!r}: workers do not run the main module; put it in another one"
             )
         self.num_workers = workers
-        self._slots = PerLoop(partial(asyncio.Semaphore, workers))
+        self._slots = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
         """A place per worker: a call that waits for a place can be cancelled at no cost."""
         # A pool per process, so that a process that dies can damage only the queue and locks of its pool.
         self._idle: list[ProcessPool] = []
@@ -120,7 +120,7 @@ class Judge:
         response = self._begin(response)
         if self._is_local:
             return await self._score_here(prompt, response, answer)
-        async with self._slots.get():
+        async with self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.num_workers)):
             arguments = self.function, prompt, response, answer, self._weights, self._cpu_s
             verdict = await self._run(call_in_worker, arguments)
             if self._is_checked and verdict.timed_out and verdict.reward is None:
@@ -169,20 +169,17 @@ class Judge:
             self._busy[pool] = None
             is_sound = True
             try:
-                return await self._wait_for(self._schedule(pool, work, arguments))
+                try:
+                    self._busy[pool] = future = pool.schedule(work, args=arguments, timeout=self._longest_s)
+                except RuntimeError as error:
+                    raise BrokenProcessPool(str(error)) from error
+                return await self._wait_for(future)
             except BrokenProcessPool:  # the process died before it confirmed the call: try another process
                 is_sound = False
             finally:
                 self._release(pool, is_sound)
         reason = f"{TRIES} workers died, or did not start, before they began this call"
         return Verdict(None, error=reason, may_pass=True)
-
-    def _schedule(self, pool: ProcessPool, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Call:
-        try:
-            self._busy[pool] = future = pool.schedule(work, args=arguments, timeout=self._longest_s)
-        except RuntimeError as error:
-            raise BrokenProcessPool(str(error)) from error
-        return future
 
     async def _wait_for(self, future: Call) -> Verdict:
         guard = asyncio.timeout(self._longest_s + START_S)

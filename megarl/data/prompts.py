@@ -4,28 +4,27 @@ Plain text is tokenized with the tokenizer's special tokens. Chat messages, and 
 pass through the tokenizer's chat template, which adds the special tokens.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
+from jinja2 import meta
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 
-from megarl.data.chat import ChatTemplate, check_messages
 from megarl.data.records import Record, get_field, read_records, type_name
 from megarl.data.tokenizer import count_rows, find_prefix, tokenize
 from megarl.errors import ConfigError, DataError
+from megarl.files.bounded_process import BoundedProcess
 
-_BATCH = 1024
-"""Number of texts that are tokenized at a time."""
 _MOST_MARK_TOKENS = 32
 """Tokens at the end of a prompt in which a mark of the response is looked for."""
-_Row = TypeVar("_Row")
-NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ def load_prompts(
     split: str | None = None,
     limit: int | None = None,
     template: str | None = None,
-    chat_template_args: Mapping[str, Any] = NO_ARGUMENTS,
+    chat_template_args: Mapping[str, Any] = {},
 ) -> list[Prompt]:
     """Read and tokenize all prompts of a source. No prompt is dropped or shortened.
 
@@ -87,12 +86,12 @@ def load_prompts(
         text = reader.text(record, place)
         return text, answer_text(get_field(record, answer_field, place), answer_field, place)
 
-    prompts: list[Prompt] = []
-    for rows in in_batches(read_records(source, split=split, limit=limit), read):
-        encoded = reader.encode([text for text, _ in rows], max_prompt_tokens)
-        for (text, answer), tokens in zip(rows, encoded, strict=True):
-            prompts.append(Prompt(len(prompts), np.array(tokens, np.int32), text.text, answer, text.place))
-    return prompts
+    rows = [read(place, record) for place, record in read_records(source, split=split, limit=limit)]
+    encoded = reader.encode([text for text, _ in rows], max_prompt_tokens)
+    return [
+        Prompt(index, np.array(tokens, np.int32), text.text, answer, text.place)
+        for index, ((text, answer), tokens) in enumerate(zip(rows, encoded, strict=True))
+    ]
 
 
 def load_demonstrations(
@@ -102,7 +101,7 @@ def load_demonstrations(
     response_field: str = "response",
     *,
     chat_template: bool = False,
-    chat_template_args: Mapping[str, Any] = NO_ARGUMENTS,
+    chat_template_args: Mapping[str, Any] = {},
     max_prompt_tokens: int | None = None,
     max_response_tokens: int | None = None,
     max_positions: int | None = None,
@@ -135,17 +134,17 @@ def load_demonstrations(
         return text, Text(place, response, plain=False)
 
     demonstrations: list[Demonstration] = []
-    for rows in in_batches(read_records(path), read):
-        prompts = reader.encode([text for text, _ in rows], max_prompt_tokens)
-        responses = reader.encode_responses([response for _, response in rows], prompts, response_field)
-        for (text, _), prompt, ids in zip(rows, prompts, responses, strict=True):
-            if ids[-1] != end_token:
-                ids.append(end_token)
-            tokens = np.array([*prompt, *ids], dtype=np.int32)
-            limit = ("the response with its end", "rollout.max_response_tokens")
-            _check_length(len(ids), max_response_tokens, *limit, text.place)
-            _check_length(len(tokens), max_positions, "prompt with response", "the model's positions", text.place)
-            demonstrations.append(Demonstration(tokens, np.arange(len(tokens)) >= len(prompt), text.place))
+    rows = [read(place, record) for place, record in read_records(path)]
+    prompts = reader.encode([text for text, _ in rows], max_prompt_tokens)
+    responses = reader.encode_responses([response for _, response in rows], prompts, response_field)
+    for (text, _), prompt, ids in zip(rows, prompts, responses, strict=True):
+        if ids[-1] != end_token:
+            ids.append(end_token)
+        tokens = np.array([*prompt, *ids], dtype=np.int32)
+        limit = ("the response with its end", "rollout.max_response_tokens")
+        _check_length(len(ids), max_response_tokens, *limit, text.place)
+        _check_length(len(tokens), max_positions, "prompt with response", "the model's positions", text.place)
+        demonstrations.append(Demonstration(tokens, np.arange(len(tokens)) >= len(prompt), text.place))
     return demonstrations
 
 
@@ -201,15 +200,6 @@ class Text(NamedTuple):
     """Whether the tokenizer adds special tokens: not after a chat template, nor to a response."""
 
 
-def in_batches(
-    records: Iterator[tuple[str, Record]], read: Callable[[str, Record], _Row | None]
-) -> Iterator[list[_Row]]:
-    """Yield the rows read from records in batches, without None."""
-    rows = (row for place, record in records if (row := read(place, record)) is not None)
-    while batch := list(islice(rows, _BATCH)):
-        yield batch
-
-
 class PromptReader:
     """Makes the text of a record's prompt, and tokens of texts; refuses texts that the model would get changed."""
 
@@ -219,7 +209,7 @@ class PromptReader:
         field: str,
         chat_template: bool = False,
         template: str | None = None,
-        arguments: Mapping[str, Any] = NO_ARGUMENTS,
+        arguments: Mapping[str, Any] = {},
     ) -> None:
         """The parameters and ConfigError are those of :func:`load_prompts`."""
         self._tokenizer, self._field, self._template = tokenizer, field, template
@@ -342,3 +332,104 @@ def answer_text(answer: Any, field: str, place: str) -> str:
     raise DataError(
         f"{place}: the answer ({field!r}) is {type_name(answer)}, expected text or a whole number; write it as text"
     )
+
+
+_SET_BY_MEGARL = ("messages", "add_generation_prompt")
+"""Variables of a template that are no arguments of the user."""
+_MOST_ADDED, _MOST_COPIES = 1 << 18, 4
+"""Characters that a template may add, and how often a template may repeat its input."""
+_WORD = re.compile(r"\w")
+
+
+class ChatTemplate:
+    """Renders chat messages up to the mark that opens the model's answer; refuses messages that were rendered before.
+
+    A message was rendered before if it holds text that the template writes around messages of these roles: special
+    tokens, other tokens beside the user's text, or the words before and behind the user's text, which remain where
+    special tokens were removed.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
+        """arguments: variables of the template, as ``enable_thinking``; ConfigError for a variable without a use."""
+        self._tokenizer, self._arguments = tokenizer, dict(arguments)
+        self._tokens = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
+        self._marks: dict[tuple[str, ...], re.Pattern[str]] = {}
+        self._process = BoundedProcess(render=self._render, find_variables=self._find_variables)
+        if arguments:
+            self._check_arguments()
+
+    def render(self, messages: Sequence[Mapping[str, str]], names: Sequence[str], place: str) -> str:
+        """Return the chat as text. DataError at ``place`` if the template fails, or a message holds template text.
+
+        names: a name for each message, for errors.
+        """
+        roles = tuple(message["role"] for message in messages)
+        if (marks := self._marks.get(roles)) is None:
+            marks = self._marks[roles] = self._find_marks(roles, place)
+        for message, name in zip(messages, names, strict=True):
+            if match := marks.search(message["content"]):
+                raise DataError(
+                    f"{place}: {name} holds {match.group()[:40]!r}, which the chat template writes itself: give the "
+                    "text as it was before any template, without that; or turn data.chat_template off"
+                )
+        return self._apply(messages, place)
+
+    def _apply(self, messages: Sequence[Mapping[str, str]], place: str) -> str:
+        try:
+            return self._process.call("render", [dict(message) for message in messages])
+        except DataError as error:
+            raise DataError(f"{place}: the chat template refuses these messages ({error})") from error
+
+    def _render(self, chat: list[dict[str, str]]) -> str:
+        """Return the template's text; runs in the bounded process. ValueError for a text that is too long."""
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **self._arguments}
+        text = str(self._tokenizer.apply_chat_template(chat, **options))
+        limit = _MOST_ADDED + _MOST_COPIES * len(str([chat, self._arguments]))
+        if len(text) > limit:
+            raise ValueError(f"it writes {len(text)} characters, expected at most {limit} for messages of this length")
+        return text
+
+    def _find_marks(self, roles: Sequence[str], place: str) -> re.Pattern[str]:
+        """Return a pattern for the text that the template writes around messages of these roles."""
+        chat = [{"role": role, "content": f"\ue000{number}\ue000"} for number, role in enumerate(roles)]
+        texts = re.split("\ue000(\\d+)\ue000", self._apply(chat, place))  # template text, number, template text, ...
+        marks = {token for token, special in self._tokens.items() if special and any(token in t for t in texts[::2])}
+        special = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
+        closing = special.sub("", texts[-1]).rstrip()
+        patterns: set[str] = set()
+        for index in range(1, len(texts), 2):
+            if roles[int(texts[index])] == "user":
+                head, tail = texts[index - 1].rstrip(), texts[index + 1].lstrip()
+                marks |= {token for token in self._tokens if head.endswith(token) or tail.startswith(token)}
+                opening = re.search(r"[^\n]*\S\s*\Z", special.sub("", texts[index - 1]))
+                # A single word, "user", may as well begin a question.
+                if opening and re.search(r"\W", opening.group()) and all(map(_WORD.search, (opening.group(), closing))):
+                    patterns.add(rf"(?:\A|\n)\s*{re.escape(opening.group())}.*{re.escape(closing)}\s*\Z")
+        return re.compile("|".join([*map(re.escape, marks), *patterns]) or r"(?!)", re.DOTALL)
+
+    def _check_arguments(self) -> None:
+        try:
+            variables = self._process.call("find_variables")
+        except DataError as error:
+            raise ConfigError(f"data.chat_template_args: the chat template cannot be read ({error})") from error
+        if unknown := [name for name in self._arguments if name not in variables]:
+            raise ConfigError(
+                f"data.chat_template_args: found {unknown[0]!r}, which the chat template never reads, expected some of "
+                f"{', '.join(sorted(variables)) or 'none'}; remove it"
+            )
+
+    def _find_variables(self) -> set[str]:
+        source = self._tokenizer.get_chat_template(tools=self._arguments.get("tools"))
+        environment = chat_template_utils._compile_jinja_template(source).environment
+        return meta.find_undeclared_variables(environment.parse(source)) - {*_SET_BY_MEGARL, *environment.globals}
+
+
+def check_messages(messages: list[Any], field: str, place: str) -> None:
+    """Raise DataError unless the list holds chat messages with text."""
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise DataError(
+                f"{place}: message {number} of {field!r} is {message!r:.80}, expected role and content, both text"
+            )
+    if not any(message["content"].strip() for message in messages):
+        raise DataError(f"{place}: the prompt ({field!r}) has no message with content")

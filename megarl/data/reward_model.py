@@ -13,20 +13,18 @@ import os
 import random
 import re
 import uuid
+from weakref import WeakKeyDictionary
 
 import aiohttp
 from pydantic import BaseModel, TypeAdapter
 
 from megarl.config.tables.data import RewardModelConfig
 from megarl.errors import ConfigError, RolloutError
-from megarl.files.foreign_json import UNPACKED, check_types, parse_json, read_body, retry_after
-from megarl.files.per_loop import PerLoop
+from megarl.files.foreign_json import UNPACKED, check_types, parse_json, read_body
 
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 8.0
 """Longest wait before the second attempt, which doubles with each attempt; and the longest wait of all."""
 _FIELDS = re.compile(r"\{(prompt|response|answer)\}")
-MAX_WAIT_S = 30.0
-"""Longest wait that a busy server may ask for."""
 MAX_BYTES = 1 << 20
 """Size of an answer."""
 
@@ -43,14 +41,6 @@ class _Scores(BaseModel):
 
 
 _ANSWER = TypeAdapter(list[_Scores])
-
-
-class _BusyError(ValueError):
-    """The server may serve the text after ``wait_s`` seconds."""
-
-    def __init__(self, message: str, wait_s: float) -> None:
-        super().__init__(message)
-        self.wait_s = wait_s
 
 
 class RewardModel:
@@ -70,7 +60,7 @@ class RewardModel:
         self._key = "" if config.api_key_env is None else os.environ.get(config.api_key_env, "")
         if config.api_key_env is not None and not self._key:
             raise ConfigError(f"reward_model.api_key_env: found no variable {config.api_key_env}; export it")
-        self._places = PerLoop(lambda: asyncio.Semaphore(config.concurrency))
+        self._places = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
 
     async def __call__(self, *, prompt: str, response: str, answer: str) -> float:
         """Return the score of the response."""
@@ -82,12 +72,11 @@ class RewardModel:
         """Return the score of a text, after several attempts, each at the next server; the last error without one."""
         urls, first = self.config.urls, next(self._turns)
         failure: Exception = RolloutError("the reward model was not asked")
-        async with self._places.get():
+        async with self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.config.concurrency)):
             for attempt in range(self.config.attempts):
                 if attempt:  # with a random pause, so that ranks do not ask at the same time
                     pause_s = min(BACKOFF_S * 2 ** (attempt - 1), MAX_BACKOFF_S)
-                    wait_s = getattr(failure.__cause__, "wait_s", 0.0)
-                    await asyncio.sleep(wait_s + random.uniform(pause_s / 2, pause_s))
+                    await asyncio.sleep(random.uniform(pause_s / 2, pause_s))
                 url = urls[(first + attempt) % len(urls)]
                 try:
                     async with asyncio.timeout(self.config.timeout_s):
@@ -98,7 +87,6 @@ class RewardModel:
                     raise
                 except (aiohttp.ClientError, OSError, ValueError) as error:
                     failure = RolloutError(f"reward model: {url}: {self._describe(error)}")
-                    failure.__cause__ = error
         raise failure
 
     async def _post(self, url: str, text: str) -> float:
@@ -111,8 +99,7 @@ class RewardModel:
             aiohttp.ClientSession(headers=headers, **options) as http,
             http.post(place, json={"text": [text], "rid": [rid]}, allow_redirects=False) as response,
         ):
-            status, wait_s = response.status, retry_after(response.headers, MAX_WAIT_S)
-            data = await read_body(response, place, MAX_BYTES)
+            status, data = response.status, await read_body(response, place, MAX_BYTES)
         answer = f"HTTP {status}: {' '.join(self._describe(data.decode(errors='replace')).split())[:200]}"
         if status in (401, 403, 404, 405):
             raise ConfigError(
@@ -121,7 +108,7 @@ class RewardModel:
             )
         if status != 200:
             is_final = 400 <= status < 500 and status not in (408, 429)
-            raise RolloutError(f"reward model: {url}: {answer}") if is_final else _BusyError(answer, wait_s)
+            raise RolloutError(f"reward model: {url}: {answer}") if is_final else ValueError(answer)
         rows = check_types(_ANSWER, parse_json(data, place, MAX_BYTES), place)
         if len(rows) != 1 or rows[0].meta_info.id not in (None, rid):
             raise ValueError("an answer to another request")

@@ -6,7 +6,6 @@ correct behaviour. The task shows that the RL loop works, not that RL teaches a 
 """
 
 import os
-import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,8 +73,7 @@ def write_tiny_model(
         dtype="float32",
     )
     target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent, ignore_cleanup_errors=True) as made:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config)
@@ -84,12 +82,10 @@ def write_tiny_model(
             with torch.no_grad():
                 model.get_input_embeddings().weight[PAD_ID].normal_(0.0, initializer_range)
         logging.disable_progress_bar()  # for a single small file
-        model.save_pretrained(staging)
-        _save_tokenizer(staging, max_positions)
-        staging.chmod(0o755)  # mkdtemp makes private folders
-        os.replace(staging, target)  # replaces an empty folder in a single step
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        model.save_pretrained(made)
+        _save_tokenizer(made, max_positions)
+        os.chmod(made, 0o755)  # a temporary folder is private
+        os.replace(made, target)  # replaces an empty folder in a single step
     return target
 
 
@@ -123,7 +119,8 @@ def write_sort_task(
     drawn = rng.choice(10**digits, size=min(sum(counts) + 10, 10**digits), replace=False).tolist()
     numbers = [number for n in drawn if len(set(number := f"{n:0{digits}d}")) > 1]  # at most ten are left out
     train, heldout, shown = np.split(numbers[: sum(counts)], np.cumsum(counts[:2]))
-    is_wrong = choose_share(rng, wrong_share, num_demonstrations)
+    is_wrong = np.arange(num_demonstrations) < round(wrong_share * num_demonstrations)
+    rng.shuffle(is_wrong)
     folder = Path(path)
     for name, numbers in (("train", train), ("heldout", heldout)):
         write_jsonl(folder / f"{name}.jsonl", ({"prompt": f"{n}=", "answer": "".join(sorted(n))} for n in numbers))
@@ -132,14 +129,7 @@ def write_sort_task(
     write_jsonl(folder / "demonstrations.jsonl", demonstrations)
 
 
-def choose_share(rng: np.random.Generator, share: float, count: int) -> np.ndarray:
-    """Return bool [count] with exactly ``round(share * count)`` True, at random places."""
-    mask = np.arange(count) < round(share * count)
-    rng.shuffle(mask)
-    return mask
-
-
-def _save_tokenizer(path: Path, max_positions: int) -> None:
+def _save_tokenizer(path: str, max_positions: int) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -8,6 +8,7 @@ import functools
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megarl.errors import ConfigError, DataError, describe
 from megarl.files.foreign_json import read_object
 from megarl.files.writing import find_tokenizer_code, read_record
 
+_BATCH = 1024
 INCOMPLETE = "\ufffd"
 """A decoder's text for bytes of an incomplete character."""
 _FILES = (
@@ -100,11 +102,13 @@ def find_prefix(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bool) -> list[list[int]]:
-    """Return the token ids of each text; special: add special tokens.
+    """Return the token ids of each text; special: add special tokens. In batches: an encoding takes much memory.
 
     A bare Exception of tokenizers for a character without a token.
     """
-    return tokenizer(list(texts), add_special_tokens=special, verbose=False)["input_ids"]
+    batches = (list(texts[start : start + _BATCH]) for start in range(0, len(texts), _BATCH))
+    encoded = (tokenizer(batch, add_special_tokens=special, verbose=False)["input_ids"] for batch in batches)
+    return [*chain.from_iterable(encoded)]
 
 
 def _find_differences(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Iterator[str]:

@@ -13,7 +13,7 @@ import math
 import numbers
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -52,16 +52,16 @@ class EpisodeLimits:
         return budget if self.positions is None else min(budget, self.positions - num_tokens - 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EpisodeResult:
-    """An episode that has ended."""
+    """An episode, as far as it has come."""
 
-    rollout: Rollout | None
+    rollout: Rollout | None = None
     """All turns as one sequence; None if the first turn failed. finish_reason: of the last turn; length if a limit
     ended the episode; abort if the episode failed."""
-    turn_ends: tuple[int, ...] = ()
+    turn_ends: list[int] = field(default_factory=list)
     """Index of the last token of each turn of the model."""
-    turn_rewards: tuple[float | None, ...] = ()
+    turn_rewards: list[float | None] = field(default_factory=list)
     """The environment's reward of each turn; None: no reward."""
     failure: str | None = None
     """Why the episode failed, in one line; None: it did not fail."""
@@ -83,14 +83,14 @@ async def play(
     prompt: the text of the request's tokens. places: bounds the environment's concurrent answers. Failures of the
     environment and deadlines fail this episode alone; errors of the engine are raised.
     """
-    run = _EpisodeRun(request)
+    result = EpisodeResult()
     episode: Episode | None = None
     failure, passing = None, True
     try:
         async with asyncio.timeout(None) as clock:
             with _foreign("the environment failed to begin"):
                 episode = environment.begin(prompt, request.seed)
-            await run.play_turns(session, episode, tokenizer, limits, places, clock)
+            await _play_turns(result, session, request, episode, tokenizer, limits, places, clock)
     except TimeoutError:
         failure = f"the episode took more than {limits.episode_s:g} s"
     except EpisodeError as error:
@@ -103,77 +103,58 @@ async def play(
                         await episode.close()
             except (EpisodeError, ConfigError) as error:  # an error raised here would hide an error of the engine
                 failure, passing = failure or str(error), passing and may_pass(error)
-    return run.result(failure, passing)
+    result.failure, result.may_pass = failure, failure is not None and passing
+    if result.rollout is not None and failure is not None:
+        result.rollout = replace(result.rollout, finish_reason="abort")
+    return result
 
 
 class EpisodeError(Exception):
     """This episode cannot continue; other episodes can."""
 
 
-class _EpisodeRun:
-    def __init__(self, request: SampleRequest) -> None:
-        self._request = request
-        self._prompt_length = len(request.prompt_tokens)
-        self._whole: Rollout | None = None
-        self._ends: list[int] = []
-        self._rewards: list[float | None] = []
-
-    def result(self, failure: str | None, passing: bool) -> EpisodeResult:
-        whole = self._whole
-        if whole is not None and failure is not None:
-            whole = replace(whole, finish_reason="abort")
-        return EpisodeResult(whole, tuple(self._ends), tuple(self._rewards), failure, failure is not None and passing)
-
-    async def play_turns(
-        self,
-        session: Session,
-        episode: Episode,
-        tokenizer: PreTrainedTokenizerBase,
-        limits: EpisodeLimits,
-        places: asyncio.Semaphore,
-        clock: asyncio.Timeout,
-    ) -> None:
-        tokens = self._request.prompt_tokens
-        for index in range(limits.turns):
-            budget = limits.tokens_left(len(tokens), self._prompt_length)
-            if budget < 1:  # only in the first turn: the room for later turns is checked below
-                raise EpisodeError(f"the prompt of {len(tokens)} tokens leaves no room in the model's positions")
-            limit = budget if limits.turn_tokens is None else min(budget, limits.turn_tokens)
-            whole = await self._sample_turn(session, index, tokens, limit)
-            if index == 0:  # the first turn may have waited long in the engine's queue
-                clock.reschedule(asyncio.get_running_loop().time() + limits.episode_s)
-            generated = whole.num_tokens - len(tokens)
-            if whole.finish_reason == "length" and (generated == budget or generated < limit):
-                return  # cut by the response limit or the last position, not by turn_tokens: no turn can follow
-            written = whole.tokens[len(tokens) :].copy()  # the environment may change the copy
-            text = str(tokenizer.decode(written, skip_special_tokens=True))
-            step = ModelTurn(index, written, text, whole.finish_reason)
-            observation = await _step(episode, step, limits.step_s, places)
-            self._rewards[-1] = None if observation.reward is None else float(observation.reward)
-            if observation.done:
-                return
-            tokens = np.concatenate([whole.tokens, _encode(tokenizer, observation.text, limits.vocabulary)])
-            if index + 1 == limits.turns or limits.tokens_left(len(tokens), self._prompt_length) < 1:
-                self._whole = replace(whole, finish_reason="length")
-                return
-
-    async def _sample_turn(self, session: Session, index: int, tokens: np.ndarray, limit: int) -> Rollout:
-        """Sample one more turn, and return the turn joined to the earlier turns."""
-        earlier = self._whole
-        request = replace(
-            self._request,
-            prompt_tokens=tokens,
-            seed=turn_seed(self._request.seed, index),
-            known_rows=0 if earlier is None else known_rows(earlier),
-            max_response_tokens=limit,
-        )
-        turn = await session.sample(request)
+async def _play_turns(
+    result: EpisodeResult,
+    session: Session,
+    request: SampleRequest,
+    episode: Episode,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: EpisodeLimits,
+    places: asyncio.Semaphore,
+    clock: asyncio.Timeout,
+) -> None:
+    """Add turns to the result until the episode has ended."""
+    tokens, prompt_length = request.prompt_tokens, len(request.prompt_tokens)
+    for index in range(limits.turns):
+        budget = limits.tokens_left(len(tokens), prompt_length)
+        if budget < 1:  # only in the first turn: the room for later turns is checked below
+            raise EpisodeError(f"the prompt of {len(tokens)} tokens leaves no room in the model's positions")
+        limit = budget if limits.turn_tokens is None else min(budget, limits.turn_tokens)
+        earlier, seed = result.rollout, turn_seed(request.seed, index)
+        known = 0 if earlier is None else known_rows(earlier)
+        asked = replace(request, prompt_tokens=tokens, seed=seed, known_rows=known, max_response_tokens=limit)
+        turn = await session.sample(asked)
         if turn.finish_reason == "abort":
             raise EpisodeError(f"the engine aborted turn {index}") from RolloutError(turn.finish_reason)
-        self._whole = whole = turn if earlier is None else join(earlier, turn)
-        self._ends.append(turn.num_tokens - 1)
-        self._rewards.append(None)
-        return whole
+        result.rollout = whole = turn if earlier is None else join(earlier, turn)
+        result.turn_ends.append(turn.num_tokens - 1)
+        result.turn_rewards.append(None)
+        if index == 0:  # the first turn may have waited long in the engine's queue
+            clock.reschedule(asyncio.get_running_loop().time() + limits.episode_s)
+        generated = whole.num_tokens - len(tokens)
+        if whole.finish_reason == "length" and (generated == budget or generated < limit):
+            return  # cut by the response limit or the last position, not by turn_tokens: no turn can follow
+        written = whole.tokens[len(tokens) :].copy()  # the environment may change the copy
+        text = str(tokenizer.decode(written, skip_special_tokens=True))
+        step = ModelTurn(index, written, text, whole.finish_reason)
+        observation = await _step(episode, step, limits.step_s, places)
+        result.turn_rewards[-1] = None if observation.reward is None else float(observation.reward)
+        if observation.done:
+            return
+        tokens = np.concatenate([whole.tokens, _encode(tokenizer, observation.text, limits.vocabulary)])
+        if index + 1 == limits.turns or limits.tokens_left(len(tokens), prompt_length) < 1:
+            result.rollout = replace(whole, finish_reason="length")
+            return
 
 
 def turn_seed(seed: int, turn: int) -> int:
@@ -224,10 +205,9 @@ def _check(observation: object) -> None:
     """TypeError for an answer that is no observation."""
     if not isinstance(observation, Observation):
         raise TypeError(f"step returned a {type(observation).__name__}, expected an Observation")
-    if not isinstance(observation.text, str):
-        raise TypeError(f"the text of its observation is a {type(observation.text).__name__}")
-    if observation.reward is not None and not isinstance(observation.reward, numbers.Real):
-        raise TypeError(f"the reward of its observation is a {type(observation.reward).__name__}, expected a number")
+    text, reward = observation.text, observation.reward
+    if not isinstance(text, str) or not (reward is None or isinstance(reward, numbers.Real)):
+        raise TypeError(f"its observation has {text!r:.80} and the reward {reward!r:.80}, expected text and a number")
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, vocabulary: int | None) -> np.ndarray:

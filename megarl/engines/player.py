@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,7 +18,6 @@ from megarl.engines.episodes import EpisodeLimits, EpisodeResult, play
 from megarl.engines.protocol import Engine, OnFinish, SamplingParams, Session
 from megarl.engines.tools.protocol import Environment
 from megarl.errors import RequestError
-from megarl.files.per_loop import PerLoop
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class Player:
         """concurrency: how many answers the environment works on at a time."""
         self._tokenizer, self._judge, self._limits = tokenizer, judge, limits
         self._environment = environment
-        self._places = PerLoop(partial(asyncio.Semaphore, concurrency))
+        self._places, self._concurrency = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore](), concurrency
 
     async def play(self, session: Session, request: SampleRequest, prompt: Prompt) -> Sample:
         """Draw and judge one sample. Failures of environment or reward, and refused requests, are part of the sample.
@@ -87,9 +86,10 @@ class Player:
         try:
             if self._environment is None:
                 rollout = await session.sample(request)
-                played = EpisodeResult(rollout, (rollout.num_tokens - 1,), (None,))
+                played = EpisodeResult(rollout, [rollout.num_tokens - 1], [None])
             else:
-                world = self._environment, self._tokenizer, self._limits, self._places.get()
+                places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._concurrency))
+                world = self._environment, self._tokenizer, self._limits, places
                 played = await play(session, request, prompt.text, *world)
         except RequestError as error:
             failure = Failure(str(error), describe_input(prompt=prompt.text), may_pass=True, of_episode=True)

@@ -1,7 +1,6 @@
 """The protocol of every sampling engine, the base class of sessions, and the settings of a sampling request."""
 
 import asyncio
-import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -10,12 +9,12 @@ import numpy as np
 import torch
 
 from megarl.core.types import Rollout, SampleRequest
-from megarl.errors import ConfigError, RolloutError
+from megarl.errors import RolloutError
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling settings of all requests of a call. ConfigError for a bad value."""
+    """Sampling settings of all requests of a call; the configuration checks the values."""
 
     temperature: float = 1.0
     """Divides the logits. 0 picks the most likely token; only evaluation may."""
@@ -30,21 +29,6 @@ class SamplingParams:
     max_kept_ids: int | None = None
     """With top_p below 1: rollouts carry the ids of each token's nucleus, at most this number per response (a larger
     number is an error). None: rollouts carry no ids."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
-            raise ConfigError(f"temperature is {self.temperature}, expected a finite number >= 0")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ConfigError(f"top_p is {self.top_p}, expected a number in (0, 1]; 1 switches it off")
-        if self.max_response_tokens < 1:
-            raise ConfigError(f"max_response_tokens is {self.max_response_tokens}, expected at least 1")
-        if (limit := self.max_kept_ids) is not None and (limit < 1 or not self.has_nucleus):
-            raise ConfigError(
-                f"max_kept_ids is {limit} with top_p = {self.top_p:g} and temperature {self.temperature:g}, expected "
-                "at least 1, with top_p below 1 and a temperature above 0: others are drawn from the whole vocabulary"
-            )
-        if any(token < 0 for token in self.stop_token_ids):
-            raise ConfigError(f"stop_token_ids are {self.stop_token_ids}, expected token ids >= 0")
 
     @property
     def has_nucleus(self) -> bool:
@@ -167,10 +151,8 @@ class Engine(Protocol):
 def check_prompt(request: SampleRequest, params: SamplingParams, vocabulary: int) -> None:
     """RolloutError for a prompt or stop tokens outside of the vocabulary."""
     prompt, label = request.prompt_tokens, request.label
-    if not prompt.size:
-        raise RolloutError(f"{label}: the prompt is empty, expected at least one token")
-    if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-        raise RolloutError(f"{label}: the prompt is {prompt.dtype} {prompt.shape}, expected integers [P]")
+    if prompt.ndim != 1 or prompt.dtype.kind not in "iu" or not prompt.size:
+        raise RolloutError(f"{label}: the prompt is {prompt.dtype} {prompt.shape}, expected integers [P], at least one")
     if prompt.astype(np.uint64).max() >= vocabulary:  # a negative token becomes a large number
         raise RolloutError(f"{label}: the prompt has a token outside of 0..{vocabulary - 1}")
     if any(token >= vocabulary for token in params.stop_token_ids):

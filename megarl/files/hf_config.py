@@ -1,4 +1,4 @@
-"""config.json as the model class of a family reads the file: defaults, aliases, and unread keys.
+"""config.json as the model class of a family reads the file: defaults, aliases, unread keys, and the MoE layers.
 
 Without heavy imports, like ``megarl.models.shapes``.
 """
@@ -10,6 +10,7 @@ import re
 import reprlib
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -159,14 +160,45 @@ def read_fp8_block(hf: Mapping[str, Any]) -> tuple[int, int] | None:
 
 DENSE = ("llama", "qwen2", "qwen3")
 """Model types without experts."""
-MoeSizes = tuple[int, tuple[int, ...], int, int]
-"""The fields of ``MoeShape``: number of layers, MoE layers, experts, top-k."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """E under the names of Qwen and OLMoE, of Mixtral, and of DeepSeek and GLM-4."""
 
 
-def read_moe(hf: HFConfig) -> MoeSizes:
-    """Return the sizes of a config of one family. ConfigError if they contradict each other."""
+@dataclass(frozen=True, slots=True)
+class MoeShape:
+    """Which layers of a model have experts, and how many: the shape of its routing traces. A dense model has none."""
+
+    num_layers: int  # all decoder layers, dense ones included
+    moe_layers: tuple[int, ...]  # 0-based indices of the L MoE layers
+    num_experts: int  # E
+    topk: int  # K
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        return tuple(sorted(set(range(self.num_layers)) - set(self.moe_layers)))
+
+    @staticmethod
+    def of(hf: Mapping[str, Any]) -> MoeShape:
+        """Read a model's config.json. ConfigError for a family that megarl does not know."""
+        if (kind := str(hf.get("model_type"))) not in FAMILIES:
+            raise ConfigError(
+                f"model type {kind!r} is not known, expected {', '.join(FAMILIES)}: make the MoeShape of another model "
+                "from its number of layers, the indices of its MoE layers, its number of experts, and its top-k"
+            )
+        config = HFConfig.of(hf)
+        return MoeShape(config["num_hidden_layers"], (), 0, 0) if kind in DENSE else read_moe(config)
+
+    @staticmethod
+    def of_megatron(config: Any) -> MoeShape:
+        """Read Megatron's ``TransformerConfig``; without experts it has no MoE layers."""
+        count, frequency = config.num_layers, config.moe_layer_freq
+        is_moe = frequency if isinstance(frequency, list) else [index % frequency == 0 for index in range(count)]
+        layers = tuple(index for index, moe in enumerate(is_moe) if moe) if config.num_moe_experts else ()
+        return MoeShape(count, layers, config.num_moe_experts or 0, config.moe_router_topk if layers else 0)
+
+
+def read_moe(hf: HFConfig) -> MoeShape:
+    """Return the shape in a config of one family. ConfigError if they contradict each other."""
     num_layers, dense = hf["num_hidden_layers"], hf.get("mlp_only_layers") or ()
     first, step = hf.get("first_k_dense_replace") or 0, hf.get("decoder_sparse_step") or 1
     if len(dense) > num_layers or not all(0 <= layer < num_layers for layer in dense):
@@ -178,15 +210,4 @@ def read_moe(hf: HFConfig) -> MoeSizes:
     if num_layers * num_experts > (most := BOUNDS["experts_of_all_layers"][1]):
         found = f"num_hidden_layers is {num_layers} with {num_experts} experts each"
         raise ConfigError(f"{found}, expected at most {most} experts in all")
-    return num_layers, tuple(layers), num_experts, topk
-
-
-def read_config(hf: Mapping[str, Any]) -> MoeSizes:
-    """Read the config of a model; ConfigError for a family that megarl does not know."""
-    if (kind := str(hf.get("model_type"))) not in FAMILIES:
-        raise ConfigError(
-            f"model type {kind!r} is not known, expected {', '.join(FAMILIES)}: make the MoeShape of another model "
-            "from its number of layers, the indices of its MoE layers, its number of experts, and its top-k"
-        )
-    config = HFConfig.of(hf)
-    return (config["num_hidden_layers"], (), 0, 0) if kind in DENSE else read_moe(config)
+    return MoeShape(num_layers, tuple(layers), num_experts, topk)

@@ -172,15 +172,17 @@ def _softmax_experts(width: str, normalised: bool = False) -> Reader:
 
 
 def _experts(hf: HFConfig, width: str) -> dict[str, Any]:
-    num_layers, moe_layers, num_experts, topk = read_moe(hf)
-    if not moe_layers:
+    moe = read_moe(hf)
+    if not moe.moe_layers:
         keys = "first_k_dense_replace, decoder_sparse_step or mlp_only_layers"
-        raise ConfigError(f"none of num_hidden_layers, {num_layers}, has experts by {keys}, expected some with experts")
+        raise ConfigError(
+            f"none of num_hidden_layers, {moe.num_layers}, has experts by {keys}, expected some with experts"
+        )
     return {
         "moe_ffn_hidden_size": hf[width],
-        "num_moe_experts": num_experts,
-        "moe_router_topk": topk,
-        "moe_layer_freq": [int(layer in moe_layers) for layer in range(num_layers)],
+        "num_moe_experts": moe.num_experts,
+        "moe_router_topk": moe.topk,
+        "moe_layer_freq": [int(layer in moe.moe_layers) for layer in range(moe.num_layers)],
     }
 
 

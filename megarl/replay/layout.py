@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megarl.core.parallel import held_tokens, sequence_parallel_slice, zigzag_indices
 from megarl.errors import ReplayError
-from megarl.files.moe_shape import MoeShape
+from megarl.files.hf_config import MoeShape
 from megarl.replay.records import MicroRoutes
 from megarl.routes import RoutingTrace
 

@@ -16,7 +16,7 @@ import torch
 
 from megarl.core.devices import DeviceChecks
 from megarl.errors import ReplayError
-from megarl.files.moe_shape import MoeShape
+from megarl.files.hf_config import MoeShape
 from megarl.replay.checks import check_chunks, check_routers, check_routes, find_routers, find_untraced_routers
 from megarl.replay.hooks import Bystander, Hook, count_dispatched, count_natively, tap
 from megarl.replay.layout import local_rows

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megarl.errors import TraceError
-from megarl.files.moe_shape import MoeShape
+from megarl.files.hf_config import MoeShape
 from megarl.routes.codec import MAGIC, decode
 from megarl.routes.trace import RoutingTrace
 

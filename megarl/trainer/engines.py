@@ -18,11 +18,9 @@ from megarl.config.plugs import ENGINES, load_plug
 from megarl.core.choices.records import call_own
 from megarl.engines.local.engine import LocalEngine
 from megarl.engines.protocol import Engine
-from megarl.engines.sglang.client import ClientSettings
 from megarl.engines.sglang.engine import SGLangEngine
 from megarl.engines.sglang.fleet import Fleet
 from megarl.engines.sglang.http import key_named
-from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.spec import SERVER_DTYPES, ServerSpec
 from megarl.engines.sglang.transports.broadcast import Broadcast, own_address
 from megarl.engines.sglang.transports.folder import Disk, write_empty_model
@@ -97,22 +95,14 @@ def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEng
     if fleet is None and isinstance(transport, SharedMemory) and transport.gpu in settings.gpus:
         helper = Helper(transport, Path(config.model.path))
     fp8: FP8Form = "blocks" if settings.fp8 else "rounded" if config.rollout.fp8_rounding else "off"
-    client = ClientSettings(
-        concurrency=settings.concurrency,
-        deadline_s=settings.deadline_s,
-        attempts=settings.attempts,
-        api_key=key,
-        compact_routes=settings.compact_routes,
-        # Do not wait for own servers that are never restarted.
-        recovery_s=settings.start_deadline_s if settings.urls or settings.max_restarts else 1.0,
-    )
     return SGLangEngine(
         urls,
         read_json(Path(config.model.path) / "config.json"),
         fleet=fleet,
         helper=helper,
         agree=lambda failure: distributed.fail_together(failure, "the weight update"),
-        settings=client,
+        settings=settings,
+        api_key=key,
         form=WeightForm(DTYPES[config.rollout.dtype], fp8),
         tell=tell,
     )
@@ -215,19 +205,13 @@ def _make_fleet(
     return Fleet(
         specs=[] if settings.urls else server_specs(config, host, key, folder),
         urls=settings.urls,
-        tp=settings.tp,
         api_key=key,
         routes=servers_record(config),
-        nucleus=config.rollout.top_p < 1,
         source=source,
         served=_served_model(config, folder),
         transport=transport,
-        settings=FleetSettings(
-            settings.start_deadline_s,
-            max_restarts=settings.max_restarts,
-            copies=copies,
-            checksums=settings.checksums,
-        ),
+        settings=settings,
+        copies=copies,
         tell=tell,
     )
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from megarl.cli import main
 from megarl.data.prepare import prepare as writing
 from megarl.data.prepare.command import Data
-from megarl.data.prepare.prepare import can_read_answer
+from megarl.data.prepare.prepare import judge_answer
 from megarl.data.prompts import load_prompts
 from megarl.data.rewards import math_strict
 from megarl.errors import ConfigError, DataError
@@ -67,7 +67,7 @@ def test_answers_that_the_reward_cannot_read_are_counted(
     assert f"2 of 5 answers cannot be read by the reward math_strict, {first}" in out
     assert "1 of 5 answers must be spelled in the same way" in out
     for answer, is_read in answers.items():  # the reward itself says the same
-        assert can_read_answer(answer) == is_read
+        assert (judge_answer(answer) == "cannot be read by the reward math_strict") == (not is_read)
         with nullcontext() if is_read else pytest.raises(ValueError, match="nothing to compare"):
             math_strict(prompt="", response=r"\boxed{7}", answer=answer)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from megarl.data import prompts
+from megarl.data import tokenizer as tokenizer_module
 from megarl.data.prompts import Prompt, PromptOrder, load_demonstrations, load_prompts
 from megarl.errors import ConfigError, DataError
 
@@ -221,7 +221,7 @@ def plain(found: Any) -> list[tuple[Any, ...]]:
 def test_batches_give_what_one_by_one_gives(
     batch: int, write_jsonl: Write, make_tokenizer: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompts, "_BATCH", batch)
+    monkeypatch.setattr(tokenizer_module, "_BATCH", batch)
     tokenizer = make_tokenizer(chat=True)
     path = write_jsonl(RECORDS[0], "", *RECORDS[1:])
     expected = one_by_one(path, tokenizer)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from local_engines import local_engine
 from rollout_oracle import Oracle
 from transformers import AutoModelForCausalLM
 
@@ -39,7 +40,7 @@ def oracle(model_path: Path) -> Oracle:
 @pytest.fixture(scope="session")
 def engine(model_path: Path) -> LocalEngine:
     """Shared by tests that leave the weights alone."""
-    return LocalEngine.from_pretrained(model_path, weight_version=7)
+    return local_engine(model_path, weight_version=7)
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from local_engines import local_engine
 from rollout_oracle import make_requests
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
-from megarl.engines.local.engine import LocalEngine
-from megarl.engines.local.recorder import RouteRecorder
+from megarl.engines.local.decode import RouteRecorder
 from megarl.engines.protocol import SamplingParams
 from megarl.errors import RolloutError, TraceError
 
@@ -54,7 +54,7 @@ def test_agrees_with_a_full_forward(config: Any, num_layers: int, tmp_path: Path
     for name, module in model.named_modules():
         if name.endswith(".experts"):
             module.register_forward_pre_hook(lambda m, args: called.append(args[1]))
-    for rollout in LocalEngine.from_pretrained(tmp_path).generate(make_requests(5), PARAMS):
+    for rollout in local_engine(tmp_path).generate(make_requests(5), PARAMS):
         tokens = torch.tensor(rollout.tokens).long()
         called.clear()
         with torch.no_grad():
@@ -70,7 +70,7 @@ def test_agrees_with_a_full_forward(config: Any, num_layers: int, tmp_path: Path
 
 def test_dense_model_has_no_routes(tmp_path: Path) -> None:
     save(Qwen3Config(**SMALL), tmp_path)
-    engine = LocalEngine.from_pretrained(tmp_path)
+    engine = local_engine(tmp_path)
     with pytest.raises(RolloutError, match="no experts"):
         engine.generate(make_requests(1), PARAMS)
     params = SamplingParams(max_response_tokens=6, return_routed_experts=False)

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.engines.local.decode import Noise, draw, sampling_logprobs
-from megarl.engines.protocol import SamplingParams
-from megarl.errors import ConfigError, NumericsError, RolloutError
+from megarl.errors import NumericsError, RolloutError
 
 
 def nucleus_by_brute_force(logits: list[float], temperature: float, top_p: float) -> list[float]:
@@ -90,23 +89,6 @@ def test_noise_is_a_function_of_seed_and_step() -> None:
     for bad in (-1, 2**128):
         with pytest.raises(RolloutError, match=f"seed of a request is {bad},"):
             Noise([0, bad, 1], 4)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"temperature": -0.1},
-        {"top_p": 0.0},
-        {"top_p": 0.9, "max_kept_ids": 0},
-        {"max_kept_ids": 5},
-        {"temperature": 0.0, "top_p": 0.9, "max_kept_ids": 5},
-        {"max_response_tokens": 0},
-        {"stop_token_ids": (3, -1)},
-    ],
-)
-def test_sampling_params_are_checked(bad: dict) -> None:
-    with pytest.raises(ConfigError, match=next(iter(bad))):
-        SamplingParams(**bad)
 
 
 @pytest.mark.parametrize("steps", [1, 4, 7, 600])

@@ -15,6 +15,7 @@ from aiohttp import web
 from generate_server import GenerateServer, serving
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.choices.stopping import SamplingRule, Sequential, Uniform
 from megarl.core.sampling.collector import Ask, Collector, Selection
 from megarl.core.types import Rollout, SampleRequest
@@ -24,7 +25,7 @@ from megarl.engines.episodes import EpisodeLimits
 from megarl.engines.local.engine import BatchSession, LocalEngine
 from megarl.engines.player import Draw, Player
 from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, run_session
-from megarl.engines.sglang.client import Call, ClientSettings, SGLangClient
+from megarl.engines.sglang.client import Call, SGLangClient
 from megarl.errors import RolloutError
 
 TIMEOUT_S = 600.0
@@ -104,7 +105,7 @@ def make_rollout(request: SampleRequest, token: int) -> Rollout:
 
 
 def served(server: Server, draw: Draw, tokenizer: PreTrainedTokenizerBase) -> None:
-    client = SGLangClient([server.url], ClientSettings())
+    client = SGLangClient([server.url], SGLangConfig())
     call = Call(
         lambda request: {"group": request.group, "sample": request.sample},
         lambda request, answer, rid: make_rollout(request, tokenizer.convert_tokens_to_ids(answer["says"])),
@@ -178,7 +179,7 @@ def test_samples_that_fail_count_as_drawn(tokenizer: PreTrainedTokenizerBase) ->
     failed = {key: sample for key, sample in draw.samples.items() if sample.reward is None}
     assert set(failed) == {(0, 0), (0, 3), *((1, sample) for sample in range(4))}
     assert [key for key, sample in draw.samples.items() if sample.rollout is None] == [(0, 3)]
-    assert server.asked.count((0, 3)) == ClientSettings().attempts
+    assert server.asked.count((0, 3)) == SGLangConfig().attempts
     told = failed[0, 3].failure
     assert "HTTP 413: too large" in told.error
     assert told.may_pass

@@ -82,7 +82,7 @@ def test_turns_stand_one_after_the_other_as_they_were_sampled(engine: LocalEngin
         assert whole_of(played).tokens.tolist() == tokens
         assert whole_of(played).loss_mask.tolist() == mask
         assert [turn.index for turn in script.turns] == list(range(len(script.turns)))
-        assert played.turn_rewards == (0.5,) * len(script.turns) + (None,) * (len(played.turn_ends) - len(script.turns))
+        assert played.turn_rewards == [0.5] * len(script.turns) + [None] * (len(played.turn_ends) - len(script.turns))
         assert script.prompts == [("prompt 0", request.seed)]
         assert (script.closed, script.most) == ([1], 1)
 
@@ -211,7 +211,11 @@ FAULTS: dict[str, tuple[Callable[[], Script], str, int | None]] = {
     "close": (lambda: Broken("close", ValueError("no")), "the environment failed to close: ValueError: no", 3),
     "nan": (answers(Observation("", False, math.nan)), "turn 1: the environment gave the reward nan", 2),
     "none": (answers(None), "turn 1: the environment failed: TypeError: step returned a NoneType", 2),
-    "reward": (answers(Observation("", False, "1")), "turn 1: the environment failed: TypeError: the reward of its", 2),  # type: ignore[arg-type]
+    "reward": (
+        answers(Observation("", False, "1")),
+        "turn 1: the environment failed: TypeError: its observation has '' and the reward",
+        2,
+    ),  # type: ignore[arg-type]
     "surrogate": (answers(Observation("\ud800", False)), "the tokenizer cannot read the observation '\\ud800': ", 2),
     "late": (lambda: Script(for_ever), "turn 0: the environment took more than 1 s", 1),
 }
@@ -259,7 +263,7 @@ def test_the_deadline_of_an_episode_in_mid_step(engine: LocalEngine) -> None:
     (played,) = played_of(play_all(engine, make_requests(1), script, replace(LIMITS, episode_s=2.0), SOME_STOPS))
     assert played.failure == "the episode took more than 2 s"
     assert whole_of(played).finish_reason == "abort"
-    assert (len(played.turn_ends), played.turn_rewards, script.closed) == (1, (None,), [1])
+    assert (len(played.turn_ends), played.turn_rewards, script.closed) == (1, [None], [1])
 
 
 @pytest.mark.parametrize("where", ["step", "sample", "place"])

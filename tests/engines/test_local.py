@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from local_engines import local_engine
 from rollout_oracle import Oracle, make_requests
 from safetensors.torch import load_file
 from sglang_oracle import check_nuclei
@@ -124,7 +125,7 @@ def test_response_depends_on_prompt_and_seed_only(engine: LocalEngine, model_pat
     for request, rollout in zip(requests, together, strict=True):
         assert_same(engine.generate([request], PARAMS)[0], rollout)  # no padding, no neighbours
     for rollout, other in zip(
-        LocalEngine.from_pretrained(model_path, max_batch_size=3).generate(requests, PARAMS), together, strict=True
+        local_engine(model_path, max_batch_size=3).generate(requests, PARAMS), together, strict=True
     ):
         assert_same(rollout, other)
     for request, rollout in zip(requests, together, strict=True):
@@ -175,7 +176,7 @@ def shuffled(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def test_update_changes_what_the_model_computes(model_path: Path, oracle: Oracle) -> None:
-    engine = LocalEngine.from_pretrained(model_path, weight_version=3)
+    engine = local_engine(model_path, weight_version=3)
     requests = make_requests(8)
     weights = load_file(model_path / "model.safetensors")
     memory = {name: view.data_ptr() for name, view in engine._views.items()}
@@ -194,7 +195,7 @@ def test_update_changes_what_the_model_computes(model_path: Path, oracle: Oracle
 def test_every_single_tensor_reaches_the_logits(model_path: Path) -> None:
     """An expert that is written to the wrong place, or to a discarded buffer, shows here."""
     weights = load_file(model_path / "model.safetensors")
-    engine = LocalEngine.from_pretrained(model_path)
+    engine = local_engine(model_path)
     ids = torch.randint(2, 32, (20, 40), generator=torch.Generator().manual_seed(0))  # reaches every expert
 
     def logits() -> torch.Tensor:
@@ -211,7 +212,7 @@ def test_every_single_tensor_reaches_the_logits(model_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["missing", "unknown", "twice", "shape", "nan", "integer", "source fails"])
 def test_bad_update_is_named_and_blocks_until_a_whole_one_arrives(model_path: Path, fault: str) -> None:
-    engine = LocalEngine.from_pretrained(model_path)
+    engine = local_engine(model_path)
     weights = load_file(model_path / "model.safetensors")
     name = "model.layers.2.mlp.experts.5.up_proj.weight"
     unknown = name.replace("experts.5", "experts.8")
@@ -256,8 +257,6 @@ def test_bad_requests_are_refused(engine: LocalEngine, request_: SampleRequest, 
 def test_bad_settings_are_refused(engine: LocalEngine, model_path: Path, tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match="stop_token_ids"):
         engine.generate(make_requests(1), replace(PARAMS, stop_token_ids=(32,)))
-    with pytest.raises(RolloutError, match="no checkpoint"):
-        LocalEngine.from_pretrained(tmp_path)
     with pytest.raises(TypeError, match="generator"):
         engine.generate((request for request in make_requests(2)), PARAMS)  # no empty list
     fresh = LocalEngine(AutoConfig.from_pretrained(model_path))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from local_engines import local_engine
 from rollout_oracle import Oracle, make_requests
 from safetensors.torch import load_file
 from torch import nn
@@ -97,7 +98,7 @@ def equal_share(rollouts: Iterable[Rollout], oracle: Oracle) -> float:
 
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", None])
 def test_the_engine_computes_what_is_written_by_hand(wide: Path, experts: str | None) -> None:
-    engine = LocalEngine.from_pretrained(wide, fp8_rounding=True, fp8_activations=True, experts_implementation=experts)
+    engine = local_engine(wide, fp8_rounding=True, fp8_activations=True, experts_implementation=experts)
     rollouts = engine.generate(make_requests(4, copies=2), PARAMS)
     oracle = fp8_oracle(wide)
     assert equal_share(rollouts, oracle) > 0.95
@@ -110,7 +111,7 @@ def test_the_engine_computes_what_is_written_by_hand(wide: Path, experts: str | 
 @pytest.mark.parametrize("without", ["q_proj", "o_proj", "gate_proj", "mlp.down_proj"])
 def test_every_projection_counts(wide: Path, without: str) -> None:
     """The test above would notice a single projection whose activations are not rounded."""
-    engine = LocalEngine.from_pretrained(wide, fp8_rounding=True, fp8_activations=True)
+    engine = local_engine(wide, fp8_rounding=True, fp8_activations=True)
     assert equal_share(engine.generate(make_requests(4), PARAMS), fp8_oracle(wide, without)) < 0.5
 
 
@@ -163,7 +164,7 @@ def test_other_families(config: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config.eos_token_id = config.bos_token_id = config.pad_token_id = None
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    engine = LocalEngine.from_pretrained(tmp_path, fp8_rounding=True, fp8_activations=True)
+    engine = local_engine(tmp_path, fp8_rounding=True, fp8_activations=True)
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for name, module in engine._model.named_modules():
         if isinstance(module, nn.Linear) or name.endswith(".experts"):
@@ -190,7 +191,7 @@ def rounded_keys_and_values(module: Any, query: Any, key: Any, value: Any, mask:
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["cache alone", "with FP8 products"])
 def test_the_cache_holds_rounded_keys_and_values(wide: Path, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = LocalEngine.from_pretrained(wide, fp8_rounding=fp8, fp8_activations=fp8, fp8_kv_cache=True)
+    engine = local_engine(wide, fp8_rounding=fp8, fp8_activations=fp8, fp8_kv_cache=True)
     rollouts = engine.generate(make_requests(5, copies=2), PARAMS)
     plain = Oracle(AutoModelForCausalLM.from_pretrained(wide, attn_implementation="eager").eval())
     oracle = fp8_oracle(wide) if fp8 else plain
@@ -201,7 +202,7 @@ def test_the_cache_holds_rounded_keys_and_values(wide: Path, fp8: bool, monkeypa
 
 def test_what_cannot_be_in_fp8_is_refused(wide: Path) -> None:
     with pytest.raises(RolloutError, match="fp8_activations without fp8_rounding"):
-        LocalEngine.from_pretrained(wide, fp8_activations=True)
+        local_engine(wide, fp8_activations=True)
     with pytest.raises(RolloutError, match="latents"):
         LocalEngine(DeepseekV3Config(**SIZES | DEEPSEEK), fp8_kv_cache=True)
     with pytest.raises(RolloutError, match=r"such as transformer\.wte"):

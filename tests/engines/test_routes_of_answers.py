@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megarl.errors import TraceError
-from megarl.files.moe_shape import MoeShape
+from megarl.files.hf_config import MoeShape
 from megarl.routes import RoutingTrace
 from megarl.routes.answers import routes_from_sglang
 

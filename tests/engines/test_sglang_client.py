@@ -14,10 +14,11 @@ import pytest
 from aiohttp import web
 from generate_server import GenerateServer, serving
 
+from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.protocol import sample_each
 from megarl.engines.sglang import client as client_module
-from megarl.engines.sglang.client import Call, ClientSettings, SGLangClient
+from megarl.engines.sglang.client import Call, SGLangClient
 from megarl.errors import RequestError, RolloutError, StopError
 from megarl.files.foreign_json import retry_after
 
@@ -85,7 +86,7 @@ def group_of(request: SampleRequest) -> dict[str, Any]:
 
 
 def ask(made: Sequence[Counting], requests: list[SampleRequest], **settings: Any) -> list[tuple[int, int]]:
-    client = SGLangClient([server.url for server in made], ClientSettings(**settings))
+    client = SGLangClient([server.url for server in made], SGLangConfig(**settings))
     finished: list[int] = []
     found = sample_each(
         lambda begin: client.converse(begin, Call(group_of, decode, finished.append)),
@@ -121,7 +122,7 @@ def test_a_trainer_that_is_asked_to_stop_ends_the_wait_for_a_long_response():
             raise StopError("asked to stop")
 
     with servers(36_000.0) as made:
-        client = SGLangClient([made[0].url], ClientSettings())
+        client = SGLangClient([made[0].url], SGLangConfig())
         with pytest.raises(StopError):
             sample_each(lambda begin: client.converse(begin, Call(group_of, decode, asked)), requests_of(1, 2))
     assert ticks == [0, 0]
@@ -132,18 +133,18 @@ def test_a_server_that_is_gone_leaves_its_work_to_the_other(dead: int):
     with servers(0.01, 0.01) as made:
         made[dead].close()
         requests = requests_of(4, 4)
-        assert ask(made, requests, recovery_s=600.0) == [(r.group, r.sample) for r in requests]
+        assert ask(made, requests, start_deadline_s=600.0) == [(r.group, r.sample) for r in requests]
         assert made[1 - dead].groups.total() == 16
         made[1 - dead].close()
         with pytest.raises(RolloutError, match=r"all 2 SGLang servers are down, the last failure: http://127\.0\.0\.1"):
-            ask(made, requests_of(2, 2), recovery_s=1.0)
+            ask(made, requests_of(2, 2), start_deadline_s=1.0)
 
 
 def test_a_request_that_nobody_waits_for_is_dropped_and_frees_its_place():
     """Of three episodes one ends the two others: one of them under way, one waiting for its turn."""
     answered: list[int] = []
     with servers(1.5) as made:
-        client = SGLangClient([made[0].url], ClientSettings(concurrency=2))
+        client = SGLangClient([made[0].url], SGLangConfig(concurrency=2))
         requests = requests_of(4, 1)
 
         def begin(session: Any) -> None:
@@ -169,7 +170,7 @@ def test_an_error_of_an_episode_or_a_request_ends_the_others_and_is_raised():
         raise RolloutError("the prompt is empty")
 
     with servers(3600.0) as made:
-        client = SGLangClient([made[0].url], ClientSettings())
+        client = SGLangClient([made[0].url], SGLangConfig())
 
         def begin(session: Any) -> None:
             async def breaks() -> None:
@@ -206,7 +207,7 @@ REFUSED = {str(code): (status(code), f"HTTP {code}: out of luck") for code in (4
 
 def ask_faulty(made: Sequence[Counting], requests: list[SampleRequest], **settings: Any) -> tuple[Any, list[str]]:
     told: list[str] = []
-    client = SGLangClient([server.url for server in made], ClientSettings(concurrency=64, **settings), tell=told.append)
+    client = SGLangClient([server.url for server in made], SGLangConfig(concurrency=64, **settings), tell=told.append)
 
     def begin_all(begin: Any) -> None:
         client.converse(begin, Call(group_of, decode, max_bytes=lambda _: 10 << 20))
@@ -227,18 +228,20 @@ def test_a_fault_that_passes_is_counted_and_told_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["deep", "413", "500"])
-def test_a_fault_that_stays_ends_with_its_cause(name: str) -> None:
+def test_a_fault_that_stays_ends_with_its_cause(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "LOSSES", 2)
     fault, message = (WRONG | REFUSED)[name]
     with servers(0.0, 0.0) as made:
         for server in made:
             server.always = fault
         error = RequestError if name == "413" else RolloutError
         with pytest.raises(error, match=f"group 0 sample 0: 2 attempts failed, the last: {made[1].url}.*{message}"):
-            ask_faulty(made, requests_of(1, 1), attempts=2, losses=2)
+            ask_faulty(made, requests_of(1, 1), attempts=2)
 
 
-def test_a_connection_that_is_cut_every_time_is_no_endless_loop() -> None:
+def test_a_connection_that_is_cut_every_time_is_no_endless_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server is healthy between the cuts, as one that dies of a request and is started again."""
+    monkeypatch.setattr(client_module, "LOSSES", 3)
 
     def cut() -> web.Response:
         raise asyncio.CancelledError  # ends the connection
@@ -246,7 +249,7 @@ def test_a_connection_that_is_cut_every_time_is_no_endless_loop() -> None:
     with servers(0.0) as made:
         made[0].always = cut
         with pytest.raises(RolloutError, match=r"lost 3 times with its connection, the last: .*Error"):
-            ask_faulty(made, requests_of(1, 1), losses=3)
+            ask_faulty(made, requests_of(1, 1))
 
 
 def test_a_busy_server_is_waited_for_longer_than_one_that_fails() -> None:

@@ -15,7 +15,7 @@ import pytest
 from megarl.engines.sglang.plugin.compact import HEADER, compact, make_header, parse_header
 from megarl.engines.sglang.spec import PLUGIN
 from megarl.errors import TraceError
-from megarl.files.moe_shape import MoeShape
+from megarl.files.hf_config import MoeShape
 from megarl.routes import RoutingTrace, encode
 from megarl.routes.answers import decode_routes, is_compact
 

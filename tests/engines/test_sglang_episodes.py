@@ -26,15 +26,15 @@ from rollout_oracle import make_requests
 from sglang_fixtures import START_DEADLINE_S
 from sglang_oracle import CLOSE, Weights, noisy, oracle_of
 
+from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.tiny import write_tiny_model
 from megarl.engines.episodes import EpisodeLimits, play
 from megarl.engines.protocol import SamplingParams, Session
 from megarl.engines.sglang import engine as sglang_engine
-from megarl.engines.sglang.client import ClientSettings
 from megarl.engines.sglang.engine import SGLangEngine
 from megarl.engines.sglang.fleet import Fleet
-from megarl.engines.sglang.member import FleetSettings
+from megarl.engines.sglang.plugin.compact import HEADER
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.weights import WeightForm
@@ -77,16 +77,15 @@ def served(sglang_spec: ServerSpec, tmp_path_factory: pytest.TempPathFactory) ->
     model = write_tiny_model(folder / "model", max_positions=POSITIONS, initializer_range=0.3, **sizes)
     spec = replace(sglang_spec, model_path=model, log_file=folder / "server.log", max_total_tokens=4 * POSITIONS)
     told: list[str] = []
-    fleet = Fleet(
-        [spec], settings=FleetSettings(START_DEADLINE_S, max_restarts=9, poll_s=0.1, health_s=3600.0), tell=told.append
-    )
-    settings = ClientSettings(concurrency=16, deadline_s=600.0, losses=100, recovery_s=START_DEADLINE_S)
+    settings = SGLangConfig(concurrency=16, start_deadline_s=START_DEADLINE_S, max_restarts=9, checksums=False)
+    fleet = Fleet([spec], settings=settings, poll_s=0.1, health_s=3600.0, tell=told.append)
     config, form = json.loads((model / "config.json").read_text()), WeightForm(torch.float32)
     urls = fleet.start()
     engine = SGLangEngine(urls, config, fleet=fleet, settings=settings, form=form)
     weights = noisy(model, 7)
     engine.update_weights(weights.items(), 3)
-    plain = SGLangEngine(urls, config, fleet=None, settings=replace(settings, compact_routes=False), form=form)
+    plain = SGLangEngine(urls, config, fleet=None, settings=settings, form=form)
+    del plain._client.headers[HEADER]
     plain._version, plain._complete = 3, True  # those of the other, on the same server
     (server,) = [member.process for member in fleet.members if member.process]
     yield Served(engine, plain, server, model, weights, told)

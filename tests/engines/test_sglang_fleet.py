@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,18 @@ import torch
 from sglang_faulty import kill_9
 from sglang_stand_in import MAGIC
 
+from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.types import SampleRequest
 from megarl.data.tiny import write_tiny_model
 from megarl.engines import buckets
 from megarl.engines.buckets import Bucket
 from megarl.engines.protocol import sample_each
+from megarl.engines.sglang import client as sglang_client
 from megarl.engines.sglang import fleet as sglang_fleet
 from megarl.engines.sglang import server as sglang_server
-from megarl.engines.sglang.client import Call, ClientSettings, SGLangClient
+from megarl.engines.sglang.client import Call, SGLangClient
 from megarl.engines.sglang.fleet import Fleet
-from megarl.engines.sglang.member import FleetSettings, Member
+from megarl.engines.sglang.member import Member
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec, free_port
 from megarl.engines.sglang.transports import ipc
@@ -48,7 +50,7 @@ from megarl.errors import ConfigError, RolloutError, WeightSyncError
 
 STAND_IN = Path(__file__).with_name("sglang_stand_in.py")
 FORM = WeightForm(torch.float32)
-PATIENCE = FleetSettings(180.0, poll_s=0.02, health_s=1000.0)
+PATIENCE = {"start_deadline_s": 180.0, "checksums": False}
 WAIT_S = 900.0
 
 
@@ -91,8 +93,8 @@ class World:
         return [event for event in map(json.loads, whole.splitlines()) if not names or event["event"] in names]
 
     def start(self, number: int = 2, urls: tuple[str, ...] = (), **fields: Any) -> Fleet:
-        settings = {name: fields.pop(name) for name in ("checksums", "copies") if name in fields}
-        fields = {"settings": replace(PATIENCE, **settings), **fields}
+        settings = {name: fields.pop(name) for name in ("checksums", "max_restarts", "tp") if name in fields}
+        fields = {"settings": SGLangConfig(**PATIENCE | settings), "poll_s": 0.02, "health_s": 1000.0, **fields}
         for index in range(number):
             self.control(index) if not self.folder(index).exists() else None
         specs = [
@@ -349,7 +351,7 @@ def test_nothing_starts_while_the_servers_rest(world: World):
 
 
 def test_a_server_that_always_dies_is_given_up_and_the_others_go_on(world: World):
-    fleet = world.start(settings=FleetSettings(180.0, max_restarts=2, poll_s=0.02, health_s=1000.0))
+    fleet = world.start(max_restarts=2)
     world.update(fleet, 1)
     (world.folder(1) / "events.jsonl").unlink()
     (world.folder(1) / "events.jsonl").mkdir()  # the stand-in cannot write there: it ends at once
@@ -433,7 +435,7 @@ def test_weights_that_somebody_else_changes_are_found_named_and_sent_again(world
 
 @pytest.mark.parametrize("deaf", [(1,), (0, 1)])
 def test_an_update_that_servers_confirm_and_do_not_make_is_found_by_default(world: World, deaf: tuple[int, ...]):
-    fleet = world.start(checksums=None)
+    fleet = world.start(checksums=True)
     for version in (1, 1, 2):  # equal weights have equal checksums
         world.update(fleet, version)
     for index in deaf:
@@ -448,20 +450,10 @@ def test_an_update_that_servers_confirm_and_do_not_make_is_found_by_default(worl
     assert [world.ask(member) for member in fleet.members] == [["4", [4.0]]] * 2
 
 
-@pytest.mark.parametrize("words", [{"info": {"version": "0.5.22", "device": "cpu"}}, {"refuse": "weights_checker"}])
-def test_without_checksums_an_update_goes_on_by_default_and_a_line_says_so(world: World, words: dict[str, Any]):
-    world.control(0, **words)
-    fleet = world.start(1, checksums=None)
-    for version in (1, 2):
-        world.update(fleet, version)
-    assert len([line for line in world.told if "not found" in line]) == 1
-    assert not fleet.prove()
-    world.control(0, info={"version": "0.5.17", "device": "cuda"})
-    world.update(old := world.start(1), 3)  # a release without sessions is updated without them
-    assert world.ask(old.members[0]) == ["3", [3.0]]
-    pids = [event["pid"] for event in world.events(0, "begin_weight_update", "end_weight_update")]
-    assert world.events(0)[-1]["pid"] not in pids
+def test_a_server_without_checksums_is_refused_unless_they_are_off(world: World):
     world.control(0, refuse="weights_checker")
+    world.update(fleet := world.start(1), 1)
+    assert not fleet.prove()
     must = world.start(1, checksums=True)
     with pytest.raises(WeightSyncError, match=r"gives no checksums, HTTP 400.*sglang\.checksums = false"):
         world.update(must, 1)
@@ -495,7 +487,7 @@ def test_a_session_begins_without_a_server_that_is_behind(world: World):
     world.control(1, hold="update_weights_from_tensor")
     world.kill(fleet, 1)
     world.until(lambda: fleet.members[1].ready)
-    client = SGLangClient([member.url for member in fleet.members], ClientSettings(recovery_s=WAIT_S))
+    client = SGLangClient([member.url for member in fleet.members], SGLangConfig(start_deadline_s=WAIT_S))
     requests = [SampleRequest(np.array([1, 2], np.int32), group, 0, 0) for group in range(6)]
     call = Call(body=lambda _: {"mine": 1}, decode=lambda request, *_: request, version="1")
     assert len(sample_each(partial(client.converse, call=call), requests)) == len(requests)
@@ -503,9 +495,10 @@ def test_a_session_begins_without_a_server_that_is_behind(world: World):
     assert not any(event["mine"] for event in world.events(1, "generate"))
 
 
-def test_no_request_meets_other_weights_than_those_it_asks_for(world: World):
+def test_no_request_meets_other_weights_than_those_it_asks_for(world: World, monkeypatch: pytest.MonkeyPatch):
     """Servers die at random moments, of updates and of revivals too; every answer is of the version of its session."""
-    fleet, rng = world.start(3, settings=replace(PATIENCE, max_restarts=1000)), random.Random(7)
+    monkeypatch.setattr(sglang_client, "LOSSES", 1000)
+    fleet, rng = world.start(3, max_restarts=1000), random.Random(7)
 
     def kill() -> None:
         killed, end = 0, time.monotonic() + WAIT_S
@@ -515,7 +508,7 @@ def test_no_request_meets_other_weights_than_those_it_asks_for(world: World):
                 kill_9(process_of(rng.choice(fleet.members)))
                 killed += 1
 
-    settings = ClientSettings(concurrency=2, losses=1000, recovery_s=WAIT_S)
+    settings = SGLangConfig(concurrency=2, start_deadline_s=WAIT_S)
     client = SGLangClient([member.url for member in fleet.members], settings)
     requests = [SampleRequest(np.array([1, 2], np.int32), group, 0, 0) for group in range(30)]
     killer, version = threading.Thread(target=kill), 0

@@ -16,11 +16,11 @@ from rollout_oracle import make_requests
 from sglang_fixtures import START_DEADLINE_S
 from sglang_oracle import CLOSE, logprob_gap, noisy, oracle_of
 
+from megarl.config.tables.rollout import SGLangConfig
 from megarl.engines.buckets import Bucket
 from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang.engine import SGLangEngine
 from megarl.engines.sglang.fleet import Fleet
-from megarl.engines.sglang.member import FleetSettings
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports import sender as sglang_sync
@@ -87,7 +87,7 @@ def test_a_server_at_an_ipv6_address_samples_and_gets_weights_through_a_group(
 def test_weights_that_somebody_else_has_sent_are_found_and_replaced(updated_server: Server, hostile_model: Path):
     """Under the same name, and with keys and values of the old weights in the cache."""
     told: list[str] = []
-    engine = engine_of(updated_server, hostile_model, told, settings=FleetSettings(checksums=True))
+    engine = engine_of(updated_server, hostile_model, told, settings=SGLangConfig())
     weights = noisy(hostile_model, 1)
     engine.update_weights(weights.items(), 1)
     assert not engine.prove_weights()

@@ -18,16 +18,16 @@ import torch
 from rollout_oracle import make_requests
 from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_sets
 
+from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.types import SampleRequest
 from megarl.engines.protocol import SamplingParams
-from megarl.engines.sglang.client import ClientSettings
 from megarl.engines.sglang.engine import SGLangEngine
 from megarl.engines.sglang.fleet import Fleet
-from megarl.engines.sglang.plugin.compact import make_header
+from megarl.engines.sglang.plugin.compact import HEADER, make_header
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec, environment
 from megarl.engines.weights import WeightForm
-from megarl.files.moe_shape import MoeShape
+from megarl.files.hf_config import MoeShape
 from megarl.routes.answers import decode_routes, is_compact
 from megarl.routes.turns import join, known_rows
 
@@ -55,8 +55,10 @@ def fleet(updated_server: Server, hostile_model: Path, weights: Weights) -> Iter
 @pytest.fixture(scope="module", params=[True, False], ids=["compact", "plain"])
 def engine(fleet: Fleet, hostile_model: Path, weights: Weights, request: pytest.FixtureRequest) -> SGLangEngine:
     config = json.loads((hostile_model / "config.json").read_text())
-    settings = ClientSettings(concurrency=16, deadline_s=600.0, compact_routes=request.param)
+    settings = SGLangConfig(concurrency=16, deadline_s=600.0)
     engine = SGLangEngine(fleet.urls, config, fleet=fleet, settings=settings, form=WeightForm(torch.float32))
+    if not request.param:
+        del engine._client.headers[HEADER]
     engine.update_weights(weights.items(), 0)
     return engine
 

@@ -111,7 +111,7 @@ def test_stop_ends_children_that_ignore_sigterm(stubborn: Server):
 
 def test_a_dead_server_is_seen_at_once_and_starts_again_on_its_port(stubborn: Server):
     url, old = stubborn.url, stubborn.members()
-    server = next(process for process in old if process.ppid() == stubborn.pid)
+    server = next(process for process in old if process.ppid() == stubborn._process.pid)
     server.kill()
     until(lambda: not stubborn.alive)
     with pytest.raises(RolloutError, match=r"ended with exit code 137"):
@@ -134,7 +134,7 @@ server = Server(ServerSpec("model", {sys.executable!r}, "float32", {str(tmp_path
 server.start()
 while "up" not in server.log_tail():
     time.sleep(0.05)
-print(server.pid, server._config_file, flush=True)
+print(server._process.pid, server._config_file, flush=True)
 time.sleep(3600)
 """
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
@@ -171,7 +171,6 @@ def test_the_key_is_asked_for_and_seen_by_nobody_else_and_stop_leaves_nothing(sg
         assert len(members) >= 4  # reaper, launcher, scheduler, detokenizer
         assert not any("open-sesame" in part for process in members for part in process.cmdline())
         assert httpx.get(f"{server.url}/server_info").status_code == 401
-        assert server.version.startswith("0.5.")
         config_file = server._config_file
     assert psutil.wait_procs(members, timeout=600.0)[1] == []
     assert not config_file.exists()

@@ -16,13 +16,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
+from megarl.config.tables.rollout import SGLangConfig
 from megarl.data.tiny import write_tiny_model
 from megarl.engines.buckets import Bucket, split_into_buckets
 from megarl.engines.sglang import member as sglang_member
 from megarl.engines.sglang import server as sglang_server
 from megarl.engines.sglang.engine import SGLangEngine
 from megarl.engines.sglang.fleet import Fleet
-from megarl.engines.sglang.member import FleetSettings, Member
+from megarl.engines.sglang.member import Member
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports.folder import WeightFolder, write_empty_model
@@ -131,7 +132,7 @@ def test_a_fleet_of_strangers_needs_to_know_their_model(tmp_path: Path):
 def fleet_of_one(tmp_path: Path, told: list[str], **settings: Any) -> tuple[Fleet, Member, Server]:
     """A fleet of one server, which is not started."""
     spec = ServerSpec(tmp_path, sys.executable, "float32", tmp_path / "log", api_key="k")
-    fleet = Fleet([spec], settings=FleetSettings(3600.0, poll_s=0.05, **settings), tell=told.append)
+    fleet = Fleet([spec], settings=SGLangConfig(start_deadline_s=3600.0), poll_s=0.05, **settings, tell=told.append)
     (member,) = fleet.members
     assert member.process is not None
     return fleet, member, member.process

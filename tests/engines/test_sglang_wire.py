@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from transformers import DeepseekV3Config, Glm4MoeConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
-from megarl.core.types import SampleRequest
+from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang.answers import Bounds, parse_answer
 from megarl.errors import ConfigError, RolloutError, TraceError
-from megarl.files.moe_shape import MoeShape
+from megarl.files.hf_config import MoeShape
 from megarl.routes import encode
 from megarl.routes.answers import read_routes
 
@@ -37,6 +37,7 @@ def encoded(array: np.ndarray) -> str:
 
 def answer(**changes: Any) -> dict[str, Any]:
     meta: dict[str, Any] = {
+        "id": "a",
         "finish_reason": {"type": "stop", "matched": 8},
         "prompt_tokens": 3,
         "completion_tokens": 2,
@@ -44,11 +45,26 @@ def answer(**changes: Any) -> dict[str, Any]:
         "output_token_logprobs": [[-0.5, 9, None], [-1.25, 8, None]],
         "routed_experts": encoded(routes(4)),
     }
-    return {"output_ids": OUTPUT, "meta_info": {k: v for k, v in (meta | changes).items() if v != "absent"}}
+    meta = {k: v for k, v in (meta | changes).items() if v != "absent"}
+    return {"output_ids": OUTPUT, "prompt_token_ids": [5, 6, 7], "meta_info": meta}
+
+
+ANY = Bounds()
+ENDED = SamplingParams(max_response_tokens=4, stop_token_ids=(8,))
+
+
+def parse(
+    answer: Any,
+    request: SampleRequest = REQUEST,
+    shape: MoeShape | None = SHAPE,
+    params: SamplingParams = ENDED,
+    bounds: Bounds = ANY,
+) -> Rollout:
+    return parse_answer(request, answer, 7, shape, "a", params, bounds)
 
 
 def test_an_answer_becomes_a_rollout() -> None:
-    found = parse_answer(REQUEST, answer(), 7, SHAPE)
+    found = parse(answer())
     assert (found.group, found.sample, found.finish_reason) == (4, 1, "stop")
     assert found.tokens.tolist() == [5, 6, 7, 9, 8]
     assert found.loss_mask.tolist() == [False, False, False, True, True]
@@ -57,34 +73,30 @@ def test_an_answer_becomes_a_rollout() -> None:
     assert found.routed_mask.tolist() == [True] * 4 + [False]
     assert found.routed_experts.dtype == np.uint8
     assert np.array_equal(found.routed_experts[:4], routes(4)[:, 1:])
-    same = parse_answer(REQUEST, of_request(), 7, SHAPE, "a")
-    assert np.array_equal(same.tokens, found.tokens)
-    without = parse_answer(REQUEST, answer(routed_experts="absent"), 7, None)
+    without = parse(answer(routed_experts="absent"), shape=None)
     assert (without.routed_experts, without.routed_mask) == (None, None)
 
 
 def test_a_known_prefix_has_no_rows() -> None:
     """Whether the server leaves it out or, as before 0.5.12, sends everything."""
     for sent in (routes(4)[2:], routes(4)):
-        found = parse_answer(replace(REQUEST, known_rows=2), answer(routed_experts=encoded(sent)), 7, SHAPE)
+        found = parse(answer(routed_experts=encoded(sent)), replace(REQUEST, known_rows=2))
         assert found.routed_mask.tolist() == [False, False, True, True, False]
         assert np.array_equal(found.routed_experts[2:4], routes(4)[2:, 1:])
     with pytest.raises(TraceError, match="3 rows, expected 2 rows of 4 layers with top-2"):
-        parse_answer(replace(REQUEST, known_rows=2), answer(routed_experts=encoded(routes(3))), 7, SHAPE)
-
-
-def of_request(**changes: Any) -> dict[str, Any]:
-    return answer(**{"id": "a", **changes}) | {"prompt_token_ids": [5, 6, 7]}
+        parse(answer(routed_experts=encoded(routes(3))), replace(REQUEST, known_rows=2))
 
 
 def test_the_answer_to_another_request_is_an_error() -> None:
-    for wrong, told in (
-        (of_request(id="b"), "to another request: its id is 'b', expected 'a'"),
-        (answer(id="a"), "to another prompt"),
-        (answer(id="a") | {"prompt_token_ids": [5, 6, 8]}, "to another prompt"),
+    for wrong, named in (
+        (answer(id="b"), "'b'"),
+        (answer(id="absent"), "None"),
+        (answer() | {"prompt_token_ids": None}, "'a'"),
+        (answer() | {"prompt_token_ids": [5, 6, 8]}, "'a'"),
     ):
-        with pytest.raises(RolloutError, match=f"group 4 sample 1: the answer is {told}"):
-            parse_answer(REQUEST, wrong, 7, SHAPE, "a")
+        told = f"group 4 sample 1: the answer is to another request or prompt: its id is {named}, expected 'a'"
+        with pytest.raises(RolloutError, match=told):
+            parse(wrong)
 
 
 NUCLEUS = SamplingParams(top_p=0.9, max_kept_ids=4, stop_token_ids=(8,))
@@ -92,21 +104,24 @@ SETS = {"output_token_sampling_mask": [[9, 3], [8]], "output_token_sampling_logp
 
 
 def test_log_probabilities_below_top_p_are_within_the_ids_that_were_drawn_from() -> None:
-    found = parse_answer(REQUEST, of_request(**SETS), 7, SHAPE, "a", NUCLEUS)
+    found = parse(answer(**SETS), params=NUCLEUS)
     assert found.rollout_logprobs.tolist() == [0.0, 0.0, 0.0, -0.25, 0.0]
     assert (found.kept_counts.tolist(), found.kept_ids.tolist()) == ([0, 0, 0, 2, 1], [3, 9, 8])
     assert (found.kept_counts.dtype, found.kept_ids.dtype) == (np.int32, np.int32)
-    bare = parse_answer(REQUEST, of_request(**SETS), 7, SHAPE, "a", replace(NUCLEUS, max_kept_ids=None))
+    bare = parse(answer(**SETS), params=replace(NUCLEUS, max_kept_ids=None))
     assert bare.kept_ids is None
     assert np.array_equal(bare.rollout_logprobs, found.rollout_logprobs)
     with pytest.raises(RolloutError, match="its first 2 tokens were drawn from 3 ids in all, more than the 2"):
-        parse_answer(REQUEST, answer(**SETS), 7, SHAPE, None, replace(NUCLEUS, max_kept_ids=2))
+        parse(answer(**SETS), params=replace(NUCLEUS, max_kept_ids=2))
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"output_token_sampling_mask": "absent"}, "which ids each of 2 tokens was drawn from, .* 0.5.20 or later"),
+        (
+            {"output_token_sampling_mask": "absent"},
+            "which ids each of 2 tokens was drawn from, .*rollout.top_p = 1",
+        ),
         ({"output_token_sampling_logprobs": [-0.25]}, "which ids each of 2 tokens"),
         ({"output_token_sampling_mask": [[3], [8]]}, "a token is not among the ids that it was drawn from"),
         ({"output_token_sampling_mask": [[3, 9, 3], [8]]}, "an id is twice among those"),
@@ -121,32 +136,31 @@ def test_log_probabilities_below_top_p_are_within_the_ids_that_were_drawn_from()
 )
 def test_sets_that_do_not_fit_the_tokens_are_refused(change: dict[str, Any], told: str) -> None:
     with pytest.raises(RolloutError, match=f"group 4 sample 1: .*{told}"):
-        parse_answer(REQUEST, answer(**SETS | change), 7, SHAPE, None, NUCLEUS, Bounds(vocabulary=40))
+        parse(answer(**SETS | change), params=NUCLEUS, bounds=Bounds(vocabulary=40))
 
 
-def test_versions_come_from_the_server() -> None:
-    spans = [{"version": "6", "start": 0, "end": 1}, {"version": "7", "start": 1, "end": 2}]
-    assert parse_answer(REQUEST, answer(weight_versions=spans), 7, SHAPE).weight_versions.tolist() == [7, 7, 7, 6, 7]
-    assert parse_answer(REQUEST, answer(weight_version="6"), 7, SHAPE).weight_versions.tolist() == [7] * 3 + [6] * 2
-    assert parse_answer(REQUEST, answer(weight_version=7), 7, SHAPE).weight_versions.tolist() == [7] * 5
+def test_the_version_of_the_update_is_that_of_every_token() -> None:
+    spans = [{"version": 7, "start": 0, "end": 1}, {"version": "7", "start": 1, "end": 2}]
+    for named in ({"weight_versions": spans}, {"weight_version": 7}, {"weight_version": "7"}):
+        assert parse(answer(**named)).weight_versions.tolist() == [7] * 5
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"finish_reason": {"type": "abort", "message": "x"}}, "finished with .*abort"),
-        ({"prompt_tokens": 4}, "counts prompt_tokens = 4, the tokens are 3"),
-        ({"completion_tokens": 1}, "counts completion_tokens = 1"),
-        ({"output_token_logprobs": [[-0.5, 9, None]]}, "1 output_token_logprobs for 2 tokens"),
+        ({"prompt_tokens": 4}, r"counts \(4, 2\) tokens of prompt and response, expected \(3, 2\)"),
+        ({"completion_tokens": 1}, r"counts \(3, 1\) tokens"),
+        ({"output_token_logprobs": [[-0.5, 9, None]]}, "other tokens than output_ids"),
         ({"output_token_logprobs": [[-0.5, 9, None], [-1.0, 9, None]]}, "other tokens than output_ids"),
         ({"output_token_logprobs": [[-0.5, 9, None], [None, 8, None]]}, "response token 1 is nan"),
         *(
-            ({"weight_version": named}, "weight versions .* are not those")
-            for named in ("default", "absent", None, "8", -1, "7.0", "\u0667")
+            ({"weight_version": named}, "made with weight versions .* expected 7 for all 2 tokens")
+            for named in ("default", "absent", None, "6", "8", -1, "7.0", "\u0667")
         ),
         *(
-            ({"weight_versions": [{"version": "7", "start": start, "end": end}]}, "for response token")
-            for start, end in ((0, 1), (1, 2), (-1, 2), (0, 3))
+            ({"weight_versions": [{"version": named, "start": start, "end": end}]}, "expected 7 for all 2 tokens")
+            for named, start, end in (("7", 0, 1), ("7", 1, 2), ("7", -1, 2), ("7", 0, 3), ("6", 0, 2))
         ),
         ({"output_token_logprobs": [[-0.5, 9, None], [-50.0, 8, None]]}, "token 1 is -50, expected -45 to 0"),
         ({"output_ids": []}, "generated no token"),
@@ -160,7 +174,7 @@ def test_answers_that_contradict_themselves_are_errors(changes: dict[str, Any], 
     logprobs = {} if ids is OUTPUT else {"output_token_logprobs": [[-0.5, token, None] for token in ids]}
     wrong = answer(**logprobs | changes) | {"output_ids": ids}
     with pytest.raises(RolloutError, match=f"group 4 sample 1: .*{message}"):
-        parse_answer(REQUEST, wrong, 7, SHAPE, bounds=Bounds(vocabulary=10))
+        parse(wrong, bounds=Bounds(vocabulary=10))
 
 
 @pytest.mark.parametrize(
@@ -184,8 +198,8 @@ def test_answers_that_contradict_themselves_are_errors(changes: dict[str, Any], 
 )
 def test_an_answer_of_other_types_is_an_error_that_may_pass(damaged: Any) -> None:
     """And does not end the run with whatever Python says of it."""
-    with pytest.raises(RolloutError, match=r"group 4 sample 1: .*(cannot be read|keys \['error'\])") as caught:
-        parse_answer(REQUEST, damaged, 7, SHAPE)
+    with pytest.raises(RolloutError, match=r"group 4 sample 1: .*cannot be read") as caught:
+        parse(damaged)
     assert "\n" not in str(caught.value)
 
 
@@ -198,7 +212,6 @@ def of_tokens(tokens: list[int], kind: str, matched: Any = None) -> dict[str, An
     return answer(**meta) | {"output_ids": tokens}
 
 
-ENDED = SamplingParams(max_response_tokens=4, stop_token_ids=(8,))
 OWN = Bounds(vocabulary=10, end_tokens=frozenset({7}))
 
 
@@ -223,21 +236,21 @@ def test_the_end_of_a_response_is_that_which_was_asked_for(
     tokens: list[int], kind: str, matched: Any, params: SamplingParams, bounds: Bounds, told: str | None
 ) -> None:
     with nullcontext() if told is None else pytest.raises(RolloutError, match=f"group 4 sample 1: .*{told}"):
-        found = parse_answer(REQUEST, of_tokens(tokens, kind, matched), 7, None, None, params, bounds)
+        found = parse(of_tokens(tokens, kind, matched), shape=None, params=params, bounds=bounds)
         assert (found.finish_reason, found.response_tokens.tolist()) == (kind, tokens)
 
 
 def test_the_limit_of_the_request_and_of_the_positions_counts() -> None:
     for request, bounds in ((replace(REQUEST, max_response_tokens=2), OWN), (REQUEST, replace(OWN, positions=6))):
-        parse_answer(request, of_tokens([9, 9], "length"), 7, None, None, ENDED, bounds)
+        parse(of_tokens([9, 9], "length"), request, None, bounds=bounds)
         with pytest.raises(RolloutError, match="3 tokens, expected at most 2"):
-            parse_answer(request, of_tokens([9, 9, 9], "length"), 7, None, None, ENDED, bounds)
+            parse(of_tokens([9, 9, 9], "length"), request, None, bounds=bounds)
 
 
 def test_routes_that_are_absent_or_wrong_are_errors() -> None:
     def told(text: Any) -> str:
         with pytest.raises(TraceError, match="group 4 sample 1") as caught:
-            parse_answer(REQUEST, answer(routed_experts=text), 7, SHAPE)
+            parse(answer(routed_experts=text))
         return str(caught.value)
 
     assert "--enable-return-routed-experts" in told("absent")
@@ -264,14 +277,14 @@ def test_a_row_of_minus_one_is_missing() -> None:
         missing[1:3, 1:] = -1
         given[1:3, 0] = -1  # of the second round
         for text in (encoded(missing), base64.b64encode(encode(read_routes(missing.tobytes(), SHAPE))).decode()):
-            found = parse_answer(REQUEST, answer(routed_experts=text), 7, SHAPE)
+            found = parse(answer(routed_experts=text))
             assert found.routed_mask.tolist() == [True, False, False, True, False]
             assert np.array_equal(np.sort(found.routed_experts[[0, 3]]), np.sort(routes(4)[[0, 3], 1:]))
             assert not found.routed_experts[1:3].any()
     half = routes(4)
     half[1, 2] = -1
     with pytest.raises(TraceError, match=r"row 1, layer 1: experts \[-1, -1\]"):
-        parse_answer(REQUEST, answer(routed_experts=encoded(half)), 7, SHAPE)
+        parse(answer(routed_experts=encoded(half)))
 
 
 def test_shapes_of_model_families() -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.types import SampleRequest
 from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang import client as sglang_client
-from megarl.engines.sglang.client import ClientSettings
 from megarl.engines.sglang.engine import SGLangEngine
 from megarl.errors import RolloutError
 
@@ -114,7 +114,7 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def engine_before(server: Liar, told: list[str], **settings: Any) -> Iterator[SGLangEngine]:
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    url, own = f"http://127.0.0.1:{server.server_address[1]}", ClientSettings(**settings)
+    url, own = f"http://127.0.0.1:{server.server_address[1]}", SGLangConfig(**settings)
     engine = SGLangEngine([url], CONFIG, fleet=None, settings=own, tell=told.append)
     engine._version, engine._complete = VERSION, True
     with pytest.MonkeyPatch.context() as patch:
@@ -132,7 +132,7 @@ def test_no_lie_is_taken(name: str) -> None:
         assert {rollout.finish_reason for rollout in rollouts} == {"stop"}
         assert engine.answer_counts["wrong_answers"] >= 3
     (line,) = told
-    assert "a wrong answer, which is asked for again: http://127.0.0.1" in line
+    assert "wrong answers, which are asked for again, the first: http://127.0.0.1" in line
     stays = engine_before(Liar(LIES[name], every=1), [], attempts=2)
     cause = {"token beyond the vocabulary": "token 40", "one row": "same", "a list": "read"}.get(name, "")
     told_last = rf"group \d sample 0: 2 attempts failed, the last: http://127.*{cause}"

@@ -59,7 +59,7 @@ def test_the_largest_integer_is_still_computed_and_printed() -> None:
     [
         ("1 / 0", "division by zero"),
         ("(-8) ** 0.5", "not a finite real number"),
-        ("2 ^ 3", "**"),
+        ("2 ^ 3", "holds a BinOp"),
         ("x + 1", "'x' is not known"),
         ("__import__('os').system('true')", "holds a Call"),
         ("'a' * 3", "holds a Constant"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from absent import SGLANG_PYTHON
 from biased_models import SERVABLE
+from local_engines import local_engine
 from saves import save
 from tiny_families import FAMILIES, write_family
 from tiny_world import config, policy_of, safetensors_of, transformers_model
@@ -21,7 +22,6 @@ from megarl.convert.conversion import to_hf, to_megatron
 from megarl.convert.job import Options
 from megarl.core.fp8 import is_fp8_weight
 from megarl.engines.buckets import split_into_buckets
-from megarl.engines.local.engine import LocalEngine
 from megarl.engines.sglang.spec import CPU_SHIM
 from megarl.engines.sglang.transports.folder import WeightFolder
 from megarl.engines.weights import WeightForm
@@ -147,7 +147,7 @@ def test_a_conversion_to_bf16_spares_the_list_in_both_directions(
 
 @pytest.mark.parametrize("model", FAMILIES)
 def test_the_local_engine_in_bf16_holds_the_list_in_fp32(model: str, models: dict[str, Path]) -> None:
-    engine = LocalEngine.from_pretrained(models[model], dtype=torch.bfloat16)
+    engine = local_engine(models[model], dtype=torch.bfloat16)
     assert_equal(engine._views, bf16_but_for_the_list(safetensors_of(models[model])))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from local_engines import local_engine
 from safetensors.torch import load_file, save_file
 from tiny_families import FAMILIES, write_family
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -17,7 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megarl.convert.conversion import to_hf, to_megatron
 from megarl.convert.job import Options
 from megarl.convert.quantization import quantize
-from megarl.engines.local.engine import LocalEngine
 from megarl.errors import CheckpointError, ConfigError
 from megarl.files.hf_config import read_dtype
 from megarl.models.hf_files import HFCheckpoint, check_tensors, describe_left_out
@@ -199,7 +199,7 @@ class TestPredictionLayers:
         to_hf(tmp_path / "megatron", tmp_path / "back", None, Options())
         written = json.loads((tmp_path / "back" / "config.json").read_text())
         assert not written.get("num_nextn_predict_layers")
-        views = LocalEngine.from_pretrained(folder)._views
+        views = local_engine(folder)._views
         assert read_all(tmp_path / "back").keys() == views.keys()
 
     def test_quantized_they_stay(self, tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from local_engines import local_engine
 from test_step_oracle import Before, logprobs_of, model_at, oracle
 from train_world import NUM_SEQUENCES, Going, World, fixed_advantages, sample, trainer_of, training
 
 from megarl import cli
 from megarl.config import Config
 from megarl.data.tiny import Family, write_sort_task, write_tiny_model
-from megarl.engines.local.engine import LocalEngine
 from megarl.errors import ConfigError
 from megarl.megatron import distributed
 from megarl.megatron.hf_weights import save_hf
@@ -107,7 +107,7 @@ def test_weights_arrive_in_the_engine_and_in_an_export_as_they_are_in_the_traine
     trainer._step(0)
     save_hf(trainer.policy.chunks, trainer.policy.shape, settings.model.path, tmp_path / "exported")
     held = trainer.engine._views
-    fresh = LocalEngine.from_pretrained(settings.model.path)._views
+    fresh = local_engine(settings.model.path)._views
     with HFCheckpoint(tmp_path / "exported") as stored:
         assert stored.names() == held.keys() == fresh.keys()
         assert all(torch.equal(stored.read(name), tensor) for name, tensor in held.items())

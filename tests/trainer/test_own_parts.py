@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from local_engines import local_engine
 from safetensors.torch import load_file
 from train_world import World
 from transformers import AutoConfig
@@ -48,7 +49,7 @@ def test_the_settings_of_fp8_reach_the_local_engine(world: World, settings: dict
         rollouts = engine.generate(requests, SamplingParams(max_response_tokens=8))
         found[name] = np.concatenate([rollout.rollout_logprobs for rollout in rollouts])
     assert np.array_equal(found["configured"], found["direct"])
-    plain = LocalEngine.from_pretrained(world.model, fp8_rounding=True)
+    plain = local_engine(world.model, fp8_rounding=True)
     without = [rollout.rollout_logprobs for rollout in plain.generate(requests, SamplingParams(max_response_tokens=8))]
     assert np.array_equal(found["direct"], np.concatenate(without)) == (not settings)
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from forks import Job, run_jobs
+from local_engines import local_engine
 from megatron.core.transformer.moe.router import Router
 from tampered_engine import FROM_VERSION, KINDS, TAMPERED, glue, routes_of, shift_routes
 from train_jobs import judged
@@ -19,7 +20,6 @@ from train_world import NUM_SEQUENCES, World, fixed_advantages, take_step, train
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.tiny import write_sort_task, write_tiny_model
-from megarl.engines.local.engine import LocalEngine
 from megarl.engines.protocol import SamplingParams
 from megarl.errors import RolloutError
 from megarl.megatron import distributed
@@ -293,7 +293,7 @@ def made(folder: Path, num_layers: int) -> tuple[World, list[Rollout]]:
     sizes: dict[str, Any] = {"hidden_size": 32, "num_experts": 16, "top_k": 4, "expert_width": 8, "max_positions": 128}
     write_tiny_model(world.model, num_layers=num_layers, num_heads=2, num_kv_heads=1, initializer_range=0.1, **sizes)
     write_sort_task(world.folder / "task", num_train=64, num_heldout=16, num_demonstrations=256, digits=3)
-    engine = LocalEngine.from_pretrained(world.model, dtype=torch.bfloat16)
+    engine = local_engine(world.model, dtype=torch.bfloat16)
     rng = np.random.default_rng(0)
     prompts = rng.integers(2, 32, (NUM_DEEP, PROMPT)).astype(np.int32)
     requests = [SampleRequest(prompt, s // 4, s % 4, seed=s) for s, prompt in enumerate(prompts)]

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from local_engines import local_engine
 from safetensors.torch import load_file, save_file
 from train_world import NUM_GROUPS, NUM_SEQUENCES, Taken, World, layout, take_step, training, weights_of
 from transformers import AutoConfig
@@ -180,7 +181,7 @@ def trained_on(drawn: StepRollouts, selection: Selection) -> dict[str, Any]:
 def sampler_of(world: World, settings: Config, train_step: TrainStep | None = None) -> Sampler:
     """A sampler whose engine holds the world's checkpoint."""
     engine = LocalEngine(AutoConfig.from_pretrained(world.model), max_batch_size=settings.rollout.max_batch_size)
-    source = LocalEngine.from_pretrained(world.model)
+    source = local_engine(world.model)
     engine.update_weights(((name, view.clone()) for name, view in source._views.items()), version=1)
     source.close()
     return Sampler(settings, engine, settings.train.resolved_objective, train_step)

@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 import torch.distributed as dist
+from local_engines import local_engine
 from megatron.core import parallel_state, tensor_parallel
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -26,7 +27,6 @@ from megarl.core.metrics import Stat, finalize
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.prompts import load_prompts
 from megarl.data.tiny import write_sort_task, write_tiny_model
-from megarl.engines.local.engine import LocalEngine
 from megarl.engines.protocol import SamplingParams
 from megarl.megatron import distributed
 from megarl.megatron.passes import forward
@@ -173,7 +173,7 @@ def sample(
     max_kept_ids: int | None = None,
 ) -> list[Rollout]:
     """A step's rollouts from the local engine."""
-    engine = LocalEngine.from_pretrained(world.model, fp8_rounding=fp8_rounding)
+    engine = local_engine(world.model, fp8_rounding=fp8_rounding)
     tokenizer = AutoTokenizer.from_pretrained(world.model)
     prompts = load_prompts(
         world.folder / "task" / "train.jsonl",

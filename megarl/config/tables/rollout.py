@@ -171,14 +171,11 @@ class SGLangConfig(Table):
     release_memory: bool = False
     """For servers on the trainer's GPUs: the servers release memory during training, and the trainer releases gradients
     and optimizer state during sampling."""
-    checksums: bool | None = None
-    """Compare the servers' checksums of the weights after every update, and again after the responses of a step.
-    Default: where all servers have checksums, on GPUs, and on CPUs from SGLang 0.5.23 on."""
+    checksums: bool = True
+    """Compare the servers' checksums of the weights after every update, and again after the responses of a step. On
+    CPUs, servers have checksums from SGLang 0.5.23 on."""
     fp8: bool = False
     """Compute in FP8 on the servers, with weights in blocks of 128 x 128; needs GPUs with FP8."""
-    compact_routes: bool = True
-    """Ask for routes in a compact form. Servers started by megarl have the compact form; running servers send the long
-    form."""
     concurrency: PositiveInt = 256
     """Most requests of a rank in flight at one server, which queues what it has no room for."""
     deadline_s: PositiveFloat = 600.0

@@ -7,8 +7,7 @@ set that the grammar cannot read is compared as text.
 import re
 from dataclasses import dataclass
 
-from megarl.data.math.grammar import Reader
-from megarl.data.math.items import Item, are_equal, are_equal_lists, as_equations
+from megarl.data.math.grammar import Item, Reader, are_equal, are_equal_lists, as_equations
 from megarl.data.math.text import UnreadableError, clean, last_box, read_words, split, squeeze
 
 _MAX_CHARACTERS = 1000

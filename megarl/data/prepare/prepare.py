@@ -4,14 +4,12 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarl.data.chat import check_messages
 from megarl.data.math.grade import read_key
 from megarl.data.prepare.command import Data
-from megarl.data.prompts import PromptReader, Text, answer_text, fill_template, in_batches
+from megarl.data.prompts import PromptReader, Text, answer_text, check_messages, fill_template
 from megarl.data.records import Record, get_field, read_records, type_name, write_jsonl
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError, DataError, printable
@@ -47,19 +45,19 @@ def prepare(data: Data) -> Counter[str]:
     counts: Counter[str] = Counter()
     rows: dict[bool, list[Record]] = {True: [], False: []}
     answers: dict[bytes, str] = {}
-    read = partial(_read, data, reader, counts)
-    for batch in in_batches(read_records(data.source, split=data.split, limit=data.limit), read):
-        texts = [text for text, _, _ in batch if text is not None]  # no texts without a tokenizer
-        tokens = reader.encode(texts, None) if reader else [[]] * len(batch)
-        for (_, digest, row), ids in zip(batch, tokens, strict=True):
-            if len(ids) > data.max_prompt_tokens:
-                counts["too long"] += 1
-            elif digest in answers:
-                counts["duplicates"] += 1
-                counts["other answers"] += answers[digest] != row["answer"]
-            else:
-                answers[digest] = row["answer"]
-                rows[int.from_bytes(digest[:8]) < data.heldout * 2**64].append(row)
+    records = read_records(data.source, split=data.split, limit=data.limit)
+    found = [row for place, record in records if (row := _read(data, reader, counts, place, record)) is not None]
+    texts = [text for text, _, _ in found if text is not None]  # no texts without a tokenizer
+    tokens = reader.encode(texts, None) if reader else [[]] * len(found)
+    for (_, digest, row), ids in zip(found, tokens, strict=True):
+        if len(ids) > data.max_prompt_tokens:
+            counts["too long"] += 1
+        elif digest in answers:
+            counts["duplicates"] += 1
+            counts["other answers"] += answers[digest] != row["answer"]
+        else:
+            answers[digest] = row["answer"]
+            rows[int.from_bytes(digest[:8]) < data.heldout * 2**64].append(row)
     counts |= Counter(train=len(rows[False]), heldout=len(rows[True]))
     if not rows[False] or (data.heldout and not rows[True]):
         prompts = f"{counts['train']} prompts to train" + (f" and {counts['heldout']} held out" if data.heldout else "")
@@ -146,28 +144,24 @@ def _shape(prompt: Any, data: Data, has_chat: bool, place: str) -> str | list[di
     return [*([{"role": "system", "content": data.system}] if data.system is not None else []), *messages]
 
 
-def can_read_answer(answer: str) -> bool:
-    """Whether math_strict can read an answer of a data set. Otherwise no response has a reward."""
+def judge_answer(answer: str) -> str | None:
+    """Return why math_strict gives no response a reward, or but those spelled alike; None for a readable answer."""
     try:
-        read_key(answer)
+        is_spelling = read_key(answer).is_spelling
     except ValueError:
-        return False
-    return True
+        return "cannot be read by the reward math_strict"
+    return "must be spelled in the same way, because math_strict does not know what they say" if is_spelling else None
 
 
 def count_unreadable(files: Iterable[Path]) -> Iterator[str]:
     """Yield how many answers of prepared files math_strict cannot read, or reads as text only, with the first one."""
     answers = [(place, record["answer"]) for file in files for place, record in read_records(file)]
-    faults = {
-        "cannot be read by the reward math_strict": lambda answer: not can_read_answer(answer),
-        "must be spelled in the same way, because math_strict does not know what they say": lambda answer: (
-            can_read_answer(answer) and read_key(answer).is_spelling
-        ),
-    }
-    for fault, has_fault in faults.items():
-        faulty = [(place, answer) for place, answer in answers if has_fault(answer)]
-        first = "".join(f", first: {place} {answer!r:.80}" for place, answer in faulty[:1])
-        yield f"{len(faulty)} of {len(answers)} answers {fault}{first}"
+    faulty: dict[str, list[str]] = {}
+    for place, answer in answers:
+        if (fault := judge_answer(answer)) is not None:
+            faulty.setdefault(fault, []).append(f"{place} {answer!r:.80}")
+    for fault, found in faulty.items():
+        yield f"{len(found)} of {len(answers)} answers {fault}, first: {found[0]}"
 
 
 def prepare_and_show(command: Data) -> None:

@@ -10,7 +10,6 @@ import asyncio
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,7 @@ from transformers.initialization import no_init_weights
 from megarl.core.fp8 import is_fp8_weight, is_known_precision, round_activations, round_to_e4m3
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.buckets import Intake
-from megarl.engines.local.decode import decode
-from megarl.engines.local.recorder import RouteRecorder
+from megarl.engines.local.decode import RouteRecorder, decode
 from megarl.engines.protocol import (
     Begin,
     Engine,
@@ -36,9 +34,8 @@ from megarl.engines.protocol import (
     limit_response,
     run_session,
 )
-from megarl.engines.weights import WeightForm, checkpoint_views, read_model_config
+from megarl.engines.weights import WeightForm, checkpoint_views
 from megarl.errors import RolloutError, WeightSyncError
-from megarl.models.hf_files import HFCheckpoint
 from megarl.models.names import is_fp32
 
 BUCKET_BYTES = 32 << 20
@@ -106,23 +103,6 @@ class LocalEngine(Engine):
         self._version = -1
         self._missing: str | None = "no weights have arrived yet"
         self._closed = False
-
-    @classmethod
-    def from_pretrained(cls, path: str | Path, *, weight_version: int = 0, **options: Any) -> LocalEngine:
-        """Builds the engine from a Hugging Face checkpoint folder with safetensors files; ``options`` as above.
-
-        Raises RolloutError if the folder holds no config or weights, CheckpointError or WeightSyncError if they do not
-        fit.
-        """
-        folder = Path(path)
-        if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-            raise RolloutError(f"{folder} is no checkpoint: expected config.json and *.safetensors in it")
-        with HFCheckpoint(folder) as checkpoint:
-            engine = cls(read_model_config(folder), **options)
-            left_out = checkpoint.names_of_prediction_layers()
-            names = (name for name in checkpoint.names() if name not in left_out)
-            engine.update_weights(((name, checkpoint.read(name)) for name in names), weight_version)
-        return engine
 
     @property
     def weight_version(self) -> int:

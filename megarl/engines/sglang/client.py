@@ -18,9 +18,10 @@ from typing import Any
 
 import aiohttp
 
+from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.protocol import Begin, OnFinish, Session, run_session
-from megarl.engines.sglang.http import authorization, is_ready
+from megarl.engines.sglang.http import is_ready
 from megarl.errors import DataError, RequestError, RolloutError, TraceError
 from megarl.files.foreign_json import UNPACKED, parse_json, read_body, retry_after
 
@@ -36,10 +37,13 @@ OPEN_S = 2.0
 BUSY = (408, 429, 503)
 """HTTP statuses of a busy server or proxy."""
 TOO_LARGE = 413
+WRONG = "wrong_answers"
 BACKOFF_S = 0.5
 """Wait before a request is sent again; doubles with each attempt."""
 MAX_WAIT_S = 30.0
 """Longest wait before a request is sent again, whatever its Retry-After says."""
+LOSSES = 30
+"""Lost connections, or waits for a busy server, of one request before the rollout fails."""
 MAX_ANSWER_BYTES = 1 << 30
 """Of the answer to a request of unknown length."""
 
@@ -51,44 +55,16 @@ Limit = Callable[[SampleRequest], int]
 """Returns the longest honest answer to a request, in bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClientSettings:
-    """Load on the servers, and their time limits."""
-
-    concurrency: int = 256
-    """Requests of one server at a time."""
-    deadline_s: float = 600.0
-    """Longest time from sending a request to the whole answer."""
-    attempts: int = 4
-    """Failures (bad answer or deadline) of one request before the rollout fails."""
-    losses: int = 30
-    """Lost connections, or waits for a busy server, of one request before the rollout fails."""
-    recovery_s: float = 300.0
-    """Seconds until an absent server counts as down; the rollout fails when all servers are down."""
-    api_key: str | None = None
-    """Sent as a bearer token."""
-    compact_routes: bool = True
-    """Ask for routes in the short form, which only servers with megarl's plugin know."""
-
-
-class RetryError(Exception):
-    """A failure that may pass at the next attempt."""
-
-
-class AwayError(RetryError):
+class AwayError(Exception):
     """The server could not be reached, or went away during an answer: not the request's fault."""
 
 
-class WrongAnswerError(RetryError):
-    """The server gave an answer that cannot be true."""
+class RetryError(Exception):
+    """A failure that may pass at the next attempt; ``event`` is counted (``Engine.answer_counts``)."""
 
-
-class RefusedError(RetryError):
-    """The server did not serve the request."""
-
-    def __init__(self, message: str, status: int, wait_s: float) -> None:
+    def __init__(self, message: str, event: str = "", status: int = 0, wait_s: float = 0.0) -> None:
         super().__init__(message)
-        self.status, self.wait_s = status, wait_s
+        self.event, self.status, self.wait_s = event, status, wait_s
 
 
 @dataclass(eq=False)
@@ -129,14 +105,15 @@ class SGLangClient:
     """Sends ``/generate`` requests to the servers at ``urls``."""
 
     def __init__(
-        self, urls: Sequence[str], settings: ClientSettings, headers: Mapping[str, str] = {}, tell: Tell = print
+        self, urls: Sequence[str], settings: SGLangConfig, headers: Mapping[str, str] = {}, tell: Tell = print
     ) -> None:
-        """``headers`` go with every request. ``tell`` gets a line for the first event of a kind in a ``converse``."""
+        """``headers`` go with every request, an API key among them. ``tell`` gets a line for the first
+        event of a kind in a ``converse``."""
         if not urls:
             raise RolloutError("there is no SGLang server to send requests to")
         self.urls = list(urls)
         self.settings = settings
-        self.headers = authorization(settings.api_key) | UNPACKED | dict(headers)
+        self.headers = UNPACKED | dict(headers)
         self.tell = tell
         self.counts = Counter[str]()
         """Of the last ``converse``, see ``Engine.answer_counts``."""
@@ -161,12 +138,6 @@ class SGLangClient:
                 await _RequestSession(self, http, call).run_episodes(begin)
 
         run_session(run())
-
-    def count(self, event: str, line: str) -> None:
-        """Count an event of ``Engine.answer_counts``; the first of a ``converse`` is told."""
-        if not self.counts[event]:
-            self.tell(f"warning: {line}")
-        self.counts[event] += 1
 
 
 class _RequestSession(Session):
@@ -255,17 +226,19 @@ class _RequestSession(Session):
             try:
                 rollout = self._call.decode(job.request, answer, rid)
             except (RolloutError, TraceError) as error:
-                raise WrongAnswerError(f"{server.url}: {error}") from error
+                raise RetryError(f"{server.url}: {error}", WRONG) from error
         except AwayError as failure:
             job.losses += 1
-            if job.losses >= settings.losses:
+            if job.losses >= LOSSES:
                 raise RolloutError(
                     f"{job.request.label}: lost {job.losses} times with its connection, the last: {failure}; if this "
                     "request ends the server, its log says why"
                 ) from failure
             server.queue.appendleft(job)
             self._lose(server, failure)
-        except (RetryError, TimeoutError) as failure:
+        except TimeoutError:
+            await self._repeat(server, job, RetryError(f"{server.url}: no answer within {settings.deadline_s} s"))
+        except RetryError as failure:
             await self._repeat(server, job, failure)
         else:
             if not job.answer.done():
@@ -273,26 +246,23 @@ class _RequestSession(Session):
             if self._call.on_finish is not None:
                 self._call.on_finish(1)
 
-    async def _repeat(self, server: _Server, job: _Job, failure: RetryError | TimeoutError) -> None:
+    async def _repeat(self, server: _Server, job: _Job, failure: RetryError) -> None:
         """Queue a request at the next server after a pause, or give the request up."""
-        settings = self._settings
-        reason = str(failure) or f"{server.url}: no answer within {settings.deadline_s} s"
-        status, wait_s = (failure.status, failure.wait_s) if isinstance(failure, RefusedError) else (0, 0.0)
-        if isinstance(failure, WrongAnswerError):
-            self._client.count("wrong_answers", f"a wrong answer, which is asked for again: {reason}")
-        elif status:
-            self._client.count("refused_requests", f"a request that was not served is sent again: {reason}")
-        job.losses += status in BUSY
-        job.failures += status not in BUSY
+        client, event = self._client, failure.event
+        if event and not client.counts[event]:
+            client.tell(f"warning: {event.replace('_', ' ')}, which are asked for again, the first: {failure}")
+        client.counts.update([event] if event else [])
+        job.losses += failure.status in BUSY
+        job.failures += failure.status not in BUSY
         tries = job.failures + job.losses
-        if job.failures >= settings.attempts or job.losses >= settings.losses:
-            last = f"{job.request.label}: {tries} attempts failed, the last: {reason}"
-            if status != TOO_LARGE:
+        if job.failures >= self._settings.attempts or job.losses >= LOSSES:
+            last = f"{job.request.label}: {tries} attempts failed, the last: {failure}"
+            if failure.status != TOO_LARGE:
                 raise RolloutError(last) from failure
             if not job.answer.done():
                 job.answer.set_exception(RequestError(f"{last}; raise the limit of this server or proxy"))
             return
-        await asyncio.sleep(max(wait_s, min(BACKOFF_S * 2 ** (tries - 1), MAX_WAIT_S / 2)))
+        await asyncio.sleep(max(failure.wait_s, min(BACKOFF_S * 2 ** (tries - 1), MAX_WAIT_S / 2)))
         next_index = (self._servers.index(server) + 1) % len(self._servers)
         self._servers[next_index].queue.append(job)
 
@@ -317,10 +287,10 @@ class _RequestSession(Session):
         except aiohttp.ClientError as error:
             raise RetryError(f"{url}: {type(error).__name__}: {error}") from error
         except DataError as error:
-            raise WrongAnswerError(str(error)) from error
+            raise RetryError(str(error), WRONG) from error
         message = f"HTTP {status}: {answer[:300].decode('utf-8', errors='replace')}"
         if status >= 500 or status in (*BUSY, TOO_LARGE):
-            raise RefusedError(f"{url}: {message}", status, wait_s)
+            raise RetryError(f"{url}: {message}", "refused_requests", status, wait_s)
         raise RolloutError(f"{url} refuses the request, {message}")
 
     def _lose(self, server: _Server, failure: AwayError) -> None:
@@ -330,7 +300,8 @@ class _RequestSession(Session):
 
     async def _await_return(self, server: _Server, failure: AwayError) -> None:
         """Assign requests to a server again when it has the weights; RolloutError if all servers stay away."""
-        until = asyncio.get_running_loop().time() + self._settings.recovery_s
+        is_restarted = self._settings.urls or self._settings.max_restarts
+        until = asyncio.get_running_loop().time() + (self._settings.start_deadline_s if is_restarted else 1.0)
         while asyncio.get_running_loop().time() < until:
             await asyncio.sleep(RETURN_POLL_S)
             if await is_ready(self._http, server.url, self._call.version):

@@ -10,19 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, check_prompt, limit_response
-from megarl.engines.sglang.answers import Bounds, longest_answer, parse_answer
-from megarl.engines.sglang.client import Call, ClientSettings, SGLangClient, Tell
+from megarl.engines.sglang.answers import MOST_DRAWN_FROM, Bounds, longest_answer, parse_answer
+from megarl.engines.sglang.client import Call, SGLangClient, Tell
 from megarl.engines.sglang.fleet import Fleet
+from megarl.engines.sglang.http import authorization
 from megarl.engines.sglang.plugin.compact import make_header
 from megarl.engines.sglang.transports.ipc import Helper
 from megarl.engines.weights import WeightForm
 from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
-from megarl.files.moe_shape import MoeShape
-
-MOST_DRAWN_FROM = 4000
-"""Most ids in a nucleus of the server: SGLang returns 4096 at most, ties included."""
+from megarl.files.hf_config import MoeShape
 
 
 class SGLangEngine(Engine):
@@ -40,16 +39,17 @@ class SGLangEngine(Engine):
         fleet: Fleet | None,
         helper: Helper | None = None,
         agree: Callable[[MegarlError | None], None] | None = None,
-        settings: ClientSettings | None = None,
+        settings: SGLangConfig | None = None,
+        api_key: str | None = None,
         form: WeightForm | None = None,
         tell: Tell = print,
     ) -> None:
         """config: the model's config.json. fleet: sends the weights, in ``form`` (default bf16); absent on all ranks
         but the sender. helper: makes handles of the rank's memory for the servers. agree: a barrier of the ranks that
         share the servers; an error on any rank is raised on all ranks. tell: gets a line about wrong answers."""
-        settings = settings or ClientSettings()
+        settings = settings or SGLangConfig()
         self._shape = MoeShape.of(config)
-        self._client = SGLangClient(urls, settings, make_header(self._shape) if settings.compact_routes else {}, tell)
+        self._client = SGLangClient(urls, settings, authorization(api_key) | make_header(self._shape), tell)
         if config.get("model_type") in ("qwen2_moe", "qwen3_moe") and self._shape.dense_layers:
             raise ConfigError(
                 f"only layers {self._shape.moe_layers} of {self._shape.num_layers} have experts: SGLang's Qwen models "
@@ -89,18 +89,12 @@ class SGLangEngine(Engine):
             raise RolloutError("the servers' model has no experts: set return_routed_experts to False")
 
         def decode(request: SampleRequest, answer: Any, rid: str) -> Rollout:
-            rollout = parse_answer(request, answer, self._version, shape, rid, params, self._bounds)
-            versions = set(rollout.weight_versions.tolist())
-            if versions != {self._version}:
-                raise RolloutError(
-                    f"{request.label}: made with weight versions {sorted(versions)}, expected {self._version} alone"
-                )
-            return rollout
+            return parse_answer(request, answer, self._version, shape, rid, params, self._bounds)
 
         self._sampling = True
         try:
             body = partial(self._make_body, params=params)
-            most_bytes = partial(longest_answer, shape=shape, params=params, most_drawn_from=MOST_DRAWN_FROM)
+            most_bytes = partial(longest_answer, shape=shape, params=params)
             self._client.converse(begin, Call(body, decode, on_finish, str(self._version), most_bytes))
         finally:
             self._sampling = False

@@ -22,7 +22,7 @@ from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports.folder import WeightFolder
 from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Tensors, Transport
-from megarl.engines.sglang.transports.sender import Checksums, GoneError, HangError, Line, WeightSender, in_thread
+from megarl.engines.sglang.transports.sender import Checksums, GoneError, HangError, in_thread
 from megarl.engines.weights import Named, WeightForm, checkpoint_shapes
 from megarl.errors import ConfigError, MegarlError, WeightSyncError
 
@@ -96,22 +96,22 @@ class Fleet(FleetState):
         """
         assert self.source is not None
         intake = Intake.for_servers(checkpoint_shapes(self.source), version, form)
-        delivery = Delivery(self, Line())
+        delivery = Delivery(self)
         buckets = self.transport.stream(intake, tensors, delivery)
         self.no_starts.clear()
         try:
             with self._pause_keepers():
-                self._each_member(lambda member: member.sender.take_memory("weights"), self._resting)
-                self.each(lambda sender: sender.begin())
-                if isinstance(place := self.settings.copies, Path) and (model := self.served or self.source):
+                self.each(lambda member: member.sender.take_memory("weights"), self._resting)
+                self.each(lambda member: member.sender.begin())
+                if isinstance(place := self.copies, Path) and (model := self.served or self.source):
                     delivery.folder = WeightFolder(place, model, version)
                 copy, total = self._deliver(buckets, delivery)
-                self.each(lambda sender: sender.finish(version))
+                self.each(lambda member: member.sender.finish(version))
                 last = Update(version, copy, self._compare_checksums(version, total))
-                self._each_member(lambda member: member.sender.take_memory("kv_cache"), self._resting)
+                self.each(lambda member: member.sender.take_memory("kv_cache"), self._resting)
                 self._resting = ()
-                self.each(lambda sender: sender.resume())
-                self._each_member(lambda member: member.settle(last))
+                self.each(lambda member: member.sender.resume())
+                self.each(lambda member: member.settle(last))
                 self.last = last
         except MegarlError as error:
             with suppress(MegarlError):
@@ -141,7 +141,7 @@ class Fleet(FleetState):
                 changed.append(member)
 
         with self._take(lambda member: member.ready and member.holds is last is not None):
-            self._each_member(ask)
+            self.each(ask)
             with ThreadPoolExecutor(len(changed) or 1) as threads:
                 list(threads.map(Member.send_copy, changed))
         return bool(changed)
@@ -151,7 +151,7 @@ class Fleet(FleetState):
         update."""
         self.no_starts.set()
         with self._pause_keepers():  # until the update: resting servers fail health checks, and have no weights
-            self.each(lambda sender: sender.release_memory())
+            self.each(lambda member: member.sender.release_memory())
             self._resting = [*self.present]
             for member in self.members:
                 if member.process is not None and member not in self._resting:
@@ -212,39 +212,28 @@ class Fleet(FleetState):
         def pass_on(bucket: Bucket) -> None:
             if folder is not None:
                 folder.add(bucket)
-            elif self.settings.copies == "memory":
+            elif self.copies == "memory":
                 copies.append(bucket.spare())
-            sums.append(0 if self.settings.checksums is False else bucket.sum_bytes())
+            sums.append(bucket.sum_bytes() if self.settings.checksums else 0)
             self.transport.send(bucket, delivery)
 
         with delivery.line:
             for bucket in buckets:
                 if bucket is not None:
-                    delivery.line.put(partial(pass_on, bucket))
-            delivery.line.wait()
+                    delivery.put(partial(pass_on, bucket))
+            delivery.wait()
         if folder is not None:
             return folder.finish(), sum(sums)
-        return copies if self.settings.copies == "memory" else None, sum(sums)
+        return copies if self.copies == "memory" else None, sum(sums)
 
     def _compare_checksums(self, version: int, total: int) -> Checksums | None:
         """Return the checksums of all servers, None unless compared; WeightSyncError if two servers differ, or if all
         are as before although other weights were sent. total: sum of the bytes that were sent."""
         by_url: dict[str, Checksums] = {}
-        is_must = self.settings.checksums
-
-        def ask(member: Member) -> None:
-            try:
-                by_url[member.url] = member.sender.checksums()
-            except WeightSyncError as error:
-                if is_must or isinstance(error, HangError | GoneError):
-                    raise
-                member.gives_checksums = False
-                self.tell(f"warning: weights that servers do not take are not found: {error}")
-
-        if is_must or (is_must is None and all(member.gives_checksums for member in self.present)):
-            self._each_member(ask)
+        if self.settings.checksums:
+            self.each(lambda member: by_url.update({member.url: member.sender.checksums()}))
         present = self.present
-        if not present or any(member.url not in by_url for member in present):
+        if not by_url or not present:
             return None
         first = by_url[present[0].url]
         for member in present:
@@ -279,20 +268,13 @@ class Fleet(FleetState):
             while self.present:
                 self.present.pop().lock.release()
 
-    def each(self, step: Callable[[WeightSender], object], *, daemon: bool = True) -> list[WeightSender]:
-        """Run a step for all servers at the same time; return the senders of the servers that have done the step.
-
-        The update continues without servers that hang or have gone. daemon: False for a step inside torch, which must
-        not end with the process.
-        """
-        return [member.sender for member in self._each_member(lambda member: step(member.sender), daemon=daemon)]
-
-    def _each_member(
+    def each(
         self, step: Callable[[Member], object], among: Collection[Member] | None = None, *, daemon: bool = True
     ) -> list[Member]:
         """Run a step for all present members at once; return the members that have done the step.
 
-        The remaining members leave: they hang, or have gone. WeightSyncError if a member refuses the step.
+        The remaining members leave: they hang, or have gone. WeightSyncError if a member refuses the step. daemon:
+        False for a step inside torch, which must not end with the process.
         """
         members = [member for member in self.present if among is None or member in among]
         steps = {member: in_thread(partial(step, member), daemon) for member in members}

@@ -18,12 +18,13 @@ from typing import Literal
 
 import httpx
 
+from megarl.config.tables.rollout import SGLangConfig
 from megarl.engines.buckets import Bucket
 from megarl.engines.sglang.http import server_info
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.transports.protocol import send_tensors
 from megarl.engines.sglang.transports.sender import Checksums, GoneError, WeightSender, deadline, in_thread
-from megarl.engines.sglang.versions import check_server, gives_checksums
+from megarl.engines.sglang.versions import check_server
 from megarl.errors import RolloutError, WeightSyncError
 
 FRESH = "default"
@@ -47,42 +48,26 @@ class Update:
     """Checksums of every server; None if not compared, or without a server."""
 
 
-@dataclass(frozen=True, slots=True)
-class FleetSettings:
-    """How long a fleet waits."""
-
-    start_deadline_s: float = 300.0
-    """Longest start of a server."""
-    hang_s: float = 120.0
-    """Time of failed health checks until a server is killed and restarted."""
-    max_restarts: int = 20
-    """Most restarts of a server."""
-    poll_s: float = 0.5
-    """Time between two looks at the processes."""
-    health_s: float = 10.0
-    """Time between a passed health check, in which an idle server generates a token, and the next check."""
-    copies: Path | Literal["memory", "none"] = "memory"
-    """Where the fleet keeps a copy of the weights for restarted servers: in memory, or in this folder. none: the next
-    update brings these servers up to date."""
-    checksums: bool | None = False
-    """Whether the servers' own checksums of their weights are compared after every update, and in every proof. None:
-    where all servers have checksums."""
-
-
 @dataclass(kw_only=True)
 class FleetState:
     """What the servers of a fleet have in common."""
 
-    tp: int = 1
-    """Tensor-parallel size of each server."""
+    settings: SGLangConfig = field(default_factory=SGLangConfig)
+    """Of these: tp, checksums, start_deadline_s and max_restarts."""
     api_key: str | None = None
     routes: bool = True
     """Whether the servers must return routes."""
-    nucleus: bool = False
-    """Whether ``top_p`` is below 1."""
     source: Path | None = None
     """Checkpoint folder with the model's config and tokenizer; None: the model folder of the first of ``specs``."""
-    settings: FleetSettings = field(default_factory=FleetSettings)
+    copies: Path | Literal["memory", "none"] = "memory"
+    """Where the fleet keeps a copy of the weights for restarted servers: in memory, or in this folder. none: the next
+    update brings these servers up to date."""
+    hang_s: float = 120.0
+    """Time of failed health checks until a server is killed and restarted."""
+    poll_s: float = 0.5
+    """Time between two looks at the processes."""
+    health_s: float = 10.0
+    """Time between a passed health check, in which an idle server generates a token, and the next check."""
     tell: Callable[[str], None] = print
     """Gets a line for every restart and warning."""
     last: Update | None = None
@@ -113,7 +98,6 @@ class Member:
     """Held during talks about weights: by an update, or by the keeper."""
     ready: bool = False
     """True if the server answers; updates include only ready servers."""
-    gives_checksums: bool = True
     holds: Update | None = None
     """The update whose weights the server has; None: no weights, or half of an update."""
     away_since: float | None = None
@@ -177,14 +161,13 @@ class Member:
         """Make a new sender; RolloutError without an answer, ConfigError if megarl cannot use the server."""
         fleet = self.fleet
         info = server_info(self.url, fleet.api_key, deadline())
-        release, warnings = check_server(info, fleet.tp, fleet.routes, fleet.nucleus, fleet.source)
-        self.gives_checksums = gives_checksums(info)
+        warnings = check_server(info, fleet.settings.tp, fleet.routes)
         if self.connection is not None:
             self.connection.leave_group()  # not closed: a keeper may use the connection
         for warning in warnings if self.connection is None else ():
             self.fleet.tell(f"warning: {warning}")
         gpus = (self.process and self.process.spec.gpus) or ()
-        self.connection = WeightSender(self.url, release, tp=fleet.tp, api_key=fleet.api_key, gpus=gpus)
+        self.connection = WeightSender(self.url, tp=fleet.settings.tp, api_key=fleet.api_key, gpus=gpus)
 
     def find_version(self) -> str | None:
         """Return the server's name for its weights, empty if unknown; None without an answer."""
@@ -197,7 +180,7 @@ class Member:
     # The keeper
 
     def _keep(self) -> None:
-        while not self.fleet.ended.wait(self.fleet.settings.poll_s):
+        while not self.fleet.ended.wait(self.fleet.poll_s):
             with self._telling_failure("could not be looked after"):
                 self.look()
 
@@ -217,20 +200,20 @@ class Member:
 
         A passed check is not repeated for a while. During an update the server is paused and would fail.
         """
-        settings, process = self.fleet.settings, self.process
+        fleet, process = self.fleet, self.process
         assert process is not None
         dead = not process.alive
-        if not dead and time.monotonic() - self.checked_at >= settings.health_s:
-            if self.fleet.updating.is_set():
+        if not dead and time.monotonic() - self.checked_at >= fleet.health_s:
+            if fleet.updating.is_set():
                 self._silent_since = None
             elif process.healthy():
                 self._silent_since, self.checked_at = None, time.monotonic()
             else:
                 self._silent_since = self._silent_since or time.monotonic()
-                if dead := time.monotonic() - self._silent_since > settings.hang_s:
-                    self.fleet.tell(f"{self.url} has not answered for {settings.hang_s:.0f} s: killed")
+                if dead := time.monotonic() - self._silent_since > fleet.hang_s:
+                    fleet.tell(f"{self.url} has not answered for {fleet.hang_s:.0f} s: killed")
                     process.kill()
-        return dead and self.restarts <= settings.max_restarts
+        return dead and self.restarts <= fleet.settings.max_restarts
 
     def restart(self) -> None:
         """Start the server again and send the weights; tell a failure."""
@@ -300,7 +283,7 @@ class Member:
         Weights under any other name were sent by foreign code, and stay.
         """
         last = self.fleet.kept
-        if self.fleet.updating.is_set() or time.monotonic() - self.checked_at < 4 * self.fleet.settings.poll_s:
+        if self.fleet.updating.is_set() or time.monotonic() - self.checked_at < 4 * self.fleet.poll_s:
             return
         self.checked_at = time.monotonic()
         name = self.find_version() if self.connection is not None else FRESH

@@ -1,16 +1,14 @@
 """A process of an SGLang server: start, health, and an end without leftovers.
 
-The server runs in a session of its own under ``reaper``. Three events end the server:
+The server runs in a session of its own under ``reaper``. Two events end the server:
 
 - ``stop``: SIGTERM, then SIGKILL, then a check for surviving processes: SGLang's children outlive a SIGTERM by many
   seconds;
-- the exit of the interpreter;
-- the reaper, if the starting process is killed.
+- the reaper, when the starting process has ended or was killed.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import shlex
@@ -19,10 +17,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Literal, Self
 
 import httpx
 import psutil
@@ -33,7 +31,6 @@ from megarl.engines.sglang.http import authorization, key_named, server_info
 from megarl.engines.sglang.spec import SERVER_DTYPES, ServerSpec, command, environment, free_port, write_config
 from megarl.engines.sglang.versions import (
     check_server,
-    gives_checksums,
     installed_release,
     parse_arguments,
     require_own,
@@ -59,7 +56,6 @@ class Server:
         self._port = spec.port or free_port(spec.host)
         self._config_file: Path | None = None
         self._log_start = 0
-        self._owner_pid = os.getpid()
 
     def __enter__(self) -> Self:
         self.start()
@@ -72,11 +68,6 @@ class Server:
     def url(self) -> str:
         """Base address without a slash at the end; a restart keeps the address."""
         return f"http://{url_host(self.spec.host)}:{self._port}"
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the reaper, also the id of the server's process group; None while stopped."""
-        return None if self._process is None else self._process.pid
 
     @property
     def alive(self) -> bool:
@@ -115,8 +106,6 @@ class Server:
                     stderr=log,
                     start_new_session=True,
                 )
-            self._owner_pid = os.getpid()
-            atexit.register(self._stop_at_exit)
 
     def wait_ready(self, deadline_s: float, ended: threading.Event | None = None) -> None:
         """Return when the server has generated a token; RolloutError with the end of the log at the deadline, or if
@@ -126,17 +115,16 @@ class Server:
         while True:
             if ended is not None and ended.is_set():
                 raise RolloutError(f"the SGLang server at {self.url} is not needed any more")
+            remaining, problem = end - time.monotonic(), None
             if (code := self._exit_code()) is not None:
-                break
-            remaining = end - time.monotonic()
-            if remaining <= 0:
+                problem = f"ended with exit code {code} before it was ready: the reason is in"
+            elif remaining <= 0:
                 problem = f"was not ready after {deadline_s:.0f} s: allow more time if it still loads, else look into"
+            if problem is not None:
                 raise RolloutError(f"the SGLang server at {self.url} {problem} {log}{self.log_tail()}")
             if self.healthy(timeout_s=min(HEALTH_TIMEOUT_S, remaining)):
                 return
             time.sleep(min(0.2, remaining))
-        problem = f"ended with exit code {code} before it was ready: the reason is in"
-        raise RolloutError(f"the SGLang server at {self.url} {problem} {log}{self.log_tail()}")
 
     def healthy(self, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
         """Whether the server passes its health check in time: a generated token, or a generation in progress."""
@@ -146,11 +134,6 @@ class Server:
         except httpx.HTTPError:
             return False
         return answer.status_code == 200
-
-    @property
-    def version(self) -> str:
-        """The running server's release of SGLang, for example 0.5.23."""
-        return str(server_info(self.url, self.spec.api_key)["version"])
 
     def stop(self, grace_s: float = 10.0) -> None:
         """End the server and all processes: SIGTERM to the group, SIGKILL after ``grace_s``.
@@ -169,7 +152,6 @@ class Server:
             if self._config_file is not None:
                 self._config_file.unlink(missing_ok=True)
                 self._config_file = None
-            atexit.unregister(self._stop_at_exit)
 
     def kill(self) -> None:
         """Kills all processes of the server at once."""
@@ -182,11 +164,11 @@ class Server:
         # The leader stays a zombie until the end, which reserves the process id.
         return [process for process in psutil.process_iter() if _is_living_member(process, self._process.pid)]
 
-    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+    def log_tail(self) -> str:
         """Return the last lines of the server's output since its start."""
         with open(self.spec.log_file, "rb") as log:
             log.seek(self._log_start)
-            text = "\n".join(log.read().decode("utf-8", errors="replace").splitlines()[-lines:])
+            text = "\n".join(log.read().decode("utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:])
         return text.replace(self.spec.api_key, "***") if self.spec.api_key else text  # SGLang prints its arguments
 
     def _exit_code(self) -> int | None:
@@ -225,10 +207,6 @@ class Server:
                 f"a driver call: {survivors}; end them before the next start"
             )
 
-    def _stop_at_exit(self) -> None:
-        if os.getpid() == self._owner_pid:  # not in a fork of the process
-            self.stop(grace_s=2.0)
-
 
 def _is_living_member(process: psutil.Process, leader_pid: int) -> bool:
     """Whether the process is in the session of ``leader_pid``, in whatever group."""
@@ -241,47 +219,24 @@ def _is_living_member(process: psutil.Process, leader_pid: int) -> bool:
 ASK_S = 20.0
 
 
-@dataclass(frozen=True, slots=True)
-class Examined:
-    """An environment for servers, or a running server, before a run."""
-
-    where: str
-    """Path of the interpreter, or URL."""
-    release: str | None = None
-    """None: unknown."""
-    warnings: tuple[str, ...] = ()
-    problem: str | None = None
-    """Why a run would refuse the server, and the remedy; None: no problem."""
-
-
-def examine(config: Config) -> list[Examined]:
-    """Ask the servers in sglang.urls, or the interpreter sglang.python; starts no server."""
-    return [_check(config, place) for place in config.sglang.urls or [str(config.sglang.python)]]
-
-
-def _predict_info(config: Config, python: str) -> Mapping[str, Any]:
-    """Return the expected /server_info of a server with these settings, as far as the command line shows."""
-    settings = config.sglang
-    gpus, arguments = tuple(settings.gpus[: settings.tp]) or None, tuple(settings.arguments)
-    programs = config.model.path, python, SERVER_DTYPES[config.rollout.dtype], os.devnull
-    spec = ServerSpec(*programs, tp=settings.tp, gpus=gpus, routes=servers_record(config), extra_args=arguments)
-    # Servers started by megarl have a key, which is not on the command line.
-    return {**parse_arguments(command(spec)), "api_key": True, "version": installed_release(Path(python))}
-
-
-def _check(config: Config, place: str) -> Examined:
-    release = None
-    try:
-        if config.sglang.urls:
-            info = server_info(place, key_named(config.sglang.api_key_env), ASK_S)
-        else:
-            info = _predict_info(config, place)
-        release = str(info.get("version"))
-        source = Path(config.model.path)
-        _, warnings = check_server(info, config.sglang.tp, servers_record(config), config.rollout.top_p < 1, source)
-    except MegarlError as error:
-        return Examined(place, release, problem=str(error))
-    problem = None
-    if config.sglang.checksums and not gives_checksums(info):
-        problem = f"SGLang {release} gives no checksums on a CPU: take a later one, or sglang.checksums = false"
-    return Examined(place, release, tuple(warnings), problem)
+def examine(config: Config) -> Iterator[tuple[str, Literal["ok", "warning", "failed"], str]]:
+    """Yield (interpreter or URL, status, text) of the servers in sglang.urls, or of sglang.python; starts no server."""
+    settings, routes = config.sglang, servers_record(config)
+    for place in settings.urls or [str(settings.python)]:
+        try:
+            if settings.urls:
+                info = server_info(place, key_named(settings.api_key_env), ASK_S)
+            else:
+                gpus, arguments = tuple(settings.gpus[: settings.tp]) or None, tuple(settings.arguments)
+                programs = config.model.path, place, SERVER_DTYPES[config.rollout.dtype], os.devnull
+                spec = ServerSpec(*programs, tp=settings.tp, gpus=gpus, routes=routes, extra_args=arguments)
+                # Servers started by megarl have a key, which is not on the command line.
+                expected = {"api_key": True, "version": installed_release(Path(place))}
+                info = {**parse_arguments(command(spec)), **expected}
+            warnings = check_server(info, settings.tp, routes)
+        except MegarlError as error:
+            yield place, "failed", str(error)
+            continue
+        for warning in warnings:
+            yield place, "warning", warning
+        yield place, "ok", f"SGLang {info['version']}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl.config.process_environment import LAUNCHER, compile_caches, without_expandable_segments
-from megarl.engines.sglang.versions import check_arguments, parse_arguments
+from megarl.engines.sglang.versions import parse_arguments, refuse_faults
 from megarl.errors import ConfigError, RolloutError
 
 CPU_SHIM = Path(__file__).parent / "cpu"
@@ -21,13 +21,8 @@ NOT_EXTRA = {
     "api_key": "every user of the host could read it there: set api_key",
     "config": "it could set anything unchecked: give the arguments themselves",
     "weight_version": "a restarted server must not name its old weights as the current ones",
-    "model_path": "set model_path",
-    "model": "set model_path",
-    "host": "set host",
-    "port": "set port",
-    "tp_size": "set tp",
-    "tensor_parallel_size": "set tp",
-    "tp": "set tp",
+    **{"model_path": "set model_path", "model": "set model_path", "host": "set host", "port": "set port"},
+    **dict.fromkeys(("tp_size", "tensor_parallel_size", "tp"), "set tp"),
 }
 """Arguments that extra_args may not hold, and the remedy."""
 
@@ -64,10 +59,11 @@ class ServerSpec:
     """More arguments of sglang.launch_server; the last arguments override earlier arguments."""
 
     def __post_init__(self) -> None:
-        for name in parse_arguments(self.extra_args):
+        arguments = parse_arguments(self.extra_args)
+        for name in arguments:
             if name in NOT_EXTRA:
                 raise ConfigError(f"extra_args hold --{name.replace('_', '-')}: {NOT_EXTRA[name]}")
-        check_arguments(self.extra_args, self.routes)
+        refuse_faults(arguments, self.routes)
 
 
 def command(spec: ServerSpec, config_file: Path | None = None) -> list[str]:

@@ -93,8 +93,6 @@ def _compute(node: ast.expr, depth: int) -> Number:
             if not min_args <= len(args) <= max_args:
                 raise ValueError(f"{name} takes {min_args} to {max_args} numbers, not {len(args)}")
             return _require_small(function(*(_compute(arg, depth + 1) for arg in args)))
-        case ast.BinOp(op=ast.BitXor()):
-            raise ValueError("^ is not known; a power is written **")
         case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
             raise ValueError(f"{name!r} is not known; known are {', '.join([*_FUNCTIONS, *_CONSTANTS])}")
         case _:

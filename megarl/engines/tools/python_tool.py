@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any, TypeVar
 
 import psutil
 
@@ -16,6 +18,7 @@ from megarl.engines.tools.protocol import ToolExit, ToolResult
 from megarl.engines.tools.sandbox import MEMORY_EXIT, Child, Limits, Sandbox, prepare
 from megarl.errors import ConfigError, RolloutError
 
+T = TypeVar("T")
 START_S = 5.0
 """Time for bubblewrap to name its child process; afterwards bubblewrap is killed without the name."""
 END_S = 30.0
@@ -58,42 +61,43 @@ class PythonTool:
 class _Call:
     def __init__(self, child: Child, limits: Limits) -> None:
         self._child, self._limits = child, limits
-        self._loop = asyncio.get_running_loop()
         self._process_fd = os.pidfd_open(child.process.pid)
         self._init_fd: int | None = None
-        self._stopped: asyncio.Future[ToolExit | None] = self._loop.create_future()
-        self._output = _Pipe(limits.output_bytes, on_data=lambda: self._output.more and self._stop("output_limit"))
-        self._status = _Pipe(1 << 12, on_data=self._on_status)
+        self._output, self._status = asyncio.StreamReader(), asyncio.StreamReader()
+        self._pipes: list[asyncio.BaseTransport] = []
+        self._text = bytearray()
+        """Of the code, at most a byte more than the limit."""
+        self._named = asyncio.ensure_future(self._open_init())
 
     async def result(self) -> ToolResult:
-        started = time.monotonic()
+        started, reason = time.monotonic(), None
         try:
             await _finish(self._connect())
-            exited = asyncio.ensure_future(_await_readable(self._process_fd))
-            exited.add_done_callback(lambda _: self._stop(None))
-            try:
-                async with asyncio.timeout(self._limits.wall_s - (time.monotonic() - started)):
-                    reason = await self._stopped
-            except TimeoutError:
-                reason = "timeout"
-            finally:
-                exited.cancel()
+            async with asyncio.timeout(self._limits.wall_s - (time.monotonic() - started)):
+                await self._collect()
+        except TimeoutError:
+            reason = "timeout"
         finally:
-            await _finish(self._end())
-        return self._make_result(reason)
+            status = await _finish(self._end())
+        return self._make_result(reason, status)
 
     async def _connect(self) -> None:
-        for pipe, fd in ((self._status, self._child.status_fd), (self._output, self._child.output_fd)):
-            await self._loop.connect_read_pipe(lambda pipe=pipe: pipe, os.fdopen(fd, "rb", 0))
+        loop = asyncio.get_running_loop()
+        for reader, fd in ((self._status, self._child.status_fd), (self._output, self._child.output_fd)):
+            protocol = partial(asyncio.StreamReaderProtocol, reader)
+            self._pipes.append((await loop.connect_read_pipe(protocol, os.fdopen(fd, "rb", 0)))[0])
 
-    def _stop(self, reason: ToolExit | None) -> None:
-        if not self._stopped.done():
-            self._stopped.set_result(reason)
+    async def _collect(self) -> None:
+        """Return at the end of the process, or at the limit of its output."""
+        room = self._limits.output_bytes + 1
+        while len(self._text) < room and (data := await self._output.read(room - len(self._text))):
+            self._text += data
+        if len(self._text) < room:
+            await _await_readable(self._process_fd)
 
-    def _on_status(self) -> None:
+    async def _open_init(self) -> None:
         """Open the first process of the sandbox, whose end ends all processes."""
-        line, complete, _ = bytes(self._status.data).partition(b"\n")
-        if self._init_fd is not None or not complete or not line.startswith(b"{"):
+        if not (line := await self._status.readline()).startswith(b"{"):
             return
         pid = json.loads(line)["child-pid"]
         with (
@@ -107,18 +111,18 @@ class _Call:
                 self._init_fd = fd
                 closing.pop_all()
 
-    async def _end(self) -> None:
-        """Kill all processes, wait for the end, and remove the scratch folder."""
+    async def _end(self) -> bytes:
+        """Kill all processes, wait for the end, and remove the scratch folder. Return the rest of the status."""
         try:
             await self._kill()
             async with asyncio.timeout(END_S):
                 await _await_readable(self._process_fd)  # bubblewrap ends after the last process inside
-                await self._output.ended.wait()
+                return await self._status.read()
         except TimeoutError as error:
             raise RolloutError(f"a Python call could not be killed within {END_S:g} s: look at the host") from error
         finally:
-            self._output.close()
-            self._status.close()
+            for pipe in self._pipes:
+                pipe.close()
             for fd in (self._process_fd, self._init_fd):
                 if fd is not None:
                     os.close(fd)
@@ -126,9 +130,7 @@ class _Call:
 
     async def _kill(self) -> None:
         # If killed during the setup of its child, bubblewrap would leave the child waiting.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(START_S):
-                await self._status.line.wait()
+        await asyncio.wait([self._named], timeout=START_S)
         # Kill the first process: bubblewrap reaps the process and ends. Killing bubblewrap would leave a zombie.
         with contextlib.suppress(ProcessLookupError, psutil.Error):
             if self._init_fd is None:
@@ -136,53 +138,16 @@ class _Call:
                     process.kill()
             signal.pidfd_send_signal(self._process_fd if self._init_fd is None else self._init_fd, signal.SIGKILL)
 
-    def _make_result(self, reason: ToolExit | None) -> ToolResult:
-        status = self._child.process.returncode
-        text = bytes(self._output.data).decode("utf-8", "replace")
-        if b"ready" not in self._status.data:
+    def _make_result(self, reason: ToolExit | None, status: bytes) -> ToolResult:
+        code, limit = self._child.process.returncode, self._limits.output_bytes
+        text = bytes(self._text[:limit]).decode("utf-8", "replace")
+        if b"ready" not in status:
             raise RolloutError(
-                f"a Python call did not start ({reason or f'exit status {status}'}): {text.strip()[-500:]}"
+                f"a Python call did not start ({reason or f'exit status {code}'}): {text.strip()[-500:]}"
             )
-        if self._output.more:
-            text += f"\n[cut after {self._limits.output_bytes} bytes]"
-        if reason is None:
-            reason = "output_limit" if self._output.more else _classify_exit(status)
-        return ToolResult(text, reason)
-
-
-class _Pipe(asyncio.Protocol):
-    """Keeps the first bytes of a pipe, and stops reading at the limit."""
-
-    def __init__(self, max_bytes: int, on_data: Callable[[], object]) -> None:
-        self.data = bytearray()
-        self.more = False
-        self.line = asyncio.Event()
-        """Set at the first complete line, or at the end."""
-        self.ended = asyncio.Event()
-        """Set after all writers have closed the pipe, or reading has stopped."""
-        self._max_bytes, self._on_data = max_bytes, on_data
-        self._transport: asyncio.BaseTransport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        room = self._max_bytes - len(self.data)
-        self.data += data[:room]
-        self.more = self.more or len(data) > room
-        self._on_data()
-        if b"\n" in data:
-            self.line.set()
-        if self.more:
-            self.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.line.set()
-        self.ended.set()
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+        if len(self._text) > limit:
+            text, reason = f"{text}\n[cut after {limit} bytes]", reason or "output_limit"
+        return ToolResult(text, reason or _classify_exit(code))
 
 
 def _classify_exit(status: int) -> ToolExit:
@@ -227,7 +192,7 @@ async def _await_readable(fd: int) -> None:
         loop.remove_reader(fd)
 
 
-async def _finish(work: Awaitable[None]) -> None:
+async def _finish(work: Coroutine[Any, Any, T]) -> T:
     """Await work that must not be interrupted; a cancellation is raised afterwards."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
@@ -238,6 +203,7 @@ async def _finish(work: Awaitable[None]) -> None:
             if task.cancelled():
                 raise
             cancelled = error
-    task.result()
+    result = task.result()
     if cancelled is not None:
         raise cancelled
+    return result

@@ -261,7 +261,8 @@ def filter_program() -> bytes:
     for name, call in _TABLE["tested"].items():
         # SQLite locks files with fcntl. A pretended lock suffices: no other process has the files of a call. Real locks
         # would take memory that no limit counts.
-        pretended = _pretend(_F_SETLK) if name == "fcntl" else []
+        lock = [_op(_LOAD, _OFFSET_ARGUMENTS + 8), _op(_IF_EQUAL, _F_SETLK, 0, 1), _op(_RETURN, _ERROR)]
+        pretended = lock if name == "fcntl" else []
         body = [*pretended, *(op for test in call["tests"] for op in _test(*test)), _op(_RETURN, _ALLOW)]
         code += [_op(_IF_EQUAL, call["numbers"][place], 0, len(body)), *body]
     # The flags of clone3 lie in memory, which a filter cannot read: without clone3, libc uses clone.
@@ -274,11 +275,6 @@ def _test(argument: int, mask: int, values: Sequence[int], error: int) -> list[b
     """Continue behind these entries if the masked argument is among the values; otherwise return the error."""
     jumps = [_op(_IF_EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)]
     return [_op(_LOAD, _OFFSET_ARGUMENTS + 8 * argument), _op(_AND, mask), *jumps, _op(_RETURN, _ERROR | error)]
-
-
-def _pretend(command: int) -> list[bytes]:
-    """Return 0 for a command of fcntl without running the command."""
-    return [_op(_LOAD, _OFFSET_ARGUMENTS + 8), _op(_IF_EQUAL, command, 0, 1), _op(_RETURN, _ERROR)]
 
 
 def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:

@@ -7,7 +7,7 @@ inputs   model, data, keys, disk and [launch] of a configuration
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +42,10 @@ def examine(path: Path | None = None, overrides: Mapping[str, Any] | None = None
     checks = [*machine.check_machine(config, releases, failed), *of_inputs]
     checks += [Finding("configuration", "warning", warning) for warning in config.warnings]
     if config.rollout.engine_kind.server and releases["httpx"] and releases["aiohttp"]:
-        checks += _check_servers(config)
+        from megarl.engines.sglang.server import examine as examine_servers  # needs httpx and aiohttp
+
+        checks += [Finding(f"server {place}", status, text) for place, status, text in examine_servers(config)]
     return Diagnosis(str(path), checks, releases)
-
-
-def _check_servers(config: Config) -> Iterator[Finding]:
-    """Yield checks whether a run would accept its SGLang servers, with the servers' releases."""
-    from megarl.engines.sglang.server import examine  # needs httpx and aiohttp
-
-    for server in examine(config):
-        name = f"server {server.where}"
-        yield from (Finding(name, "warning", warning) for warning in server.warnings)
-        if server.problem is not None:
-            yield Finding(name, "failed", server.problem)
-        elif server.release:
-            yield Finding(name, "ok", f"SGLang {server.release}")
 
 
 def _check_layout(config: Config) -> None:

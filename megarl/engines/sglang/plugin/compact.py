@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 
 from megarl.errors import TraceError
-from megarl.files.moe_shape import MoeShape
+from megarl.files.hf_config import MoeShape
 from megarl.routes.answers import read_routes
 from megarl.routes.codec import VERSION, encode
 

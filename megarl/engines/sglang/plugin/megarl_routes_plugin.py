@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megarl.files.moe_shape import MoeShape
+    from megarl.files.hf_config import MoeShape
 
 MODULE = "sglang.srt.managers.tokenizer_manager"
 TARGET = "TokenizerManager.generate_request"
@@ -55,17 +55,12 @@ def import_megarl() -> None:
     Its directory must not be on PYTHONPATH, because it may be the site-packages of a foreign environment. ImportError
     without the package.
     """
-    if importlib.util.find_spec("megarl") is not None:
-        return
-    root = Path(__file__).resolve().parents[3]
-    spec = importlib.util.spec_from_file_location(
-        "megarl", root / "__init__.py", submodule_search_locations=[str(root)]
-    )
-    if spec is None or spec.loader is None:
-        raise ImportError(f"found no package megarl at {root}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["megarl"] = module
-    spec.loader.exec_module(module)
+    if importlib.util.find_spec("megarl") is None:
+        sys.path.append(str(Path(__file__).resolve().parents[4]))
+        try:
+            importlib.import_module("megarl")
+        finally:
+            sys.path.pop()
 
 
 def generate_request(
@@ -83,18 +78,13 @@ async def _rewrite_all(answers: Any, shape: MoeShape) -> AsyncIterator[Any]:
     try:
         async for answer in answers:
             for item in answer if isinstance(answer, list) else [answer]:  # several prompts, or several samples
-                await _compact_one(item, shape)
+                meta = item.get("meta_info") if isinstance(item, dict) else None
+                # No text: no routes, or not the last part of a stream.
+                if isinstance(meta, dict) and isinstance(text := meta.get("routed_experts"), str):
+                    meta["routed_experts"] = await asyncio.to_thread(_short, text, shape)
             yield answer
     finally:  # SGLang reads a single answer; the dropped iterator must release its locks
         await answers.aclose()
-
-
-async def _compact_one(answer: Any, shape: MoeShape) -> None:
-    meta = answer.get("meta_info") if isinstance(answer, dict) else None
-    text = meta.get("routed_experts") if isinstance(meta, dict) else None
-    if not isinstance(meta, dict) or not isinstance(text, str):  # no routes, or not the last part of a stream
-        return
-    meta["routed_experts"] = await asyncio.to_thread(_short, text, shape)
 
 
 def _short(text: str, shape: MoeShape) -> str:

@@ -56,7 +56,7 @@ class Broadcast(Transport):
                 delivery.receivers.tell(
                     f"warning: a broadcast of weights to all servers failed, each gets them by itself: {error}"
                 )
-        delivery.receivers.each(lambda sender: broadcast([sender], bucket), daemon=False)
+        delivery.receivers.each(lambda member: broadcast([member.sender], bucket), daemon=False)
         return None
 
 

@@ -86,9 +86,9 @@ class Disk(Transport):
         yield from super().stream(intake, tensors, delivery)
         assert delivery is not None, "one rank writes the folder, without help"
         assert delivery.folder is not None, "a fleet with this transport keeps its copy on disk"
-        delivery.line.wait()
+        delivery.wait()
         path = str(delivery.folder.finish())
-        delivery.receivers.each(lambda sender: sender.load_from_disk(path))
+        delivery.receivers.each(lambda member: member.sender.load_from_disk(path))
 
     def send(self, bucket: Bucket, delivery: Delivery) -> None:
         """Do nothing: the fleet has written the bucket."""

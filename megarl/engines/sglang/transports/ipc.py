@@ -82,7 +82,7 @@ class SharedMemory(Transport):
         limit = intake.max_bytes
         limit = limit if self.gpu != CPU else min(limit, shutil.disk_usage(SHARED_MEMORY).free // 4)
         buckets = intake.buckets(tensors, empty_shared, limit)
-        rounds = self.rounds(buckets, (lambda: None) if delivery is None else delivery.line.wait)
+        rounds = self.rounds(buckets, (lambda: None) if delivery is None else delivery.wait)
         next(rounds)  # from here on an error in the generator reaches all ranks
         return rounds
 
@@ -118,8 +118,8 @@ class SharedMemory(Transport):
             payloads = [payload_of(bucket, Rebuilt(self.handles[gpu])) for gpu in sender.gpus]
             post_payloads(sender, payloads, bucket.flat.numel())
 
-        for sender in delivery.receivers.each(share):
-            self.confirmed.update(sender.gpus)
+        for member in delivery.receivers.each(lambda member: share(member.sender)):
+            self.confirmed.update(member.sender.gpus)
 
     def _meet(self, bucket: Bucket | None) -> None:
         handle = None

@@ -8,14 +8,16 @@ from __future__ import annotations
 import base64
 import pickle
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from megarl.engines.buckets import Bucket, Intake
-from megarl.engines.sglang.transports.sender import Line, WeightSender, deadline
+from megarl.engines.sglang.transports.sender import WeightSender, deadline
 from megarl.engines.weights import Named
 
 if TYPE_CHECKING:
@@ -32,10 +34,22 @@ class Delivery:
 
     receivers: Fleet
     """The servers that take part."""
-    line: Line
-    """Sends one bucket while the next bucket is made."""
     folder: WeightFolder | None = None
     """The copy on disk, or None; complete after all buckets have passed the line."""
+    line: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "weight-sending"))
+    """Sends one bucket while the next bucket is made."""
+    running: Future[None] | None = None
+
+    def put(self, step: Callable[[], None]) -> None:
+        """Start a step after the previous step has ended; raises the error of the previous step."""
+        self.wait()
+        self.running = self.line.submit(step)
+
+    def wait(self) -> None:
+        """Wait for the running step, if any; raises the error of the step."""
+        running, self.running = self.running, None
+        if running is not None:
+            running.result()
 
 
 class Transport(Protocol):
@@ -99,4 +113,4 @@ class Tensors(Transport):
     def send(self, bucket: Bucket, delivery: Delivery) -> None:
         """Encode a bucket once and post the text to all servers."""
         payload = payload_of(bucket)
-        delivery.receivers.each(lambda sender: send_tensors(sender, bucket, payload))
+        delivery.receivers.each(lambda member: send_tensors(member.sender, bucket, payload))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 
 from megarl.engines.sglang.http import authorization, read_object, request
-from megarl.engines.sglang.versions import NEWEST, UPDATE_SESSIONS, Version
 from megarl.errors import DataError, WeightSyncError
 
 if TYPE_CHECKING:
@@ -37,10 +36,8 @@ CPU = -1
 class WeightSender:
     """The updates of a server."""
 
-    def __init__(
-        self, url: str, release: Version = NEWEST, *, tp: int = 1, api_key: str | None = None, gpus: Sequence[int] = ()
-    ) -> None:
-        """release, tp: the server's release and tensor-parallel size.
+    def __init__(self, url: str, *, tp: int = 1, api_key: str | None = None, gpus: Sequence[int] = ()) -> None:
+        """tp: the server's tensor-parallel size.
 
         gpus: GPU of each tensor-parallel rank; empty if the server runs on CPUs or on another machine.
         """
@@ -49,7 +46,7 @@ class WeightSender:
         self.gpus = gpus or (CPU,) * tp
         self.group: BroadcastGroup | None = None
         """The process group of the server, or None."""
-        self._has_sessions, self._in_session = release >= UPDATE_SESSIONS, False
+        self._in_session = False
         self._named: str | None = None
         headers = authorization(api_key)
         # The server may close a kept connection just when a request is sent.
@@ -66,8 +63,7 @@ class WeightSender:
         Also closes the session of an interrupted update, even of an earlier trainer.
         """
         self.post("pause_generation", {"mode": "abort"})
-        if self._has_sessions:
-            self._ask("POST", "end_weight_update", {}, WHOLE_S)  # usually HTTP 400: no open session
+        self._ask("POST", "end_weight_update", {}, WHOLE_S)  # usually HTTP 400: no open session
         self._in_session = False
         if self.group is not None and self.weight_version() != self._named:
             self.leave_group()  # the server was restarted, and is in no group
@@ -79,8 +75,8 @@ class WeightSender:
             self.group = None
 
     def open_session(self) -> None:
-        """Open the session of an update, unless a session is open or the release has no sessions."""
-        if self._has_sessions and not self._in_session:
+        """Open the session of an update, unless a session is open."""
+        if not self._in_session:
             self.post("begin_weight_update", {})
             self._in_session = True
 
@@ -140,7 +136,7 @@ class WeightSender:
             if answer.status_code == 200 and (ranks := self._read(answer)["ranks"]):
                 return [dict(rank["checksums"]) for rank in ranks]
         message = f"{self.url} gives no checksums, HTTP {answer.status_code}: {answer.text[:300]}"
-        raise WeightSyncError(f"{message}; take a later release, or set sglang.checksums = false")
+        raise WeightSyncError(f"{message}; on a CPU take SGLang 0.5.23 or later, or set sglang.checksums = false")
 
     def weight_version(self, timeout_s: float | None = None) -> str:
         """Returns the server's name for the version of its weights; WeightSyncError without a name."""
@@ -208,31 +204,6 @@ class HangError(WeightSyncError):
 
 class GoneError(WeightSyncError):
     """The server refuses or loses connections, or answers with HTTP 5xx."""
-
-
-class Line:
-    """Runs one step at a time in a thread, while the caller prepares the next step."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "weight-sending")
-        self._running: Future[None] | None = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.shutdown()
-
-    def put(self, step: Callable[[], None]) -> None:
-        """Start a step after the previous step has ended; raises the error of the previous step."""
-        self.wait()
-        self._running = self._thread.submit(step)
-
-    def wait(self) -> None:
-        """Wait for the running step, if any; raises the error of the step."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.result()
 
 
 def in_thread(work: Callable[[], Result], daemon: bool = True) -> Future[Result]:
