@@ -1,6 +1,6 @@
 """Checks of what a RoutingReplay and its blocks are given, before a router is asked."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,12 +73,6 @@ def _check_choice(router: TopKRouter, layer: int) -> None:
             )
 
 
-def find_untraced_routers(chunk: Any) -> Iterator[TopKRouter]:
-    """Routers outside the decoder: those of multi-token-prediction layers."""
-    traced = {module for layer in chunk.decoder.layers for module in layer.modules()}
-    yield from (m for m in chunk.modules() if isinstance(m, TopKRouter) and m not in traced)
-
-
 def check_routers(routers: Sequence[Any]) -> None:
     """ReplayError if a router would not call the hook, is in an open block, or has the layer number of another."""
     layers = [router.layer_number - 1 for router in routers]
@@ -117,10 +111,9 @@ def check_chunks(chunks: Sequence[Any]) -> None:
 
 
 def check_routes(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence[Hook], recorded: bool) -> MicroRoutes:
-    """A copy of the routes of a micro-batch, ``present`` on the host; ReplayError if they cannot be replayed.
+    """The routes of a micro-batch, ``present`` on the host; ReplayError if they cannot be replayed.
 
-    ``recorded``: the experts are neither checked, which costs one pass over them, nor copied on a device. experts:
-    [tokens, L_local, K].
+    ``recorded``: the experts are not checked, which costs one pass over them. experts: [tokens, L_local, K].
     """
     micro_routes = MicroRoutes(routes) if isinstance(routes, torch.Tensor) else routes
     if not isinstance(micro_routes, MicroRoutes):
@@ -155,9 +148,6 @@ def check_routes(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence
         mask, layers = None if present is None else present.numpy(), [hook.layer for hook in hooks]
         if error_text := describe_wrong_row(experts.detach().cpu().numpy(), hooks[0].num_experts, mask, layers):
             raise ReplayError(f"{label}, {error_text}; mark a row that is missing as not present instead of filling it")
-    if hooks and (not recorded or experts.is_cpu or experts.is_inference()):
-        by_layer = torch.empty(len(hooks), len(experts), hooks[0].topk, dtype=hooks[0].dtype, device=experts.device)
-        experts = by_layer.copy_(experts.detach().transpose(0, 1)).transpose(0, 1)
     return MicroRoutes(experts, present, token_ids)
 
 

@@ -47,14 +47,12 @@ class PassBlock:
     """None once the block has closed."""
     passes: list[Pass] = field(default_factory=list)
     """Passes that have not ended in an exception."""
-    elsewhere: int = 0
-    """Native passes on other threads while the block was open."""
 
-    def start(self, chunk: int, by_layers: bool, is_recomputable: bool = False) -> Pass:
+    def start(self, chunk: int, by_layers: bool) -> Pass:
         """Start a pass of the first micro-batch that has no pass of this chunk."""
         micros = {earlier.micro for earlier in self.passes if earlier.chunk == chunk}
         micro = next(number for number in itertools.count() if number not in micros)
-        self.passes.append(Pass(chunk, micro, self, by_layers, is_recomputable))
+        self.passes.append(Pass(chunk, micro, self, by_layers))
         return self.passes[-1]
 
     def micros_of(self, column: int) -> set[int]:
@@ -72,8 +70,6 @@ class Pass:
     """None for a pass that routes natively."""
     by_layers: bool = False
     """Whether the caller runs the layers."""
-    is_recomputable: bool = False
-    """Whether the pass began in a region."""
     has_graph: bool = field(default_factory=torch.is_grad_enabled)
     asked: set[int] = field(default_factory=set)
     """Columns of the routers called so far."""
@@ -87,8 +83,6 @@ class RouterCall:
     micro: int
     first: bool
     """True in the forward pass, False in a recomputation."""
-    checkpointed: bool
-    """Whether the router may be recomputed from this call."""
 
 
 @dataclass(eq=False, slots=True)
@@ -159,13 +153,11 @@ class PassLog:
             if remembered is not None and not remembered.inside:
                 new, first = self._repeat(remembered), False
         elif running is None and block is None:
-            for other in self._blocks.values():
-                other.elsewhere += 1
             return
         elif running is None and block is not None:
             if torch._C._current_graph_task_id() != -1:
                 self._refuse(_NO_REGION)
-            new = block.start(chunk, False, bool(around))
+            new = block.start(chunk, False)
         if new.block is not None:
             for outer_region in around:
                 self._remember(outer_region).begun.append(new)
@@ -224,7 +216,7 @@ class PassLog:
             current.asked.add(hook.column)
         for entry in around:
             self._remember(entry).inside.append(current)
-        return RouterCall(session, current.micro, first, current.is_recomputable or bool(around and current.has_graph))
+        return RouterCall(session, current.micro, first)
 
     def _find_context(self, frame: FrameType | None) -> tuple[_Running | None, object, list[Any]]:
         """Return (running pass, recomputed region, regions entered inside); the inner of pass and region is set.

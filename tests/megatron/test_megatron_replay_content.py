@@ -252,7 +252,7 @@ def test_the_least_agreement_by_hand(agreeing: int, rows: int, passes: float, me
     own[:agreeing] = 0
 
     def check(experts: int, least: float) -> list[list[float]]:
-        return check_agreement([MicroRoutes(given)], [torch.arange(rows)], [own], [0], experts, least).tolist()
+        return check_agreement([given], [own], [0], experts, least).tolist()
 
     assert check(4, passes) == [[agreeing / rows]]
     assert check(1, 1.0) == [[agreeing / rows]]  # where all experts are chosen nothing can be told
@@ -269,7 +269,7 @@ def test_engines_that_disagree_in_a_tenth_are_not_refused(topk: int, rows: int) 
     for _ in range(200):
         given = torch.from_numpy(random.random((rows, 4, 128)).argsort(2)[..., :topk])
         own = torch.where(torch.from_numpy(random.random(rows) < 0.1)[:, None, None], 127 - given, given)
-        check_agreement([MicroRoutes(given)], [torch.arange(rows)], [own], [0, 1, 2, 3], 128, 0.5)
+        check_agreement([given], [own], [0, 1, 2, 3], 128, 0.5)
 
 
 def test_what_a_block_is_given_is_checked_before_it_opens(loop: Loop) -> None:
