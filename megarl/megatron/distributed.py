@@ -245,9 +245,9 @@ def from_main_rank(action: Callable[[], Result]) -> Result:
     return outcome[0]
 
 
-def collect_metrics(statistics: Mapping[str, Stat]) -> dict[str, Stat] | None:
-    """Merge the statistics of all model copies; None except on the main rank; a collective call."""
-    local = to_host(statistics) if holds_outputs() else {}
+def collect(statistics: Sequence[Mapping[str, Stat]]) -> dict[str, Stat] | None:
+    """Merge the rank's statistics and those of all model copies; None except on the main rank; a collective call."""
+    local = to_host(merge(statistics)) if holds_outputs() else {}
     of_ranks = gather_on_main_rank(local)
     return None if of_ranks is None else merge(of_ranks)
 

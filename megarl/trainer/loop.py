@@ -41,7 +41,7 @@ from megarl.trainer.records import Monitor, SampleRecords
 from megarl.trainer.sampling.sampler import Sampler
 from megarl.trainer.sampling.step_rollouts import StepRollouts
 from megarl.trainer.saving import ERRORS_ON_ALL_RANKS, RunCheckpoints, record_ending
-from megarl.trainer.step import TrainStep, collect
+from megarl.trainer.step import TrainStep
 
 
 def train(config: Config) -> None:
@@ -143,12 +143,12 @@ class Trainer:
             for index in range(len(minis)):
                 # Replay, forward, coefficients [T], backward, optimizer step.
                 minis, measured = self.train_step.update(plan, minis, index, rollouts.judged, self.monitor.watch())
-                if (statistics := collect([measured])) is not None:
+                if (statistics := distributed.collect([measured])) is not None:
                     last_update = finalize(statistics)
                     self.monitor.log_update(done, index, last_update)
         self.records.write(done, plan, rollouts, minis, self.tripwires.verdict)
         self.checkpoints.eval_is_due = plan.evaluates
-        statistics = collect([rollouts.metrics, *(mini.statistics for mini in minis)])
+        statistics = distributed.collect([rollouts.metrics, *(mini.statistics for mini in minis)])
         with self.checkpoints.save_on_failure(done), self._log_step(done, started, statistics, last_update):
             self.tripwires.stop_if_bad()
             if not self.config.rollout.one_step_off:
@@ -164,7 +164,7 @@ class Trainer:
         # If sampling fails, the following checkpoint must hold the sampler's state before the step.
         with self.checkpoints.save_on_failure(step, self.sampler.state_dict()):
             with monitor.phase("rollout"):
-                rollouts = self.sampler.sample_step(step, monitor.watch(self.stop.check))
+                rollouts = self.sampler.sample_step(step)
             self.checkpoints.raise_if_asked()
             if config.rollout.one_step_off and step + 1 < config.run.steps:
                 self._sync(step)
@@ -221,7 +221,7 @@ class Trainer:
             self._sync(done)
             started = time.perf_counter()
             with self.vitals.phase("evaluate"):
-                metrics, unjudged = self.sampler.evaluate(self.monitor.watch(self.stop.check))
+                metrics, unjudged = self.sampler.evaluate()
             self.checkpoints.raise_if_asked()
         self.checkpoints.eval_is_due = False
         seconds = time.perf_counter() - started

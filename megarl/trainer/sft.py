@@ -29,7 +29,6 @@ from megarl.models.shapes import read_shape
 from megarl.run.folder import fingerprint_data, fingerprint_model
 from megarl.run.progress import StepProgress
 from megarl.trainer.mini_batch import make_rollout, over_ranks, split
-from megarl.trainer.step import collect
 
 
 def sft(config: Config) -> None:
@@ -104,5 +103,5 @@ def _step(config: Config, policy: Policy, demonstrations: list[Demonstration]) -
         policy.chunks, micro_batches, temperature=1.0, vocab_size=policy.shape.vocab_size, coefficients=weigh
     )
     policy.optimizer_step()
-    statistics = collect([output.metrics for output in outputs])
+    statistics = distributed.collect([output.metrics for output in outputs])
     return finalize(statistics) if statistics is not None else {}

@@ -63,7 +63,7 @@ def test_the_difference_of_the_files_is_the_native_disagreement_of_the_step(
     total = finalize(flips)["router/flip"]
     assert total == pytest.approx(step["router/native/flip"], abs=1e-12)
     assert total > 0
-    assert sum(disagreement.num_tokens for disagreement in found) == step["rollout/tokens"]
+    assert sum(disagreement.num_tokens for disagreement in found) == step["sampling/tokens"]
 
 
 @pytest.mark.slow

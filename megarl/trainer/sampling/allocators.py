@@ -15,7 +15,6 @@ from megarl.core.sampling.pass_rates import PassRateCounts
 from megarl.core.types import Rollout
 from megarl.data.prompts import Prompt
 from megarl.engines.player import Sample
-from megarl.errors import CheckpointError
 from megarl.megatron import distributed
 from megarl.trainer.sampling.assignment import Key
 from megarl.trainer.sampling.gradient_norms import gradient_norms
@@ -64,12 +63,7 @@ class AdaEst:
         return {"counts": {name: column.tolist() for name, column in self._estimator.state_dict().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict``; CheckpointError for the state of a different allocator."""
-        if "counts" not in state:
-            raise CheckpointError(
-                f'the checkpoint holds estimates of the kind {", ".join(state) or "none"}, expected "counts"; set '
-                "sampling.rule as it was, or begin a new run"
-            )
+        """Continue from ``state_dict``."""
         self._estimator.load_state_dict(state["counts"])
 
 
@@ -122,9 +116,7 @@ class Gvm:
         return {"gvm": {"until": self._until, "estimates": [[i, *pair] for i, pair in sorted(self._estimates.items())]}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict``; CheckpointError for the state of a different allocator."""
-        if "gvm" not in state:
-            raise CheckpointError('the checkpoint holds no estimates of rule = "gvm"; begin a new run, or set its rule')
+        """Continue from ``state_dict``."""
         self._until = int(state["gvm"]["until"])
         self._estimates = {int(index): (rate, norm) for index, rate, norm in state["gvm"]["estimates"]}
 

@@ -162,18 +162,12 @@ def select(assignment: Assignment, table: SampleTable, step: int) -> Selection:
     return selection
 
 
-def sampling_metrics(
-    config: Config, table: SampleTable, selection: Selection, trains: np.ndarray, redraws: int
-) -> dict[str, Stat]:
-    """Return the metrics of all samples and of the training samples, over all ranks. trains: bool [N], of the selected
-    responses."""
-    places = len(table.rows) if config.sampling.fixed else len(trains)
+def sampling_metrics(config: Config, table: SampleTable, selection: Selection) -> dict[str, Stat]:
+    """Return the metrics of all samples and of the training samples, over all ranks."""
     metrics = table.metrics(config.environment.function is not None, config.reward.threshold)
     metrics["prompts/effective_ratio"] = effective_prompt_ratio(selection.rewards, selection.prompts)
-    metrics |= Stat.means_of({"rollout/trains_fraction": (int(trains.sum()), places)})
     if distributed.dp_rank() == 0:  # sums, equal on all ranks: count once
-        totals = {"sampling/tokens": table.column("tokens").sum(), "sampling/redraws": redraws}
-        metrics |= selection.metrics | Stat.totals_of(totals)
+        metrics |= selection.metrics | {"sampling/tokens": Stat.total(float(table.column("tokens").sum()))}
     return metrics
 
 
