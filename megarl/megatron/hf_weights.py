@@ -124,17 +124,13 @@ class _Piece:
 
 
 def export_hf(
-    chunks: Sequence[torch.nn.Module],
-    shape: ModelShape,
-    receive: bool = True,
-    placed: Sequence[Placed] | None = None,
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, receive: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every Hugging Face tensor [...] of the live model, whole, in canonical order, on ranks that ``receive``.
 
     A collective call: exhaust the iterator, also on ranks that receive nothing. A single parameter, or ``GATHER_BYTES``
     of a layer's experts of a kind, is whole at a time. Tensors of a single rank may be views of the weights: copy what
-    must outlast the next step. placed: the result of ``place_parameters`` for these chunks; walking through all modules
-    again takes longer than copying a small model.
+    must outlast the next step.
     """
     rules = rules_of(shape)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
@@ -146,7 +142,7 @@ def export_hf(
     ]
     numbers = {rule.megatron: number for number, rule in enumerate(rules)}
     local: dict[tuple[int, int], list[Placed]] = {}
-    for entry in place_parameters(chunks, shape) if placed is None else placed:
+    for entry in place_parameters(chunks, shape):
         if entry.rule.megatron in numbers:
             local.setdefault((entry.layer, numbers[entry.rule.megatron]), []).append(entry)
     for piece in _pieces(local):

@@ -70,7 +70,6 @@ class Pass:
     """None for a pass that routes natively."""
     by_layers: bool = False
     """Whether the caller runs the layers."""
-    has_graph: bool = field(default_factory=torch.is_grad_enabled)
     asked: set[int] = field(default_factory=set)
     """Columns of the routers called so far."""
 
@@ -206,8 +205,6 @@ class PassLog:
         if session is None:
             self._refuse("the block of its forward pass has closed", hook)
         if first and hook.column in current.asked:
-            if current.has_graph and not torch.is_grad_enabled() and not around:
-                return None  # a probe of a layer
             raise ReplayError(
                 f"layer {hook.layer}: its router was called twice in the forward pass of micro-batch {current.micro}; "
                 "run a probe of single layers outside the block, or the whole model"

@@ -76,8 +76,6 @@ class RunCheckpoints:
         done, say = int(state["step"]), self._monitor.say
         num_dropped = self._monitor.log.truncate_after(done, evaluated=not self.eval_is_due)
         say(f"resumed from {intact[1]} after step {done}; dropped {num_dropped} later records")
-        if change := self._policy.describe_schedule_change(state["scheduler"]):
-            say(f"warning: {change}")
         if state["layout"] != (layout := describe_layout(self._policy)):
             say(f"the layout was {state['layout']} and is {layout}; random generators begin with run.seed")
         return done

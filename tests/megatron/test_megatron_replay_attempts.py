@@ -379,7 +379,6 @@ LOUD: Mapping[str, tuple[Attempt, str]] = {
 }
 
 RIGHT_NONETHELESS = (
-    ("probe of a layer", "none"),
     ("a checkpoint by unknown hooks", "uniform"),  # inside a region that is known
 )
 
