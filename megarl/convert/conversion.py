@@ -6,7 +6,7 @@ Memory: a parameter at a time towards Megatron, a file of ``shard_bytes`` toward
 import math
 import os
 from argparse import Namespace
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import chain, compress
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,8 @@ class Converted:
     num_bytes: int
     dropped: list[str]
     """Tensors of the source that were left out."""
-    keys: Keys
-    shape: ModelShape = field(repr=False)
+    about: str
+    """Family and names of the layers."""
 
 
 def to_megatron(source: Path, out: Path, options: Options) -> Converted:
@@ -71,7 +71,7 @@ def to_megatron(source: Path, out: Path, options: Options) -> Converted:
         written = MegatronCheckpoint(job.folder, shape)
         job.verify(units, lambda piece: _changed_tensors(piece, hf, written, options))
         job.publish(to="megatron", family=shape.family, keys=asdict(keys), dropped=dropped)
-    return Converted(out, num_bytes, dropped, keys, shape)
+    return Converted(out, num_bytes, dropped, f"{shape.family}, names of {keys.layers} layers")
 
 
 def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> Converted:
@@ -102,7 +102,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> Conv
         check_tensors(hf, hf_shapes(shape))
         job.verify(shards, lambda piece: _changed_parameter(piece, hf, megatron, options))
     job.publish(to="hf", family=shape.family, keys=asdict(megatron.keys), dropped=megatron.dropped)
-    return Converted(out, sum(lengths), megatron.dropped, megatron.keys, shape)
+    return Converted(out, sum(lengths), megatron.dropped, f"{shape.family}, names of {megatron.keys.layers} layers")
 
 
 def _chunk(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, options: Options) -> Chunk:
@@ -190,6 +190,5 @@ def convert(source: Path, out: Path, model: Path | None, options: Options) -> No
         )
     if line := describe_left_out(result.dropped):
         print(printable(line))
-    about = f"{result.shape.family}, names of {result.keys.layers} layers"
-    print(f"{result.out}: {result.num_bytes / 2**30:.3f} GiB ({about})")
+    print(f"{result.out}: {result.num_bytes / 2**30:.3f} GiB ({result.about})")
     print("read back, inverted and compared with the source: every bit is equal")

@@ -145,8 +145,6 @@ def local_rank() -> int:
 
 def gather_on_main_rank(local: Result) -> list[Result] | None:
     """An object, pickled, of each rank in rank order; None except on the main rank; a collective call."""
-    if dist.get_world_size() == 1:
-        return [local]
     gathered = [local] * dist.get_world_size() if is_main_rank() else None
     dist.gather_object(local, gathered, group=over_gloo())
     return gathered
@@ -154,8 +152,7 @@ def gather_on_main_rank(local: Result) -> list[Result] | None:
 
 def barrier() -> None:
     """Wait for all ranks, without the GPU."""
-    if dist.get_world_size() > 1:
-        dist.barrier(over_gloo())
+    dist.barrier(over_gloo())
 
 
 def node_leaders() -> list[int]:
@@ -195,8 +192,6 @@ def holds_outputs() -> bool:
 
 def largest(value: int, group: dist.ProcessGroup | None = None) -> int:
     """The largest ``value`` of a group's ranks (by default all)."""
-    if dist.get_world_size(group) == 1:
-        return value
     result = torch.tensor(value)
     dist.all_reduce(result, op=dist.ReduceOp.MAX, group=over_gloo(group))
     return int(result)

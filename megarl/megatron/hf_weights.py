@@ -98,12 +98,10 @@ def _load_entry(entry: Placed, checkpoint: hf_files.HFCheckpoint, shape: ModelSh
     source = f"{entry.hf_names} of shapes {[tuple(tensor.shape) for tensor in tensors]}"
     try:
         shard = LAYOUTS[entry.layout].cut(tensors, group.rank(), group.size(), shape)
+        if shard.shape != entry.tensor.shape:
+            raise ValueError(f"a shard has shape {tuple(shard.shape)}, expected {tuple(entry.tensor.shape)}")
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{source} do not fit: {error}") from error
-    if shard.shape != entry.tensor.shape:
-        raise CheckpointError(
-            f"{source} give a shard of shape {tuple(shard.shape)}, expected {tuple(entry.tensor.shape)}"
-        )
     with torch.no_grad():
         entry.tensor.copy_(shard)
 

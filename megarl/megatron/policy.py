@@ -150,14 +150,11 @@ class Policy:
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
         """Adam's moments, and the main weights that are not views of the model's own."""
         of_the_model = {p.untyped_storage().data_ptr() for chunk in self.chunks for p in chunk.parameters()}
-        for adam in self._adams():
+        for adam in (inner.optimizer for inner in getattr(self.optimizer, "chained_optimizers", [self.optimizer])):
             for state in adam.state.values():
                 yield from (tensor for name, tensor in state.items() if name in ("exp_avg", "exp_avg_sq"))
             for group in adam.param_groups:
                 yield from (p for p in group["params"] if p.untyped_storage().data_ptr() not in of_the_model)
-
-    def _adams(self) -> list[Any]:
-        return [inner.optimizer for inner in getattr(self.optimizer, "chained_optimizers", [self.optimizer])]
 
 
 def build_chunks(config: Config, shape: ModelShape) -> tuple[TransformerConfig, list[torch.nn.Module]]:

@@ -124,9 +124,7 @@ def _chance(measured: np.ndarray, lowest: float) -> np.ndarray:
 
 
 def _to_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    """All parts [S, ...]; from a device as int32, in one transfer."""
-    if all(tensor.is_cpu for tensor in tensors):
-        return [tensor.numpy() for tensor in tensors]
+    """All parts [S, ...] as int32, in one transfer."""
     host_values = torch.cat([tensor.to(tensors[0].device, torch.int32) for tensor in tensors]).cpu()
     return [tensor.numpy() for tensor in host_values.split([len(tensor) for tensor in tensors])]
 

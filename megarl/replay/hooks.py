@@ -14,31 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.utils.hooks import RemovableHandle
 
 from megarl.replay.megatron_state import tp_position
-from megarl.replay.pass_log import PassLog, RouterCall
+from megarl.replay.pass_log import PassLog
 from megarl.routes.trace import narrow_dtype
 
 _Method = Callable[..., Any]
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-
-
-class ReplaySession(Protocol):
-    """Answers the routers while a block is open."""
-
-    replays: bool
-    """Whether the experts come from given routes and not from the router."""
-    tokens: dict[int, torch.Tensor]
-    """By micro-batch, the model's input ids, one per row of the routers."""
-
-    def choose(self, hook: Hook, call: RouterCall, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores at the experts [T_local, K], experts int64 [T_local, K]) for a pass of the block."""
-        ...
 
 
 class Question:

@@ -85,12 +85,14 @@ class Recorder:
     """Routes natively. Keeps the choice (``keep``), and the number of experts shared with ``compared`` routes."""
 
     replays = False
+    """Whether the experts come from given routes and not from the router."""
 
     def __init__(self, hooks: Sequence[Hook], keep: bool, compared: Routes | None) -> None:
         self._kept = Columns(dict) if keep else None
         self._shared = Columns(dict)
         self._compared = None if compared is None else _make_tables(compared, hooks)
         self.tokens: dict[int, torch.Tensor] = {}
+        """By micro-batch, the model's input ids, one per row of the routers."""
 
     def choose(self, hook: Hook, call: RouterCall, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (scores, experts), [T_local, K] each."""
@@ -139,6 +141,7 @@ class Replayer:
         same = compared is routes
         self._compared = None if compared is None else self._tables if same else _make_tables(compared, hooks)
         self.tokens: dict[int, torch.Tensor] = {}
+        """By micro-batch, the model's input ids, one per row of the routers."""
 
     def choose(self, hook: Hook, call: RouterCall, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (scores, experts), [T_local, K] each."""

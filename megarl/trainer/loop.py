@@ -109,8 +109,6 @@ class Trainer:
                 self._sync(first)
             if self.checkpoints.eval_is_due:
                 self._evaluate(first)
-            if torch.cuda.is_available() and first < self.config.run.steps:
-                self.monitor.say("the first pass compiles kernels: 6 to 16 s on an H100")
             settings = self.config.megatron
             for step in range(first, self.config.run.steps):
                 # Megatron rejects a few settings on first use: in the first step.
@@ -213,8 +211,8 @@ class Trainer:
 
     def _evaluate(self, done: int) -> None:
         """Evaluate on all benchmarks after ``done`` steps."""
-        num_prompts = {name: len(benchmark.prompts) for name, benchmark in self.sampler.benchmarks.items()}
-        total = sum(num_prompts.values()) * self.config.eval.samples
+        num_prompts = sum(len(benchmark.prompts) for benchmark in self.sampler.benchmarks.values())
+        total = num_prompts * self.config.eval.samples
         with self.checkpoints.save_on_failure(done):
             self.sampler.settle()
             self.checkpoints.raise_if_asked()
@@ -226,11 +224,9 @@ class Trainer:
         self.checkpoints.eval_is_due = False
         seconds = time.perf_counter() - started
         self.log.write("eval", done, metrics | {"time/eval_s": seconds}, unjudged=unjudged)
-        rates = {name: metrics.get(f"eval/{name}/pass_rate") for name in num_prompts}
-        by_name = "".join(f"{name} {rate:.1%}, " for name, rate in rates.items() if rate is not None)
         self.monitor.say(
             f"held-out after step {done}: pass rate {metrics['eval/pass_rate']:.1%} of {total} responses, "
-            f"{by_name}{seconds:.1f} s" + (f"; {unjudged}" if unjudged else "")
+            f"{seconds:.1f} s" + (f"; {unjudged}" if unjudged else "")
         )
 
     def _resume(self) -> int:

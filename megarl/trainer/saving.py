@@ -161,13 +161,9 @@ class RunCheckpoints:
         if saves and done and (self.newest() or (0,))[0] < done:
             self.save(done, sampling)
             self.poll(wait=True)
-        state = f"step {done} is saved in {self.folder}" if done else "no step was finished"
         if is_asked:
+            state = f"step {done} is saved in {self.folder}" if done else "no step was finished"
             raise StopError(f"asked to stop; {state}, start the run again to continue")
-        if saves:
-            self._monitor.say(
-                f"sampling cannot go on; {state}" + ("; the next start continues from there" if done else "")
-            )
 
 
 @contextmanager

@@ -93,9 +93,8 @@ def _step(config: Config, policy: Policy, demonstrations: list[Demonstration]) -
     micro_batches = split(config, batch)
 
     def weigh(
-        index: int, columns: TrainBatch, logprobs: torch.Tensor, entropies: torch.Tensor
+        _: int, columns: TrainBatch, logprobs: torch.Tensor, __: torch.Tensor
     ) -> tuple[torch.Tensor, None, dict[str, Stat]]:
-        del index, entropies
         return columns.loss_mask.to(logprobs.device, torch.float32) / total, None, {}
 
     policy.zero_grad()

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -182,9 +181,6 @@ class TrainStep:
 
         self.policy.zero_grad()
         is_first_pass = index == 0 and mini.first is None
-        options: dict[str, Any] = {"coefficients": weigh}
-        if advance is not None:
-            options["on_micro_batch"] = partial(advance, 1)
         return run_pass(
             self.policy,
             mini,
@@ -193,7 +189,8 @@ class TrainStep:
             else passes.replayed(self.policy, mini, checks),
             leaves_mistakes=is_first_pass and self.tripwires.judges_routes,
             checks=checks,
-            **options,
+            coefficients=weigh,
+            on_micro_batch=advance and partial(advance, 1),
         )
 
     def _facts(self, mini: MiniBatch, has_moved: bool) -> BatchFacts | None:

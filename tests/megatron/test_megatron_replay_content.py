@@ -344,7 +344,7 @@ class TestRouters:
     def test_a_router_or_moe_layer_of_another_class(self, loop: Loop) -> None:
         layers = unwrap(loop.model.chunks[0]).decoder.layers
         layers[2].mlp.router = torch.nn.Linear(2, 2)
-        with pytest.raises(ReplayError, match="layer 2: found 0 routers, expected 1 by .*its router a TopKRouter"):
+        with pytest.raises(ReplayError, match=r"layer 2: found 0 routers, expected 1 by .*its router a TopKRouter"):
             RoutingReplay(loop.model.chunks)
         layers[1].mlp = torch.nn.Linear(2, 2)
         with pytest.raises(ReplayError, match="layer 1: found 0 routers, expected 1 by moe_layer_freq"):

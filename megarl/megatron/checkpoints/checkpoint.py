@@ -145,17 +145,12 @@ def _explain_errors(path: Path, problem: str, advice: str = "") -> Iterator[None
     try:
         yield
     except _READ_ERRORS as error:
-        _raise_unless_damage(error)
+        wrapped = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        for cause in wrapped:
+            if (isinstance(cause, OSError) and cause.errno in _UNREACHABLE) or is_collective_error(cause):
+                raise cause  # noqa: B904 (no fault of the checkpoint: a dead rank, an absent file system)
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path} {problem}: {type(error).__name__}: {reason[-300:]}{advice}") from error
-
-
-def _raise_unless_damage(error: BaseException) -> None:
-    """Re-raise errors that are no fault of the checkpoint: a dead rank, an absent file system."""
-    wrapped = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    for cause in wrapped:
-        if (isinstance(cause, OSError) and cause.errno in _UNREACHABLE) or is_collective_error(cause):
-            raise cause
 
 
 def _read(targets: dict[str, Any], path: Path) -> Any:

@@ -80,7 +80,6 @@ class _Shard:
         self.group = group if group is not None and group.size() > 1 else None
         self.first = weight.size(0) * (self.group.rank() if self.group else 0)
         self.rows = max(0, min(weight.size(0), vocab_size - self.first))  # without the padding
-        self.blocks = self.cut(COLUMNS)
 
     def cut(self, columns: int) -> list[tuple[int, int]]:
         """(start, end) of blocks of so many rows of the weight, the columns of the logits."""

@@ -103,10 +103,9 @@ class Gvm:
         rates, norms = np.array([self._estimates[prompt.index] for prompt in prompts]).T
         # The sums are equal on all ranks: a single model copy reports them.
         spent = (self.spent if distributed.dp_rank() == 0 else np.zeros(3)).tolist()
+        totals = zip(("samples", "tokens", "failed"), spent, strict=True)
         return {
-            "gvm/first_stage_samples": Stat.total(spent[0]),
-            "gvm/first_stage_tokens": Stat.total(spent[1]),
-            "gvm/first_stage_failed": Stat.total(spent[2]),
+            **{f"gvm/first_stage_{name}": Stat.total(number) for name, number in totals},
             "gvm/acceptance_rate": Stat.mean(rates),
             "gvm/gradient_norm": Stat.mean(norms, rates > 0),
             "gvm/hopeless_fraction": Stat.mean(rates == 0),
@@ -167,6 +166,3 @@ class Gvm:
         gathered = distributed.gather_rollouts([drop_routes(rollout) for rollout in good.values()])
         accepted = {(rollout.group, rollout.sample): rollout for rollout in gathered}
         return sorted((accepted | good).items(), key=lambda item: item[0])
-
-
-Allocator = AdaEst | Gvm

@@ -26,7 +26,7 @@ from megarl.routes.turns import provenance_metrics
 from megarl.run.progress import Advance
 from megarl.trainer.mini_batch import Judged
 from megarl.trainer.sampling import excerpts, requests, step_rollouts
-from megarl.trainer.sampling.allocators import AdaEst, Allocator, Gvm
+from megarl.trainer.sampling.allocators import AdaEst, Gvm
 from megarl.trainer.sampling.assignment import (
     Assignment,
     FixedSamples,
@@ -77,7 +77,7 @@ class Sampler:
         """The next prompt in the run's order, with refill. Without refill, the step determines the position."""
         self._ahead: _AssignedStep | None = None
         self.on_finish = on_finish
-        self._allocator: Allocator | None = None
+        self._allocator: AdaEst | Gvm | None = None
         if config.sampling.rule == "ada_est":
             self._allocator = AdaEst(config, len(self.prompts))
         elif config.sampling.rule == "gvm":
@@ -135,7 +135,8 @@ class Sampler:
         """Sample, judge and distribute the responses of a global step; a collective call."""
         assigned, self._ahead = self._ahead or self._assign(step), None
         assert assigned.step == step, f"step {assigned.step} was begun, step {step} is asked for"
-        samples = self._draw(self._make_step_draw(assigned), self._params(step), assigned.background)
+        drawn, params = self._make_step_draw(assigned), self._params(step)
+        samples = requests.sample_together(self.engine, drawn, params, self.on_finish, assigned.background)
         table = step_rollouts.SampleTable.gather(samples, tuple(self.config.reward.weights))
         selection = step_rollouts.select(assigned.assignment, table, step)
         advantages, trains = step_rollouts.response_advantages(self.config, self.objective, selection, table)
@@ -214,7 +215,7 @@ class Sampler:
         draw = self._make_draw(FixedSamples(keys), self._step_prompts(step), requests.PRESAMPLE, step)
         replayed = self.config.train.replay == "r3"  # the routes have no further use
         params = requests.train_params(self.config, self._stop_tokens, routes=replayed)
-        return self._draw(draw, params)
+        return requests.sample_together(self.engine, draw, params, self.on_finish)
 
     def _params(self, step: int) -> SamplingParams:
         routes = wants_routes(self.config, self._shape, step + 1)
@@ -233,12 +234,6 @@ class Sampler:
     def _make_draw(self, asker: Asker, prompts: Sequence[Prompt], purpose: int, step: int) -> Draw:
         request_of = requests.make_requests(self.config.run.seed, purpose, step, prompts)
         return Draw(asker, request_of, self.player)
-
-    def _draw(
-        self, draw: Draw, params: SamplingParams, background: requests.BackgroundSampling | None = None
-    ) -> dict[Key, Sample]:
-        """Return this rank's samples, from ``background`` if given; a collective call."""
-        return requests.sample_together(self.engine, draw, params, self.on_finish, background)
 
     def _update_estimates(self, step: int, selection: Selection) -> dict[str, Stat]:
         """Give the allocator the outcomes by prompt; a collective call."""

@@ -208,9 +208,9 @@ class CopyShare:
 
         Masked rollouts keep their place in the batch, but count in no denominator.
         """
-        masks = [*trains.tolist(), False]
+        masks = np.append(trains, False)
         return [
-            [r if masks[row] else _without_loss(r) for r, row in zip(*mini, strict=True)]
+            [r if masks[row] else replace(r, loss_mask=r.loss_mask & False) for r, row in zip(*mini, strict=True)]
             for mini in zip(self.rollouts, self.rows, strict=True)
         ]
 
@@ -218,10 +218,6 @@ class CopyShare:
         """Return every rollout of ``keys`` once."""
         pairs = chain.from_iterable(map(zip, keys, self.rollouts))  # dummies come last, or have a different key
         return [rollout for key, rollout in pairs if key == (rollout.group, rollout.sample)]
-
-
-def _without_loss(rollout: Rollout) -> Rollout:
-    return replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask))
 
 
 def exchange_rollouts(keys: list[list[Key]], selection: Selection, samples: Mapping[Key, Sample]) -> CopyShare:
