@@ -43,7 +43,6 @@ def test_inspect(files, capsys):
     lines = [" ".join(words) for words in run(capsys, "inspect", "a.safetensors")]
     assert lines[1:] == [
         "model tiny",
-        "fingerprint not said",
         "MoE layers 2: 1-2",
         "experts top-2 of 4",
         "weight versions 3, 5",

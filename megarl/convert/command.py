@@ -65,7 +65,7 @@ class Quantize(_Rewrite):
     def run(self, overrides: Overrides) -> None:
         enable_cpu()
         from megarl.convert.job import Options
-        from megarl.convert.quantization import quantize_and_show
+        from megarl.convert.quantization import quantize
 
         options = Options(block=self.block, overwrite=self.overwrite, shard_bytes=int(self.shard_gib * 2**30))
-        quantize_and_show(self.source, self.out, options)
+        quantize(self.source, self.out, options)

@@ -6,7 +6,7 @@ Memory: a parameter at a time towards Megatron, a file of ``shard_bytes`` toward
 import math
 import os
 from argparse import Namespace
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import chain, compress
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,8 @@ class Converted:
     num_bytes: int
     dropped: list[str]
     """Tensors of the source that were left out."""
-    keys: Keys
-    shape: ModelShape = field(repr=False)
+    about: str
+    """Family and names of the layers."""
 
 
 def to_megatron(source: Path, out: Path, options: Options) -> Converted:
@@ -55,24 +55,23 @@ def to_megatron(source: Path, out: Path, options: Options) -> Converted:
     keys = Keys.of_megatron(shape, options.layers)
     units = units_of(shape)
     with HFCheckpoint(source) as hf:
-        job = ConversionJob(out, source, source, options)
         dropped = check_tensors(hf, hf_shapes(shape), options.drop)
         require_unchanged(source)
         chunks = [[_chunk(piece, keys, shape, hf, options) for piece in unit] for unit in units]
         states = [sorted({name for piece in unit for name in keys.extra_states(piece, shape)}) for unit in units]
         num_bytes = sum(math.prod(chunk.shape) * chunk.dtype.itemsize for chunk in chain(*chunks))
-        with job:
-            with job.writing():
-                parts = enumerate(zip(shown("converting", chunks), states, strict=True))
-                results = [write_file(job.folder, number, *part) for number, part in parts]
-                write_metadata(job.folder, chain(*chunks), chain(*states), results)
-                torch.save(_common_state(shape, keys), job.folder / "common.pt")
-                (job.folder / HF_FOLDER).mkdir(exist_ok=True)
-                copy_model_files(source, job.folder / HF_FOLDER, options.dtype)
-            written = MegatronCheckpoint(job.folder, shape)
-            job.verify(units, lambda piece: _changed_tensors(piece, hf, written, options))
-            job.publish(to="megatron", family=shape.family, keys=asdict(keys), dropped=dropped)
-    return Converted(out, num_bytes, dropped, keys, shape)
+        job = ConversionJob(out, source, source, options)
+        with job.writing():
+            parts = enumerate(zip(shown("converting", chunks), states, strict=True))
+            results = [write_file(job.folder, number, *part) for number, part in parts]
+            write_metadata(job.folder, chain(*chunks), chain(*states), results)
+            torch.save(_common_state(shape, keys), job.folder / "common.pt")
+            (job.folder / HF_FOLDER).mkdir(exist_ok=True)
+            copy_model_files(source, job.folder / HF_FOLDER, options.dtype)
+        written = MegatronCheckpoint(job.folder, shape)
+        job.verify(units, lambda piece: _changed_tensors(piece, hf, written, options))
+        job.publish(to="megatron", family=shape.family, keys=asdict(keys), dropped=dropped)
+    return Converted(out, num_bytes, dropped, f"{shape.family}, names of {keys.layers} layers")
 
 
 def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> Converted:
@@ -83,7 +82,6 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> Conv
     source = torch_dist_folder(source)
     model = model_folder(source, model)
     shape = read_shape(model)
-    job = ConversionJob(out, source, model, options)
     megatron = MegatronCheckpoint(source, shape, options.drop)
     require_unchanged(source)
     pieces = list(chain(*units_of(shape)))
@@ -93,18 +91,18 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> Conv
     num_values = (math.prod(parameter_shape(piece, shape)) for piece in pieces)
     lengths = [count * dtype.itemsize for count, dtype in zip(num_values, dtypes, strict=True)]
     shards = pack_shards(pieces, lengths, options.shard_bytes)
-    with job:
-        job.write_shards(
-            shards,
-            sum(lengths),
-            encode=lambda piece: dict(hf_tensors(piece, megatron, options)),
-            finish=lambda: copy_model_files(model, job.folder, config_dtype),
-        )
-        with HFCheckpoint(job.folder) as hf:
-            check_tensors(hf, hf_shapes(shape))
-            job.verify(shards, lambda piece: _changed_parameter(piece, hf, megatron, options))
-        job.publish(to="hf", family=shape.family, keys=asdict(megatron.keys), dropped=megatron.dropped)
-    return Converted(out, sum(lengths), megatron.dropped, megatron.keys, shape)
+    job = ConversionJob(out, source, model, options)
+    job.write_shards(
+        shards,
+        sum(lengths),
+        encode=lambda piece: dict(hf_tensors(piece, megatron, options)),
+        finish=lambda: copy_model_files(model, job.folder, config_dtype),
+    )
+    with HFCheckpoint(job.folder) as hf:
+        check_tensors(hf, hf_shapes(shape))
+        job.verify(shards, lambda piece: _changed_parameter(piece, hf, megatron, options))
+    job.publish(to="hf", family=shape.family, keys=asdict(megatron.keys), dropped=megatron.dropped)
+    return Converted(out, sum(lengths), megatron.dropped, f"{shape.family}, names of {megatron.keys.layers} layers")
 
 
 def _chunk(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, options: Options) -> Chunk:
@@ -192,6 +190,5 @@ def convert(source: Path, out: Path, model: Path | None, options: Options) -> No
         )
     if line := describe_left_out(result.dropped):
         print(printable(line))
-    about = f"{result.shape.family}, names of {result.keys.layers} layers"
-    print(f"{result.out}: {result.num_bytes / 2**30:.3f} GiB ({about})")
+    print(f"{result.out}: {result.num_bytes / 2**30:.3f} GiB ({result.about})")
     print("read back, inverted and compared with the source: every bit is equal")

@@ -3,13 +3,12 @@
 Until all files are written and verified, the folder is called ``OUT.partial``. A later start begins anew.
 """
 
-import fcntl
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from rich.console import Console
@@ -27,7 +26,6 @@ from megarl.models.hf_files import MANIFEST, save_tensors, write_index
 from megarl.models.hf_folder import read_json
 from megarl.models.names import is_fp32
 
-_LOCK = ".megarl.lock"
 _WRITTEN = (*outputs.HF_FILES, "__*_0.distcp", ".metadata*", "metadata.json", "common.pt", MANIFEST)
 """Names of the files that a conversion makes, without the copies from the model's folder."""
 T = TypeVar("T")
@@ -85,10 +83,10 @@ def same_bits(tensor: torch.Tensor, reference: torch.Tensor) -> bool:
 
 
 class ConversionJob:
-    """Writes folder ``out``; a context manager.
+    """Writes folder ``out``, first in an empty folder; then ``verify`` and ``publish``.
 
     ConfigError if ``out`` holds anything that megarl did not write. CheckpointError if ``out`` exists and must not be
-    replaced, if another process writes ``out``, or if the disk fails.
+    replaced, or if the disk fails.
     """
 
     def __init__(self, out: Path, source: Path, model: Path, options: Options) -> None:
@@ -99,25 +97,11 @@ class ConversionJob:
         require_apart(out, source, model)
         self.out = out.resolve()  # a link stays; its target is replaced
         self.folder = partial_of(self.out)
-        self._overwrite, self._model, self._lock = options.overwrite, model, None
-
-    def __enter__(self) -> Self:
+        self._overwrite = options.overwrite
         require_own(self.out)
         self._require_free("exists; remove it, choose another folder, or ask for --overwrite")
         with self.writing():
-            require_own(self.folder)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.folder / _LOCK).open("a")
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise CheckpointError(f"another process writes {self.folder}; wait for it or stop it") from error
-            outputs.begin(self.folder, _WRITTEN, self._model, keep=[_LOCK])
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._lock is not None:
-            self._lock.close()
+            outputs.begin(self.folder, _WRITTEN, model)
 
     def _require_free(self, problem: str) -> None:
         if self.out.exists() and any(self.out.iterdir()) and not self._overwrite:
@@ -175,7 +159,6 @@ class ConversionJob:
             outputs.seal(self.folder)
             self._require_free(f"has appeared meanwhile; {self.folder} is whole: rename one")
             replace_folder(self.folder, self.out)
-            (self.out / _LOCK).unlink()
 
 
 def shown(label: str, units: Sequence[T]) -> Iterable[T]:

@@ -171,7 +171,11 @@ class MegatronCheckpoint:
         if text := describe_faults(faults):
             raise CheckpointError(f"{path} does not hold a {shape.family} model of this config: {text}")
         for piece in pieces:
-            self._check_shape(piece)
+            place, inner = self.keys.place(piece, shape), parameter_shape(piece, shape)
+            size, wanted = tuple(self._stored[place.key].size), (*place.sizes, *inner)
+            is_padded = piece.rule.layout == "vocab" and size[1:] == wanted[1:] and size[0] > wanted[0]
+            if size != wanted and not is_padded:
+                raise CheckpointError(f"{path}: {place.key} has shape {size}, expected {wanted}")
 
     def _check_model(self) -> None:
         """Compare with the checkpoint's description of the model: 4 heads of 16 and 8 heads of 8 have equal shapes."""
@@ -186,13 +190,6 @@ class MegatronCheckpoint:
             if expected.get(name, value) != value:
                 values = f"{value!r}, and {expected[name]!r} in the config"
                 raise CheckpointError(f"{self._reader.path} is of another model: {name} is {values}")
-
-    def _check_shape(self, piece: Piece) -> None:
-        place, inner = self.keys.place(piece, self.shape), parameter_shape(piece, self.shape)
-        size, expected = tuple(self._stored[place.key].size), (*place.sizes, *inner)
-        is_padded = piece.rule.layout == "vocab" and size[1:] == expected[1:] and size[0] > expected[0]
-        if size != expected and not is_padded:
-            raise CheckpointError(f"{self._reader.path}: {place.key} has shape {size}, expected {expected}")
 
     def dtype(self, piece: Piece) -> torch.dtype:
         """Return the stored dtype of a parameter."""

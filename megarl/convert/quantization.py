@@ -80,22 +80,8 @@ def select_tensors(tensors: Sequence[Tensor], block: tuple[int, int]) -> tuple[s
     return quantized, fp8_config(modules, block)
 
 
-@dataclass(frozen=True, slots=True)
-class Quantized:
-    """Result of a quantisation."""
-
-    out: Path
-    names: list[str]
-    """Names of the quantised tensors."""
-    num_tensors: int
-    """Of the whole model."""
-    bytes_before: int
-    bytes_after: int
-    num_files: int
-
-
-def quantize(source: Path, out: Path, options: Options) -> Quantized:
-    """Write ``source``, a Hugging Face folder, as an FP8 checkpoint.
+def quantize(source: Path, out: Path, options: Options) -> None:
+    """Write ``source``, a Hugging Face folder, as an FP8 checkpoint, and print what was written.
 
     ConfigError for a source that is quantised already, CheckpointError for an incomplete source or a full disk,
     NumericsError for a value that is not finite; ``out`` is then unchanged.
@@ -106,7 +92,6 @@ def quantize(source: Path, out: Path, options: Options) -> Quantized:
             "expected a model in high precision: quantising twice adds errors"
         )
     hf = HFCheckpoint(source)
-    job = ConversionJob(out, source, source, options)
     require_unchanged(source)
     tensors = [Tensor(name, hf.shape(name), hf.dtype(name)) for name in hf.names()]
     quantized, config = select_tensors(tensors, options.block)
@@ -124,32 +109,25 @@ def quantize(source: Path, out: Path, options: Options) -> Quantized:
             return {name: content.contiguous()}
         return dict(zip((name, name + SCALE), quantize_by_stripes(content, options.block), strict=True))
 
-    with job:
-        copy = partial(copy_model_files, source, job.folder, None, config, predicts=True)
-        job.write_shards(shards, sum(sizes), encode, copy)
-        with HFCheckpoint(job.folder) as written:
+    job = ConversionJob(out, source, source, options)
+    copy = partial(copy_model_files, source, job.folder, None, config, predicts=True)
+    job.write_shards(shards, sum(sizes), encode, copy)
+    with HFCheckpoint(job.folder) as written:
 
-            def find_changed(tensor: Tensor) -> list[str]:
-                expected = encode(tensor).items()
-                return [name for name, tensor in expected if not same_bits(written.stored(name), tensor)]
+        def find_changed(tensor: Tensor) -> list[str]:
+            expected = encode(tensor).items()
+            return [name for name, tensor in expected if not same_bits(written.stored(name), tensor)]
 
-            job.verify(shards, find_changed)
-        job.publish(to="fp8", block=options.block)
-    bytes_before = sum(tensor.num_bytes for tensor in tensors)
-    return Quantized(out, sorted(quantized), len(tensors), bytes_before, sum(sizes), len(shards))
+        job.verify(shards, find_changed)
+    job.publish(to="fp8", block=options.block)
+    before, (rows, columns) = sum(tensor.num_bytes for tensor in tensors), options.block
+    print(
+        f"{out}: {len(quantized)} of {len(tensors)} tensors in FP8, blocks of {rows} x {columns}; "
+        f"{decimal(before)} -> {decimal(sum(sizes))}, {len(shards)} files; verified"
+    )
 
 
 def _num_bytes(tensor: Tensor, quantized: set[str], block: tuple[int, int]) -> int:
     if tensor.name not in quantized:
         return tensor.num_bytes
     return math.prod(tensor.shape) + torch.float32.itemsize * math.prod(grid_of(tensor.shape, block))
-
-
-def quantize_and_show(source: Path, out: Path, options: Options) -> None:
-    """Run ``quantize``, and print what was written."""
-    result = quantize(source, out, options)
-    rows, columns = options.block
-    print(
-        f"{result.out}: {len(result.names)} of {result.num_tensors} tensors in FP8, blocks of {rows} x {columns}; "
-        f"{decimal(result.bytes_before)} -> {decimal(result.bytes_after)}, {result.num_files} files; verified"
-    )

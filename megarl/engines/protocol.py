@@ -135,8 +135,7 @@ class Engine(Protocol):
     def prove_weights(self) -> bool:
         """Return whether foreign code has changed the weights since ``update_weights``; no rank samples meanwhile.
 
-        If so, the engine has the right weights again on return, and the caller draws the responses since the update
-        again. An engine without outside access returns False.
+        If so, the responses since the update are wrong. An engine without outside access returns False.
         """
         return False
 

@@ -145,8 +145,6 @@ def local_rank() -> int:
 
 def gather_on_main_rank(local: Result) -> list[Result] | None:
     """An object, pickled, of each rank in rank order; None except on the main rank; a collective call."""
-    if dist.get_world_size() == 1:
-        return [local]
     gathered = [local] * dist.get_world_size() if is_main_rank() else None
     dist.gather_object(local, gathered, group=over_gloo())
     return gathered
@@ -154,8 +152,7 @@ def gather_on_main_rank(local: Result) -> list[Result] | None:
 
 def barrier() -> None:
     """Wait for all ranks, without the GPU."""
-    if dist.get_world_size() > 1:
-        dist.barrier(over_gloo())
+    dist.barrier(over_gloo())
 
 
 def node_leaders() -> list[int]:
@@ -195,8 +192,6 @@ def holds_outputs() -> bool:
 
 def largest(value: int, group: dist.ProcessGroup | None = None) -> int:
     """The largest ``value`` of a group's ranks (by default all)."""
-    if dist.get_world_size(group) == 1:
-        return value
     result = torch.tensor(value)
     dist.all_reduce(result, op=dist.ReduceOp.MAX, group=over_gloo(group))
     return int(result)
@@ -245,9 +240,9 @@ def from_main_rank(action: Callable[[], Result]) -> Result:
     return outcome[0]
 
 
-def collect_metrics(statistics: Mapping[str, Stat]) -> dict[str, Stat] | None:
-    """Merge the statistics of all model copies; None except on the main rank; a collective call."""
-    local = to_host(statistics) if holds_outputs() else {}
+def collect(statistics: Sequence[Mapping[str, Stat]]) -> dict[str, Stat] | None:
+    """Merge the rank's statistics and those of all model copies; None except on the main rank; a collective call."""
+    local = to_host(merge(statistics)) if holds_outputs() else {}
     of_ranks = gather_on_main_rank(local)
     return None if of_ranks is None else merge(of_ranks)
 

@@ -98,12 +98,10 @@ def _load_entry(entry: Placed, checkpoint: hf_files.HFCheckpoint, shape: ModelSh
     source = f"{entry.hf_names} of shapes {[tuple(tensor.shape) for tensor in tensors]}"
     try:
         shard = LAYOUTS[entry.layout].cut(tensors, group.rank(), group.size(), shape)
+        if shard.shape != entry.tensor.shape:
+            raise ValueError(f"a shard has shape {tuple(shard.shape)}, expected {tuple(entry.tensor.shape)}")
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{source} do not fit: {error}") from error
-    if shard.shape != entry.tensor.shape:
-        raise CheckpointError(
-            f"{source} give a shard of shape {tuple(shard.shape)}, expected {tuple(entry.tensor.shape)}"
-        )
     with torch.no_grad():
         entry.tensor.copy_(shard)
 
@@ -124,17 +122,13 @@ class _Piece:
 
 
 def export_hf(
-    chunks: Sequence[torch.nn.Module],
-    shape: ModelShape,
-    receive: bool = True,
-    placed: Sequence[Placed] | None = None,
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, receive: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every Hugging Face tensor [...] of the live model, whole, in canonical order, on ranks that ``receive``.
 
     A collective call: exhaust the iterator, also on ranks that receive nothing. A single parameter, or ``GATHER_BYTES``
     of a layer's experts of a kind, is whole at a time. Tensors of a single rank may be views of the weights: copy what
-    must outlast the next step. placed: the result of ``place_parameters`` for these chunks; walking through all modules
-    again takes longer than copying a small model.
+    must outlast the next step.
     """
     rules = rules_of(shape)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
@@ -146,7 +140,7 @@ def export_hf(
     ]
     numbers = {rule.megatron: number for number, rule in enumerate(rules)}
     local: dict[tuple[int, int], list[Placed]] = {}
-    for entry in place_parameters(chunks, shape) if placed is None else placed:
+    for entry in place_parameters(chunks, shape):
         if entry.rule.megatron in numbers:
             local.setdefault((entry.layer, numbers[entry.rule.megatron]), []).append(entry)
     for piece in _pieces(local):

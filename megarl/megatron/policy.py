@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import enum
 import json
 import math
@@ -23,7 +22,7 @@ from megarl.config import Config, gpu_defaults
 from megarl.core.devices import HostCopies, to_device
 from megarl.core.replay_blockers import replay_blockers
 from megarl.errors import ConfigError, NumericsError, did_you_mean
-from megarl.megatron.hf_weights import export_hf, load_hf, place_parameters
+from megarl.megatron.hf_weights import export_hf, load_hf
 from megarl.megatron.model import build_model, release_after_use, transformer_config
 from megarl.megatron.versions import as_config_error
 from megarl.models.names import is_fp32
@@ -67,7 +66,6 @@ class Policy:
             ]
             self.optimizer = get_megatron_optimizer(_optimizer_config(config, schedule), [*self.chunks])
             self.scheduler = _scheduler(self.optimizer, schedule)
-        self._placed = place_parameters(self.chunks, self.shape)
         modules: list[Any] = [module for chunk in self.chunks for module in chunk.modules()]
         self._routers = [module for module in modules if isinstance(module, Router)]
         # How Megatron's schedules reduce gradients, and when they skip the reduction.
@@ -119,20 +117,9 @@ class Policy:
                 chunk.start_param_sync(force_sync=True)
         return norm, lr
 
-    def describe_schedule_change(self, saved: dict[str, Any]) -> str | None:
-        """Return a line on how the learning rate differs from ``saved``, the checkpoint's schedule; None if equal."""
-        names = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_style", "lr_decay_steps")
-        planned, now = copy.copy(self.scheduler), vars(self.scheduler)
-        vars(planned).update({name: saved[name] for name in names})
-        rates = planned.get_lr({}), self.scheduler.get_lr(self.optimizer.param_groups[0])
-        changes = ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in names if saved[name] != now[name])
-        if not changes or (rates[0] == rates[1] and planned.lr_decay_style == now["lr_decay_style"] == "constant"):
-            return None
-        return f"the learning rate of the next update is {rates[1]:.4g}, planned was {rates[0]:.4g}: {changes}"
-
     def export(self, receive: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all weights, whole [...], under Hugging Face names, on ranks that ``receive``; a collective call."""
-        return export_hf(self.chunks, self.shape, receive, self._placed)
+        return export_hf(self.chunks, self.shape, receive)
 
     def offload(self) -> None:
         """Free memory for servers on the trainer's GPUs during sampling. Then ``reload``.
@@ -163,14 +150,11 @@ class Policy:
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
         """Adam's moments, and the main weights that are not views of the model's own."""
         of_the_model = {p.untyped_storage().data_ptr() for chunk in self.chunks for p in chunk.parameters()}
-        for adam in self._adams():
+        for adam in (inner.optimizer for inner in getattr(self.optimizer, "chained_optimizers", [self.optimizer])):
             for state in adam.state.values():
                 yield from (tensor for name, tensor in state.items() if name in ("exp_avg", "exp_avg_sq"))
             for group in adam.param_groups:
                 yield from (p for p in group["params"] if p.untyped_storage().data_ptr() not in of_the_model)
-
-    def _adams(self) -> list[Any]:
-        return [inner.optimizer for inner in getattr(self.optimizer, "chained_optimizers", [self.optimizer])]
 
 
 def build_chunks(config: Config, shape: ModelShape) -> tuple[TransformerConfig, list[torch.nn.Module]]:

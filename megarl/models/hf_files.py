@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from megarl.core.fp8 import SCALE, dequantize_fp8, grid_of
 from megarl.errors import CheckpointError, ConfigError, DataError, some
 from megarl.files.foreign_json import require_regular
-from megarl.files.hf_config import QUANTIZATION, count_prediction_layers, read_dtype, read_fp8_block
+from megarl.files.hf_config import QUANTIZATION, read_dtype, read_fp8_block
 from megarl.files.writing import model_files
 from megarl.models.hf_folder import INDEX, SINGLE, read_json, weight_files
 
@@ -47,7 +47,6 @@ class HFCheckpoint:
         self._open: tuple[Path, Any] | None = None
         try:
             self._block = read_fp8_block(self._config)
-            self._num_prediction_layers = count_prediction_layers(self._config)
         except ConfigError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
         self._files = self._locate()
@@ -69,16 +68,11 @@ class HFCheckpoint:
         return sorted({*self._files.values()})
 
     def names_of_prediction_layers(self) -> set[str]:
-        """Return the tensors of layers behind the model's layers: with ``eh_proj``, or counted by the config."""
+        """Return the tensors of layers behind the model's layers that have an ``eh_proj``."""
         last = self._config.get("num_hidden_layers") or 0
-        layers: dict[int, dict[str, str]] = {}
-        for name in self.names():
-            if (match := _LAYER.fullmatch(name)) and int(match[1]) >= last:
-                layers.setdefault(int(match[1]), {})[match[2]] = name
-        predicting = {layer for layer, names in layers.items() if "eh_proj.weight" in names}
-        predicting = predicting or {*range(last + self._num_prediction_layers)}
-        selected = [names for layer, names in layers.items() if layer in predicting]
-        return {name for names in selected for name in names.values()}
+        matches = (_LAYER.fullmatch(name) for name in self.names() if name.endswith(".eh_proj.weight"))
+        prefixes = tuple(f"model.layers.{match[1]}." for match in matches if match and int(match[1]) >= last)
+        return {name for name in self.names() if name.startswith(prefixes)}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, from the file's header."""

@@ -76,21 +76,18 @@ def _refuse_tokens(micro: int, routes: MicroRoutes, input_ids: torch.Tensor) -> 
 
 
 def check_agreement(
-    routes: Sequence[MicroRoutes],
-    sampled: Sequence[torch.Tensor],
+    replayed: Sequence[torch.Tensor],
     preferred: Sequence[torch.Tensor],
     layers: Sequence[int],
     num_experts: int,
     min_agreement: float,
 ) -> np.ndarray:
-    """float64 [micro-batches, L_local]: the share of replayed experts that the routers chose too, in the sampled rows.
+    """float64 [micro-batches, L_local]: the share of replayed experts that the routers chose too.
 
-    ``own`` [S, L_local, K] per micro-batch (at least one) are the routers' choices in the rows ``sampled`` [S].
-    AgreementError, with the likely mistake, if a micro-batch or a layer agrees too little.
+    Both are of the sampled rows, [S, L_local, K] per micro-batch (at least one). AgreementError, with the likely
+    mistake, if a micro-batch or a layer agrees too little.
     """
-    preferred_rows = _to_host(preferred)
-    replayed = _to_host([_rows_of(replayed_rows, rows) for replayed_rows, rows in zip(routes, sampled, strict=True)])
-    replayed_rows = np.concatenate(replayed)
+    preferred_rows, replayed_rows = _to_host(preferred), np.concatenate(_to_host(replayed))
     shift = len(replayed_rows) // 3 + 1
     compared = np.concatenate(
         [replayed_rows, replayed_rows[-shift:], replayed_rows[:-shift]]
@@ -127,15 +124,9 @@ def _chance(measured: np.ndarray, lowest: float) -> np.ndarray:
 
 
 def _to_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    """All parts [S, ...]; from a device as int32, in one transfer."""
-    if all(tensor.is_cpu for tensor in tensors):
-        return [tensor.numpy() for tensor in tensors]
+    """All parts [S, ...] as int32, in one transfer."""
     host_values = torch.cat([tensor.to(tensors[0].device, torch.int32) for tensor in tensors]).cpu()
     return [tensor.numpy() for tensor in host_values.split([len(tensor) for tensor in tensors])]
-
-
-def _rows_of(routes: MicroRoutes, rows: torch.Tensor) -> torch.Tensor:
-    return routes.experts.index_select(0, rows.to(routes.experts.device))
 
 
 def _agreement(first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -148,13 +139,9 @@ def _agreement(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return num_common / first.shape[-1]
 
 
-def _kappa(share: float, chance: float) -> float:
-    return (share - chance) / (1 - chance)
-
-
 def _is_too_low(by_row: np.ndarray, chance: float, min_agreement: float) -> bool:
     """Whether the agreement of [S] rows is below the limit even with two standard errors added."""
     count = len(by_row) + 4
     share = (float(by_row.sum()) + 2) / count
     highest = share + 2 * (share * (1 - share) / count) ** 0.5
-    return len(by_row) >= LEAST_JUDGED and _kappa(highest, chance) < min_agreement
+    return len(by_row) >= LEAST_JUDGED and (highest - chance) / (1 - chance) < min_agreement

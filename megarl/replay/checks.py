@@ -1,6 +1,6 @@
 """Checks of what a RoutingReplay and its blocks are given, before a router is asked."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,30 +31,20 @@ def find_routers(chunk: Any) -> list[TopKRouter]:
         raise ReplayError(f"{type(chunk).__name__} has no decoder; expected a Megatron GPTModel")
     found_routers = []
     for layer in decoder.layers:
-        modules = list(layer.modules())
+        modules, number = list(layer.modules()), getattr(layer, "layer_number", 0)
         routers = [module for module in modules if isinstance(module, TopKRouter)]
-        moe_layers = [module for module in modules if isinstance(module, BaseMoELayer)]
-        strangers = [
-            type(moe_layer.router).__name__ for moe_layer in moe_layers if not isinstance(moe_layer.router, TopKRouter)
-        ]
-        number = getattr(layer, "layer_number", 0)
-        if strangers:
-            raise ReplayError(
-                f"layer {number - 1}: its router is a {strangers[0]}, expected a TopKRouter of megatron-core {RELEASE} "
-                "or a subclass, which asks router_replay for its experts; replay would skip this layer. Derive the "
-                "router from TopKRouter"
-            )
         for router in routers:
             _check_choice(router, number - 1)
-        expected = len(routers)
+        expected, reason = sum(isinstance(module, BaseMoELayer) for module in modules), "its MoE layers"
         if isinstance(chunk, GPTModel):
             frequency = layer.config.moe_layer_freq
             is_moe = frequency[number - 1] if isinstance(frequency, list) else (number - 1) % frequency == 0
-            expected = int(bool(layer.config.num_moe_experts and is_moe))
+            expected, reason = int(bool(layer.config.num_moe_experts and is_moe)), f"moe_layer_freq = {frequency!r}"
         if len(routers) != expected:
             raise ReplayError(
-                f"layer {number - 1}: found {len(routers)} routers, expected {expected} by moe_layer_freq = "
-                f"{layer.config.moe_layer_freq!r}. Likely a MoE layer is not Megatron's; it must have one TopKRouter"
+                f"layer {number - 1}: found {len(routers)} routers, expected {expected} by {reason}; replay would skip "
+                f"this layer. A MoE layer must be Megatron's, and its router a TopKRouter of megatron-core {RELEASE} "
+                "or a subclass, which asks router_replay for its experts"
             )
         found_routers += routers
     return found_routers
@@ -71,12 +61,6 @@ def _check_choice(router: TopKRouter, layer: int) -> None:
                 f"megatron-core {RELEASE}: its experts may not be those that router_replay returns. Override gating "
                 f"instead; or, if they always are, set {owner.__name__}.asks_router_replay = True"
             )
-
-
-def find_untraced_routers(chunk: Any) -> Iterator[TopKRouter]:
-    """Routers outside the decoder: those of multi-token-prediction layers."""
-    traced = {module for layer in chunk.decoder.layers for module in layer.modules()}
-    yield from (m for m in chunk.modules() if isinstance(m, TopKRouter) and m not in traced)
 
 
 def check_routers(routers: Sequence[Any]) -> None:
@@ -117,10 +101,9 @@ def check_chunks(chunks: Sequence[Any]) -> None:
 
 
 def check_routes(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence[Hook], recorded: bool) -> MicroRoutes:
-    """A copy of the routes of a micro-batch, ``present`` on the host; ReplayError if they cannot be replayed.
+    """The routes of a micro-batch, ``present`` on the host; ReplayError if they cannot be replayed.
 
-    ``recorded``: the experts are neither checked, which costs one pass over them, nor copied on a device. experts:
-    [tokens, L_local, K].
+    ``recorded``: the experts are not checked, which costs one pass over them. experts: [tokens, L_local, K].
     """
     micro_routes = MicroRoutes(routes) if isinstance(routes, torch.Tensor) else routes
     if not isinstance(micro_routes, MicroRoutes):
@@ -128,17 +111,14 @@ def check_routes(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence
             f"{label}: routes are a {type(micro_routes).__name__}, expected MicroRoutes or a torch.Tensor"
         )
     experts, present, token_ids = micro_routes.experts, micro_routes.present, micro_routes.token_ids
-    if experts.dim() != 3 or experts.size(1) != len(hooks):
+    topk = {hook.topk for hook in hooks} or {*experts.shape[2:]}
+    if experts.dim() != 3 or experts.size(1) != len(hooks) or experts.size(2) not in topk:
         raise ReplayError(
             f"{label}: routes of shape {tuple(experts.shape)}, expected [tokens, {len(hooks)} MoE layers of this rank, "
-            "top-k]"
+            f"top-{max(topk, default='k')}]"
         )
     if not _holds_integers(experts):
         raise ReplayError(f"{label}: experts are {experts.dtype}, expected integers; convert them before the block")
-    if hooks and experts.size(2) != hooks[0].topk:
-        raise ReplayError(
-            f"{label}: {experts.size(2)} experts per token, expected {hooks[0].topk}, the top-k of the model's routers"
-        )
     for name, column in (("present", present), ("token_ids", token_ids)):
         if column is not None and tuple(column.shape) != (len(experts),):
             raise ReplayError(f"{label}: {name} of shape {tuple(column.shape)}, expected [{len(experts)}], one per row")
@@ -155,9 +135,6 @@ def check_routes(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence
         mask, layers = None if present is None else present.numpy(), [hook.layer for hook in hooks]
         if error_text := describe_wrong_row(experts.detach().cpu().numpy(), hooks[0].num_experts, mask, layers):
             raise ReplayError(f"{label}, {error_text}; mark a row that is missing as not present instead of filling it")
-    if hooks and (not recorded or experts.is_cpu or experts.is_inference()):
-        by_layer = torch.empty(len(hooks), len(experts), hooks[0].topk, dtype=hooks[0].dtype, device=experts.device)
-        experts = by_layer.copy_(experts.detach().transpose(0, 1)).transpose(0, 1)
     return MicroRoutes(experts, present, token_ids)
 
 

@@ -14,31 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.utils.hooks import RemovableHandle
 
 from megarl.replay.megatron_state import tp_position
-from megarl.replay.pass_log import PassLog, RouterCall
+from megarl.replay.pass_log import PassLog
 from megarl.routes.trace import narrow_dtype
 
 _Method = Callable[..., Any]
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-
-
-class ReplaySession(Protocol):
-    """Answers the routers while a block is open."""
-
-    replays: bool
-    """Whether the experts come from given routes and not from the router."""
-    tokens: dict[int, torch.Tensor]
-    """By micro-batch, the model's input ids, one per row of the routers."""
-
-    def choose(self, hook: Hook, call: RouterCall, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores at the experts [T_local, K], experts int64 [T_local, K]) for a pass of the block."""
-        ...
 
 
 class Question:
@@ -59,43 +46,13 @@ class Question:
             self._preferred = self._compute(self.scores.detach(), self._topk, *self._groups)[1]
         return self._preferred
 
-    @torch.no_grad()
-    def preferred_at(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the native choice int64 [R, K] of R rows, where possible without computing the other rows."""
-        if self._groups[1] or self._preferred is not None:  # Megatron's group-limited top-k takes all tokens
-            return self.preferred().index_select(0, rows)
-        return self._compute(self.scores.detach().index_select(0, rows), self._topk, *self._groups)[1]
-
     def at(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(scores at the experts, experts). experts: [T_local, K]."""
         return self.scores.gather(1, experts), experts
 
 
-class RouterHook:
-    """The object in ``router.router_replay``; None in a copied router."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-    def answer(self, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores at the chosen experts [T_local, K], experts int64 [T_local, K])."""
-        raise NotImplementedError
-
-    def get_replay_topk(
-        self,
-        scores: torch.Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: TopK | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Megatron, from 0.16 on, calls this in place of its own top-k. scores: [T_local, E]."""
-        assert default_compute_topk is not None
-        return self.answer(Question(scores, default_compute_topk, topk, num_groups, group_topk))
-
-
-class Hook(RouterHook):
-    """The hook of one router of the decoder."""
+class Hook:
+    """The object in ``router.router_replay`` of one router of the decoder; None in a copied router."""
 
     def __init__(self, router: Any, column: int, log: PassLog, chunk: int = 0, is_first: bool = True) -> None:
         self.layer: int = router.layer_number - 1
@@ -118,8 +75,23 @@ class Hook(RouterHook):
         while self.taps:
             self.taps.pop().remove()
 
-    def answer(self, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``RouterHook``. Result: [T_local, K] each."""
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: TopK | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scores at the chosen experts [T_local, K], experts int64 [T_local, K]) of scores [T_local, E].
+
+        Megatron, from 0.16 on, calls this in place of its own top-k.
+        """
+        assert default_compute_topk is not None
+        question = Question(scores, default_compute_topk, topk, num_groups, group_topk)
         self.dispatched.pop(get_ident(), None)
         call = self.log.identify(self)
         if call is None:
@@ -172,19 +144,6 @@ def _router_order(ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> tor
     if sample is not None and len(by_row) >= 2 * sample:
         by_row = by_row.reshape(-1, sample).transpose(0, 1)
     return by_row.flatten().to(torch.int32, copy=True)
-
-
-class Bystander(RouterHook):
-    """The hook of a router without rows in any trace: routes natively, and counts rows."""
-
-    def __init__(self) -> None:
-        self.rows = 0
-
-    def answer(self, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``RouterHook``. Result: [T_local, K] each."""
-        if torch._C._current_graph_task_id() == -1:  # not a recomputation
-            self.rows += question.scores.size(0)
-        return question.native()
 
 
 def count_dispatched(router: TopKRouter, hook: Hook) -> None:

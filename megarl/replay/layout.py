@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megarl.core.parallel import held_tokens, sequence_parallel_slice, zigzag_indices
 from megarl.errors import ReplayError
@@ -21,20 +22,18 @@ def stack_routes(traces: Sequence[RoutingTrace], seq_length: int | None = None) 
     kinds = {(*trace.experts.shape[1:], trace.num_experts) for trace in traces}
     if len(kinds) != 1:
         raise ReplayError(f"found traces of {len(kinds)} models (layers, top-k, experts: {kinds}), expected one")
-    lengths = [len(trace.experts) for trace in traces]
-    if seq_length is not None and max(lengths) > seq_length:
-        raise ReplayError(f"a trace has {max(lengths)} tokens, expected at most seq_length = {seq_length}")
-    width = [length if seq_length is None else seq_length for length in lengths]
-    layers, topk, num_experts = kinds.pop()
-    experts = torch.zeros(sum(width), layers, topk, dtype=torch.uint8 if num_experts <= 256 else torch.int16)
-    present = torch.zeros(sum(width), dtype=torch.bool)
-    for trace, start in zip(traces, torch.tensor([0, *width]).cumsum(0).tolist(), strict=False):
-        rows = slice(start, start + len(trace.experts))
-        experts[rows] = torch.from_numpy(trace.experts.astype("int64")).to(experts.dtype)
-        present[rows] = torch.from_numpy(trace.row_mask)
-    if seq_length is None:
-        return experts, present
-    return experts.unflatten(0, (-1, seq_length)), present.unflatten(0, (-1, seq_length))
+    longest = max(len(trace.experts) for trace in traces)
+    if seq_length is not None and longest > seq_length:
+        raise ReplayError(f"a trace has {longest} tokens, expected at most seq_length = {seq_length}")
+    dtype = torch.uint8 if kinds.pop()[2] <= 256 else torch.int16
+    experts, present = [], []
+    for trace in traces:
+        padding = 0 if seq_length is None else seq_length - len(trace.experts)
+        rows = torch.from_numpy(trace.experts.astype("int64")).to(dtype)
+        experts.append(pad(rows, (0, 0, 0, 0, 0, padding)))
+        present.append(pad(torch.from_numpy(trace.row_mask), (0, padding)))
+    join = torch.cat if seq_length is None else torch.stack
+    return join(experts), join(present)
 
 
 def local_rows(

@@ -29,7 +29,8 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from megarl.errors import ReplayError
 
 if TYPE_CHECKING:
-    from megarl.replay.hooks import Hook, ReplaySession
+    from megarl.replay.hooks import Hook
+    from megarl.replay.sessions import Recorder, Replayer
 
 _APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 """None from torch 2.14 on, where ``apply`` is written in C; the search then looks for the frame of ``forward``."""
@@ -43,18 +44,16 @@ _top_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: No
 class PassBlock:
     """An open ``record()`` or ``replay()``, for the passes of the thread that opened the block."""
 
-    session: ReplaySession | None
+    session: Recorder | Replayer | None
     """None once the block has closed."""
     passes: list[Pass] = field(default_factory=list)
     """Passes that have not ended in an exception."""
-    elsewhere: int = 0
-    """Native passes on other threads while the block was open."""
 
-    def start(self, chunk: int, by_layers: bool, is_recomputable: bool = False) -> Pass:
+    def start(self, chunk: int, by_layers: bool) -> Pass:
         """Start a pass of the first micro-batch that has no pass of this chunk."""
         micros = {earlier.micro for earlier in self.passes if earlier.chunk == chunk}
         micro = next(number for number in itertools.count() if number not in micros)
-        self.passes.append(Pass(chunk, micro, self, by_layers, is_recomputable))
+        self.passes.append(Pass(chunk, micro, self, by_layers))
         return self.passes[-1]
 
     def micros_of(self, column: int) -> set[int]:
@@ -72,9 +71,6 @@ class Pass:
     """None for a pass that routes natively."""
     by_layers: bool = False
     """Whether the caller runs the layers."""
-    is_recomputable: bool = False
-    """Whether the pass began in a region."""
-    has_graph: bool = field(default_factory=torch.is_grad_enabled)
     asked: set[int] = field(default_factory=set)
     """Columns of the routers called so far."""
 
@@ -83,12 +79,10 @@ class Pass:
 class RouterCall:
     """The pass of a block that a router's call belongs to."""
 
-    session: ReplaySession
+    session: Recorder | Replayer
     micro: int
     first: bool
     """True in the forward pass, False in a recomputation."""
-    checkpointed: bool
-    """Whether the router may be recomputed from this call."""
 
 
 @dataclass(eq=False, slots=True)
@@ -134,7 +128,7 @@ class PassLog:
         """Whether a pass may matter: a block is open, or graphs of a closed block are left."""
         return bool(self._blocks or self._regions or self._hiding)
 
-    def open(self, session: ReplaySession) -> PassBlock:
+    def open(self, session: Recorder | Replayer) -> PassBlock:
         """Start a block of this thread. ReplayError if the thread has an open block."""
         if get_ident() in self._blocks:
             raise ReplayError("already recording or replaying; blocks do not nest")
@@ -159,13 +153,11 @@ class PassLog:
             if remembered is not None and not remembered.inside:
                 new, first = self._repeat(remembered), False
         elif running is None and block is None:
-            for other in self._blocks.values():
-                other.elsewhere += 1
             return
         elif running is None and block is not None:
             if torch._C._current_graph_task_id() != -1:
                 self._refuse(_NO_REGION)
-            new = block.start(chunk, False, bool(around))
+            new = block.start(chunk, False)
         if new.block is not None:
             for outer_region in around:
                 self._remember(outer_region).begun.append(new)
@@ -214,8 +206,6 @@ class PassLog:
         if session is None:
             self._refuse("the block of its forward pass has closed", hook)
         if first and hook.column in current.asked:
-            if current.has_graph and not torch.is_grad_enabled() and not around:
-                return None  # a probe of a layer
             raise ReplayError(
                 f"layer {hook.layer}: its router was called twice in the forward pass of micro-batch {current.micro}; "
                 "run a probe of single layers outside the block, or the whole model"
@@ -224,7 +214,7 @@ class PassLog:
             current.asked.add(hook.column)
         for entry in around:
             self._remember(entry).inside.append(current)
-        return RouterCall(session, current.micro, first, current.is_recomputable or bool(around and current.has_graph))
+        return RouterCall(session, current.micro, first)
 
     def _find_context(self, frame: FrameType | None) -> tuple[_Running | None, object, list[Any]]:
         """Return (running pass, recomputed region, regions entered inside); the inner of pass and region is set.

@@ -36,5 +36,3 @@ class Recording:
     """Of ``replay()``: micro-batches whose ``token_ids`` were compared with the model's input."""
     native_rows: int = 0
     """Of ``replay()``: rows without a route (missing, or padding), counted per token and layer of a forward pass."""
-    untraced_rows: int = 0
-    """Rows of multi-token-prediction layers, which always route natively because no trace has them."""

@@ -17,8 +17,8 @@ import torch
 from megarl.core.devices import DeviceChecks
 from megarl.errors import ReplayError
 from megarl.files.hf_config import MoeShape
-from megarl.replay.checks import check_chunks, check_routers, check_routes, find_routers, find_untraced_routers
-from megarl.replay.hooks import Bystander, Hook, count_dispatched, count_natively, tap
+from megarl.replay.checks import check_chunks, check_routers, check_routes, find_routers
+from megarl.replay.hooks import Hook, count_dispatched, count_natively, tap
 from megarl.replay.layout import local_rows
 from megarl.replay.megatron_state import cp_position, tp_position, unwrap
 from megarl.replay.pass_log import PassLog
@@ -40,7 +40,7 @@ class RoutingReplay:
     >>> with replay.replay(recording.routes): ...  # forward and backward, each micro-batch exactly once
 
     A rank without MoE layers has empty routes. Routers of multi-token-prediction layers route natively, because no
-    trace has rows for them (``Recording.untraced_rows``). ReplayError if Megatron is too old to call the hook, if a
+    trace has rows for them. ReplayError if Megatron is too old to call the hook, if a
     setting would bypass it (``megarl doctor`` lists them), if the router of a MoE layer is no TopKRouter or
     has a choice of its own, or if these are not all chunks of one model on this rank.
 
@@ -58,7 +58,6 @@ class RoutingReplay:
     ) -> None:
         self._min_agreement = _check_agreement(min_agreement)
         self._hooks: list[Hook] = []
-        self._bystanders: list[tuple[Any, Bystander]] = []
         wrapped = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else model_chunks
         chunks = [unwrap(chunk) for chunk in wrapped]
         routers = [find_routers(chunk) for chunk in chunks]
@@ -75,9 +74,6 @@ class RoutingReplay:
                 self._attach(router, index, place == 0)
                 if place == 0:
                     self._hooks[-1].taps = tap(chunk, index, self._log)
-            self._bystanders += [(router, Bystander()) for router in find_untraced_routers(chunk)]
-        for router, bystander in self._bystanders:
-            router.router_replay = bystander
 
     def __reduce__(self) -> NoReturn:
         raise ReplayError("a RoutingReplay is not copied: a copy of its model routes natively, and takes a new one")
@@ -125,9 +121,6 @@ class RoutingReplay:
             if hook.router.router_replay is hook:
                 hook.router.router_replay = None
                 count_natively(hook.router)
-        for router, bystander in self._bystanders:
-            if router.router_replay is bystander:
-                router.router_replay = None
 
     @contextmanager
     def record(self, keep: bool = True, compared: Routes | None = None) -> Iterator[Recording]:
@@ -185,13 +178,10 @@ class RoutingReplay:
             if hook.router.router_replay is not hook:
                 raise ReplayError(f"layer {hook.layer}: the router's hook was replaced; use the newest RoutingReplay")
         block, recording = self._log.open(session), Recording()
-        bystanders = [bystander for _, bystander in self._bystanders]
-        rows_before = sum(bystander.rows for bystander in bystanders)
         try:
             yield recording
             session.close(self._hooks, block, recording)
         finally:
-            recording.untraced_rows = sum(bystander.rows for bystander in bystanders) - rows_before
             self._log.close(block)
             for hook in self._hooks:
                 hook.dispatched.pop(get_ident(), None)

@@ -25,8 +25,7 @@ from megarl.routes.trace import RoutingTrace
 def routes_from_sglang(
     response: Any,
     shape: MoeShape,
-    earlier: RoutingTrace | None = None,
-    start: int | None = None,
+    start: int = 0,
     *,
     tokens: Sequence[int] | None = None,
     label: str = "SGLang's answer",
@@ -36,10 +35,9 @@ def routes_from_sglang(
     Ask with ``return_routed_experts`` a server that was started with ``--enable-return-routed-experts``. T is
     prompt_tokens + completion_tokens; ``present`` is False for the last token.
 
-    shape: ``MoeShape.of(config.json)``, or ``RoutingReplay.shape``. earlier, start (several turns): ``start`` is the
-    ``routed_experts_start_len`` of the request (default the rows that ``earlier`` has). Rows before ``start`` come from
-    ``earlier``, the trace of the turns before; without ``earlier`` they are not present. tokens: the T token ids, if
-    the answer does not repeat the prompt.
+    shape: ``MoeShape.of(config.json)``, or ``RoutingReplay.shape``. start (several turns): the
+    ``routed_experts_start_len`` of the request; rows before it are not present. tokens: the T token ids, if the answer
+    does not repeat the prompt.
 
     TraceError for an answer without routes, with another number of rows, layers or experts, with experts that are out
     of range or twice in a row, or with rows that no router has chosen (``refuse_uncaptured``).
@@ -60,45 +58,18 @@ def routes_from_sglang(
     if not all(isinstance(count, int) and count >= 0 for count in counts) or counts == [0, 0]:
         raise TraceError(f"{label}: prompt_tokens and completion_tokens are {counts}, expected two counts above 0")
     total = sum(map(int, counts))
-    start = _find_start(label, total, shape, start, earlier)
+    if not shape.moe_layers:
+        raise TraceError(f"{label}: the model has no experts, so there is nothing to replay: ask for no routes")
+    if not 0 <= start < total:
+        raise TraceError(f"{label}: start is {start}, expected one of its {total} tokens")
     prompt, output = response.get("prompt_token_ids"), response.get("output_ids")
     if tokens is None and isinstance(prompt, list) and isinstance(output, list):
         tokens = [*prompt, *output]
     row_tokens = None if tokens is None or len(tokens) != total else tokens[start : total - 1]
-    return _place(decode_routes(text, total - 1, shape, label, start, row_tokens), start, total, earlier)
-
-
-def _find_start(label: str, total: int, shape: MoeShape, start: int | None, earlier: RoutingTrace | None) -> int:
-    """Return the first row that the answer must have."""
-    if not shape.moe_layers:
-        raise TraceError(f"{label}: the model has no experts, so there is nothing to replay: ask for no routes")
-    if earlier is not None and len(earlier.experts) > total:
-        raise TraceError(
-            f"{label} has {total} tokens, but earlier {len(earlier.experts)}: give the trace of the same conversation "
-            "before this turn"
-        )
-    if start is None and earlier is not None:
-        start = min(int(np.append(earlier.row_mask, False).argmin()), total - 1)
-    if not 0 <= (start or 0) < total:
-        raise TraceError(f"{label}: start is {start}, expected one of its {total} tokens")
-    return start or 0
-
-
-def _place(trace: RoutingTrace, start: int, total: int, earlier: RoutingTrace | None) -> RoutingTrace:
-    """Return the trace of all tokens, with the rows of ``trace`` from ``start`` on."""
-    num_layers, top_k = trace.experts.shape[1:]
-    experts, mask = np.zeros((total, num_layers, top_k), trace.experts.dtype), np.zeros(total, bool)
-    if earlier is not None and start:
-        if earlier.experts.shape[1:] != experts.shape[1:] or earlier.num_experts != trace.num_experts:
-            raise TraceError(
-                f"{trace.label}: earlier is {list(earlier.experts.shape)} of {earlier.num_experts} experts, expected "
-                f"[T, {num_layers}, {top_k}] of {trace.num_experts}, a trace of the same model"
-            )
-        num_known = min(start, len(earlier.experts))
-        experts[:num_known], mask[:num_known] = earlier.experts[:num_known], earlier.row_mask[:num_known]
-    end = start + len(trace.experts)
-    experts[start:end], mask[start:end] = trace.experts, trace.row_mask
-    return RoutingTrace.of_sets(experts, trace.num_experts, mask, trace.label)
+    trace = decode_routes(text, total - 1, shape, label, start, row_tokens)
+    experts, present = np.zeros((total, *trace.experts.shape[1:]), trace.experts.dtype), np.zeros(total, bool)
+    experts[start : total - 1], present[start : total - 1] = trace.experts, trace.row_mask
+    return RoutingTrace.of_sets(experts, trace.num_experts, present, label)
 
 
 def read_routes(raw: bytes, shape: MoeShape, label: str = "routes") -> RoutingTrace:
@@ -191,13 +162,9 @@ def refuse_uncaptured(trace: RoutingTrace, tokens: Sequence[int] | None = None) 
 
 def _decode_short(raw: bytes, shape: MoeShape, label: str) -> RoutingTrace:
     trace = decode(raw, label)
-    sizes = (*trace.experts.shape[1:], trace.num_experts)
-    expected = (len(shape.moe_layers), shape.topk, shape.num_experts)
-    if sizes != expected:
-        raise TraceError(
-            f"{label}: routes of {sizes[0]} layers, top-{sizes[1]} of {sizes[2]} experts, expected {expected[0]} "
-            f"layers, top-{expected[1]} of {expected[2]}: the server's plugin is not megarl's"
-        )
+    sizes, names = (*trace.experts.shape[1:], trace.num_experts), "layers, top-k, experts"
+    if sizes != (expected := (len(shape.moe_layers), shape.topk, shape.num_experts)):
+        raise TraceError(f"{label}: {names} are {sizes}, expected {expected}: the server's plugin is not megarl's")
     return trace
 
 

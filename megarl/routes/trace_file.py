@@ -1,6 +1,6 @@
 """Files of routing traces: many sequences of one model in one safetensors file, encoded by ``megarl.routes``.
 
-    metadata  format, format_version, model, fingerprint, layers, num_experts, top_k, weight_versions, names
+    metadata  format, format_version, model, layers, num_experts, top_k, weight_versions, names
     tensors   routes uint8 [bytes] and route_offsets int64 [N+1]: the encoded traces back to back
               cu_seqlens int64 [N+1]
               optional: tokens int32 [T], row_versions int32 [T]
@@ -45,8 +45,6 @@ class TraceInfo:
     """E."""
     top_k: int
     """K."""
-    fingerprint: str = ""
-    """Tells models of one name apart, for instance a hash of the weights; "" if unknown."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,7 +130,6 @@ class _Metadata(BaseModel):
     layers: Json[tuple[StrictInt, ...]]
     num_experts: int = Field(ge=1, le=MOST_EXPERTS)
     top_k: int = Field(ge=1)
-    fingerprint: str = ""
     weight_versions: Json[tuple[StrictInt, ...]]
     names: Json[tuple[StrictStr, ...]]
 
@@ -140,9 +137,6 @@ class _Metadata(BaseModel):
 def read_traces(path: str | Path) -> TraceFile:
     """Open a file. Raises TraceError if it is missing, damaged, of another format or a later version."""
     path = Path(path)
-    if not path.exists() or path.is_dir():
-        reason = "it is a folder" if path.is_dir() else "there is no such file"
-        raise TraceError(f"{path}: {reason}; expected a trace file")
 
     def check_format(metadata: Mapping[str, str]) -> None:
         file_format, version = metadata.get("format", "unknown"), metadata.get("format_version")

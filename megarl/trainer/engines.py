@@ -75,10 +75,7 @@ def make_local_engine(config: Config, tell: Callable[[str], None]) -> LocalEngin
         read_model_config(config.model.path),
         dtype=DTYPES[config.rollout.dtype],
         device="cuda" if torch.cuda.is_available() else "cpu",
-        fp8_rounding=config.rollout.fp8_rounding,
-        fp8_activations=config.rollout.fp8_activations,
-        fp8_kv_cache=config.rollout.fp8_kv_cache,
-        max_batch_size=config.rollout.max_batch_size,
+        **config.rollout.model_dump(include={"fp8_rounding", "fp8_activations", "fp8_kv_cache", "max_batch_size"}),
     )
 
 

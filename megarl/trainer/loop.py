@@ -41,7 +41,7 @@ from megarl.trainer.records import Monitor, SampleRecords
 from megarl.trainer.sampling.sampler import Sampler
 from megarl.trainer.sampling.step_rollouts import StepRollouts
 from megarl.trainer.saving import ERRORS_ON_ALL_RANKS, RunCheckpoints, record_ending
-from megarl.trainer.step import TrainStep, collect
+from megarl.trainer.step import TrainStep
 
 
 def train(config: Config) -> None:
@@ -109,8 +109,6 @@ class Trainer:
                 self._sync(first)
             if self.checkpoints.eval_is_due:
                 self._evaluate(first)
-            if torch.cuda.is_available() and first < self.config.run.steps:
-                self.monitor.say("the first pass compiles kernels: 6 to 16 s on an H100")
             settings = self.config.megatron
             for step in range(first, self.config.run.steps):
                 # Megatron rejects a few settings on first use: in the first step.
@@ -143,12 +141,12 @@ class Trainer:
             for index in range(len(minis)):
                 # Replay, forward, coefficients [T], backward, optimizer step.
                 minis, measured = self.train_step.update(plan, minis, index, rollouts.judged, self.monitor.watch())
-                if (statistics := collect([measured])) is not None:
+                if (statistics := distributed.collect([measured])) is not None:
                     last_update = finalize(statistics)
                     self.monitor.log_update(done, index, last_update)
         self.records.write(done, plan, rollouts, minis, self.tripwires.verdict)
         self.checkpoints.eval_is_due = plan.evaluates
-        statistics = collect([rollouts.metrics, *(mini.statistics for mini in minis)])
+        statistics = distributed.collect([rollouts.metrics, *(mini.statistics for mini in minis)])
         with self.checkpoints.save_on_failure(done), self._log_step(done, started, statistics, last_update):
             self.tripwires.stop_if_bad()
             if not self.config.rollout.one_step_off:
@@ -164,7 +162,7 @@ class Trainer:
         # If sampling fails, the following checkpoint must hold the sampler's state before the step.
         with self.checkpoints.save_on_failure(step, self.sampler.state_dict()):
             with monitor.phase("rollout"):
-                rollouts = self.sampler.sample_step(step, monitor.watch(self.stop.check))
+                rollouts = self.sampler.sample_step(step)
             self.checkpoints.raise_if_asked()
             if config.rollout.one_step_off and step + 1 < config.run.steps:
                 self._sync(step)
@@ -213,24 +211,22 @@ class Trainer:
 
     def _evaluate(self, done: int) -> None:
         """Evaluate on all benchmarks after ``done`` steps."""
-        num_prompts = {name: len(benchmark.prompts) for name, benchmark in self.sampler.benchmarks.items()}
-        total = sum(num_prompts.values()) * self.config.eval.samples
+        num_prompts = sum(len(benchmark.prompts) for benchmark in self.sampler.benchmarks.values())
+        total = num_prompts * self.config.eval.samples
         with self.checkpoints.save_on_failure(done):
             self.sampler.settle()
             self.checkpoints.raise_if_asked()
             self._sync(done)
             started = time.perf_counter()
             with self.vitals.phase("evaluate"):
-                metrics, unjudged = self.sampler.evaluate(self.monitor.watch(self.stop.check))
+                metrics, unjudged = self.sampler.evaluate()
             self.checkpoints.raise_if_asked()
         self.checkpoints.eval_is_due = False
         seconds = time.perf_counter() - started
         self.log.write("eval", done, metrics | {"time/eval_s": seconds}, unjudged=unjudged)
-        rates = {name: metrics.get(f"eval/{name}/pass_rate") for name in num_prompts}
-        by_name = "".join(f"{name} {rate:.1%}, " for name, rate in rates.items() if rate is not None)
         self.monitor.say(
             f"held-out after step {done}: pass rate {metrics['eval/pass_rate']:.1%} of {total} responses, "
-            f"{by_name}{seconds:.1f} s" + (f"; {unjudged}" if unjudged else "")
+            f"{seconds:.1f} s" + (f"; {unjudged}" if unjudged else "")
         )
 
     def _resume(self) -> int:

@@ -36,10 +36,6 @@ class Judged:
     owned: list[list[int]]
     """By mini-batch, the sequences of the data-parallel rank, in the order of the rollouts."""
 
-    def only(self, index: int) -> Self:
-        """Return the rewards for a single mini-batch."""
-        return replace(self, owned=[self.owned[index]])
-
 
 @dataclass(frozen=True, slots=True)
 class FirstPass:
@@ -117,12 +113,12 @@ class MiniBatch:
         )
 
 
-def split(config: Config, batch: TrainBatch, max_tokens: int | None = None) -> list[MicroBatch]:
-    """Split a batch as the layout needs it, by default at ``train.micro_batch_tokens``; a collective call."""
+def split(config: Config, batch: TrainBatch) -> list[MicroBatch]:
+    """Split a batch as the layout needs it, at ``train.micro_batch_tokens``; a collective call."""
     parallel = config.parallel
     return split_micro_batches(
         batch,
-        config.train.micro_batch_tokens if max_tokens is None else max_tokens,
+        config.train.micro_batch_tokens,
         parallel.dispatcher == "allgather",  # it exchanges no sizes: equal micro-batches
         parallel.micro_batch_multiple,
     )
@@ -175,8 +171,6 @@ class StepPlan:
 
     old_passes: int
     """The last mini-batches of the step, which have an old-log-prob pass before the first update."""
-    token_advantages: bool
-    """Compute advantages from old and reference log-probabilities."""
     writes_traces: bool = False
     """Keep the routers' own choice in the first pass, and write the routes of the step."""
     evaluates: bool = False
@@ -190,7 +184,6 @@ class StepPlan:
         is_last = done == config.run.steps
         return cls(
             old_passes=config.old_passes,
-            token_advantages=config.train.resolved_objective.advantage == "token_level_kl",
             writes_traces=config.log.writes_traces(done),
             evaluates=bool(config.eval.every) and (is_last or _is_due(done, config.eval.every)),
             saves=(is_last and config.checkpoint.at_end) or _is_due(done, config.checkpoint.every),

@@ -254,9 +254,6 @@ def _gather_groups(local: _Columns, groups: torch.Tensor, ranks: dist.ProcessGro
     # All ranks have equally many sequences, so ids and lengths need no padding.
     device = torch.cuda.current_device()
     heads = all_gather(to_device(torch.stack([local.ids, local.lengths]), device), ranks).cpu()
-    groups_by_rank = torch.cat([torch.unique(groups[head[0]]) for head in heads])
-    if torch.unique(groups_by_rank).numel() == groups_by_rank.numel():  # no group spans two ranks
-        return local, 0
     totals = [int(head[1].sum()) for head in heads]
     padded = torch.nn.functional.pad(local.logprobs, (0, max(totals) - local.logprobs.size(1)))
     of_ranks = all_gather(to_device(padded, device), ranks).cpu()

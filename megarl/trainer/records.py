@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megarl.config import Config
 from megarl.core.metrics import Stat, finalize
 from megarl.core.types import Rollout
-from megarl.errors import ConfigError, DataError, TraceError
+from megarl.errors import DataError, TraceError
 from megarl.megatron import distributed
 from megarl.megatron.policy import Policy
 from megarl.megatron.rollout_routes import Placement, exchange
@@ -84,15 +84,11 @@ class TraceDump:
     """Writes the routes of steps to files: the engine's routes, and the choice of the training routers.
 
     ``megarl trace diff`` on the two files shows where the engines disagree, layer by layer. Each rank writes its
-    sampled sequences. ConfigError if Megatron's settings bypass the replay hook.
+    sampled sequences.
     """
 
     def __init__(self, folder: Path, policy: Policy) -> None:
-        if policy.replay is None:
-            raise ConfigError(
-                "log.traces_every: Megatron's settings bypass the replay hook, so its routers cannot be recorded; "
-                "run `megarl doctor` to find the setting, or remove log.traces_every"
-            )
+        assert policy.replay is not None, "check_fit refuses settings that bypass the replay hook"
         self.folder, self.layers, self.shape = folder, policy.replay.layers, policy.shape
         shape = policy.shape
         self.info = TraceInfo(policy.config.model.path, shape.moe_layers, shape.num_experts, shape.topk)

@@ -76,8 +76,6 @@ class RunCheckpoints:
         done, say = int(state["step"]), self._monitor.say
         num_dropped = self._monitor.log.truncate_after(done, evaluated=not self.eval_is_due)
         say(f"resumed from {intact[1]} after step {done}; dropped {num_dropped} later records")
-        if change := self._policy.describe_schedule_change(state["scheduler"]):
-            say(f"warning: {change}")
         if state["layout"] != (layout := describe_layout(self._policy)):
             say(f"the layout was {state['layout']} and is {layout}; random generators begin with run.seed")
         return done
@@ -163,13 +161,9 @@ class RunCheckpoints:
         if saves and done and (self.newest() or (0,))[0] < done:
             self.save(done, sampling)
             self.poll(wait=True)
-        state = f"step {done} is saved in {self.folder}" if done else "no step was finished"
         if is_asked:
+            state = f"step {done} is saved in {self.folder}" if done else "no step was finished"
             raise StopError(f"asked to stop; {state}, start the run again to continue")
-        if saves:
-            self._monitor.say(
-                f"sampling cannot go on; {state}" + ("; the next start continues from there" if done else "")
-            )
 
 
 @contextmanager

@@ -29,7 +29,6 @@ from megarl.models.shapes import read_shape
 from megarl.run.folder import fingerprint_data, fingerprint_model
 from megarl.run.progress import StepProgress
 from megarl.trainer.mini_batch import make_rollout, over_ranks, split
-from megarl.trainer.step import collect
 
 
 def sft(config: Config) -> None:
@@ -94,9 +93,8 @@ def _step(config: Config, policy: Policy, demonstrations: list[Demonstration]) -
     micro_batches = split(config, batch)
 
     def weigh(
-        index: int, columns: TrainBatch, logprobs: torch.Tensor, entropies: torch.Tensor
+        _: int, columns: TrainBatch, logprobs: torch.Tensor, __: torch.Tensor
     ) -> tuple[torch.Tensor, None, dict[str, Stat]]:
-        del index, entropies
         return columns.loss_mask.to(logprobs.device, torch.float32) / total, None, {}
 
     policy.zero_grad()
@@ -104,5 +102,5 @@ def _step(config: Config, policy: Policy, demonstrations: list[Demonstration]) -
         policy.chunks, micro_batches, temperature=1.0, vocab_size=policy.shape.vocab_size, coefficients=weigh
     )
     policy.optimizer_step()
-    statistics = collect([output.metrics for output in outputs])
+    statistics = distributed.collect([output.metrics for output in outputs])
     return finalize(statistics) if statistics is not None else {}

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -56,6 +55,7 @@ class TrainStep:
             self.reference = FrozenModel(config, Path(config.reference_path), config.train.replay_reference)
         watched = watches_routes(config, policy.shape)
         self.tripwires = Tripwires(config.train.model_copy(update={} if watched else {"max_native_flip": "off"}))
+        self._by_token = objective.advantage == "token_level_kl"
         self._old_is_rollout = config.train.old_logprobs == "rollout"
 
     def prepare(self, rollouts: Sequence[Rollout], advantages: np.ndarray | Sequence[np.ndarray]) -> MiniBatch:
@@ -108,7 +108,7 @@ class TrainStep:
             with phase("ref_logprobs"):  # log pi_ref [T]
                 refs = [passes.ref_pass(self.policy, self.reference, mini) for mini in minis]
                 minis = [replace(mini, ref_logprobs=ref) for mini, ref in zip(minis, refs, strict=True)]
-        if plan.token_advantages:
+        if self._by_token:
             with phase("advantages"):  # A [T]
                 minis = self._set_token_advantages(minis, judged, is_current=False)
         return minis
@@ -134,8 +134,9 @@ class TrainStep:
         pass. If sequences are dropped, the gradients are computed again without them.
         """
         minis, policy = list(minis), self.policy
-        if index and plan.token_advantages and self.objective.kl_at == "theta":
-            [minis[index]] = self._set_token_advantages([minis[index]], judged and judged.only(index), is_current=True)
+        if index and self._by_token and self.objective.kl_at == "theta":
+            of_mini = judged and replace(judged, owned=[judged.owned[index]])
+            [minis[index]] = self._set_token_advantages([minis[index]], of_mini, is_current=True)
         is_first_pass = index == 0 and minis[0].first is None
         biases = policy.expert_biases() if is_first_pass else []
         biases_before = [buffer.clone() for buffer in biases]
@@ -180,9 +181,6 @@ class TrainStep:
 
         self.policy.zero_grad()
         is_first_pass = index == 0 and mini.first is None
-        options: dict[str, Any] = {"coefficients": weigh}
-        if advance is not None:
-            options["on_micro_batch"] = partial(advance, 1)
         return run_pass(
             self.policy,
             mini,
@@ -191,7 +189,8 @@ class TrainStep:
             else passes.replayed(self.policy, mini, checks),
             leaves_mistakes=is_first_pass and self.tripwires.judges_routes,
             checks=checks,
-            **options,
+            coefficients=weigh,
+            on_micro_batch=advance and partial(advance, 1),
         )
 
     def _facts(self, mini: MiniBatch, has_moved: bool) -> BatchFacts | None:
@@ -230,11 +229,6 @@ class TrainStep:
     def _current_logprobs(self, mini: MiniBatch, has_moved: bool) -> list[torch.Tensor]:
         """Return log pi_theta [T] by micro-batch at the weights of the next update: pi_old's unless they moved."""
         return run_pass(self.policy, mini).logprobs if has_moved or mini.first is None else mini.first.logprobs
-
-
-def collect(statistics: Sequence[dict[str, Stat]]) -> dict[str, Stat] | None:
-    """Merge the rank's statistics and gather them on the main rank; None elsewhere; a collective call."""
-    return distributed.collect_metrics(merge(statistics))
 
 
 class Tripwires(StepJudge):

@@ -103,7 +103,7 @@ def foreign_weights(arena: Arena, rng: random.Random, name: str) -> list[Happene
 
 
 def _judge_foreign(run: Run, code: int) -> str:
-    """No step has trained responses of foreign weights (k3 about 2): drawn again, dropped, or the run has stopped."""
+    """No step has trained responses of foreign weights (k3 about 2): dropped, or the run has stopped."""
     require_explained(run)
     steps = steps_of(run)
     for record in steps:
@@ -113,8 +113,7 @@ def _judge_foreign(run: Run, code: int) -> str:
         require("weights" in run.said(), f"ended with code {code} and did not name the weights", run)
         return "stopped with the cause"
     require_whole(run)
-    redraws = sum(int(record.get("sampling/redraws", 0)) for record in steps)
-    return "found before training; drawn again" if redraws else "overwritten by the next update before a response"
+    return "overwritten by the next update before a response"
 
 
 def proxy_away(arena: Arena, rng: random.Random, name: str) -> list[Happened]:

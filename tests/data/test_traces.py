@@ -11,7 +11,7 @@ from megarl.errors import ConfigError, TraceError
 from megarl.routes import RoutingTrace
 from megarl.routes.trace_file import TracedSequence, TraceInfo, from_rollout, read_traces, write_traces
 
-INFO = TraceInfo("tiny", layers=(1, 2, 5), num_experts=8, top_k=2, fingerprint="abc")
+INFO = TraceInfo("tiny", layers=(1, 2, 5), num_experts=8, top_k=2)
 
 
 def experts(seed: int, tokens: int) -> np.ndarray:

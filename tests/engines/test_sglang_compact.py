@@ -67,7 +67,7 @@ def test_a_short_form_that_is_wrong_is_an_error() -> None:
     assert "does not match its checksum" in told(short[:-1] + bytes([short[-1] ^ 1]))
     assert "format version 9" in told(short[:4] + b"\x09" + short[5:])
     more = RoutingTrace(routes(50)[:, [1, 3]], 17)
-    assert "top-3 of 17 experts, expected 2 layers, top-3 of 16" in told(encode(more))
+    assert "layers, top-k, experts are (2, 3, 17), expected (2, 3, 16)" in told(encode(more))
     with pytest.raises(TraceError, match="cut short"):
         decode_routes(text_of(short)[:-3], 50, SHAPE, "x")
 

@@ -104,7 +104,8 @@ def test_the_folder_of_an_fp8_model_has_no_weights_and_says_what_comes(model: Pa
 def folder_server(sglang_spec: ServerSpec, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("served")
     options = Options(shard_bytes=1 << 20)
-    assert quantize(model, folder / "fp8", options).num_files > 1
+    quantize(model, folder / "fp8", options)
+    assert len([*(folder / "fp8").glob("*.safetensors")]) > 1
     with serving(replace(sglang_spec, model_path=folder / "fp8", log_file=folder / "log")) as server:
         yield server
 

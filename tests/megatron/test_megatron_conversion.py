@@ -24,7 +24,7 @@ from tiny_world import safetensors_of
 
 from megarl import cli
 from megarl.convert.conversion import to_hf, to_megatron
-from megarl.convert.job import MANIFEST, ConversionJob, Options, same_bits
+from megarl.convert.job import MANIFEST, Options, same_bits
 from megarl.convert.megatron_files import HF_FOLDER, Keys, MegatronCheckpoint, torch_dist_folder, units_of
 from megarl.convert.quantization import quantize
 from megarl.convert.torch_dist import Chunk, write_file, write_metadata
@@ -457,11 +457,6 @@ class TestWhatMustNotBeLost:
         for name in ("step_0000002", "step_0000010.partial", "step_0000010.old"):
             (tmp_path / name).mkdir()
         assert torch_dist_folder(tmp_path) == tmp_path / "step_0000002"
-
-    def test_a_second_start(self, source: Path, tmp_path: Path) -> None:
-        refused = pytest.raises(CheckpointError, match="another process writes")
-        with ConversionJob(tmp_path / "out", source, source, LOCAL), refused:
-            to_megatron(source, tmp_path / "out", LOCAL)
 
     def test_what_appears_meanwhile(self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "there").mkdir()

@@ -49,18 +49,18 @@ def collected(layout: dict[str, Any]) -> list[dict[str, Any]]:
     own = {f"only/{copy}": Stat.mean(values), "loss": Stat.total(float(copy))}
     found = {}
     for name, mine in {"alike": alike, "differing": own, "none": {}}.items():
-        got = distributed.collect_metrics(mine)
+        got = distributed.collect([mine])
         everything = distributed.gather_objects(mine if distributed.holds_outputs() else {})
         found[name] = {
             "same": (got is None) == (rank > 0) and (got is None or _same(got, merge(everything))),
             "names": [] if got is None else list(finalize(got)),
         }
     broken = {"most": Stat.max(torch.tensor([float("nan") if distributed.dp_rank() else 1.0]))}
-    got = distributed.collect_metrics(broken)
+    got = distributed.collect([broken])
     found["nan"] = None if got is None else got["most"].maxima.tolist()
     kinds = {"loss": Stat.total(1.0) if copy else Stat.mean(torch.ones(2))}
     try:
-        distributed.collect_metrics(kinds)
+        distributed.collect([kinds])
         found["kinds"] = "no error"
     except ValueError as error:
         found["kinds"] = str(error)

@@ -22,7 +22,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 from megarl.convert import job
 from megarl.convert.job import Options
-from megarl.convert.quantization import Quantized, quantize
+from megarl.convert.quantization import quantize
 from megarl.core.fp8 import is_fp8_weight
 from megarl.errors import CheckpointError, ConfigError, NumericsError
 from megarl.models.hf_files import HFCheckpoint
@@ -31,8 +31,9 @@ ROOT = Path(__file__).parents[2]
 NAME = "model.layers.1.self_attn.o_proj.weight"
 
 
-def quantized(source: Path, out: Path, **settings: Any) -> Quantized:
-    return quantize(source, out, Options(**{"block": BLOCK, **settings}))
+def quantized(source: Path, out: Path, **settings: Any) -> list[Path]:
+    quantize(source, out, Options(**{"block": BLOCK, **settings}))
+    return sorted(out.glob("*.safetensors"))
 
 
 def matrices(count: int = 4, shape: tuple[int, int] = (40, 24)) -> dict[str, torch.Tensor]:
@@ -80,7 +81,7 @@ def fp8_modules_of_transformers(folder: Path) -> set[str]:
 def test_transformers_reads_the_rounded_weights_bit_for_bit(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """And would make FP8 modules of what is FP8. All other tensors are as they were."""
     source, fp8 = write_family(family, tmp_path / "source", dtype), tmp_path / "fp8"
-    assert quantized(source, fp8, shard_bytes=10_000).num_files > 1
+    assert len(quantized(source, fp8, shard_bytes=10_000)) > 1
     weights, after = load_file(source / "model.safetensors"), safetensors_of(fp8)
     for name, tensor in weights.items():
         assert (name + "_scale_inv" in after) == is_fp8_weight(name)
@@ -188,7 +189,7 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
     assert "8 of 9 tensors in FP8, blocks of 16 x 16; 30.8 kB -> " in done.stdout
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / "fp8").glob("*.safetensors")} == {0o644}
     manifest = json.loads((tmp_path / "fp8" / "conversion.json").read_text())
-    assert len(manifest["sha256"]) == quantized(source, tmp_path / "here", shard_bytes=2147).num_files == 4
+    assert len(manifest["sha256"]) == len(quantized(source, tmp_path / "here", shard_bytes=2147)) == 4
     assert manifest["to"] == "fp8"
     assert same_tensors(tmp_path / "fp8", tmp_path / "here")
     again = preloaded.run(command, env=environment, timeout=1800)

@@ -184,6 +184,11 @@ def _passes_on_other_threads(lab: Lab) -> None:
         (lab.loss(B) + a).backward()
 
 
+def _recorded_on_other_threads(lab: Lab) -> None:
+    with lab.replay.record():
+        in_a_thread(lambda: lab.loss(A))
+
+
 def _fail(lab: Lab, micro: int, place: int, error: type[BaseException] = RuntimeError) -> None:
     def fail(*_: Any) -> None:
         raise error
@@ -367,13 +372,13 @@ LOUD: Mapping[str, tuple[Attempt, str]] = {
         partial(_layer_by_layer, order=(A, B) * 4),
         r"layer \d: called outside of a forward pass .* 2 micro-batches",
     ),
-    "passes on other threads": (_passes_on_other_threads, "1 forward passes ran on other threads"),
+    "passes on other threads": (_passes_on_other_threads, "1 forward passes .* of 2 .* passes ran on another thread"),
+    "a recording of other threads": (_recorded_on_other_threads, "nothing was recorded"),
     "a checkpoint by unknown hooks": (partial(_by_hooks_of, _StrangersHook), "no known checkpoint started it"),
     "Transformer Engine's, late": (partial(_by_hooks_of, _checkpoint_hook, in_block=False), "has closed"),
 }
 
 RIGHT_NONETHELESS = (
-    ("probe of a layer", "none"),
     ("a checkpoint by unknown hooks", "uniform"),  # inside a region that is known
 )
 

@@ -68,7 +68,7 @@ def test_routes_of_many_experts_are_replayed_and_one_too_many_is_refused(
 def test_too_few_and_too_many_micro_batches(world: World) -> None:
     number = len(world.micros)
     assert number > 1
-    too_many = rf"layer 0: forward of micro-batch {number}"
+    too_many = rf"layer 0: pass of micro-batch {number}, but there are routes for {number - 1}"
     with pytest.raises(ReplayError, match=too_many), world.replay.replay(world.routes[:-1]):
         world.run()
     too_few = rf"layer 0: {number - 1} forward passes.* {number}"
@@ -81,7 +81,7 @@ def test_too_few_and_too_many_micro_batches(world: World) -> None:
 def test_routes_for_another_number_of_tokens(world: World) -> None:
     short = [MicroRoutes(entry.experts[:-1], None) for entry in world.routes]
     tokens = world.micros[0].num_slots
-    message = rf"layer 0, forward of micro-batch 0: .* {tokens} tokens.* {tokens - 1}\."
+    message = rf"layer 0, micro-batch 0: .* {tokens} tokens.* {tokens - 1}\."
     with pytest.raises(ReplayError, match=message), world.replay.replay(short):
         world.run()
 

@@ -157,9 +157,9 @@ def test_missing_rows_keep_the_experts_of_the_first_pass(again: str, world: Worl
 
 def test_hooks_are_not_taken_away_inside_of_a_block(world: World, one_rank: None) -> None:
     graphs = Graphs(world, "none")
-    with graphs.replay.record(), pytest.raises(ReplayError, match="recording or replaying; detach after"):
-        graphs.replay.detach()
     with graphs.replay.record() as recording:
+        with pytest.raises(ReplayError, match="recording or replaying; detach after"):
+            graphs.replay.detach()
         graphs.passes.score(A)
     assert len(recording.routes) == 1
 

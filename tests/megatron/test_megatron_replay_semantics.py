@@ -204,11 +204,9 @@ class TestMultiTokenPrediction:
         model.train()
         with replay.replay([experts]) as recording:
             model(**inputs).sum().backward()
-        assert recording.untraced_rows == 10
         assert recording.native_rows == 0
-        with replay.replay([experts]) as again:
+        with replay.replay([experts]):
             model(**inputs).sum().backward()
-        assert again.untraced_rows == 10
         for maps in sent.values():
             del maps[len(maps) // 2 :]
         passes = 2 if recompute == "moe" else 1

@@ -8,13 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forks import Job, run_jobs
-from train_world import World, training
+from train_world import World
 
 from megarl.core.metrics import finalize, merge
-from megarl.errors import ConfigError
 from megarl.routes import Disagreement, RoutingTrace, compare
 from megarl.routes.trace_file import TraceFile, read_traces
-from megarl.trainer.records import TraceDump
 
 SETTINGS = {"run__steps": 2, "log__traces_every": 2, "eval__every": 0, "checkpoint__every": 0}
 LAYOUTS = {
@@ -63,7 +61,7 @@ def test_the_difference_of_the_files_is_the_native_disagreement_of_the_step(
     total = finalize(flips)["router/flip"]
     assert total == pytest.approx(step["router/native/flip"], abs=1e-12)
     assert total > 0
-    assert sum(disagreement.num_tokens for disagreement in found) == step["rollout/tokens"]
+    assert sum(disagreement.num_tokens for disagreement in found) == step["sampling/tokens"]
 
 
 @pytest.mark.slow
@@ -79,9 +77,3 @@ def test_files_of_all_ranks_together_hold_what_one_rank_writes(folders: dict[str
     alone, found = by_name(folders["one"], "training"), by_name(folders[layout], "training")
     differing = sum(int(compare(found[name], alone[name]).flips.sum()) for name in alone)
     assert differing <= 2  # equal weights, but two experts may be a rounding apart
-
-
-def test_settings_that_hide_the_routers_are_refused(world: World) -> None:
-    settings = world.settings(train__replay="none", megatron__moe_router_force_load_balancing=True)
-    with training(settings) as step, pytest.raises(ConfigError, match=r"log\.traces_every: .*bypass the replay hook"):
-        TraceDump(Path("unused"), step.policy)

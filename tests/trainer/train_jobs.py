@@ -39,7 +39,7 @@ from megarl.trainer.sampling.assignment import split_sequences
 from megarl.trainer.sampling.gradient_norms import gradient_norms
 from megarl.trainer.sampling.sampler import Sampler
 from megarl.trainer.sampling.step_rollouts import StepRollouts
-from megarl.trainer.step import TrainStep, collect
+from megarl.trainer.step import TrainStep
 
 
 def steps(world: World, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, Taken | None]:
@@ -147,7 +147,7 @@ def adaptive(world: World, layouts: Mapping[str, Mapping[str, Any]], steps: int 
                 drawn = sampler.sample_step(step)
                 ranks: list[Any] = [None] * dist.get_world_size()
                 dist.all_gather_object(ranks, trained_on(drawn, selections[-1]))
-                statistics = collect([drawn.metrics])
+                statistics = distributed.collect([drawn.metrics])
                 of_steps.append({"ranks": ranks, "metrics": None if statistics is None else finalize(statistics)})
             found[name] = of_steps
             sampler.close()

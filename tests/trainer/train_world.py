@@ -38,7 +38,7 @@ from megarl.run.vitals import Vitals
 from megarl.trainer.loop import Trainer
 from megarl.trainer.mini_batch import Judged, MiniBatch, StepPlan
 from megarl.trainer.sampling.assignment import split_sequences
-from megarl.trainer.step import TrainStep, collect
+from megarl.trainer.step import TrainStep
 
 NUM_GROUPS, GROUP_SIZE, MAX_RESPONSE = 8, 4, 8
 NUM_SEQUENCES = NUM_GROUPS * GROUP_SIZE
@@ -269,7 +269,7 @@ class Going:
         rewards = fixed_advantages(step.objective) if rewards is None else rewards
         groups = np.repeat(np.arange(NUM_GROUPS), GROUP_SIZE) if groups is None else groups
         self.judged = Judged(rewards, groups, self.owned)
-        advantages = np.zeros_like(rewards) if planned.token_advantages else rewards
+        advantages = np.zeros_like(rewards) if step.objective.advantage == "token_level_kl" else rewards
         self.minis = [step.prepare([rollouts[s] for s in rows], advantages[rows]) for rows in self.owned]
 
     def look(self) -> Self:
@@ -286,12 +286,12 @@ class Going:
 
     def collect_update(self, index: int) -> dict[str, float] | None:
         """The metrics of an update on the main rank."""
-        statistics = collect([self.update(index)])
+        statistics = distributed.collect([self.update(index)])
         return None if statistics is None else finalize(statistics)
 
     def collect_step(self) -> dict[str, float] | None:
         """The metrics of the whole step on the main rank."""
-        statistics = collect([mini.statistics for mini in self.minis])
+        statistics = distributed.collect([mini.statistics for mini in self.minis])
         return None if statistics is None else finalize(statistics)
 
 

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megarl.config import Config
 from megarl.errors import CheckpointError, DamageError
 from megarl.files.pickles import require_plain
-from megarl.megatron.checkpoints.folders import WRITE_ERRORS, find_change, read_manifest
+from megarl.files.writing import sha256_of
+from megarl.megatron.checkpoints.folders import MANIFEST, WRITE_ERRORS, read_manifest
 from megarl.megatron.checkpoints.state import (
     describe_layout,
     regrouped,
@@ -59,9 +60,12 @@ def find_damage(path: Path, run: str = "") -> str | None:
 
     def compare() -> tuple[str | None, str | None]:
         try:
-            return find_change(path, files[dist.get_rank() :: dist.get_world_size()]), None
+            for name, digest in files[dist.get_rank() :: dist.get_world_size()]:
+                if sha256_of(path / name) != digest:
+                    return f"{path / name} is not the file that was written: {MANIFEST} has another SHA-256", None
         except OSError as error:
             return None, str(error)
+        return None, None
 
     files, fault = from_main_rank(plan)
     results = gather_objects(compare())
@@ -80,8 +84,8 @@ def require_intact(path: Path) -> None:
 
 
 def load(path: Path, policy: Policy) -> dict[str, Any]:
-    """Restore a checkpoint into ``policy`` and the random generators; returns the loop state, with the "scheduler" that
-    was saved. A collective call.
+    """Restore a checkpoint into ``policy`` and the random generators; returns the loop state. A collective
+    call.
 
     Random states are restored only in the layout of the save; another layout begins with the seeds.
     """
@@ -102,7 +106,7 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
         policy.scheduler.load_state_dict(state["scheduler"])
     if is_same:
         restore_rng(state["rng"])
-    return state["loop"] | {"scheduler": state["scheduler"]}
+    return state["loop"]
 
 
 def load_weights(path: Path, chunks: Sequence[torch.nn.Module], shape: ModelShape) -> int:
@@ -141,17 +145,12 @@ def _explain_errors(path: Path, problem: str, advice: str = "") -> Iterator[None
     try:
         yield
     except _READ_ERRORS as error:
-        _raise_unless_damage(error)
+        wrapped = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        for cause in wrapped:
+            if (isinstance(cause, OSError) and cause.errno in _UNREACHABLE) or is_collective_error(cause):
+                raise cause  # noqa: B904 (no fault of the checkpoint: a dead rank, an absent file system)
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path} {problem}: {type(error).__name__}: {reason[-300:]}{advice}") from error
-
-
-def _raise_unless_damage(error: BaseException) -> None:
-    """Re-raise errors that are no fault of the checkpoint: a dead rank, an absent file system."""
-    wrapped = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    for cause in wrapped:
-        if (isinstance(cause, OSError) and cause.errno in _UNREACHABLE) or is_collective_error(cause):
-            raise cause
 
 
 def _read(targets: dict[str, Any], path: Path) -> Any:

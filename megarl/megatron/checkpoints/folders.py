@@ -241,13 +241,5 @@ def saved_files(path: Path, run: str) -> IsOwn:
     return is_saved
 
 
-def find_change(path: Path, sample: Iterable[tuple[str, str]]) -> str | None:
-    """Return which of these files has changed since the save; None if all are."""
-    for name, digest in sample:
-        if sha256_of(path / name) != digest:
-            return f"{path / name} is not the file that was written: {MANIFEST} has another SHA-256"
-    return None
-
-
 def step_name(step: int) -> str:
     return f"step_{step:07d}"

@@ -81,14 +81,10 @@ def _logprobs(
         hidden = gather_from_sequence_parallel_region(hidden, group=group)
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden, group)
-    return linear_logprobs(hidden, _output_weight(gpt), micro.labels, temperature, vocab_size, group, micro.kept)
-
-
-def _output_weight(gpt: GPTModel) -> Tensor:
     is_tied = gpt.share_embeddings_and_output_weights
     weight = gpt.shared_embedding_or_output_weight() if is_tied else gpt.output_layer.weight
     assert weight is not None  # it may be None on earlier stages
-    return weight
+    return linear_logprobs(hidden, weight, micro.labels, temperature, vocab_size, group, micro.kept)
 
 
 def _weigh(weights: Tensor, column: Tensor) -> Tensor:

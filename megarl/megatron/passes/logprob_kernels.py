@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FOLD, BY_LOGIT = (2048, 4), (4096, 4)
-"""Columns that a program has in registers, and its warps."""
+FOLD, BY_LOGIT = 2048, 4096
+"""Most columns that a program has in registers."""
 ENTRIES = 64
 """Entries of a kept set that a program takes at once."""
 
@@ -34,7 +34,6 @@ def fold(
     labels: int64 [R]; ``first_id``: the id of the first column. kept: (ids [M], offsets [R+1], logits fp32 [M]) of all
     kept sets; the logits of the block's own entries are written.
     """
-    block, num_warps = _launch(FOLD, logits.size(1))
     _fold_kernel[logits.size(0),](
         logits,
         logits.stride(0),
@@ -47,9 +46,9 @@ def fold(
         sums.stride(0),
         *_pointers(kept, labels, labels, sums),
         HAS_KEPT=kept is not None,
-        BLOCK=block,
+        BLOCK=min(FOLD, max(32, triton.next_power_of_2(logits.size(1)))),
         ENTRIES=ENTRIES,
-        num_warps=num_warps,
+        num_warps=4,
     )
 
 
@@ -69,7 +68,6 @@ def by_logit(
     The gradient of a logit is ``factor (1[v = label] - exp(z - normaliser)) - factor' p (ln p + entropy)``.
     """
     result = logits.view(dtype)[:, : logits.size(1)]
-    block, num_warps = _launch(BY_LOGIT, logits.size(1))
     _by_logit_kernel[logits.size(0),](
         logits,
         logits.stride(0),
@@ -84,18 +82,11 @@ def by_logit(
         *_pointers(kept, labels, labels, logits),
         HAS_ENTROPY=of_entropy is not None,
         HAS_KEPT=kept is not None,
-        BLOCK=block,
+        BLOCK=min(BY_LOGIT, max(32, triton.next_power_of_2(logits.size(1)))),
         ENTRIES=ENTRIES,
-        num_warps=num_warps,
+        num_warps=4,
     )
     return result
-
-
-def _launch(largest: tuple[int, int], columns: int) -> tuple[int, int]:
-    """(columns at once, warps), not more than a row needs."""
-    block, num_warps = largest
-    needed = max(32, triton.next_power_of_2(columns))
-    return (block, num_warps) if needed >= block else (needed, max(1, num_warps * needed // block))
 
 
 def _pointers(given: tuple[Tensor, ...] | None, *unused: Tensor) -> tuple[Tensor, ...]:

@@ -80,7 +80,6 @@ class _Shard:
         self.group = group if group is not None and group.size() > 1 else None
         self.first = weight.size(0) * (self.group.rank() if self.group else 0)
         self.rows = max(0, min(weight.size(0), vocab_size - self.first))  # without the padding
-        self.blocks = self.cut(COLUMNS)
 
     def cut(self, columns: int) -> list[tuple[int, int]]:
         """(start, end) of blocks of so many rows of the weight, the columns of the logits."""
@@ -149,17 +148,16 @@ def _operand(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16) else tensor.float()
 
 
-def _product(first: Tensor, second: Tensor) -> Tensor:
+def _product(first: Tensor, second: Tensor, out: Tensor | None = None) -> Tensor:
     """left @ right, accumulated and returned in fp32."""
-    return torch.mm(first, second) if first.dtype == torch.float32 else torch.mm(first, second, out_dtype=torch.float32)
+    more: dict[str, Any] = {} if first.dtype == torch.float32 else {"out_dtype": torch.float32}
+    return torch.mm(first, second, out=out, **more)
 
 
 def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:
     """Add left @ right to an fp32 tensor, in the product's own pass over it."""
-    if first.dtype == torch.float32:
-        total.addmm_(first, second)
-    else:
-        torch.addmm(total, first, second, out_dtype=torch.float32, out=total)
+    more: dict[str, Any] = {} if first.dtype == torch.float32 else {"out_dtype": torch.float32}
+    torch.addmm(total, first, second, out=total, **more)
 
 
 class _Block(NamedTuple):
@@ -187,10 +185,7 @@ def _blocks(hidden: Tensor, weight: Tensor, shard: _Shard, kernels: ModuleType |
             part = slice(top, min(top + rows, num_rows))
             block_hidden, num_parts = _operand(hidden[part]), part.stop - top
             logits = memory[: num_parts * stride].view(num_parts, stride)[:, : end - start]
-            if block_hidden.dtype == torch.float32:
-                torch.mm(block_hidden, block_weight.t(), out=logits)
-            else:
-                torch.mm(block_hidden, block_weight.t(), out_dtype=torch.float32, out=logits)
+            _product(block_hidden, block_weight.t(), logits)
             yield _Block(part, (start, end), block_weight, block_hidden, logits)
 
 

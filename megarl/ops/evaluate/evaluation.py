@@ -169,7 +169,7 @@ def _draw_benchmark(
     )
     total = len(prompts) * request.samples
     try:
-        samples, _ = draw(config, engine, played, request.samples, turn_ends(config, tokenizer))
+        samples = draw(config, engine, played, request.samples, turn_ends(config, tokenizer))
     finally:
         played.player.close()
     gathered = distributed.gather_on_main_rank([_line(key, sample, tokenizer) for key, sample in samples.items()])

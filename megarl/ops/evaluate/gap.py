@@ -26,7 +26,7 @@ from megarl.core.metrics import finalize
 from megarl.core.packing import pack, select
 from megarl.core.types import Rollout, TrainBatch
 from megarl.data.tokenizer import load_model_tokenizer
-from megarl.errors import ConfigError, RolloutError
+from megarl.errors import ConfigError
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.checkpoint import FrozenModel
 from megarl.megatron.passes import forward
@@ -40,7 +40,7 @@ from megarl.run.progress import StepProgress
 from megarl.trainer.engines import make_engine
 from megarl.trainer.mini_batch import split
 from megarl.trainer.sampling.evaluation import turn_ends
-from megarl.trainer.sampling.requests import EVALUATE, is_changed, load_run_prompts, make_requests, train_params
+from megarl.trainer.sampling.requests import EVALUATE, load_run_prompts, make_requests, require_weights, train_params
 from megarl.watch.gap_verdict import Gap, GapReport, PairGap, judge
 from megarl.watch.limits import GAP
 
@@ -170,8 +170,7 @@ def draw(config: Config, model: TrainingEngine, num_responses: int) -> list[Roll
     try:
         engine.update_weights(model.export(engine.receives_weights), version=0)
         rollouts = engine.generate(requests, params)
-        if is_changed(engine):
-            raise RolloutError("somebody else has changed the weights of a server meanwhile; use servers of your own")
+        require_weights(engine)
     finally:
         engine.close()
     return rollouts

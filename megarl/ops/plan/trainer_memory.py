@@ -35,7 +35,7 @@ class RankMemory:
     working: int  # temporary: a recomputed unit and rows in transit, or the needs of the output layer
     sync: int  # what gathering for the engine takes at most, a bucket's tensors, and two buckets
     exchange: int  # routes of a mini-batch, sent and received, while ranks exchange them
-    recorded: int  # routes that the old-log-prob pass recorded (r2), of all mini-batches of the step
+    recorded: int  # routes in use, of a mini-batch; and those that the old-log-prob pass recorded (r2), of the step
     host_routes: int  # routes of a step on the host: routes sampled by the rank, and routes of its routers
 
     @property
@@ -58,6 +58,7 @@ def rank_memory(config: Config, shape: ModelShape, layout: Layout, stage: Stage,
     weights, gradients, optimizer = state_bytes(config, layout, count)
     activations, moment = activation_bytes(config, shape, layout, stage, micro_batches)
     routes, routed = route_bytes(config, shape, layout, stage), wants_routes(config, shape)
+    is_r2 = config.train.replay == "r2"
     of_step, is_exchanged = routes * config.train.mini_batches, layout.tp * layout.cp * layout.pp > 1
     return RankMemory(
         stage=stage.rank,
@@ -69,7 +70,7 @@ def rank_memory(config: Config, shape: ModelShape, layout: Layout, stage: Stage,
         working=moment,
         sync=gathered_bytes(shape, element, layout.ep) + (3 * BUCKET_BYTES if config.rollout.engine_kind.server else 0),
         exchange=2 * routes if routed and is_exchanged else 0,
-        recorded=of_step if config.train.replay == "r2" else 0,
+        recorded=routes * (routed or is_r2) + of_step * is_r2,
         host_routes=2 * of_step if routed else 0,
     )
 

@@ -32,7 +32,6 @@ def inspect(path: Path) -> None:
     missing = sum(sequence.trace.num_missing for sequence in file)
     rows = {
         "model": info.model or "not said",
-        "fingerprint": info.fingerprint or "not said",
         "MoE layers": f"{len(info.layers)}: {name_ranges(info.layers)}",
         "experts": f"top-{info.top_k} of {info.num_experts}",
         "weight versions": name_ranges(file.weight_versions) if file.weight_versions else "not said",
@@ -60,7 +59,7 @@ def diff(first: Path, second: Path) -> None:
         f"{difference.total.layers_per_token:.3f} layers per token on average.",
         "flip: share of tokens with another set of experts. overlap: share of the experts that both have.",
     ]
-    one, other = (f"{info.model} ({info.fingerprint})" if info.fingerprint else info.model for info in (a.info, b.info))
+    one, other = (file.info.model for file in (a, b))
     if one != other:
         notes.insert(0, f"The models differ: {one} against {other}.")
     _print(f"{first} against {second}", rows, ("layer", "flip", "overlap"), *notes)

@@ -15,7 +15,6 @@ from megarl.core.sampling.pass_rates import PassRateCounts
 from megarl.core.types import Rollout
 from megarl.data.prompts import Prompt
 from megarl.engines.player import Sample
-from megarl.errors import CheckpointError
 from megarl.megatron import distributed
 from megarl.trainer.sampling.assignment import Key
 from megarl.trainer.sampling.gradient_norms import gradient_norms
@@ -64,12 +63,7 @@ class AdaEst:
         return {"counts": {name: column.tolist() for name, column in self._estimator.state_dict().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict``; CheckpointError for the state of a different allocator."""
-        if "counts" not in state:
-            raise CheckpointError(
-                f'the checkpoint holds estimates of the kind {", ".join(state) or "none"}, expected "counts"; set '
-                "sampling.rule as it was, or begin a new run"
-            )
+        """Continue from ``state_dict``."""
         self._estimator.load_state_dict(state["counts"])
 
 
@@ -109,10 +103,9 @@ class Gvm:
         rates, norms = np.array([self._estimates[prompt.index] for prompt in prompts]).T
         # The sums are equal on all ranks: a single model copy reports them.
         spent = (self.spent if distributed.dp_rank() == 0 else np.zeros(3)).tolist()
+        totals = zip(("samples", "tokens", "failed"), spent, strict=True)
         return {
-            "gvm/first_stage_samples": Stat.total(spent[0]),
-            "gvm/first_stage_tokens": Stat.total(spent[1]),
-            "gvm/first_stage_failed": Stat.total(spent[2]),
+            **{f"gvm/first_stage_{name}": Stat.total(number) for name, number in totals},
             "gvm/acceptance_rate": Stat.mean(rates),
             "gvm/gradient_norm": Stat.mean(norms, rates > 0),
             "gvm/hopeless_fraction": Stat.mean(rates == 0),
@@ -122,9 +115,7 @@ class Gvm:
         return {"gvm": {"until": self._until, "estimates": [[i, *pair] for i, pair in sorted(self._estimates.items())]}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict``; CheckpointError for the state of a different allocator."""
-        if "gvm" not in state:
-            raise CheckpointError('the checkpoint holds no estimates of rule = "gvm"; begin a new run, or set its rule')
+        """Continue from ``state_dict``."""
         self._until = int(state["gvm"]["until"])
         self._estimates = {int(index): (rate, norm) for index, rate, norm in state["gvm"]["estimates"]}
 
@@ -175,6 +166,3 @@ class Gvm:
         gathered = distributed.gather_rollouts([drop_routes(rollout) for rollout in good.values()])
         accepted = {(rollout.group, rollout.sample): rollout for rollout in gathered}
         return sorted((accepted | good).items(), key=lambda item: item[0])
-
-
-Allocator = AdaEst | Gvm

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from megarl.config.plugs import load_plug
 from megarl.core.choices.records import call_own
 from megarl.core.choices.stopping import POSITIVE
 from megarl.core.sampling.pass_at_k import mean_interval, pass_at_k, wilson_interval
-from megarl.data.benchmarks import Benchmark, choose, load
+from megarl.data.benchmarks import HELDOUT, Benchmark, choose, load
 from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt
 from megarl.data.tokenizer import count_rows, load_model_tokenizer
@@ -87,20 +88,19 @@ def load_benchmarks(config: Config, tokenizer: PreTrainedTokenizerBase, player: 
 def draw(
     config: Config, engine: Engine, benchmark: PlayedBenchmark, num_samples: int, stop_tokens: tuple[int, ...],
     on_finish: Advance | None = None,
-) -> tuple[dict[Key, Sample], int]:  # fmt: skip
-    """Return this rank's share of ``num_samples`` responses per prompt, and the number of repeated draws.
+) -> dict[Key, Sample]:  # fmt: skip
+    """Return this rank's share of ``num_samples`` responses per prompt; a collective call.
 
-    A collective call. Errors of a reward or an environment are in the samples; errors of the engine are raised.
+    Errors of a reward or an environment are in the samples; errors of the engine are raised.
     """
     places = range(dist.get_rank(), len(benchmark.prompts) * num_samples, dist.get_world_size())
-    keys, number = [divmod(place, num_samples) for place in places], requests.benchmark_number(benchmark.name)
+    keys = [divmod(place, num_samples) for place in places]
+    # Independent of further benchmarks.
+    number = 0 if benchmark.name == HELDOUT else zlib.crc32(benchmark.name.encode())
     request_of = requests.make_requests(config.run.seed, requests.EVALUATE, number, benchmark.prompts)
     params, work = requests.eval_params(config, stop_tokens), f"the evaluation on {benchmark.name}"
-
-    def make_draw() -> Draw:
-        return Draw(FixedSamples(keys), request_of, benchmark.player)
-
-    return requests.sample_together(engine, make_draw, params, on_finish, work=work)
+    drawn = Draw(FixedSamples(keys), request_of, benchmark.player)
+    return requests.sample_together(engine, drawn, params, on_finish, work=work)
 
 
 def score_table(table: SampleTable, benchmark: PlayedBenchmark) -> dict[str, float]:

@@ -96,20 +96,16 @@ def _square(parameter: Parameter) -> Tensor:
         dist.all_reduce(gradient, group=parallel_state.get_embedding_group())
     if parallel_state.get_context_parallel_world_size() > 1:
         dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
-    is_copy = parallel_state.get_context_parallel_rank() or _is_second(parameter)
+    # ``shared``: the last stage's copy of a tied embedding.
+    is_copy = parallel_state.get_context_parallel_rank() or getattr(parameter, "shared", False)
     return torch.linalg.vector_norm(gradient, dtype=torch.float64).square() * (not is_copy)
-
-
-def _is_second(parameter: Parameter) -> bool:
-    """Whether the parameter is the last stage's copy of a tied embedding."""
-    return getattr(parameter, "shared", False)
 
 
 def find_block(policy: Policy, block: Block) -> list[Parameter]:
     """Return this rank's weight of the block, or its copy on the last stage: one that is tied is both blocks."""
     chunks = [unwrap(chunk) for chunk in policy.chunks]
     if block == "embedding" or policy.shape.tied_embeddings:
-        return _embeddings(policy) or [p for gpt in chunks for p in gpt.parameters() if _is_second(p)]
+        return _embeddings(policy) or [p for gpt in chunks for p in gpt.parameters() if getattr(p, "shared", False)]
     return [gpt.output_layer.weight for gpt in chunks if gpt.post_process]
 
 

@@ -1,18 +1,16 @@
 """Requests to the engine: prompts, seeds, sampling parameters; and sampling in a background thread."""
 
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import Config
 from megarl.core.types import SampleRequest
-from megarl.data.benchmarks import HELDOUT
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.engines.player import Draw, Key, Sample
 from megarl.engines.protocol import Engine, SamplingParams
@@ -24,8 +22,6 @@ TRAIN, EVALUATE, PRESAMPLE, KEEP = 0, 1, 2, 3
 """Purposes of a seed. Different purposes keep evaluation, for example, from repeating the noise of training."""
 _LOOK_S = 0.2
 """Seconds between two looks at the responses of a background thread."""
-MOST_DRAWS = 3
-"""Tries to draw samples without a change of the engine's weights."""
 
 
 def make_requests(
@@ -55,11 +51,6 @@ def eval_params(config: Config, stop_tokens: tuple[int, ...]) -> SamplingParams:
     return replace(params, temperature=config.eval.temperature, max_kept_ids=None)
 
 
-def benchmark_number(name: str) -> int:
-    """Return the number of a benchmark for seeds, independent of further benchmarks; 0 for ``heldout``."""
-    return 0 if name == HELDOUT else zlib.crc32(name.encode())
-
-
 def load_run_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """Return the training prompts of a run; DataError if the file cannot be read."""
     data = config.data
@@ -69,36 +60,34 @@ def load_run_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list
 
 def sample_together(
     engine: Engine,
-    make_draw: Callable[[], Draw],
+    draw: Draw,
     params: SamplingParams,
     on_finish: Advance | None = None,
     background: "BackgroundSampling | None" = None,
     work: str = "sampling",
-) -> tuple[dict[Key, Sample], int]:
-    """Return this rank's samples, and the number of repeated draws; a collective call.
+) -> dict[Key, Sample]:
+    """Return this rank's samples; a collective call. background: samples under way.
 
-    Samples are dropped and drawn again if a third party has changed the engine's weights meanwhile. background: samples
-    under way. work: named in the error if a further rank fails. RolloutError after MOST_DRAWS draws; errors of the
-    engine are raised.
+    work: named in the error if a further rank fails. Errors of the engine are raised; RolloutError as in
+    ``require_weights``.
     """
 
-    def sample(under_way: BackgroundSampling | None) -> dict[Key, Sample]:
-        return under_way.result(on_finish) if under_way else make_draw().run(engine, params, on_finish)
+    def sample() -> dict[Key, Sample]:
+        return background.result(on_finish) if background else draw.run(engine, params, on_finish)
 
-    for redraws in range(MOST_DRAWS):
-        samples = distributed.run_together(work, partial(sample, None if redraws else background))
-        if not is_changed(engine):
-            return samples, redraws
-    raise RolloutError(
-        f"somebody else has changed the weights of a server in each of {MOST_DRAWS} draws of the same responses: the "
-        "lines above name the server; give it an API key that only this run knows (sglang.api_key_env)"
-    )
+    samples = distributed.run_together(work, sample)
+    require_weights(engine)
+    return samples
 
 
-def is_changed(engine: Engine) -> bool:
-    """Return True if a third party has changed the engine's weights on any rank; a collective call."""
+def require_weights(engine: Engine) -> None:
+    """RolloutError if a third party has changed the engine's weights on any rank; a collective call."""
     changed = distributed.run_together("the proof of the engine's weights", engine.prove_weights)
-    return distributed.largest(int(changed)) > 0
+    if distributed.largest(int(changed)):
+        raise RolloutError(
+            "somebody else has changed the weights of a server, so its responses are dropped: the lines above name the "
+            "server; give it an API key that only this run knows (sglang.api_key_env), and start again"
+        )
 
 
 class BackgroundSampling:

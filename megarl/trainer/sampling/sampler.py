@@ -4,9 +4,8 @@ Every rank draws the samples of its ``assignment``. Only rewards, a few numbers 
 advantages need whole groups, and groups may span ranks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from megarl.routes.turns import provenance_metrics
 from megarl.run.progress import Advance
 from megarl.trainer.mini_batch import Judged
 from megarl.trainer.sampling import excerpts, requests, step_rollouts
-from megarl.trainer.sampling.allocators import AdaEst, Allocator, Gvm
+from megarl.trainer.sampling.allocators import AdaEst, Gvm
 from megarl.trainer.sampling.assignment import (
     Assignment,
     FixedSamples,
@@ -61,12 +60,12 @@ class Sampler:
         engine: Engine,
         objective: Objective,
         train_step: TrainStep | None = None,
-        while_waiting: Advance | None = None,
+        on_finish: Advance | None = None,
     ) -> None:
         """``train_step``: for the rule based on the policy, GVM.
 
-        ``while_waiting`` is called with responses outside all progress bars, and may be called with 0. An error of the
-        callback ends the sampling.
+        ``on_finish`` is called with numbers of complete responses, and may be called with 0. An error of the callback
+        ends the sampling.
         """
         self.config, self.engine, self.objective = config, engine, objective
         self._inputs = read_inputs(config)
@@ -76,11 +75,9 @@ class Sampler:
         self._shape = read_shape(config.model.path)
         self._position = 0
         """The next prompt in the run's order, with refill. Without refill, the step determines the position."""
-        self._redraws = 0
-        """Draws since the last step, repeated because the engine's weights had changed."""
         self._ahead: _AssignedStep | None = None
-        self._while_waiting = while_waiting
-        self._allocator: Allocator | None = None
+        self.on_finish = on_finish
+        self._allocator: AdaEst | Gvm | None = None
         if config.sampling.rule == "ada_est":
             self._allocator = AdaEst(config, len(self.prompts))
         elif config.sampling.rule == "gvm":
@@ -97,10 +94,11 @@ class Sampler:
         return {"position": self._position, "estimates": estimates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict``; CheckpointError if an earlier megarl wrote the checkpoint."""
-        if "position" not in state:
+        """Continue from ``state_dict``; CheckpointError for the state of an earlier megarl, or of another rule."""
+        if "position" not in state or not self.state_dict()["estimates"].keys() <= state["estimates"].keys():
             raise CheckpointError(
-                "the checkpoint has no state of the sampler: it is of an earlier megarl; begin a new run"
+                "the checkpoint's state of the sampler is of an earlier megarl, or of another sampling.rule; set "
+                "sampling.rule as it was, or begin a new run"
             )
         self._position = int(state["position"])
         if self._allocator is not None:
@@ -121,37 +119,35 @@ class Sampler:
         """Wait until the engine may get new weights, and have the engine prove the weights of the responses; a
         collective call.
 
-        If sampling failed, ``sample_step`` raises the error.
+        If sampling failed, ``sample_step`` raises the error. RolloutError as in ``requests.require_weights``.
         """
         if self._ahead is None or (background := self._ahead.background) is None:
             return
         has_failed = False
         try:
-            background.result(self._while_waiting)
+            background.result(self.on_finish)
         except MegarlError:
             has_failed = True
-        if not distributed.largest(int(has_failed)) and requests.is_changed(self.engine):
-            self._redraws += 1
-            self._ahead = replace(self._ahead, background=None)
+        if not distributed.largest(int(has_failed)):
+            requests.require_weights(self.engine)
 
-    def sample_step(self, step: int, on_finish: Advance | None = None) -> step_rollouts.StepRollouts:
+    def sample_step(self, step: int) -> step_rollouts.StepRollouts:
         """Sample, judge and distribute the responses of a global step; a collective call."""
         assigned, self._ahead = self._ahead or self._assign(step), None
         assert assigned.step == step, f"step {assigned.step} was begun, step {step} is asked for"
-        samples = self._draw(lambda: self._make_step_draw(assigned), self._params(step), on_finish, assigned.background)
+        drawn, params = self._make_step_draw(assigned), self._params(step)
+        samples = requests.sample_together(self.engine, drawn, params, self.on_finish, assigned.background)
         table = step_rollouts.SampleTable.gather(samples, tuple(self.config.reward.weights))
         selection = step_rollouts.select(assigned.assignment, table, step)
         advantages, trains = step_rollouts.response_advantages(self.config, self.objective, selection, table)
         keys = assigned.assignment.keys_of(selection)
         share = step_rollouts.exchange_rollouts(keys, selection, samples)
         by_token = step_rollouts.process_advantages(self.objective, share, selection, samples)
-        metrics = step_rollouts.sampling_metrics(self.config, table, selection, trains, self._redraws)
-        self._redraws = 0
+        metrics = step_rollouts.sampling_metrics(self.config, table, selection)
         if self.config.rollout.engine_kind.server:
             metrics |= step_rollouts.count_answers(self.engine)
         if rollouts := share.without_dummies(keys):  # empty: no response of this model copy was selected
             metrics |= provenance_metrics(rollouts, trainer_version=step)
-            metrics["rollout/tokens"] = Stat.total(float(sum(rollout.num_tokens for rollout in rollouts)))
         # Update persistent state last: a failed step then leaves the previous checkpoint valid.
         metrics |= self._update_estimates(step, selection)
         # The next step begins behind the last training prompt, or behind all prompts if too few train. Spare prompts
@@ -178,7 +174,7 @@ class Sampler:
         names = tuple(self.config.reward.weights)
         return {key: excerpts.describe(samples[key], self.tokenizer, names) for key in keys}
 
-    def evaluate(self, on_finish: Advance | None = None) -> tuple[dict[str, float], str | None]:
+    def evaluate(self) -> tuple[dict[str, float], str | None]:
         """Return mean reward, pass rate and length on every benchmark, and their averages; a collective call.
 
         The second value counts the responses with a reward by benchmark, and names the first failure; None if all have
@@ -188,8 +184,7 @@ class Sampler:
         unjudged: list[str] = []
         for name, benchmark in self.benchmarks.items():
             number, stop_tokens = self.config.eval.samples, self._stop_tokens
-            samples, redraws = draw(self.config, self.engine, benchmark, number, stop_tokens, on_finish)
-            self._redraws += redraws
+            samples = draw(self.config, self.engine, benchmark, number, stop_tokens, self.on_finish)
             table = step_rollouts.SampleTable.gather(samples)
             metrics_of[name] = score_table(table, benchmark)
             if note := table.describe_unjudged():
@@ -217,10 +212,10 @@ class Sampler:
 
     def _presample(self, step: int, keys: Sequence[Key]) -> dict[Key, Sample]:
         """Draw given samples of a step's prompts, with separate seeds."""
-        make_draw = partial(self._make_draw, FixedSamples(keys), self._step_prompts(step), requests.PRESAMPLE, step)
+        draw = self._make_draw(FixedSamples(keys), self._step_prompts(step), requests.PRESAMPLE, step)
         replayed = self.config.train.replay == "r3"  # the routes have no further use
         params = requests.train_params(self.config, self._stop_tokens, routes=replayed)
-        return self._draw(make_draw, params, self._while_waiting)
+        return requests.sample_together(self.engine, draw, params, self.on_finish)
 
     def _params(self, step: int) -> SamplingParams:
         routes = wants_routes(self.config, self._shape, step + 1)
@@ -239,18 +234,6 @@ class Sampler:
     def _make_draw(self, asker: Asker, prompts: Sequence[Prompt], purpose: int, step: int) -> Draw:
         request_of = requests.make_requests(self.config.run.seed, purpose, step, prompts)
         return Draw(asker, request_of, self.player)
-
-    def _draw(
-        self,
-        make_draw: Callable[[], Draw],
-        params: SamplingParams,
-        on_finish: Advance | None,
-        background: requests.BackgroundSampling | None = None,
-    ) -> dict[Key, Sample]:
-        """Return this rank's samples, from ``background`` if given; a collective call."""
-        samples, redraws = requests.sample_together(self.engine, make_draw, params, on_finish, background)
-        self._redraws += redraws
-        return samples
 
     def _update_estimates(self, step: int, selection: Selection) -> dict[str, Stat]:
         """Give the allocator the outcomes by prompt; a collective call."""

@@ -162,18 +162,12 @@ def select(assignment: Assignment, table: SampleTable, step: int) -> Selection:
     return selection
 
 
-def sampling_metrics(
-    config: Config, table: SampleTable, selection: Selection, trains: np.ndarray, redraws: int
-) -> dict[str, Stat]:
-    """Return the metrics of all samples and of the training samples, over all ranks. trains: bool [N], of the selected
-    responses."""
-    places = len(table.rows) if config.sampling.fixed else len(trains)
+def sampling_metrics(config: Config, table: SampleTable, selection: Selection) -> dict[str, Stat]:
+    """Return the metrics of all samples and of the training samples, over all ranks."""
     metrics = table.metrics(config.environment.function is not None, config.reward.threshold)
     metrics["prompts/effective_ratio"] = effective_prompt_ratio(selection.rewards, selection.prompts)
-    metrics |= Stat.means_of({"rollout/trains_fraction": (int(trains.sum()), places)})
     if distributed.dp_rank() == 0:  # sums, equal on all ranks: count once
-        totals = {"sampling/tokens": table.column("tokens").sum(), "sampling/redraws": redraws}
-        metrics |= selection.metrics | Stat.totals_of(totals)
+        metrics |= selection.metrics | {"sampling/tokens": Stat.total(float(table.column("tokens").sum()))}
     return metrics
 
 
@@ -214,9 +208,9 @@ class CopyShare:
 
         Masked rollouts keep their place in the batch, but count in no denominator.
         """
-        masks = [*trains.tolist(), False]
+        masks = np.append(trains, False)
         return [
-            [r if masks[row] else _without_loss(r) for r, row in zip(*mini, strict=True)]
+            [r if masks[row] else replace(r, loss_mask=r.loss_mask & False) for r, row in zip(*mini, strict=True)]
             for mini in zip(self.rollouts, self.rows, strict=True)
         ]
 
@@ -224,10 +218,6 @@ class CopyShare:
         """Return every rollout of ``keys`` once."""
         pairs = chain.from_iterable(map(zip, keys, self.rollouts))  # dummies come last, or have a different key
         return [rollout for key, rollout in pairs if key == (rollout.group, rollout.sample)]
-
-
-def _without_loss(rollout: Rollout) -> Rollout:
-    return replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask))
 
 
 def exchange_rollouts(keys: list[list[Key]], selection: Selection, samples: Mapping[Key, Sample]) -> CopyShare:
