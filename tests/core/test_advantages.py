@@ -13,26 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import reference
 
-from megarl.core.advantages import (
-    gdpo,
+from megarl.core.advantages.groups import (
     group_mean,
     grpo,
-    grpo_sum,
     normalize_by_pool,
-    opo,
     positive_part,
     raft,
     raw,
     raw_mixed,
-    reinforce_pp,
-    reinforce_pp_baseline,
     rloo,
     signed,
-    token_level_kl,
-    token_level_returns,
     uniform_groups,
-    whiten,
 )
+from megarl.core.advantages.tokens import token_level_kl, token_level_returns
+from megarl.core.advantages.weighted import gdpo, grpo_sum, opo, reinforce_pp, reinforce_pp_baseline, whiten
 from megarl.core.choices.stopping import POSITIVE
 from megarl.core.objectives import OBJECTIVES, advantages_of, select_responses
 from megarl.core.sampling.collector import Pool

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import reference
 
-from megarl.core import advantages
+from megarl.core.advantages import groups, weighted
 from megarl.core.choices.parts import TOKEN_ADVANTAGES, AdvantageName, Objective
 from megarl.core.objectives import (
     OBJECTIVES,
@@ -45,18 +45,18 @@ def objective(advantage: Any, **parts: Any) -> Objective:
 
 
 EXPECTED = {
-    "group_mean": advantages.group_mean(REWARDS, GROUPS),
-    "grpo": advantages.grpo(REWARDS, GROUPS, 0, 0.01),
-    "rloo": advantages.rloo(REWARDS, GROUPS),
+    "group_mean": groups.group_mean(REWARDS, GROUPS),
+    "grpo": groups.grpo(REWARDS, GROUPS, 0, 0.01),
+    "rloo": groups.rloo(REWARDS, GROUPS),
     "raw": torch.tensor(REWARDS),
     "raw_mixed": torch.tensor([1.0, 0.0, 0.8, 0.0, 0.0, 0.0, 0.0]),
     "positive_part": torch.tensor(REWARDS),
     "raft": torch.tensor([1.0, 0, 1, 0, 1, 1, 1]),
     "signed": torch.tensor([1.0, -1, 1, -1, 1, 1, 1]),
-    "opo": advantages.opo(REWARDS, GROUPS, LENGTHS),
-    "reinforce_pp": advantages.reinforce_pp(REWARDS, GROUPS, LENGTHS),
-    "reinforce_pp_baseline": advantages.reinforce_pp_baseline(REWARDS, GROUPS, LENGTHS),
-    "gdpo": advantages.gdpo(PAIRS, WEIGHTS, GROUPS, LENGTHS, 0, 0.01),
+    "opo": weighted.opo(REWARDS, GROUPS, LENGTHS),
+    "reinforce_pp": weighted.reinforce_pp(REWARDS, GROUPS, LENGTHS),
+    "reinforce_pp_baseline": weighted.reinforce_pp_baseline(REWARDS, GROUPS, LENGTHS),
+    "gdpo": weighted.gdpo(PAIRS, WEIGHTS, GROUPS, LENGTHS, 0, 0.01),
 }
 
 

@@ -302,20 +302,18 @@ def check_returned(
 
 
 class PolicyRatios:
-    """Ratios of a batch, [T] and computed once each; log-ratios are 0 on tokens without training."""
+    """Ratios of a batch, [T]; log-ratios, computed once each, are 0 on tokens without training."""
 
     def __init__(self, state: TokenState) -> None:
         self._state = state
-        self._cache: dict[tuple[str, ...], Tensor] = {}
+        self._cache: dict[tuple[Policies, Scope], Tensor] = {}
         self.count = torch.count_nonzero(state.keep)
         """int64 [], tokens that train."""
 
-    @property
+    @functools.cached_property
     def positions(self) -> Tensor:
         """int64 [T], the position t of each token among the trained tokens of its response, counted from 1."""
-        if ("positions",) not in self._cache:
-            self._cache["positions",] = positions(self._state.keep, self._state.cu_seqlens)
-        return self._cache["positions",]
+        return positions(self._state.keep, self._state.cu_seqlens)
 
     def log(self, policies: Policies, scope: Scope = "token") -> Tensor:
         """Return the log-ratio [T] over the tokens of ``scope``; single tokens are clamped to +-20, sums are not."""
@@ -330,7 +328,4 @@ class PolicyRatios:
 
     def ratio(self, policies: Policies, scope: Scope = "token") -> Tensor:
         """Return ``exp(log)`` [T], which may overflow to inf over several tokens."""
-        key = (policies, scope, "ratio")
-        if key not in self._cache:
-            self._cache[key] = self.log(policies, scope).exp()
-        return self._cache[key]
+        return self.log(policies, scope).exp()

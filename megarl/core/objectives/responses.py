@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.core import advantages
-from megarl.core.advantages import Values, grpo, token_level_kl
-from megarl.core.advantages.groups import as_tensor, extremes, fill, prepare, take
+from megarl.core.advantages import groups as of_groups
+from megarl.core.advantages import weighted
+from megarl.core.advantages.groups import Values, as_tensor, extremes, fill, grpo, prepare, take
+from megarl.core.advantages.tokens import token_level_kl
 from megarl.core.choices.parts import TOKEN_ADVANTAGES, Objective
 from megarl.core.choices.stopping import POSITIVE
 from megarl.core.choices.table import find_objective
@@ -98,10 +99,11 @@ def _all_advantages(
                 "objective: advantage 'gdpo' needs several rewards of each response; give components = (rewards "
                 "[N, M], weights [M]), in a run by reward.weights and a function that returns as many"
             )
-        return advantages.gdpo(*components, groups, lengths, objective.std_ddof, objective.std_eps)  # type: ignore[arg-type]
+        return weighted.gdpo(*components, groups, lengths, objective.std_ddof, objective.std_eps)  # type: ignore[arg-type]
     options = {"raft": [threshold], "signed": [threshold], "grpo": [objective.std_ddof, objective.std_eps]}
-    extra = [lengths] if name in _NEED_LENGTHS else options.get(name, [])
-    return getattr(advantages, name)(rewards, groups, *extra)
+    if name in _NEED_LENGTHS:
+        return getattr(weighted, name)(rewards, groups, lengths)
+    return getattr(of_groups, name)(rewards, groups, *options.get(name, []))
 
 
 def token_advantages(

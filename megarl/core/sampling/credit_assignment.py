@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megarl.core.advantages import normalize_by_pool
+from megarl.core.advantages.groups import normalize_by_pool
 from megarl.core.choices.credit import Credit
 from megarl.core.sampling.allocation import clamp_rates, objective_slope
 from megarl.core.sampling.collector import Pool, PoolRows, Selection
