@@ -265,19 +265,6 @@ def test_refusals():
     collector.add(0, 1, 1.0)
     with pytest.raises(ValueError, match="arrived twice"):
         collector.add(0, 1, 1.0)
-    for options in (
-        {"num_prompts": 0},
-        {"num_prompts": 4, "refill": True},
-        {"num_prompts": 4, "max_prompts": 9},
-        {"num_prompts": 4, "refill": True, "max_prompts": 3},
-        {"num_prompts": 4, "spare": 1},
-        {"num_prompts": 4, "spare": -1, "refill": True, "max_prompts": 9},
-    ):
-        with pytest.raises(ConfigError, match="prompts"):
-            Collector(Uniform(2), **options)
-    for options in ({"num_prompts": 3}, {"num_prompts": 2, "refill": True, "max_prompts": 4}):
-        with pytest.raises(ConfigError, match="2 prompts were allotted"):
-            Collector(Allotted((2, 2)), **options)
 
 
 @example(keys=[(0, 0), (0, 3), (1, 0)], wanted=[(1, 0), (1, 1)])
