@@ -28,7 +28,7 @@ from megarl.watch.health import CHECKS, judge_run
 NOT_RECORDED = "not recorded"
 _RUN_COLORS = ("blue", "orange", "teal", "red", "purple", "yellow", "cyan", "brown")
 _NOTE = """Drag over a figure to zoom, double-click to go back; a click on a name in the legend hides its line, a
-double-click shows it alone. Bands show the range over the mini-batches of a step. In runs of 40 steps and more, bold
+double-click shows it alone. Values of mini-batches are shown as the mean of a step. In runs of 40 steps and more, bold
 lines are centred moving averages, and pale lines are the values, of long runs the smallest and largest ones. Dots
 (held-out) are never averaged."""
 
@@ -85,13 +85,11 @@ def _make_page(sources: Sequence[_Source]) -> bytes:
     colors = [None] if is_single else [COLORS[name] for name in _RUN_COLORS]
     runs = [Run(source.name, source.curves, color) for source, color in zip(sources, colors, strict=False)]
     figures: list[Figure] = []
-    cards, absent = "", []
+    cards = ""
     for key, panel in read_panels().items():
         if any(panel.is_recorded(run.curves) for run in runs):
             first, figures = len(figures), [*figures, *make_figures(panel, runs)]
             cards += page.render_card(key, panel, range(first, len(figures)))
-        elif not panel.optional:
-            absent.append(f"{panel.title.lower()} ({', '.join(panel.needs)})")
     headlines = [_make_headline(source.records, source.curves, source.config) for source in sources]
     labels = dict.fromkeys(label for headline in headlines for label in headline)
     rows = [[label, *(headline.get(label, NOT_RECORDED) for headline in headlines)] for label in labels]
@@ -102,8 +100,7 @@ def _make_page(sources: Sequence[_Source]) -> bytes:
         f'<section id="health">{"".join(verdicts)}</section>'
         f"{page.render_table(rows if is_single else [['', *names], *rows])}"
         f'<p class="note">{_NOTE}</p><div class="panels">{cards}</div>'
-        + (f'<p class="note">Not recorded: {"; ".join(absent)}.</p>' if absent else "")
-        + f"{page.render_samples(notes, any(samples))}{page.render_glossary()}"
+        f"{page.render_samples(notes, any(samples))}{page.render_glossary()}"
     )
     title = _get_setting(sources[0].config, "run", "name", names[0]) if is_single else " against ".join(names)
     folders = ", ".join(str(source.folder.resolve()) for source in sources)
