@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from megarl.core.advantages.groups import Values
-from megarl.core.ratios import LOGPROB_TOLERANCE
-from megarl.core.segments import segment_expand
+from megarl.core.ratios import LOGPROB_TOLERANCE, segment_expand
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import NumericsError, RolloutError, TraceError
 

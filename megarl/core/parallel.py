@@ -9,7 +9,7 @@ contiguous slices.
 import torch
 from torch import Tensor
 
-from megarl.core.segments import check_cu_seqlens, segment_expand, segment_lengths
+from megarl.core.ratios import check_cu_seqlens, segment_expand, segment_lengths
 
 
 def pad_cu_seqlens(cu_seqlens: Tensor, multiple: int) -> Tensor:

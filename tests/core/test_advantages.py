@@ -92,15 +92,6 @@ def test_raft_accepts_what_sampling_counts_as_positive(rewards, threshold):
     assert chosen.sum() == positives
 
 
-def test_rloo_counts_valid_responses_alone():
-    """[1, 0, 0, x]: G is 3, not 4; the reward of an invalid response may be anything."""
-    rewards, groups = torch.tensor([1.0, 0, 0, math.nan], dtype=torch.float64), [7] * 4
-    assert rloo(rewards, groups, valid=[True, True, True, False]).tolist() == [1, -0.5, -0.5, 0]
-    assert rloo([3.0, 0.0, 1.0], [0, 0, 1], valid=[True, False, True]).tolist() == [0, 0, 0]
-    assert rloo([1.0, 0.0], [0, 0], valid=[False, False]).tolist() == [0, 0]
-    assert rloo([1.0, 0.0], [0, 0], valid=[1, 1]).tolist() == rloo([1.0, 0.0], [0, 0]).tolist() == [1, -1]
-
-
 @settings(max_examples=80, deadline=None)
 @given(batch=batches, ddof=st.sampled_from([0, 1]), data=st.data())
 def test_against_reference(batch, ddof, data):

@@ -17,17 +17,20 @@ from oracles.reference_objectives import over_scope
 from megarl.core.choices.parts import Scope
 from megarl.core.ratios import (
     aggregate,
+    check_cu_seqlens,
     is_logprob,
+    is_wrong_cu_seqlens,
     log_ratio,
     logprob_error,
     positions,
     segment_cumsum,
+    segment_expand,
     segment_ids,
+    segment_lengths,
     segment_sum,
     segment_total,
     usable_mask,
 )
-from megarl.core.segments import check_cu_seqlens, is_wrong_cu_seqlens, segment_expand, segment_lengths
 
 
 def test_log_ratio_masks_before_subtracting_and_clamps():

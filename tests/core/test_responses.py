@@ -104,32 +104,6 @@ def test_what_is_needed_and_not_given_is_refused() -> None:
         objective("process", selection="positive")
 
 
-@pytest.mark.parametrize("name", [*EXPECTED, lambda rewards, groups: rewards - rewards.mean()])
-@settings(max_examples=15, deadline=None)
-@given(valid=st.lists(st.booleans(), min_size=7, max_size=7), as_tensors=st.booleans())
-def test_a_response_that_is_not_valid_is_in_no_statistics(name: Any, valid: list[bool], as_tensors: bool) -> None:
-    """The same as if it had not been drawn, whatever its reward is; it gets 0 and does not train."""
-    keep = np.array(valid)
-    garbage = [reward if known else math.nan for reward, known in zip(REWARDS, valid, strict=True)]
-    several: dict[str, Any] = {"lengths": np.array(LENGTHS)[keep], "components": (PAIRS[keep], WEIGHTS)}
-    rewards: Any = torch.tensor(garbage, dtype=torch.float64) if as_tensors else garbage
-    groups: Any = torch.tensor(GROUPS) if as_tensors else GROUPS
-    if not keep.any() and callable(name):
-        return  # a function of the user is not asked about nothing
-    for selection in ("all", "mixed_groups", "positive"):
-        o = objective(name, selection=selection)
-        given_rewards, given_groups = np.array(REWARDS)[keep], np.array(GROUPS)[keep]
-        found = advantages_of(o, rewards, groups, 0.4, **GIVEN, valid=valid)
-        alone = advantages_of(o, given_rewards, given_groups, 0.4, **several)
-        np.testing.assert_allclose(found[torch.from_numpy(keep)], alone, rtol=0, atol=1e-12)
-        assert (found[torch.from_numpy(~keep)] == 0).all()
-        trains = select_responses(o, rewards, groups, 0.4, **GIVEN, valid=valid)
-        assert trains.dtype == torch.bool
-        some = select_responses(o, given_rewards, given_groups, 0.4, **several)
-        assert trains[torch.from_numpy(keep)].tolist() == some.tolist()
-        assert not trains[torch.from_numpy(~keep)].any()
-
-
 @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline", "gdpo"])
 def test_groups_that_leave_the_denominators_leave_the_statistics(name: str) -> None:
     """The last three responses do not train with mixed_groups: the tokens of the others have mean 0."""

@@ -37,16 +37,12 @@ def grpo(rewards: Values, groups: Values, ddof: int = 1, eps: float = 1e-6) -> T
     return standardize(rewards.double(), inverse, ddof, eps).to(rewards.dtype)
 
 
-def rloo(rewards: Values, groups: Values, valid: Values | None = None) -> Tensor:
+def rloo(rewards: Values, groups: Values) -> Tensor:
     """Return ``(R - mean_group(R)) * G / (G - 1)``: R minus the mean over the remaining group.
 
-    rewards: [N]; groups: integer [N]; valid: bool [N], False for a response without an outcome (None: all have one):
-    left out of G and the mean, with any reward, and advantage 0; result: [N], 0 for a group of one. Raises
+    rewards: [N]; groups: integer [N]; result: [N], 0 for a group of one. Leave responses without an outcome out. Raises
     NumericsError if a reward is not finite. Source: RLOO (Ahmadian et al., arXiv 2402.14740).
     """
-    if valid is not None:
-        keep = as_tensor(valid).bool()
-        return fill(rloo(take(rewards, keep), take(groups, keep)), keep)
     rewards, inverse = prepare(rewards, groups)
     counts = torch.bincount(inverse)
     factors = counts.double() / (counts - 1).clamp(min=1)
@@ -180,15 +176,8 @@ def as_tensor(values: Values) -> Tensor:
     return values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
 
 
-def take(values: Values, keep: Tensor) -> Tensor:
-    """Return the rows of ``values`` where keep, bool [N], is True."""
-    values = as_tensor(values)
-    return values[keep.to(values.device)]
-
-
 def fill(values: Tensor, keep: Tensor) -> Tensor:
-    """Return [N]: ``part`` where keep, bool [N], is True; 0 elsewhere."""
-    keep = keep.to(values.device)
+    """Return [N]: ``values`` where keep, bool [N], is True; 0 elsewhere."""
     return values.new_zeros(keep.shape).masked_scatter(keep, values)
 
 

@@ -5,8 +5,16 @@ import torch
 from torch import Tensor
 
 from megarl.core.advantages.groups import Values, prepare, standardize
-from megarl.core.ratios import is_logprob, log_ratio, logprob_error, positions, segment_cumsum, segment_sum
-from megarl.core.segments import check_cu_seqlens, segment_expand
+from megarl.core.ratios import (
+    check_cu_seqlens,
+    is_logprob,
+    log_ratio,
+    logprob_error,
+    positions,
+    segment_cumsum,
+    segment_expand,
+    segment_sum,
+)
 
 
 def token_level_returns(

@@ -18,8 +18,17 @@ from torch import Tensor
 from megarl.core.choices.parts import NON_NEGATIVE_ADVANTAGES, Objective, Policies, Scope
 from megarl.core.choices.records import call_own, name_of
 from megarl.core.devices import DeviceChecks
-from megarl.core.ratios import LOG_RATIO_BOUND, aggregate, is_logprob, logprob_error, positions, usable_mask
-from megarl.core.segments import check_cu_seqlens, cu_seqlens_error, is_wrong_cu_seqlens
+from megarl.core.ratios import (
+    LOG_RATIO_BOUND,
+    aggregate,
+    check_cu_seqlens,
+    cu_seqlens_error,
+    is_logprob,
+    is_wrong_cu_seqlens,
+    logprob_error,
+    positions,
+    usable_mask,
+)
 from megarl.errors import ConfigError, NumericsError
 
 

@@ -38,8 +38,7 @@ from megarl.core.objectives.weights import (
     kl_penalty,
     sum_factor,
 )
-from megarl.core.ratios import ratio_gradient, segment_sum
-from megarl.core.segments import segment_expand
+from megarl.core.ratios import ratio_gradient, segment_expand, segment_sum
 from megarl.errors import ConfigError
 
 

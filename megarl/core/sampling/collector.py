@@ -62,12 +62,6 @@ class Pool:
         """Whether samples are still to arrive."""
         return len(self.rewards) < self.num_asked
 
-    def drawn(self) -> list[int]:
-        """Return the number of samples with a reward, by round."""
-        edges = np.cumsum([0, *self.asked])
-        samples = [sample for sample, reward in self.rewards.items() if reward is not None]
-        return np.histogram(samples, bins=edges)[0].tolist() if edges[-1] else []
-
     def classes(self, threshold: float) -> tuple[int, int]:
         """Number of rewards above the threshold, and of the others."""
         arrived = [reward for reward in self.rewards.values() if reward is not None]

@@ -15,9 +15,6 @@ from plotly.offline import get_plotlyjs
 from megarl.ops.report.figures import Figure
 from megarl.ops.report.series import Panel, read_glossary
 
-PLOT = '<div class="plot" data-figure="0"></div>'
-"""The body of a page with one figure."""
-
 
 def make_page(
     title: str, subtitle: str, body: str, figures: Sequence[Figure], samples: Sequence[Mapping[str, Any]] = ()
