@@ -1,7 +1,7 @@
 """Log-ratios between policies, and sums over sequences that are packed back to back.
 
-Packed layout: ``T`` tokens of ``N`` sequences, sequence ``n`` is ``[cu_seqlens[n], cu_seqlens[n+1])``; cu_seqlens is int64
-[N+1].
+Packed layout: ``T`` tokens of ``N`` sequences, sequence ``n`` is ``[cu_seqlens[n], cu_seqlens[n+1])``; cu_seqlens is
+int64 [N+1].
 """
 
 from __future__ import annotations

@@ -254,9 +254,9 @@ class TestRefusals:
         [
             ({"aggregation": "mean"}, "token-mean"),
             ({"advantage": "gae"}, "group_mean"),
-            ({"norm_length": 2.0}, "norm_length is 2.0, expected a whole number or None"),
-            ({"prefix_grad": 1}, "prefix_grad is 1, expected true or false"),
-            ({"aggregation": None}, "aggregation is None, expected one of 'token-mean'"),
+            ({"norm_length": 2.0}, "norm_length is 2.0, expected int or None"),
+            ({"prefix_grad": 1}, "prefix_grad is 1, expected bool"),
+            ({"aggregation": None}, "aggregation is None, expected 'token-mean' or"),
             ({"advantage": "token_level_kl", "kl_coef": 0.1, "selection": "positive"}, "selection 'positive'"),
             ({"aggregation": "seq-mean-token-sum-norm"}, "norm_length"),
             ({"norm_length": 5}, "norm_length"),

@@ -57,46 +57,37 @@ def advantages_of(
     mixed = _in_mixed_groups(rewards, groups) if objective.selection == "mixed_groups" else None
     if mixed is not None and lengths is not None:
         lengths = as_tensor(lengths) * mixed.to(as_tensor(lengths).device)
-    values = _all_advantages(objective, rewards, groups, threshold, lengths, components)
-    if mixed is not None:
-        values = torch.where(mixed.to(values.device), values, 0.0)
-    elif objective.selection == "positive":
-        values = values.clamp(min=0)
-    return values
-
-
-def _all_advantages(
-    objective: Objective,
-    rewards: Values,
-    groups: Values,
-    threshold: float,
-    lengths: Values | None,
-    components: Components | None,
-) -> Tensor:
     name = objective.advantage
     if callable(name):
         values = torch.as_tensor(rewards, dtype=torch.float64, device="cpu").clone()
         ids, every = torch.as_tensor(groups, device="cpu").clone(), torch.ones_like(values, dtype=torch.bool)
-        return call_part("advantage", name, values, ids, expected=values, trains=every)
-    if name in TOKEN_ADVANTAGES:
+        values = call_part("advantage", name, values, ids, expected=values, trains=every)
+    elif name in TOKEN_ADVANTAGES:
         raise ConfigError(
             f"objective: advantage {name!r} differs between the tokens of a response, and this caller has one "
             "reward for each; use step_advantages() with the rewards of steps for 'process', token_advantages() "
             "with ref_logprobs for 'token_level_kl', or another advantage"
         )
-    if name in _NEED_LENGTHS and lengths is None:
+    elif name in _NEED_LENGTHS and lengths is None:
         raise ConfigError(f"objective: advantage {name!r} needs the lengths of the responses; give their loss tokens")
-    if name == "gdpo":
+    elif name == "gdpo":
         if components is None:
             raise ConfigError(
                 "objective: advantage 'gdpo' needs several rewards of each response; give components = (rewards "
                 "[N, M], weights [M]), in a run by reward.weights and a function that returns as many"
             )
-        return weighted.gdpo(*components, groups, lengths, objective.std_ddof, objective.std_eps)  # type: ignore[arg-type]
-    options = {"raft": [threshold], "signed": [threshold], "grpo": [objective.std_ddof, objective.std_eps]}
-    if name in _NEED_LENGTHS:
-        return getattr(weighted, name)(rewards, groups, lengths)
-    return getattr(of_groups, name)(rewards, groups, *options.get(name, []))
+        scale = objective.std_ddof, objective.std_eps
+        values = weighted.gdpo(*components, groups, lengths, *scale)  # type: ignore[arg-type]
+    elif name in _NEED_LENGTHS:
+        values = getattr(weighted, name)(rewards, groups, lengths)
+    else:
+        options = {"raft": [threshold], "signed": [threshold], "grpo": [objective.std_ddof, objective.std_eps]}
+        values = getattr(of_groups, name)(rewards, groups, *options.get(name, []))
+    if mixed is not None:
+        values = torch.where(mixed.to(values.device), values, 0.0)
+    elif objective.selection == "positive":
+        values = values.clamp(min=0)
+    return values
 
 
 def token_advantages(
