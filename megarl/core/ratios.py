@@ -6,7 +6,6 @@ int64 [N+1].
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,15 +43,16 @@ def is_logprob(column: Tensor) -> Tensor:
 
 def logprob_error(name: str, column: Tensor, bad: Tensor) -> NumericsError:
     """Return the error for a column [T] with impossible values where ``bad``, bool [T], is True at least once."""
-    token = int(bad.nonzero()[0])
-    value = column[token].item()
-    text = f"{name} is {value:g} at token {token} of the packed batch ({int(bad.sum())} such loss tokens), expected "
-    if 0 < value < float("inf"):
-        return NumericsError(
-            f"{text}a log-probability, which is at most 0: these may be raw logits (take the log-softmax over the "
-            "vocabulary at the sampled token), or probabilities (take their log)"
-        )
-    return NumericsError(f"{text}a number or -inf: look at the pass that computed this column")
+    return NumericsError(
+        f"{describe_first(name, column, bad)}, expected a log-probability, which is at most 0 (-inf included), never "
+        "NaN: of raw logits take the log-softmax"
+    )
+
+
+def describe_first(name: str, column: Tensor, bad: Tensor) -> str:
+    """Return where a column [T] is ``bad``, bool [T], first."""
+    token, count = int(bad.nonzero()[0]), int(bad.sum())
+    return f"{name} is {column[token].item():g} at token {token} of the packed batch ({count} such loss tokens)"
 
 
 def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor, bound: float = LOG_RATIO_BOUND) -> Tensor:
@@ -172,7 +172,7 @@ def _segment_cumsum(values: Tensor, cu_seqlens: Tensor, reverse: bool) -> Tensor
 def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
     """Raise ValueError unless cu_seqlens is an integer [N+1] that rises from 0 to num_tokens; reads a device once."""
     if bool(is_wrong_cu_seqlens(cu_seqlens, num_tokens)):
-        raise cu_seqlens_error(cu_seqlens, num_tokens)
+        raise ValueError(f"cu_seqlens is {cu_seqlens.tolist()!s:.200}, expected to rise from 0 to {num_tokens} tokens")
 
 
 def is_wrong_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
@@ -180,18 +180,6 @@ def is_wrong_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
         raise ValueError(f"cu_seqlens must be an integer tensor [N+1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
     return (cu_seqlens[0] != 0) | (cu_seqlens[-1] != num_tokens) | (segment_lengths(cu_seqlens) < 0).any()
-
-
-def cu_seqlens_error(cu_seqlens: Tensor, num_tokens: int) -> ValueError:
-    """Return the ValueError for cu_seqlens refused by ``is_wrong_cu_seqlens``. cu_seqlens: [N+1]."""
-    bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != num_tokens:
-        return ValueError(
-            f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}, but the batch holds {num_tokens} tokens: "
-            f"it must start at 0 and end at the number of tokens"
-        )
-    sequence, (start, end) = next((n, pair) for n, pair in enumerate(pairwise(bounds)) if pair[1] < pair[0])
-    return ValueError(f"cu_seqlens falls from {start} to {end} at sequence {sequence}; it must not decrease")
 
 
 def segment_lengths(cu_seqlens: Tensor) -> Tensor:

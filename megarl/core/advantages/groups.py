@@ -122,9 +122,7 @@ def normalize_by_pool(
     trained = as_tensor(groups).to(ids.device)
     row = torch.searchsorted(ids, trained).clamp(max=max(ids.numel() - 1, 0))
     if trained.numel() and (not ids.numel() or bool((ids[row] != trained).any())):
-        raise ValueError(
-            f"groups {trained.tolist()} train, but the pool holds {ids.tolist()}: pool all that is sampled"
-        )
+        raise ValueError(f"groups {trained.tolist()} train, expected all of them in the pool, {ids.tolist()}")
     pool = pool.double()
     counts, uniform = torch.bincount(inverse), uniform_groups(pool, inverse)
     mean = pool.new_zeros(counts.numel()).index_add(0, inverse, pool) / counts
@@ -164,8 +162,8 @@ def prepare(rewards: Values, groups: Values) -> tuple[Tensor, Tensor]:
     if not bool(finite.all()):
         first = int((~finite).nonzero()[0])
         raise NumericsError(
-            f"the reward of response {first} (group {groups[first].item()}) is {rewards[first].item()}, "
-            f"expected a finite number: the reward function must not return NaN or infinity"
+            f"the reward of response {first} (group {groups[first].item()}) is {rewards[first].item()}, expected a "
+            "finite number"
         )
     _, inverse = torch.unique(groups.to(rewards.device), return_inverse=True)
     return rewards, inverse

@@ -106,10 +106,7 @@ def _replaced_list(old: tuple[Any, ...], element: tuple[Any, ...], value: Any, l
         for key, change in value.items():
             last = len(elements) - (change == OFF)
             if not (str(key).isdecimal() and int(key) <= last):
-                raise ConfigError(
-                    f"{place}.{key}: expected a number from 0 to {last}, as there are {len(elements)}"
-                    + ("" if change == OFF else f"; {last} adds one")
-                )
+                raise ConfigError(f"{place}.{key}: expected a number from 0 to {last}, of {len(elements)} there")
             index = int(key)
             if index == len(elements):
                 elements.append(None)

@@ -13,20 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from megarl.ops.report.series import (
-    Curve,
-    Curves,
-    Line,
-    Panel,
-    benchmarks,
-    layer_curves,
-    read_table,
-    smooth,
-    thin,
-)
+from megarl.ops.report import series
 
 Figure = dict[str, Any]
-COLORS: dict[str, str] = read_table("colors.toml")["series"]
+COLORS: dict[str, str] = series.read_table("colors.toml")["series"]
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _SMOOTHED_FROM = 40
 """Number of steps from which a moving average is plotted."""
@@ -40,12 +30,12 @@ class Run:
     """One run of a report."""
 
     name: str
-    curves: Curves
+    curves: series.Curves
     color: str | None = None
     """Of all its lines; None: a colour per series."""
 
 
-def make_figures(panel: Panel, runs: Sequence[Run]) -> list[Figure]:
+def make_figures(panel: series.Panel, runs: Sequence[Run]) -> list[Figure]:
     """Return the figures of a panel: a figure of all runs with its metrics, or for maps a figure per run."""
     runs = [run for run in runs if panel.is_recorded(run.curves)]
     if panel.kind == "layers":
@@ -95,7 +85,7 @@ def _axis(title: str, **options: Any) -> Figure:
     return {"title": {"text": title}, **options}
 
 
-def _plot_lines(panel: Panel, run: Run, place: int) -> Iterator[Figure]:
+def _plot_lines(panel: series.Panel, run: Run, place: int) -> Iterator[Figure]:
     """Plot the recorded metrics: mini-batches as their mean, long curves as moving averages."""
     for index, line in enumerate(_lines_of(panel, run.curves)):
         if (curve := run.curves.get(line.metric)) is not None:
@@ -106,16 +96,18 @@ def _plot_lines(panel: Panel, run: Run, place: int) -> Iterator[Figure]:
                 yield from _plot_curve(curve, style)
 
 
-def _lines_of(panel: Panel, curves: Curves) -> list[Line]:
+def _lines_of(panel: series.Panel, curves: series.Curves) -> list[series.Line]:
     """Return the lines of a panel, for a metric of NAME a line of each benchmark."""
-    shown = [(line, name) for line in panel.lines for name in (benchmarks(curves) if "NAME" in line.metric else [""])]
-    return [
-        replace(line, metric=line.metric.replace("NAME", name), label=line.label.replace("NAME", name))
-        for line, name in shown
-    ]
+    lines: list[series.Line] = []
+    for line in panel.lines:
+        names = series.benchmarks(curves) if "NAME" in line.metric else [""]
+        lines += [
+            replace(line, metric=line.metric.replace("NAME", x), label=line.label.replace("NAME", x)) for x in names
+        ]
+    return lines
 
 
-def _style(run: Run, line: Line, place: int, index: int) -> Figure:
+def _style(run: Run, line: series.Line, place: int, index: int) -> Figure:
     """The common settings of the traces of a line. The legend hides line, band and pale values together."""
     prefix = "" if run.color is None else f"{run.name}: "
     width = (3.6, 2.2, 1.5)[min(index if run.color is None else place, 2)]
@@ -128,23 +120,23 @@ def _style(run: Run, line: Line, place: int, index: int) -> Figure:
     }
 
 
-def _trace(style: Figure, curve: Curve, mode: str, **options: Any) -> Figure:
+def _trace(style: Figure, curve: series.Curve, mode: str, **options: Any) -> Figure:
     return {**style, "mode": mode, **options, "x": numbers(curve.x), "y": numbers(curve.y)}
 
 
-def _plot_curve(curve: Curve, style: Figure) -> Iterator[Figure]:
+def _plot_curve(curve: series.Curve, style: Figure) -> Iterator[Figure]:
     mean = curve.per_step()
     is_long = len(mean.x) >= _SMOOTHED_FROM
     if is_long:
         pale = {"line": {**style["line"], "width": 1, "dash": "solid"}, "opacity": 0.35, "showlegend": False}
-        yield _trace(style, thin(mean), "lines", **pale, hoverinfo="skip")
-    shown = thin(replace(mean, y=smooth(mean.y, max(5, len(mean.y) // 25)))) if is_long else mean
+        yield _trace(style, series.thin(mean), "lines", **pale, hoverinfo="skip")
+    shown = series.thin(replace(mean, y=series.smooth(mean.y, max(5, len(mean.y) // 25)))) if is_long else mean
     yield _trace(style, shown, "lines" if len(shown.x) > 12 else "lines+markers", marker={"size": 4})
 
 
-def _plot_layers(panel: Panel, run: Run) -> Figure:
+def _plot_layers(panel: series.Panel, run: Run) -> Figure:
     """Plot a map of MoE layers against steps; the metrics of the panel are prefixes as in ``layer_curves``."""
-    layers = {layer: curve.per_step() for layer, curve in layer_curves(run.curves, panel.metrics).items()}
+    layers = {layer: curve.per_step() for layer, curve in series.layer_curves(run.curves, panel.metrics).items()}
     steps = np.unique(np.concatenate([curve.x for curve in layers.values()]))
     grid = np.full((len(layers), len(steps)), np.nan)
     for row, curve in enumerate(layers.values()):
@@ -157,7 +149,7 @@ def _plot_layers(panel: Panel, run: Run) -> Figure:
     return {"data": [_map_trace(grid, steps[starts], tuple(layers))], "layout": layout}
 
 
-def _scale_y(layout: Figure, panel: Panel, data: Sequence[Figure]) -> None:
+def _scale_y(layout: Figure, panel: series.Panel, data: Sequence[Figure]) -> None:
     """Set the y axis of a panel whose lines are plotted."""
     axis, scale = layout["yaxis"], panel.scale
     values = [value for trace in data for value in trace["y"] if value is not None]
