@@ -231,8 +231,9 @@ def _refuse_negative_advantages(objective: Objective, columns: TokenColumns) -> 
     bad = columns.loss_mask & (columns.advantages < 0)
     first = ratios.describe_first("advantages", columns.advantages, bad)
     raise ConfigError(
-        f"{first}, but {objective.advantage!r}, the advantage of this objective, is never negative; these belong to another objective, and would make responses less likely: "
-        "give the result of megarl.core.objectives.advantages_of(objective, rewards, groups)"
+        f"{first}, but {objective.advantage!r}, the advantage of this objective, is never negative; these belong to "
+        "another objective, and would make responses less likely: give the result of "
+        "megarl.core.objectives.advantages_of(objective, rewards, groups)"
     )
 
 

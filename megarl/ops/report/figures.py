@@ -101,9 +101,10 @@ def _lines_of(panel: series.Panel, curves: series.Curves) -> list[series.Line]:
     lines: list[series.Line] = []
     for line in panel.lines:
         names = series.benchmarks(curves) if "NAME" in line.metric else [""]
-        lines += [
-            replace(line, metric=line.metric.replace("NAME", x), label=line.label.replace("NAME", x)) for x in names
-        ]
+        for name in names:
+            lines.append(
+                replace(line, metric=line.metric.replace("NAME", name), label=line.label.replace("NAME", name))
+            )
     return lines
 
 
