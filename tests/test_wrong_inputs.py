@@ -77,7 +77,7 @@ CASES: dict[str, tuple[str, Callable[[], object], str]] = {
     # name: command, what is done to the files before, what the line contains
     "not TOML": (TRAIN, whole("run.toml", b"{}"), "not valid TOML"),
     "empty": (TRAIN, whole("run.toml", b""), "run, model, data, rollout, optim: missing"),
-    "a table misspelt": (TRAIN, text("run.toml", "[sft]", "[sfy]"), "[sfy]: unknown table; did you mean sft"),
+    "a table misspelt": (TRAIN, text("run.toml", "[sft]", "[sfy]"), "sfy: unknown key; did you mean sft"),
     "a NUL": (TRAIN, text("run.toml", '"model"', '"mo\\u0000del"'), "without NUL characters"),
     "one of two types": (TRAIN, text("run.toml", "[optim]", '[train]\nmax_k3 = "on"\n[optim]'), "'learn' or 'off'"),
     "another architecture": (TRAIN, text("model/config.json", "qwen3_moe", "mamba"), "'mamba'"),

@@ -36,9 +36,6 @@ def plot(axes: Axes, figure: dict) -> None:
     """Plot the lines of one of the report's figures."""
     for trace in figure["data"]:
         x, y = (np.array(trace[name], float) for name in "xy")
-        if "fill" in trace:
-            axes.fill(x, y, color=trace["line"]["color"], alpha=0.16, linewidth=0)
-            continue
         look = {"alpha": trace.get("opacity", 1.0), "color": trace["line"]["color"], "linewidth": 1.7}
         marker = "o" if "markers" in trace["mode"] else None
         dash = DASHES[trace["line"]["dash"]] if "lines" in trace["mode"] else ""

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.core.choices.stopping import Allotted, SamplingRule, Uniform, ada_seq_balance, ada_seq_pos
-from megarl.core.sampling import allocate, allocate_by_weights, budget_weights, gvm_allocate
+from megarl.core.sampling import allocate, gvm_allocate
+from megarl.core.sampling.allocation import allocate_by_weights, budget_weights
 from megarl.core.sampling.subsampling import positives_to_keep
 from megarl.errors import ConfigError
 from megarl.text_table import text_table

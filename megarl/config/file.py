@@ -141,7 +141,8 @@ def annotation_of(dotted: str) -> Any:
 def unknown_key(dotted: str) -> str:
     """Return the message for an unknown dotted key."""
     same_name = [key for key in keys() if key.rpartition(".")[2] == dotted.rpartition(".")[2]]
-    hint = f"did you mean {' or '.join(same_name)}?" if same_name else did_you_mean(dotted, keys(), "remove it")
+    known = keys() if "." in dotted else Config.model_fields
+    hint = f"did you mean {' or '.join(same_name)}?" if same_name else did_you_mean(dotted, known, "remove it")
     return f"unknown key; {hint}"
 
 
@@ -151,10 +152,7 @@ def _one_line(error: ValidationError, table: Mapping[str, Any]) -> str:
     missing: list[str] = []
     for problem in sorted(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden"):
         dotted, kind = _place(problem, table), problem["type"]
-        if kind == "extra_forbidden" and isinstance(problem["input"], Mapping) and "." not in dotted:
-            hint = did_you_mean(dotted, Config.model_fields, "remove it")
-            problems[dotted] = f"[{dotted}]: unknown table; {hint}"
-        elif kind == "extra_forbidden":
+        if kind == "extra_forbidden":
             problems[dotted] = f"{dotted}: {unknown_key(dotted)}"
         elif kind == "missing":
             missing.append(dotted)

@@ -23,7 +23,7 @@ import torch
 from rich.filesize import decimal
 
 from megarl.convert.job import ConversionJob, Options, require_unchanged, same_bits
-from megarl.core.fp8 import SCALE, fp8_config, grid_of, is_fp8_weight, quantize_by_stripes
+from megarl.core.fp8 import SCALE, fp8_config, grid_of, is_fp8_weight, quantize_fp8
 from megarl.errors import ConfigError, NumericsError, some
 from megarl.files.hf_config import find_quantization
 from megarl.models.hf_files import HFCheckpoint, copy_model_files, pack_shards
@@ -107,7 +107,7 @@ def quantize(source: Path, out: Path, options: Options) -> None:
             )
         if name not in quantized:
             return {name: content.contiguous()}
-        return dict(zip((name, name + SCALE), quantize_by_stripes(content, options.block), strict=True))
+        return dict(zip((name, name + SCALE), quantize_fp8(content, options.block), strict=True))
 
     job = ConversionJob(out, source, source, options)
     copy = partial(copy_model_files, source, job.folder, None, config, predicts=True)

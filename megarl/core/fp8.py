@@ -20,7 +20,6 @@ SCALE = "_scale_inv"
 _SMALLEST = 1e-12
 """The maximum of a block of zeros: a scale of 0 would give NaN."""
 
-_STRIPE_VALUES = 1 << 20
 _EXPONENT_BITS = 0x7F800000
 
 _LINEAR = re.compile(r"\.(?!eh_proj\.)(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight$")
@@ -169,17 +168,3 @@ def _as_matrix(blocks: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     *stack, block_rows, height, block_columns, width = blocks.shape
     whole = blocks.reshape(*stack, block_rows * height, block_columns * width)
     return whole[..., : shape[-2], : shape[-1]]
-
-
-def quantize_by_stripes(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``quantize_fp8`` returns, with intermediate values of about a million elements at a time instead of all.
-    weight: [out, in].
-    """
-    rows, columns = weight.shape
-    height = max(1, _STRIPE_VALUES // (block[0] * max(1, columns)))  # in blocks
-    quantized = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
-    scale = torch.empty(grid_of(weight.shape, block))
-    for top in range(0, len(scale), height):
-        stripe = slice(top * block[0], (top + height) * block[0])
-        quantized[stripe], scale[top : top + height] = quantize_fp8(weight[stripe], block)
-    return quantized, scale

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from megarl.core.advantages import Values, uniform_groups
+from megarl.core.advantages.groups import Values, uniform_groups
 from megarl.core.metrics import Stat
 from megarl.core.ratios import LOG_RATIO_BOUND, log_ratio, segment_sum, usable_mask, widen
 

@@ -29,8 +29,6 @@ HISTOGRAM_EDGES = torch.cat([-_EDGES.flip(0), _EDGES])
 """Float64 [172], edges of the log-ratio histogram: geometric on both sides of 0. A quantile of |log r| is exact to 7.5
 % from 1e-4 to 20; smaller values count as 0."""
 _HISTOGRAM_EDGES = HISTOGRAM_EDGES.tolist()
-MOST_IN_HISTOGRAM = 1 << 16
-"""Larger batches put every second entry, every third and so on into a histogram, with as much weight."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,42 +54,38 @@ class Stat:
     @classmethod
     def mean(cls, values: Values, mask: Values | None = None) -> Stat:
         """Mean of the values over the mask."""
-        return cls("mean", torch.stack(_sum(values, mask)), _vector(device=torch.as_tensor(values).device))
+        selected, count = _select(values, mask)
+        return cls("mean", torch.stack([selected.sum(), count]), _vector(device=selected.device))
 
     @classmethod
     def means(cls, columns: Mapping[str, Tensor], count: Tensor) -> dict[str, Stat]:
         """Return the ``mean`` of columns [T] by name, in one reduction. Columns are 0 outside a mask with ``count``
         entries."""
         sums = torch.stack([column.detach().double() for column in columns.values()]).sum(1)
-        pairs = torch.stack([sums, count.double().expand_as(sums)], 1)
-        return cls._means(columns, pairs)
+        pairs, none = torch.stack([sums, count.double().expand_as(sums)], 1), _vector(device=sums.device)
+        return {name: cls("mean", pair, none) for name, pair in zip(columns, pairs.unbind(), strict=True)}
 
     @classmethod
     def means_of(cls, sums: Mapping[str, tuple[float, float]]) -> dict[str, Stat]:
         """Return the ``mean`` by name of entries on the host, from (sum, count)."""
-        return cls._means(sums, torch.tensor(list(sums.values()), dtype=torch.float64))
-
-    @classmethod
-    def _means(cls, names: Iterable[str], pairs: Tensor) -> dict[str, Stat]:
-        none = _vector(device=pairs.device)
-        return {name: cls("mean", pair, none) for name, pair in zip(names, pairs.unbind(), strict=True)}
+        return {name: cls("mean", torch.tensor(pair, dtype=torch.float64), _vector()) for name, pair in sums.items()}
 
     @classmethod
     def max(cls, values: Values, mask: Values | None = None) -> Stat:
         """Largest value over the mask."""
-        largest = _largest(values, mask)
+        flat = torch.as_tensor(values).flatten()
+        largest = _inside(flat, None if mask is None else torch.as_tensor(mask).flatten()).amax().double()
         return cls("max", _vector(device=largest.device), largest.reshape(1))
 
     @classmethod
     def maxima_of(cls, numbers: Mapping[str, float]) -> dict[str, Stat]:
         """The ``max`` of single numbers of the host."""
-        values, none = torch.tensor([[value] for value in numbers.values()], dtype=torch.float64), _vector()
-        return {name: cls("max", none, value) for name, value in zip(numbers, values.unbind(), strict=True)}
+        return {name: cls("max", _vector(), _vector(number)) for name, number in numbers.items()}
 
     @classmethod
     def totals_of(cls, numbers: Mapping[str, float]) -> dict[str, Stat]:
         """Return a ``total`` by name for numbers of the host."""
-        return {name: cls("total", stat.maxima, stat.sums) for name, stat in cls.maxima_of(numbers).items()}
+        return {name: cls.total(number) for name, number in numbers.items()}
 
     @classmethod
     def summary(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
@@ -100,7 +94,7 @@ class Stat:
         selected, count = _select(values, mask)
         sums = torch.stack([count, selected.sum(), torch.dot(selected, selected)])
         wide = values.detach().double()
-        return cls("summary", sums, _inside(torch.stack([wide, -wide]), mask, -math.inf).amax(1))
+        return cls("summary", sums, _inside(torch.stack([wide, -wide]), mask).amax(1))
 
     @classmethod
     def ratio(cls, log_ratio: Tensor, mask: Tensor) -> Stat:
@@ -108,14 +102,11 @@ class Stat:
         [T].
         """
         summary = cls.summary(log_ratio.double().exp(), mask)
-        stride = -(-log_ratio.numel() // MOST_IN_HISTOGRAM) or 1
-        if stride > 1:
-            log_ratio, mask = log_ratio[::stride], mask[::stride]
         # Edges are constant: the host need not wait for the copy.
         edges = HISTOGRAM_EDGES.to(log_ratio.device, non_blocking=True)
         bins = torch.bucketize(log_ratio.detach().double().contiguous(), edges)
         counts = summary.sums.new_zeros(edges.numel() + 1)
-        counts.index_add_(0, bins, mask.double(), alpha=stride)
+        counts.index_add_(0, bins, mask.double())
         return cls("ratio", torch.cat([summary.sums, counts]), summary.maxima)
 
     @classmethod
@@ -190,24 +181,13 @@ def _select(values: Values, mask: Values | None) -> tuple[Tensor, Tensor]:
     return torch.where(inside, wide, 0.0), torch.count_nonzero(inside).double()
 
 
-def _sum(values: Values, mask: Values | None) -> list[Tensor]:
-    """Return sum and number of the entries inside the mask, in float64."""
-    selected, count = _select(values, mask)
-    return [selected.sum(), count]
-
-
-def _largest(values: Values, mask: Values | None) -> Tensor:
-    """The largest entry in float64; -inf for no entries, neutral for a later maximum."""
-    flat = torch.as_tensor(values).flatten()
-    return _inside(flat, None if mask is None else torch.as_tensor(mask).flatten(), -math.inf).amax().double()
-
-
-def _inside(values: Values, mask: Values | None, other: float) -> Tensor:
-    entries = torch.as_tensor(values).detach()
+def _inside(values: Tensor, mask: Tensor | None) -> Tensor:
+    """The entries inside the mask; -inf, neutral for a maximum, elsewhere and for no entries."""
+    entries = values.detach()
     entries = entries if entries.is_floating_point() else entries.double()
     if not entries.numel():
-        return entries.new_full((*entries.shape[:-1], 1), other)
-    return entries if mask is None else torch.where(torch.as_tensor(mask), entries, other)
+        return entries.new_full((*entries.shape[:-1], 1), -math.inf)
+    return entries if mask is None else torch.where(mask, entries, -math.inf)
 
 
 def _mean(sums: list[float]) -> dict[str, float]:

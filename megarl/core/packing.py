@@ -10,7 +10,6 @@ No random numbers: the same lengths give the same micro-batches on every rank an
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
@@ -18,9 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.core.advantages import Values
-from megarl.core.ratios import LOGPROB_TOLERANCE
-from megarl.core.segments import segment_expand
+from megarl.core.advantages.groups import Values
+from megarl.core.ratios import LOGPROB_TOLERANCE, segment_expand
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import NumericsError, RolloutError, TraceError
 
@@ -187,22 +185,15 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
 
 def _place(lengths: Sequence[int], num_bins: int, max_tokens: int | None = None) -> list[list[int]] | None:
     """Put sequences, longest first, into the emptiest of num_bins; None as soon as one would exceed max_tokens."""
-    order = _longest_first(lengths)
-    bin_of = [0] * len(order)
-    # One integer, load * num_bins + index, compares as the pair does, and much faster. The first sequences go to
-    # empty bins.
-    heap = [lengths[sequence] * num_bins + index for index, sequence in enumerate(order[:num_bins])]
-    for index, sequence in enumerate(order[:num_bins]):
-        bin_of[sequence] = index
-    heapq.heapify(heap)
-    limit = math.inf if max_tokens is None else max_tokens
-    for sequence in order[num_bins:]:
-        emptiest = heap[0]
-        load, bin_of[sequence] = divmod(emptiest, num_bins)
-        if load + lengths[sequence] > limit:
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    heap = [(0, index) for index in range(num_bins)]
+    for sequence in _longest_first(lengths):
+        load, index = heap[0]
+        if max_tokens is not None and load + lengths[sequence] > max_tokens:
             return None
-        heapq.heapreplace(heap, emptiest + lengths[sequence] * num_bins)
-    return _gather_bins(bin_of)
+        bins[index].append(sequence)
+        heapq.heapreplace(heap, (load + lengths[sequence], index))
+    return sorted(sorted(members) for members in bins if members)
 
 
 def _divide(bins: list[list[int]], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
@@ -214,14 +205,6 @@ def _divide(bins: list[list[int]], lengths: Sequence[int], num_bins: int) -> lis
         halves = partition_into([lengths[i] for i in fullest], 2)
         bins += [[fullest[i] for i in half] for half in halves]
     return sorted(bins)
-
-
-def _gather_bins(bin_of: Sequence[int]) -> list[list[int]]:
-    """The sequences of each bin, ascending; bins in the order of their first sequences."""
-    bins: dict[int, list[int]] = {}
-    for sequence, index in enumerate(bin_of):
-        bins.setdefault(index, []).append(sequence)
-    return list(bins.values())
 
 
 def _tensor(column: np.ndarray, dtype: type[np.generic]) -> Tensor:

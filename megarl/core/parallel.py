@@ -9,7 +9,7 @@ contiguous slices.
 import torch
 from torch import Tensor
 
-from megarl.core.segments import check_cu_seqlens, segment_expand, segment_lengths
+from megarl.core.ratios import check_cu_seqlens, segment_expand, segment_lengths
 
 
 def pad_cu_seqlens(cu_seqlens: Tensor, multiple: int) -> Tensor:
@@ -39,13 +39,8 @@ def zigzag_indices(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     if cp_size == 1:
         return torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
     starts, lengths = cu_seqlens[:-1].long(), segment_lengths(cu_seqlens)
-    odd = (lengths % (2 * cp_size) != 0).nonzero()
-    if odd.numel():
-        sequence = int(odd[0])
-        raise ValueError(
-            f"sequence {sequence} has {int(lengths[sequence])} tokens, not a multiple of 2 * cp_size = {2 * cp_size}: "
-            f"pad with pad_cu_seqlens first"
-        )
+    if bool((lengths % (2 * cp_size)).any()):
+        raise ValueError(f"lengths are {lengths.tolist()}, expected multiples of {2 * cp_size}: use pad_cu_seqlens")
     chunk = lengths // (2 * cp_size)
     # Two runs of tokens per sequence, interleaved: [early chunk of 0, late chunk of 0, early chunk of 1, ...].
     run_starts = torch.stack([starts + cp_rank * chunk, starts + (2 * cp_size - 1 - cp_rank) * chunk], dim=1).flatten()

@@ -1,6 +1,7 @@
 """Log-ratios between policies, and sums over sequences that are packed back to back.
 
-Packed layout: ``T`` tokens of ``N`` sequences, sequence ``n`` is ``[cu_seqlens[n], cu_seqlens[n+1])``.
+Packed layout: ``T`` tokens of ``N`` sequences, sequence ``n`` is ``[cu_seqlens[n], cu_seqlens[n+1])``; cu_seqlens is
+int64 [N+1].
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megarl.core.segments import segment_expand, segment_lengths
 from megarl.errors import NumericsError
 
 if TYPE_CHECKING:
@@ -43,15 +43,16 @@ def is_logprob(column: Tensor) -> Tensor:
 
 def logprob_error(name: str, column: Tensor, bad: Tensor) -> NumericsError:
     """Return the error for a column [T] with impossible values where ``bad``, bool [T], is True at least once."""
-    token = int(bad.nonzero()[0])
-    value = column[token].item()
-    text = f"{name} is {value:g} at token {token} of the packed batch ({int(bad.sum())} such loss tokens), expected "
-    if 0 < value < float("inf"):
-        return NumericsError(
-            f"{text}a log-probability, which is at most 0: these may be raw logits (take the log-softmax over the "
-            "vocabulary at the sampled token), or probabilities (take their log)"
-        )
-    return NumericsError(f"{text}a number or -inf: look at the pass that computed this column")
+    return NumericsError(
+        f"{describe_first(name, column, bad)}, expected a log-probability, which is at most 0 (-inf included), never "
+        "NaN: of raw logits take the log-softmax"
+    )
+
+
+def describe_first(name: str, column: Tensor, bad: Tensor) -> str:
+    """Return where a column [T] is ``bad``, bool [T], first."""
+    token, count = int(bad.nonzero()[0]), int(bad.sum())
+    return f"{name} is {column[token].item():g} at token {token} of the packed batch ({count} such loss tokens)"
 
 
 def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor, bound: float = LOG_RATIO_BOUND) -> Tensor:
@@ -166,3 +167,26 @@ def _segment_cumsum(values: Tensor, cu_seqlens: Tensor, reverse: bool) -> Tensor
     if reverse:
         return segment_expand(bounds[1:], cu_seqlens, values.numel()) - running[:-1]
     return running[1:] - segment_expand(bounds[:-1], cu_seqlens, values.numel())
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
+    """Raise ValueError unless cu_seqlens is an integer [N+1] that rises from 0 to num_tokens; reads a device once."""
+    if bool(is_wrong_cu_seqlens(cu_seqlens, num_tokens)):
+        raise ValueError(f"cu_seqlens is {cu_seqlens.tolist()!s:.200}, expected to rise from 0 to {num_tokens} tokens")
+
+
+def is_wrong_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Return bool [], False if cu_seqlens rises from 0 to num_tokens. ValueError if it is no integer [N+1]."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
+        raise ValueError(f"cu_seqlens must be an integer tensor [N+1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
+    return (cu_seqlens[0] != 0) | (cu_seqlens[-1] != num_tokens) | (segment_lengths(cu_seqlens) < 0).any()
+
+
+def segment_lengths(cu_seqlens: Tensor) -> Tensor:
+    """Return int64 [N], the number of tokens of each sequence."""
+    return cu_seqlens.long().diff()
+
+
+def segment_expand(values: Tensor, cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
+    """Return [T], the per-sequence values [N] repeated for every token of their sequence; T as in ``segment_ids``."""
+    return torch.repeat_interleave(values, segment_lengths(cu_seqlens), output_size=num_tokens)

@@ -9,8 +9,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,36 +78,25 @@ def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
     # The ranks inherit this. Quickstarts are for a CPU; with more threads than cores, training is up to a hundred times
     # slower.
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
-    seconds: dict[str, float] = {}
-    with _timed(seconds, "start"):
-        config = load(path)
-        if not (untrained / "config.json").exists():
-            _say(f"making a tiny {family} model and 4096 sorting problems")
-            write_tiny_model(untrained, seed=config.run.seed, family=family)
-        if not (task / "demonstrations.jsonl").exists():
-            write_sort_task(task, seed=config.run.seed)
-        enable_cpu()  # before the forks of the ranks
-        from megarl.trainer.loop import train
-        from megarl.trainer.sft import sft
+    started = time.monotonic()
+    config = load(path)
+    if not (untrained / "config.json").exists():
+        _say(f"making a tiny {family} model and 4096 sorting problems")
+        write_tiny_model(untrained, seed=config.run.seed, family=family)
+    if not (task / "demonstrations.jsonl").exists():
+        write_sort_task(task, seed=config.run.seed)
+    enable_cpu()  # before the forks of the ranks
+    from megarl.trainer.loop import train
+    from megarl.trainer.sft import sft
+
     command, overrides = OnConfiguration(path), {"model.path": str(untrained)}
     if not (model / "config.json").exists():
-        with _timed(seconds, "cold start"):
-            _say("cold start: Megatron learns the format from demonstrations, 55 % of them sorted the wrong way")
-            start_ranks(["sft", str(path)], lambda: sft(command.load_for_ranks(overrides)))
+        _say("cold start: Megatron learns the format from demonstrations, 55 % of them sorted the wrong way")
+        start_ranks(["sft", str(path)], lambda: sft(command.load_for_ranks(overrides)))
     replay, ep = config.train.replay, config.parallel.ep
-    with _timed(seconds, "RL"):
-        _say(f"RL: MiniRL, replay {replay}, FP8-rounded rollout weights, {RANKS} ranks, ep {ep}")
-        start_ranks(["train", str(path)], lambda: train(command.load_for_ranks({})))
-    with _timed(seconds, "report"):
-        report = write_report(run)
-    _print_summary(out, config, report, seconds)
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    started = time.monotonic()
-    yield
-    seconds[name] = time.monotonic() - started
+    _say(f"RL: MiniRL, replay {replay}, FP8-rounded rollout weights, {RANKS} ranks, ep {ep}")
+    start_ranks(["train", str(path)], lambda: train(command.load_for_ranks({})))
+    _print_summary(out, config, write_report(run), time.monotonic() - started)
 
 
 def start_ranks(words: Sequence[str], work: Callable[[], int | None]) -> None:
@@ -141,15 +129,13 @@ def _be_rank(rank: int, port: int, words: Sequence[str], work: Callable[[], int 
     sys.exit(run_to_exit(words, work))
 
 
-def _print_summary(out: Path, config: Config, report: Path, seconds: dict[str, float]) -> None:
+def _print_summary(out: Path, config: Config, report: Path, seconds: float) -> None:
     evaluations = [r for r in read_metrics(config.run_dir / "metrics.jsonl") if r["kind"] == "eval"]
     rates, judged = [record["eval/pass_rate"] for record in evaluations], describe_judged(evaluations[-1], "eval")
-    phases = ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())
     run, path, megarl = _quoted(config.run_dir), _quoted(out / "quickstart.toml"), program()
     _say(
-        f"done in {sum(seconds.values()):.0f} s: held-out pass rate {rates[0]:.1%} -> {rates[-1]:.1%} "
+        f"done in {seconds:.0f} s: held-out pass rate {rates[0]:.1%} -> {rates[-1]:.1%} "
         f"(best {max(rates):.1%}){judged and f', {judged}'}\n"
-        f"  seconds  {phases}\n"
         f"  report   {report}\n"
         f"  status   {megarl} status {run}\n"
         f"  evaluate {program('torchrun')} --nproc-per-node {RANKS} -m megarl.cli eval {path} --checkpoint {run}\n"

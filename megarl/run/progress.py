@@ -47,24 +47,16 @@ def program(name: str = "megarl") -> str:
 
 def header(config: Config, shape: ModelShape, ranks: int, device: str) -> list[str]:
     """Return the lines that a training run begins with; ``device`` is the name of this rank's device."""
-    layout, train, rollout, saved = config.check_world_size(ranks), config.train, config.rollout, config.checkpoint
+    layout, train = config.check_world_size(ranks), config.train
     sizes = ", ".join(f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "cp", "dp", "ep", "etp"))
-    fp8 = {
-        "weights": rollout.fp8_rounding or config.sglang.fp8,
-        "activations": rollout.fp8_activations,
-        "cache": rollout.fp8_kv_cache,
-    }
-    rounded = "".join(f", FP8 {name}" for name, is_on in fp8.items() if is_on)
     experts = f", {shape.num_experts} experts" if shape.num_experts else ""
-    saving = f"every {saved.every} steps" if saved.every else "at the end" if saved.at_end else "when asked to stop"
     updates = f"{train.mini_batches} updates of {config.responses_per_step // train.mini_batches} responses per step"
     rows = {
         "where": f"{ranks} rank{'s' * (ranks > 1)} on {device}: {sizes}",
         "model": f"{config.model.path} ({shape.family}, {shape.num_layers} layers{experts}, {config.model.dtype})",
         "data": config.data.train,
         "objective": f"{train.objective}, replay {train.replay}, {updates}",
-        "engine": f"{rollout.engine} ({rollout.dtype}{rounded})",
-        "checkpoints": f"{config.run_dir / 'checkpoints'}, {saving}",
+        "engine": f"{config.rollout.engine} ({config.rollout.dtype})",
     }
     title = f"run '{config.run.name}' in {config.run_dir}, {config.run.steps} steps"
     return [title, *(f"  {name:<12} {text}" for name, text in rows.items())]

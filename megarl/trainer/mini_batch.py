@@ -17,7 +17,7 @@ from megarl.config import Config
 from megarl.core.devices import to_device
 from megarl.core.metrics import Stat, merge
 from megarl.core.objectives.columns import Denominators, TokenColumns
-from megarl.core.segments import segment_expand
+from megarl.core.ratios import segment_expand
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import AgreementError, TraceError
 from megarl.megatron.distributed import all_sum

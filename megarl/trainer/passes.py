@@ -24,8 +24,7 @@ from megarl.core.devices import DeviceChecks, to_device
 from megarl.core.measures import mismatch_metrics
 from megarl.core.metrics import Stat, merge
 from megarl.core.objectives import Objective
-from megarl.core.ratios import log_ratio, segment_sum, usable_mask
-from megarl.core.segments import segment_expand
+from megarl.core.ratios import log_ratio, segment_expand, segment_sum, usable_mask
 from megarl.errors import AgreementError, MegarlError, ReplayError
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.checkpoint import FrozenModel

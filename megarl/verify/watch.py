@@ -20,7 +20,7 @@ import torch
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
 from megarl.errors import ReplayError
-from megarl.files.moe_shape import MoeShape
+from megarl.files.hf_config import MoeShape
 from megarl.replay.layout import local_rows
 from megarl.replay.megatron_state import cp_position, tp_position, unwrap
 from megarl.replay.records import MicroRoutes

@@ -58,11 +58,18 @@ class GapReport:
         return {"healthy": self.is_healthy, "findings": self.findings, "limits": asdict(self.limits), "gaps": gaps}
 
     def to_text(self) -> str:
-        """Return a table of gaps, the disagreement by layer, and the verdict."""
-        tables = [_gap_table(self.pairs)]
-        if routed := [pair for pair in self.pairs if pair.flips]:
-            tables.append(_layer_table(routed))
-        return "\n\n".join([*tables, "\n  ".join(self.findings)])
+        """Return a table of gaps, and the verdict."""
+        rows = []
+        for pair in self.pairs:
+            name = f"{pair.rollout} *" if pair.is_configured else pair.rollout
+            for replay, gap in (("none", pair.native), ("r3", pair.replayed)):
+                if gap is not None:
+                    flip = "-" if pair.flips is None or replay == "r3" else f"{pair.flip:.2%}"
+                    numbers = f"{gap.k1:.1e}", f"{gap.k3:.1e}", f"{gap.extreme:.2%}", flip, str(pair.num_tokens)
+                    rows.append((name, pair.training, replay, *numbers))
+        heads = ("rollouts", "training", "replay", "KL (k1)", "k3", "extreme", "other experts", "tokens")
+        note = "* as configured; KL[rollout || training] in nats per token"
+        return f"{text_table(rows, heads, words=3)}\n{note}\n\n" + "\n  ".join(self.findings)
 
 
 def judge(pairs: Sequence[PairGap], replay: str, limits: GapLimits = GAP) -> GapReport:
@@ -112,23 +119,3 @@ def _causes(pairs: Sequence[PairGap], configured: PairGap, replay: str, limits: 
             yield (
                 f"rollout precision explains {explained:.0%} of the gap: it is {pair.native.k3:.1e} with fp32 rollouts"
             )
-
-
-def _gap_table(pairs: Sequence[PairGap]) -> str:
-    rows = []
-    for pair in pairs:
-        name = f"{pair.rollout} *" if pair.is_configured else pair.rollout
-        for replay, gap in (("none", pair.native), ("r3", pair.replayed)):
-            if gap is not None:
-                flip = "-" if pair.flips is None or replay == "r3" else f"{pair.flip:.2%}"
-                numbers = f"{gap.k1:.1e}", f"{gap.k3:.1e}", f"{gap.extreme:.2%}", flip, str(pair.num_tokens)
-                rows.append((name, pair.training, replay, *numbers))
-    heads = ("rollouts", "training", "replay", "KL (k1)", "k3", "extreme", "other experts", "tokens")
-    return text_table(rows, heads, words=3) + "\n* as configured; KL[rollout || training] in nats per token"
-
-
-def _layer_table(pairs: Sequence[PairGap]) -> str:
-    heads = ("MoE layer", *(f"{pair.rollout}/{pair.training}" for pair in pairs))
-    by_layer = zip(*(pair.flips or () for pair in pairs), strict=True)
-    rows = [(str(index), *(f"{flip:.2%}" for flip in flips)) for index, flips in enumerate(by_layer)]
-    return "Tokens with other experts, by layer, without replay:\n" + text_table(rows, heads, words=1)

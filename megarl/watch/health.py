@@ -34,14 +34,6 @@ def _largest(step: Step) -> float:
     return largest(step.values())
 
 
-def _smallest(step: Step) -> float:
-    return -largest([-value for value in step.values()])
-
-
-def _total(step: Step) -> float:
-    return sum(step.values())
-
-
 def _are_zero(step: Step, fewest: int = 3) -> float | None:
     """Return 1 if every value is 0, else 0; a mean reward of 0 may come from rewards that cancel out."""
     if len(step) < fewest:
@@ -123,8 +115,8 @@ class Check:
 
 _READS: dict[str, Callable[[Step], float | None]] = {
     "largest": _largest,
-    "smallest": _smallest,
-    "total": _total,
+    "smallest": lambda step: -largest([-value for value in step.values()]),
+    "total": lambda step: sum(step.values()),
     "zero": _are_zero,
     "zero_gradient": partial(_are_zero, fewest=1),
     "contrast": _contrast,

@@ -129,7 +129,6 @@ def test_samples_that_failed_count_as_drawn_and_for_nothing_else():
     assert found.prompts.tolist() == [0, 0]
     assert found.samples.tolist() == [1, 3]
     assert found.drawn.tolist() == [[0, 1], [4, 4], [2, 0], [1, 0]]
-    assert [pool.drawn() for pool in found.pools] == [[1, 1], [0, 0]]
     values = metrics(found)
     assert values["sampling/failed"] == 6
     assert values["sampling/short_prompts"] == 1
@@ -224,7 +223,6 @@ def test_allotted_counts():
     found = drive(Collector(Allotted((2, 0, 3)), 3), lambda p, s: float(p == 2 and s == 1), np.random.default_rng(0))
     assert found.prompts.tolist() == [0, 0, 2, 2, 2]
     assert [pool.num_asked for pool in found.pools] == [2, 0, 3]
-    assert [pool.drawn() for pool in found.pools] == [[2], [], [3]]
     assert metrics(found)["sampling/short_prompts"] == 0
     nothing = Collector(Allotted((0, 0)), 2)
     assert nothing.start() == []
@@ -265,19 +263,6 @@ def test_refusals():
     collector.add(0, 1, 1.0)
     with pytest.raises(ValueError, match="arrived twice"):
         collector.add(0, 1, 1.0)
-    for options in (
-        {"num_prompts": 0},
-        {"num_prompts": 4, "refill": True},
-        {"num_prompts": 4, "max_prompts": 9},
-        {"num_prompts": 4, "refill": True, "max_prompts": 3},
-        {"num_prompts": 4, "spare": 1},
-        {"num_prompts": 4, "spare": -1, "refill": True, "max_prompts": 9},
-    ):
-        with pytest.raises(ConfigError, match="prompts"):
-            Collector(Uniform(2), **options)
-    for options in ({"num_prompts": 3}, {"num_prompts": 2, "refill": True, "max_prompts": 4}):
-        with pytest.raises(ConfigError, match="2 prompts were allotted"):
-            Collector(Allotted((2, 2)), **options)
 
 
 @example(keys=[(0, 0), (0, 3), (1, 0)], wanted=[(1, 0), (1, 1)])

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.core.advantages import token_level_returns
+from megarl.core.advantages.tokens import token_level_returns
 from megarl.core.objectives import OBJECTIVES, Factor, TokenColumns, policy_loss
 
 VOCABULARY, HORIZON, BETA = 3, 3, 0.7

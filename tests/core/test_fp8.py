@@ -13,12 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megarl.core import fp8
 from megarl.core.fp8 import (
     dequantize_fp8,
     fp8_config,
     is_fp8_weight,
-    quantize_by_stripes,
     quantize_fp8,
     round_activations,
     round_through_fp8,
@@ -206,23 +204,3 @@ def test_transformers_reads_the_same_values_from_an_fp8_checkpoint(model_path: P
         name = f"model.layers.2.mlp.experts.{expert}.{{}}.weight"
         gate, up = (round_through_fp8(weights[name.format(part)]).bfloat16() for part in ("gate_proj", "up_proj"))
         assert torch.equal(fused[expert], torch.cat([gate, up]))
-
-
-def some_weight(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Blocks of 16 x 32 of different sizes, one of zeros, and values that come out as 0."""
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02
-    weight[: shape[0] // 2] *= 30.0
-    weight[:16, :32] = 0.0
-    weight[16:17, :5] = 1e-7
-    return weight.to(dtype)
-
-
-@pytest.mark.parametrize("shape", [(64, 96), (50, 70), (7, 9), (33, 200)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_stripes_are_the_whole(shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8, "_STRIPE_VALUES", 1500)  # one block row each, or all rows
-    weight, block = some_weight(shape, dtype), (16, 32)
-    quantized, scale = quantize_by_stripes(weight, block)
-    wanted, wanted_scale = quantize_fp8(weight, block)
-    assert torch.equal(quantized.view(torch.uint8), wanted.view(torch.uint8))
-    assert torch.equal(scale, wanted_scale)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from megarl.core.metrics import (
     HISTOGRAM_EDGES,
-    MOST_IN_HISTOGRAM,
     Stat,
     finalize,
     merge,
@@ -78,7 +77,7 @@ def test_quantiles_of_a_known_distribution():
     assert math.log(numbers["r/p01"]) == pytest.approx(-0.98, rel=0.075)
     assert math.log(numbers["r/p99"]) == pytest.approx(0.98, rel=0.075)
     assert numbers["r/p50"] == pytest.approx(1.0, abs=2e-4)
-    assert (len(HISTOGRAM_EDGES), MOST_IN_HISTOGRAM) == (172, 65536)
+    assert len(HISTOGRAM_EDGES) == 172
     constant = finalize({"r": Stat.ratio(torch.full((5,), 0.0), torch.ones(5, dtype=torch.bool))})
     assert [constant[f"r/{name}"] for name in ("mean", "std", "min", "max", "p01", "p99")] == [1, 0, 1, 1, 1, 1]
 
@@ -102,18 +101,6 @@ def test_two_uses_of_one_name_are_an_error():
 def test_names_may_be_absent_from_some_parts():
     merged = merge([{"a": Stat.total(1)}, {"a": Stat.total(2), "b": Stat.total(5)}])
     assert finalize(merged) == {"a": 3.0, "b": 5.0}
-
-
-def test_of_many_entries_every_second_one_counts_twice_in_the_quantiles():
-    values = torch.linspace(0.5, 1.5, MOST_IN_HISTOGRAM + 2, dtype=torch.float64)
-    values[1::2] = 100.0
-    stat = Stat.ratio(values.log(), torch.ones(len(values), dtype=torch.bool))
-    numbers = finalize({"v": stat})
-    assert numbers["v/p50"] == pytest.approx(1.0, rel=0.08)
-    assert numbers["v/p99"] < 2
-    assert numbers["v/max"] == pytest.approx(100)
-    assert float(stat.sums[3:].sum()) == len(values)
-    assert len(stat.sums) == 3 + 173, "count, sum and sum of squares; 172 edges have 173 bins between and beside them"
 
 
 def test_on_the_host_nothing_moves():

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import reference
 
-from megarl.core import advantages
+from megarl.core.advantages import groups, weighted
 from megarl.core.choices.parts import TOKEN_ADVANTAGES, AdvantageName, Objective
 from megarl.core.objectives import (
     OBJECTIVES,
@@ -45,18 +45,18 @@ def objective(advantage: Any, **parts: Any) -> Objective:
 
 
 EXPECTED = {
-    "group_mean": advantages.group_mean(REWARDS, GROUPS),
-    "grpo": advantages.grpo(REWARDS, GROUPS, 0, 0.01),
-    "rloo": advantages.rloo(REWARDS, GROUPS),
+    "group_mean": groups.group_mean(REWARDS, GROUPS),
+    "grpo": groups.grpo(REWARDS, GROUPS, 0, 0.01),
+    "rloo": groups.rloo(REWARDS, GROUPS),
     "raw": torch.tensor(REWARDS),
     "raw_mixed": torch.tensor([1.0, 0.0, 0.8, 0.0, 0.0, 0.0, 0.0]),
     "positive_part": torch.tensor(REWARDS),
     "raft": torch.tensor([1.0, 0, 1, 0, 1, 1, 1]),
     "signed": torch.tensor([1.0, -1, 1, -1, 1, 1, 1]),
-    "opo": advantages.opo(REWARDS, GROUPS, LENGTHS),
-    "reinforce_pp": advantages.reinforce_pp(REWARDS, GROUPS, LENGTHS),
-    "reinforce_pp_baseline": advantages.reinforce_pp_baseline(REWARDS, GROUPS, LENGTHS),
-    "gdpo": advantages.gdpo(PAIRS, WEIGHTS, GROUPS, LENGTHS, 0, 0.01),
+    "opo": weighted.opo(REWARDS, GROUPS, LENGTHS),
+    "reinforce_pp": weighted.reinforce_pp(REWARDS, GROUPS, LENGTHS),
+    "reinforce_pp_baseline": weighted.reinforce_pp_baseline(REWARDS, GROUPS, LENGTHS),
+    "gdpo": weighted.gdpo(PAIRS, WEIGHTS, GROUPS, LENGTHS, 0, 0.01),
 }
 
 
@@ -102,32 +102,6 @@ def test_what_is_needed_and_not_given_is_refused() -> None:
     assert select_responses(objective("process"), [1.0, 0.0], [0, 0]).all()
     with pytest.raises(ConfigError, match="one advantage per response, but those of 'process' differ"):
         objective("process", selection="positive")
-
-
-@pytest.mark.parametrize("name", [*EXPECTED, lambda rewards, groups: rewards - rewards.mean()])
-@settings(max_examples=15, deadline=None)
-@given(valid=st.lists(st.booleans(), min_size=7, max_size=7), as_tensors=st.booleans())
-def test_a_response_that_is_not_valid_is_in_no_statistics(name: Any, valid: list[bool], as_tensors: bool) -> None:
-    """The same as if it had not been drawn, whatever its reward is; it gets 0 and does not train."""
-    keep = np.array(valid)
-    garbage = [reward if known else math.nan for reward, known in zip(REWARDS, valid, strict=True)]
-    several: dict[str, Any] = {"lengths": np.array(LENGTHS)[keep], "components": (PAIRS[keep], WEIGHTS)}
-    rewards: Any = torch.tensor(garbage, dtype=torch.float64) if as_tensors else garbage
-    groups: Any = torch.tensor(GROUPS) if as_tensors else GROUPS
-    if not keep.any() and callable(name):
-        return  # a function of the user is not asked about nothing
-    for selection in ("all", "mixed_groups", "positive"):
-        o = objective(name, selection=selection)
-        given_rewards, given_groups = np.array(REWARDS)[keep], np.array(GROUPS)[keep]
-        found = advantages_of(o, rewards, groups, 0.4, **GIVEN, valid=valid)
-        alone = advantages_of(o, given_rewards, given_groups, 0.4, **several)
-        np.testing.assert_allclose(found[torch.from_numpy(keep)], alone, rtol=0, atol=1e-12)
-        assert (found[torch.from_numpy(~keep)] == 0).all()
-        trains = select_responses(o, rewards, groups, 0.4, **GIVEN, valid=valid)
-        assert trains.dtype == torch.bool
-        some = select_responses(o, given_rewards, given_groups, 0.4, **several)
-        assert trains[torch.from_numpy(keep)].tolist() == some.tolist()
-        assert not trains[torch.from_numpy(~keep)].any()
 
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline", "gdpo"])

@@ -281,7 +281,6 @@ def test_the_newest_checkpoint_of_a_run_gives_the_figures_that_training_logged(
     saved = json.loads((out / "eval.json").read_text())
     assert saved["config"]["rollout"]["group_size"] == 4  # as written, not as the ranks were laid out
     assert saved["checkpoint"].endswith("step_0000002")
-    assert saved["packages"]["megatron-core"] == "0.16.1"
 
 
 @pytest.mark.slow

@@ -124,7 +124,6 @@ def test_a_dense_model_has_a_gap_and_no_routes(home: Path, capsys: pytest.Captur
     shown = capsys.readouterr().out
     assert status == 0
     assert "healthy: " in shown
-    assert "other experts, by layer" not in shown
     assert "\nfp8 " in shown
     assert " r3 " not in shown
 

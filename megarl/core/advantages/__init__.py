@@ -9,40 +9,7 @@ gives exactly 0: no policy gradient remains, and rounding must not add noise.
 - ``tokens``: advantages that differ between the tokens of a response.
 """
 
-from megarl.core.advantages.groups import (
-    Values,
-    group_mean,
-    grpo,
-    normalize_by_pool,
-    positive_part,
-    raft,
-    raw,
-    raw_mixed,
-    rloo,
-    signed,
-    uniform_groups,
-)
-from megarl.core.advantages.tokens import token_level_kl, token_level_returns
-from megarl.core.advantages.weighted import gdpo, grpo_sum, opo, reinforce_pp, reinforce_pp_baseline, whiten
+from megarl.core.advantages.groups import group_mean, grpo, raft, rloo
+from megarl.core.advantages.tokens import token_level_kl
 
-__all__ = [
-    "Values",
-    "gdpo",
-    "group_mean",
-    "grpo",
-    "grpo_sum",
-    "normalize_by_pool",
-    "opo",
-    "positive_part",
-    "raft",
-    "raw",
-    "raw_mixed",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "rloo",
-    "signed",
-    "token_level_kl",
-    "token_level_returns",
-    "uniform_groups",
-    "whiten",
-]
+__all__ = ["group_mean", "grpo", "raft", "rloo", "token_level_kl"]

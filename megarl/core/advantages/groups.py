@@ -37,16 +37,12 @@ def grpo(rewards: Values, groups: Values, ddof: int = 1, eps: float = 1e-6) -> T
     return standardize(rewards.double(), inverse, ddof, eps).to(rewards.dtype)
 
 
-def rloo(rewards: Values, groups: Values, valid: Values | None = None) -> Tensor:
+def rloo(rewards: Values, groups: Values) -> Tensor:
     """Return ``(R - mean_group(R)) * G / (G - 1)``: R minus the mean over the remaining group.
 
-    rewards: [N]; groups: integer [N]; valid: bool [N], False for a response without an outcome (None: all have one):
-    left out of G and the mean, with any reward, and advantage 0; result: [N], 0 for a group of one. Raises
+    rewards: [N]; groups: integer [N]; result: [N], 0 for a group of one. Leave responses without an outcome out. Raises
     NumericsError if a reward is not finite. Source: RLOO (Ahmadian et al., arXiv 2402.14740).
     """
-    if valid is not None:
-        keep = as_tensor(valid).bool()
-        return fill(rloo(take(rewards, keep), take(groups, keep)), keep)
     rewards, inverse = prepare(rewards, groups)
     counts = torch.bincount(inverse)
     factors = counts.double() / (counts - 1).clamp(min=1)
@@ -126,9 +122,7 @@ def normalize_by_pool(
     trained = as_tensor(groups).to(ids.device)
     row = torch.searchsorted(ids, trained).clamp(max=max(ids.numel() - 1, 0))
     if trained.numel() and (not ids.numel() or bool((ids[row] != trained).any())):
-        raise ValueError(
-            f"groups {trained.tolist()} train, but the pool holds {ids.tolist()}: pool all that is sampled"
-        )
+        raise ValueError(f"groups {trained.tolist()} train, expected all of them in the pool, {ids.tolist()}")
     pool = pool.double()
     counts, uniform = torch.bincount(inverse), uniform_groups(pool, inverse)
     mean = pool.new_zeros(counts.numel()).index_add(0, inverse, pool) / counts
@@ -168,8 +162,8 @@ def prepare(rewards: Values, groups: Values) -> tuple[Tensor, Tensor]:
     if not bool(finite.all()):
         first = int((~finite).nonzero()[0])
         raise NumericsError(
-            f"the reward of response {first} (group {groups[first].item()}) is {rewards[first].item()}, "
-            f"expected a finite number: the reward function must not return NaN or infinity"
+            f"the reward of response {first} (group {groups[first].item()}) is {rewards[first].item()}, expected a "
+            "finite number"
         )
     _, inverse = torch.unique(groups.to(rewards.device), return_inverse=True)
     return rewards, inverse
@@ -180,15 +174,8 @@ def as_tensor(values: Values) -> Tensor:
     return values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
 
 
-def take(values: Values, keep: Tensor) -> Tensor:
-    """Return the rows of ``values`` where keep, bool [N], is True."""
-    values = as_tensor(values)
-    return values[keep.to(values.device)]
-
-
 def fill(values: Tensor, keep: Tensor) -> Tensor:
-    """Return [N]: ``part`` where keep, bool [N], is True; 0 elsewhere."""
-    keep = keep.to(values.device)
+    """Return [N]: ``values`` where keep, bool [N], is True; 0 elsewhere."""
     return values.new_zeros(keep.shape).masked_scatter(keep, values)
 
 

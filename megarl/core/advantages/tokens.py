@@ -4,9 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.core import ratios
 from megarl.core.advantages.groups import Values, prepare, standardize
-from megarl.core.ratios import is_logprob, log_ratio, logprob_error, positions, segment_cumsum, segment_sum
-from megarl.core.segments import check_cu_seqlens, segment_expand
 
 
 def token_level_returns(
@@ -36,11 +35,11 @@ def token_level_returns(
     if rewards.numel() != cu_seqlens.numel() - 1:
         raise ValueError(f"{rewards.numel()} rewards for {cu_seqlens.numel() - 1} sequences, expected one per sequence")
     keep = loss_mask & ~torch.isneginf(logprobs)
-    kl = log_ratio(logprobs.detach(), ref_logprobs.detach(), keep)
-    lengths = segment_sum(keep, cu_seqlens).clamp(min=1) if horizon is None else torch.tensor(horizon)
+    kl = ratios.log_ratio(logprobs.detach(), ref_logprobs.detach(), keep)
+    lengths = ratios.segment_sum(keep, cu_seqlens).clamp(min=1) if horizon is None else torch.tensor(horizon)
     share = (beta / lengths.double()).to(kl.device).expand(rewards.numel())
-    future = segment_cumsum(kl, cu_seqlens, reverse=True) * segment_expand(share, cu_seqlens)
-    returns = segment_expand(rewards.to(kl.device).double(), cu_seqlens) - future
+    future = ratios.segment_cumsum(kl, cu_seqlens, reverse=True) * ratios.segment_expand(share, cu_seqlens)
+    returns = ratios.segment_expand(rewards.to(kl.device).double(), cu_seqlens) - future
     return torch.where(keep, returns, 0.0).to(kl.dtype)
 
 
@@ -71,12 +70,12 @@ def token_level_kl(
     _, inverse = prepare(rewards, groups)
     keep = loss_mask & ~torch.isneginf(logprobs)
     # One cell per (group, position): groups lie back to back with the length of the longest response.
-    lengths = segment_sum(keep, cu_seqlens)
+    lengths = ratios.segment_sum(keep, cu_seqlens)
     inverse = inverse.to(lengths.device)
     num_groups = int(inverse.max()) + 1 if inverse.numel() else 0
     longest = lengths.new_zeros(num_groups).scatter_reduce(0, inverse, lengths, reduce="amax")
     first_cell = longest.cumsum(0) - longest
-    cells = segment_expand(first_cell[inverse], cu_seqlens) + positions(keep, cu_seqlens) - 1
+    cells = ratios.segment_expand(first_cell[inverse], cu_seqlens) + ratios.positions(keep, cu_seqlens) - 1
     values = returns.new_zeros(returns.shape).double()
     values[keep] = standardize(returns[keep].double(), cells[keep], ddof, eps)
     return values.to(returns.dtype)
@@ -89,8 +88,8 @@ def _check_columns(logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor, cu
             f"logprobs {list(logprobs.shape)}, ref_logprobs {list(ref_logprobs.shape)} and loss_mask "
             f"{list(loss_mask.shape)} must all be [T]"
         )
-    check_cu_seqlens(cu_seqlens, logprobs.numel())
+    ratios.check_cu_seqlens(cu_seqlens, logprobs.numel())
     for name, column in (("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
-        bad = loss_mask & ~is_logprob(column)
+        bad = loss_mask & ~ratios.is_logprob(column)
         if bool(bad.any()):
-            raise logprob_error(name, column, bad)
+            raise ratios.logprob_error(name, column, bad)

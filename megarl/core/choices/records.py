@@ -22,14 +22,7 @@ OFF = "off"
 """None in a configuration file, and the removal of a tuple element."""
 _LARGEST: dict[type, float] = {int: 2**31, float: 1e30}
 """Bounds of numbers: products of counts fit into int64, factors into fp32."""
-_WORDS: dict[Any, str] = {
-    Callable: "a function",
-    bool: "true or false",
-    int: "a whole number",
-    float: "a finite number",
-    str: "a name",
-    NoneType: 'None ("off")',
-}
+_WORDS: dict[Any, str] = {float: "a finite number", NoneType: 'None ("off")'}
 
 
 @cache
@@ -48,15 +41,11 @@ def check_types(record: Any, label: str) -> None:
 
 def describe_options(options: tuple[Any, ...]) -> str:
     """Return the options of a field in words."""
-    names = [repr(option) for option in options if isinstance(option, str)]
-    texts = [f"one of {', '.join(names)}"] if names else []
-    for option in options:
-        if get_origin(option) is tuple:
-            inner = tuple(_flatten(get_args(option)[0]))
-            texts.append(f"a list, each {describe_options(inner)}")
-        elif not isinstance(option, str):
-            texts.append(_WORDS.get(option) or f"a table of {option.__name__}")
-    return " or ".join(texts)
+    words = ["a list" if get_origin(option) is tuple else _WORDS.get(option) for option in options]
+    return " or ".join(
+        word or (repr(option) if isinstance(option, str) else option.__name__)
+        for word, option in zip(words, options, strict=True)
+    )
 
 
 def override(record: Any, changes: Mapping[str, Any], load: Load, prefix: str = "") -> Any:
@@ -117,10 +106,7 @@ def _replaced_list(old: tuple[Any, ...], element: tuple[Any, ...], value: Any, l
         for key, change in value.items():
             last = len(elements) - (change == OFF)
             if not (str(key).isdecimal() and int(key) <= last):
-                raise ConfigError(
-                    f"{place}.{key}: expected a number from 0 to {last}, as there are {len(elements)}"
-                    + ("" if change == OFF else f"; {last} adds one")
-                )
+                raise ConfigError(f"{place}.{key}: expected a number from 0 to {last}, of {len(elements)} there")
             index = int(key)
             if index == len(elements):
                 elements.append(None)

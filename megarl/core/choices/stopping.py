@@ -8,7 +8,7 @@ Imports neither torch nor numpy: a configuration makes rules.
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from megarl.core.choices.records import call_own, name_of
 from megarl.errors import ConfigError
@@ -22,7 +22,7 @@ POSITIVE = 0.7
 
 class SamplingRule:
     """A rule for ``megarl.core.sampling.collector``; frozen and hashable. A rule without a goal inherits ``resolved``
-    and ``keeps``."""
+    and ``keeps``. Numbers alone are within the bounds of the table [sampling], which checks them."""
 
     __slots__ = ()
     threshold: float
@@ -59,8 +59,7 @@ class Uniform(SamplingRule):
     threshold: float = POSITIVE
 
     def __post_init__(self) -> None:
-        _check_counts("Uniform", num_samples=self.num_samples)
-        _check_train_size("Uniform", self.train_size, self.num_samples, self.keep)
+        _check_train_size("Uniform", self.train_size, self.num_samples)
 
     def next_samples(self, prompt: int, num_asked: int, positives: int, negatives: int) -> int:
         return self.num_samples if num_asked == 0 else 0
@@ -80,14 +79,7 @@ class Allotted(SamplingRule):
     train_size: int | None = None
     keep: Keep = "any"
 
-    def __post_init__(self) -> None:
-        if (smallest := min([0, *self.counts])) < 0:
-            raise ConfigError(f"Allotted: a count is {smallest}, expected 0 or more")
-
     def next_samples(self, prompt: int, num_asked: int, positives: int, negatives: int) -> int:
-        """See ``SamplingRule``; ValueError for a prompt without a count."""
-        if not 0 <= prompt < len(self.counts):
-            raise ValueError(f"prompt {prompt} has no count, there are {len(self.counts)}: allot to all prompts")
         return self.counts[prompt] if num_asked == 0 else 0
 
 
@@ -117,13 +109,12 @@ class Sequential(SamplingRule):
     def __post_init__(self) -> None:
         if self.tiers and sorted({0, self.max_samples, *self.tiers}) != [0, *self.tiers]:
             raise ConfigError(f"Sequential: tiers are {self.tiers}, expected to rise from 1 or more to max_samples")
-        _check_counts("Sequential", round_size=self.round_size, max_samples=self.max_samples)
         if min(self.positives, self.negatives) < 0 or not 1 <= self.positives + self.negatives <= self.max_samples:
             raise ConfigError(
                 f"Sequential: {self.positives} positives and {self.negatives} negatives to exit, expected at least one "
                 f"and at most max_samples = {self.max_samples} of them together"
             )
-        _check_train_size("Sequential", self.train_size, self.max_samples, self.fallback)
+        _check_train_size("Sequential", self.train_size, self.max_samples)
 
     def next_samples(self, prompt: int, num_asked: int, positives: int, negatives: int) -> int:
         if self.resolved(positives, negatives):
@@ -155,8 +146,7 @@ class Own(SamplingRule):
     threshold: float = POSITIVE
 
     def __post_init__(self) -> None:
-        _check_counts("Own", max_samples=self.max_samples)
-        _check_train_size("Own", self.train_size, self.max_samples, self.keep)
+        _check_train_size("Own", self.train_size, self.max_samples)
         for every in (1, self.max_samples + 1, 2):
             num_asked = 0
             while count := self.next_samples(0, num_asked, num_asked // every, num_asked - num_asked // every):
@@ -224,14 +214,6 @@ def pass_tiers(
     return Sequential(positives, 0, ends[0], ends[-1], train_size, "pos", threshold, ends)
 
 
-def _check_counts(name: str, **counts: int) -> None:
-    for key, count in counts.items():
-        if count < 1:
-            raise ConfigError(f"{name}: {key} is {count}, expected at least 1")
-
-
-def _check_train_size(name: str, train_size: int | None, num_samples: int, keep: Keep) -> None:
-    if keep not in get_args(Keep):
-        raise ConfigError(f"{name}: {keep!r} is no way to choose; expected one of {get_args(Keep)}")
+def _check_train_size(name: str, train_size: int | None, num_samples: int) -> None:
     if train_size is not None and not 1 <= train_size <= num_samples:
         raise ConfigError(f"{name}: train_size is {train_size}, expected 1 to {num_samples}, the samples of a prompt")

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.core import ratios
 from megarl.core.choices.parts import NON_NEGATIVE_ADVANTAGES, Objective, Policies, Scope
 from megarl.core.choices.records import call_own, name_of
 from megarl.core.devices import DeviceChecks
-from megarl.core.ratios import LOG_RATIO_BOUND, aggregate, is_logprob, logprob_error, positions, usable_mask
-from megarl.core.segments import check_cu_seqlens, cu_seqlens_error, is_wrong_cu_seqlens
 from megarl.errors import ConfigError, NumericsError
 
 
@@ -63,11 +62,7 @@ class TokenColumns:
         logprobs = self.logprobs
         for name, column in {**self.float_columns(), "loss_mask": self.loss_mask}.items():
             if column.shape != logprobs.shape or column.dim() != 1:
-                hint = ""
-                if name == "advantages" and column.shape == (self.cu_seqlens.numel() - 1,):
-                    hint = ": for one advantage per response give advantages.repeat_interleave(cu_seqlens.diff())"
-                expected = f"expected [T] like logprobs {list(logprobs.shape)}{hint}"
-                raise ValueError(f"{name} is {list(column.shape)}, {expected}")
+                raise ValueError(f"{name} is {list(column.shape)}, expected [T] like logprobs {list(logprobs.shape)}")
             if name != "loss_mask" and not column.is_floating_point():
                 raise ValueError(f"{name} is {column.dtype}, expected floating point: give {name}.float()")
         if self.loss_mask.dtype != torch.bool:
@@ -83,7 +78,7 @@ class TokenColumns:
         ):
             raise ValueError(f"topk has other shapes than [T, K] and [T], with T = {logprobs.numel()}")
         if not self.cu_seqlens.is_cuda:  # on a GPU ``prepare`` checks them with the values: one wait instead of two
-            check_cu_seqlens(self.cu_seqlens, logprobs.numel())
+            ratios.check_cu_seqlens(self.cu_seqlens, logprobs.numel())
 
     @classmethod
     def of_padded(cls, logprobs: Tensor, batch: Mapping[str, Any]) -> TokenColumns:
@@ -102,9 +97,7 @@ class TokenColumns:
         columns = {name: batch[name] for name in names if name in batch}
         for name, column in columns.items():
             if column.shape != logprobs.shape:
-                is_per_response = column.numel() == logprobs.size(0)
-                hint = "; one per response: give advantages.view(b, 1).expand(b, s)" if is_per_response else ""
-                raise ValueError(f"{name} is {list(column.shape)}, expected {list(logprobs.shape)} like logprobs{hint}")
+                raise ValueError(f"{name} is {list(column.shape)}, expected {list(logprobs.shape)} like logprobs")
         bounds = torch.arange(0, logprobs.numel() + 1, logprobs.size(1), device=logprobs.device)
         return cls(logprobs.flatten(), **{name: x.flatten() for name, x in columns.items()}, cu_seqlens=bounds)
 
@@ -132,7 +125,7 @@ class Denominators:
 
         rollout_logprobs: [T], to leave out tokens at -inf as ``coefficients`` does.
         """
-        mask = loss_mask if rollout_logprobs is None else usable_mask(loss_mask, rollout_logprobs)
+        mask = loss_mask if rollout_logprobs is None else ratios.usable_mask(loss_mask, rollout_logprobs)
         return cls(*count_loss_tokens(mask, cu_seqlens).tolist())
 
     def __add__(self, other: Denominators) -> Denominators:
@@ -193,8 +186,9 @@ def prepare(
     largest = functools.reduce(torch.maximum, floats.values(), advantages * 0)
     # The details are computed only after a failure.
     if bounds.is_cuda:
-        collected.add(is_wrong_cu_seqlens(bounds, largest.numel()), partial(_refuse_bounds, bounds, largest.numel()))
-    collected.add((columns.loss_mask & ~is_logprob(largest)).any(), partial(_refuse_values, columns))
+        arguments = bounds, largest.numel()
+        collected.add(ratios.is_wrong_cu_seqlens(*arguments), partial(ratios.check_cu_seqlens, *arguments))
+    collected.add((columns.loss_mask & ~ratios.is_logprob(largest)).any(), partial(_refuse_values, columns))
     if objective is not None and objective.advantage in NON_NEGATIVE_ADVANTAGES:
         is_negative = (columns.loss_mask & (advantages < 0)).any()
         collected.add(is_negative, partial(_refuse_negative_advantages, objective, columns))
@@ -212,15 +206,11 @@ def token_state(columns: TokenColumns) -> TokenState:
     floats = columns.float_columns()
     wide = torch.float64 if any(column.dtype == torch.float64 for column in floats.values()) else torch.float32
     values = {name: column.detach().to(wide) for name, column in floats.items()}
-    usable = usable_mask(columns.loss_mask, values["rollout_logprobs"])
+    usable = ratios.usable_mask(columns.loss_mask, values["rollout_logprobs"])
     keep = usable & ~torch.isneginf(values["logprobs"]) & ~torch.isneginf(values["old_logprobs"])
     # Masked before any subtraction: -inf minus -inf on a padding token would be NaN.
     clean = {name: torch.where(keep, column, 0.0) for name, column in values.items()}
     return TokenState(**clean, usable=usable, keep=keep, cu_seqlens=columns.cu_seqlens, topk=columns.topk)
-
-
-def _refuse_bounds(bounds: Tensor, num_tokens: int) -> None:
-    raise cu_seqlens_error(bounds, num_tokens)
 
 
 def _refuse_denominators(denominators: Denominators, counts: Tensor) -> None:
@@ -230,27 +220,21 @@ def _refuse_denominators(denominators: Denominators, counts: Tensor) -> None:
 
 def _refuse_values(columns: TokenColumns) -> None:
     for name, column in columns.float_columns().items():
-        bad = columns.loss_mask & ~(torch.isfinite(column) if name == "advantages" else is_logprob(column))
+        bad = columns.loss_mask & ~(torch.isfinite(column) if name == "advantages" else ratios.is_logprob(column))
         if bool(bad.any()) and name != "advantages":
-            raise logprob_error(name, column, bad)
+            raise ratios.logprob_error(name, column, bad)
         if bool(bad.any()):
-            raise NumericsError(
-                f"{_first(name, column, bad)}, expected a finite number: look at the pass that computed this column"
-            )
+            raise NumericsError(f"{ratios.describe_first(name, column, bad)}, expected a finite number")
 
 
 def _refuse_negative_advantages(objective: Objective, columns: TokenColumns) -> None:
     bad = columns.loss_mask & (columns.advantages < 0)
+    first = ratios.describe_first("advantages", columns.advantages, bad)
     raise ConfigError(
-        f"{_first('advantages', columns.advantages, bad)}, but {objective.advantage!r}, the advantage of this "
-        "objective, is never negative; these belong to another objective, and would make responses less likely: "
-        "give the result of megarl.core.objectives.advantages_of(objective, rewards, groups)"
+        f"{first}, but {objective.advantage!r}, the advantage of this objective, is never negative; these belong to "
+        "another objective, and would make responses less likely: give the result of "
+        "megarl.core.objectives.advantages_of(objective, rewards, groups)"
     )
-
-
-def _first(name: str, column: Tensor, bad: Tensor) -> str:
-    token, count = int(bad.nonzero()[0]), int(bad.sum())
-    return f"{name} is {column[token].item():g} at token {token} of the packed batch ({count} such loss tokens)"
 
 
 def copy_columns(source: TokenColumns | TokenState, loss_mask: Tensor) -> TokenColumns:
@@ -302,35 +286,30 @@ def check_returned(
 
 
 class PolicyRatios:
-    """Ratios of a batch, [T] and computed once each; log-ratios are 0 on tokens without training."""
+    """Ratios of a batch, [T]; log-ratios, computed once each, are 0 on tokens without training."""
 
     def __init__(self, state: TokenState) -> None:
         self._state = state
-        self._cache: dict[tuple[str, ...], Tensor] = {}
+        self._cache: dict[tuple[Policies, Scope], Tensor] = {}
         self.count = torch.count_nonzero(state.keep)
         """int64 [], tokens that train."""
 
-    @property
+    @functools.cached_property
     def positions(self) -> Tensor:
         """int64 [T], the position t of each token among the trained tokens of its response, counted from 1."""
-        if ("positions",) not in self._cache:
-            self._cache["positions",] = positions(self._state.keep, self._state.cu_seqlens)
-        return self._cache["positions",]
+        return ratios.positions(self._state.keep, self._state.cu_seqlens)
 
     def log(self, policies: Policies, scope: Scope = "token") -> Tensor:
         """Return the log-ratio [T] over the tokens of ``scope``; single tokens are clamped to +-20, sums are not."""
         if (policies, scope) not in self._cache:
             if scope == "token":
                 numerator, denominator = self._state.pair(policies)
-                log_ratio = (numerator - denominator).clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+                log_ratio = (numerator - denominator).clamp_(-ratios.LOG_RATIO_BOUND, ratios.LOG_RATIO_BOUND)
             else:
-                log_ratio = aggregate(scope, self.log(policies), self._state.keep, self._state.cu_seqlens)
+                log_ratio = ratios.aggregate(scope, self.log(policies), self._state.keep, self._state.cu_seqlens)
             self._cache[policies, scope] = log_ratio
         return self._cache[policies, scope]
 
     def ratio(self, policies: Policies, scope: Scope = "token") -> Tensor:
         """Return ``exp(log)`` [T], which may overflow to inf over several tokens."""
-        key = (policies, scope, "ratio")
-        if key not in self._cache:
-            self._cache[key] = self.log(policies, scope).exp()
-        return self._cache[key]
+        return self.log(policies, scope).exp()

@@ -19,6 +19,7 @@ from megarl.core.choices.parts import Objective
 from megarl.core.choices.table import find_objective
 from megarl.core.devices import DeviceChecks
 from megarl.core.metrics import Stat
+from megarl.core.objectives import weights
 from megarl.core.objectives.columns import (
     Denominators,
     PolicyRatios,
@@ -28,18 +29,7 @@ from megarl.core.objectives.columns import (
     prepare,
 )
 from megarl.core.objectives.masks import Trusted, find_trusted
-from megarl.core.objectives.weights import (
-    Total,
-    adaptive_power,
-    factor_at_one,
-    factor_log_ratio,
-    gate_values,
-    importance_weight,
-    kl_penalty,
-    sum_factor,
-)
-from megarl.core.ratios import ratio_gradient, segment_sum
-from megarl.core.segments import segment_expand
+from megarl.core.ratios import ratio_gradient, segment_expand, segment_sum
 from megarl.errors import ConfigError
 
 
@@ -70,7 +60,7 @@ class BatchFacts:
     def of_equal_policies(cls, objective: Objective, device: torch.device | int | str = "cpu") -> "BatchFacts":
         """Return the facts of a batch in which all ratios are 1."""
         exponents = tuple(1.0 if factor.fn == "adaptive_power" else None for factor in objective.factors)
-        means = (factor_at_one(factor, device) if factor.batch_normalize else None for factor in objective.factors)
+        means = (weights.factor_at_one(f, device) if f.batch_normalize else None for f in objective.factors)
         return cls(exponents, tuple(means))
 
 
@@ -124,11 +114,11 @@ def state_coefficients(
     ratios = PolicyRatios(state)
     if facts is None:
         facts = BatchFacts(*_find_facts(objective, [(state, ratios)], lambda sums: sums))
-    weight, weight_metrics = importance_weight(objective, state, ratios, facts.exponents, facts.means)
+    weight, weight_metrics = weights.importance_weight(objective, state, ratios, facts.exponents, facts.means)
     trusted, trust_metrics = find_trusted(objective, state, ratios)
     scale = _aggregation_scale(objective, state, trusted, facts.denominators or denominators)
     if objective.gate is not None:
-        gate = gate_values(objective.gate, state, ratios)
+        gate = weights.gate_values(objective.gate, state, ratios)
         weight = gate if weight is None else weight * gate
     values = state.advantages if weight is None else weight * state.advantages
     values = torch.where(trusted.inside, values * scale, 0.0)
@@ -141,7 +131,7 @@ def state_coefficients(
     metrics |= {"ratio": Stat.ratio(ratios.log("theta_old"), state.keep), **weight_metrics, **trust_metrics}
     for penalty in objective.penalties:
         if penalty.coef:
-            gradient, kl_metrics = kl_penalty(penalty, state, ratios)
+            gradient, kl_metrics = weights.kl_penalty(penalty, state, ratios)
             values = values - torch.where(state.keep, penalty.coef * gradient * scale, 0.0)
             metrics |= kl_metrics
     entropy = torch.where(state.keep, objective.entropy_coef * scale, 0.0) if objective.entropy_coef else None
@@ -149,7 +139,7 @@ def state_coefficients(
 
 
 def gather_facts(
-    objective: Objective, micro_batches: Sequence[TokenColumns], total: Total = lambda sums: sums
+    objective: Objective, micro_batches: Sequence[TokenColumns], total: weights.Total = lambda sums: sums
 ) -> BatchFacts | None:
     """Return the facts of a mini-batch for ``coefficients``; None if the objective needs no facts.
 
@@ -211,7 +201,7 @@ def check_columns(objective: Objective, state: TokenState) -> None:
 
 
 def _find_facts(
-    objective: Objective, batches: Sequence[tuple[TokenState, PolicyRatios]], total: Total
+    objective: Objective, batches: Sequence[tuple[TokenState, PolicyRatios]], total: weights.Total
 ) -> tuple[tuple[float | None, ...], tuple[float | None, ...]]:
     """Return exponents and means of ``BatchFacts``."""
     exponents: list[float | None] = []
@@ -219,11 +209,11 @@ def _find_facts(
     for factor in objective.factors:
         exponent = mean = None
         if factor.fn == "adaptive_power":
-            log_ratios = torch.cat([factor_log_ratio(factor, *batch) for batch in batches])
+            log_ratios = torch.cat([weights.factor_log_ratio(factor, *batch) for batch in batches])
             keep = torch.cat([state.keep for state, _ in batches])
-            exponent = adaptive_power(log_ratios, keep, factor.ess_target, total)
+            exponent = weights.adaptive_power(log_ratios, keep, factor.ess_target, total)
         if factor.batch_normalize:
-            sums = torch.stack([sum_factor(factor, *batch, exponent) for batch in batches]).sum(0)
+            sums = torch.stack([weights.sum_factor(factor, *batch, exponent) for batch in batches]).sum(0)
             summed, count = total(sums).tolist()
             mean = summed / count if summed else 1.0
         exponents.append(exponent)

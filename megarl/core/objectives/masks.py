@@ -1,5 +1,6 @@
 """The masks of a coefficient: the tokens that train, and the tokens counted in denominators. No gradient."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -58,9 +59,8 @@ def find_dropped(mask: Mask, state: TokenState, ratios: PolicyRatios) -> Tensor:
     above, below = _violations(mask, measure(mask, state, ratios), ratios)
     positive, negative = state.advantages > 0, state.advantages < 0
     if mask.sign == "outward" and mask.statistic in (*RATIOS, "difference"):
-        above, below = (None if above is None else above & positive), (None if below is None else below & negative)
-    bad = above if below is None else below if above is None else above | below
-    assert bad is not None, "a mask has a bound"
+        above, below = above & positive, below & negative
+    bad = above | below
     if mask.sign == "negative":
         bad = bad & negative
     elif mask.sign == "outward" and mask.statistic not in (*RATIOS, "difference"):
@@ -126,12 +126,10 @@ def top_k_divergence(is_kl: bool, state: TokenState) -> Tensor:
     return (mu * logs).sum(1) + mu_rest * (mu_rest / theta_rest).log()
 
 
-def _violations(mask: Mask, values: Tensor, ratios: PolicyRatios) -> tuple[Tensor | None, Tensor | None]:
-    """Return where the values [T] are above the upper and below the lower bound; None for an absent bound."""
-    low, high = mask.low, mask.high
-    if mask.growth:
-        widths = ratios.positions.to(values.dtype).pow(mask.growth)
-        low, high = (None if bound is None else bound * widths for bound in (low, high))
-    above = None if high is None else values >= high if mask.strict else values > high
-    below = None if low is None else values <= low if mask.strict else values < low
-    return above, below
+def _violations(mask: Mask, values: Tensor, ratios: PolicyRatios) -> tuple[Tensor, Tensor]:
+    """Return where the values [T] are above the upper and below the lower bound."""
+    low, high = (math.nan if bound is None else bound for bound in (mask.low, mask.high))  # nothing is beyond NaN
+    widths = ratios.positions.to(values.dtype).pow(mask.growth) if mask.growth else 1
+    if mask.strict:
+        return values >= high * widths, values <= low * widths
+    return values > high * widths, values < low * widths

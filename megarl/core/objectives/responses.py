@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.core import advantages
-from megarl.core.advantages import Values, grpo, token_level_kl
-from megarl.core.advantages.groups import as_tensor, extremes, fill, prepare, take
+from megarl.core.advantages import groups as of_groups
+from megarl.core.advantages import weighted
+from megarl.core.advantages.groups import Values, as_tensor, extremes, grpo, prepare
+from megarl.core.advantages.tokens import token_level_kl
 from megarl.core.choices.parts import TOKEN_ADVANTAGES, Objective
 from megarl.core.choices.stopping import POSITIVE
 from megarl.core.choices.table import find_objective
 from megarl.core.objectives.columns import call_part
-from megarl.core.ratios import segment_sum
-from megarl.core.segments import segment_expand
+from megarl.core.ratios import segment_expand, segment_sum
 from megarl.errors import ConfigError
 
 Components = tuple[Values, Values]
@@ -34,7 +34,6 @@ def advantages_of(
     *,
     lengths: Values | None = None,
     components: Components | None = None,
-    valid: Values | None = None,
 ) -> Tensor:
     """Return the advantages of an objective, or of the row with this name: rewards [N], groups integer [N] -> [N].
 
@@ -47,61 +46,48 @@ def advantages_of(
     - lengths: integer [N], loss tokens; for "opo", "reinforce_pp", "reinforce_pp_baseline" and "gdpo". With selection
       "mixed_groups", responses of uniform groups count with length 0.
     - components: rewards [N, M] and weights [M]; for "gdpo".
-    - valid: bool [N], False for a response without an outcome, such as an aborted response: in no statistics, advantage
-      0, any reward. None: all are valid.
+
+    Leave responses without an outcome, such as aborted responses, out of the call.
 
     ConfigError if a needed argument is missing, and for advantages that differ between tokens: "token_level_kl"
     (``token_advantages``) and "process" (``step_advantages``). UnknownNameError for an unknown name, NumericsError if a
     reward is not finite.
     """
     objective = find_objective(objective)
-    keep = None if valid is None else as_tensor(valid).bool()
-    if keep is not None:
-        rewards, groups = take(rewards, keep), take(groups, keep)
-        lengths = None if lengths is None else take(lengths, keep)
-        components = None if components is None else (take(components[0], keep), components[1])
     mixed = _in_mixed_groups(rewards, groups) if objective.selection == "mixed_groups" else None
     if mixed is not None and lengths is not None:
         lengths = as_tensor(lengths) * mixed.to(as_tensor(lengths).device)
-    values = _all_advantages(objective, rewards, groups, threshold, lengths, components)
-    if mixed is not None:
-        values = torch.where(mixed.to(values.device), values, 0.0)
-    elif objective.selection == "positive":
-        values = values.clamp(min=0)
-    return values if keep is None else fill(values, keep)
-
-
-def _all_advantages(
-    objective: Objective,
-    rewards: Values,
-    groups: Values,
-    threshold: float,
-    lengths: Values | None,
-    components: Components | None,
-) -> Tensor:
     name = objective.advantage
     if callable(name):
         values = torch.as_tensor(rewards, dtype=torch.float64, device="cpu").clone()
         ids, every = torch.as_tensor(groups, device="cpu").clone(), torch.ones_like(values, dtype=torch.bool)
-        return call_part("advantage", name, values, ids, expected=values, trains=every)
-    if name in TOKEN_ADVANTAGES:
+        values = call_part("advantage", name, values, ids, expected=values, trains=every)
+    elif name in TOKEN_ADVANTAGES:
         raise ConfigError(
             f"objective: advantage {name!r} differs between the tokens of a response, and this caller has one "
             "reward for each; use step_advantages() with the rewards of steps for 'process', token_advantages() "
             "with ref_logprobs for 'token_level_kl', or another advantage"
         )
-    if name in _NEED_LENGTHS and lengths is None:
+    elif name in _NEED_LENGTHS and lengths is None:
         raise ConfigError(f"objective: advantage {name!r} needs the lengths of the responses; give their loss tokens")
-    if name == "gdpo":
+    elif name == "gdpo":
         if components is None:
             raise ConfigError(
                 "objective: advantage 'gdpo' needs several rewards of each response; give components = (rewards "
                 "[N, M], weights [M]), in a run by reward.weights and a function that returns as many"
             )
-        return advantages.gdpo(*components, groups, lengths, objective.std_ddof, objective.std_eps)  # type: ignore[arg-type]
-    options = {"raft": [threshold], "signed": [threshold], "grpo": [objective.std_ddof, objective.std_eps]}
-    extra = [lengths] if name in _NEED_LENGTHS else options.get(name, [])
-    return getattr(advantages, name)(rewards, groups, *extra)
+        scale = objective.std_ddof, objective.std_eps
+        values = weighted.gdpo(*components, groups, lengths, *scale)  # type: ignore[arg-type]
+    elif name in _NEED_LENGTHS:
+        values = getattr(weighted, name)(rewards, groups, lengths)
+    else:
+        options = {"raft": [threshold], "signed": [threshold], "grpo": [objective.std_ddof, objective.std_eps]}
+        values = getattr(of_groups, name)(rewards, groups, *options.get(name, []))
+    if mixed is not None:
+        values = torch.where(mixed.to(values.device), values, 0.0)
+    elif objective.selection == "positive":
+        values = values.clamp(min=0)
+    return values
 
 
 def token_advantages(
@@ -170,23 +156,17 @@ def select_responses(
     *,
     lengths: Values | None = None,
     components: Components | None = None,
-    valid: Values | None = None,
 ) -> Tensor:
     """Return bool [N]: the responses that train and count in denominators, by ``objective.selection``.
 
-    Arguments and errors as in ``advantages_of``; a response that is not valid does not train. Clear the loss_mask of
-    the other responses before packing: an advantage of 0 leaves their tokens in the denominators.
+    Arguments and errors as in ``advantages_of``. Clear the loss_mask of the other responses before packing: an
+    advantage of 0 leaves their tokens in the denominators.
     """
     objective = find_objective(objective)
     if objective.selection == "positive":
-        columns = objective, rewards, groups, threshold
-        return advantages_of(*columns, lengths=lengths, components=components, valid=valid) > 0
-    keep = None if valid is None else as_tensor(valid).bool()
-    if keep is not None:
-        rewards, groups = take(rewards, keep), take(groups, keep)
+        return advantages_of(objective, rewards, groups, threshold, lengths=lengths, components=components) > 0
     mixed = _in_mixed_groups(rewards, groups)
-    trains = mixed if objective.selection == "mixed_groups" else torch.ones_like(mixed)
-    return trains if keep is None else fill(trains, keep)
+    return mixed if objective.selection == "mixed_groups" else torch.ones_like(mixed)
 
 
 def _in_mixed_groups(rewards: Values, groups: Values) -> Tensor:

@@ -151,8 +151,8 @@ def adaptive_power(log_ratios: Tensor, shares: Tensor, target: float, total: Tot
 
     log_ratios: [T]; shares: [T], a bool mask, or the weight of each entry; total: adds the sums of ranks with other
     tokens, float64 [S] -> [S]; result: a number, 1 for an empty batch. The share falls as q grows: the root is unique,
-    and bracketed to 1e-12. For log rho ~ N(m, s^2) the root is min(1, sqrt(ln(1 / target)) / s). The host waits for the
-    device a dozen times.
+    and bisected to 1e-12. For log rho ~ N(m, s^2) the root is min(1, sqrt(ln(1 / target)) / s). The host waits for the
+    device 41 times.
     """
     shares = shares.double()
     logs = torch.where(shares > 0, log_ratios.double(), 0.0)
@@ -164,24 +164,12 @@ def adaptive_power(log_ratios: Tensor, shares: Tensor, target: float, total: Tot
         first, second = total(torch.stack([weighted.sum(), torch.dot(weighted, weights)])).tolist()
         return math.log(first * first / (second * count)) - math.log(target)
 
-    if not count or (at_high := surplus(1.0)) >= 0:
+    if not count or surplus(1.0) >= 0:
         return 1.0
-    # The Illinois variant of false position: as safe as bisection, and smooth functions need about 8 steps of it.
-    low, high, at_low = 0.0, 1.0, -math.log(target)
-    side = 0
-    for _ in range(100):
-        if high - low < 1e-12 or at_low == 0:
-            break
-        middle = min(max((low * at_high - high * at_low) / (at_high - at_low), low + 5e-13), high - 5e-13)
-        value = surplus(middle)
-        if value >= 0:
-            low, at_low = middle, value
-            at_high = at_high / 2 if side == 1 else at_high
-            side = 1
-        else:
-            high, at_high = middle, value
-            at_low = at_low / 2 if side == -1 else at_low
-            side = -1
+    low, high = 0.0, 1.0
+    while high - low > 1e-12:
+        middle = (low + high) / 2
+        low, high = (middle, high) if surplus(middle) >= 0 else (low, middle)
     return low
 
 

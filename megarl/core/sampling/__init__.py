@@ -13,15 +13,8 @@ The way through (rules and choices of a configuration: ``megarl.core.choices``):
 Nothing here samples from a model: the caller asks the engine, and reports samples to the collector.
 """
 
-from megarl.core.sampling.allocation import allocate, allocate_by_weights, budget_weights, expected_samples
+from megarl.core.sampling.allocation import allocate, expected_samples
 from megarl.core.sampling.gvm import gvm_allocate
 from megarl.core.sampling.subsampling import subsample
 
-__all__ = [
-    "allocate",
-    "allocate_by_weights",
-    "budget_weights",
-    "expected_samples",
-    "gvm_allocate",
-    "subsample",
-]
+__all__ = ["allocate", "expected_samples", "gvm_allocate", "subsample"]

@@ -21,10 +21,10 @@ from typing import Self
 
 import numpy as np
 
-from megarl.core.choices.stopping import Allotted, SamplingRule
+from megarl.core.choices.stopping import SamplingRule
 from megarl.core.metrics import Stat
 from megarl.core.sampling.subsampling import subsample
-from megarl.errors import ConfigError, NumericsError
+from megarl.errors import NumericsError
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,6 @@ class Pool:
     def waits(self) -> bool:
         """Whether samples are still to arrive."""
         return len(self.rewards) < self.num_asked
-
-    def drawn(self) -> list[int]:
-        """Return the number of samples with a reward, by round."""
-        edges = np.cumsum([0, *self.asked])
-        samples = [sample for sample, reward in self.rewards.items() if reward is not None]
-        return np.histogram(samples, bins=edges)[0].tolist() if edges[-1] else []
 
     def classes(self, threshold: float) -> tuple[int, int]:
         """Number of rewards above the threshold, and of the others."""
@@ -126,7 +120,7 @@ class Collector:
     - ``seed``: random choice of the trained samples; None keeps the first samples.
     - ``numbers``: of the prompts, in the order of beginning; None for 0, 1, ...
 
-    Raises ConfigError if these do not go together.
+    ``max_prompts`` and ``spare`` go with ``refill``, that not with ``Allotted``: the table [sampling] checks it.
     """
 
     def __init__(
@@ -141,17 +135,6 @@ class Collector:
         numbers: Sequence[int] | None = None,
     ) -> None:
         limit = num_prompts if max_prompts is None else max_prompts
-        is_limited = max_prompts is not None
-        if num_prompts < 1 or spare < 0 or limit < num_prompts or refill != is_limited or (spare and not refill):
-            raise ConfigError(
-                f"{num_prompts} prompts, refill = {refill}, {spare} spare ones, at most {max_prompts}: expected at "
-                "least one, and with refill, for the prompts may all be solved, a limit that is not below them"
-            )
-        if isinstance(rule, Allotted) and (refill or (numbers is None and len(rule.counts) != num_prompts)):
-            raise ConfigError(
-                f"{len(rule.counts)} prompts were allotted samples and {num_prompts} take part, refill = {refill}: "
-                "allot to each prompt, and replace none"
-            )
         self.rule, self.seed, self.numbers = rule, seed, range(limit) if numbers is None else numbers
         self._num_prompts, self._refill, self._limit, self._spare = num_prompts, refill, limit, spare
         self._pools: list[Pool] = []

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megarl.core.advantages import normalize_by_pool
+from megarl.core.advantages.groups import normalize_by_pool
 from megarl.core.choices.credit import Credit
 from megarl.core.sampling.allocation import clamp_rates, objective_slope
 from megarl.core.sampling.collector import Pool, PoolRows, Selection
@@ -13,7 +13,15 @@ def assign(credit: Credit, selection: Selection, trains: np.ndarray | None = Non
 
     trains: as in ``weigh``.
     """
-    return _plain(credit, selection), weigh(credit, selection, trains)
+    weights, rewards, prompts = weigh(credit, selection, trains), selection.rewards, selection.prompts
+    if not len(rewards):
+        return np.zeros(0), weights
+    pool_rewards, pool_prompts = rewards, prompts
+    if credit.statistics == "pool":
+        pooled = PoolRows.of(selection.pools)
+        pool_rewards, pool_prompts = pooled.value, np.array([pool.prompt for pool in selection.pools])[pooled.pool]
+    scaling = {"scale": credit.scale, "ddof": credit.ddof, "floor": credit.floor, "rate_eps": credit.rate_eps}
+    return normalize_by_pool(rewards, prompts, pool_rewards, pool_prompts, **scaling).numpy(), weights
 
 
 def weigh(credit: Credit, selection: Selection, trains: np.ndarray | None = None) -> np.ndarray:
@@ -31,19 +39,6 @@ def weigh(credit: Credit, selection: Selection, trains: np.ndarray | None = None
         slopes = {pool.prompt: _slope(pool, selection.rule.threshold, credit.objective) for pool in selection.pools}
         weights *= [slopes[prompt] for prompt in selection.prompts.tolist()]
     return weights
-
-
-def _plain(credit: Credit, selection: Selection) -> np.ndarray:
-    rewards, prompts = selection.rewards, selection.prompts
-    if not len(rewards):
-        return np.zeros(0)
-    if credit.statistics == "trained":
-        pool_rewards, pool_prompts = rewards, prompts
-    else:
-        pooled = PoolRows.of(selection.pools)
-        pool_rewards, pool_prompts = pooled.value, np.array([pool.prompt for pool in selection.pools])[pooled.pool]
-    scaling = {"scale": credit.scale, "ddof": credit.ddof, "floor": credit.floor, "rate_eps": credit.rate_eps}
-    return normalize_by_pool(rewards, prompts, pool_rewards, pool_prompts, **scaling).numpy()
 
 
 def _slope(pool: Pool, threshold: float, objective: str) -> float:

@@ -48,7 +48,8 @@ def mean_interval(values: Sequence[float] | np.ndarray, level: float = 0.95) -> 
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or array.size < 2 or not np.isfinite(array).all():
         raise ValueError(f"an interval needs at least two finite values, [B], got {list(array.shape)}")
-    mean, half = float(array.mean()), _z(level) * float(array.std(ddof=1)) / math.sqrt(array.size)
+    z, mean = NormalDist().inv_cdf((1 + level) / 2), float(array.mean())
+    half = z * float(array.std(ddof=1)) / math.sqrt(array.size)
     return Interval(mean, mean - half, mean + half)
 
 
@@ -58,14 +59,8 @@ def wilson_interval(num_correct: int, num_samples: int, level: float = 0.95) -> 
     """
     if not 0 <= num_correct <= num_samples or num_samples < 1:
         raise ValueError(f"{num_correct} of {num_samples} samples are correct; expected at least one sample")
-    z, n, rate = _z(level), num_samples, num_correct / num_samples
+    z, n, rate = NormalDist().inv_cdf((1 + level) / 2), num_samples, num_correct / num_samples
     middle = (rate + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
     # At the ends of the scale the interval ends there too, but for rounding.
     return Interval(rate, middle - half if num_correct else 0.0, middle + half if num_correct < num_samples else 1.0)
-
-
-def _z(level: float) -> float:
-    if not 0 < level < 1:
-        raise ValueError(f"the level is {level}, expected between 0 and 1")
-    return NormalDist().inv_cdf((1 + level) / 2)

@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.core.devices import to_device
-from megarl.core.ratios import segment_ids
-from megarl.core.segments import segment_lengths
+from megarl.core.ratios import segment_ids, segment_lengths
 
 Group = dist.ProcessGroup | None
 ROWS, COLUMNS = 1024, 8192

@@ -164,7 +164,7 @@ def run_trial(
     checks: list[Finding] = []
     facts: dict[str, Any] = {}
     with redirect_stdout(sys.stderr):  # the report has stdout for itself
-        for name, attempt in _all_attempts(config, failed):
+        for name, attempt in attempts(config, failed):
             try:
                 found = attempt()
                 facts |= found if isinstance(found, dict) else {}
@@ -180,14 +180,39 @@ def run_trial(
     return checks, facts
 
 
-def _all_attempts(config: Config | None, failed: Collection[str]) -> Iterator[tuple[str, Attempt]]:
+def attempts(config: Config | None, failed: Collection[str]) -> Iterator[tuple[str, Attempt]]:
+    """Yield (name, attempt) for the imports and the trainer's work before the first step, without work on inputs in
+    ``failed``."""
     yield "torch", _torch
     for name in _SINGLE:
         yield name, lambda name=name: importlib.import_module(name)
     yield "the trainer", _trainer
     yield "attention of transformer-engine", _attend
-    if config is not None and "model.path" not in failed:
-        yield from attempts(config, failed)
+    if config is None or "model.path" in failed:
+        return
+    import torch
+
+    from megarl.core.objectives import try_functions
+    from megarl.megatron.policy import check_settings
+    from megarl.models.fit import check_reference
+    from megarl.models.shapes import read_shape
+    from megarl.trainer.engines import load_factory
+    from megarl.trainer.sft import read_demonstrations
+
+    shape, objective, reference = read_shape(config.model.path), config.train.resolved_objective, config.reference_path
+    if "tokenizer" not in failed:
+        yield "tokenizer, prompts, reward", lambda: _read_inputs(config, failed)
+        if config.sft is not None and "sft.data" not in failed:
+            yield "sft.data", lambda: read_demonstrations(config)
+    if "weights" not in failed:
+        yield "weights", lambda: _read_weights(config.model.path)
+    function, device = config.train.objective_function, "cuda" if torch.cuda.is_available() else "cpu"
+    yield "train.objective", lambda: try_functions(objective, function, device, config.train_size)
+    yield "[megatron]", lambda: check_settings(config, shape)
+    yield "rollout.engine", lambda: load_factory(config)
+    if objective.needs_ref_logprobs and reference != config.model.path:
+        yield "model.reference", lambda: check_reference(reference, shape)
+        yield "weights of model.reference", lambda: _read_weights(reference)
 
 
 def _torch() -> dict[str, Any]:
@@ -232,33 +257,6 @@ def _cudnn_copies() -> str:
     folders = sorted({str(Path(line.split(maxsplit=5)[5]).parent) for line in lines if "libcudnn" in line})
     advice = "; expected one: unset LD_LIBRARY_PATH, or remove the system's cuDNN from it" if len(folders) > 1 else ""
     return f"cuDNN of {', '.join(folders) or 'no folder'}{advice}"
-
-
-def attempts(config: Config, failed: Collection[str]) -> Iterator[tuple[str, Attempt]]:
-    """Yield (name, attempt) for the trainer's work before the first step, without work on inputs in ``failed``."""
-    import torch
-
-    from megarl.core.objectives import try_functions
-    from megarl.megatron.policy import check_settings
-    from megarl.models.fit import check_reference
-    from megarl.models.shapes import read_shape
-    from megarl.trainer.engines import load_factory
-    from megarl.trainer.sft import read_demonstrations
-
-    shape, objective, reference = read_shape(config.model.path), config.train.resolved_objective, config.reference_path
-    if "tokenizer" not in failed:
-        yield "tokenizer, prompts, reward", lambda: _read_inputs(config, failed)
-        if config.sft is not None and "sft.data" not in failed:
-            yield "sft.data", lambda: read_demonstrations(config)
-    if "weights" not in failed:
-        yield "weights", lambda: _read_weights(config.model.path)
-    function, device = config.train.objective_function, "cuda" if torch.cuda.is_available() else "cpu"
-    yield "train.objective", lambda: try_functions(objective, function, device, config.train_size)
-    yield "[megatron]", lambda: check_settings(config, shape)
-    yield "rollout.engine", lambda: load_factory(config)
-    if objective.needs_ref_logprobs and reference != config.model.path:
-        yield "model.reference", lambda: check_reference(reference, shape)
-        yield "weights of model.reference", lambda: _read_weights(reference)
 
 
 def _read_inputs(config: Config, failed: Collection[str]) -> None:

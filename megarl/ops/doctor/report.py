@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
 from typing import Literal
 
 from megarl.errors import printable
@@ -39,23 +38,14 @@ class Diagnosis:
 
     @property
     def ready(self) -> bool:
-        return not self._lines("failed")
-
-    def _lines(self, status: Status) -> dict[str, dict[str, None]]:
-        """Return text -> names of the checks of a status: missing packages share a line."""
-        lines: dict[str, dict[str, None]] = {}
-        for check in self.checks:
-            if check.status == status:
-                lines.setdefault(check.says(), {})[check.name] = None
-        return lines
+        return not any(check.status == "failed" for check in self.checks)
 
     def to_text(self) -> str:
-        failed = self._lines("failed")
-        names = ", ".join(dict.fromkeys(chain(*failed.values())))
+        names = ", ".join(dict.fromkeys(check.name for check in self.checks if check.status == "failed"))
         subject = f"for {self.config}" if self.config else "to train on this machine"
         lines = [f"ready {subject}" if self.ready else f"not ready {subject}: {names}"]
-        lines += [f"- {', '.join(names)}: {says}" for says, names in failed.items()]
-        lines += [f"- warning: {', '.join(names)}: {says}" for says, names in self._lines("warning").items()]
+        for status, begin in (("failed", "- "), ("warning", "- warning: ")):
+            lines += [f"{begin}{check.name}: {check.says()}" for check in self.checks if check.status == status]
         checks = [(check.status, check.name, check.says()) for check in self.checks]
         return printable("\n".join([*lines, "", text_table(checks, ("", "what", "found"))]))
 

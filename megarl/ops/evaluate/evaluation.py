@@ -5,19 +5,16 @@
 Sampling and scoring are shared with runs (``megarl.trainer.sampling.evaluation``); this command brings the weights, the
 engine and the folder of results, whose files are written atomically:
 
-    <out>/eval.json                    scores of all benchmarks, weights, configuration, versions of packages
+    <out>/eval.json                    scores of all benchmarks, weights, configuration
     <out>/<benchmark>/responses.jsonl  one line per response, by prompt and sample
     <out>/<benchmark>/prompts.jsonl    one line per prompt, with its pass rate
 """
 
 import json
-import platform
 import re
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +58,6 @@ _STEP_FOLDER = re.compile(r"step_\d+")
 _TRAINING = {"sampling", "estimate", "gvm", "credit", "train", "optim", "recompute", "checkpoint", "log", "sft"}
 """Tables of the configuration that do not affect an evaluation."""
 _FILES = ("responses.jsonl", "prompts.jsonl")
-_PACKAGES = ("megarl", "torch", "transformers", "megatron-core", "numpy", "sympy", "datasets")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,17 +226,12 @@ def _to_samples(lines: Sequence[Json], shape: tuple[int, int], threshold: float)
 
 
 def _write_summary(request: EvalRequest, task: Task, tables: Mapping[str, Json]) -> None:
-    """Write eval.json: the results so far, weights, configuration and versions of packages."""
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
+    """Write eval.json: the results so far, weights and configuration."""
     summary = {
         "checkpoint": None if task.checkpoint is None else str(task.checkpoint),
         "samples": request.samples,
         "benchmarks": tables,
         "config": request.config.model_dump(mode="json", exclude=_TRAINING),
-        "packages": versions,
     }
     text = json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False)
     write_output(task.out / "eval.json", f"{text}\n".encode())

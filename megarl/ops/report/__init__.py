@@ -2,10 +2,9 @@
 
 The way through:
 
-    report    the HTML page of a run, or of several overlaid, with the verdicts on a run's health
+    report    the HTML page of a run, or of several overlaid, with the verdicts on a run's health (page.html, page.js)
     series    curves, from the metrics of a run; panels and glossary, from panels.toml and glossary.toml
     figures   figures as plotly's JSON
     samples   the model's texts
-    page      the HTML page around all parts (page.html, page.js)
     traces    tables and comparison of routing-trace files
 """

@@ -1,26 +1,31 @@
 """``megarl report RUN_DIR ...``: one HTML page with the curves, verdicts and samples of a run, or of several overlaid.
 
-The page needs no other file and no network (``megarl.ops.report.page``).
+The page needs no other file and no network: it holds texts, figures, samples, and plotly.js once, compressed.
 """
 
+import base64
+import gzip
 import html
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from itertools import chain
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import numpy as np
 import pydantic
+from plotly.offline import get_plotlyjs
 
 from megarl.config.file import read_toml
 from megarl.config.tables.health import HealthConfig
 from megarl.errors import ConfigError, DataError
 from megarl.files.outputs import write_output
-from megarl.ops.report import page
 from megarl.ops.report.figures import COLORS, Figure, Run, make_figures
 from megarl.ops.report.samples import for_page
-from megarl.ops.report.series import Curves, benchmarks, make_curves, read_panels, sum_judged
+from megarl.ops.report.series import Curves, Panel, benchmarks, make_curves, read_glossary, read_panels, sum_judged
 from megarl.run.metrics_log import Record, describe_judged, read_metrics
 from megarl.run.status import format_duration
 from megarl.watch.health import CHECKS, judge_run
@@ -28,7 +33,7 @@ from megarl.watch.health import CHECKS, judge_run
 NOT_RECORDED = "not recorded"
 _RUN_COLORS = ("blue", "orange", "teal", "red", "purple", "yellow", "cyan", "brown")
 _NOTE = """Drag over a figure to zoom, double-click to go back; a click on a name in the legend hides its line, a
-double-click shows it alone. Bands show the range over the mini-batches of a step. In runs of 40 steps and more, bold
+double-click shows it alone. Values of mini-batches are shown as the mean of a step. In runs of 40 steps and more, bold
 lines are centred moving averages, and pale lines are the values, of long runs the smallest and largest ones. Dots
 (held-out) are never averaged."""
 
@@ -85,13 +90,11 @@ def _make_page(sources: Sequence[_Source]) -> bytes:
     colors = [None] if is_single else [COLORS[name] for name in _RUN_COLORS]
     runs = [Run(source.name, source.curves, color) for source, color in zip(sources, colors, strict=False)]
     figures: list[Figure] = []
-    cards, absent = "", []
+    cards = ""
     for key, panel in read_panels().items():
         if any(panel.is_recorded(run.curves) for run in runs):
             first, figures = len(figures), [*figures, *make_figures(panel, runs)]
-            cards += page.render_card(key, panel, range(first, len(figures)))
-        elif not panel.optional:
-            absent.append(f"{panel.title.lower()} ({', '.join(panel.needs)})")
+            cards += render_panel(key, panel, range(first, len(figures)))
     headlines = [_make_headline(source.records, source.curves, source.config) for source in sources]
     labels = dict.fromkeys(label for headline in headlines for label in headline)
     rows = [[label, *(headline.get(label, NOT_RECORDED) for headline in headlines)] for label in labels]
@@ -100,14 +103,16 @@ def _make_page(sources: Sequence[_Source]) -> bytes:
     samples, notes = zip(*(for_page(source.folder, prefix) for source, prefix in named), strict=True)
     body = (
         f'<section id="health">{"".join(verdicts)}</section>'
-        f"{page.render_table(rows if is_single else [['', *names], *rows])}"
+        f"{render_table(rows if is_single else [['', *names], *rows])}"
         f'<p class="note">{_NOTE}</p><div class="panels">{cards}</div>'
-        + (f'<p class="note">Not recorded: {"; ".join(absent)}.</p>' if absent else "")
-        + f"{page.render_samples(notes, any(samples))}{page.render_glossary()}"
+        f"{render_samples(notes, any(samples))}{render_glossary()}"
     )
     title = _get_setting(sources[0].config, "run", "name", names[0]) if is_single else " against ".join(names)
     folders = ", ".join(str(source.folder.resolve()) for source in sources)
-    return page.make_page(title, folders, body, figures, [*chain(*samples)])
+    data = {name: _embed(value) for name, value in (("figures", figures), ("samples", [*chain(*samples)]))}
+    texts = {"title": html.escape(title), "subtitle": html.escape(folders), "body": body}
+    script, plotly = _read("page.js"), base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
+    return Template(_read("page.html")).substitute(texts, **data, plotly=plotly, script=script).encode()
 
 
 def _make_headline(records: Sequence[Mapping[str, Any]], curves: Curves, config: dict[str, Any]) -> dict[str, str]:
@@ -189,3 +194,53 @@ def _card(level: str, title: str, observation: str, cause: str = "", advice: str
     details = f" &nbsp; {html.escape(observation)}" if observation else ""
     heading = f'<strong class="level">{html.escape(title)}</strong>{details}'
     return f'<div class="verdict {level}">{heading}{paragraphs}</div>'
+
+
+def render_panel(key: str, panel: Panel, places: Sequence[int]) -> str:
+    """Return a panel as HTML: title, caption, figures by place in the list, and links into the glossary."""
+    plots = "".join(f'<div class="plot" data-figure="{place}"></div>' for place in places)
+    entries = [name for name in panel.needs if name in read_glossary()]
+    links = " ".join(f'<a href="#{_anchor(name)}">{html.escape(name)}</a>' for name in entries)
+    return (
+        f'<figure class="card{" wide" if panel.wide else ""}" id="{key}"><h2>{html.escape(panel.title)}</h2>'
+        f"<figcaption>{html.escape(panel.caption)}</figcaption>{plots}"
+        f'<p class="metrics">Glossary: {links}</p></figure>'
+    )
+
+
+def render_glossary() -> str:
+    """Return the meaning of all metrics as HTML, with an anchor per metric."""
+    entries = "".join(
+        f'<div id="{_anchor(name)}"><dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd></div>'
+        for name, text in sorted(read_glossary().items())
+    )
+    return f'<section id="glossary"><h2>Glossary</h2><dl>{entries}</dl></section>'
+
+
+def render_samples(notes: Sequence[str], has_any: bool) -> str:
+    """Return the place where page.js lists the samples, with its controls; notes: the content of the page by run."""
+    texts = "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes)
+    heading = '<section id="responses"><h2>What the model wrote</h2>'
+    return f"{heading}{texts}{_read('samples.html') if has_any else ''}</section>"
+
+
+def render_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of cells as HTML; the first cell is the heading."""
+    cells = "".join(
+        f"<tr><th>{html.escape(first)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells_behind)}</tr>"
+        for first, *cells_behind in rows
+    )
+    return f'<div class="table"><table>{cells}</table></div>'
+
+
+def _anchor(metric: str) -> str:
+    return html.escape(f"metric-{metric}")
+
+
+def _embed(value: Any) -> str:
+    """Return JSON without any end of an HTML element, for arbitrary strings."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _read(name: str) -> str:
+    return (files("megarl.ops.report") / name).read_text(encoding="utf-8")

@@ -1,5 +1,6 @@
 """``megarl samples``, and the samples in a report: the model's texts."""
 
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ from megarl.config.command import Overrides, Positional, command
 from megarl.errors import ConfigError, DataError, printable
 from megarl.run.samples import NAME, read_samples
 
-_PAGE_BYTES = 2_000_000
+_PAGE_SAMPLES = 400
+"""Most samples in a page, of each run: the newest."""
 _PAGE_TEXT = 20_000
 """Most characters of one text in a page; of a longer one, the middle is left out."""
 
@@ -79,23 +81,19 @@ def for_page(run_dir: Path, name: str = "") -> tuple[list[dict[str, Any]], str]:
 
     Of a damaged file, the part before the damage.
     """
-    page: list[dict[str, Any]] = []
-    size = total = 0
-    damage, run = "", name or "The run"
+    page = deque[dict[str, Any]](maxlen=_PAGE_SAMPLES)
+    total, damage, run = 0, "", name or "The run"
     try:
         for sample in read_samples(run_dir):  # in the order of the steps: the oldest go
             total += 1
             page.append(_for_page(sample, name))
-            size += _size(page[-1])
-            while size > _PAGE_BYTES:
-                size -= _size(page.pop(0))
     except DataError as error:
         damage = f" What follows cannot be read: {printable(str(error))}."
     if not page:
         return [], f"{run} has stored no samples{damage and ' that can be read'} (log.samples_per_step).{damage}"
     steps = f"of steps {page[0]['step']} to {page[-1]['step']}"
     rest_text = f"; {total - len(page)} older ones are left out, megarl samples shows them" if total > len(page) else ""
-    return page, f"{run}: {len(page)} stored responses {steps}{rest_text}.{damage}"
+    return [*page], f"{run}: {len(page)} stored responses {steps}{rest_text}.{damage}"
 
 
 def _for_page(sample: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -110,10 +108,6 @@ def _for_page(sample: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _shorten(text: str) -> str:
     half = _PAGE_TEXT // 2
     return text if len(text) <= _PAGE_TEXT else f"{text[:half]}\n[{len(text) - 2 * half} characters]\n{text[-half:]}"
-
-
-def _size(sample: Mapping[str, Any]) -> int:
-    return sum(len(sample[key]) for key in ("prompt", "response", "error", "rewards")) + 200
 
 
 def _number(value: float | None) -> str:

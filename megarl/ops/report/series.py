@@ -31,18 +31,13 @@ class Curve:
         """float64 [F], the F values that can be plotted."""
         return self.y[np.isfinite(self.y)]
 
-    def per_step(self) -> tuple[Curve, Curve, Curve]:
-        """Return (mean, lowest, highest) of each step's finite values; NaN for a step without any."""
+    def per_step(self) -> Curve:
+        """Return the mean of each step's finite values; NaN for a step without any."""
         steps, group = np.unique(np.floor(self.x), return_inverse=True)
         group, values = group[np.isfinite(self.y)], self.finite
         count = np.bincount(group, minlength=len(steps))
         total = np.bincount(group, weights=values, minlength=len(steps))
-        low, high = np.full(len(steps), np.inf), np.full(len(steps), -np.inf)
-        np.minimum.at(low, group, values)
-        np.maximum.at(high, group, values)
-        rows = (total / np.maximum(count, 1), low, high)
-        mean, low, high = (Curve(steps, np.where(count > 0, row, np.nan)) for row in rows)
-        return mean, low, high
+        return Curve(steps, np.where(count > 0, total / np.maximum(count, 1), np.nan))
 
 
 Curves = Mapping[str, Curve]
@@ -116,10 +111,8 @@ def thin(curve: Curve, max_points: int = 1000) -> Curve:
     return Curve(curve.x[indices], curve.y[indices])
 
 
-Scale = Literal["free", "zero", "log", "percent", "whole percent", "percent to 100"]
-"""The y axis: as it comes; from zero up; decades; percent from zero up, from 0 to 100, from anywhere to 100."""
-Kind = Literal["lines", "reward", "time", "layers"]
-"""The kind of figure: layers is a map of layers against steps; reward and time have a single panel."""
+Scale = Literal["free", "zero", "log", "percent", "whole percent"]
+"""The y axis: as it comes; from zero up; decades; percent from zero up, from 0 to 100."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,20 +137,19 @@ class Panel:
     y_label: str
     lines: tuple[Line, ...] = ()
     metrics: tuple[str, ...] = ()
-    """The metrics of panels with more than lines; for layers, prefixes: the first prefix with metrics counts."""
-    kind: Kind = "lines"
+    """Of layers, prefixes: the first prefix with metrics counts."""
+    kind: Literal["lines", "layers"] = "lines"
+    """The kind of figure: layers is a map of layers against steps."""
     scale: Scale = "free"
     wide: bool = False
     """True for the whole width of the page."""
-    optional: bool = False
-    """True for panels of special runs: the page does not mention the absence."""
 
     @property
     def needs(self) -> tuple[str, ...]:
         """The metrics; any metric is enough."""
         if self.kind == "layers":
             return tuple(f"{prefix}XX" for prefix in self.metrics)
-        return self.metrics or tuple(line.metric for line in self.lines)
+        return tuple(line.metric for line in self.lines)
 
     def is_recorded(self, curves: Curves) -> bool:
         """True if any metric has a value to plot."""

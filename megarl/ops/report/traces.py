@@ -1,28 +1,15 @@
 """``megarl trace inspect | diff``: show the content of a file of routing traces, and the difference of two files."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from megarl.errors import TraceError, printable
 from megarl.routes import Disagreement, common_rows, shared_experts
-from megarl.routes.trace_file import TracedSequence, TraceFile, common_names, read_traces, require_same_tokens
+from megarl.routes.trace_file import TracedSequence, common_names, read_traces, require_same_tokens
 from megarl.run.status import name_ranges
 from megarl.text_table import text_table
-
-
-@dataclass(frozen=True, slots=True)
-class FileDifference:
-    """The difference between two files, over common sequences."""
-
-    total: Disagreement
-    overlap: np.ndarray
-    """float64 [L], share of experts used in both files."""
-    num_sequences: int
-    only_in: tuple[int, int]
-    """Number of sequences that are only in the first file, and only in the second."""
 
 
 def inspect(path: Path) -> None:
@@ -44,37 +31,30 @@ def inspect(path: Path) -> None:
 
 
 def diff(first: Path, second: Path) -> None:
-    """Print how far two files agree, by layer."""
+    """Print how far two files agree, by layer, over the sequences of one name.
+
+    TraceError if the models' shapes, or the tokens of one name, differ.
+    """
     a, b = read_traces(first), read_traces(second)
-    difference = compare_files(a, b)
-    rows = [
-        [str(layer), f"{flip:.3%}", f"{overlap:.3%}"]
-        for layer, flip, overlap in zip(a.info.layers, difference.total.per_layer_flip, difference.overlap, strict=True)
-    ]
-    rows.append(["all", f"{difference.total.flip:.3%}", f"{difference.total.overlap:.3%}"])
+    names = common_names(a, b)
+    num_shared = np.concatenate([_compare_sequences(a[name], b[name]) for name in names])
+    if not num_shared.size:
+        raise TraceError(f"{a.path} and {b.path}: no token has routes in both files")
+    total, overlap = Disagreement.of(num_shared, a.info.top_k), num_shared.mean(axis=0) / a.info.top_k
+    layers = zip(a.info.layers, total.per_layer_flip, overlap, strict=True)
+    rows = [[str(layer), f"{flip:.3%}", f"{share:.3%}"] for layer, flip, share in layers]
+    rows.append(["all", f"{total.flip:.3%}", f"{total.overlap:.3%}"])
     notes = [
-        f"{difference.total.num_tokens:,} tokens of {difference.num_sequences:,} sequences compared; "
-        f"only in the first file {difference.only_in[0]:,}, only in the second {difference.only_in[1]:,}.",
-        f"{difference.total.token_any:.3%} of the tokens differ in at least one layer, "
-        f"{difference.total.layers_per_token:.3f} layers per token on average.",
+        f"{total.num_tokens:,} tokens of {len(names):,} sequences compared; "
+        f"only in the first file {len(a) - len(names):,}, only in the second {len(b) - len(names):,}.",
+        f"{total.token_any:.3%} of the tokens differ in at least one layer, "
+        f"{total.layers_per_token:.3f} layers per token on average.",
         "flip: share of tokens with another set of experts. overlap: share of the experts that both have.",
     ]
     one, other = (file.info.model for file in (a, b))
     if one != other:
         notes.insert(0, f"The models differ: {one} against {other}.")
     _print(f"{first} against {second}", rows, ("layer", "flip", "overlap"), *notes)
-
-
-def compare_files(a: TraceFile, b: TraceFile) -> FileDifference:
-    """Compare the sequences of one name. Raises TraceError if the models' shapes, or tokens of one name, differ."""
-    names = common_names(a, b)
-    compared = [_compare_sequences(a[name], b[name]) for name in names]
-    num_shared = np.concatenate(compared)
-    if not num_shared.size:
-        raise TraceError(f"{a.path} and {b.path}: no token has routes in both files")
-    only_in = (len(a) - len(names), len(b) - len(names))
-    total, overlap = Disagreement.of(num_shared, a.info.top_k), num_shared.mean(axis=0) / a.info.top_k
-    return FileDifference(total, overlap, len(names), only_in)
 
 
 def _compare_sequences(a: TracedSequence, b: TracedSequence) -> np.ndarray:
