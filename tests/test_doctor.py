@@ -146,7 +146,7 @@ class TestSGLang:
         ("script", "arguments", "message"),
         [
             ("echo 0.5.22", [], None),
-            ("echo 0.5.20", [], "SGLang 0.5.20 is too old, expected at least 0.5.21"),
+            ("echo 0.5.16", [], "SGLang 0.5.16 is too old, expected at least 0.5.17"),
             ("echo 0.5.23", ["--enable-lmcache"], "brings keys and values back into other slots"),
             ("echo no such module >&2; exit 1", [], "has no SGLang (no such module)"),
             ("echo main", [], "'main', expected a release number"),
@@ -198,10 +198,11 @@ class TestSGLang:
     @pytest.mark.sglang
     def test_real_environments_tell_their_release(self, path: Path, shown):
         venv = Path(__file__).parents[1] / ".venv-sglang"
-        for release, place in (("0.5.23", "bin"), ("0.5.21", "releases/0.5.21")):
-            code, text = shown(path, {"sglang.python": str(venv / place / "python")})
+        for python in (venv / "bin" / "python", *venv.glob("releases/*/python")):
+            code, text = shown(path, {"sglang.python": str(python)})
+            release = "0.5.23" if python.parent.name == "bin" else python.parent.name
             assert release in text
-            assert code == 0
+            assert code == (1 if release == "0.5.17" else 0)
 
 
 def test_a_dense_model_is_ready_without_replay(path, tmp_path, shown):

@@ -39,7 +39,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 TORCH = "2.13.0"
 TORCH_CPU_INDEX = os.environ.get("TORCH_CPU_INDEX", "https://download.pytorch.org/whl/cpu")
-SGLANG_RELEASES = ("0.5.21",)
+SGLANG_RELEASES = ("0.5.17", "0.5.18", "0.5.21")
 """Other releases that the tests run: their wheels alone, each beside a ``python`` that finds it first."""
 COMPLETE = ".complete"
 """The last file of an installation. A folder without it was interrupted, and is made again."""

@@ -204,6 +204,7 @@ def _make_fleet(
         urls=settings.urls,
         api_key=key,
         routes=servers_record(config),
+        nucleus=config.rollout.top_p < 1,
         source=source,
         served=_served_model(config, folder),
         transport=transport,

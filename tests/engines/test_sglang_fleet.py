@@ -450,6 +450,13 @@ def test_an_update_that_servers_confirm_and_do_not_make_is_found_by_default(worl
     assert [world.ask(member) for member in fleet.members] == [["4", [4.0]]] * 2
 
 
+def test_a_release_without_sessions_is_updated_without_them(world: World):
+    world.control(0, info={"version": "0.5.17", "device": "cuda"})
+    world.update(old := world.start(1), 3)
+    assert world.ask(old.members[0]) == ["3", [3.0]]
+    assert not world.events(0, "begin_weight_update", "end_weight_update")
+
+
 def test_a_server_without_checksums_is_refused_unless_they_are_off(world: World):
     world.control(0, refuse="weights_checker")
     world.update(fleet := world.start(1), 1)

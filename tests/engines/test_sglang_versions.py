@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.engines.sglang.versions import (
     FAULTS,
+    check_arguments,
     check_server,
     parse_arguments,
     parse_version,
-    refuse_faults,
 )
 from megarl.errors import ConfigError, RolloutError
 
@@ -28,16 +29,19 @@ KEY = {"api_key": "x"}
 
 
 def test_an_old_release_is_refused_and_a_newer_one_told():
-    with pytest.raises(ConfigError, match=r"0\.5\.20 is too old, expected at least 0\.5\.21"):
-        check_server({"version": "0.5.20"}, tp=1)
-    assert check_server(KEY | {"version": "0.5.21", "device": "cuda"}, tp=1) == []
-    assert check_server(KEY | {"version": "0.5.23"}, tp=1) == []
-    (warning,) = check_server({"version": "0.5.21"}, tp=1)
+    with pytest.raises(ConfigError, match=r"0\.5\.16 is too old, expected at least 0\.5\.17"):
+        check_server({"version": "0.5.16"}, tp=1)
+    assert check_server(KEY | {"version": "0.5.17", "device": "cuda"}, tp=1) == ((0, 5, 17), [])
+    with pytest.raises(ConfigError, match=r"SGLang 0\.5\.19 does not record the ids .*take 0\.5\.20 or later"):
+        check_server(KEY | {"version": "0.5.19"}, tp=1, nucleus=True)
+    assert check_server(KEY | {"version": "0.5.20"}, tp=1, nucleus=True)[0] == (0, 5, 20)
+    assert check_server(KEY | {"version": "0.5.23"}, tp=1) == ((0, 5, 23), [])
+    _, (warning,) = check_server({"version": "0.5.21"}, tp=1)
     assert "no API key: whoever reaches the server can replace its weights" in warning
-    assert check_server({"version": "0.5.21", "admin_api_key": "x"}, tp=1) == []
-    assert "newer than 0.5.23" in check_server(KEY | {"version": "0.6.0"}, tp=1)[0]
+    assert check_server({"version": "0.5.21", "admin_api_key": "x"}, tp=1)[1] == []
+    assert "newer than 0.5.23" in check_server(KEY | {"version": "0.6.0"}, tp=1)[1][0]
     drafts = KEY | {"version": "0.5.23", "speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}
-    assert "speculative decoding" in check_server(drafts, tp=1)[0]
+    assert "speculative decoding" in check_server(drafts, tp=1)[1][0]
     with pytest.raises(RolloutError, match="'None', expected a release number"):
         check_server({}, tp=1)
     check_server(KEY | {"version": "0.5.23", "tp_size": float("inf"), "moe_runner_backend": ["a"]}, tp=1)
@@ -67,6 +71,33 @@ def test_a_fault_is_refused_where_the_arguments_make_it_real(arguments: dict[str
         check_server(KEY | {"version": "0.5.23"} | arguments, tp=1)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "last", "fault"),
+    [
+        ({"device": "cpu"}, "0.5.17", "wrong_rows_on_cpu"),
+        ({"device": "cpu", "disable_overlap_schedule": False}, "0.5.17", "wrong_rows_on_cpu"),
+        ({"api_key": None}, "0.5.20", "pickles"),
+    ],
+)
+def test_a_fault_of_old_releases_is_refused_up_to_the_last_one(arguments: dict[str, Any], last: str, fault: str):
+    (entry,) = [entry for entry in FAULTS if entry.name == fault]
+    with pytest.raises(ConfigError, match=re.escape(f"{entry.meaning}: {entry.remedy}")):
+        check_server(KEY | {"version": last} | arguments, tp=1)
+    major, minor, patch = parse_version(last)
+    check_server(KEY | {"version": f"{major}.{minor}.{patch + 1}"} | arguments, tp=1)
+
+
+def test_router_weights_that_no_update_reaches_are_found_by_the_config_of_the_model(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "glm4_moe"}')
+    info = KEY | {"version": "0.5.18", "dtype": "bfloat16"}
+    with pytest.raises(ConfigError, match=r"float32 copy of the router weights of GLM-4.5 .*take 0\.5\.19 or later"):
+        check_server(info, tp=1, source=tmp_path)
+    assert check_server(info | {"dtype": "float32"}, tp=1, source=tmp_path)[0] == (0, 5, 18)  # no copy: the weights
+    assert check_server(info | {"version": "0.5.19"}, tp=1, source=tmp_path)[0] == (0, 5, 19)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    assert check_server(info, tp=1, source=tmp_path)[0] == (0, 5, 18)
+
+
 def test_other_arguments_are_not():
     for arguments in (
         {"device": "cuda", "disable_overlap_schedule": False, "enable_eplb": False, "init_expert_location": "trivial"},
@@ -76,7 +107,7 @@ def test_other_arguments_are_not():
         *({"moe_a2a_backend": name} for name in (None, "none")),
         {"speculative_algorithm": None, "speculative_eagle_topk": None, "watermark_config": "<redacted>"},
     ):
-        assert check_server(KEY | {"version": "0.5.21"} | arguments, tp=1) == []
+        assert check_server(KEY | {"version": "0.5.21"} | arguments, tp=1) == ((0, 5, 21), [])
 
 
 def test_words_of_a_command_line():
@@ -92,14 +123,13 @@ def test_words_of_a_command_line():
         (("--moe-runner-backend", "triton_kernel"), "a kernel chooses the experts"),
     ):
         with pytest.raises(ConfigError, match=message):
-            refuse_faults(parse_arguments(words), routes=True)
+            check_arguments(words)
     # What some release or no release gets wrong is left to the server.
-    words = ("--enable-eplb", "--device", "cpu", "--dtype", "bfloat16", "--pp-size", "one")
-    refuse_faults(parse_arguments(words), routes=True)
+    check_arguments(("--enable-eplb", "--device", "cpu", "--dtype", "bfloat16", "--pp-size", "one"))
 
 
 def test_what_is_wrong_with_routes_alone_does_no_harm_without_them():
     words = ("--moe-runner-backend", "flashinfer_mxfp4", "--moe-a2a-backend", "mori")
-    refuse_faults(parse_arguments(words), routes=False)
+    check_arguments(words, routes=False)
     info = KEY | parse_arguments(words) | {"version": "0.5.23", "enable_return_routed_experts": False}
-    assert check_server(info, tp=1, routes=False) == []
+    assert check_server(info, tp=1, routes=False)[0] == (0, 5, 23)

@@ -118,10 +118,7 @@ def test_log_probabilities_below_top_p_are_within_the_ids_that_were_drawn_from()
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (
-            {"output_token_sampling_mask": "absent"},
-            "which ids each of 2 tokens was drawn from, .*rollout.top_p = 1",
-        ),
+        ({"output_token_sampling_mask": "absent"}, "which ids each of 2 tokens was drawn from, .* 0.5.20 or later"),
         ({"output_token_sampling_logprobs": [-0.25]}, "which ids each of 2 tokens"),
         ({"output_token_sampling_mask": [[3], [8]]}, "a token is not among the ids that it was drawn from"),
         ({"output_token_sampling_mask": [[3, 9, 3], [8]]}, "an id is twice among those"),

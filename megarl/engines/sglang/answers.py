@@ -207,7 +207,7 @@ def _parse_nucleus(
     if sets is None or logprobs is None or {len(sets), len(logprobs)} != {len(output)}:
         raise RolloutError(
             f"{label}: the answer does not say which ids each of {len(output)} tokens was drawn from, which top_p "
-            "below 1 needs: look at the server, or set rollout.top_p = 1"
+            "below 1 needs: take SGLang 0.5.20 or later, or set rollout.top_p = 1"
         )
     counts = np.fromiter(map(len, sets), np.int32)
     owner, ids = np.repeat(np.arange(len(output)), counts), np.fromiter(chain.from_iterable(sets), np.int32)

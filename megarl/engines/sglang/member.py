@@ -57,6 +57,8 @@ class FleetState:
     api_key: str | None = None
     routes: bool = True
     """Whether the servers must return routes."""
+    nucleus: bool = False
+    """Whether ``top_p`` is below 1."""
     source: Path | None = None
     """Checkpoint folder with the model's config and tokenizer; None: the model folder of the first of ``specs``."""
     copies: Path | Literal["memory", "none"] = "memory"
@@ -161,13 +163,13 @@ class Member:
         """Make a new sender; RolloutError without an answer, ConfigError if megarl cannot use the server."""
         fleet = self.fleet
         info = server_info(self.url, fleet.api_key, deadline())
-        warnings = check_server(info, fleet.settings.tp, fleet.routes)
+        release, warnings = check_server(info, fleet.settings.tp, fleet.routes, fleet.nucleus, fleet.source)
         if self.connection is not None:
             self.connection.leave_group()  # not closed: a keeper may use the connection
         for warning in warnings if self.connection is None else ():
             self.fleet.tell(f"warning: {warning}")
         gpus = (self.process and self.process.spec.gpus) or ()
-        self.connection = WeightSender(self.url, tp=fleet.settings.tp, api_key=fleet.api_key, gpus=gpus)
+        self.connection = WeightSender(self.url, release, tp=fleet.settings.tp, api_key=fleet.api_key, gpus=gpus)
 
     def find_version(self) -> str | None:
         """Return the server's name for its weights, empty if unknown; None without an answer."""

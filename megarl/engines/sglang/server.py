@@ -233,7 +233,8 @@ def examine(config: Config) -> Iterator[tuple[str, Literal["ok", "warning", "fai
                 # Servers started by megarl have a key, which is not on the command line.
                 expected = {"api_key": True, "version": installed_release(Path(place))}
                 info = {**parse_arguments(command(spec)), **expected}
-            warnings = check_server(info, settings.tp, routes)
+            source = Path(config.model.path)
+            _, warnings = check_server(info, settings.tp, routes, config.rollout.top_p < 1, source)
         except MegarlError as error:
             yield place, "failed", str(error)
             continue

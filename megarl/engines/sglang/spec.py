@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl.config.process_environment import LAUNCHER, compile_caches, without_expandable_segments
-from megarl.engines.sglang.versions import parse_arguments, refuse_faults
+from megarl.engines.sglang.versions import check_arguments, parse_arguments
 from megarl.errors import ConfigError, RolloutError
 
 CPU_SHIM = Path(__file__).parent / "cpu"
@@ -59,11 +59,10 @@ class ServerSpec:
     """More arguments of sglang.launch_server; the last arguments override earlier arguments."""
 
     def __post_init__(self) -> None:
-        arguments = parse_arguments(self.extra_args)
-        for name in arguments:
+        for name in parse_arguments(self.extra_args):
             if name in NOT_EXTRA:
                 raise ConfigError(f"extra_args hold --{name.replace('_', '-')}: {NOT_EXTRA[name]}")
-        refuse_faults(arguments, self.routes)
+        check_arguments(self.extra_args, self.routes)
 
 
 def command(spec: ServerSpec, config_file: Path | None = None) -> list[str]:

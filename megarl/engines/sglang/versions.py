@@ -10,10 +10,14 @@ from typing import Any
 
 from megarl.config.trust import find_stranger, safe_environment
 from megarl.errors import ConfigError, RolloutError
+from megarl.models.hf_folder import read_json
 
 Version = tuple[int, int, int]
-OLDEST, NEWEST = (0, 5, 21), (0, 5, 23)
-"""Earlier releases lack update sessions, and run the pickles of whoever reaches their port."""
+OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
+UPDATE_SESSIONS = (0, 5, 21)
+"""The first release with /begin_weight_update and /end_weight_update."""
+SAMPLING_MASKS = (0, 5, 20)
+"""The first release whose answers have the ids that each token was drawn from, for top_p below 1."""
 Arguments = Mapping[str, Any]
 """Name with underscores -> value, as in /server_info; an absent argument has its default."""
 
@@ -30,6 +34,8 @@ class Fault:
     remedy: str
     of_routes: bool = False
     """Whether the fault matters only for requests with routes."""
+    last: str | None = None
+    """The last release with the fault; None: all releases."""
 
 
 def _number(arguments: Arguments, name: str, default: int) -> int:
@@ -57,7 +63,14 @@ _IN_KERNEL = ("triton_kernel", "flashinfer_trtllm", "experimental_sgl_trtllm", "
 _GATHERED = (None, "none", "deepep", "deepep_v2")
 
 
+def _has_key(info: Arguments) -> bool:
+    return bool(info.get("api_key") or info.get("admin_api_key"))
+
+
 _CAUSES: Mapping[str, Callable[[Arguments], bool]] = {
+    "old_routers": lambda info: info.get("model_type") == "glm4_moe" and info.get("dtype") != "float32",
+    "wrong_rows_on_cpu": lambda info: info.get("device") == "cpu" and not info.get("disable_overlap_schedule"),
+    "pickles": lambda info: not _has_key(info),
     "routes_in_a_kernel": lambda info: info.get("moe_runner_backend") in _IN_KERNEL,
     "scattered_tokens": lambda info: info.get("moe_a2a_backend") not in _GATHERED,
     "no_routes": lambda info: info.get("enable_return_routed_experts") is False,
@@ -87,32 +100,48 @@ _TABLE = tomllib.loads(Path(__file__).with_name("releases.toml").read_text("utf-
 FAULTS = [Fault(name, cause, **_TABLE[name]) for name, cause in _CAUSES.items()]
 
 
-def check_server(info: Arguments, tp: int, routes: bool = True) -> list[str]:
-    """Return warnings about a /server_info answer; ConfigError if megarl cannot use the server, or if its
-    tensor-parallel size is not ``tp``. routes: whether the server must return routes."""
+def check_server(
+    info: Arguments, tp: int, routes: bool = True, nucleus: bool = False, source: Path | None = None
+) -> tuple[Version, list[str]]:
+    """Return the version in a /server_info answer, and warnings; ConfigError if megarl cannot use the server, or if its
+    tensor-parallel size is not ``tp``. routes: whether the server must return routes; nucleus: whether top_p is below
+    1; source: folder with the model's config.json."""
     text = str(info.get("version"))
     version = parse_version(text)
     if version < OLDEST:
         raise ConfigError(
             f'SGLang {text} is too old, expected at least {dotted(OLDEST)}: upgrade it, or set rollout.engine = "local"'
         )
-    refuse_faults(info, routes, f"SGLang {text}")
+    if source is not None and (config := source / "config.json").is_file():
+        info = {**info, "model_type": read_json(config).get("model_type")}
+    _refuse_faults(info, routes, f"SGLang {text}", version)
+    if nucleus and version < SAMPLING_MASKS:
+        raise ConfigError(
+            f"SGLang {text} does not record the ids that it draws from with top_p below 1: take "
+            f'{dotted(SAMPLING_MASKS)} or later, set rollout.top_p = 1, or rollout.engine = "local"'
+        )
     if _number(info, "tp_size", tp) != tp:
         raise ConfigError(f"SGLang runs with --tp-size {info['tp_size']}, expected {tp}: set sglang.tp to the former")
     warnings = []
-    if not info.get("api_key") and not info.get("admin_api_key"):
+    if not _has_key(info):
         warnings.append("no API key: whoever reaches the server can replace its weights; start it with --api-key")
     if info.get("speculative_algorithm") is not None:
         warnings.append("speculative decoding: megarl was never tried with it; watch rollout/k3")
     if version > NEWEST:
         warnings.append(f"SGLang {text} is newer than {dotted(NEWEST)}, the last release that megarl was tried with")
-    return warnings
+    return version, warnings
 
 
-def refuse_faults(arguments: Arguments, routes: bool, name: str = "SGLang") -> None:
+def check_arguments(words: Sequence[str], routes: bool = True) -> None:
     """ConfigError for arguments that make answers wrong. routes: whether the server must return routes."""
+    _refuse_faults(parse_arguments(words), routes, "SGLang")
+
+
+def _refuse_faults(arguments: Arguments, routes: bool, name: str, version: Version | None = None) -> None:
+    """version: None for faults of every release alone."""
     for fault in FAULTS:
-        if (routes or not fault.of_routes) and fault.applies(arguments):
+        concerns = fault.last is None or (version is not None and version <= parse_version(fault.last))
+        if concerns and (routes or not fault.of_routes) and fault.applies(arguments):
             raise ConfigError(f"{name}: {fault.meaning}: {fault.remedy}")
 
 

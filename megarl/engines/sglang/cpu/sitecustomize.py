@@ -10,6 +10,7 @@ import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 _kept: list[object] = []
 """Keeps the libraries alive: a collected library takes its operators along."""
@@ -35,6 +36,12 @@ def _stand_in_for_cudart(torch: ModuleType) -> None:
     torch.cuda.cudart = lambda: runtime
 
 
+def _do_not_pin_memory(torch: Any) -> None:
+    """Let ``torch.zeros(pin_memory=True)`` return plain memory: the route buffer of SGLang before 0.5.21 is pinned."""
+    zeros = torch.zeros
+    torch.zeros = lambda *args, pin_memory=False, **kwargs: zeros(*args, **kwargs)
+
+
 class _AfterTorch(MetaPathFinder):
     """Finds torch by the normal path, and applies the repairs after the import."""
 
@@ -52,6 +59,7 @@ class _AfterTorch(MetaPathFinder):
             if not module.cuda.is_available():
                 _kept.append(_declare_torchvision_operators(module))
                 _stand_in_for_cudart(module)
+                _do_not_pin_memory(module)
 
         spec.loader.exec_module = run_and_repair
         return spec

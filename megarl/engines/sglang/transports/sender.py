@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 
 from megarl.engines.sglang.http import authorization, read_object, request
+from megarl.engines.sglang.versions import NEWEST, UPDATE_SESSIONS, Version
 from megarl.errors import DataError, WeightSyncError
 
 if TYPE_CHECKING:
@@ -36,8 +37,10 @@ CPU = -1
 class WeightSender:
     """The updates of a server."""
 
-    def __init__(self, url: str, *, tp: int = 1, api_key: str | None = None, gpus: Sequence[int] = ()) -> None:
-        """tp: the server's tensor-parallel size.
+    def __init__(
+        self, url: str, release: Version = NEWEST, *, tp: int = 1, api_key: str | None = None, gpus: Sequence[int] = ()
+    ) -> None:
+        """release, tp: the server's release and tensor-parallel size.
 
         gpus: GPU of each tensor-parallel rank; empty if the server runs on CPUs or on another machine.
         """
@@ -46,7 +49,7 @@ class WeightSender:
         self.gpus = gpus or (CPU,) * tp
         self.group: BroadcastGroup | None = None
         """The process group of the server, or None."""
-        self._in_session = False
+        self._has_sessions, self._in_session = release >= UPDATE_SESSIONS, False
         self._named: str | None = None
         headers = authorization(api_key)
         # The server may close a kept connection just when a request is sent.
@@ -63,7 +66,8 @@ class WeightSender:
         Also closes the session of an interrupted update, even of an earlier trainer.
         """
         self.post("pause_generation", {"mode": "abort"})
-        self._ask("POST", "end_weight_update", {}, WHOLE_S)  # usually HTTP 400: no open session
+        if self._has_sessions:
+            self._ask("POST", "end_weight_update", {}, WHOLE_S)  # usually HTTP 400: no open session
         self._in_session = False
         if self.group is not None and self.weight_version() != self._named:
             self.leave_group()  # the server was restarted, and is in no group
@@ -75,8 +79,8 @@ class WeightSender:
             self.group = None
 
     def open_session(self) -> None:
-        """Open the session of an update, unless a session is open."""
-        if not self._in_session:
+        """Open the session of an update, unless a session is open or the release has no sessions."""
+        if self._has_sessions and not self._in_session:
             self.post("begin_weight_update", {})
             self._in_session = True
 
