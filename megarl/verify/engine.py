@@ -11,7 +11,9 @@ import tomllib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from operator import contains
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -28,7 +30,7 @@ from megarl.verify.trace_files import compare_traces
 
 Verdict = Literal["ok", "fails", "not asked", "not answered"]
 CONTRACT: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-MIN_OVERLAP = 0.5
+MIN_OVERLAP = 0.75
 """Rows that share less of their experts (mean over layers) are rows of different tokens."""
 PROMPT, RESPONSE, BATCH, MAX_REQUESTS = 48, 16, 16, 256
 
@@ -48,28 +50,22 @@ class _SkipError(Exception):
     """The reason, and the verdict."""
 
 
-def check_engine(
-    url: str,
-    *,
-    model_path: Path | str | None = None,
-    api_key: str | None = None,
-    timeout_s: float = 600.0,
-    **limits: Any,
-) -> list[EngineCheck]:
+def check_engine(url: str, api_key: str | None = None, timeout_s: float = 600.0, **options: Any) -> list[EngineCheck]:
     """Ask the server at ``url`` for each point of the contract, and return the verdicts.
 
-    model_path: folder with config.json, and the checkpoint for the expert biases (default: the folder that the server
-    names, if it is on this machine). timeout_s: of one request. limits:
+    timeout_s: of one request. options:
 
+    - model_path: folder with config.json, and with the checkpoint for the expert biases (default: the folder that the
+      server names, if it is on this machine);
     - max_flip (0.05): share of (row, layer) pairs that two computations of the same tokens may route differently;
     - max_logprob_error (0.05 nats): mean absolute difference of their log-probabilities;
-    - top_p (None): checks the kept sets of this value below 1;
+    - top_p (0, off): a value below 1, for which the kept sets are checked;
     - pressure (False): fill the server's memory until it retracts requests;
-    - update (False): load the folder's weights into the server under a new version, and then name it as before.
+    - update (False): load the folder's weights into the server under a new version, and then name them as before.
 
-    RolloutError without an answer, ConfigError for a URL of another service, or a model without config.json or experts.
+    RolloutError without an answer, ConfigError for a URL of another service, or a model that is not here.
     """
-    probe, checks = _Probe(EngineClient(url, api_key, timeout_s), model_path, **limits), list[EngineCheck]()
+    probe, checks = _Probe(EngineClient(url, api_key, timeout_s), **options), list[EngineCheck]()
     for name, point in CONTRACT["points"].items():
         verdict: Verdict = "ok"
         try:
@@ -77,11 +73,15 @@ def check_engine(
                 raise _SkipError(f"vLLM: {point['vllm']}", "not answered")
             if "needs" in point and not getattr(probe, point["needs"]):
                 raise _SkipError(f"needs {point['needs']}", "not asked")
+            if checks and checks[0].verdict == "fails" and name != "arguments":
+                raise _SkipError("see routes", "not answered")
             found = getattr(probe, f"ask_{name}")()
         except _SkipError as skip:
             found, verdict = skip.args
         except MegarlError as error:
             found, verdict = str(error), "fails"
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            found, verdict = f"an answer of another form ({error!r})", "fails"
         checks.append(EngineCheck(name.replace("_", " "), verdict, found, point["expected"], point["remedy"]))
     return checks
 
@@ -104,21 +104,23 @@ class _Probe:
     model_path: Path | str | None = None
     max_flip: float = 0.05
     max_logprob_error: float = 0.05
-    top_p: float | None = None
+    top_p: float = 0.0
     pressure: bool = False
     update: bool = False
 
     def __post_init__(self) -> None:
-        self.info = self.client.info
-        named = self.info.get("model_path") or self.client.call("/v1/models")["data"][0].get("root")
-        self.folder = Path(self.model_path or named)
+        self.info, self.salt = self.client.info, uuid4().hex
+        self.folder = Path(self.model_path or self.info.get("model_path") or "")
         if not (self.folder / "config.json").is_file():
             raise ConfigError(f"{self.folder} has no config.json: give the folder of the server's model as model_path")
         config = json.loads((self.folder / "config.json").read_text())
         self.shape, self.vocabulary = MoeShape.of(config), config["vocab_size"]
         self.room = self.info.get("max_req_input_len") or config["max_position_embeddings"]
-        self.random, self.versions, self.salt = np.random.default_rng(0), set[str | None](), uuid4().hex
-        self.first = self.ask([self.prompt()], RESPONSE, self.salt)[0]
+        self.random, self.versions = np.random.default_rng(0), set[str | None]()
+
+    @cached_property
+    def first(self) -> Answer:
+        return self.ask([self.prompt()], RESPONSE, self.salt)[0]
 
     def prompt(self, size: int = PROMPT) -> list[int]:
         """Draw tokens, from the part of the vocabulary that has no special tokens."""
@@ -141,27 +143,42 @@ class _Probe:
         wrong |= (np.arange(first, last) < exact) & (shared < 1).any(1)
         text = f"{np.mean(shared < 1):.2%} of {shared.size} (row, layer) pairs differ"
         if wrong.any() or np.mean(shared < 1) > self.max_flip:
-            causes = compare_traces([wanted], [used], self.shape.moe_layers).causes
-            row, cause = first + int(wrong.argmax()), "".join(f": {cause.text}" for cause in causes)
-            raise TraceError(f"{text}, {wrong.sum()} of {len(wrong)} rows are wrong, the first is row {row}{cause}")
+            rows, causes = (
+                (first + np.flatnonzero(wrong)).tolist(),
+                compare_traces([wanted], [used], self.shape.moe_layers).causes,
+            )
+            why = "; ".join(cause.text for cause in causes)
+            raise TraceError(f"{text}; {len(rows)} rows are missing or of other tokens, {rows[:3]}...; {why}")
         return text
 
-    def compare_logprobs(self, found: np.ndarray, expected: np.ndarray) -> str:
-        errors = np.abs(found - expected)
+    def compare_logprobs(self, answer: Answer, again: Answer) -> str:
+        """Compare an answer's log-probabilities, up to the first different token, with those of a second computation,
+        which read the response as part of its prompt, or decoded it too."""
+        ours, size = answer.logprobs(), len(answer.prompt)
+        theirs = np.append(again.logprobs("input")[size:], again.logprobs())[: len(ours)]
+        same = np.append(np.not_equal(answer.tokens, again.tokens[: len(answer.tokens)])[size:], True).argmax()
+        errors = (
+            np.abs(ours - theirs)[: same or 1] if len(ours) == len(theirs) == len(answer.output) else np.array([np.nan])
+        )
         text = f"log-probabilities differ by {errors.mean():.2g} nats on average, {errors.max():.2g} at most"
         if not errors.mean() <= self.max_logprob_error:
-            raise TraceError(text)
+            raise TraceError(f"{text}, {len(ours)} and {len(theirs)} of {len(answer.output)} tokens")
         return text
 
-    def prefill(self, answer: Answer) -> tuple[str, str]:
-        """Compare an answer's routes and log-probabilities with those of the same tokens as a prompt."""
-        again = self.ask([answer.tokens], scores_prompt=True)[0]
-        errors = self.compare_logprobs(answer.logprobs(), again.logprobs("input")[len(answer.prompt) :])
-        return self.compare(answer, again), errors
+    def prefill(self, answer: Answer) -> Answer:
+        """Ask for routes and log-probabilities of an answer's tokens as a prompt."""
+        return self.ask([answer.tokens], scores_prompt=True)[0]
+
+    @cached_property
+    def again(self) -> Answer:
+        return self.prefill(self.first)
 
     def ask_routes(self) -> str:
-        experts = self.first.trace(self.shape).experts
-        return f"{list(experts.shape)}; {len(np.unique(experts))} of {self.shape.num_experts} experts are used"
+        trace = self.first.trace(self.shape)
+        if trace.num_missing > 1:  # the last token never has a row
+            raise TraceError(f"{trace.num_missing - 1} of {len(trace.experts) - 1} rows are -1")
+        used = len(np.unique(trace.experts))
+        return f"{list(trace.experts.shape)} with the last token; {used} of {trace.num_experts} experts are used"
 
     def ask_slot_order(self) -> str:
         """Experts of small weight are the first to leave in another context: see in which slots they were."""
@@ -170,9 +187,9 @@ class _Probe:
         rows = [a.trace(self.shape).experts[np.argsort(order)] for a, order in zip(answers, orders, strict=True)]
         stays = np.array([(one[..., None] == two[..., None, :]).any(-1) for one, two in pairwise(rows)])
         slots = np.broadcast_to(np.arange(self.shape.topk), stays.shape)
-        early, late = slots[stays].mean(), slots[~stays].mean()
+        early, late = slots[stays].mean(), np.mean(slots[~stays]) if not stays.all() else 0.0
         kind = "descending weight, by all signs" if late - early > self.shape.topk / 10 else "no order of weights"
-        kind = kind if (np.diff(np.int32(rows)) <= 0).any() else "numbers of the experts"
+        kind = kind if (np.diff(np.stack(rows).astype(int)) <= 0).any() else "numbers of the experts"
         return f"{kind}: experts that stay in another context have slot {early:.1f} on average, others {late:.1f}"
 
     def ask_token_of_a_row(self) -> str:
@@ -181,34 +198,36 @@ class _Probe:
         traces = [a.trace(self.shape) for a in self.ask([prompt, *([*prompt[:last], token] for token in others)])]
         shared = [shared_experts(one.experts, traces[0].experts)[:PROMPT] for one in traces[1:]]
         shares = np.mean(shared, (0, 2)) / self.shape.topk
-        changed = np.flatnonzero(shares < (1 + MIN_OVERLAP) / 2).tolist()
+        changed = np.flatnonzero(shares < MIN_OVERLAP).tolist()
         if changed[:1] != [last]:
             raise TraceError(f"prompts that differ in token {last} have different routes in rows {changed[:5]}")
         return (
-            f"prompts that differ in a token share {shares[last]:.0%} of its experts, {min(shares[:last]):.0%} before"
+            f"prompts that differ in a token share {shares[last]:.0%} of its experts, before {min(shares[:last]):.0%}"
         )
 
     def ask_determinism(self) -> str:
         again = self.ask([self.first.prompt], RESPONSE)[0]
         same = int(np.append(np.not_equal(again.output, self.first.output), True).argmax())
-        errors = self.compare_logprobs(again.logprobs()[: same + 1], self.first.logprobs()[: same + 1])
-        return f"{same} of {RESPONSE} tokens are the same; {self.compare(again, self.first)}; {errors}"
+        rows, errors = self.compare(again, self.first), self.compare_logprobs(again, self.first)
+        return f"{same} of {RESPONSE} tokens are the same; {rows}; {errors}"
 
     def ask_batch(self) -> str:
         ranks = self.info.get("dp_size") or 1
         others = [self.prompt(int(size)) for size in self.random.integers(2, PROMPT, BATCH * ranks)]
-        found = [self.compare(answer, self.first) for answer in self.ask([self.first.tokens, *others])[:1]]
-        return f"in a batch of {len(others) + 1} on {ranks} data-parallel ranks: {found[0]}"
+        found = self.compare(self.ask([self.first.tokens, *others])[0], self.first)
+        return f"in a batch of {len(others) + 1} on {ranks} data-parallel ranks: {found}"
 
     def ask_decode(self) -> str:
-        return f"with {self.info.get('speculative_algorithm') or 'no'} draft model: {self.prefill(self.first)[0]}"
+        return (
+            f"with {self.info.get('speculative_algorithm') or 'no'} draft model: {self.compare(self.first, self.again)}"
+        )
 
     def ask_logprobs(self) -> str:
         logprobs, expected = self.first.logprobs(), len(self.first.output)
         if len(logprobs) != expected or not (logprobs <= 1e-6).all() or _is_rounded(logprobs):
             kind = "numbers of bf16" if len(logprobs) and _is_rounded(logprobs) else f"up to {logprobs.max(initial=-1)}"
             raise TraceError(f"{len(logprobs)} log-probabilities of {expected} tokens, {kind}")
-        return self.prefill(self.first)[1]
+        return self.compare_logprobs(self.first, self.again)
 
     def ask_prefix_cache(self) -> str:
         filled, again = (self.ask([self.first.prompt + more], salt=self.salt)[0] for more in ([], self.prompt(4)))
@@ -224,9 +243,7 @@ class _Probe:
         prompt = self.prompt(max(min(2 * chunk + chunk // 4, self.room - 8), 0))
         if not 8 <= chunk < len(prompt):
             raise _SkipError(f"chunks have {chunk} tokens, prompts at most {self.room}", "not asked")
-        whole, _, other = (
-            self.ask([p], salt=s)[0] for p, s in ((prompt, ""), (prompt[: chunk // 2], salt), (prompt, salt))
-        )
+        whole, _, other = (self.ask([prompt[:n]], salt=s)[0] for n, s in ((None, ""), (chunk // 2, salt), (None, salt)))
         if not other.meta.get("cached_tokens"):
             raise _SkipError("without a prefix cache a prompt is divided in one way", "not answered")
         return f"{len(prompt)} tokens in chunks of {chunk}: {self.compare(whole, other)}"
@@ -252,14 +269,14 @@ class _Probe:
             found = [one for one in pool.map(ask, [self.prompt(BATCH) for _ in range(num)]) if one]
         if not found:
             raise _SkipError(f"none of {num} requests of {size} tokens was retracted", "not answered")
-        return (
-            f"{len(found)} of {num} requests were retracted; {'; '.join([self.prefill(one) for one in found[:4]][-1])}"
-        )
+        pairs = [(answer, self.prefill(answer)) for answer in found[:4]]
+        texts = [f"{self.compare(*pair)}; {self.compare_logprobs(*pair)}" for pair in pairs]
+        return f"{len(found)} of {num} requests were retracted; the last: {texts[-1]}"
 
     def ask_kept_sets(self) -> str:
         answer = self.ask([self.prompt()], RESPONSE, top_p=self.top_p)[0]
         kept, inside = (answer.meta.get(f"output_token_sampling_{name}") or [] for name in ("mask", "logprobs"))
-        if not len(kept) == len(inside) == RESPONSE or any(map(_is_outside, answer.output, kept)):
+        if not len(kept) == len(inside) == RESPONSE or not all(map(contains, kept, answer.output)):
             raise TraceError(f"{len(kept)} kept sets, {len(inside)} log-probabilities within them, {RESPONSE} tokens")
         mass = np.exp(answer.logprobs() - np.array(inside))
         text = f"{min(map(len, kept))} to {max(map(len, kept))} ids of probability {min(mass):.3f} to {max(mass):.3f}"
@@ -311,10 +328,6 @@ class _Probe:
 
 def _cut(trace: RoutingTrace, first: int, last: int) -> RoutingTrace:
     return RoutingTrace.of_sets(trace.experts[first:last], trace.num_experts, trace.row_mask[first:last], trace.label)
-
-
-def _is_outside(token: int, ids: list[int]) -> bool:
-    return token not in ids
 
 
 def _is_rounded(values: np.ndarray) -> bool:

@@ -70,30 +70,26 @@ class EngineClient:
     def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         import httpx  # here: the kit does not need it
 
-        self._httpx, headers = httpx, UNPACKED | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-        try:
-            self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout_s, trust_env=False)
-        except (httpx.InvalidURL, ValueError) as error:
-            raise ConfigError(f"{url!r} is no URL ({error}), expected http://host:port") from error
-        self.name, self.info = "vLLM", self.call("/version", may_miss=True)
-        if not isinstance(self.info, dict):
-            self.name, self.info = "SGLang", self.call("/server_info", may_miss=True)
+        self.url, self._errors = url, (httpx.HTTPError, httpx.InvalidURL, ValueError)
+        headers = UNPACKED | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self._http = httpx.Client(headers=headers, timeout=timeout_s, trust_env=False)
+        self.name, self.info = "vLLM", self.call("/version")
+        if self.info is None:
+            self.name, self.info = "SGLang", self.call("/server_info")
         if not isinstance(self.info, dict) or "version" not in self.info:
             raise ConfigError(
                 f"{url} answers neither /server_info (SGLang) nor /version (vLLM): name the server itself"
             )
 
-    def call(self, path: str, body: Any = None, may_miss: bool = False) -> Any:
-        """Return the JSON of an answer, to a POST if there is a body; None for a missing page with ``may_miss``."""
+    def call(self, path: str, body: Any = None) -> Any:
+        """Return the JSON of an answer, to a POST if there is a body; None if there is no such page."""
         try:
-            answer = self._http.request("GET" if body is None else "POST", path, json=body)
-            if answer.is_success or not may_miss:
-                return answer.raise_for_status().json()
-        except self._httpx.HTTPStatusError as error:
-            raise RequestError(f"{error.request.url}: HTTP {answer.status_code}: {answer.text[:300]}") from error
-        except (self._httpx.HTTPError, self._httpx.InvalidURL, ValueError) as error:
-            where = self._http.base_url
-            raise RolloutError(f"no answer from {where} ({error!r}): start the server, or correct the URL") from error
+            answer = self._http.request("GET" if body is None else "POST", f"{self.url.rstrip('/')}{path}", json=body)
+            if answer.is_success or answer.status_code == 404:
+                return answer.json() if answer.is_success else None
+        except self._errors as error:
+            raise RolloutError(f"no answer from {self.url} ({error!r}): start it, or correct the URL") from error
+        raise RequestError(f"{answer.url}: HTTP {answer.status_code}: {answer.text[:300]}")
 
     def ask(
         self, prompts: list[list[int]], num_tokens: int, salt: str, start: int = 0, top_p: float = 1.0, **more: Any
@@ -106,28 +102,15 @@ class EngineClient:
         params = {"temperature": float(top_p < 1), "top_p": top_p, "min_p": 0.0, "repetition_penalty": 1.0}
         params |= {"ignore_eos": more.get("ignore_eos", True)}
         scores = {"logprob_start_len": 0, "prompt_logprobs": 0} if more.get("scores_prompt") else {}
-        try:
-            if self.name == "vLLM":
-                body = {"prompt": prompts, "max_tokens": num_tokens, "logprobs": 0, "return_token_ids": True, **params}
-                body |= {"cache_salt": salt, "routed_experts_prompt_start": start, **scores}
-                return [_read_vllm(choice, start) for choice in self.call("/v1/completions", body)["choices"]]
-            params |= {"max_new_tokens": num_tokens, "top_k": TOP_K if top_p < 1 else -1}
-            body = {
-                "input_ids": prompts,
-                "sampling_params": params,
-                "return_logprob": True,
-                "extra_key": salt,
-                **scores,
-            }
-            body |= {
-                "return_routed_experts": True,
-                "routed_experts_start_len": start,
-                "return_sampling_mask": top_p < 1,
-            }
-            found = zip(self.call("/generate", body), prompts, strict=True)
-            return [Answer(prompt, answer["output_ids"], answer["meta_info"], start) for answer, prompt in found]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RolloutError(f"{self.name} gave an answer of another form ({error!r})") from error
+        if self.name == "vLLM":
+            body = {"prompt": prompts, "max_tokens": num_tokens, "logprobs": 0, "return_token_ids": True, **params}
+            body |= {"cache_salt": salt, "routed_experts_prompt_start": start, **scores}
+            return [_read_vllm(choice, start) for choice in self.call("/v1/completions", body)["choices"]]
+        params |= {"max_new_tokens": num_tokens, "top_k": TOP_K if top_p < 1 else -1}
+        body = {"input_ids": prompts, "sampling_params": params, "return_logprob": True, "extra_key": salt, **scores}
+        body |= {"return_routed_experts": True, "routed_experts_start_len": start, "return_sampling_mask": top_p < 1}
+        found = zip(self.call("/generate", body), prompts, strict=True)
+        return [Answer(prompt, answer["output_ids"], answer["meta_info"], start) for answer, prompt in found]
 
 
 def _read_vllm(choice: dict[str, Any], start: int) -> Answer:
