@@ -42,7 +42,7 @@ class Answer:
         return {span["version"] for span in spans}
 
     def logprobs(self, part: str = "output") -> np.ndarray:
-        """float64 [tokens of the "output", or of the "input"]; NaN for the first token of a prompt."""
+        """Return float64 [T] of the "output", or of the "input", whose first token has NaN."""
         return np.array([entry[0] for entry in self.meta.get(f"{part}_token_logprobs") or ()], np.float64)
 
     def trace(self, shape: MoeShape) -> RoutingTrace:
@@ -82,7 +82,8 @@ class EngineClient:
             )
 
     def call(self, path: str, body: Any = None) -> Any:
-        """Return the JSON of an answer, to a POST if there is a body; None if there is no such page."""
+        """Return the JSON of an answer, to a POST if there is a body; None without such a page. RolloutError without an
+        answer, RequestError for a refusal."""
         try:
             answer = self._http.request("GET" if body is None else "POST", f"{self.url.rstrip('/')}{path}", json=body)
             if answer.is_success or answer.status_code == 404:
