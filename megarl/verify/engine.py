@@ -257,8 +257,9 @@ class _Probe:
         return f"from row {start} of {len(prompt)} on: {found}"
 
     def ask_retraction(self) -> str:
-        num = min(self.info.get("max_running_requests") or MAX_REQUESTS, MAX_REQUESTS)
-        size = min(2 * self.info["max_total_num_tokens"] // num, self.room - BATCH - 8)
+        capacity = self.info["max_total_num_tokens"]
+        num = min(self.info.get("max_running_requests") or MAX_REQUESTS, MAX_REQUESTS, capacity // 32)
+        size = min(2 * capacity // num, self.room - BATCH - 8)
 
         def ask(prompt: list[int]) -> Answer | None:
             # One request each: all routes at once may be gigabytes. For ignore_eos SGLang reserves the whole length.

@@ -72,7 +72,9 @@ class EngineClient:
 
         self.url, self._errors = url, (httpx.HTTPError, httpx.InvalidURL, ValueError)
         headers = UNPACKED | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-        self._http = httpx.Client(headers=headers, timeout=timeout_s, trust_env=False)
+        # SGLang closes an idle connection even while a request is on its way: no connection is used twice.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._http = httpx.Client(headers=headers, timeout=timeout_s, limits=limits, trust_env=False)
         self.name, self.info = "vLLM", self.call("/version")
         if self.info is None:
             self.name, self.info = "SGLang", self.call("/server_info")
