@@ -6,7 +6,6 @@ unless ``update`` is set.
 """
 
 import hashlib
-import json
 import tomllib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ import numpy as np
 from safetensors import safe_open
 
 from megarl.errors import ConfigError, MegarlError, TraceError, printable
+from megarl.files.foreign_json import parse_json
 from megarl.files.moe_shape import MoeShape
 from megarl.routes.disagreement import shared_experts
 from megarl.routes.trace import RoutingTrace
@@ -73,7 +73,7 @@ def check_engine(url: str, api_key: str | None = None, timeout_s: float = 600.0,
                 raise _SkipError(f"vLLM: {point['vllm']}", "not answered")
             if "needs" in point and not getattr(probe, point["needs"]):
                 raise _SkipError(f"needs {point['needs']}", "not asked")
-            if checks and checks[0].verdict == "fails" and name != "arguments":
+            if checks and checks[0].verdict == "fails":
                 raise _SkipError("see routes", "not answered")
             found = getattr(probe, f"ask_{name}")()
         except _SkipError as skip:
@@ -111,11 +111,11 @@ class _Probe:
     def __post_init__(self) -> None:
         self.info, self.salt = self.client.info, uuid4().hex
         self.folder = Path(self.model_path or self.info.get("model_path") or "")
-        if not (self.folder / "config.json").is_file():
+        if not (path := self.folder / "config.json").is_file():
             raise ConfigError(f"{self.folder} has no config.json: give the folder of the server's model as model_path")
-        config = json.loads((self.folder / "config.json").read_text())
+        config = parse_json(path.read_bytes(), str(path), 1 << 24)
         self.shape, self.vocabulary = MoeShape.of(config), config["vocab_size"]
-        self.room = self.info.get("max_req_input_len") or config["max_position_embeddings"]
+        self.room = self.info.get("max_req_input_len") or config.get("max_position_embeddings", 4096)
         self.random, self.versions = np.random.default_rng(0), set[str | None]()
 
     @cached_property
@@ -143,11 +143,9 @@ class _Probe:
         wrong |= (np.arange(first, last) < exact) & (shared < 1).any(1)
         text = f"{np.mean(shared < 1):.2%} of {shared.size} (row, layer) pairs differ"
         if wrong.any() or np.mean(shared < 1) > self.max_flip:
-            rows, causes = (
-                (first + np.flatnonzero(wrong)).tolist(),
-                compare_traces([wanted], [used], self.shape.moe_layers).causes,
-            )
-            why = "; ".join(cause.text for cause in causes)
+            rows = (first + np.flatnonzero(wrong)).tolist()
+            causes = compare_traces([wanted], [used], self.shape.moe_layers).causes
+            why = "; ".join(cause.text.partition(": ")[2] for cause in causes)
             raise TraceError(f"{text}; {len(rows)} rows are missing or of other tokens, {rows[:3]}...; {why}")
         return text
 
@@ -156,13 +154,13 @@ class _Probe:
         which read the response as part of its prompt, or decoded it too."""
         ours, size = answer.logprobs(), len(answer.prompt)
         theirs = np.append(again.logprobs("input")[size:], again.logprobs())[: len(ours)]
+        if not len(ours) == len(theirs) == len(answer.output):
+            raise TraceError(f"{len(ours)} and {len(theirs)} log-probabilities of {len(answer.output)} tokens")
         same = np.append(np.not_equal(answer.tokens, again.tokens[: len(answer.tokens)])[size:], True).argmax()
-        errors = (
-            np.abs(ours - theirs)[: same or 1] if len(ours) == len(theirs) == len(answer.output) else np.array([np.nan])
-        )
+        errors = np.abs(ours - theirs)[: same or 1]
         text = f"log-probabilities differ by {errors.mean():.2g} nats on average, {errors.max():.2g} at most"
         if not errors.mean() <= self.max_logprob_error:
-            raise TraceError(f"{text}, {len(ours)} and {len(theirs)} of {len(answer.output)} tokens")
+            raise TraceError(text)
         return text
 
     def prefill(self, answer: Answer) -> Answer:
@@ -293,8 +291,10 @@ class _Probe:
         if not self.update:
             return f"{named!r} in each answer; an update needs update"
         self.client.call("/update_weights_from_disk", {"model_path": str(self.folder), "weight_version": new})
-        answer = self.ask([self.first.prompt], RESPONSE, self.salt)[0]
-        self.client.call("/update_weight_version", {"new_version": named})
+        try:
+            answer = self.ask([self.first.prompt], RESPONSE, self.salt)[0]
+        finally:
+            self.client.call("/update_weight_version", {"new_version": named})
         text = f"after an update to {new!r} an answer is of {answer.versions}"
         if answer.versions != {new} or answer.meta.get("cached_tokens"):
             raise TraceError(f"{text}, with {answer.meta.get('cached_tokens')} cached tokens")
@@ -317,14 +317,6 @@ class _Probe:
         if kinds != {"exact"}:
             raise _SkipError("checksums are of a GPU, or of other weights than the folder's", "not answered")
         return f"{len(biases)} tensors"
-
-    def ask_arguments(self) -> str:
-        given = {name: value for name, value in self.info.items() if value is not None}
-        wrong = [name for name, fine in CONTRACT["fine"].items() if name in given and given[name] not in fine]
-        wrong += [name for name, bad in CONTRACT["wrong"].items() if given.get(name) in bad]
-        if wrong:
-            raise TraceError(", ".join(f"{name} = {given[name]}" for name in wrong))
-        return f"SGLang {given['version']}"
 
 
 def _cut(trace: RoutingTrace, first: int, last: int) -> RoutingTrace:
