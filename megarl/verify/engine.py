@@ -20,7 +20,7 @@ from uuid import uuid4
 import numpy as np
 from safetensors import safe_open
 
-from megarl.errors import ConfigError, MegarlError, TraceError, printable
+from megarl.errors import ConfigError, MegarlError, RequestError, TraceError, printable
 from megarl.files.foreign_json import parse_json
 from megarl.files.moe_shape import MoeShape
 from megarl.routes.disagreement import shared_experts
@@ -163,13 +163,10 @@ class _Probe:
             raise TraceError(text)
         return text
 
-    def prefill(self, answer: Answer) -> Answer:
-        """Ask for routes and log-probabilities of an answer's tokens as a prompt."""
-        return self.ask([answer.tokens], scores_prompt=True)[0]
-
     @cached_property
     def again(self) -> Answer:
-        return self.prefill(self.first)
+        """The tokens of the first answer as a prompt."""
+        return self.ask([self.first.tokens], scores_prompt=True)[0]
 
     def ask_routes(self) -> str:
         trace = self.first.trace(self.shape)
@@ -200,7 +197,7 @@ class _Probe:
         if changed[:1] != [last]:
             raise TraceError(f"prompts that differ in token {last} have different routes in rows {changed[:5]}")
         return (
-            f"prompts that differ in a token share {shares[last]:.0%} of its experts, before {min(shares[:last]):.0%}"
+            f"of a token that differs prompts share {shares[last]:.0%} of the experts, before {min(shares[:last]):.0%}"
         )
 
     def ask_determinism(self) -> str:
@@ -216,13 +213,12 @@ class _Probe:
         return f"in a batch of {len(others) + 1} on {ranks} data-parallel ranks: {found}"
 
     def ask_decode(self) -> str:
-        return (
-            f"with {self.info.get('speculative_algorithm') or 'no'} draft model: {self.compare(self.first, self.again)}"
-        )
+        draft = self.info.get("speculative_algorithm") or "no"
+        return f"with {draft} draft model: {self.compare(self.first, self.again)}"
 
     def ask_logprobs(self) -> str:
         logprobs, expected = self.first.logprobs(), len(self.first.output)
-        if len(logprobs) != expected or not (logprobs <= 1e-6).all() or _is_rounded(logprobs):
+        if len(logprobs) != expected or not (logprobs <= 1e-6).all() or (logprobs.any() and _is_rounded(logprobs)):
             kind = "numbers of bf16" if len(logprobs) and _is_rounded(logprobs) else f"up to {logprobs.max(initial=-1)}"
             raise TraceError(f"{len(logprobs)} log-probabilities of {expected} tokens, {kind}")
         return self.compare_logprobs(self.first, self.again)
@@ -268,7 +264,7 @@ class _Probe:
             found = [one for one in pool.map(ask, [self.prompt(BATCH) for _ in range(num)]) if one]
         if not found:
             raise _SkipError(f"none of {num} requests of {size} tokens was retracted", "not answered")
-        pairs = [(answer, self.prefill(answer)) for answer in found[:4]]
+        pairs = [(answer, self.ask([answer.tokens], scores_prompt=True)[0]) for answer in found[:4]]
         texts = [f"{self.compare(*pair)}; {self.compare_logprobs(*pair)}" for pair in pairs]
         return f"{len(found)} of {num} requests were retracted; the last: {texts[-1]}"
 
@@ -304,7 +300,10 @@ class _Probe:
         """SGLang's checksum on a CPU begins the sha256 of a tensor's bytes."""
         if not (biases := _read_biases(self.folder)):
             raise _SkipError("the checkpoint has no e_score_correction_bias that bf16 would round", "not asked")
-        sums = self.client.call("/weights_checker", {"action": "checksum"})["ranks"][0]["checksums"]
+        try:
+            sums = self.client.call("/weights_checker", {"action": "checksum"})["ranks"][0]["checksums"]
+        except RequestError as error:
+            raise _SkipError(str(error), "not answered") from error
         kinds = set[str]()
         for name, exact in biases.items():
             bits = exact.view("<u4")
