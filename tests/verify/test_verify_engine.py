@@ -220,7 +220,7 @@ DAMAGES: dict[str, tuple[Damage, set[str], str]] = {
         on_rows(put(np.s_[48:63:2], lambda rows: rows[:8]), is_first), {"decode", "batch"}, f"{FOREIGN}, [48, 50, 52]"
     ),
     "stale rows after a retraction": (
-        on_rows(put(np.s_[-9:], lambda rows: rows[:9]), is_retracted), {"retraction"}, f"9 {FOREIGN}"
+        on_rows(put(np.s_[-9:], lambda rows: rows[:9]), is_retracted), {"retraction"}, FOREIGN
     ),
     "old log-probabilities after a retraction": (
         on_scores(lambda scores: scores - 0.1, lambda meta: meta["num_retractions"]), {"retraction"}, "by 0.1 nats on"
@@ -261,8 +261,10 @@ def test_a_damage_is_named(name: str, real: Recorded, model: Path, monkeypatch: 
         status, content = real.ask(path, body, len(updates))
         return status, damage(path, body, content) if status == 200 else content
 
+    # Whose request is retracted, and where, is a matter of time: others' verdicts must not depend on it.
+    options = EVERYTHING | {"pressure": "retraction" in failing}
     with serving(answer) as url:
-        checks = {check.name: check for check in check_engine(url, model_path=model, **EVERYTHING)}
+        checks = {check.name: check for check in check_engine(url, model_path=model, **options)}
     found = {point for point, check in checks.items() if check.verdict == "fails"}
     assert found == failing, [(point, checks[point].found) for point in found ^ failing]
     assert any(text in checks[name].found for name in failing), [checks[name].found for name in failing]
