@@ -1,0 +1,1 @@
+"""megarl inside other people's training stacks: one module for each, which imports that stack and stands on the kit."""
