@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("verl", reason="runs in .venv-verl: make test-verl")
@@ -61,7 +64,7 @@ def config_for(row: str, loss: str, **settings) -> FSDPActorConfig:
     return config
 
 
-def batch_of(seed: int = 0, spread: float = 0.3) -> TensorDict:
+def batch_of(seed: int = 0, spread: float = 0.6) -> TensorDict:
     """Responses in float64 with holes, as tool turns leave them, and one without a loss token."""
     random = torch.Generator().manual_seed(seed)
 
@@ -96,12 +99,13 @@ def gradient(config, batch: TensorDict, num_micros: int = 1, num_ranks: int = 1)
     return logprobs.grad
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _padded_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """The log-probabilities are given padded already; verl's workers have them packed."""
     monkeypatch.setattr(losses, "no_padding_2_padding", lambda column, data: column)
 
 
+@pytest.mark.usefixtures("_padded_columns")
 @pytest.mark.parametrize(("row", "loss", "settings"), PAIRS, ids=[pair[0] for pair in PAIRS])
 def test_gradients_are_verls_own(row, loss, settings):
     batch = batch_of()
@@ -118,5 +122,115 @@ def test_gradients_are_verls_own(row, loss, settings):
     config = config_for(row, f"megarl_{row}", **settings)
     for num_micros, num_ranks in ((1, 1), (2, 1), (1, 2), (2, 2)):
         found = gradient(config, batch, num_micros, num_ranks)
-        print(row, (found - expected).abs().max() / expected.abs().max(), (found != 0).sum())
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8 * float(expected.abs().max()))
+
+
+def test_every_row_is_registered():
+    for name in OBJECTIVES:
+        assert core_algos.get_policy_loss_fn(f"megarl_{name}").args[1] is OBJECTIVES[name]
+        assert core_algos.get_adv_estimator_fn(f"megarl_{name}").args[1] is OBJECTIVES[name]
+
+
+@pytest.mark.parametrize(("row", "estimator", "options"), [
+    ("grpo", "grpo", {}),
+    ("rloo", "rloo", {}),
+    ("minirl", "grpo", {"norm_adv_by_std_in_grpo": False}),
+])  # fmt: skip
+def test_advantages_are_verls_own(row, estimator, options):
+    random = torch.Generator().manual_seed(0)
+    mask = torch.rand(10, 4, generator=random) < 0.7
+    rewards = torch.randn(10, 4, generator=random, dtype=torch.float64) * mask
+    columns = {"token_level_rewards": rewards, "response_mask": mask.double(), "index": [*"aaabbbbccd"]}
+    found, _ = core_algos.get_adv_estimator_fn(f"megarl_{row}")(**columns, config=None)
+    expected, _ = core_algos.get_adv_estimator_fn(estimator)(**columns, config=None, **options)
+    torch.testing.assert_close(found[:9], expected[:9], rtol=1e-12, atol=1e-12)
+    # A single response has no group to be compared with; verl takes its reward for the advantage.
+    assert not found[9].any()
+    assert expected[9].any()
+
+
+def test_a_group_without_contrast_has_no_advantage():
+    """In verl, the rounding of a mean is divided by 1e-6."""
+    rewards = torch.full((8, 1), 0.9)
+    columns = {"token_level_rewards": rewards, "response_mask": torch.ones(8, 1), "index": [0] * 8}
+    assert not core_algos.get_adv_estimator_fn("megarl_grpo")(**columns)[0].any()
+    assert core_algos.get_adv_estimator_fn("grpo")(**columns)[0].abs().max() > 0.05
+
+
+REFUSED = [  # row, settings, columns to leave out or put in, part of the message
+    ("minirl", {"loss_agg_mode": "token-mean"}, {}, "set actor.loss_agg_mode=seq-mean-token-sum"),
+    ("minirl", {}, {"rollout_log_probs": None}, "set rollout.calculate_log_probs=True"),
+    ("icepop", {}, {"rollout_is_weights": torch.ones(N, R)}, "set algorithm.rollout_correction.rollout_is=null"),
+    ("dr_grpo", {}, {}, "set actor.loss_scale_factor"),
+    ("kl", {}, {"ref_log_prob": None}, "set actor.use_kl_loss=True"),
+    ("kl", {"use_kl_loss": True}, {}, "set actor.kl_loss_coef=0"),
+    ("dppo_topk", {}, {}, "top K tokens, which verl does not record"),
+    ("geo_rs", {}, {}, "set actor.ppo_micro_batch_size_per_gpu"),
+    ("adaptive_power", {}, {}, "set actor.ppo_micro_batch_size_per_gpu"),
+    ("kl_grpo", {}, {}, "choose megarl_grpo"),
+    ("kl_grpo_token", {}, {}, "choose megarl_grpo"),
+]
+
+
+@pytest.mark.usefixtures("_padded_columns")
+@pytest.mark.parametrize(("row", "settings", "columns", "told"), REFUSED)
+def test_what_verl_cannot_give_is_refused_by_name(row, settings, columns, told):
+    batch = batch_of()
+    for name, column in columns.items():
+        batch = batch.exclude(name) if column is None else batch.set(name, column)
+    with pytest.raises(ConfigError, match=f"^megarl_{row}: .*{told}"):
+        gradient(config_for(row, f"megarl_{row}", **settings), batch, num_micros=2)
+
+
+@pytest.mark.usefixtures("_padded_columns")
+def test_rows_that_run_do_so_for_any_split():
+    batch, refused = batch_of(), {row for row, *_ in REFUSED} - {"minirl", "icepop", "dr_grpo", "kl"}
+    batch["advantages"] = batch["advantages"].abs()  # raft's are never negative
+    for row in sorted({*OBJECTIVES, "kl"} - refused):
+        config = config_for(row, f"megarl_{row}", loss_scale_factor=7, kl_loss_coef=0)
+        whole = gradient(config, batch)
+        assert whole[batch["response_mask"]].any()
+        for split in ((4, 1), (2, 2)):
+            torch.testing.assert_close(gradient(config, batch, *split), whole, rtol=1e-10, atol=1e-12)
+    for row in ("geo_rs", "adaptive_power"):  # one micro-batch is the whole mini-batch
+        assert gradient(config_for(row, f"megarl_{row}"), batch).isfinite().all()
+
+
+def test_left_out_responses_must_not_reach_the_batch():
+    columns = {"token_level_rewards": torch.tensor([[1.0], [0.0], [1.0], [1.0]]), "response_mask": torch.ones(4, 1)}
+    estimate = core_algos.get_adv_estimator_fn("megarl_reinforce_rej_signed")
+    with pytest.raises(ConfigError, match=r"^megarl_reinforce_rej_signed: .*filter_groups.enable=True"):
+        estimate(**columns, index=["a", "a", "b", "b"])
+    assert estimate(**columns, index=["a", "a", "a", "a"])[0].flatten().tolist() == [1, -1, 1, 1]
+
+
+def test_verls_worker_trains_by_it(tmp_path: Path):
+    """Real FSDP2 engine in fp32, on one process and on two: the gradient of the whole model."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts)).save_pretrained(tmp_path / "model")
+    here = Path(__file__).parent
+    platform = {"VERL_USE_EXTERNAL_MODULES": "verl_on_cpu", "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
+    paths = os.pathsep.join([str(here.parents[1] / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    script, model = str(here / "verl_worker.py"), str(tmp_path / "model")
+    found = {}
+    for ranks in (1, 2):
+        words = [f"--nproc-per-node={ranks}", script, model, str(tmp_path / f"{ranks}.pt")]
+        done = subprocess.run(
+            [*launch, *words], env={**os.environ, **platform, "PYTHONPATH": paths}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        found[ranks] = torch.load(tmp_path / f"{ranks}.pt", weights_only=False)
+    for row in ("dapo", "gspo", "minirl"):
+        expected, _ = found[1][row, "verl", 4]
+        for ranks, results in found.items():
+            for size in (4, 8):
+                gradient_found, metrics = results[row, "megarl", size]
+                difference = float((gradient_found - expected).norm() / expected.norm())
+                print(row, ranks, size, difference)
+                assert difference < 1e-6
+                assert metrics["actor/megarl/ratio_mean"][0] > 0
