@@ -100,7 +100,7 @@ def _add_arguments(parser: argparse.ArgumentParser, command: type[Any]) -> None:
         if choices:
             options["choices"] = choices
         if POSITIONAL in field.metadata:
-            nargs = "+" if is_sequence else None if field.is_required() else "?"
+            nargs = ("+" if is_sequence else None) if field.is_required() else "*" if is_sequence else "?"
             if choices and nargs:
                 options["default"] = field.default  # argparse compares it with the choices
             parser.add_argument(name, metavar=None if choices else name.upper(), nargs=nargs, **options)

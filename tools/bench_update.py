@@ -1,4 +1,4 @@
-"""One update at the layer shapes of a real model: routing replay, none, and plain Megatron, paired in one run.
+"""One update at the layer shapes of a real model: replay, none, plain Megatron, and replay watched, paired in one run.
 
     python tools/bench_update.py [--layers 4] [--vocab 2048] [--tokens 16384] [--micros 2] [--length 2048] [--repeats 6]
                                  [--dtype bf16] [--shape qwen3_30b] [--profile] [--json FILE] [any --table.key value]
@@ -6,7 +6,8 @@
 The model has random weights, and no checkpoint is written: the figures are those of shapes, not of a trained model. An
 update is forward, backward and optimizer step over ``--micros`` micro-batches of ``--tokens`` tokens, in sequences of
 ``--length`` tokens whose routes are random. "plain" is Megatron's own schedule, loss and optimizer without a hook on
-the routers (`bench_plain.py`). The three take turns; a round in which each was once warms up.
+the routers (`bench_plain.py`). "watched" is r3 inside a RoutingWatch, with its report. All take turns; a round in
+which each was once warms up.
 
 Printed for each: milliseconds, tokens per second, TFLOP/s of the model (6 per active parameter and token, and causal
 attention), peak memory on a GPU, and the places where the host waits for the GPU. ``--profile`` adds the kernels that
@@ -39,6 +40,7 @@ from megarl.megatron import policy as policy_module
 from megarl.megatron.policy import Policy, schedule_of
 from megarl.replay import RoutingReplay
 from megarl.trainer.step import TrainStep
+from megarl.verify import RoutingWatch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_plain import Update, megarl_update, megatron_update, mini_batch, read_clock
@@ -194,6 +196,8 @@ class Bench:
         minis = {name: mini_batch(step, self.rollouts, self.advantages) for name, step in self.steps.items()}
         self.updates: dict[str, Update] = {name: megarl_update(step, minis[name]) for name, step in self.steps.items()}
         self.updates["plain"] = megatron_update(self.policy, minis["none"])
+        self.routes = minis["r3"].routes
+        self.updates["watched"] = self.update_watched
         self.seconds: dict[str, list[float]] = {name: [] for name in self.updates}
         self.peak_gib: dict[str, float] = dict.fromkeys(self.updates, 0.0)
 
@@ -213,6 +217,12 @@ class Bench:
         if is_plain:
             self.policy.replay = RoutingReplay(self.policy.chunks)
         return seconds
+
+    def update_watched(self) -> None:
+        assert self.routes is not None
+        with RoutingWatch(self.policy.chunks) as watch:
+            self.updates["r3"]()
+        watch.report(self.routes).require()
 
     def measure(self, repeats: int) -> None:
         names = list(self.updates)
@@ -268,7 +278,7 @@ def main() -> int:
             f"{flops / seconds / 1e12:6.1f} TFLOP/s  peak {bench.peak_gib[name]:5.1f} GiB"
         )
     rows = []
-    for name, base in (("none", "plain"), ("r3", "none"), ("r3", "plain")):
+    for name, base in (("none", "plain"), ("r3", "none"), ("r3", "plain"), ("watched", "r3")):
         ratios = [a / b for a, b in zip(bench.seconds[name], bench.seconds[base], strict=True)]
         what = f"{options.layers} layers {options.shape}, vocabulary {options.vocab}, {tokens} tokens"
         rows.append(ratio_row(f"update, {name} / {base}", what, ratios))

@@ -1,1 +1,1 @@
-"""megarl inside other people's training stacks: one module for each, which imports that stack and stands on the kit."""
+"""megarl inside other stacks, one file for each: its objectives as that stack's loss, and the routing watch."""

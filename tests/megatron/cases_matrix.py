@@ -42,6 +42,7 @@ from tiny_world import (
 from megarl.core.types import Rollout, TrainBatch
 from megarl.megatron.passes.forward import MicroOutput, run
 from megarl.replay import MicroRoutes, RoutingReplay
+from megarl.verify import RoutingWatch
 
 REFERENCES = Path("references")
 
@@ -106,9 +107,11 @@ def measure(model: MatrixModel, variant: Variant) -> dict[str, Any]:
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
     probe = DispatchProbe(model.chunks, micros, model.router)
-    with replay.replay(routes):
+    with RoutingWatch(model.chunks) as watch, replay.replay(routes):
         outputs = run(model.chunks, micros, coefficients=fixed_coefficients, **keywords)
     probe.remove()
+    report = watch.report(routes)
+    report.require()
     few = model.settings.parallel.micro_batch_multiple  # the first alone holds the row, but stages take turns
     tampered = DispatchProbe(model.chunks, micros[:few], model.router)
     with replay.replay(_tampered(routes[:few], model)):

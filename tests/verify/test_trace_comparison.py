@@ -1,0 +1,138 @@
+"""``megarl verify A B`` and the causes, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.cli import main
+from megarl.routes import RoutingTrace
+from megarl.routes.trace_file import TracedSequence, TraceInfo, write_traces
+from megarl.verify.expert_sets import bits_of_experts, list_experts
+from megarl.verify.trace_files import compare_traces
+
+LAYERS, EXPERTS, TOP_K = (1, 3, 5), 64, 4
+
+
+def traces(lengths: tuple[int, ...] = (80, 60, 100), seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.random((length, 3, EXPERTS)).argsort(2)[..., :TOP_K] for length in lengths]
+
+
+def of(arrays: list[np.ndarray], present: Callable[[int], np.ndarray] | None = None) -> list[RoutingTrace]:
+    return [RoutingTrace(one, EXPERTS, present and present(len(one))) for one in arrays]
+
+
+def one_expert_changed(one: np.ndarray) -> np.ndarray:
+    """What a router with other rounding chooses: another last expert in a tenth of the rows."""
+    changed = one.copy()
+    for row in range(0, len(one), 10):
+        changed[row, :, -1] = [next(e for e in range(EXPERTS) if e not in sets) for sets in one[row]]
+    return changed
+
+
+CHANGES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
+    "shifted": (lambda one: np.concatenate([one[2:], one[:2]]), "2 places too early"),
+    "shifted back": (lambda one: np.concatenate([one[:1], one[:-1]]), "1 place too late"),
+    "transposed": (lambda one: one.reshape(5, -1, 3, 4).swapaxes(0, 1).reshape(-1, 3, 4), "transposed"),
+    "constant": (lambda one: np.repeat(one[7:8], len(one), 0), "are all equal"),
+    "zeros": (lambda one: np.broadcast_to(np.arange(4), one.shape), "[0, 1, 2, 3]"),
+    "layer": (lambda one: one[:, [1, 2, 0]], "column 0 has those of column 1"),
+    "renumbered": (lambda one: (one + 5) % EXPERTS, "other numbers"),
+    "native": (one_expert_changed, "chose by itself"),
+    "other": (lambda one: traces((len(one),), seed=9)[0], "would be chance"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("first", [0, 13])
+def test_the_cause_is_that_of_all_rows_or_of_some(name: str, first: int) -> None:
+    """A part of the rows is judged alone: those before ``first`` are right."""
+    change, text = CHANGES[name]
+    right = traces()
+    used = [np.concatenate([one[:first], change(one)[first:]]) for one in right]
+    report = compare_traces(of(right), of(used), LAYERS)
+    assert {cause.kind for cause in report.causes} == {name.split()[0]}
+    assert len(report.causes) == 3
+    assert all(text in cause.text for cause in report.causes)
+    assert (report.right[:, 0] >= first).all()
+
+
+@given(st.integers(1, 63), st.integers(0, 2**32))
+@settings(max_examples=30, deadline=None)
+def test_rows_and_causes_do_not_depend_on_the_names_of_experts(shift: int, seed: int) -> None:
+    """Renaming experts in both traces changes nothing that is said about places."""
+    right = traces(seed=seed)
+    used = [np.roll(one, 3, 0) for one in right]
+    plain = compare_traces(of(right), of(used), LAYERS)
+    names = [[(one + shift) % EXPERTS for one in side] for side in (right, used)]
+    renamed = compare_traces(of(names[0]), of(names[1]), LAYERS)
+    assert [cause.text for cause in plain.causes] == [cause.text for cause in renamed.causes]
+    np.testing.assert_array_equal(plain.right, renamed.right)
+
+
+def test_order_within_a_row_does_not_count_and_missing_rows_are_left_out() -> None:
+    right = traces()
+    report = compare_traces(of(right, lambda n: np.arange(n) != 3), of([one[..., ::-1] for one in right]), LAYERS)
+    assert report.is_right
+    assert report.compared.tolist() == [[length - 1] * 3 for length in (80, 60, 100)]
+    assert report.right_share == 1.0
+
+
+@pytest.mark.parametrize("num_experts", [8, 13, 256, 300])
+def test_bits_hold_the_experts_and_leave_out_what_is_none(num_experts: int) -> None:
+    rows = np.random.default_rng(0).random((6, 2, num_experts)).argsort(2)[..., :3]
+    bits = bits_of_experts(rows, num_experts)
+    assert bits.shape == (6, 2, -(-num_experts // 8))
+    assert [[list_experts(one) for one in row] for row in bits] == np.sort(rows, 2).tolist()
+    assert list_experts(bits_of_experts(np.array([[[-1, num_experts, 2]]]), num_experts)[0, 0]) == [2]
+
+
+def write(path: Path, arrays: list[np.ndarray], names: str = "abc", experts: int = EXPERTS) -> Path:
+    info = TraceInfo("tiny", LAYERS, experts, TOP_K)
+    sequences = [TracedSequence(name, RoutingTrace(one, experts)) for name, one in zip(names, arrays, strict=True)]
+    write_traces(path, info, sequences)
+    return path
+
+
+def test_the_command_compares_files_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    right = traces()
+    a = write(tmp_path / "a.safetensors", right)
+    assert main(["verify", str(a), str(write(tmp_path / "b.safetensors", right[::-1], "cba"))]) == 0
+    assert "720 of 720 rows are right" in capsys.readouterr().out
+    swapped = write(tmp_path / "c.safetensors", [right[0][:60], right[0][:60], right[2]])
+    assert main(["verify", str(a), str(swapped)]) == 1
+    told = capsys.readouterr().out
+    assert "micro-batch 0: 60 rows ran, the routes have 80" in told
+    assert "routes of micro-batch 0 [micro_batch, 100%]" in told
+    fewer = write(tmp_path / "d.safetensors", right[:2], "ab")
+    assert main(["verify", str(a), str(fewer)]) == 1
+    assert "a.safetensors: 1 sequences are in this file only" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["A"], "found 1 files"),
+        (["A", "A", "A"], "found 3 files"),
+        (["A", "A", "--engine", "http://localhost:1"], "found 2 files and --engine"),
+        (["A", "missing.safetensors"], "missing.safetensors"),
+        (["A", "OTHER"], "only traces of models of the same shape"),
+        (["A", "NAMES"], "no sequence of the same name"),
+    ],
+)
+def test_wrong_files_are_bad_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], text: str
+) -> None:
+    files = {
+        "A": str(write(tmp_path / "a.safetensors", traces())),
+        "OTHER": str(write(tmp_path / "o.safetensors", traces(), experts=65)),
+        "NAMES": str(write(tmp_path / "n.safetensors", traces(), "xyz")),
+    }
+    assert main(["verify", *(files.get(word, word) for word in words)]) == 2
+    assert text in capsys.readouterr().err
