@@ -72,7 +72,9 @@ def policy_loss(
     settings and the objective contradict each other, or if verl lacks what the objective reads.
     """
     info, data = config.global_batch_info, _micro_batch.get({})
-    read = {name for pair in objective.pairs for name in pair.split("_")} | {p.to for p in objective.penalties if p.coef}
+    read = {name for pair in objective.pairs for name in pair.split("_")} | {
+        p.to for p in objective.penalties if p.coef
+    }
     if any(penalty.coef and penalty.behaviour == "mu" for penalty in objective.penalties) or objective.own_functions:
         read.add("mu")
     num_tokens = info.get("batch_num_tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ pytest.importorskip("verl", reason="runs in .venv-verl: make test-verl")
 
 import torch
 from tensordict import TensorDict
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from verl.utils import tensordict_utils as tu
@@ -72,7 +74,9 @@ def batch_of(seed: int = 0, spread: float = 0.6) -> TensorDict:
         return torch.randn(N, R, generator=random, dtype=torch.float64)
 
     logprobs = -2.0 - normal().abs()
-    mask = (torch.rand(N, R, generator=random) < 0.7) & (torch.arange(R) < torch.randint(3, R + 1, (N, 1), generator=random))
+    mask = (torch.rand(N, R, generator=random) < 0.7) & (
+        torch.arange(R) < torch.randint(3, R + 1, (N, 1), generator=random)
+    )
     mask[:, 0], mask[3] = True, False
     old = (logprobs + spread * normal()).clamp(max=0)
     columns = {
@@ -204,33 +208,47 @@ def test_left_out_responses_must_not_reach_the_batch():
     assert estimate(**columns, index=["a", "a", "a", "a"])[0].flatten().tolist() == [1, -1, 1, 1]
 
 
-def test_verls_worker_trains_by_it(tmp_path: Path):
-    """Real FSDP2 engine in fp32, on one process and on two: the gradient of the whole model."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+HERE = Path(__file__).parent
+PLATFORM = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu"}
 
-    torch.manual_seed(0)
+
+def run(*words: object, **variables: str) -> str:
+    """Output of a Python of its own, on verl's platform of CPUs (examples/verl_on_cpu.py)."""
+    path = os.pathsep.join([str(HERE.parents[1] / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, **PLATFORM, "PYTHONPATH": path, **variables}
+    command = [sys.executable, "-W", "ignore", *map(str, words)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_verls_worker_trains_by_it(tmp_path: Path):
+    """The whole actor worker with the FSDP2 engine, in fp32, on one process and on two: the gradient of the model."""
     shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
+    torch.manual_seed(0)
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts)).save_pretrained(tmp_path / "model")
-    here = Path(__file__).parent
-    platform = {"VERL_USE_EXTERNAL_MODULES": "verl_on_cpu", "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
-    paths = os.pathsep.join([str(here.parents[1] / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    script, model = str(here / "verl_worker.py"), str(tmp_path / "model")
     found = {}
     for ranks in (1, 2):
-        words = [f"--nproc-per-node={ranks}", script, model, str(tmp_path / f"{ranks}.pt")]
-        done = subprocess.run(
-            [*launch, *words], env={**os.environ, **platform, "PYTHONPATH": paths}, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        launch = "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"
+        run(*launch, HERE / "verl_worker.py", tmp_path / "model", tmp_path / f"{ranks}.pt")
         found[ranks] = torch.load(tmp_path / f"{ranks}.pt", weights_only=False)
     for row in ("dapo", "gspo", "minirl"):
         expected, _ = found[1][row, "verl", 4]
-        for ranks, results in found.items():
+        for results in found.values():
             for size in (4, 8):
                 gradient_found, metrics = results[row, "megarl", size]
-                difference = float((gradient_found - expected).norm() / expected.norm())
-                print(row, ranks, size, difference)
-                assert difference < 1e-6
+                assert (gradient_found - expected).norm() < 1e-6 * expected.norm()
                 assert metrics["actor/megarl/ratio_mean"][0] > 0
+
+
+def test_verls_megatron_engine_is_watched(tmp_path: Path):
+    """Its R3 and R2 with recomputation, its loss, and routes that reach the wrong layer (examples/verl_watch.py)."""
+    modules = {"VERL_USE_EXTERNAL_MODULES": "verl_on_cpu,verl_watch", "VERL_ENGINE_VENDOR": "megarl"}
+    told = json.loads(run(HERE / "verl_megatron.py", tmp_path, **modules).splitlines()[-1])
+    assert told["engine"] == "WatchedEngine"
+    for mode, compared in (("right", 90), ("R2", 102)):  # 34 tokens, 4 of them without routes, 3 layers
+        assert told[mode]["watch/compared"] == told[mode]["watch/right"] == compared
+        assert told[mode]["watch/recomputed_right"] == 102
+    assert max(told["difference of 2"], told["difference of 4"]) < 1e-6
+    assert "column 0 has those of column 2" in told["wrong"]

@@ -28,12 +28,20 @@ from verl.workers.config import PolicyLossConfig
 from verl.workers.utils.padding import left_right_2_no_padding
 
 N, PROMPT, RESPONSE = 8, 3, 6
-SETTINGS = """
-    +model.load_tokenizer=False model.use_remove_padding=False +model.override_config.attn_implementation=eager
-    actor.strategy=fsdp2 actor.fsdp_config.use_torch_compile=False +actor.fsdp_config.mixed_precision.param_dtype=fp32
-    actor.ppo_mini_batch_size=8 actor.ppo_micro_batch_size_per_gpu=4 actor.optim.lr=0 actor.optim.total_training_steps=9
-    rollout.name=vllm rollout.log_prob_micro_batch_size_per_gpu=4
-""".split()
+SETTINGS = [
+    "+model.load_tokenizer=False",
+    "model.use_remove_padding=False",
+    "+model.override_config.attn_implementation=eager",
+    "actor.strategy=fsdp2",
+    "actor.fsdp_config.use_torch_compile=False",
+    "+actor.fsdp_config.mixed_precision.param_dtype=fp32",
+    "actor.ppo_mini_batch_size=8",
+    "actor.ppo_micro_batch_size_per_gpu=4",
+    "actor.optim.lr=0",
+    "actor.optim.total_training_steps=9",
+    "rollout.name=vllm",
+    "rollout.log_prob_micro_batch_size_per_gpu=4",
+]
 LOSSES = {  # verl's loss and settings; the advantages of both are those of megarl's row
     "dapo": ("vanilla", {"clip_ratio_high": 0.28}),
     "gspo": ("gspo", {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}),
