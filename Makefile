@@ -18,7 +18,7 @@ VERL_VERSION ?= 0.9.1
 FIND_PYTHON = python=$$(tools/find_python $(PYTHON))
 SETUP = @$(FIND_PYTHON) && "$$python" tools/environments.py
 # This clone's megarl with its entry points, beside verl.
-VERL_PYTEST = PYTHONPATH=$(CURDIR):$$(echo $(CURDIR)/.venv/lib/python3.*/site-packages) .venv-verl/bin/python -m pytest -q tests/adapters/test_verl.py
+VERL_PYTEST = PYTHONPATH=$(CURDIR):$$(echo $(CURDIR)/.venv/lib/python3.*/site-packages) .venv-verl/bin/python -m pytest -q tests/adapters/test_verl*.py
 PYTEST = $(BIN)/python -m pytest -q --dist loadfile --no-loadscope-reorder
 
 # One thread per process: several ranks on few cores slow each other down a hundredfold otherwise.

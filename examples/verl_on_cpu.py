@@ -7,11 +7,13 @@ with this folder on PYTHONPATH. The last variable picks the engines that verl re
 """
 
 import types
+from functools import partial
 from typing import Any
 
 import torch
 from verl.plugin.platform.platform_cuda import PlatformCUDA
 from verl.plugin.platform.platform_manager import PlatformRegistry
+from verl.utils import distributed
 
 _NOTHING = ("empty_cache", "reset_peak_memory_stats", "ipc_collect")
 _ZERO = ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved")
@@ -61,11 +63,7 @@ class PlatformCPU(PlatformCUDA):
     def communication_backend_name(self) -> str:
         return "gloo"
 
-    def ray_resource_name(self) -> str:
-        return "CPU"
 
-    def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
-        return {"num_cpus": num_gpus}
-
-    def ray_noset_envvars(self) -> list[str]:
-        return []
+# verl asks for "cpu:gloo,cpu:gloo" here, which torch refuses. Its worker takes the function from this module later.
+_initialize = distributed.initialize_global_process_group_ray
+distributed.initialize_global_process_group_ray = partial(_initialize, backend="gloo")

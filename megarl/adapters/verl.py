@@ -1,11 +1,14 @@
 """megarl's objectives in verl 0.9: every row as a policy loss and as an advantage (docs/verl.md).
 
-verl loads this module by its entry point ``verl.plugins``; ``VERL_USE_EXTERNAL_MODULES=megarl.adapters.verl`` loads it
-too. Importing it registers the names ``megarl_<row>`` in ``verl.trainer.ppo.core_algos``, and puts ``ppo_loss`` below in
-the place of verl's, which drops the sampler's log-probabilities from the micro-batch before it calls a policy loss.
+verl loads this module by the entry point ``verl.plugins``, or by ``VERL_USE_EXTERNAL_MODULES=megarl.adapters.verl``.
+Importing it registers the names ``megarl_<row>`` in ``verl.trainer.ppo.core_algos``. It also wraps verl's ``ppo_loss``,
+which drops the sampler's log-probabilities from the micro-batch before it calls a policy loss.
 
 Read in verl 0.9.1: ``workers/utils/losses.py``, ``trainer/ppo/core_algos.py``, ``workers/engine``.
 """
+
+# verl has an environment of its own: make verl
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
@@ -64,12 +67,12 @@ def policy_loss(
     config: Any,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss of one micro-batch as verl scales it, ``dp_size * -(coefficients * log_prob).sum()``, and metrics.
+    """Return the loss of one micro-batch, ``-dp_size * (coefficients * log_prob).sum()``, and metrics.
 
     Denominators are verl's: loss tokens of the mini-batch over all data-parallel ranks, and its number of responses,
-    those without a loss token included. Prefixes and sequences run over the loss tokens of a row of ``response_mask``
-    in order, whatever holes the row has. All tensors [b, r]. ConfigError, with the name and what to set, if verl's
-    settings and the objective contradict each other, or if verl lacks what the objective reads.
+    responses without a loss token included. Prefixes and sequences run over the loss tokens of a row of
+    ``response_mask`` in order, whatever holes the row has. All tensors [b, r]. ConfigError, with the name and what to
+    set, if verl's settings contradict the objective, or verl lacks what the objective reads.
     """
     info, data = config.global_batch_info, _micro_batch.get({})
     read = {name for pair in objective.pairs for name in pair.split("_")} | {
@@ -80,14 +83,15 @@ def policy_loss(
     num_tokens = info.get("batch_num_tokens")
     is_part = num_tokens is not None and (info["dp_size"] > 1 or int(response_mask.sum()) < num_tokens)
     _refuse(name, {
-        f"its aggregation is {objective.aggregation!r}, but actor.loss_agg_mode is {loss_agg_mode!r}, by which verl adds "
-        f"entropy and KL: set actor.loss_agg_mode={objective.aggregation}": loss_agg_mode != objective.aggregation,
-        f"seq-mean-token-sum-norm divides by a constant number of tokens (the row's is {objective.norm_length}): set "
+        f"its aggregation is {objective.aggregation!r}, but actor.loss_agg_mode is {loss_agg_mode!r}, by which verl "
+        f"adds entropy and KL: set actor.loss_agg_mode={objective.aggregation}":
+            loss_agg_mode != objective.aggregation,
+        f"seq-mean-token-sum-norm divides by a constant number of tokens, {objective.norm_length} in the row: set "
         "actor.loss_scale_factor": objective.norm_length is not None and not config.loss_scale_factor,
         "it reads the sampler's log-probabilities, but the batch has no rollout_log_probs: set "
         "rollout.calculate_log_probs=True": "mu" in read and "rollout_log_probs" not in data,
-        "it reads the sampler's log-probabilities itself, so that verl's rollout_is_weights would count the gap between "
-        "the engines twice: set algorithm.rollout_correction.rollout_is=null":
+        "it reads the sampler's log-probabilities, and verl's rollout_is_weights would count the gap between the "
+        "engines twice: set algorithm.rollout_correction.rollout_is=null":
             "mu" in read and rollout_is_weights is not None,
         "it has a KL to the reference, but the batch has no ref_log_prob: set actor.use_kl_loss=True":
             "ref" in read and "ref_log_prob" not in data,
@@ -95,9 +99,9 @@ def policy_loss(
             "ref" in read and config.use_kl_loss and config.kl_loss_coef,
         "it needs the sampler's top K tokens, which verl does not record: choose megarl_dppo_tv or megarl_dppo_kl":
             objective.needs_topk,
-        "a part of it must know the whole mini-batch, but this is a part of one: set actor.ppo_micro_batch_size_per_gpu "
-        "so that one rank has the mini-batch in one micro-batch": objective.beforehand and is_part,
-        "verl hands a policy loss no entropies: set its entropy_coef to 0 and actor.entropy_coeff":
+        "it must know the whole mini-batch, but this is a part of one: set actor.ppo_micro_batch_size_per_gpu so that "
+        "one rank has the mini-batch in one micro-batch": objective.beforehand and is_part,
+        "verl hands a policy loss no entropies: set its entropy_coef to 0, and actor.entropy_coeff":
             objective.entropy_coef,
         **_no_advantage(objective),
     })  # fmt: skip
@@ -111,8 +115,9 @@ def policy_loss(
     }
     if "ref" in read:
         columns["ref_logprobs"] = _padded(data["ref_log_prob"])
-    known = num_tokens is not None and not objective.beforehand
-    denominators = Denominators(int(num_tokens), int(info["global_batch_size"])) if known else None
+    denominators = None  # those of this micro-batch, which is all
+    if num_tokens is not None and not objective.beforehand:
+        denominators = Denominators(int(num_tokens), int(info["global_batch_size"]))
     loss, statistics = objective_loss(objective, TokenColumns.of_padded(log_prob, columns), denominators)
     return loss * info.get("dp_size", 1), _metrics(statistics)
 

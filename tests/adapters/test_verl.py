@@ -1,5 +1,8 @@
 """megarl's rows as losses and advantages of the real verl, in its environment (`make verl`, .venv-verl)."""
 
+# verl has an environment of its own: make verl
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import json
@@ -214,7 +217,8 @@ PLATFORM = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "VERL_USE_EXTE
 
 def run(*words: object, **variables: str) -> str:
     """Output of a Python of its own, on verl's platform of CPUs (examples/verl_on_cpu.py)."""
-    path = os.pathsep.join([str(HERE.parents[1] / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    folders = [HERE.parents[1] / "examples", HERE.parent, *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = os.pathsep.join(map(str, folders))
     environment = {**os.environ, **PLATFORM, "PYTHONPATH": path, **variables}
     command = [sys.executable, "-W", "ignore", *map(str, words)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -4,6 +4,9 @@ Prints what the watch says of right routes, and of replay that puts the routes o
 built by megarl: verl's bridge to Hugging Face weights needs Transformer Engine.
 """
 
+# verl has an environment of its own: make verl
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import json
@@ -12,10 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import megarl
-
-megarl.enable_cpu()
-
+import on_cpu  # noqa: F401 (before Megatron)
 import torch
 import torch.distributed as dist
 import verl  # noqa: F401

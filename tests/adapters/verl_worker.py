@@ -5,6 +5,9 @@
 Rank 0 writes OUT: (name of a pair, "verl" or "megarl", micro-batch size) -> (gradient, metrics).
 """
 
+# verl has an environment of its own: make verl
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import sys
@@ -14,9 +17,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-dist.init_process_group("gloo")  # verl itself asks for "cpu:gloo,cpu:gloo", which torch refuses
-
 import verl
 from hydra import compose, initialize_config_dir
 from verl.protocol import DataProto
@@ -29,19 +29,12 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 N, PROMPT, RESPONSE = 8, 3, 6
 SETTINGS = [
-    "+model.load_tokenizer=False",
-    "model.use_remove_padding=False",
-    "+model.override_config.attn_implementation=eager",
-    "actor.strategy=fsdp2",
-    "actor.fsdp_config.use_torch_compile=False",
-    "+actor.fsdp_config.mixed_precision.param_dtype=fp32",
-    "actor.ppo_mini_batch_size=8",
-    "actor.ppo_micro_batch_size_per_gpu=4",
-    "actor.optim.lr=0",
-    "actor.optim.total_training_steps=9",
-    "rollout.name=vllm",
+    "+model.load_tokenizer=False", "model.use_remove_padding=False", "+model.override_config.attn_implementation=eager",
+    "actor.strategy=fsdp2", "actor.fsdp_config.use_torch_compile=False", "actor.optim.lr=0",
+    "+actor.fsdp_config.mixed_precision.param_dtype=fp32", "actor.optim.total_training_steps=9",
+    "actor.ppo_mini_batch_size=8", "actor.ppo_micro_batch_size_per_gpu=4", "rollout.name=vllm",
     "rollout.log_prob_micro_batch_size_per_gpu=4",
-]
+]  # fmt: skip
 LOSSES = {  # verl's loss and settings; the advantages of both are those of megarl's row
     "dapo": ("vanilla", {"clip_ratio_high": 0.28}),
     "gspo": ("gspo", {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}),
