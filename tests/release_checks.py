@@ -41,6 +41,7 @@ _POINT = "megatron/test_megatron_matrix.py::test_acceptance_replay_holds_at_ever
 REPLAY_TESTS = (
     "megatron/test_megatron_replay_semantics.py",
     "megatron/test_megatron_replay_errors.py",
+    "verify/test_watch.py",
     *(f"{_POINT}[{layout}]" for layout in ("single", "tp2-ep2-etp1", "pp2-vpp2")),
 )
 

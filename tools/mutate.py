@@ -77,6 +77,10 @@ SAMPLED = {
     "replay/pass_log": "megatron/test_megatron_replay_passes megatron/test_megatron_replay_attempts",
     "plugin": "megatron/test_megatron_plugin",
     "ops/launch/supervisor": "ops/launch/test_supervisor",
+    "verify/causes": "verify/test_trace_comparison",
+    "verify/expert_sets": "verify/test_trace_comparison",
+    "verify/report": "verify/test_trace_comparison",
+    "verify/watch": "verify/test_watch",
     "watch/tripwires": "core/test_tripwire_formulas",
     "watch/foreign_rows": "core/test_foreign_rows",
 }

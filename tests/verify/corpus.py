@@ -293,7 +293,7 @@ if __name__ == "__main__":
     print(columns, "|---|---|---|---|---|", sep="\n")
     for failure in FAILURES:
         report, consumed = play(failure)
-        again = f"{report.recomputed_right / report.recomputed:.0%}" if report.recomputed else "none"
+        again = f"{report.recomputed_right.sum() / report.recomputed.sum():.0%}"
         print(
             f"| {failure.name} | {failure.reports} | `{verdict(report)}` | {report.right_share:.0%}, {again} |", end=""
         )
