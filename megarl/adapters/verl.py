@@ -1,8 +1,8 @@
 """megarl's objectives in verl 0.9: every row as a policy loss and as an advantage (docs/verl.md).
 
 verl loads this module by the entry point ``verl.plugins``, or by ``VERL_USE_EXTERNAL_MODULES=megarl.adapters.verl``.
-Importing it registers the names ``megarl_<row>`` in ``verl.trainer.ppo.core_algos``. It also wraps verl's ``ppo_loss``,
-which drops the sampler's log-probabilities from the micro-batch before it calls a policy loss.
+The import registers the names ``megarl_<row>`` in ``verl.trainer.ppo.core_algos``, and wraps verl's ``ppo_loss``:
+``ppo_loss`` drops the sampler's log-probabilities from the micro-batch before the call of a policy loss.
 
 Read in verl 0.9.1: ``workers/utils/losses.py``, ``trainer/ppo/core_algos.py``, ``workers/engine``.
 """
@@ -47,7 +47,10 @@ def register(name: str, objective: Objective) -> None:
 
 
 def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
-    """verl's ``ppo_loss``, within which a policy loss of this module finds the micro-batch ``data``."""
+    """verl's ``ppo_loss``, with the micro-batch ``data`` (columns [b, r]) at hand for the policy losses of this module.
+
+    config: verl's ActorConfig; model_output: packed or nested log-probabilities; result: loss scalar, and metrics.
+    """
     token = _micro_batch.set(data)
     try:
         return _verl_ppo_loss(config=config, model_output=model_output, data=data, dp_group=dp_group)
@@ -71,8 +74,8 @@ def policy_loss(
 
     Denominators are verl's: loss tokens of the mini-batch over all data-parallel ranks, and its number of responses,
     responses without a loss token included. Prefixes and sequences run over the loss tokens of a row of
-    ``response_mask`` in order, whatever holes the row has. All tensors [b, r]. ConfigError, with the name and what to
-    set, if verl's settings contradict the objective, or verl lacks what the objective reads.
+    ``response_mask`` in order, with or without holes. All tensors [b, r]. ConfigError, with the name and the setting to
+    change, if verl's settings contradict the objective, or if a column of the objective is missing.
     """
     info, data = config.global_batch_info, _micro_batch.get({})
     read = {name for pair in objective.pairs for name in pair.split("_")} | {
@@ -127,8 +130,8 @@ def advantage(
 ) -> tuple[Tensor, Tensor]:
     """Return advantages [N, r] twice, as verl's estimators do; index [N] has equal entries for responses to one prompt.
 
-    ConfigError, with the name, if verl does not hand over what the advantage reads, and if the objective leaves out
-    responses, which then must not reach the batch.
+    token_level_rewards, response_mask: [N, r]. ConfigError, with the name, if the advantage needs more than rewards,
+    and if the objective leaves responses out that are in the batch.
     """
     _refuse(name, _no_advantage(objective))
     rewards, lengths = token_level_rewards.sum(-1), response_mask.sum(-1)
@@ -161,7 +164,7 @@ def _padded(column: Tensor) -> Tensor:
 
 
 def _metrics(statistics: Mapping[str, Stat]) -> dict[str, float]:
-    """Return the same names for every micro-batch, which verl's merging over ranks needs: 0 for what was not seen."""
+    """Return the same names for every micro-batch, 0 without observations: verl merges ranks by position."""
     return {
         f"actor/megarl/{name}{suffix and '_' + suffix}": stat.values().get(suffix, 0.0)
         for name, stat in to_host(statistics).items()
@@ -171,7 +174,7 @@ def _metrics(statistics: Mapping[str, Stat]) -> dict[str, float]:
 
 for _name, _objective in OBJECTIVES.items():
     register(f"megarl_{_name}", _objective)
-# Modules that took the name before; with the entry point, there are none.
+# Modules that have imported verl's function already; with the entry point, there are none.
 for _module in ("verl.workers.utils.losses", "verl.workers.engine_workers", "verl.trainer.distillation.losses"):
     if getattr(sys.modules.get(_module), "ppo_loss", None) is _verl_ppo_loss:
         setattr(sys.modules[_module], "ppo_loss", ppo_loss)  # noqa: B010
