@@ -13,16 +13,19 @@ TEST_NULL_GPU_WORKERS ?= 2
 
 BIN := .venv/bin
 SGLANG_VERSION ?= 0.5.23
+VERL_VERSION ?= 0.9.1
 # Packages are installed once for all clones, below $(MEGARL_CACHE) or ~/.cache/megarl: tools/environments.py says how.
 FIND_PYTHON = python=$$(tools/find_python $(PYTHON))
 SETUP = @$(FIND_PYTHON) && "$$python" tools/environments.py
+# This clone's megarl with its entry points, beside verl.
+VERL_PYTEST = PYTHONPATH=$(CURDIR):$$(echo $(CURDIR)/.venv/lib/python3.*/site-packages) .venv-verl/bin/python -m pytest -q tests/adapters/test_verl*.py
 PYTEST = $(BIN)/python -m pytest -q --dist loadfile --no-loadscope-reorder
 
 # One thread per process: several ranks on few cores slow each other down a hundredfold otherwise.
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup docs sglang-cpu quickstart bench null-gpu test gate test-all test-fast test-null-gpu test-pythons test-sglang check mutation format clean clean-cache
+.PHONY: help setup docs sglang-cpu quickstart bench null-gpu verl test gate test-all test-fast test-null-gpu test-pythons test-sglang test-verl check mutation format clean clean-cache
 .DEFAULT_GOAL := help
 
 help:
@@ -31,13 +34,15 @@ help:
 	@echo "make bench       measure speed and memory side by side, write docs/benchmarks.md, fail where a budget is broken"
 	@echo "make sglang-cpu  create .venv-sglang with SGLang $(SGLANG_VERSION) for the CPU (3.2 GB; SGLANG_VERSION= takes another)"
 	@echo "make null-gpu    create .venv-null-gpu with CUDA torch and Transformer Engine, for a GPU that computes nothing (6 GB)"
+	@echo "make verl        create .venv-verl with verl $(VERL_VERSION), beside megarl's packages (400 MB)"
 	@echo "make test        the tests that take minutes together; skips those whose programs are absent, and lists them"
 	@echo "make gate        short runs of the real parts: SGLang, Slurm, the null GPU, the wheel, the documentation"
-	@echo "make test-all    all tests that need no GPU: docs, test-fast, test-null-gpu, test-pythons, test-sglang"
+	@echo "make test-all    all tests that need no GPU: docs, test-fast, test-null-gpu, test-pythons, test-sglang, test-verl"
 	@echo "make test-fast   tests that need neither SGLang nor the null GPU"
 	@echo "make test-null-gpu those of CUDA, NCCL and Transformer Engine, on the null GPU"
 	@echo "make test-pythons a fast part of the tests with the newest Python up to 3.13 that the machine has, less with those between"
 	@echo "make test-sglang those against real SGLang servers"
+	@echo "make test-verl   those of megarl's objectives in the real verl"
 	@echo "make docs        build the documentation into build/site; a broken link or anchor fails"
 	@echo "make check       lint, format, types, floors, plain words"
 	@echo "make mutation    whether the tests notice a changed operator or number (core, and samples elsewhere)"
@@ -60,6 +65,9 @@ bench: setup sglang-cpu
 null-gpu: setup
 	$(SETUP) null-gpu
 
+verl: setup
+	$(SETUP) verl $(VERL_VERSION)
+
 quickstart: setup
 	@$(BIN)/megarl quickstart --out $(QUICKSTART_DIR)
 
@@ -67,12 +75,13 @@ test: setup
 	@$(PYTEST) -n $(TEST_WORKERS) -m "not (gpu or null_gpu or sglang or slow)" $(PYTEST_ARGS)
 
 # What continuous integration runs after check and test (.ci/run): the tests marked gate.
-gate: setup docs sglang-cpu null-gpu
+gate: setup docs sglang-cpu null-gpu verl
 	@$(PYTEST) -n $(TEST_SGLANG_WORKERS) -m "gate and not null_gpu" $(PYTEST_ARGS)
 	@tests/null_gpu/python -m pytest -q --dist loadfile -n $(TEST_NULL_GPU_WORKERS) -m gate tests/null_gpu $(PYTEST_ARGS)
+	@$(VERL_PYTEST) -m gate $(PYTEST_ARGS)
 
 # One after the other.
-test-all: docs test-fast test-null-gpu test-pythons test-sglang
+test-all: docs test-fast test-null-gpu test-pythons test-sglang test-verl
 
 test-fast: setup
 	@$(PYTEST) -n $(TEST_WORKERS) -m "not (gpu or null_gpu or sglang)" $(PYTEST_ARGS)
@@ -88,6 +97,9 @@ test-pythons: setup
 
 test-sglang: setup sglang-cpu
 	@$(PYTEST) -n $(TEST_SGLANG_WORKERS) -m sglang $(PYTEST_ARGS)
+
+test-verl: verl
+	@$(VERL_PYTEST) $(PYTEST_ARGS)
 
 check: setup
 	@$(BIN)/ruff check --quiet . && echo "check: lint ok"
@@ -114,4 +126,4 @@ clean:
 	rm -rf .venv .venv-* build/site .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info $(QUICKSTART_DIR)
 
 clean-cache:
-	$(FIND_PYTHON) && cd "$$("$$python" tools/environments.py cache)" && rm -rf megarl-* sglang-* null-gpu-* docs-* megatron-* transformers-* triton-* clones
+	$(FIND_PYTHON) && cd "$$("$$python" tools/environments.py cache)" && rm -rf megarl-* sglang-* null-gpu-* verl-* docs-* megatron-* transformers-* triton-* clones

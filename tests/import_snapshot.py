@@ -24,12 +24,13 @@ from typing import Any
 WATCHED = ("torch", "torch.cuda", "torch.cuda.random", "torch.distributed", "torch.distributed.distributed_c10d")
 WATCHED_PACKAGES = ("megatron", "transformer_engine")
 NOT_FOR_THIS_PROCESS = (
+    "megarl.adapters.verl",
     "megarl.engines.sglang.plugin.megarl_routes_plugin",
     "megarl.engines.sglang.cpu.sitecustomize",
     "megarl.megatron.passes.logprob_kernels",
 )
-"""Parts of SGLang's servers (Python's start-up there imports the second for its effect), and kernels of Triton, which
-comes with torch for GPUs."""
+"""verl's plugin; parts of SGLang's servers (Python's start-up there imports the last one for its effect); kernels of
+Triton, which comes with torch for GPUs."""
 
 
 def import_megarl() -> list[str]:

@@ -3,6 +3,7 @@
     PYTHON tools/environments.py megarl FOLDER       .venv; .venv-3.12 for the tests of another Python
     PYTHON tools/environments.py sglang VERSION      .venv-sglang
     PYTHON tools/environments.py null-gpu            .venv-null-gpu
+    PYTHON tools/environments.py verl VERSION        .venv-verl
     PYTHON tools/environments.py docs                .venv-docs
     PYTHON tools/environments.py cache               prints the cache folder
 
@@ -16,7 +17,7 @@ second clone with the same pins installs nothing.
   ``.pth`` file that leads to the cached packages. It is made again when another Python or other packages are asked for.
 - ``.venv-sglang`` is a link into the cache, where nothing belongs to a clone.
 - ``.venv-null-gpu`` is such a link too: CUDA torch and Transformer Engine, and a ``.pth`` file that leads to the cached
-  packages of ``.venv`` for everything else.
+  packages of ``.venv`` for everything else. So is ``.venv-verl``, with verl and what verl needs.
 """
 
 from __future__ import annotations
@@ -257,11 +258,26 @@ def make_null_gpu() -> None:
             torch = next(line for line in pins.read_text().splitlines() if line.startswith("torch=="))
             pip(python, torch, "--constraint", pins)
             pip(python, "--no-deps", "--requirement", pins, *wheels)
-            # Read after the environment's own packages, so that its torch is found first.
-            (cached / LIBRARY / "zz-megarl.pth").write_text(
-                f"import site; site.addsitedir({str(packages / LIBRARY)!r})\n"
-            )
+            lead_to(packages, cached)
     link(ROOT / ".venv-null-gpu", cached)
+
+
+def lead_to(packages: Path, cached: Path) -> None:
+    """Let an environment find other packages too, after its own."""
+    (cached / LIBRARY / "zz-megarl.pth").write_text(f"import site; site.addsitedir({str(packages / LIBRARY)!r})\n")
+
+
+# .venv-verl
+
+
+def make_verl(version: str) -> None:
+    packages, pins = make_packages(), ROOT / "requirements-verl.txt"
+    cached = cache_folder() / f"verl-{version}-{key(pins.read_text(), str(packages))}"
+    with environment_to_fill(cached, "about a minute, 400 MB") as python:
+        if python:
+            pip(python, "--no-deps", "--requirement", pins, f"verl=={version}")
+            lead_to(packages, cached)
+    link(ROOT / ".venv-verl", cached)
 
 
 # .venv-docs
@@ -328,6 +344,8 @@ def main(words: Sequence[str]) -> None:
             make_sglang(version)
         case ["null-gpu"]:
             make_null_gpu()
+        case ["verl", version]:
+            make_verl(version)
         case ["docs"]:
             make_docs()
         case ["cache"]:

@@ -1,0 +1,180 @@
+"""megarl's objectives in verl 0.9: every row as a policy loss and as an advantage (docs/verl.md).
+
+verl loads this module by the entry point ``verl.plugins``, or by ``VERL_USE_EXTERNAL_MODULES=megarl.adapters.verl``.
+The import registers the names ``megarl_<row>`` in ``verl.trainer.ppo.core_algos``, and wraps verl's ``ppo_loss``:
+``ppo_loss`` drops the sampler's log-probabilities from the micro-batch before the call of a policy loss.
+
+Read in verl 0.9.1: ``workers/utils/losses.py``, ``trainer/ppo/core_algos.py``, ``workers/engine``.
+"""
+
+# verl has an environment of its own: make verl
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from verl.trainer.ppo import core_algos
+from verl.workers.utils import losses
+
+from megarl.core.metrics import Stat, to_host
+from megarl.core.objectives import OBJECTIVES, Denominators, Objective, TokenColumns, advantages_of, select_responses
+from megarl.core.objectives import policy_loss as objective_loss
+from megarl.errors import ConfigError
+
+REPORTED = {"mean": [""], "max": [""], "summary": ["mean", "max"], "ratio": ["mean", "min", "max"], "ess": ["fraction"]}
+"""By kind of statistic the numbers that become metrics; verl averages them over micro-batches."""
+_micro_batch: ContextVar[Mapping[str, Any]] = ContextVar("megarl_micro_batch")
+_verl_ppo_loss = losses.ppo_loss
+
+
+def register(name: str, objective: Objective) -> None:
+    """Make an objective verl's policy loss ``actor.policy_loss.loss_mode=NAME`` and advantage
+    ``algorithm.adv_estimator=NAME``.
+
+    For variants: ``register("minirl_wide", replace(OBJECTIVES["minirl"], masks=()))`` in a module of
+    ``VERL_USE_EXTERNAL_MODULES``, because each process of verl needs it. ValueError if the name is taken.
+    """
+    core_algos.register_adv_est(name)(partial(advantage, name, objective))
+    core_algos.register_policy_loss(name)(partial(policy_loss, name, objective))
+
+
+def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
+    """verl's ``ppo_loss``, with the micro-batch ``data`` (columns [b, r]) at hand for the policy losses of this module.
+
+    config: verl's ActorConfig; model_output: packed or nested log-probabilities; result: loss scalar, and metrics.
+    """
+    token = _micro_batch.set(data)
+    try:
+        return _verl_ppo_loss(config=config, model_output=model_output, data=data, dp_group=dp_group)
+    finally:
+        _micro_batch.reset(token)
+
+
+def policy_loss(
+    name: str,
+    objective: Objective,
+    *,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: Any,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """Return the loss of one micro-batch, ``-dp_size * (coefficients * log_prob).sum()``, and metrics.
+
+    Denominators are verl's: loss tokens of the mini-batch over all data-parallel ranks, and its number of responses,
+    responses without a loss token included. Prefixes and sequences run over the loss tokens of a row of
+    ``response_mask`` in order, with or without holes. All tensors [b, r]. ConfigError, with the name and the setting to
+    change, if verl's settings contradict the objective, or if a column of the objective is missing.
+    """
+    info, data = config.global_batch_info, _micro_batch.get({})
+    read = {name for pair in objective.pairs for name in pair.split("_")} | {
+        p.to for p in objective.penalties if p.coef
+    }
+    if any(penalty.coef and penalty.behaviour == "mu" for penalty in objective.penalties) or objective.own_functions:
+        read.add("mu")
+    num_tokens = info.get("batch_num_tokens")
+    is_part = num_tokens is not None and (info["dp_size"] > 1 or int(response_mask.sum()) < num_tokens)
+    _refuse(name, {
+        f"its aggregation is {objective.aggregation!r}, but actor.loss_agg_mode is {loss_agg_mode!r}, by which verl "
+        f"adds entropy and KL: set actor.loss_agg_mode={objective.aggregation}":
+            loss_agg_mode != objective.aggregation,
+        f"seq-mean-token-sum-norm divides by a constant number of tokens, {objective.norm_length} in the row: set "
+        "actor.loss_scale_factor": objective.norm_length is not None and not config.loss_scale_factor,
+        "it reads the sampler's log-probabilities, but the batch has no rollout_log_probs: set "
+        "rollout.calculate_log_probs=True": "mu" in read and "rollout_log_probs" not in data,
+        "it reads the sampler's log-probabilities, and verl's rollout_is_weights would count the gap between the "
+        "engines twice: set algorithm.rollout_correction.rollout_is=null":
+            "mu" in read and rollout_is_weights is not None,
+        "it has a KL to the reference, but the batch has no ref_log_prob: set actor.use_kl_loss=True":
+            "ref" in read and "ref_log_prob" not in data,
+        "it has a KL to the reference, and verl would add its own: set actor.kl_loss_coef=0":
+            "ref" in read and config.use_kl_loss and config.kl_loss_coef,
+        "it needs the sampler's top K tokens, which verl does not record: choose megarl_dppo_tv or megarl_dppo_kl":
+            objective.needs_topk,
+        "it must know the whole mini-batch, but this is a part of one: set actor.ppo_micro_batch_size_per_gpu so that "
+        "one rank has the mini-batch in one micro-batch": objective.beforehand and is_part,
+        "verl hands a policy loss no entropies: set its entropy_coef to 0, and actor.entropy_coeff":
+            objective.entropy_coef,
+        **_no_advantage(objective),
+    })  # fmt: skip
+    if objective.norm_length is not None:
+        objective = replace(objective, norm_length=config.loss_scale_factor)
+    columns = {
+        "old_logprobs": old_log_prob,
+        "rollout_logprobs": _padded(data["rollout_log_probs"]) if "mu" in read else old_log_prob,
+        "advantages": advantages if rollout_is_weights is None else advantages * rollout_is_weights,
+        "loss_mask": response_mask.bool(),
+    }
+    if "ref" in read:
+        columns["ref_logprobs"] = _padded(data["ref_log_prob"])
+    denominators = None  # those of this micro-batch, which is all
+    if num_tokens is not None and not objective.beforehand:
+        denominators = Denominators(int(num_tokens), int(info["global_batch_size"]))
+    loss, statistics = objective_loss(objective, TokenColumns.of_padded(log_prob, columns), denominators)
+    return loss * info.get("dp_size", 1), _metrics(statistics)
+
+
+def advantage(
+    name: str, objective: Objective, *, token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """Return advantages [N, r] twice, as verl's estimators do; index [N] has equal entries for responses to one prompt.
+
+    token_level_rewards, response_mask: [N, r]. ConfigError, with the name, if the advantage needs more than rewards,
+    and if the objective leaves responses out that are in the batch.
+    """
+    _refuse(name, _no_advantage(objective))
+    rewards, lengths = token_level_rewards.sum(-1), response_mask.sum(-1)
+    groups = np.unique(index, return_inverse=True)[1]
+    if objective.selection != "all":
+        trains = select_responses(objective, rewards, groups, lengths=lengths).to(lengths.device)
+        _refuse(name, {
+            "it leaves out responses of groups without contrast, which verl's denominators count: set "
+            "algorithm.filter_groups.enable=True, so that they are sampled again": (~trains & (lengths > 0)).any()
+        })  # fmt: skip
+    values = advantages_of(objective, rewards, groups, lengths=lengths)[:, None] * response_mask
+    return values, values
+
+
+def _no_advantage(objective: Objective) -> dict[str, object]:
+    return {
+        "verl hands an advantage one reward per token, and no reference or old log-probabilities or rewards of steps: "
+        "choose megarl_grpo with algorithm.use_kl_in_reward=True": objective.advantage in ("token_level_kl", "process")
+    }
+
+
+def _refuse(name: str, problems: Mapping[str, object]) -> None:
+    for message, is_wrong in problems.items():
+        if is_wrong:
+            raise ConfigError(f"{name}: {message}")
+
+
+def _padded(column: Tensor) -> Tensor:
+    return column.to_padded_tensor(0.0) if column.is_nested else column
+
+
+def _metrics(statistics: Mapping[str, Stat]) -> dict[str, float]:
+    """Return the same names for every micro-batch, 0 without observations: verl merges ranks by position."""
+    return {
+        f"actor/megarl/{name}{suffix and '_' + suffix}": stat.values().get(suffix, 0.0)
+        for name, stat in to_host(statistics).items()
+        for suffix in REPORTED.get(stat.kind, [])
+    }
+
+
+for _name, _objective in OBJECTIVES.items():
+    register(f"megarl_{_name}", _objective)
+# Modules that have imported verl's function already; with the entry point, there are none.
+for _module in ("verl.workers.utils.losses", "verl.workers.engine_workers", "verl.trainer.distillation.losses"):
+    if getattr(sys.modules.get(_module), "ppo_loss", None) is _verl_ppo_loss:
+        setattr(sys.modules[_module], "ppo_loss", ppo_loss)  # noqa: B010
