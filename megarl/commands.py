@@ -287,7 +287,17 @@ class Verify:
     files: Positional[tuple[Path, ...]] = ()
     """EXPECTED USED: two files of routing traces."""
     engine: str | None = None
-    """URL of a running SGLang or vLLM server, which is asked in place of files."""
+    """URL of a running SGLang or vLLM server, which is asked in place of files: docs/verify_engine.md."""
+    model: Path | None = None
+    """Folder of the server's model; default the folder that the server names."""
+    api_key_env: str | None = None
+    """Name of the variable with the server's API key."""
+    top_p: float = pydantic.Field(0.0, ge=0, lt=1)
+    """Check the kept sets at this top_p; 0 does not."""
+    pressure: bool = False
+    """Fill the server's memory until it retracts requests."""
+    update: bool = False
+    """Load the model's weights into the server under a new version, and name them as before afterwards."""
 
     def run(self, overrides: Overrides) -> int:
         """ConfigError unless there are two files or a server."""
@@ -296,6 +306,13 @@ class Verify:
                 f"megarl verify: found {len(self.files)} files{' and --engine' if self.engine else ''}, expected two "
                 "files of routing traces, or --engine URL alone"
             )
+        if self.engine is not None:
+            from megarl.engines.sglang.http import key_named
+            from megarl.verify.engine import show_engine
+
+            key = key_named(self.api_key_env)
+            options = {"top_p": self.top_p, "pressure": self.pressure, "update": self.update}
+            return show_engine(self.engine, api_key=key, model_path=self.model, **options)
         from megarl.verify.trace_files import compare_trace_files
 
         report = compare_trace_files(*self.files)

@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 from megarl.errors import ConfigError, MegarlError, RequestError, TraceError, printable
 from megarl.files.foreign_json import parse_json
-from megarl.files.moe_shape import MoeShape
+from megarl.files.hf_config import MoeShape
 from megarl.routes.disagreement import shared_experts
 from megarl.routes.trace import RoutingTrace
 from megarl.verify.engine_client import Answer, EngineClient

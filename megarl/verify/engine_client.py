@@ -13,7 +13,7 @@ import numpy as np
 
 from megarl.errors import ConfigError, RequestError, RolloutError, TraceError
 from megarl.files.foreign_json import UNPACKED
-from megarl.files.moe_shape import MoeShape
+from megarl.files.hf_config import MoeShape
 from megarl.routes.answers import routes_from_sglang
 from megarl.routes.trace import RoutingTrace
 
