@@ -29,12 +29,6 @@ def _declare_torchvision_operators(torch: ModuleType) -> object:
     return library
 
 
-def _stand_in_for_cudart(torch: ModuleType) -> None:
-    """Make the registration of host memory succeed: SGLang's route capturer pins its buffer for copies from a GPU."""
-    runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
-    torch.cuda.cudart = lambda: runtime
-
-
 class _AfterTorch(MetaPathFinder):
     """Finds torch by the normal path, and applies the repairs after the import."""
 
@@ -46,12 +40,14 @@ class _AfterTorch(MetaPathFinder):
         if spec is None or spec.loader is None:
             return spec
         run = spec.loader.exec_module
+        runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
 
         def run_and_repair(module: ModuleType) -> None:
             run(module)
             if not module.cuda.is_available():
                 _kept.append(_declare_torchvision_operators(module))
-                _stand_in_for_cudart(module)
+                # SGLang's route capturer pins its buffer for copies from a GPU: the registration succeeds.
+                module.cuda.cudart = lambda: runtime
 
         spec.loader.exec_module = run_and_repair
         return spec
