@@ -68,7 +68,6 @@ SAMPLED = {
     "engines/sglang/plugin/compact": "engines/test_sglang_compact",
     "data/math/text": "data/test_math_strict",
     "data/math/grammar": "data/test_math_strict",
-    "data/math/items": "data/test_math_strict",
     "core/sampling/gvm": "core/test_allocation",
     "trainer/sampling/assignment": "trainer/test_assignment",
     "engines/sglang/client": "engines/test_sglang_client",

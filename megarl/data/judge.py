@@ -177,7 +177,9 @@ class Judge:
             except BrokenProcessPool:  # the process died before it confirmed the call: try another process
                 is_sound = False
             finally:
-                self._release(pool, is_sound)
+                # After a cancelled or timed-out call a pool is sound: pebble starts another process.
+                if self._busy.pop(pool, pool) is not pool:  # else closed in the meantime, perhaps by another thread
+                    self._idle.append(pool) if is_sound and not self._closed else _end(pool)
         reason = f"{TRIES} workers died, or did not start, before they began this call"
         return Verdict(None, error=reason, may_pass=True)
 
@@ -206,15 +208,6 @@ class Judge:
         if isinstance(outcome, ConfigError):
             raise outcome
         return outcome
-
-    def _release(self, pool: ProcessPool, is_sound: bool) -> None:
-        """Keep or end a pool. After a cancelled or timed-out call a pool is sound: pebble starts another process."""
-        if self._busy.pop(pool, pool) is pool:
-            return  # closed in the meantime, perhaps by another thread
-        if is_sound and not self._closed:
-            self._idle.append(pool)
-        else:
-            _end(pool)
 
     def _time_out(self) -> Verdict:
         reason = f"the reward function took more than {self._longest_s:g} s"

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from megarl.data.records import Record, get_field, read_records, type_name
-from megarl.data.tokenizer import count_rows, find_prefix, tokenize
+from megarl.data.tokenizer import count_rows, tokenize
 from megarl.errors import ConfigError, DataError
 from megarl.files.bounded_process import BoundedProcess
 
@@ -222,7 +222,8 @@ class PromptReader:
         """Whether the tokenizer has a chat template."""
         self.num_rows = count_rows(tokenizer)
         """Rows of the model's embedding; None if unknown."""
-        self._prefix = find_prefix(tokenizer)
+        self._prefix = set(tokenize(tokenizer, [""], special=True)[0]).difference([tokenizer.eos_token_id])
+        """Special tokens that the tokenizer puts before plain text."""
         self._added = {*tokenizer.added_tokens_decoder}
 
     def text(self, record: Record, place: str) -> Text:
@@ -239,7 +240,8 @@ class PromptReader:
             raise DataError(f"{place}: {name} is {type_name(prompt)}, expected {kinds}")
         if not prompt.strip():
             raise DataError(f"{place}: {name} is empty")
-        text = fill_template(self._template, prompt)
+        # Braces of LaTeX stay, unlike with str.format.
+        text = prompt if self._template is None else self._template.replace("{prompt}", prompt)
         if self._renders_text and self._chat is not None:
             return Text(place, self._chat.render([{"role": "user", "content": text}], [name], place), plain=False)
         if self._needs_chat:
@@ -314,11 +316,6 @@ class PromptReader:
                 )
             check(text, tokens[index])
         return [tokens[index] for index in range(len(texts))]
-
-
-def fill_template(template: str | None, prompt: str) -> str:
-    """Return a template with the prompt in place of ``{prompt}``. Braces of LaTeX stay, unlike with str.format."""
-    return prompt if template is None else template.replace("{prompt}", prompt)
 
 
 def answer_text(answer: Any, field: str, place: str) -> str:

@@ -96,11 +96,6 @@ def count_rows(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return size if type(size) is int else None
 
 
-def find_prefix(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the special tokens that the tokenizer puts before plain text."""
-    return frozenset(tokenize(tokenizer, [""], special=True)[0]) - {tokenizer.eos_token_id}  # type: ignore[arg-type]
-
-
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bool) -> list[list[int]]:
     """Return the token ids of each text; special: add special tokens. In batches: an encoding takes much memory.
 

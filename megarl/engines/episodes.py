@@ -191,7 +191,12 @@ async def _step(episode: Episode, turn: ModelTurn, seconds: float, places: async
                     raise TimeoutError
                 if is_being_cancelled():
                     raise asyncio.CancelledError
-                _check(observation)
+                if not isinstance(observation, Observation):
+                    raise TypeError(f"step returned a {type(observation).__name__}, expected an Observation")
+                text, reward = observation.text, observation.reward
+                if not isinstance(text, str) or not (reward is None or isinstance(reward, numbers.Real)):
+                    told = f"{text!r:.80} and the reward {reward!r:.80}, expected text and a number"
+                    raise TypeError(f"its observation has {told}")
         except EpisodeError as error:
             if isinstance(error.__cause__, TimeoutError) and deadline.expired():
                 raise EpisodeError(f"turn {turn.index}: the environment took more than {seconds:g} s") from error
@@ -199,15 +204,6 @@ async def _step(episode: Episode, turn: ModelTurn, seconds: float, places: async
     if observation.reward is not None and not math.isfinite(observation.reward):
         raise EpisodeError(f"turn {turn.index}: the environment gave the reward {observation.reward}")
     return observation
-
-
-def _check(observation: object) -> None:
-    """TypeError for an answer that is no observation."""
-    if not isinstance(observation, Observation):
-        raise TypeError(f"step returned a {type(observation).__name__}, expected an Observation")
-    text, reward = observation.text, observation.reward
-    if not isinstance(text, str) or not (reward is None or isinstance(reward, numbers.Real)):
-        raise TypeError(f"its observation has {text!r:.80} and the reward {reward!r:.80}, expected text and a number")
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, vocabulary: int | None) -> np.ndarray:

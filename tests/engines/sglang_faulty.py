@@ -7,7 +7,9 @@ from megarl.engines.sglang.server import Server
 
 def kill_9(server: Server, named: str = "") -> None:
     """The server's processes with this in their command line, all by default, but not the reaper."""
-    killed = [p for p in server.members() if p.pid != server.pid and named in " ".join(p.cmdline())]
+    killed = [
+        p for p in server.members() if p.pid != getattr(server._process, "pid", None) and named in " ".join(p.cmdline())
+    ]
     assert killed
     for process in killed:
         process.kill()

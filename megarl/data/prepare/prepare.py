@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.data.math.grade import read_key
 from megarl.data.prepare.command import Data
-from megarl.data.prompts import PromptReader, Text, answer_text, check_messages, fill_template
+from megarl.data.prompts import PromptReader, Text, answer_text, check_messages
 from megarl.data.records import Record, get_field, read_records, type_name, write_jsonl
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError, DataError, printable
@@ -61,10 +61,9 @@ def prepare(data: Data) -> Counter[str]:
     counts |= Counter(train=len(rows[False]), heldout=len(rows[True]))
     if not rows[False] or (data.heldout and not rows[True]):
         prompts = f"{counts['train']} prompts to train" + (f" and {counts['heldout']} held out" if data.heldout else "")
-        advice = " of each; change --heldout" if data.heldout and counts["train"] + counts["heldout"] > 1 else ""
         raise DataError(
             f"{data.source}: {prompts} are left of {counts['read']} ({describe_left_out(counts)}), expected at least "
-            f"one{advice}"
+            "one of each: look at the fields, or change --heldout"
         )
     require_own_files(*targets.values())  # somebody may have written a file meanwhile
     for path in filter(Path.exists, targets.values()):
@@ -133,7 +132,7 @@ def _shape(prompt: Any, data: Data, has_chat: bool, place: str) -> str | list[di
         if data.system is not None and messages[0]["role"] == "system":
             raise DataError(f"{place}: {field!r} begins with a system message: remove --system")
     elif isinstance(prompt, str):
-        text = fill_template(data.template, prompt)
+        text = prompt if data.template is None else data.template.replace("{prompt}", prompt)
         if not has_chat and data.system is None:
             return text
         messages = [{"role": "user", "content": text}]

@@ -85,8 +85,12 @@ class LocalEngine(Engine):
                 tensor.data = tensor.data.float()
         self._model = self._model.to(device).eval().requires_grad_(False)
         self._views = checkpoint_views(self._model)
-        if fp8_rounding:
-            require_known_precision(self._views)
+        unknown = [name for name, view in self._views.items() if view.dim() > 1 and not is_known_precision(name)]
+        if fp8_rounding and unknown:
+            raise RolloutError(
+                f"rollout.fp8_rounding: {len(unknown)} matrices, such as {unknown[0]}, are neither projections that "
+                "FP8 engines hold in FP8 nor embeddings, heads or router gates; set it to false for this architecture"
+            )
         if fp8_activations:
             hold_in_fp32(self._model, self._views)
             self._views = checkpoint_views(self._model)
@@ -102,7 +106,6 @@ class LocalEngine(Engine):
         self._max_batch_size = max_batch_size
         self._version = -1
         self._missing: str | None = "no weights have arrived yet"
-        self._closed = False
 
     @property
     def weight_version(self) -> int:
@@ -112,7 +115,6 @@ class LocalEngine(Engine):
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See ``Engine.update_weights``. Tensors of the shapes in the checkpoint, on any device; ``BUCKET_BYTES`` are
         converted at a time."""
-        self._require_open()
         self._missing = "the last weight update failed"
         moved = ((name, tensor.to(self._model.device)) for name, tensor in tensors)
         for bucket in Intake(self._shapes, version, self._form, BUCKET_BYTES).buckets(moved):
@@ -127,7 +129,6 @@ class LocalEngine(Engine):
         A response ends early (``length``) at the model's last position. WeightSyncError without weights, RolloutError
         for routes of a model without experts.
         """
-        self._require_open()
         if self._missing is not None:
             raise WeightSyncError(f"the engine cannot generate, {self._missing}: send all weights with update_weights")
         if params.return_routed_experts and self._recorder.num_layers == 0:
@@ -154,14 +155,9 @@ class LocalEngine(Engine):
         return [rollouts[i] for i in np.argsort(order).tolist()]
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._views = {}
-            del self._model, self._recorder
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise RolloutError("the engine is closed: build a new one")
+        self._missing, self._views = "it is closed", {}
+        for name in ("_model", "_recorder"):
+            vars(self).pop(name, None)
 
 
 class BatchSession(Session):
@@ -242,9 +238,8 @@ class FP8Products(TorchFunctionMode):
             product = func(round_activations(activations), matrix, **kwargs).to(self._dtype)
             return product if bias is None else product + bias
         result = func(*args, **kwargs)
-        if any(
-            isinstance(output, torch.Tensor) and not self._weight(output) for output in _flat([result])
-        ):  # more than a view
+        # More than a view.
+        if any(isinstance(output, torch.Tensor) and not self._weight(output) for output in _flat([result])):
             raise RolloutError(
                 f"rollout.fp8_activations: the model uses {weight} in {getattr(func, '__name__', func)}, expected a "
                 "product as of a linear layer; another experts implementation may help, or set it to false"
@@ -270,16 +265,6 @@ def hold_in_fp32(model: PreTrainedModel, views: Mapping[str, torch.Tensor]) -> N
     for parameter in model.parameters():
         if _memory(parameter) in memory:
             parameter.data = parameter.data.float()
-
-
-def require_known_precision(views: Mapping[str, torch.Tensor]) -> None:
-    """RolloutError for a matrix [rows, columns] with an unknown precision in FP8 engines."""
-    unknown = [name for name, view in views.items() if view.dim() > 1 and not is_known_precision(name)]
-    if unknown:
-        raise RolloutError(
-            f"rollout.fp8_rounding: {len(unknown)} matrices, such as {unknown[0]}, are neither projections that FP8 "
-            "engines hold in FP8 nor embeddings, heads or router gates; set it to false for this architecture"
-        )
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:

@@ -28,13 +28,10 @@ def authorization(api_key: str | None) -> dict[str, str]:
     return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
-def request(
-    http: httpx.Client, method: str, path: str, body: Any = None, timeout_s: httpx.Timeout | float | None = None
-) -> httpx.Response:
+def request(http: httpx.Client, method: str, path: str, body: Any, timeout_s: float) -> httpx.Response:
     """Return the answer to a request, read up to MAX_BYTES; httpx.HTTPError without an answer, DataError for a wrong
     answer."""
-    timeout = http.timeout if timeout_s is None else timeout_s
-    with http.stream(method, path, json=body, timeout=timeout, headers=UNPACKED, follow_redirects=False) as answer:
+    with http.stream(method, path, json=body, timeout=timeout_s, headers=UNPACKED, follow_redirects=False) as answer:
         source = str(answer.url)
         content = join_body(answer.status_code, answer.headers, answer.iter_raw(), source, MAX_BYTES)
     headers = {name: answer.headers[name] for name in ("content-type",) if name in answer.headers}
@@ -52,8 +49,8 @@ def read_object(answer: httpx.Response) -> dict[str, Any]:
 def server_info(url: str, api_key: str | None, timeout_s: float = 60.0) -> dict[str, Any]:
     """Return the "version" and the arguments of a running server; RolloutError if the server does not answer."""
     try:
-        with httpx.Client(headers=authorization(api_key), timeout=timeout_s, trust_env=False) as http:
-            answer = request(http, "GET", f"{url}/server_info")
+        with httpx.Client(headers=authorization(api_key), trust_env=False) as http:
+            answer = request(http, "GET", f"{url}/server_info", None, timeout_s)
         info = read_object(answer.raise_for_status())
         return {**info, "version": str(info["version"])}
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:

@@ -14,13 +14,8 @@ import signal
 import subprocess
 import sys
 import time
-from types import FrameType
 
 POLL_S = 0.2
-
-
-def _ignore(_signal: int, _frame: FrameType | None) -> None:
-    """SIGTERM goes to the whole group: the server ends, and the reaper stays to report the exit code."""
 
 
 def watch(parent_pid: int, secret_file: str, command: list[str]) -> int:
@@ -28,8 +23,9 @@ def watch(parent_pid: int, secret_file: str, command: list[str]) -> int:
 
     ``secret_file`` (empty: none) is always removed at the end.
     """
-    # A handler, because the child would inherit SIG_IGN.
-    signal.signal(signal.SIGTERM, _ignore)
+    # SIGTERM goes to the whole group: the server ends, and the reaper stays to report the exit code. A handler, because
+    # the child would inherit SIG_IGN.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         # Polls the parent's id: a pipe would stay open in processes that the parent forks.

@@ -100,10 +100,8 @@ class _Call:
         if not (line := await self._status.readline()).startswith(b"{"):
             return
         pid = json.loads(line)["child-pid"]
-        with (
-            contextlib.suppress(OSError, psutil.Error),
-            contextlib.ExitStack() as closing,
-        ):  # the process may have ended
+        # Suppressed: the process may have ended.
+        with contextlib.suppress(OSError, psutil.Error), contextlib.ExitStack() as closing:
             fd = os.pidfd_open(pid)
             closing.callback(os.close, fd)
             # A different parent means that the process id was reused.

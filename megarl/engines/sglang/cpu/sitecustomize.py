@@ -30,6 +30,7 @@ def _declare_torchvision_operators(torch: ModuleType) -> object:
     return library
 
 
+<<<<<<< HEAD
 def _stand_in_for_cudart(torch: ModuleType) -> None:
     """Make the registration of host memory succeed: SGLang's route capturer pins its buffer for copies from a GPU."""
     runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
@@ -42,6 +43,8 @@ def _do_not_pin_memory(torch: Any) -> None:
     torch.zeros = lambda *args, pin_memory=False, **kwargs: zeros(*args, **kwargs)
 
 
+=======
+>>>>>>> 6c37662741dc34bcb6ed9e9668838cc95190b8b9
 class _AfterTorch(MetaPathFinder):
     """Finds torch by the normal path, and applies the repairs after the import."""
 
@@ -53,13 +56,19 @@ class _AfterTorch(MetaPathFinder):
         if spec is None or spec.loader is None:
             return spec
         run = spec.loader.exec_module
+        runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
 
         def run_and_repair(module: ModuleType) -> None:
             run(module)
             if not module.cuda.is_available():
                 _kept.append(_declare_torchvision_operators(module))
+<<<<<<< HEAD
                 _stand_in_for_cudart(module)
                 _do_not_pin_memory(module)
+=======
+                # SGLang's route capturer pins its buffer for copies from a GPU: the registration succeeds.
+                module.cuda.cudart = lambda: runtime
+>>>>>>> 6c37662741dc34bcb6ed9e9668838cc95190b8b9
 
         spec.loader.exec_module = run_and_repair
         return spec

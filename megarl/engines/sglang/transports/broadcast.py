@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
@@ -22,10 +22,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
 from megarl.config.addresses import url_host
-from megarl.engines.buckets import Bucket, Intake
-from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Transport
+from megarl.engines.buckets import Bucket
+from megarl.engines.sglang.transports.protocol import Delivery, Transport
 from megarl.engines.sglang.transports.sender import JOIN_S, HangError, WeightSender, deadline, in_thread
-from megarl.engines.weights import Named
 from megarl.errors import WeightSyncError
 
 
@@ -36,23 +35,14 @@ class Broadcast(Transport):
     through a group per server, and fails for the lost server alone.
     """
 
-    def __init__(self) -> None:
-        self._is_split = False
-        """Whether the rest of the update goes through a group per server."""
-
-    def stream(self, intake: Intake, tensors: Iterable[Named], delivery: Delivery | None) -> Buckets:
-        """Begin with a group of all servers."""
-        self._is_split = False
-        return super().stream(intake, tensors, delivery)
-
     def send(self, bucket: Bucket, delivery: Delivery) -> None:
         """Broadcast to all servers; if the group fails, to each server by itself."""
         senders = [member.sender for member in delivery.receivers.present]
-        if not self._is_split and len(senders) > 1 and len({own_address(sender.url) for sender in senders}) == 1:
+        if not delivery.is_split and len(senders) > 1 and len({own_address(sender.url) for sender in senders}) == 1:
             try:
                 return broadcast(senders, bucket)
             except WeightSyncError as error:
-                self._is_split = True
+                delivery.is_split = True
                 delivery.receivers.tell(
                     f"warning: a broadcast of weights to all servers failed, each gets them by itself: {error}"
                 )

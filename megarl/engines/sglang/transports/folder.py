@@ -30,19 +30,17 @@ class WeightFolder:
         self._target = folder / f"version_{version:07d}"
         self._part = self._target.with_suffix(".part")
         self._where: dict[str, str] = {}
-        self._shards = 0
         self._bytes = 0
         with self._errors():
             begin(self._part, HF_FILES, source)
 
     def add(self, bucket: Bucket) -> None:
         """Write one more shard."""
-        name = f"model-{self._shards:05d}.safetensors"
+        name = f"model-{len({*self._where.values()}):05d}.safetensors"
         host = bucket.on_host()
         with self._errors():
             save_tensors(dict(host.tensors()), self._part / name)
         self._where |= dict.fromkeys(bucket.names, name)
-        self._shards += 1
         self._bytes += bucket.flat.numel()
 
     def finish(self) -> Path:

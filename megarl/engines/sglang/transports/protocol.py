@@ -39,6 +39,8 @@ class Delivery:
     line: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "weight-sending"))
     """Sends one bucket while the next bucket is made."""
     running: Future[None] | None = None
+    is_split: bool = False
+    """Whether the rest of a broadcast goes through a group per server."""
 
     def put(self, step: Callable[[], None]) -> None:
         """Start a step after the previous step has ended; raises the error of the previous step."""
