@@ -111,7 +111,7 @@ def test_the_cluster_page_can_be_followed(
     assert [words[0] for words in ran] == ["recipes", "recipes", "plan", "recipes"]
     for words in ran:
         assert main(words) == 0, capsys.readouterr().err
-    assert "45.52 GiB  of 79 GiB" in capsys.readouterr().out
+    assert "45.92 GiB  of 79 GiB" in capsys.readouterr().out
     submitted = re.search(r"^    sbatch .*--nodes (\d+) .*? (\S+\.sbatch) (\S+)$", text, re.MULTILINE)
     assert submitted
     assert int(submitted[1]) == 8

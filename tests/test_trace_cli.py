@@ -69,7 +69,7 @@ def test_diff(files, capsys):
     [
         (["diff", "a.safetensors"], "megarl trace diff: found 1 files, expected 2"),
         (["draw", "a.safetensors"], "invalid choice: 'draw'"),
-        (["inspect", "none.safetensors"], "none.safetensors: there is no such file"),
+        (["inspect", "none.safetensors"], "none.safetensors: not a readable safetensors file (No such file"),
         (["inspect", "junk"], "junk: not a readable safetensors file"),
         (["diff", "a.safetensors", "wide.safetensors"], "has layers (1, 2), wide.safetensors has (0, 1)"),
         (["diff", "a.safetensors", "other.safetensors"], "no sequence of the same name"),

@@ -146,7 +146,7 @@ def test_a_damaged_sequence_is_named_and_the_others_still_read(tmp_path):
 
 def test_not_such_a_file(tmp_path):
     path = tmp_path / "a.safetensors"
-    with pytest.raises(TraceError, match="there is no such file"):
+    with pytest.raises(TraceError, match="No such file"):
         read_traces(path)
     path.write_bytes(b"abc")
     with pytest.raises(TraceError, match="not a readable safetensors file"):

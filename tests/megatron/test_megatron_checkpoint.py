@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 
 from megarl.errors import CheckpointError, DamageError, SaveError
 from megarl.megatron.checkpoints import checkpoint
-from megarl.megatron.checkpoints import folders as manifest
 from megarl.megatron.checkpoints.folders import MANIFEST, complete_checkpoints, read_manifest
 from megarl.megatron.policy import Policy
 
@@ -205,7 +204,7 @@ def test_a_file_that_cannot_be_read_is_no_damage(saved: Path, tmp_path: Path, mo
     def fail(file: Path) -> str:
         raise OSError(errno.EIO, "Input/output error", str(file))
 
-    monkeypatch.setattr(manifest, "sha256_of", fail)
+    monkeypatch.setattr(checkpoint, "sha256_of", fail)
     with pytest.raises(CheckpointError, match=r"step_0000002 cannot be read: .*Input/output error.*remove it to go on"):
         damage(saved / "step_0000002")
 

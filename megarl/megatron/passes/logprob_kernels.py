@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FOLD, BY_LOGIT = 2048, 4096
-"""Most columns that a program has in registers."""
+FOLD, BY_LOGIT = (2048, 4), (4096, 4)
+"""Most columns that a program has in registers, and its warps."""
 ENTRIES = 64
 """Entries of a kept set that a program takes at once."""
 
@@ -46,9 +46,9 @@ def fold(
         sums.stride(0),
         *_pointers(kept, labels, labels, sums),
         HAS_KEPT=kept is not None,
-        BLOCK=min(FOLD, max(32, triton.next_power_of_2(logits.size(1)))),
+        BLOCK=min(FOLD[0], max(32, triton.next_power_of_2(logits.size(1)))),
         ENTRIES=ENTRIES,
-        num_warps=4,
+        num_warps=FOLD[1],
     )
 
 
@@ -82,9 +82,9 @@ def by_logit(
         *_pointers(kept, labels, labels, logits),
         HAS_ENTROPY=of_entropy is not None,
         HAS_KEPT=kept is not None,
-        BLOCK=min(BY_LOGIT, max(32, triton.next_power_of_2(logits.size(1)))),
+        BLOCK=min(BY_LOGIT[0], max(32, triton.next_power_of_2(logits.size(1)))),
         ENTRIES=ENTRIES,
-        num_warps=4,
+        num_warps=BY_LOGIT[1],
     )
     return result
 
