@@ -169,7 +169,7 @@ def finalize(statistics: Mapping[str, Stat]) -> dict[str, float]:
 def _vector(value: Tensor | float | None = None, device: torch.device | None = None) -> Tensor:
     if value is None:
         return torch.empty(0, dtype=torch.float64, device=device)
-    return torch.as_tensor(value).detach().double().reshape(1)
+    return torch.as_tensor(value, dtype=torch.float64).detach().reshape(1)
 
 
 def _select(values: Values, mask: Values | None) -> tuple[Tensor, Tensor]:

@@ -103,6 +103,10 @@ def test_names_may_be_absent_from_some_parts():
     assert finalize(merged) == {"a": 3.0, "b": 5.0}
 
 
+def test_numbers_of_the_host_are_not_rounded():
+    assert finalize({**Stat.maxima_of({"a": 0.1}), **Stat.totals_of({"b": 0.3})}) == {"a": 0.1, "b": 0.3}
+
+
 def test_on_the_host_nothing_moves():
     given = every_stat([(1.0, True), (2.0, True)])
     moved = to_host(given)
