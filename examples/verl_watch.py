@@ -11,7 +11,6 @@ Needs ``model.use_remove_padding=True`` and a fixed context-parallel size. Tried
 
 from typing import Any
 
-from megarl.files.hf_config import MoeShape
 from tensordict import TensorDict
 from verl.models.mcore.util import preprocess_thd_engine
 from verl.utils import tensordict_utils as tu
@@ -19,6 +18,7 @@ from verl.utils.megatron.router_replay_utils import align_r3_router_replay_data,
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.megatron import MegatronEngineWithLMHead
 
+from megarl.files.hf_config import MoeShape
 from megarl.replay import MicroRoutes
 from megarl.verify import RoutingWatch
 

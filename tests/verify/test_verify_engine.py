@@ -17,13 +17,13 @@ import pytest
 import torch
 from biased_models import write_biased
 from engine_proxy import Recorded, as_vllm, put_rows, rows_of, serving
-from megarl.files.hf_config import MoeShape
 from safetensors.torch import load_file, save_file
 from sglang_fixtures import START_DEADLINE_S
 
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.errors import ConfigError, RolloutError, TraceError
+from megarl.files.hf_config import MoeShape
 from megarl.verify import engine
 from megarl.verify.engine import check_engine, show_engine
 from megarl.verify.engine_client import _read_vllm
