@@ -30,21 +30,12 @@ def _declare_torchvision_operators(torch: ModuleType) -> object:
     return library
 
 
-<<<<<<< HEAD
-def _stand_in_for_cudart(torch: ModuleType) -> None:
-    """Make the registration of host memory succeed: SGLang's route capturer pins its buffer for copies from a GPU."""
-    runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
-    torch.cuda.cudart = lambda: runtime
-
-
 def _do_not_pin_memory(torch: Any) -> None:
     """Let ``torch.zeros(pin_memory=True)`` return plain memory: the route buffer of SGLang before 0.5.21 is pinned."""
     zeros = torch.zeros
     torch.zeros = lambda *args, pin_memory=False, **kwargs: zeros(*args, **kwargs)
 
 
-=======
->>>>>>> 6c37662741dc34bcb6ed9e9668838cc95190b8b9
 class _AfterTorch(MetaPathFinder):
     """Finds torch by the normal path, and applies the repairs after the import."""
 
@@ -62,13 +53,9 @@ class _AfterTorch(MetaPathFinder):
             run(module)
             if not module.cuda.is_available():
                 _kept.append(_declare_torchvision_operators(module))
-<<<<<<< HEAD
-                _stand_in_for_cudart(module)
-                _do_not_pin_memory(module)
-=======
                 # SGLang's route capturer pins its buffer for copies from a GPU: the registration succeeds.
                 module.cuda.cudart = lambda: runtime
->>>>>>> 6c37662741dc34bcb6ed9e9668838cc95190b8b9
+                _do_not_pin_memory(module)
 
         spec.loader.exec_module = run_and_repair
         return spec
