@@ -127,7 +127,7 @@ def test_an_own_part_that_fails_in_the_run_is_named(world: World, tmp_path: Path
         ("grpo", {"masks": {"1": "own_parts:nothing"}}, "own_parts.py has nothing named 'nothing'"),
         ("grpo", {"factors": {"0": {"fn": "own_parts:my_grpo"}}}, "fn: found Objective at 'own_parts:my_grpo', expe"),
         ("grpo", {"advantage": "own_parts:root"}, "parameters (ratios: 'torch.Tensor') -> 'torch.Tensor' (too many"),
-        ("grpo", {"masks": {"0": {"scope": "own_parts:root"}}}, "scope is 'own_parts:root', expected one of 'token'"),
+        ("grpo", {"masks": {"0": {"scope": "own_parts:root"}}}, "scope is 'own_parts:root', expected 'token'"),
         ("no_such_module:f", {}, "train.objective: found 'no_such_module:f', but cannot import"),
         ("own_parts:not_an_engine", {}, "train.objective: found int at 'own_parts:not_an_engine', expected an Obj"),
         ("own_parts:two_arguments", {}, "has the parameters (columns: 'TokenColumns', more: 'int')"),
