@@ -32,7 +32,8 @@ from megarl.megatron.policy import DTYPES, Policy, schedule_of
 from megarl.replay import RoutingReplay
 from megarl.trainer.mini_batch import MiniBatch, StepPlan
 from megarl.trainer.sampling.sampler import Sampler
-from megarl.trainer.step import TrainStep, collect
+from megarl.megatron.distributed import collect
+from megarl.trainer.step import TrainStep
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_rows import finish, ratio_row, take_json
