@@ -97,6 +97,11 @@ def token_columns(
     )
 
 
+def per_token(objective: Objective) -> Objective:
+    """Return the row without any division of its own: ``undivided`` then gives ``M F S A - P`` of each token."""
+    return replace(objective, aggregation="token-mean", norm_length=None)
+
+
 def undivided(objective: Objective, columns: TokenColumns) -> Coefficients:
     """Return ``coefficients`` before the division by the tokens or sequences of a step, values [T].
 
@@ -106,9 +111,9 @@ def undivided(objective: Objective, columns: TokenColumns) -> Coefficients:
     return replace(result, values=result.values * _UNIT)
 
 
-def loss_of(values: Tensor, logprobs: Tensor) -> Tensor:
-    """Return ``-(values * logprobs).sum()``; a token with the value 0 is left out, its logprob may be -inf."""
-    return -(values.detach() * torch.where(values != 0, logprobs, 0.0)).sum()
+def token_losses(values: Tensor, logprobs: Tensor) -> Tensor:
+    """Return ``-values * logprobs`` by token; 0 where the value is 0, also for a logprob of -inf."""
+    return -values.detach() * torch.where(values != 0, logprobs, 0.0)
 
 
 def row_loss(
@@ -118,4 +123,6 @@ def row_loss(
     columns = token_columns(objective, stack, logprobs, loss_mask, advantages, **policies)
     result = undivided(objective, columns)
     metrics = finalize(to_host(merge([result.metrics])))
-    return loss_of(result.values, columns.logprobs), {f"megarl/{name}": value for name, value in metrics.items()}
+    return token_losses(result.values, columns.logprobs).sum(), {
+        f"megarl/{name}": value for name, value in metrics.items()
+    }
