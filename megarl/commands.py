@@ -280,8 +280,31 @@ class Trace:
         getattr(traces, self.action)(*self.files)
 
 
+@command
+class Verify:
+    """Are the routes of two trace files equal, and if not, why? With --engine: is this server fit to train from?"""
+
+    files: Positional[tuple[Path, ...]] = ()
+    """EXPECTED USED: two files of routing traces."""
+    engine: str | None = None
+    """URL of a running SGLang or vLLM server, which is asked in place of files."""
+
+    def run(self, overrides: Overrides) -> int:
+        """ConfigError unless there are two files or a server."""
+        if len(self.files) != (2 if self.engine is None else 0):
+            raise ConfigError(
+                f"megarl verify: found {len(self.files)} files{' and --engine' if self.engine else ''}, expected two "
+                "files of routing traces, or --engine URL alone"
+            )
+        from megarl.verify.trace_files import compare_trace_files
+
+        report = compare_trace_files(*self.files)
+        print(printable(str(report)))
+        return 0 if report.is_right else 1
+
+
 _LISTED = (
-    Train, Launch, Sft, Eval, Gap, Data, Plan, Doctor, Report, Samples, Status, Trace, Convert, Quantize,
+    Train, Launch, Sft, Eval, Gap, Data, Plan, Doctor, Report, Samples, Status, Trace, Verify, Convert, Quantize,
     Patch, Recipes, Quickstart,
 )  # fmt: skip
 COMMANDS: dict[str, type[Command]] = {kind.__name__.lower(): kind for kind in _LISTED}

@@ -205,6 +205,35 @@ class TraceFile:
         return TracedSequence(self.names[i], trace, **columns)
 
 
+def common_names(a: TraceFile, b: TraceFile) -> list[str]:
+    """Names that both files have, in the order of the first. TraceError if none, or for models of other shapes."""
+    for name in ("layers", "num_experts", "top_k"):
+        if getattr(a.info, name) != getattr(b.info, name):
+            raise TraceError(
+                f"{a.path} has {name} {getattr(a.info, name)}, {b.path} has {getattr(b.info, name)}: only traces of "
+                f"models of the same shape can be compared"
+            )
+    names = [name for name in a.names if name in b]
+    if not names:
+        raise TraceError(
+            f"{a.path} and {b.path} have no sequence of the same name; they begin with {a.names[:2]} and {b.names[:2]}"
+        )
+    return names
+
+
+def require_same_tokens(a: TracedSequence, b: TracedSequence) -> None:
+    """TraceError if both know their tokens, and the tokens differ."""
+    if a.tokens is None or b.tokens is None or np.array_equal(a.tokens, b.tokens):
+        return
+    if len(a.tokens) != len(b.tokens):
+        raise TraceError(f"{a.name}: {len(a.tokens)} tokens in one file and {len(b.tokens)} in the other")
+    index = int((a.tokens != b.tokens).argmax())
+    raise TraceError(
+        f"{a.name}: token {index} is {a.tokens[index]} in one file and {b.tokens[index]} in the other; only "
+        "routes of the same text can be compared"
+    )
+
+
 def _number(names: Sequence[str], path: Path) -> dict[str, int]:
     """Name -> position; TraceError if two sequences have one name."""
     positions: dict[str, int] = {}

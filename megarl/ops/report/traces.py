@@ -8,7 +8,7 @@ import numpy as np
 
 from megarl.errors import TraceError, printable
 from megarl.routes import Disagreement, common_rows, shared_experts
-from megarl.routes.trace_file import TracedSequence, TraceFile, read_traces
+from megarl.routes.trace_file import TracedSequence, TraceFile, common_names, read_traces, require_same_tokens
 from megarl.run.status import name_ranges
 from megarl.text_table import text_table
 
@@ -68,17 +68,7 @@ def diff(first: Path, second: Path) -> None:
 
 def compare_files(a: TraceFile, b: TraceFile) -> FileDifference:
     """Compare the sequences of one name. Raises TraceError if the models' shapes, or tokens of one name, differ."""
-    for name in ("layers", "num_experts", "top_k"):
-        if getattr(a.info, name) != getattr(b.info, name):
-            raise TraceError(
-                f"{a.path} has {name} {getattr(a.info, name)}, {b.path} has {getattr(b.info, name)}: only traces of "
-                f"models of the same shape can be compared"
-            )
-    names = [name for name in a.names if name in b]
-    if not names:
-        raise TraceError(
-            f"{a.path} and {b.path} have no sequence of the same name; they begin with {a.names[:2]} and {b.names[:2]}"
-        )
+    names = common_names(a, b)
     compared = [_compare_sequences(a[name], b[name]) for name in names]
     num_shared = np.concatenate(compared)
     if not num_shared.size:
@@ -91,12 +81,7 @@ def compare_files(a: TraceFile, b: TraceFile) -> FileDifference:
 def _compare_sequences(a: TracedSequence, b: TracedSequence) -> np.ndarray:
     """Return the numbers of shared experts, uint16 [P, L], at the P positions with routes in both files."""
     rows = common_rows(a.trace, b.trace)
-    if a.tokens is not None and b.tokens is not None and (a.tokens != b.tokens).any():
-        index = int((a.tokens != b.tokens).argmax())
-        raise TraceError(
-            f"{a.name}: token {index} is {a.tokens[index]} in one file and {b.tokens[index]} in the other; only "
-            "routes of the same text can be compared"
-        )
+    require_same_tokens(a, b)
     # All tokens of two files are in memory at once: keep the numbers small.
     return shared_experts(a.trace.experts[rows], b.trace.experts[rows]).astype(np.uint16)
 

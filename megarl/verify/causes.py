@@ -1,0 +1,217 @@
+"""Names the likely mistake behind wrong rows: each hypothesis predicts the experts, and the first that fits wins.
+
+A hypothesis counts for the share of wrong (row, layer) pairs that it predicts exactly. Wrong pairs differ from the
+expected experts, so a hypothesis that changes nothing explains nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megarl.verify.expert_sets import ExpertSets, list_experts, map_of_bits
+
+MOST_ROWS = 512  # wrong rows that the hypotheses look at
+MOST_SHIFT = 64  # rows
+MOST_MICRO_BATCHES = 256  # the expected routes of so many other micro-batches are tried
+LEAST_EXPLAINED = 0.9
+"""Share of wrong pairs that a hypothesis must predict to be named."""
+LEAST_NATIVE = 0.4
+"""Experts shared beyond chance (Cohen's kappa) from which wrong rows count as the router's own choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A mistake that explains wrong rows."""
+
+    kind: str
+    """A key of ``KINDS``."""
+    micro_batch: int
+    explained: float
+    """Share of the wrong pairs of the micro-batch that it predicts."""
+    text: str
+    """What happened, in a sentence."""
+
+
+KINDS = {
+    "empty": "tokens reach no expert",
+    "zeros": "rows of the experts 0..K-1: zeros or padding of an engine or kernel that captured nothing",
+    "constant": "one row for all tokens: padding, or a buffer that was filled once",
+    "fewer": "some of the expected experts: a smaller top-k, a capacity limit, or an expert twice in a row",
+    "more": "further experts beside the expected ones, such as padding of the routing map",
+    "shifted": "rows stand some places too early or too late",
+    "transposed": "[b, s] was flattened in the place of [s, b]",
+    "micro_batch": "the routes of another micro-batch",
+    "layer": "the routes of another layer",
+    "low_byte": "expert numbers cut to 8 bits",
+    "renumbered": "other numbers for the same experts, such as physical ids after expert rebalancing",
+    "run": "a run of rows that belongs to other tokens: another request, or a stale part of a buffer",
+    "draft": "a prediction (MTP) layer uses the routes of a decoder layer",
+    "native": "the router's own choice: nothing is replayed here",
+    "other": "experts that agree with the expected ones by chance only: other tokens, another model or rank",
+}
+"""What ``Cause.kind`` means."""
+
+_Prediction = tuple[str, str, np.ndarray]
+"""Kind, sentence, predicted bits [R, L, B]."""
+
+
+def find_cause(micro: int, seen: ExpertSets, wrong: np.ndarray, expected: Sequence[ExpertSets], of: int) -> Cause:
+    """Return the first hypothesis that predicts the wrong pairs bool [R, L], of which there is at least one.
+
+    of: which of ``expected`` the rows should have been.
+    """
+    rows = np.flatnonzero(wrong.any(1))
+    if len(rows) > MOST_ROWS:
+        rows = rows[np.arange(MOST_ROWS) * len(rows) // MOST_ROWS]
+    bits, places, wrong = seen.bits[rows], seen.rows[rows], wrong[rows]
+    for kind, text, predicted in _predict(bits, places, wrong, expected, of):
+        explained = float((predicted == bits).all(2)[wrong].mean())
+        if explained >= LEAST_EXPLAINED:
+            return Cause(kind, micro, explained, text)
+    return _judge_rest(micro, bits, places, wrong, expected[of])
+
+
+def _predict(
+    bits: np.ndarray, places: np.ndarray, wrong: np.ndarray, expected: Sequence[ExpertSets], of: int
+) -> Iterator[_Prediction]:
+    """Yield all hypotheses, simple ones first."""
+    wanted = expected[of]
+    meant = wanted.bits[_places_in(wanted, places)]
+    for look in (_constant, _renumbered):
+        yield from look(bits, meant, wrong)
+    yield "fewer", "these rows lack some of the expected experts", bits & meant
+    yield "more", "these rows have further experts beside the expected ones", bits | meant
+    for step in (step for size in range(1, MOST_SHIFT + 1) for step in (size, -size)):
+        late = f"rows stand {abs(step)} place{'s' * (abs(step) > 1)} too {'late' if step > 0 else 'early'}"
+        yield "shifted", late, _rows_of(wanted, places - step)
+    for width in range(2, wanted.num_rows // 2 + 1):
+        if wanted.num_rows % width == 0:
+            order = np.arange(wanted.num_rows).reshape(width, -1).T.ravel()
+            text = f"rows are in the order of [{width}, {wanted.num_rows // width}] transposed"
+            yield "transposed", text, _rows_of(wanted, order[places])
+    for other in sorted(range(len(expected)), key=lambda index: abs(index - of))[:MOST_MICRO_BATCHES]:
+        if other != of and expected[other].bits.shape[1:] == bits.shape[1:]:
+            yield "micro_batch", f"these are the routes of micro-batch {other}", _rows_of(expected[other], places)
+    yield from _other_layers(bits, meant, wrong)
+    yield from _run(bits, places, wrong, expected, of)
+
+
+def _places_in(sets: ExpertSets, places: np.ndarray) -> np.ndarray:
+    """Indices of rows ``places`` in the record; a row that it does not have is the nearest one before."""
+    return np.clip(np.searchsorted(sets.rows, places, "right") - 1, 0, len(sets.rows) - 1)
+
+
+def _rows_of(sets: ExpertSets, places: np.ndarray) -> np.ndarray:
+    """bits of rows ``places``; a row that the record does not have is all experts, which predicts nothing."""
+    index = _places_in(sets, places)
+    return np.where((sets.rows[index] == places)[:, None, None], sets.bits[index], np.uint8(255))
+
+
+def _constant(bits: np.ndarray, wanted: np.ndarray, wrong: np.ndarray) -> Iterator[_Prediction]:
+    """One row for all: the most frequent one of each layer."""
+    common = np.stack([_most_frequent(bits[wrong[:, layer], layer]) for layer in range(bits.shape[1])])
+    sizes = map_of_bits(common).sum(1)[wrong.any(0)]
+    first = list_experts(common[wrong.any(0).argmax()])
+    predicted = np.broadcast_to(common, bits.shape)
+    if not sizes.any():
+        yield "empty", "these tokens reach no expert at all", predicted
+    elif all(list_experts(row) == list(range(size)) for row, size in zip(common[wrong.any(0)], sizes, strict=True)):
+        yield "zeros", f"these rows are the experts {first}, as zeros or padding would be", predicted
+    elif wrong.any(1).sum() >= 4 and len(np.unique(wanted.reshape(len(wanted), -1), axis=0)) > 1:
+        yield "constant", f"these rows are all equal, experts {first} in the first layer", predicted
+
+
+def _most_frequent(bits: np.ndarray) -> np.ndarray:
+    if not len(bits):
+        return np.zeros(bits.shape[1], np.uint8)
+    kinds, counts = np.unique(bits, axis=0, return_counts=True)
+    return kinds[counts.argmax()]
+
+
+def _renumbered(bits: np.ndarray, wanted: np.ndarray, wrong: np.ndarray) -> Iterator[_Prediction]:
+    """Expert e of the expected rows is expert p(e) of the used ones, in each layer."""
+    used, meant = map_of_bits(bits), map_of_bits(wanted)
+    if used.shape[2] > 256:
+        low = meant[..., :256].copy()
+        for first in range(256, meant.shape[2], 256):
+            part = meant[..., first : first + 256]
+            low[..., : part.shape[2]] |= part
+        predicted = np.zeros_like(meant)
+        predicted[..., :256] = low
+        yield "low_byte", "expert numbers are cut to 8 bits: numbers above 255 lost 256", _pack(predicted)
+    predicted, evidence, example = np.zeros_like(meant), 0, ""
+    for layer in np.flatnonzero(wrong.any(0)):
+        rows = wrong[:, layer]
+        together = meant[rows, layer].T.astype(np.int64) @ used[rows, layer]
+        occurring = meant[rows, layer].sum(0)
+        number = together.argmax(1)
+        evidence += int(occurring.sum() - 2 * np.count_nonzero(occurring))
+        for expert in np.flatnonzero(occurring):
+            predicted[:, layer, number[expert]] |= meant[:, layer, expert]
+            if number[expert] != expert:
+                example = example or f"{expert} became {number[expert]}"
+    if evidence > 0:
+        yield "renumbered", f"the same experts have other numbers ({example}), such as physical ids", _pack(predicted)
+
+
+def _pack(routing_map: np.ndarray) -> np.ndarray:
+    return np.packbits(routing_map, axis=-1, bitorder="little")
+
+
+def _other_layers(bits: np.ndarray, wanted: np.ndarray, wrong: np.ndarray) -> Iterator[_Prediction]:
+    """Each layer uses the expected routes of the layer that fits best."""
+    source = np.arange(bits.shape[1])
+    for layer in np.flatnonzero(wrong.any(0)):
+        rows = wrong[:, layer]
+        source[layer] = (bits[rows, layer][:, None] == wanted[rows]).all(2).mean(0).argmax()
+    moved = np.flatnonzero(source != np.arange(len(source)))
+    if len(moved):
+        text = ", ".join(f"column {layer} has those of column {source[layer]}" for layer in moved[:4])
+        yield "layer", f"routes of other layers: {text}{', ...' * (len(moved) > 4)}", wanted[:, source]
+
+
+def _run(
+    bits: np.ndarray, places: np.ndarray, wrong: np.ndarray, expected: Sequence[ExpertSets], of: int
+) -> Iterator[_Prediction]:
+    """Wrong rows are found whole elsewhere in the expected routes, in the wrong layers."""
+    layers = wrong.any(0)
+    sources: dict[bytes, list[tuple[int, int]]] = {}
+    for index, sets in enumerate(expected):
+        if sets.bits.shape[1:] == bits.shape[1:]:
+            for row, key in zip(sets.rows.tolist(), map(np.ndarray.tobytes, sets.bits[:, layers]), strict=True):
+                sources.setdefault(key, []).append((index, row))
+    predicted, moves = bits.copy(), []
+    last = (-1, -1)
+    for row, place in enumerate(places.tolist()):
+        origins = sources.get(bits[row][layers].tobytes(), [])
+        if not origins:
+            predicted[row] = 255
+            continue
+        following = (last[0], last[1] + 1)
+        last = following if following in origins else origins[0]
+        moves.append((place, last))
+    if moves:
+        place, (index, row) = moves[0]
+        whose = "of this micro-batch" if index == of else f"of micro-batch {index}"
+        text = f"rows from {place} on are rows of other tokens, at first row {row} {whose}: another request, or stale"
+        yield "run", text, predicted
+
+
+def _judge_rest(micro: int, bits: np.ndarray, places: np.ndarray, wrong: np.ndarray, wanted: ExpertSets) -> Cause:
+    """Native routing agrees with the expected experts far beyond chance; rows of other tokens do not."""
+    meant = wanted.bits[_places_in(wanted, places)]
+    others = wanted.bits[(_places_in(wanted, places) + len(wanted.bits) // 3 + 1) % len(wanted.bits)]
+    share, chance = _share(bits, meant, wrong), _share(bits, others, wrong)
+    kappa = (share - chance) / max(1.0 - chance, 1e-9)
+    if kappa >= LEAST_NATIVE:
+        return Cause("native", micro, kappa, f"these rows share {share:.0%} of the experts: the router chose by itself")
+    return Cause("other", micro, 0.0, f"these rows share {share:.0%} of the experts, {chance:.0%} would be chance")
+
+
+def _share(first: np.ndarray, second: np.ndarray, wrong: np.ndarray) -> float:
+    """Experts of the sets ``second`` that the sets ``first`` have too, over the wrong pairs."""
+    common, size = map_of_bits(first & second).sum(2), map_of_bits(second).sum(2)
+    return float(common[wrong].sum() / max(1, size[wrong].sum()))

@@ -1,0 +1,170 @@
+"""Compares used experts with expected ones, and says what is wrong and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megarl.errors import ReplayError
+from megarl.verify.causes import LEAST_EXPLAINED, Cause, find_cause
+from megarl.verify.expert_sets import ExpertSets, list_experts
+
+MOST_CAUSES = 8
+"""Micro-batches whose cause is looked for."""
+
+
+@dataclass(slots=True)
+class RoutingReport:
+    """What a comparison found; a (row, layer) pair is right if its set of experts is the expected one."""
+
+    layers: tuple[int, ...] = ()
+    compared: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    """int64 [micro-batches, L], pairs of forward passes with an expected row."""
+    right: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    """int64 [micro-batches, L], pairs of these with the expected experts."""
+    first_wrong: str = ""
+    """The first wrong row, "" if none."""
+    missing: list[str] = field(default_factory=list)
+    """Passes that are missing or too many, and passes with another number of rows."""
+    recomputed: int = 0
+    """Pairs of recomputations, compared with their forward pass."""
+    recomputed_right: int = 0
+    num_zero_gates: int = 0
+    """Pairs of token and expert whose gate weight is exactly 0: the expert is computed and counts nothing."""
+    causes: list[Cause] = field(default_factory=list)
+    """Of forward passes, then of recomputations, one for each micro-batch with wrong rows, at most MOST_CAUSES each."""
+
+    @property
+    def right_share(self) -> float:
+        """Right pairs of forward passes over compared ones; nan if none was compared."""
+        return float(self.right.sum() / self.compared.sum()) if self.compared.sum() else float("nan")
+
+    @property
+    def is_right(self) -> bool:
+        """Whether every compared row is right, no pass is missing, and no gate weight is 0."""
+        wrong = int(self.compared.sum() - self.right.sum()) + self.recomputed - self.recomputed_right
+        return not (wrong or self.missing or self.num_zero_gates or self.causes)
+
+    def require(self) -> None:
+        """ReplayError with the report as text unless ``is_right``; on this rank alone: over ranks, sum ``metrics``."""
+        if not self.is_right:
+            raise ReplayError(str(self))
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts that may be added over ranks and steps; the share of right rows is right / compared."""
+        return {
+            "watch/compared": float(self.compared.sum()),
+            "watch/right": float(self.right.sum()),
+            "watch/recomputed": float(self.recomputed),
+            "watch/recomputed_right": float(self.recomputed_right),
+            "watch/passes_wrong": float(len(self.missing)),
+            "watch/zero_gates": float(self.num_zero_gates),
+        }
+
+    def __str__(self) -> str:
+        if not self.compared.size and not self.missing:
+            return "routing: nothing was watched"
+        lines = [
+            f"routing: {self.right.sum():,} of {self.compared.sum():,} rows are right, in {len(self.compared)} "
+            f"micro-batches and {len(self.layers)} layers"
+        ]
+        if self.recomputed:
+            lines.append(f"recomputed: {self.recomputed_right:,} of {self.recomputed:,} rows equal their forward pass")
+        if self.num_zero_gates:
+            lines.append(f"gate weights: {self.num_zero_gates:,} are exactly 0: these experts count nothing")
+        lines += self.missing
+        lines += [f"first wrong row: {self.first_wrong}"] if self.first_wrong else []
+        lines += [f"cause: {cause.text} [{cause.kind}, {cause.explained:.0%}]" for cause in self.causes]
+        return "\n".join(lines)
+
+
+def compare_routes(
+    seen: Sequence[ExpertSets],
+    expected: Sequence[ExpertSets],
+    layers: Sequence[int],
+    recomputed: Sequence[ExpertSets] = (),
+    draft: Sequence[ExpertSets] = (),
+    num_zero_gates: int = 0,
+) -> RoutingReport:
+    """Compare used with expected experts by micro-batch, and recomputations with the passes that they repeat.
+
+    layers: numbers of the L layers for the text. draft: experts in prediction layers, which must not be those that a
+    decoder layer was expected to use.
+    """
+    report = RoutingReport(tuple(layers), num_zero_gates=num_zero_gates)
+    report.compared, report.right = np.zeros((2, len(seen), len(layers)), np.int64)
+    if len(seen) != len(expected):
+        report.missing.append(f"{len(seen)} forward passes ran, expected {len(expected)}, one for each micro-batch")
+    for micro, (used, wanted) in enumerate(zip(seen, expected, strict=False)):
+        if used.num_rows != wanted.num_rows:
+            report.missing.append(f"micro-batch {micro}: {used.num_rows} rows ran, the routes have {wanted.num_rows}")
+            continue
+        absent = [layers[column] for column in np.flatnonzero(~used.known.any(0)).tolist()]
+        if absent:
+            report.missing.append(f"micro-batch {micro}: layers {absent} had no forward pass of {used.num_rows} rows")
+        compared, wrong = _compare(used, wanted)
+        report.compared[micro], report.right[micro] = compared.sum(0), (compared & ~wrong).sum(0)
+        _add_cause(report, f"micro-batch {micro}", micro, used, wrong, expected)
+    for micro, (again, first) in enumerate(zip(recomputed, seen, strict=False)):
+        if not again.num_rows:
+            continue
+        compared, wrong = _compare(again, first)
+        report.recomputed += int(compared.sum())
+        report.recomputed_right += int((compared & ~wrong).sum())
+        _add_cause(report, f"recomputation of micro-batch {micro}", micro, again, wrong, seen)
+    _check_complete(report, expected, recomputed)
+    report.causes += _find_borrowed(draft, expected, layers)
+    return report
+
+
+def _compare(used: ExpertSets, wanted: ExpertSets) -> tuple[np.ndarray, np.ndarray]:
+    """(bool [R, L], pairs that both know; bool [R, L], those of them that differ)."""
+    index = np.searchsorted(wanted.rows, used.rows)
+    compared = used.known & wanted.known[index]
+    return compared, compared & (used.bits != wanted.bits[index]).any(2)
+
+
+def _add_cause(
+    report: RoutingReport, place: str, micro: int, used: ExpertSets, wrong: np.ndarray, expected: Sequence[ExpertSets]
+) -> None:
+    if not wrong.any():
+        return
+    if not report.first_wrong:
+        row, column = np.argwhere(wrong)[0].tolist()
+        meant = expected[micro].bits[np.searchsorted(expected[micro].rows, used.rows[row]), column]
+        report.first_wrong = (
+            f"{place}, layer {report.layers[column]}, row {used.rows[row]}: experts "
+            f"{list_experts(used.bits[row, column])}, expected {list_experts(meant)}"
+        )
+    if len(report.causes) < MOST_CAUSES:
+        cause = find_cause(micro, used, wrong, expected, micro)
+        text = f"{place} ({np.count_nonzero(wrong):,} rows): {cause.text}"
+        report.causes.append(Cause(cause.kind, micro, cause.explained, text))
+
+
+def _check_complete(report: RoutingReport, expected: Sequence[ExpertSets], recomputed: Sequence[ExpertSets]) -> None:
+    if any(sets.num_rows for sets in expected) and not report.compared.sum():
+        report.missing.append("no row was compared: no expected row is present, or none belongs to a pass")
+    known = np.array([sets.known.any(0) for sets in recomputed])
+    for layer, column in zip(report.layers, known.T, strict=False):
+        if 0 < np.count_nonzero(column) < len(column):
+            report.missing.append(
+                f"layer {layer}: {np.count_nonzero(column)} of {len(column)} forward passes were recomputed"
+            )
+
+
+def _find_borrowed(
+    draft: Sequence[ExpertSets], expected: Sequence[ExpertSets], layers: Sequence[int]
+) -> Iterator[Cause]:
+    """Yield a cause for each prediction layer that uses the expected routes of a decoder layer."""
+    for micro, (used, wanted) in enumerate(zip(draft, expected, strict=False)):
+        index = np.clip(np.searchsorted(wanted.rows, used.rows), 0, max(0, len(wanted.rows) - 1))
+        for column in range(used.bits.shape[1]):
+            same = (used.bits[:, column, None] == wanted.bits[index]).all(2) & wanted.known[index]
+            shares = same.sum(0) / np.maximum(1, wanted.known[index].sum(0))
+            if len(used.rows) and shares.max() >= LEAST_EXPLAINED:
+                borrowed = layers[int(shares.argmax())]
+                text = f"micro-batch {micro}: prediction layer {column} uses the routes of layer {borrowed}"
+                yield Cause("draft", micro, float(shares.max()), text)

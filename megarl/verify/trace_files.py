@@ -1,0 +1,41 @@
+"""``megarl verify A B``: are the routes of one trace file those of another, and if not, what happened to them?"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megarl.routes.trace import RoutingTrace
+from megarl.routes.trace_file import common_names, read_traces, require_same_tokens
+from megarl.verify.expert_sets import ExpertSets, bits_of_experts
+from megarl.verify.report import RoutingReport, compare_routes
+
+
+def compare_trace_files(expected: Path, used: Path) -> RoutingReport:
+    """Compare the sequences of one name; a sequence is a micro-batch of the report.
+
+    TraceError for files of other models or tokens, and without a common name.
+    """
+    a, b = read_traces(expected), read_traces(used)
+    names = common_names(a, b)
+    pairs = [(a[name], b[name]) for name in names]
+    for pair in pairs:
+        require_same_tokens(*pair)
+    report = compare_traces([first.trace for first, _ in pairs], [second.trace for _, second in pairs], a.info.layers)
+    for file in (a, b):
+        if len(file) > len(names):
+            report.missing.append(f"{file.path}: {len(file) - len(names)} sequences are in this file only")
+    return report
+
+
+def compare_traces(
+    expected: Sequence[RoutingTrace], used: Sequence[RoutingTrace], layers: Sequence[int]
+) -> RoutingReport:
+    """Compare traces by place; rows that one of a pair does not have are not compared."""
+    return compare_routes([_sets_of(trace) for trace in used], [_sets_of(trace) for trace in expected], layers)
+
+
+def _sets_of(trace: RoutingTrace) -> ExpertSets:
+    experts, num_rows = trace.experts, len(trace.experts)
+    known = np.broadcast_to(trace.row_mask[:, None], experts.shape[:2])
+    return ExpertSets(bits_of_experts(experts, trace.num_experts), np.arange(num_rows), known, num_rows)

@@ -1,0 +1,186 @@
+"""Watches the token dispatchers of a Megatron model: the last place that knows where a token goes.
+
+Nothing is put into a router, so the watch sees every kind of replay, fused routers, and runs without replay. A call of
+a dispatcher is a recomputation if autograd is running, and else a forward pass. The n-th forward pass of a layer is
+micro-batch n. A recomputation repeats the hidden states of its forward pass, and a few of them tell which one it was.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+
+from megarl.errors import ReplayError
+from megarl.files.moe_shape import MoeShape
+from megarl.replay.layout import local_rows
+from megarl.replay.megatron_state import cp_position, tp_position, unwrap
+from megarl.replay.records import MicroRoutes
+from megarl.verify.expert_sets import ExpertSets, bits_of_experts
+from megarl.verify.report import RoutingReport, compare_routes
+
+FINGERPRINT = 64
+"""Hidden values that identify a pass, evenly spaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one call of a dispatcher showed. Tensors are on its device."""
+
+    num_rows: int
+    stride: int
+    bits: torch.Tensor
+    """uint8 [R, B], the experts of every ``stride``-th row."""
+    num_zero_gates: torch.Tensor
+    """int64 [], pairs of these rows and their experts with a gate weight of exactly 0."""
+    fingerprint: torch.Tensor
+    """float32 [at most FINGERPRINT]."""
+
+
+class RoutingWatch(AbstractContextManager["RoutingWatch"]):
+    """Notes the experts of every forward pass and recomputation inside its ``with`` block, whoever chooses them.
+
+        with RoutingWatch(model_chunks) as watch:
+            forward_and_backward()
+        report = watch.report(expected)  # one MicroRoutes for each micro-batch
+
+    ``on=False`` watches nothing and costs nothing; the report then compares no row. At most ``most_rows`` rows of a
+    call are noted, evenly spaced, as ceil(E / 8) bytes each (None: all). Only ``report`` waits for the device.
+    ReplayError for model chunks without a MoE layer, and if another watch is open.
+    """
+
+    def __init__(self, model_chunks: Sequence[torch.nn.Module], on: bool = True, most_rows: int | None = 1024) -> None:
+        self._on, self._most_rows = on, most_rows
+        decoders = [chunk.decoder for chunk in map(unwrap, model_chunks) if getattr(chunk, "decoder", None) is not None]
+        self._decoder_layers = [layer for decoder in decoders for layer in _moe_layers(decoder)]
+        every = [layer for chunk in model_chunks for layer in _moe_layers(chunk)]
+        self._draft_layers = [layer for layer in every if layer not in self._decoder_layers]
+        self._calls: dict[BaseMoELayer, tuple[list[_Call], list[_Call]]] = {}
+        """By layer: forward passes, recomputations."""
+        if not self._decoder_layers:
+            raise ReplayError("the model chunks have no MoE layer in a decoder; expected the chunks of a MoE GPTModel")
+
+    @property
+    def layers(self) -> list[int]:
+        """0-based numbers of the MoE layers of the decoder on this rank: the columns of the expected routes."""
+        return [(layer.layer_number or 0) - 1 for layer in self._decoder_layers]
+
+    def rows(self, experts: torch.Tensor, *columns: torch.Tensor | None, **named: torch.Tensor | None) -> MicroRoutes:
+        """Cut the rows of this rank out of a whole micro-batch: ``RoutingReplay.rows``, with the same arguments."""
+        config = self._decoder_layers[0].config
+        tp = tp_position() if config.sequence_parallel else (1, 0)
+        return local_rows(MoeShape.of_megatron(config), self.layers, tp, cp_position(), experts, *columns, **named)
+
+    def __enter__(self) -> RoutingWatch:
+        self._calls = {layer: ([], []) for layer in (*self._decoder_layers, *self._draft_layers)} if self._on else {}
+        for layer, calls in self._calls.items():
+            dispatcher, name = layer.token_dispatcher, _entrance(layer)
+            if isinstance(getattr(dispatcher, name), partial):
+                raise ReplayError(f"layer {layer.layer_number} is watched already; close the other RoutingWatch first")
+            original = getattr(dispatcher, name)
+            setattr(dispatcher, name, partial(self._dispatch, original, inspect.signature(original), calls))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for layer in self._calls:
+            vars(layer.token_dispatcher).pop(_entrance(layer), None)
+
+    def _dispatch(self, original: Any, signature: Any, calls: Any, *positional: Any, **named: Any) -> Any:
+        arguments = signature.bind(*positional, **named).arguments
+        routing_map, gates = arguments["routing_map"].detach(), arguments["probs"].detach()
+        hidden = next(iter(arguments.values())).detach().reshape(-1)
+        stride = 1 if self._most_rows is None else -(-len(routing_map) // self._most_rows)
+        rows, gates = routing_map[::stride].bool(), gates[::stride]
+        fingerprint = hidden[:: max(1, len(hidden) // FINGERPRINT)][:FINGERPRINT].float().clone()
+        is_recomputation = torch._C._current_graph_task_id() != -1
+        num_zero_gates = (rows & (gates == 0)).sum()
+        call = _Call(len(routing_map), stride, pack_bits(rows), num_zero_gates, fingerprint)
+        calls[is_recomputation].append(call)
+        return original(*positional, **named)
+
+    def report(self, expected: Sequence[MicroRoutes]) -> RoutingReport:
+        """Compare the forward passes with ``expected``, and every recomputation with its forward pass.
+
+        expected: one for each forward micro-batch, in order; experts [T, L, K] with the columns of ``layers``. For
+        several passes over the same micro-batches in one block, repeat the list. ReplayError for other columns.
+        """
+        if not self._on:
+            return compare_routes([], [], self.layers)
+        for micro, routes in enumerate(expected):
+            if routes.experts.dim() != 3 or routes.experts.size(1) != len(self.layers):
+                raise ReplayError(
+                    f"micro-batch {micro}: expected routes are {list(routes.experts.shape)}, but this rank has "
+                    f"{len(self.layers)} MoE layers, numbers {self.layers}; give [tokens, {len(self.layers)}, K]"
+                )
+        calls = [self._calls[layer] for layer in self._decoder_layers]
+        num_experts = self._decoder_layers[0].config.num_moe_experts or 0
+        return compare_routes(
+            _by_micro_batch([forward for forward, _ in calls]),
+            [_sets_of(routes, num_experts) for routes in expected],
+            self.layers,
+            recomputed=_by_micro_batch([_in_order_of(*passes) for passes in calls]),
+            draft=_by_micro_batch([self._calls[layer][0] for layer in self._draft_layers]),
+            num_zero_gates=sum(int(call.num_zero_gates) for passes in calls for call in itertools.chain(*passes)),
+        )
+
+
+def _moe_layers(module: torch.nn.Module) -> list[BaseMoELayer]:
+    return [part for part in module.modules() if isinstance(part, BaseMoELayer)]
+
+
+def _entrance(layer: BaseMoELayer) -> str:
+    """The method of the layer's dispatcher that is given tokens and experts; until 0.13 one does all."""
+    return "dispatch_preprocess" if hasattr(layer.token_dispatcher, "dispatch_preprocess") else "token_permutation"
+
+
+def _sets_of(routes: MicroRoutes, num_experts: int) -> ExpertSets:
+    experts = routes.experts.cpu().numpy()
+    present = np.ones(len(experts), bool) if routes.present is None else routes.present.cpu().numpy()
+    known = np.broadcast_to(present[:, None], experts.shape[:2])
+    return ExpertSets(bits_of_experts(experts, num_experts), np.arange(len(experts)), known, len(experts))
+
+
+def _in_order_of(forward: Sequence[_Call], recomputed: Sequence[_Call]) -> list[_Call | None]:
+    """Return the recomputations of one layer in the order of their forward passes; None for a pass without one."""
+    ordered: list[_Call | None] = [None] * len(forward)
+    for call in recomputed:
+        gaps = [
+            float((one.fingerprint - call.fingerprint).abs().sum()) if one.num_rows == call.num_rows else np.inf
+            for one in forward
+        ]
+        # Equal micro-batches have equal fingerprints: the first one without a recomputation is taken.
+        nearest = sorted(range(len(forward)), key=lambda micro: (gaps[micro], ordered[micro] is not None))
+        if nearest:
+            ordered[nearest[0]] = call
+    return ordered
+
+
+def _by_micro_batch(calls: Sequence[Sequence[_Call | None]]) -> list[ExpertSets]:
+    """Stack the calls of the layers for each micro-batch; a layer without a call is not known."""
+    stacked = []
+    for by_layer in itertools.zip_longest(*calls):
+        first = next((call for call in by_layer if call is not None), None)
+        if first is None:
+            stacked.append(ExpertSets.unknown(len(by_layer)))
+            continue
+        same = [call if call is not None and call.num_rows == first.num_rows else None for call in by_layer]
+        bits = [torch.zeros_like(first.bits) if call is None else call.bits for call in same]
+        rows = np.arange(0, first.num_rows, first.stride)
+        known = np.broadcast_to([call is not None for call in same], (len(rows), len(same)))
+        stacked.append(ExpertSets(torch.stack(bits, 1).cpu().numpy(), rows, known, first.num_rows))
+    return stacked
+
+
+def pack_bits(routing_map: torch.Tensor) -> torch.Tensor:
+    """Return uint8 [R, B] of a routing map, bool [R, E], on its device."""
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=routing_map.device)
+    whole = torch.nn.functional.pad(routing_map, (0, -routing_map.size(1) % 8))
+    return (whole.unflatten(1, (-1, 8)) * weights).sum(2, dtype=torch.uint8)
