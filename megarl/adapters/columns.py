@@ -58,7 +58,7 @@ def find_row(row: str | Objective, stack: str, divides: Collection[str] = get_ar
     }  # fmt: skip
     for refusal, applies in refusals.items():
         if applies:
-            raise ConfigError(f"{stack}: the row {row if isinstance(row, str) else 'given'!r} {refusal}")
+            raise ConfigError(f"{stack}: the row {_name(objective)} {refusal}")
     return objective
 
 
@@ -80,8 +80,8 @@ def token_columns(
     for name in columns_read(objective):
         if policies.get(name) is None:
             raise ConfigError(
-                f"{stack}: the row reads {name}, which the batch does not have; let {stack} provide it, or choose a row "
-                "that does not read it (docs/objectives.md)"
+                f"{stack}: the row {_name(objective)} reads {name}, which the batch does not have; let {stack} provide "
+                "it, or choose a row that does not read it (docs/objectives.md)"
             )
     if cu_seqlens is None:
         cu_seqlens = torch.arange(0, logprobs.numel() + 1, logprobs.size(-1), device=logprobs.device)
@@ -122,7 +122,9 @@ def row_loss(
     """Return the loss of a micro-batch before the stack's division, and its metrics; arguments of ``token_columns``."""
     columns = token_columns(objective, stack, logprobs, loss_mask, advantages, **policies)
     result = undivided(objective, columns)
-    metrics = finalize(to_host(merge([result.metrics])))
-    return token_losses(result.values, columns.logprobs).sum(), {
-        f"megarl/{name}": value for name, value in metrics.items()
-    }
+    metrics = {f"megarl/{name}": value for name, value in finalize(to_host(merge([result.metrics]))).items()}
+    return token_losses(result.values, columns.logprobs).sum(), metrics
+
+
+def _name(objective: Objective) -> str:
+    return next((repr(name) for name, row in OBJECTIVES.items() if row == objective), "of your own")

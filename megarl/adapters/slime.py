@@ -142,7 +142,7 @@ def _module(index: int) -> Any:
 
 def _find_row(args: Namespace) -> Objective:
     if getattr(args, "qkv_format", "thd") != "thd" or not hasattr(args, "megarl_objective"):
-        raise ConfigError(f"{_stack()}: expected megarl_objective in the file of --custom-config-path, and packed (thd)")
+        raise ConfigError(f"{_stack()}: expected megarl_objective in the file of --custom-config-path, and thd")
     return find_row(args.megarl_objective, _stack(), DIVIDES[args.calculate_per_token_loss])
 
 

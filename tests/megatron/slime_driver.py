@@ -13,7 +13,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,16 @@ Batch = dict[str, Any]
 CHECKOUT = os.environ.get("MEGARL_SLIME")
 
 
+def _slots(total: int) -> torch.Tensor:
+    """int64: the positions of this rank in a sequence, which is padded to a multiple of 2 cp."""
+    size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    padded = total if size == 1 else -(-total // (2 * size)) * 2 * size
+    return zigzag_indices(torch.tensor([0, padded]), size, rank)
+
+
 def _kept(total: int, response: int) -> torch.Tensor:
     """int64: the tokens of a response that this rank's logits predict, in the order of its slots."""
-    size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    padded = -(-total // (2 * size)) * 2 * size
-    slots = zigzag_indices(torch.tensor([0, padded]), size, rank) if size > 1 else torch.arange(total)
-    token = slots + 1 - (total - response)
+    token = _slots(total) + 1 - (total - response)
     return token[(token >= 0) & (token < response)]
 
 
@@ -57,21 +61,14 @@ def get_log_probs_and_entropy(
     response_lengths: Sequence[int],
     **_: Any,
 ) -> tuple[torch.Tensor, dict[str, list[torch.Tensor]]]:
-    size, start, found = parallel_state.get_context_parallel_world_size(), 0, []
+    start, found = 0, []
     for tokens, total, response in zip(unconcat_tokens, total_lengths, response_lengths, strict=True):
-        num_slots = -(-total // (2 * size)) * 2 if size > 1 else total
-        positions = _slots(total)
-        is_kept = (positions + 1 >= total - response) & (positions + 1 < total)
-        own = logits[0, start : start + num_slots][is_kept] / args.rollout_temperature
-        found.append(own.log_softmax(-1).gather(1, tokens[positions[is_kept] + 1][:, None])[:, 0])
-        start += num_slots
+        slots = _slots(total)
+        is_kept = (slots + 1 >= total - response) & (slots + 1 < total)
+        own = logits[0, start : start + len(slots)][is_kept] / args.rollout_temperature
+        found.append(own.log_softmax(-1).gather(1, tokens[slots[is_kept] + 1][:, None])[:, 0])
+        start += len(slots)
     return torch.empty(0), {"log_probs": found}
-
-
-def _slots(total: int) -> torch.Tensor:
-    size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    padded = -(-total // (2 * size)) * 2 * size if size > 1 else total
-    return zigzag_indices(torch.tensor([0, padded]), size, rank)
 
 
 def get_sum_of_sample_mean(
@@ -115,8 +112,8 @@ def loss_function(
 class RoutingReplay:
     """Routes of one router in a list; forward passes and recomputations each walk through it."""
 
-    all_routing_replays: list[RoutingReplay] = []
-    stage = "fallthrough"
+    all_routing_replays: ClassVar[list[RoutingReplay]] = []
+    is_on = True
 
     def __init__(self) -> None:
         self.top_indices_list: list[torch.Tensor] = []
@@ -124,27 +121,28 @@ class RoutingReplay:
         RoutingReplay.all_routing_replays.append(self)
 
     def get_replay_topk(self, scores: torch.Tensor, topk: int, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.stage == "fallthrough":
+        if not self.is_on:
             return others[-1](scores, topk, *others[:-1])
-        self.forward_index += 1
-        experts = self.top_indices_list[self.forward_index - 1].long()
+        cursor = "forward_index" if torch._C._current_graph_task_id() == -1 else "backward_index"
+        experts = self.top_indices_list[getattr(self, cursor)].long()
+        setattr(self, cursor, getattr(self, cursor) + 1)
         return scores.gather(1, experts), experts
 
     @classmethod
     def clear_all(cls) -> None:
         for one in cls.all_routing_replays:
-            one.top_indices_list, one.forward_index = [], 0
+            one.top_indices_list, one.forward_index, one.backward_index = [], 0, 0
 
 
-def train_one_step(
-    args: Namespace, model: Any, micros: Sequence[Batch], hooks: Sequence[str], step_global_batch_size: int, **at: int
-) -> None:
-    """A step as slime runs it, up to the optimizer."""
+def call_hook(name: str, args: Namespace, model: Any, rollout_id: int, step_id: int) -> None:
+    given = (model, "") if name == "before_log_prob" else (rollout_id, step_id, model, None, None)
+    getattr(importlib.import_module("megarl.adapters.slime"), name)(args, *given)
+
+
+def train_one_step(args: Namespace, model: Any, micros: Sequence[Batch], step_global_batch_size: int) -> None:
+    """A step as slime runs it after its hook, up to the optimizer."""
     for chunk in model:
         chunk.zero_grad_buffer()
-    for path in hooks:
-        module, _, name = path.rpartition(".")
-        getattr(importlib.import_module(module), name)(args, at["rollout_id"], at["step_id"], model, None, None)
     dispatch = sys.modules["slime.backends.megatron_utils.loss"].loss_function
 
     def forward_step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
