@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megarl.core.choices.parts import Aggregation, Objective
-from megarl.core.choices.table import find_objective
+from megarl.core.choices.table import OBJECTIVES, find_objective
 from megarl.core.metrics import finalize, merge, to_host
 from megarl.core.objectives import Coefficients, Denominators, TokenColumns, coefficients
 from megarl.errors import ConfigError
