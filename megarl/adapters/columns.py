@@ -26,18 +26,16 @@ _UNIT = 2**30
 """A power of two: the division by it is exact, and undone exactly."""
 
 
-def columns_read(objective: Objective) -> frozenset[str]:
+def columns_read(row: Objective) -> frozenset[str]:
     """Return the columns of log-probabilities that the loss of a row reads beside ``logprobs``.
 
     The advantage is the stack's: a row whose advantage alone reads the reference reads none here.
     """
-    if objective.own_functions:
-        return frozenset(POLICY_COLUMNS.values())
-    policies = {policy for pair in objective.pairs for policy in pair.split("_")}
-    for penalty in objective.penalties:
+    policies = {policy for pair in row.pairs for policy in pair.split("_")}
+    for penalty in row.penalties:
         if penalty.coef:
             policies |= {penalty.to, penalty.behaviour} if penalty.estimator == "unbiased" else {penalty.to}
-    return frozenset(POLICY_COLUMNS[policy] for policy in policies - {"theta"})
+    return frozenset(column for policy, column in POLICY_COLUMNS.items() if policy in policies or row.own_functions)
 
 
 def find_row(row: str | Objective, stack: str, divides: Collection[str] = get_args(Aggregation)) -> Objective:
@@ -50,51 +48,36 @@ def find_row(row: str | Objective, stack: str, divides: Collection[str] = get_ar
     refusals = {
         "must know all tokens of the step beforehand": objective.beforehand,
         "reads the sampler's top K tokens": objective.needs_topk,
-        "has an entropy term: set entropy_coef to 0, and use the stack's": objective.entropy_coef,
-        f"trains {objective.selection} responses: clear the mask of the others, and set selection to 'all'":
+        "has an entropy term; set entropy_coef to 0, and use the stack's": objective.entropy_coef,
+        f"trains {objective.selection} alone; clear the mask of other responses, and set selection to 'all'":
             objective.selection != "all",
-        f"divides as {objective.aggregation!r}, but {stack} divides as {' or '.join(divides)} with these settings":
+        f"divides as {objective.aggregation!r}, but with these settings {stack} as {' or '.join(divides)}":
             objective.aggregation not in divides,
     }  # fmt: skip
-    for refusal, applies in refusals.items():
-        if applies:
-            raise ConfigError(f"{stack}: the row {_name(objective)} {refusal}")
+    for refusal in (refusal for refusal, applies in refusals.items() if applies):
+        raise ConfigError(f"{stack}: the row {_name(objective)} {refusal}")
     return objective
 
 
 def token_columns(
-    objective: Objective,
-    stack: str,
-    logprobs: Tensor,
-    loss_mask: Tensor,
-    advantages: Tensor,
-    cu_seqlens: Tensor | None = None,
-    **policies: Tensor | None,
+    row: Objective, stack: str, logprobs: Tensor, cu_seqlens: Tensor | None = None, **columns: Tensor | None
 ) -> TokenColumns:
     """Return the packed columns of a row.
 
-    logprobs: float [B, S] padded, or [T] packed with ``cu_seqlens`` int64 [N+1]. loss_mask: bool or 0 and 1, like
-    logprobs. advantages: like logprobs, or [B, 1]. policies: ``old_logprobs``, ``rollout_logprobs``, ``ref_logprobs``,
-    like logprobs; None where the stack gives none. ConfigError if the row reads a column that is None.
+    logprobs: float [B, S] padded, or [T] packed with ``cu_seqlens`` int64 [N+1]. columns: like logprobs, by the names
+    of ``TokenColumns``; ``loss_mask`` may be 0 and 1, ``advantages`` also [B, 1]; None where the stack has none.
+    ConfigError if the row reads such a column.
     """
-    for name in columns_read(objective):
-        if policies.get(name) is None:
-            raise ConfigError(
-                f"{stack}: the row {_name(objective)} reads {name}, which the batch does not have; let {stack} provide "
-                "it, or choose a row that does not read it (docs/objectives.md)"
-            )
+    given = {name: column.expand_as(logprobs).flatten() for name, column in columns.items() if column is not None}
+    for name in sorted(columns_read(row) - given.keys()):
+        remedy = f"let {stack} provide it, or choose a row without it (docs/objectives.md)"
+        raise ConfigError(f"{stack}: the row {_name(row)} reads {name}, which the batch does not have; {remedy}")
     if cu_seqlens is None:
         cu_seqlens = torch.arange(0, logprobs.numel() + 1, logprobs.size(-1), device=logprobs.device)
-    # A column that the row does not read: theta's own value, with which a ratio is 1.
-    given = {"old_logprobs": logprobs.detach(), "rollout_logprobs": logprobs.detach()}
-    given |= {name: column for name, column in policies.items() if column is not None}
-    return TokenColumns(
-        logprobs.flatten(),
-        advantages=advantages.expand_as(logprobs).flatten(),
-        loss_mask=loss_mask.bool().flatten(),
-        cu_seqlens=cu_seqlens.long(),
-        **{name: column.flatten() for name, column in given.items()},
-    )
+    # A column that the row does not read is theta's own: its ratio is 1.
+    unread = dict.fromkeys(("old_logprobs", "rollout_logprobs"), logprobs.detach().flatten())
+    mask = {"loss_mask": given["loss_mask"].bool(), "cu_seqlens": cu_seqlens.long()}
+    return TokenColumns(logprobs.flatten(), **{**unread, **given, **mask})
 
 
 def per_token(objective: Objective) -> Objective:
@@ -116,14 +99,11 @@ def token_losses(values: Tensor, logprobs: Tensor) -> Tensor:
     return -values.detach() * torch.where(values != 0, logprobs, 0.0)
 
 
-def row_loss(
-    objective: Objective, stack: str, logprobs: Tensor, loss_mask: Tensor, advantages: Tensor, **policies: Tensor | None
-) -> tuple[Tensor, dict[str, float]]:
+def row_loss(row: Objective, stack: str, logprobs: Tensor, **columns: Tensor | None) -> tuple[Tensor, dict[str, float]]:
     """Return the loss of a micro-batch before the stack's division, and its metrics; arguments of ``token_columns``."""
-    columns = token_columns(objective, stack, logprobs, loss_mask, advantages, **policies)
-    result = undivided(objective, columns)
+    result = undivided(row, token_columns(row, stack, logprobs, **columns))
     metrics = {f"megarl/{name}": value for name, value in finalize(to_host(merge([result.metrics]))).items()}
-    return token_losses(result.values, columns.logprobs).sum(), metrics
+    return token_losses(result.values, logprobs.flatten()).sum(), metrics
 
 
 def _name(objective: Objective) -> str:

@@ -155,6 +155,6 @@ def _coefficients(row: Objective, batch: dict[str, Any], **columns: Sequence[Ten
     ]
     packed = dict(zip(columns, torch.cat(whole).detach().unbind(-1), strict=True))
     bounds, mask = torch.tensor([0, *lengths], device=whole[0].device).cumsum(0), torch.cat(batch["loss_masks"])
-    given = token_columns(row, _stack(), loss_mask=mask, cu_seqlens=bounds, **packed)
+    given = token_columns(row, _stack(), cu_seqlens=bounds, loss_mask=mask, **packed)
     values = undivided(per_token(row), given).values.split(lengths)
     return torch.cat([cp.slice_log_prob_with_cp(*one) for one in zip(values, total_lengths, lengths, strict=True)])
