@@ -80,17 +80,14 @@ def token_columns(
     return TokenColumns(logprobs.flatten(), **{**unread, **given, **mask})
 
 
-def per_token(objective: Objective) -> Objective:
-    """Return the row without any division of its own: ``undivided`` then gives ``M F S A - P`` of each token."""
-    return replace(objective, aggregation="token-mean", norm_length=None)
-
-
-def undivided(objective: Objective, columns: TokenColumns) -> Coefficients:
+def undivided(row: Objective, columns: TokenColumns, by_token: bool = False) -> Coefficients:
     """Return ``coefficients`` before the division by the tokens or sequences of a step, values [T].
 
-    The division by the tokens of a response ("seq-mean-token-mean") or by ``norm_length`` is made.
+    The division by the tokens of a response ("seq-mean-token-mean") or by ``norm_length`` is made, but not with
+    ``by_token``: values are then ``M F S A - P``.
     """
-    result = coefficients(objective, columns, Denominators(_UNIT, _UNIT))
+    row = replace(row, aggregation="token-mean", norm_length=None) if by_token else row
+    result = coefficients(row, columns, Denominators(_UNIT, _UNIT))
     return replace(result, values=result.values * _UNIT)
 
 
@@ -99,9 +96,11 @@ def token_losses(values: Tensor, logprobs: Tensor) -> Tensor:
     return -values.detach() * torch.where(values != 0, logprobs, 0.0)
 
 
-def row_loss(row: Objective, stack: str, logprobs: Tensor, **columns: Tensor | None) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss of a micro-batch before the stack's division, and its metrics; arguments of ``token_columns``."""
-    result = undivided(row, token_columns(row, stack, logprobs, **columns))
+def row_loss(
+    row: Objective, stack: str, logprobs: Tensor, by_token: bool = False, **columns: Tensor | None
+) -> tuple[Tensor, dict[str, float]]:
+    """Return the loss of a micro-batch before the stack's division, and its metrics; arguments as above."""
+    result = undivided(row, token_columns(row, stack, logprobs, **columns), by_token)
     metrics = {f"megarl/{name}": value for name, value in finalize(to_host(merge([result.metrics]))).items()}
     return token_losses(result.values, logprobs.flatten()).sum(), metrics
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megarl.adapters.columns import find_row, per_token, row_loss
+from megarl.adapters.columns import find_row, row_loss
 from megarl.core.choices.parts import Objective
 from megarl.errors import ConfigError
 
@@ -36,7 +36,7 @@ def register(row: str | Objective, name: str | None = None) -> None:
         if config.loss_reduction != wanted:
             raise ConfigError(f"SkyRL: loss_reduction is {config.loss_reduction!r}, the row divides as {wanted!r}")
         given |= {"old_logprobs": old_log_probs, "advantages": advantages}
-        total, metrics = row_loss(per_token(objective), "SkyRL", log_probs, **given)
+        total, metrics = row_loss(objective, "SkyRL", log_probs, by_token=True, **given)
         # "seq_mean_token_sum_norm" divided by max_seq_len.
         scale = config.max_seq_len / (objective.norm_length or 1) if wanted not in REDUCTIONS.values() else 1
         return total * scale, metrics

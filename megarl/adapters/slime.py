@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.adapters.columns import find_row, per_token, token_columns, token_losses, undivided
+from megarl.adapters.columns import find_row, token_columns, token_losses, undivided
 from megarl.core.choices.parts import Objective
 from megarl.errors import ConfigError, ReplayError
 from megarl.replay.records import MicroRoutes
@@ -156,5 +156,5 @@ def _coefficients(row: Objective, batch: dict[str, Any], **columns: Sequence[Ten
     packed = dict(zip(columns, torch.cat(whole).detach().unbind(-1), strict=True))
     bounds, mask = torch.tensor([0, *lengths], device=whole[0].device).cumsum(0), torch.cat(batch["loss_masks"])
     given = token_columns(row, _stack(), cu_seqlens=bounds, loss_mask=mask, **packed)
-    values = undivided(per_token(row), given).values.split(lengths)
+    values = undivided(row, given, by_token=True).values.split(lengths)
     return torch.cat([cp.slice_log_prob_with_cp(*one) for one in zip(values, total_lengths, lengths, strict=True)])

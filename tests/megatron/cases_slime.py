@@ -22,12 +22,12 @@ from megarl.replay.megatron_state import unwrap
 N, PER_MICRO = 8, 2
 
 
-def samples(seed: int = 0) -> list[dict[str, torch.Tensor]]:
-    """Ragged prompts and responses with every column whole, and holes in the loss masks."""
-    source = torch.Generator().manual_seed(seed)
+def samples(longest: int = 8) -> list[dict[str, torch.Tensor]]:
+    """Prompts and responses of 2 to ``longest`` tokens with every column whole, and holes in the loss masks."""
+    source = torch.Generator().manual_seed(0)
     found = []
     for _ in range(N):
-        prompt, response = (int(torch.randint(2, 9, (), generator=source)) for _ in range(2))
+        prompt, response = (int(torch.randint(2, longest + 1, (), generator=source)) for _ in range(2))
         column = {
             name: -0.2 - 3 * torch.rand(response, generator=source)
             for name in ("log_probs", "rollout_log_probs", "ref_log_probs")
@@ -135,7 +135,7 @@ def watched(layout: dict[str, Any], fault: str) -> list[str]:
     for chunk in model.chunks:
         for router in find_routers(unwrap(chunk)):
             router.router_replay = driver.RoutingReplay()
-    replays, args, micros = driver.RoutingReplay.all_routing_replays, args_of("minirl"), micros_of_rank(samples())
+    replays, args, micros = driver.RoutingReplay.all_routing_replays, args_of("minirl"), micros_of_rank(samples(2))
     source, said = torch.Generator().manual_seed(1), []
     for replay in replays:
         for batch in micros * 2:
@@ -145,10 +145,8 @@ def watched(layout: dict[str, Any], fault: str) -> list[str]:
         now = fault if step == 1 else "none"
         driver.RoutingReplay.is_on = now != "native"
         try:
-            hooks = [
-                "megarl.adapters.slime.before_log_prob" if step == 2 else "megarl.adapters.slime.before_train_step"
-            ]
-            driver.call_hooks(hooks, args, model.chunks, rollout_id=0, step_id=step)
+            hook = "before_log_prob" if step == 2 else "before_train_step"
+            driver.call_hook(hook, args, model.chunks, rollout_id=0, step_id=step)
             said.append("right")
         except MegarlError as error:
             said.append(str(error))
