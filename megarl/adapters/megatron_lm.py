@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 from collections.abc import Callable
-from itertools import islice
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from megarl.replay.routing_replay import MIN_AGREEMENT
 from megarl.verify import RoutingWatch
 
 COLUMNS = ("routed_experts", "routed_mask", "tokens")
-Get = Callable[[], Callable[..., Any]]
+Get = Callable[..., Callable[..., Any]]
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -49,28 +49,28 @@ def with_replay(get_forward_backward_func: Get) -> Get:
     """
     replays: dict[int, RoutingReplay] = {}
 
-    def run(*, model: Any, data_iterator: Any, num_microbatches: int, forward_only: bool = False, **others: Any) -> Any:
+    def run(schedule: Any, *, model: Any, data_iterator: Any, num_microbatches: int, **others: Any) -> Any:
         from megatron.training.global_vars import get_args
 
         args, chunks = get_args(), model if isinstance(model, list) else [model]
-        others |= {"model": model, "num_microbatches": num_microbatches, "forward_only": forward_only}
+        others |= {"model": model, "num_microbatches": num_microbatches}
         if args.routing_replay == "none":
-            return get_forward_backward_func()(data_iterator=data_iterator, **others)
+            return schedule(data_iterator=data_iterator, **others)
         data_iterator, columns = _read(data_iterator, num_microbatches)
-        if not columns and not forward_only:
+        if not columns and not others.get("forward_only"):
             raise ReplayError(f"the batches of a training step have no routes, expected the columns {list(COLUMNS)}")
         if not columns:
-            return get_forward_backward_func()(data_iterator=data_iterator, **others)
+            return schedule(data_iterator=data_iterator, **others)
         if id(chunks[0]) not in replays:
             replays[id(chunks[0])] = RoutingReplay(chunks, min_agreement=args.min_route_agreement)
         replay = replays[id(chunks[0])]
         routes = [replay.rows(*one) for one in columns]
         with RoutingWatch(chunks, on=args.watch_routes) as watch, replay.replay(routes):
-            result = get_forward_backward_func()(data_iterator=data_iterator, **others)
+            result = schedule(data_iterator=data_iterator, **others)
         watch.report(routes).require()
         return result
 
-    return lambda: run
+    return lambda *given, **named: partial(run, get_forward_backward_func(*given, **named))
 
 
 def _read(data_iterator: Any, num_microbatches: int) -> tuple[Any, list[Any]]:
@@ -82,7 +82,7 @@ def _read(data_iterator: Any, num_microbatches: int) -> tuple[Any, list[Any]]:
     found: list[Any] = [[]]
     if dist.get_rank(group) == 0:
         chunks = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        batches = list(islice(chunks[0], num_microbatches))
+        batches = [next(chunks[0]) for _ in range(num_microbatches)]
         has_routes = all("routed_experts" in batch for batch in batches)
         found = [[tuple(batch[name] for name in COLUMNS) for batch in batches] if has_routes else []]
         ahead = [iter(batches), *chunks[1:]]
