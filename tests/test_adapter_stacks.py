@@ -55,7 +55,7 @@ def found(loss: Loss, size: int = 2) -> Tensor:
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
     def make(name: str, **contents: Any) -> ModuleType:
-        parts = name.split(".")
+        parts, module = name.split("."), ModuleType(name)
         for end in range(1, len(parts) + 1):
             module = ModuleType(".".join(parts[:end]))
             monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -76,8 +76,8 @@ def token_columns(
         cu_seqlens = torch.arange(0, logprobs.numel() + 1, logprobs.size(-1), device=logprobs.device)
     # A column that the row does not read is theta's own: its ratio is 1.
     unread = dict.fromkeys(("old_logprobs", "rollout_logprobs"), logprobs.detach().flatten())
-    mask = {"loss_mask": given["loss_mask"].bool(), "cu_seqlens": cu_seqlens.long()}
-    return TokenColumns(logprobs.flatten(), **{**unread, **given, **mask})
+    columns_of_row: dict[str, Any] = {**unread, **given, "loss_mask": given["loss_mask"].bool()}
+    return TokenColumns(logprobs.flatten(), **columns_of_row, cu_seqlens=cu_seqlens.long())
 
 
 def undivided(row: Objective, columns: TokenColumns, by_token: bool = False) -> Coefficients:

@@ -50,7 +50,7 @@ def with_replay(get_forward_backward_func: Get) -> Get:
     replays: dict[int, RoutingReplay] = {}
 
     def run(schedule: Any, *, model: Any, data_iterator: Any, num_microbatches: int, **others: Any) -> Any:
-        from megatron.training.global_vars import get_args
+        from megatron.training.global_vars import get_args  # pyright: ignore[reportMissingImports]
 
         args, chunks = get_args(), model if isinstance(model, list) else [model]
         others |= {"model": model, "num_microbatches": num_microbatches}

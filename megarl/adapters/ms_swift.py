@@ -21,7 +21,7 @@ COLUMNS = {f"{name}_logprobs": f"{name}_per_token_logps" for name in ("old", "ro
 def use_row(row: str | Objective) -> None:
     """Let ``megatron rlhf --rlhf_type grpo`` train with a row; its metrics are ms-swift's, of ``--loss_type``."""
     from megatron.core import parallel_state
-    from swift.megatron import trainers
+    from swift.megatron import trainers  # pyright: ignore[reportMissingImports]
 
     objective, parent = find_row(row, "ms-swift"), trainers.MegatronGRPOTrainer
 

@@ -20,7 +20,7 @@ class PolicyLoss:
     """The loss of a row, before NeMo-RL sums it over micro-batches and ranks."""
 
     def __init__(self, row: str | Objective) -> None:
-        from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType
+        from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType  # pyright: ignore[reportMissingImports]
 
         self.row, self.input_type = find_row(row, "NeMo-RL"), LossInputType.LOGPROB
         by_token = self.row.aggregation == "token-mean"

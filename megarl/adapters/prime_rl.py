@@ -20,7 +20,7 @@ def loss(inputs: Any, row: str | Objective, **parts: Any) -> Any:
     parts: replace those of the row, such as ``aggregation = "token-mean"``. prime-rl takes one optimizer step per
     batch, so pi_old is pi_theta. ConfigError for a row with another division, or for a missing ``ref_logprobs``.
     """
-    from prime_rl.trainer.rl.loss import LossOutputs
+    from prime_rl.trainer.rl.loss import LossOutputs  # pyright: ignore[reportMissingImports]
 
     objective = find_row(make(Objective, parts, find_objective(row)), "prime-rl", ("token-mean",))
     columns = {"rollout_logprobs": inputs.inference_logprobs, "ref_logprobs": inputs.ref_logprobs}

@@ -24,7 +24,7 @@ def register(row: str | Objective, name: str | None = None) -> None:
     ConfigError for a row with penalties, which are not divided as advantages are, and in a step with another
     ``loss_reduction`` than the row's, or without a column that the row reads.
     """
-    from skyrl.backends.skyrl_train.utils.ppo_utils import register_policy_loss
+    from skyrl.backends.skyrl_train.utils.ppo_utils import register_policy_loss  # pyright: ignore[reportMissingImports]
 
     objective = find_row(row, "SkyRL")
     if any(penalty.coef for penalty in objective.penalties):

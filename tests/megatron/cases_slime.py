@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -126,6 +127,39 @@ def direct_gradients(rows: Sequence[str]) -> dict[str, dict[str, Any]]:
         policy_loss(find_row(row, "test"), columns)[0].backward()
         found[row] = gradients(model.chunks)
     return found
+
+
+def tis_weights(layout: dict[str, Any], row: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the TIS function multiplies the stack's loss by, and the ratios old/mu; by response, put together."""
+    join(settings_of(layout, Variant()))
+    driver.install()
+    batch = batch_of(samples())
+    old, mu = batch["log_probs"], batch["rollout_log_probs"]
+    kept = ("loss_masks", "total_lengths", "response_lengths")
+    given = {"train_log_probs": old, "rollout_log_probs": mu, **{name: batch[name] for name in kept}}
+    adapter = importlib.import_module("megarl.adapters.slime")
+    loss, masks, metrics = adapter.tis(args_of(row), pg_loss=torch.ones(sum(map(len, old))), **given)
+    assert masks is batch["loss_masks"]
+    assert torch.equal(metrics["megarl/tis"], loss)
+    keep = torch.cat(batch["loss_masks"]) > 0
+    return loss[keep], (torch.cat(old) - torch.cat(mu)).exp()[keep]
+
+
+def refusals(layout: dict[str, Any], asked: Sequence[tuple[str, str, dict[str, Any]]]) -> list[str]:
+    """The errors of functions of the adapter, with the row and other arguments of slime."""
+    join(settings_of(layout, Variant()))
+    driver.install()
+    adapter, said = importlib.import_module("megarl.adapters.slime"), []
+    batch = {name: column for name, column in batch_of(samples()).items() if name != "log_probs"}
+    logits = torch.zeros(1, sum(batch["total_lengths"]), VOCAB)
+    for function, row, more in asked:
+        given = {"loss": (batch, logits, sum), "before_train_step": (0, 0, [])}.get(function, ())
+        named = {"pg_loss": logits, "train_log_probs": []} if function == "tis" else {}
+        try:
+            getattr(adapter, function)(args_of(row, **more), *given, **named)
+        except MegarlError as error:
+            said.append(str(error))
+    return said
 
 
 def watched(layout: dict[str, Any], fault: str) -> list[str]:
