@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megarl.core.choices.parts import Aggregation, Objective
 from megarl.core.choices.table import OBJECTIVES, find_objective
-from megarl.core.metrics import finalize, merge, to_host
 from megarl.core.objectives import Coefficients, Denominators, TokenColumns, coefficients
 from megarl.errors import ConfigError
 
@@ -92,17 +91,15 @@ def undivided(row: Objective, columns: TokenColumns, by_token: bool = False) -> 
 
 
 def token_losses(values: Tensor, logprobs: Tensor) -> Tensor:
-    """Return ``-values * logprobs`` by token; 0 where the value is 0, also for a logprob of -inf."""
+    """Return ``-values * logprobs`` [T]; 0 where the value is 0, also for a logprob of -inf. Both are [T]."""
     return -values.detach() * torch.where(values != 0, logprobs, 0.0)
 
 
-def row_loss(
-    row: Objective, stack: str, logprobs: Tensor, by_token: bool = False, **columns: Tensor | None
-) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss of a micro-batch before the stack's division, and its metrics; arguments as above."""
+def row_loss(row: Objective, stack: str, logprobs: Tensor, by_token: bool = False, **columns: Tensor | None) -> Tensor:
+    """Return the scalar loss of a micro-batch before the stack's division; logprobs [B, S], errors and others as in
+    ``token_columns``."""
     result = undivided(row, token_columns(row, stack, logprobs, **columns), by_token)
-    metrics = {f"megarl/{name}": value for name, value in finalize(to_host(merge([result.metrics]))).items()}
-    return token_losses(result.values, logprobs.flatten()).sum(), metrics
+    return token_losses(result.values, logprobs.flatten()).sum()
 
 
 def _name(objective: Objective) -> str:

@@ -7,15 +7,12 @@ Everything but the loss is that of ``MegatronGRPOTrainer``.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megarl.adapters.columns import find_row, row_loss
 from megarl.core.choices.parts import Objective
 
-COLUMNS = {f"{name}_logprobs": f"{name}_per_token_logps" for name in ("old", "rollout", "ref")} | {
-    "advantages": "advantages"
-}
+POLICIES = ("old", "rollout", "ref")
 
 
 def use_row(row: str | Objective) -> None:
@@ -29,16 +26,17 @@ def use_row(row: str | Objective) -> None:
         def loss_func(self, output_tensor: Tensor, data: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
             """logprobs [B, S] of the completions in, the loss of Megatron's schedule out."""
             _, metrics = super().loss_func(output_tensor.detach(), data)
-            batch = data["grpo_batch"]
-            filtered = batch.truncated_mask[:, None] if self.args.overlong_filter else False
-            columns = {name: getattr(batch, key) for name, key in COLUMNS.items()}
-            columns["loss_mask"] = batch.completion_mask & ~torch.as_tensor(filtered, device=output_tensor.device)
-            total, _ = row_loss(objective, "ms-swift", output_tensor, **columns)
+            batch, mask = data["grpo_batch"], data["grpo_batch"].completion_mask
+            if self.args.overlong_filter:
+                mask = mask & ~batch.truncated_mask[:, None]
+            columns = {f"{name}_logprobs": getattr(batch, f"{name}_per_token_logps") for name in POLICIES}
+            columns |= {"advantages": batch.advantages, "loss_mask": mask}
+            # Every micro-batch has as many sequences; the number of tokens is that of all ranks.
+            scale, divisor = 1, len(mask)
             if objective.aggregation == "token-mean":
-                ranks = parallel_state.get_data_parallel_world_size()
-                loss = total * self.args.num_microbatches * ranks / batch.num_items_in_batch
-            else:
-                loss = total / len(output_tensor)  # every micro-batch has as many sequences
+                scale = self.args.num_microbatches * parallel_state.get_data_parallel_world_size()
+                divisor = batch.num_items_in_batch
+            loss = row_loss(objective, "ms-swift", output_tensor, **columns) * scale / divisor
             return loss, {**metrics, "loss": loss.detach().clone()}
 
     trainers.MegatronGRPOTrainer = RowTrainer

@@ -35,6 +35,6 @@ class PolicyLoss:
         """
         columns = {name: data[key][:, 1:] for name, key in COLUMNS.items() if key in data}
         mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
-        loss, _ = row_loss(self.row, "NeMo-RL", next_token_logprobs, loss_mask=mask, **columns)
+        loss = row_loss(self.row, "NeMo-RL", next_token_logprobs, loss_mask=mask, **columns)
         loss = loss / (global_valid_toks if self.row.aggregation == "token-mean" else global_valid_seqs)
         return loss, {"loss": loss.item(), "num_valid_samples": data["sample_mask"].sum().item()}

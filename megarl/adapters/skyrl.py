@@ -36,7 +36,7 @@ def register(row: str | Objective, name: str | None = None) -> None:
         if config.loss_reduction != wanted:
             raise ConfigError(f"SkyRL: loss_reduction is {config.loss_reduction!r}, the row divides as {wanted!r}")
         given |= {"old_logprobs": old_log_probs, "advantages": advantages}
-        total, metrics = row_loss(objective, "SkyRL", log_probs, by_token=True, **given)
+        total = row_loss(objective, "SkyRL", log_probs, by_token=True, **given)
         # "seq_mean_token_sum_norm" divided by max_seq_len.
         scale = config.max_seq_len / (objective.norm_length or 1) if wanted not in REDUCTIONS.values() else 1
-        return total * scale, metrics
+        return total * scale, {}

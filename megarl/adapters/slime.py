@@ -112,7 +112,7 @@ def before_log_prob(args: Namespace, model: Any, store_prefix: str) -> None:
 
 
 def finish() -> None:
-    """Report on the watched step, if any; a collective call of all ranks."""
+    """Report on the watched step, if any; a collective call of all ranks. ReplayError as in ``before_train_step``."""
     for watch, starts in [_open.pop()] if _open else []:
         watch.__exit__(None, None, None)
         replay, routes, start = starts[0]
