@@ -1,0 +1,106 @@
+"""What the adapters share: columns of a stack in, the coefficients of a row out, for the stack to divide.
+
+Stacks divide a loss themselves: by the tokens or the sequences of a step, or by advantages that were divided before. An
+adapter therefore returns the sum over its micro-batch, ``-(coefficients * logprobs).sum()``, before that division. A
+row that reads a column which the stack does not give is refused by name, because a column in its place would silently
+be another algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from megarl.core.choices.parts import Aggregation, Objective
+from megarl.core.choices.table import OBJECTIVES, find_objective
+from megarl.core.objectives import Coefficients, Denominators, TokenColumns, coefficients
+from megarl.errors import ConfigError
+
+POLICY_COLUMNS = {"old": "old_logprobs", "mu": "rollout_logprobs", "ref": "ref_logprobs"}
+_UNIT = 2**30
+"""A power of two: the division by it is exact, and undone exactly."""
+
+
+def columns_read(row: Objective) -> frozenset[str]:
+    """Return the columns of log-probabilities that the loss of a row reads beside ``logprobs``.
+
+    The advantage is the stack's: a row whose advantage alone reads the reference reads none here.
+    """
+    policies = {policy for pair in row.pairs for policy in pair.split("_")}
+    for penalty in row.penalties:
+        if penalty.coef:
+            policies |= {penalty.to, penalty.behaviour} if penalty.estimator == "unbiased" else {penalty.to}
+    return frozenset(column for policy, column in POLICY_COLUMNS.items() if policy in policies or row.own_functions)
+
+
+def find_row(row: str | Objective, stack: str, divides: Collection[str] = get_args(Aggregation)) -> Objective:
+    """Return the row for a loss that the stack calls with one micro-batch.
+
+    divides: aggregations that the stack's division serves. ConfigError for a row that a micro-batch cannot serve, or
+    that divides otherwise; UnknownNameError for an unknown name.
+    """
+    objective = find_objective(row)
+    refusals = {
+        "must know all tokens of the step beforehand": objective.beforehand,
+        "reads the sampler's top K tokens": objective.needs_topk,
+        "has an entropy term; set entropy_coef to 0, and use the stack's": objective.entropy_coef,
+        f"trains {objective.selection} alone; clear the mask of other responses, and set selection to 'all'":
+            objective.selection != "all",
+        f"divides as {objective.aggregation!r}, but with these settings {stack} as {' or '.join(divides)}":
+            objective.aggregation not in divides,
+    }  # fmt: skip
+    for refusal in (refusal for refusal, applies in refusals.items() if applies):
+        raise ConfigError(f"{stack}: the row {_name(objective)} {refusal}")
+    return objective
+
+
+def token_columns(
+    row: Objective, stack: str, logprobs: Tensor, cu_seqlens: Tensor | None = None, **columns: Tensor | None
+) -> TokenColumns:
+    """Return the packed columns of a row.
+
+    logprobs: float [B, S] padded, or [T] packed with ``cu_seqlens`` int64 [N+1]. columns: like logprobs, by the names
+    of ``TokenColumns``; ``loss_mask`` may be 0 and 1, ``advantages`` also [B, 1]; None where the stack has none.
+    ConfigError if the row reads such a column.
+    """
+    given = {name: column.expand_as(logprobs).flatten() for name, column in columns.items() if column is not None}
+    for name in sorted(columns_read(row) - given.keys()):
+        remedy = f"let {stack} provide it, or choose a row without it (docs/objectives.md)"
+        raise ConfigError(f"{stack}: the row {_name(row)} reads {name}, which the batch does not have; {remedy}")
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(0, logprobs.numel() + 1, logprobs.size(-1), device=logprobs.device)
+    # A column that the row does not read is theta's own: its ratio is 1.
+    unread = dict.fromkeys(("old_logprobs", "rollout_logprobs"), logprobs.detach().flatten())
+    columns_of_row: dict[str, Any] = {**unread, **given, "loss_mask": given["loss_mask"].bool()}
+    return TokenColumns(logprobs.flatten(), **columns_of_row, cu_seqlens=cu_seqlens.long())
+
+
+def undivided(row: Objective, columns: TokenColumns, by_token: bool = False) -> Coefficients:
+    """Return ``coefficients`` before the division by the tokens or sequences of a step, values [T].
+
+    The division by the tokens of a response ("seq-mean-token-mean") or by ``norm_length`` is made, but not with
+    ``by_token``: values are then ``M F S A - P``.
+    """
+    row = replace(row, aggregation="token-mean", norm_length=None) if by_token else row
+    result = coefficients(row, columns, Denominators(_UNIT, _UNIT))
+    return replace(result, values=result.values * _UNIT)
+
+
+def token_losses(values: Tensor, logprobs: Tensor) -> Tensor:
+    """Return ``-values * logprobs`` [T]; 0 where the value is 0, also for a logprob of -inf. Both are [T]."""
+    return -values.detach() * torch.where(values != 0, logprobs, 0.0)
+
+
+def row_loss(row: Objective, stack: str, logprobs: Tensor, by_token: bool = False, **columns: Tensor | None) -> Tensor:
+    """Return the scalar loss of a micro-batch before the stack's division; logprobs [B, S], errors and others as in
+    ``token_columns``."""
+    result = undivided(row, token_columns(row, stack, logprobs, **columns), by_token)
+    return token_losses(result.values, logprobs.flatten()).sum()
+
+
+def _name(objective: Objective) -> str:
+    return next((repr(name) for name, row in OBJECTIVES.items() if row == objective), "of your own")
