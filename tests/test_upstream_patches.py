@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from megatron_releases import installed
-from release_checks import HERE, run
+from release_checks import HERE, run, run_tests
 
 PATCHES = sorted((HERE.parent / "patches" / "upstream").glob("*.patch"))
 RELEASES = {"0.16.1": (0, 16), "0.17.1": (0, 17), "0.18.2": (0, 18), "0.19.2": (0, 19)}
@@ -48,17 +48,20 @@ def apply(patches: Sequence[Path], folder: Path, *words: str) -> None:
 
 
 def failing(folder: Path) -> tuple[set[str], int]:
-    """Files of the patches' unit tests with a test that fails on the release in the folder; and how many tests pass."""
-    done = run(["-m", "pytest", "-q", "--tb=no", "-p", "on_cpu", "-p", "no:cacheprovider", f"{folder / UNIT_TESTS}"], folder)
-    assert "passed" in done.output, done.output[-3000:]
-    return set(re.findall(r"^(?:FAILED|ERROR) \S*?/(test_router_replay_\w+)\.py", done.output, re.MULTILINE)), done.passed
+    """Files of the patches' unit tests of which a test fails on the release in the folder; how many tests pass."""
+    words = ["-m", "pytest", "-q", "--tb=no", "-p", "on_cpu", "-p", "no:cacheprovider", str(folder / UNIT_TESTS)]
+    done = run(words, folder)
+    assert done.passed, done.output[-3000:]
+    return set(re.findall(r"^(?:FAILED|ERROR) \S*?/(test_router_replay_\w+)\.py", done.output, re.M)), done.passed
 
 
 @pytest.mark.multirank
 @pytest.mark.parametrize(
     "release", [pytest.param(name, marks=[] if name == "0.19.2" else pytest.mark.slow(minutes=1)) for name in RELEASES]
 )
-def test_the_unit_tests_fail_on_the_release_and_pass_with_the_patches(release: str, tmp_path: Path) -> None:
+def test_the_unit_tests_fail_on_the_release_and_pass_with_the_patches(
+    release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted = [patch for patch in PATCHES if first_release(patch) <= RELEASES[release]]
     folder = tmp_path / "tree"
     shutil.copytree(installed(release), folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -72,8 +75,6 @@ def test_the_unit_tests_fail_on_the_release_and_pass_with_the_patches(release: s
     apply(wanted, folder, "--include=megatron/*")
     wrong, passed = failing(folder)
     assert (wrong, passed > 30) == (set(), True)
-    names = " ".join(patch.stem for patch in wanted)
-    tests = str(HERE / "verify" / "test_own_replay_failures.py")
-    done = run(["-c", f"import os, sys, pytest; os.environ['UPSTREAM_PATCHES'] = {names!r}; sys.exit(pytest.main([{tests!r}, '-q', '-p', 'no:cacheprovider']))"], folder)
-    assert done.status == 0, done.output[-3000:]
-    assert done.passed > 10
+    monkeypatch.setenv("UPSTREAM_PATCHES", " ".join(patch.stem for patch in wanted))
+    done = run_tests(folder, ["verify/test_own_replay_failures.py"])
+    assert (done.status, done.passed > 10) == (0, True), done.output[-3000:]
