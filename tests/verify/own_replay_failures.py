@@ -22,6 +22,9 @@ from torch.distributed import ProcessGroup
 
 FORWARD, BACKWARD = RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD
 B, S, L, K, MICROS = 2, 6, 4, 2, 3
+RECOMPUTED, NOT_RECOMPUTED = Variant("uniform"), Variant()
+GATHERED = Variant("uniform", "allgather")
+"""From 0.17 on, the all-to-all dispatcher counts tokens, and raises an error of torch where there are not T K."""
 
 
 class World:
@@ -31,13 +34,11 @@ class World:
     """Of the running or last forward pass."""
 
     def __init__(
-        self, prediction_layers: int = 0, models_before: int = 0, recompute: str = "uniform", **fields: Any
+        self, prediction_layers: int = 0, models_before: int = 0, variant: Variant = RECOMPUTED, **fields: Any
     ) -> None:
         RouterReplay.clear_global_router_replay_instances()
         for _ in range(1 + models_before):  # the last one stays
-            self.model = build_bare(
-                Variant(recompute), prediction_layers, moe_enable_routing_replay=True, **fields
-            ).train()
+            self.model = build_bare(variant, prediction_layers, moe_enable_routing_replay=True, **fields).train()
             gc.collect()
         self.layers = list(self.model.decoder.layers)
         if prediction_layers:
@@ -182,6 +183,14 @@ def short_routes(world: World) -> None:
         world.forward(micro).backward()
 
 
+def repeated_expert(world: World) -> None:
+    """A row names an expert twice: its token goes to fewer experts."""
+    for micro in range(MICROS):
+        RouterReplay.set_replay_data([rows[:, :1].expand(-1, K) for rows in world.routes[micro].unbind(1)])
+        RouterReplay.set_global_router_replay_action(FORWARD)
+        world.forward(micro).backward()
+
+
 def copied_reference(world: World) -> None:
     """A reference model is copied while replay is on. No global method reaches the copy: it replays for ever."""
     world.replay(0)
@@ -237,9 +246,10 @@ FAILURES: dict[str, Failure] = {
     ),
     "by layer number": Failure(
         addressed_by_layer_number, "forward", "0005-mtp-layer-number", "NeMo-RL 3903, Megatron-LM 7404",
-        {"prediction_layers": 1, "recompute": "none"}, (L,), (0, 17),
+        {"prediction_layers": 1, "variant": NOT_RECOMPUTED}, (L,), (0, 17),
     ),
-    "short routes": Failure(short_routes, "forward recomputed", "0002-shape", "miles 465"),
+    "short routes": Failure(short_routes, "forward recomputed", "0002-shape", "miles 465", {"variant": GATHERED}),
+    "repeated expert": Failure(repeated_expert, "forward recomputed", "", "verl 4986", {"variant": GATHERED}),
     "copied reference": Failure(copied_reference, "forward", "0006-copies", native=EVERY),
     "bypassed": Failure(
         bypassed, "forward recomputed", "0004-bypass", "Megatron-LM 2101",

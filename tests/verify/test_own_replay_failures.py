@@ -10,7 +10,7 @@ import megatron.core
 import pytest
 import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 from own_replay_failures import FAILURES, NUM_EXPERTS, Failure, K, World
 
 APPLIED = os.environ.get("UPSTREAM_PATCHES", "").split()
@@ -24,15 +24,20 @@ Dispatched = tuple[Any, int, bool, torch.Tensor, torch.Tensor]
 def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[Dispatched]:
     """What every dispatcher is told, in order."""
     seen: list[Dispatched] = []
-    original = MoEAlltoAllTokenDispatcher.dispatch_preprocess
 
-    def dispatch(self: Any, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> Any:
-        recomputes = torch._C._current_graph_task_id() != -1
-        hidden = hidden_states.detach().view(-1, hidden_states.size(-1)).clone()
-        seen.append((self, World.micro, recomputes, hidden, routing_map.detach().bool().clone()))
-        return original(self, hidden_states, routing_map, probs)
+    def look_at(dispatcher: Any) -> None:
+        original = dispatcher.dispatch_preprocess
 
-    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "dispatch_preprocess", dispatch)
+        def dispatch(self: Any, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> Any:
+            recomputes = torch._C._current_graph_task_id() != -1
+            hidden = hidden_states.detach().view(-1, hidden_states.size(-1)).clone()
+            seen.append((self, World.micro, recomputes, hidden, routing_map.detach().bool().clone()))
+            return original(self, hidden_states, routing_map, probs)
+
+        monkeypatch.setattr(dispatcher, "dispatch_preprocess", dispatch)
+
+    look_at(MoEAlltoAllTokenDispatcher)
+    look_at(MoEAllGatherTokenDispatcher)
     return seen
 
 
