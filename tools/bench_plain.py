@@ -28,11 +28,11 @@ from megarl.config import Config
 from megarl.core.types import Rollout
 from megarl.engines.local.engine import LocalEngine
 from megarl.megatron import distributed
+from megarl.megatron.distributed import collect
 from megarl.megatron.policy import DTYPES, Policy, schedule_of
 from megarl.replay import RoutingReplay
 from megarl.trainer.mini_batch import MiniBatch, StepPlan
 from megarl.trainer.sampling.sampler import Sampler
-from megarl.megatron.distributed import collect
 from megarl.trainer.step import TrainStep
 
 sys.path.insert(0, str(Path(__file__).parent))
