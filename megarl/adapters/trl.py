@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
-from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]  # a stack that megarl does not install
+from trl import GRPOConfig, GRPOTrainer  # pyright takes this file itself for TRL
 
 from megarl.core import objectives as core
 from megarl.core.choices.parts import TOKEN_ADVANTAGES
@@ -33,7 +33,7 @@ OF_THE_ROW = {
 _NO_MU = "reads mu, which TRL lacks: set use_vllm, give a rollout_func with logprobs, or say mu_is_old (docs/trl.md)"
 
 
-class MegarlGRPOTrainer(GRPOTrainer):
+class MegarlGRPOTrainer(GRPOTrainer):  # pyright: ignore[reportGeneralTypeIssues]
     """GRPOTrainer with the coefficients, the denominators and the advantages of a row of ``OBJECTIVES``.
 
     - objective: a row, or its name.
@@ -52,7 +52,8 @@ class MegarlGRPOTrainer(GRPOTrainer):
         self.objective = row = find_objective(objective)
         self._statistics: list[dict[str, Stat]] = []
         every, per_step = self.args.steps_per_generation, self.args.gradient_accumulation_steps
-        settings = [field for field in fields(GRPOConfig) if field.name in OF_THE_ROW]
+        every_setting: Any = GRPOConfig
+        settings = [field for field in fields(every_setting) if field.name in OF_THE_ROW]
         changed = [field.name for field in settings if getattr(self.args, field.name) != field.default]
         kl = [penalty.coef for penalty in row.penalties if penalty.to == "ref" and penalty.coef] or [0.0]
         policies = {*row.pairs, *(name for penalty in row.penalties for name in (penalty.to, penalty.behaviour))}
