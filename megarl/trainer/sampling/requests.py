@@ -10,9 +10,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import Config
+from megarl.core.sampling.collector import Key
 from megarl.core.types import SampleRequest
 from megarl.data.prompts import Prompt, load_prompts
-from megarl.engines.player import Draw, Key, Sample
+from megarl.engines.player import Draw, Sample
 from megarl.engines.protocol import Engine, SamplingParams
 from megarl.errors import RolloutError
 from megarl.megatron import distributed
